@@ -1,0 +1,85 @@
+"""Leaves and where their bytes stand in an image. Owns the order of an image; never touches its bytes.
+
+An image is the exact bytes of a stock safetensors file: eight bytes of header length, a JSON header
+padded with spaces so that data starts on a page, and the leaves' bytes without holes, ordered by
+element size, largest first, so that every leaf is aligned to its elements. See docs/format.md.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+PAGE = 4096
+
+# True dtype (torch's own name) -> bytes an element, safetensors' name or None where it has none:
+# those are stored as U8 with their bytes as the only dimension, and the part keeps the true dtype.
+DTYPES: dict[str, tuple[int, str | None]] = {
+    "float64": (8, "F64"), "float32": (4, "F32"), "float16": (2, "F16"), "bfloat16": (2, "BF16"),
+    "int64": (8, "I64"), "int32": (4, "I32"), "int16": (2, "I16"), "int8": (1, "I8"),
+    "uint64": (8, "U64"), "uint32": (4, "U32"), "uint16": (2, "U16"), "uint8": (1, "U8"),
+    "bool": (1, "BOOL"),
+    "float8_e4m3fn": (1, "F8_E4M3"), "float8_e5m2": (1, "F8_E5M2"),
+    "float8_e4m3fnuz": (1, None), "float8_e5m2fnuz": (1, None), "float8_e8m0fnu": (1, None),
+    "float4_e2m1fn_x2": (1, None),
+    "complex32": (4, None), "complex64": (8, None), "complex128": (16, None),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaf:
+    """One tensor of the state, as it is stored.
+
+    `shape` and `stride` are in elements; `stride` is that of the live tensor, None where it is
+    row-major (bytes in an image always are). `offset` counts from the first byte of the image's data.
+    `aliases` are the further names under which the same tensor stands in the state.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None = None
+    aliases: tuple[str, ...] = ()
+    offset: int = -1
+
+    @property
+    def num_bytes(self) -> int:
+        count = DTYPES[self.dtype][0]
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The geometry of one image: leaves in image order, header bytes, sizes in bytes."""
+
+    leaves: tuple[Leaf, ...]
+    header: bytes = field(repr=False)
+    data_start: int
+    num_bytes: int
+
+    @classmethod
+    def of(cls, leaves: Iterable[Leaf]) -> Layout:
+        """Order the leaves, give each its offset, write the header. Names must be unique."""
+        ordered = sorted(leaves, key=lambda leaf: (-DTYPES[leaf.dtype][0], leaf.name))
+        placed, offset = [], 0
+        for leaf in ordered:
+            placed.append(replace(leaf, offset=offset))
+            offset += leaf.num_bytes
+        header = header_bytes(placed)
+        return cls(tuple(placed), header, len(header), len(header) + offset)
+
+
+def header_bytes(leaves: Sequence[Leaf]) -> bytes:
+    """The safetensors header of placed leaves, its length prefix included, padded to a page."""
+    table: dict[str, object] = {}
+    for leaf in leaves:
+        size, stored = DTYPES[leaf.dtype]
+        end = leaf.offset + leaf.num_bytes
+        shape = list(leaf.shape) if stored else [leaf.num_bytes]
+        table[leaf.name] = {"dtype": stored or "U8", "shape": shape, "data_offsets": [leaf.offset, end]}
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    length = -(-(8 + len(text)) // PAGE) * PAGE - 8
+    return length.to_bytes(8, "little") + text.ljust(length, b" ")
