@@ -18,7 +18,7 @@ if not sys.platform.startswith("linux"):
 __version__ = "0.1.0"
 
 _PLACES = {
-    "loop": "loop",
+    "loop": "checkpointer",
     "attach": "checkpointer",
     "Checkpointer": "checkpointer",
     "Resumed": "checkpointer",
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from flashckpt.errors import SupersededError as SupersededError
     from flashckpt.errors import UnusableRunError as UnusableRunError
     from flashckpt.errors import UsageError as UsageError
-    from flashckpt.loop import loop as loop
+    from flashckpt.checkpointer import loop as loop
     from flashckpt.options import Keep as Keep
     from flashckpt.options import Options as Options
     from flashckpt.runs import branch as branch
@@ -74,8 +74,6 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # `flashckpt.loop` is a function and a module; importing the module binds its name here, so the
-    # function is put over it each time.
     value = getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)
     globals()[name] = value
     return value
