@@ -1,0 +1,66 @@
+# What people call, and what CI calls. Every target makes its own environment: nothing has to be installed before.
+#
+#   make test            build, and run the tests            ARGS="-k resume -x" goes to pytest
+#   make demo            train, kill, go on, compare         ARGS="--steps 120" goes to the demo
+#   make bench           measure against the peers           ARGS="--gib 1" goes to the benchmark
+#   make lint            ruff, mypy, import-linter, clang-format: look only
+#   make format          the same formatters, writing
+#   make build           a wheel in dist/
+#   make clean           remove what was built; make distclean: the environments too
+#
+#   PYTHON=python3.12    the interpreter to start from
+#   VENV=.venv           where the environment stands
+#   TORCH=system         use the torch that PYTHON already has, and install none
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?=
+ARGS ?=
+export PYTHON VENV TORCH
+
+RUN := $(VENV)/bin
+CPP = $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.h' | grep -v third_party)
+
+.PHONY: help test demo bench lint format build clean distclean
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n '3,14s/^# \{0,1\}//p' Makefile
+
+test:
+	@scripts/environment test,demo
+	@$(RUN)/python -m pytest $(ARGS)
+
+demo:
+	@scripts/environment test,demo
+	@$(RUN)/python examples/tiny_gpt/demo.py $(ARGS)
+
+bench:
+	@scripts/environment test,demo
+	@$(RUN)/python -m benchmarks $(ARGS)
+
+lint:
+	@scripts/environment dev
+	$(RUN)/ruff check .
+	$(RUN)/ruff format --check .
+	$(RUN)/mypy
+	$(RUN)/lint-imports
+	$(RUN)/clang-format --dry-run -Werror $(CPP)
+
+format:
+	@scripts/environment dev
+	$(RUN)/ruff check --fix .
+	$(RUN)/ruff format .
+	$(RUN)/clang-format -i $(CPP)
+
+build:
+	@scripts/environment test,demo
+	@$(RUN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	@ls -1 dist/*.whl
+
+clean:
+	rm -rf build dist demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find flashckpt tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf .venv .venv-*
