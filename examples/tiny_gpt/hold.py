@@ -1,0 +1,28 @@
+"""Holds a training process still in the middle of a step, for the demo to kill it there.
+
+Owns a hook in the backward pass; without it nothing of the training changes.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from torch import nn
+
+
+def hold_in_backward(block: nn.Module, step: int, report_fd: int) -> None:
+    """In the backward pass of step `step` (the first is 1), write "STEP" to `report_fd` and never return.
+
+    At that moment the step has half of its gradients, and nothing of it has reached the optimizer.
+    """
+    backwards = 0
+
+    def hook(*_: object) -> None:
+        nonlocal backwards
+        backwards += 1
+        if backwards == step:
+            os.write(report_fd, f"{step}\n".encode())
+            threading.Event().wait()
+
+    block.register_full_backward_hook(hook)

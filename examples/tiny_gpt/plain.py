@@ -1,0 +1,27 @@
+"""The loop without checkpoints, which the demo compares with: over the loader until a step is reached."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+from torch.utils.data import DataLoader
+
+T = TypeVar("T")
+
+
+class PlainLoop(Generic[T]):
+    """Draws `steps` batches from `loader`, and starts it again whenever it is exhausted."""
+
+    def __init__(self, loader: DataLoader[T], *, steps: int) -> None:
+        self.completed = 0
+        self._loader = loader
+        self._steps = steps
+
+    def __iter__(self) -> Iterator[T]:
+        while True:
+            for batch in self._loader:
+                yield batch
+                self.completed += 1
+                if self.completed == self._steps:
+                    return

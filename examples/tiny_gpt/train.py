@@ -1,0 +1,90 @@
+"""Trains the tiny GPT: an ordinary loop, of which one line was changed so that it survives a kill.
+
+    python examples/tiny_gpt/train.py runs/tiny --steps 300      # kill it, and run the same line again
+
+Writes into its folder: run/ (the checkpoints), losses.csv (a line a step), and at the end weights.safetensors
+and report.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+from pathlib import Path
+
+import torch
+from hold import hold_in_backward
+from model import GPT
+from plain import PlainLoop
+from safetensors.torch import save_model
+from text import Windows, library_sources
+from torch.nn.functional import cross_entropy
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.utils.data import DataLoader
+
+import flashckpt
+
+CONTEXT = 128
+TEXT_BYTES = 256 * 1024
+
+
+def train(args: argparse.Namespace) -> None:
+    torch.manual_seed(1)
+    torch.use_deterministic_algorithms(True)
+    loader = DataLoader(Windows(library_sources(TEXT_BYTES), CONTEXT), batch_size=8, shuffle=True)
+    model = GPT(context=CONTEXT)
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    scheduler = CosineAnnealingLR(optimizer, T_max=args.steps)
+    if args.hold is not None:
+        hold_in_backward(model.blocks[1], args.hold, args.report_fd)
+
+    path = args.folder / "run"
+    if args.plain:
+        batches = PlainLoop(loader, steps=args.steps)
+    else:  # the changed line
+        batches = flashckpt.loop(
+            loader, path, model=model, optimizer=optimizer, scheduler=scheduler, steps=args.steps
+        )
+
+    losses = (args.folder / "losses.csv").open("a", buffering=1)
+    first_batch_s = None
+    for text, following in batches:
+        first_batch_s = first_batch_s or time.monotonic()
+        loss = cross_entropy(model(text).flatten(0, 1), following.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        losses.write(f"{batches.completed + 1},{loss.item()!r}\n")
+    losses.close()
+
+    save_model(model, str(args.folder / "weights.safetensors"))
+    report = {"first_batch_monotonic_s": first_batch_s}
+    if not args.plain:
+        resumed = batches.checkpointer.resumed
+        report["resumed"] = resumed and {
+            "step": resumed.step,
+            "tier": resumed.tier,
+            "seconds": resumed.seconds,
+        }
+        report["cost"] = batches.checkpointer.report()
+    (args.folder / "report.json").write_text(json.dumps(report))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train the tiny GPT on Python's own sources.")
+    parser.add_argument("folder", type=Path, help="where the run, its losses and its weights go")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--plain", action="store_true", help="without flashckpt, to compare with")
+    parser.add_argument("--hold", type=int, help="stand still in the backward pass of this step")
+    parser.add_argument("--report-fd", type=int, help="where to write the step that is held")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    args = arguments()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    train(args)
