@@ -65,11 +65,7 @@ def train(args: argparse.Namespace) -> None:
     report = {"first_batch_monotonic_s": first_batch_s}
     if not args.plain:
         resumed = batches.checkpointer.resumed
-        report["resumed"] = resumed and {
-            "step": resumed.step,
-            "tier": resumed.tier,
-            "seconds": resumed.seconds,
-        }
+        report["resumed"] = resumed and dataclasses.asdict(resumed)
         report["cost"] = batches.checkpointer.report()
     (args.folder / "report.json").write_text(json.dumps(report))
 
