@@ -1,0 +1,155 @@
+"""What optimizers' step hooks tell: which boundaries qualify, which gradients are used up, when a gate
+closes. Owns the hooks. Hooks decide only speed: a step that calls none delays a snapshot and is seen by
+digests; it never makes one wrong.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+# So many boundaries without any hook, or twice the longest gap seen, and every boundary qualifies.
+_PATIENCE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """What the hooks say of a boundary: may it be captured, and would a gate be closed before a write."""
+
+    qualifies: bool
+    gated: bool
+
+
+def unwrapped(optimizer: object) -> object:
+    """The torch optimizer inside wrappers that hold one as `.optimizer` (accelerate's does)."""
+    seen: set[int] = set()
+    while not isinstance(optimizer, Optimizer) and id(optimizer) not in seen:
+        seen.add(id(optimizer))
+        inner = getattr(optimizer, "optimizer", None)
+        if inner is None:
+            break
+        optimizer = inner
+    return optimizer
+
+
+class _Record:
+    """The gradients that one optimizer used up in its last step: these very objects at these versions."""
+
+    __slots__ = ("fired", "gradients", "versions")
+
+    def __init__(self) -> None:
+        self.fired = False
+        self.gradients: list[weakref.ref[Tensor]] = []
+        self.versions: list[int] = []
+
+
+class StepHooks:
+    """Hooks on the attached optimizers.
+
+    before_step is called, in front of all other pre-hooks, before an optimizer writes; it is held weakly,
+    as is this object by the hooks, so that an optimizer that lives on keeps no checkpointer alive.
+    capturing says whether a device graph is being captured: the hooks then do nothing.
+    """
+
+    def __init__(
+        self,
+        optimizers: Iterable[object],
+        before_step: Callable[[], None] | None = None,
+        capturing: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._capturing = capturing
+        self._before_step = _weak(before_step)
+        self._records: dict[int, _Record] = {}
+        self._used_up: dict[int, tuple[weakref.ref[Tensor], int]] | None = None
+        self._handles: list[Any] = []
+        self._stepped = False
+        self._gap = 0
+        self._longest_gap = 0
+        for optimizer in {id(o): o for o in map(unwrapped, optimizers) if isinstance(o, Optimizer)}.values():
+            self._install(optimizer)
+
+    @property
+    def fired(self) -> frozenset[int]:
+        """Identities of the optimizers whose hooks were seen."""
+        return frozenset(key for key, record in self._records.items() if record.fired)
+
+    def boundary(self) -> Boundary:
+        """Ask once at each boundary. A device with no optimizer at all has nothing to wait for."""
+        if not self._records:
+            return Boundary(qualifies=True, gated=False)
+        self._gap += 1
+        if self._stepped:
+            self._longest_gap = max(self._longest_gap, self._gap)
+            self._gap, self._stepped = 0, False
+            return Boundary(qualifies=True, gated=True)
+        return Boundary(qualifies=self._gap >= max(_PATIENCE, 2 * self._longest_gap), gated=False)
+
+    def used_up(self, parameter: Tensor, gradient: Tensor) -> bool:
+        """Whether an optimizer's step saw this very gradient at this version: nothing was added since."""
+        known = self._index().get(id(gradient))
+        return known is not None and known[0]() is gradient and known[1] == gradient._version
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _index(self) -> dict[int, tuple[weakref.ref[Tensor], int]]:
+        # Built only for a boundary that is captured: a step pays for two lists and no dictionary.
+        if self._used_up is None:
+            self._used_up = {
+                id(gradient): (ref, version)
+                for record in self._records.values()
+                for ref, version in zip(record.gradients, record.versions, strict=True)
+                if (gradient := ref()) is not None
+            }
+        return self._used_up
+
+    def _install(self, optimizer: Optimizer) -> None:
+        self._records[id(optimizer)] = _Record()
+        me = weakref.ref(self)
+
+        def before(stepping: Optimizer, args: Any, kwargs: Any) -> None:
+            hooks = me()
+            if hooks is not None and not hooks._blind():
+                hooks._before(stepping)
+
+        def after(stepping: Optimizer, args: Any, kwargs: Any) -> None:
+            hooks = me()
+            if hooks is not None and not hooks._blind():
+                hooks._after(stepping)
+
+        handle = optimizer.register_step_pre_hook(before)
+        # A user's own pre-hook may write parameters: the gate must be closed before it.
+        optimizer._optimizer_step_pre_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+        self._handles += [handle, optimizer.register_step_post_hook(after)]
+
+    def _blind(self) -> bool:
+        return torch.compiler.is_compiling() or self._capturing()
+
+    def _before(self, optimizer: Optimizer) -> None:
+        call = self._before_step()
+        if call is not None:
+            call()
+
+    def _after(self, optimizer: Optimizer) -> None:
+        record = self._records.get(id(optimizer))
+        if record is None:
+            return
+        self._stepped = record.fired = True
+        gradients = [g for group in optimizer.param_groups for p in group["params"] if (g := p.grad) is not None]
+        record.gradients = list(map(weakref.ref, gradients))
+        record.versions = [g._version for g in gradients]
+        self._used_up = None
+
+
+def _weak(call: Callable[[], None] | None) -> Callable[[], Callable[[], None] | None]:
+    if call is None:
+        return lambda: None
+    return weakref.WeakMethod(call) if hasattr(call, "__self__") else weakref.ref(call)  # type: ignore[arg-type]

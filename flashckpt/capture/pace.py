@@ -1,0 +1,161 @@
+"""When a snapshot is due and when one is to be persisted. Owns the budget; takes no snapshot, reads no
+device. All times are given to it, in seconds, so that its decisions are a function of its input.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from statistics import median
+from typing import Literal
+
+from flashckpt.errors import OptionError
+from flashckpt.options import duration_s
+
+Every = int | Literal["auto"] | None
+
+_PLAIN_KEPT = 15
+_COSTS_KEPT = 7
+_PLAIN_NEEDED = 3
+# One plain iteration in so many even where snapshots cost nothing: else the length of an iteration
+# without a snapshot would be that of an hour ago.
+_LONGEST_SERIES = 64
+# One odd iteration (a validation, a stalled loader) is charged as at most this many usual snapshots.
+_OUTLIER = 4.0
+
+
+class Budget:
+    """What snapshots may cost: a share of the loop's time, saved up and spent.
+
+    An iteration's cost is its length beyond the median of those without a snapshot.
+    """
+
+    def __init__(self, overhead: float) -> None:
+        self._overhead = overhead
+        self._credit_s = 0.0
+        self._plain_s: deque[float] = deque(maxlen=_PLAIN_KEPT)
+        self._costs_s: deque[float] = deque(maxlen=_COSTS_KEPT)
+        self._unmeasured = 0
+        self._series = 0
+
+    @property
+    def cost_s(self) -> float | None:
+        """What one snapshot costs the loop, in seconds; None before one was measured."""
+        return median(self._costs_s) if self._costs_s else None
+
+    @property
+    def plain_s(self) -> float | None:
+        """The length of an iteration without a snapshot, in seconds; None before there was one."""
+        return median(self._plain_s) if self._plain_s else None
+
+    def allows(self) -> bool:
+        cost = self.cost_s
+        if cost is None:
+            return self._unmeasured == 0
+        if self._series and len(self._plain_s) < _PLAIN_NEEDED:
+            return False
+        return self._series < _LONGEST_SERIES and self._credit_s >= cost
+
+    def taken(self, *, ordered: bool) -> None:
+        """A snapshot was begun. One that was ordered is not charged: it was not this budget's choice."""
+        self._series += 1
+        self._unmeasured += 1
+        if not ordered:
+            self._credit_s -= self.cost_s or 0.0
+
+    def plain(self, seconds: float) -> None:
+        """An iteration without a snapshot, and without the copy of one beside it."""
+        self._series = 0
+        self._plain_s.append(seconds)
+        self._earn(seconds)
+
+    def burdened(self, seconds: float, floor_s: float, *, ordered: bool) -> None:
+        """An iteration with a snapshot that certainly cost `floor_s` (the call, where the host copies)."""
+        self._unmeasured = max(0, self._unmeasured - 1)
+        plain, before = self.plain_s, self.cost_s
+        cost = max(floor_s, seconds - plain) if plain is not None else floor_s
+        ceiling = _OUTLIER * max(floor_s, before or 0.0)
+        self._costs_s.append(min(cost, ceiling) if ceiling > 0.0 else max(cost, 0.0))
+        if before is not None and not ordered:
+            self._credit_s -= self._costs_s[-1] - before
+        self._earn(seconds)
+
+    def _earn(self, seconds: float) -> None:
+        cost = self.cost_s or 0.0
+        earned = self._overhead * seconds
+        # Neither a long pause nor one outlier decides what happens minutes later.
+        self._credit_s = max(-_OUTLIER * cost, min(self._credit_s + earned, 2 * cost + earned))
+
+
+class Pace:
+    """Whether the boundary of a step is due for a snapshot, and whether that one is persisted.
+
+    every: "auto" (as often as the budget allows), a number of steps (an order: stays due until taken),
+    None (only what is ordered). persist_every: a duration, a number of steps, None.
+    """
+
+    def __init__(
+        self,
+        every: Every = "auto",
+        persist_every: str | int | None = None,
+        *,
+        overhead: float = 0.01,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        _check_number(every if every != "auto" else None, "every")
+        self._every = every
+        self._clock = clock
+        self.budget = Budget(overhead)
+        self._due = False
+        self._persist_steps = persist_every if isinstance(persist_every, int) else None
+        _check_number(self._persist_steps, "persist_every")
+        self._persist_s = duration_s(persist_every, "persist_every") if isinstance(persist_every, str) else None
+        self._persist_due = False
+        self._asked = False
+        self._asked_at_s = clock()
+
+    def due(self, step: int) -> bool:
+        """Ask once at each boundary: an order that falls on this step is noted by asking."""
+        if isinstance(self._every, int) and step % self._every == 0:
+            self._due = True
+        persists = self.persist_due(step) and self._persist_steps is not None
+        if self._every is None:
+            return persists
+        return self._due or persists or (self._every == "auto" and self.budget.allows())
+
+    def persist_due(self, step: int) -> bool:
+        if self._persist_steps is not None and step % self._persist_steps == 0:
+            self._persist_due = True
+        if self._persist_s is not None and self._clock() - self._asked_at_s >= self._persist_s:
+            self._persist_due = True
+        return self._persist_due and not self._asked
+
+    def captured(self, *, ordered: bool) -> None:
+        self._due = False
+        self.budget.taken(ordered=ordered)
+
+    def lost(self) -> None:
+        """The last snapshot was not sealed, or was found torn: an order for it stands again."""
+        self._due = isinstance(self._every, int)
+
+    def persist_asked(self) -> None:
+        """From here on nothing more is asked for until `persist_ended`."""
+        self._asked, self._persist_due = True, False
+        self._asked_at_s = self._clock()
+
+    def persist_ended(self, *, fulfilled: bool) -> None:
+        """One that failed or was discarded is due again at once."""
+        self._asked = False
+        self._persist_due = self._persist_due or not fulfilled
+
+
+def _check_number(number: object, option: str) -> None:
+    if isinstance(number, int) and number < 1:
+        raise OptionError(f"{option}={number}: a number of steps must be positive. Nothing was changed.")
+
+
+def largest(seconds: Iterable[float | None]) -> float | None:
+    """The longest of what several devices took; None where one of them is not known yet."""
+    known = list(seconds)
+    return None if not known or any(s is None for s in known) else max(s for s in known if s is not None)

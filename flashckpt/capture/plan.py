@@ -1,0 +1,211 @@
+"""The plan: which leaves a snapshot holds, where each lies now and where it goes in the image.
+
+Owns the layout, strong references to the tensors (so their storages outlive a copy) and the arrays of
+addresses that native code reads. Decides nothing about ways, copies nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flashckpt import _native
+from flashckpt.format.layout import Leaf, Layout
+from flashckpt.format.metadata import plan_bytes
+
+Addresses = NDArray[np.uint64]
+UsedUp = Callable[[Tensor, Tensor], bool]
+_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
+
+
+class Live(Protocol):
+    """A leaf as the walk of the state found it (flashckpt.state.tree.LiveLeaf)."""
+
+    name: str
+    tensor: Tensor
+    aliases: tuple[str, ...]
+    kind: str
+    owner: Any
+    container: Any
+    key: Any
+
+
+class Walked(Protocol):
+    """One walk of the state (flashckpt.state.tree.Walk)."""
+
+    leaves: Sequence[Live]
+    guards: Sequence[tuple[Any, int]]
+
+
+class Change(Enum):
+    """What a boundary's check found: nothing, other memory of the same leaves, or other leaves."""
+
+    NONE = "none"
+    PATCHED = "patched"
+    REBUILD = "rebuild"
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The tensor whose bytes are this rank's: a DTensor's own data_ptr is 0, its local tensor's is not."""
+    if type(tensor) in _PLAIN_TYPES:
+        return tensor
+    inner = getattr(tensor, "_local_tensor", None)
+    return inner if isinstance(inner, Tensor) else tensor
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether the tensor's memory is its image: row-major, and no operation pending on its bits."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _leaf_of(live: Live, tensor: Tensor) -> Leaf:
+    return Leaf(
+        name=live.name,
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        shape=tuple(tensor.shape),
+        stride=None if tensor.is_contiguous() else tuple(tensor.stride()),
+        aliases=tuple(live.aliases),
+    )
+
+
+class Plan:
+    """One walk's leaves, in image order. Every array has one entry a leaf; offsets are in bytes from the
+    image's first byte, and addresses are those of the live tensors."""
+
+    def __init__(self, walk: Walked) -> None:
+        by_name = {live.name: live for live in walk.leaves}
+        self.layout = Layout.of(_leaf_of(live, local(live.tensor)) for live in walk.leaves)
+        self.json = plan_bytes(self.layout)
+        self.plan_id = _native.xxh3_64(self.json)
+        self.lives = [by_name[leaf.name] for leaf in self.layout.leaves]
+        self.tensors = [local(live.tensor) for live in self.lives]
+        self.sizes: Addresses = np.array([leaf.num_bytes for leaf in self.layout.leaves], dtype=np.uint64)
+        starts = [self.layout.data_start + leaf.offset for leaf in self.layout.leaves]
+        self.offsets: Addresses = np.array(starts, dtype=np.uint64)
+        self.odd = frozenset(i for i, tensor in enumerate(self.tensors) if not is_plain(tensor))
+        self.dynamic = any(live.container is None for live in self.lives)
+        self.addresses: Addresses = np.zeros(len(self.lives), dtype=np.uint64)
+        self._guards = [(container, length) for container, length in walk.guards]
+        self.parameters = [live.tensor for live in self.lives if live.kind == "parameter"]
+        self._gradients: bytes = b""
+        self._watch: _native.Watch | None = None
+        self._arm()
+
+    def __len__(self) -> int:
+        return len(self.lives)
+
+    def note_gradients(self, used_up: UsedUp) -> None:
+        """Remember which gradients were leaves, which used up and which absent when the walk was made."""
+        self._gradients = self._gradient_states(used_up)
+
+    def follow(self, used_up: UsedUp) -> tuple[Change, list[int]]:
+        """Compare the live state with the plan; take over new memory of the same leaves.
+
+        Returns the indexes that were patched. REBUILD: the walk must be made again.
+        """
+        if any(len(container) != length for container, length in self._guards):
+            return Change.REBUILD, []
+        if self._gradient_states(used_up) != self._gradients:
+            return Change.REBUILD, []
+        assert self._watch is not None
+        changed = self._watch.changed(self._watched_addresses)
+        if not changed:
+            return Change.NONE, []
+        indexes = sorted({self._watched[i] for i in changed})
+        if not all(self._patch(index) for index in indexes):
+            return Change.REBUILD, []
+        self._arm()
+        return Change.PATCHED, indexes
+
+    def same_leaves(self, walk: Walked) -> list[int] | None:
+        """Take over the tensors of another walk. The indexes whose memory moved; None where the leaves
+        themselves differ."""
+        if len(walk.leaves) != len(self.lives):
+            return None
+        fresh = {live.name: live for live in walk.leaves}
+        moved = []
+        for index, leaf in enumerate(self.layout.leaves):
+            live = fresh.get(leaf.name)
+            if live is None or not self._fits(index, local(live.tensor)):
+                return None
+            if tuple(live.aliases) != leaf.aliases:
+                return None
+            self.lives[index] = live
+            if self.tensors[index] is not local(live.tensor):
+                moved.append(index)
+                self.tensors[index] = local(live.tensor)
+        self._guards = [(container, length) for container, length in walk.guards]
+        self._arm()
+        return moved
+
+    def release(self) -> None:
+        if self._watch is not None:
+            self._watch.release()
+            self._watch = None
+
+    def _fits(self, index: int, tensor: Tensor) -> bool:
+        old = self.tensors[index]
+        if tensor is old:
+            # In-place changes of geometry (resize_, t_, .data=) keep the object: compare with the plan.
+            leaf = self.layout.leaves[index]
+            stride = None if tensor.is_contiguous() else tuple(tensor.stride())
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            known = (leaf.shape, leaf.stride, leaf.dtype, index not in self.odd)
+            return (tuple(tensor.shape), stride, dtype, is_plain(tensor)) == known
+        return (
+            tensor.shape == old.shape
+            and tensor.dtype == old.dtype
+            and tensor.device == old.device
+            and tensor.stride() == old.stride()
+            and is_plain(tensor) == (index not in self.odd)
+        )
+
+    def _patch(self, index: int) -> bool:
+        live = self.lives[index]
+        try:
+            found = _item(live.container, live.key)
+        except (KeyError, IndexError, AttributeError):
+            return False
+        if not isinstance(found, Tensor) or not self._fits(index, local(found)):
+            return False
+        live.tensor = found
+        self.tensors[index] = local(found)
+        return True
+
+    def _arm(self) -> None:
+        """Read every address once and watch every tensor that has a place of its own in the state. Of a
+        tensor with an inner one (a DTensor's local tensor) both are watched."""
+        self.release()
+        items: list[tuple[Any, Any]] = []
+        tensors: list[Tensor] = []
+        self._watched: list[int] = []
+        for index, live in enumerate(self.lives):
+            tensor = self.tensors[index]
+            self.addresses[index] = tensor.data_ptr()
+            if live.container is None:
+                continue
+            items.append((live.container, live.key))
+            tensors.append(live.tensor)
+            self._watched.append(index)
+            if tensor is not live.tensor:
+                items.append((live.tensor, "_local_tensor"))
+                tensors.append(tensor)
+                self._watched.append(index)
+        self._watched_addresses: Addresses = np.zeros(len(items), dtype=np.uint64)
+        self._watch = _native.Watch(items, tensors)
+
+    def _gradient_states(self, used_up: UsedUp) -> bytes:
+        return bytes(
+            0 if (gradient := parameter.grad) is None else 1 if used_up(parameter, gradient) else 2
+            for parameter in self.parameters
+        )
+
+
+def _item(container: Any, key: Any) -> Any:
+    return container[key] if isinstance(container, (dict, list)) else getattr(container, key)

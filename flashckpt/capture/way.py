@@ -1,0 +1,26 @@
+"""The five ways to copy a leaf, and which is the next safer one. Owns names and their order only."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Way(str, Enum):
+    """How a leaf's bytes get from where it lives into a slot. See docs/capture.md."""
+
+    HOST = "host"
+    CLONE = "clone"
+    GATE = "gate"
+    WAIT = "wait"
+    CONSTANT = "constant"
+
+
+# A leaf found torn by a way is copied by this one from then on. WAIT has none: there the host waits for
+# the whole device first, and what is torn even so is discarded by its digest, every time.
+SAFER = {
+    Way.CONSTANT: Way.WAIT,
+    Way.CLONE: Way.WAIT,
+    Way.GATE: Way.WAIT,
+    Way.WAIT: Way.WAIT,
+    Way.HOST: Way.HOST,
+}
