@@ -1,0 +1,103 @@
+"""The names and places of a run's files, as text. Owns their spelling in both directions; opens nothing.
+
+Every name that is read from a file goes through here, so none can lead out of its folder.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+RUN = "run.json"
+ATTEMPTS = "attempts"
+STEPS = "steps"
+MANIFEST = "manifest.json"
+
+MAX_STEP = 10**12 - 1
+MAX_RANK = 10**6
+
+SHARD = re.compile(r"shard-\d{5,7}-[0-9a-f]{4,32}\.safetensors")
+CONSTANTS = re.compile(r"constants-\d{5,7}-\d{1,9}\.safetensors")
+PART = re.compile(r"part-\d{5,7}\.json")
+MARK = re.compile(r"mark-[0-9a-f]{8}\.json")
+_CLAIM = re.compile(r"(\d{6,9})\.json")
+_STEP = re.compile(r"\d{12}")
+_ATTEMPT = re.compile(r"(\d{6,9})-([0-9a-f]{8})")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class AttemptName:
+    """Number and nonce together: a number alone can come again on a blank disk."""
+
+    number: int
+    nonce: str
+
+    def __str__(self) -> str:
+        return f"{self.number:06d}-{self.nonce}"
+
+    @classmethod
+    def parse(cls, text: str) -> AttemptName | None:
+        """The attempt that `text` spells, or None where it spells none."""
+        match = _ATTEMPT.fullmatch(text)
+        if match is None:
+            return None
+        name = cls(int(match[1]), match[2])
+        return name if str(name) == text and name.number > 0 else None
+
+
+def claim_number(file: str) -> int | None:
+    """The number that a claim's file name spells, or None."""
+    match = _CLAIM.fullmatch(file)
+    return int(match[1]) if match and f"{int(match[1]):06d}.json" == file and int(match[1]) else None
+
+
+def step_number(folder: str) -> int | None:
+    """The step that a folder's name spells, or None."""
+    return int(folder) if _STEP.fullmatch(folder) else None
+
+
+def claim_path(number: int) -> str:
+    return f"{ATTEMPTS}/{number:06d}.json"
+
+
+def attempt_folder(attempt: AttemptName) -> str:
+    return f"{ATTEMPTS}/{attempt}"
+
+
+def start_path(attempt: AttemptName) -> str:
+    return f"{ATTEMPTS}/{attempt}/start.json"
+
+
+def alive_path(attempt: AttemptName) -> str:
+    return f"{ATTEMPTS}/{attempt}/alive"
+
+
+def step_folder(step: int) -> str:
+    if not 0 <= step <= MAX_STEP:
+        raise ValueError(f"step {step} is outside 0 … {MAX_STEP}")
+    return f"{STEPS}/{step:012d}"
+
+
+def step_attempt_folder(step: int, attempt: AttemptName) -> str:
+    """Where one attempt keeps what it has of one step."""
+    return f"{step_folder(step)}/{attempt}"
+
+
+def manifest_path(step: int, attempt: AttemptName) -> str:
+    return f"{step_attempt_folder(step, attempt)}/{MANIFEST}"
+
+
+def part_name(keeper: int) -> str:
+    return f"part-{keeper:05d}.json"
+
+
+def shard_name(rank: int, nonce: str) -> str:
+    """A shard's file name. `nonce` is its keeper's: two keepers never write one file."""
+    name = f"shard-{rank:05d}-{nonce}.safetensors"
+    assert SHARD.fullmatch(name), name
+    return name
+
+
+def constants_name(rank: int, count: int) -> str:
+    """The file name of the `count`-th constants shard that a rank wrote in one attempt."""
+    return f"constants-{rank:05d}-{count}.safetensors"

@@ -1,0 +1,274 @@
+"""The small records of a run: what each says, and how it is read back. Never opens a file.
+
+Parts, the only large ones, are in parts.py and exported from here too. See docs/format.md.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from flashckpt.format.checked_json import FORMAT, parse
+from flashckpt.format.fields import Fields
+from flashckpt.format.names import CONSTANTS, MAX_RANK, MAX_STEP, PART, SHARD, AttemptName
+from flashckpt.format.parts import CHUNK_BYTES, MAX_SHARD_BYTES, Contents, Part, RankRecord, ShardRecord
+from flashckpt.format.record import Record, attempt_of
+
+__all__ = [
+    "CHUNK_BYTES", "FORMAT", "Alive", "AttemptName", "Claim", "Contents", "FileRecord", "Holder", "Manifest",
+    "Mark", "Part", "PartRecord", "RankRecord", "Run", "ShardRecord", "Start", "Tombstone", "manifest_of",
+]  # fmt: skip
+
+_RUN_ID = re.compile(r"[0-9a-f]{16}")
+_CHECKSUM = re.compile(r"[0-9a-f]{32}")
+_ENDED = re.compile(r"|closed|dead")
+_MAX_RESTARTS = 10**9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run(Record):
+    """What makes a folder a run. `format` is the version it is written in; a newer one is refused."""
+
+    KIND = "run"
+    run_id: str
+    format: int = FORMAT
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"run_id": self.run_id}
+
+    @classmethod
+    def from_fields(cls, fields: Fields) -> Run:
+        return cls(run_id=fields.text("run_id", pattern=_RUN_ID))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """Who claims an attempt: where its trainer's lock is, and which launch it belongs to.
+
+    `runtime` is the runtime folder's path and `runtime_id` its device and inode: two containers of one
+    machine have the same path for different folders. `lock` is empty for a deed that holds no lock.
+    """
+
+    boot_id: str
+    runtime: str
+    runtime_id: str
+    lock: str
+    host: str
+    pid: int
+    job_id: str = ""
+    restart_count: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "boot_id": self.boot_id,
+            "runtime": self.runtime,
+            "runtime_id": self.runtime_id,
+            "lock": self.lock,
+            "host": self.host,
+            "pid": self.pid,
+            "job_id": self.job_id,
+            "restart_count": self.restart_count,
+        }
+
+    @classmethod
+    def of(cls, fields: Fields) -> Holder:
+        return cls(
+            boot_id=fields.text("boot_id", max_chars=64),
+            runtime=fields.text("runtime"),
+            runtime_id=fields.text("runtime_id", max_chars=64),
+            lock=fields.text("lock", max_chars=255),
+            host=fields.text("host", max_chars=255),
+            pid=fields.integer("pid"),
+            job_id=fields.text("job_id"),
+            restart_count=fields.integer("restart_count", 0, _MAX_RESTARTS),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim(Record):
+    """The taking of an attempt's number, before anything is read."""
+
+    KIND = "claim"
+    attempt: AttemptName
+    holder: Holder
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"attempt": str(self.attempt), "holder": self.holder.to_dict()}
+
+    @classmethod
+    def from_fields(cls, fields: Fields) -> Claim:
+        return cls(attempt=attempt_of(fields, "attempt"), holder=Holder.of(fields.within("holder")))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start(Record):
+    """Where an attempt went on from: a step of another attempt, or nothing (`parent` None, step 0).
+
+    `loaded` names the slot that was restored from, where it was one.
+    """
+
+    KIND = "start"
+    parent: AttemptName | None
+    step: int
+    world: int
+    loaded: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        parent = None if self.parent is None else str(self.parent)
+        return {"parent": parent, "step": self.step, "world": self.world, "loaded": self.loaded}
+
+    @classmethod
+    def from_fields(cls, fields: Fields) -> Start:
+        return cls(
+            parent=attempt_of(fields, "parent") if fields.has("parent") else None,
+            step=fields.integer("step", 0, MAX_STEP),
+            world=fields.integer("world", 1, MAX_RANK),
+            loaded=fields.text("loaded", max_chars=255) if fields.has("loaded") else None,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alive(Record):
+    """A counter that moves on while a trainer lives; `ended` is "closed" or "dead" once it does not."""
+
+    KIND = "alive"
+    count: int
+    ended: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "ended": self.ended}
+
+    @classmethod
+    def from_fields(cls, fields: Fields) -> Alive:
+        return cls(count=fields.integer("count"), ended=fields.text("ended", pattern=_ENDED))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRecord:
+    """A shard as the manifest knows it: enough to judge by its length whether it is there."""
+
+    file: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartRecord:
+    """A part as the manifest knows it. `checksum` is the XXH3-128 of the whole file, in hex."""
+
+    file: str
+    num_bytes: int
+    checksum: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest(Record):
+    """A step's list of parts. It follows from the parts alone: two who commit at once write the same."""
+
+    KIND = "manifest"
+    MAX_BYTES = 256 << 20
+
+    step: int
+    attempt: AttemptName
+    world: int
+    parts: tuple[PartRecord, ...]
+    shards: tuple[FileRecord, ...]
+    constants: tuple[FileRecord, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "attempt": str(self.attempt),
+            "world": self.world,
+            "parts": [[part.file, part.num_bytes, part.checksum] for part in self.parts],
+            "shards": [[shard.file, shard.num_bytes] for shard in self.shards],
+            "constants": [[shard.file, shard.num_bytes] for shard in self.constants],
+        }
+
+    @classmethod
+    def from_fields(cls, fields: Fields) -> Manifest:
+        manifest = cls(
+            step=fields.integer("step", 0, MAX_STEP),
+            attempt=attempt_of(fields, "attempt"),
+            world=fields.integer("world", 1, MAX_RANK),
+            parts=tuple(PartRecord(file=f, num_bytes=n, checksum=c) for f, n, c in _part_rows(fields)),
+            shards=_file_rows(fields, "shards", SHARD),
+            constants=_file_rows(fields, "constants", CONSTANTS),
+        )
+        files = [each.file for each in (*manifest.parts, *manifest.shards, *manifest.constants)]
+        if not manifest.parts or len(set(files)) != len(files):
+            fields.refuse("it names no part, or a file twice")
+        return manifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tombstone(Record):
+    """Stands in a manifest's place before anything of its step is deleted."""
+
+    KIND = "tombstone"
+    step: int
+    attempt: AttemptName
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "attempt": str(self.attempt)}
+
+    @classmethod
+    def from_fields(cls, fields: Fields) -> Tombstone:
+        return cls(step=fields.integer("step", 0, MAX_STEP), attempt=attempt_of(fields, "attempt"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark(Record):
+    """A verification of this step failed on `host`. It puts the step last; it hides and deletes nothing."""
+
+    KIND = "mark"
+    step: int
+    attempt: AttemptName
+    host: str
+    reason: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "attempt": str(self.attempt), "host": self.host, "reason": self.reason}
+
+    @classmethod
+    def from_fields(cls, fields: Fields) -> Mark:
+        return cls(
+            step=fields.integer("step", 0, MAX_STEP),
+            attempt=attempt_of(fields, "attempt"),
+            host=fields.text("host", max_chars=255),
+            reason=fields.text("reason"),
+        )
+
+
+def manifest_of(data: bytes, what: str) -> Manifest | Tombstone:
+    """What stands under a manifest's name. Raises DamagedError or FormatError."""
+    fields = Fields(parse(data, what=what, max_bytes=Manifest.MAX_BYTES), what)
+    kind = fields.text("kind")
+    if kind == Tombstone.KIND:
+        return Tombstone.from_fields(fields)
+    if kind != Manifest.KIND:
+        fields.refuse(f"it is a {kind[:20]!r} where a manifest should be")
+    return Manifest.from_fields(fields)
+
+
+def _part_rows(fields: Fields) -> list[tuple[str, int, str]]:
+    rows = []
+    for row in fields.items("parts", MAX_RANK):
+        if not isinstance(row, list) or len(row) != 3:
+            fields.refuse("a part is not name, length and checksum")
+        named = Fields({"file": row[0], "num_bytes": row[1], "checksum": row[2]}, fields.what)
+        file = named.text("file", pattern=PART)
+        checksum = named.text("checksum", pattern=_CHECKSUM)
+        rows.append((file, named.integer("num_bytes", 1, Part.MAX_BYTES), checksum))
+    return rows
+
+
+def _file_rows(fields: Fields, key: str, pattern: re.Pattern[str]) -> tuple[FileRecord, ...]:
+    rows = []
+    for row in fields.items(key, MAX_RANK):
+        if not isinstance(row, list) or len(row) != 2:
+            fields.refuse("a shard is not name and length")
+        named = Fields({"file": row[0], "num_bytes": row[1]}, fields.what)
+        file = named.text("file", pattern=pattern)
+        rows.append(FileRecord(file=file, num_bytes=named.integer("num_bytes", 1, MAX_SHARD_BYTES)))
+    return tuple(rows)

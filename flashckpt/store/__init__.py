@@ -1,0 +1,1 @@
+"""Where bytes rest: small files and names behind one narrow Protocol."""
