@@ -1,0 +1,56 @@
+"""The shell's exit codes are a promise to scripts: pinned here, and the same in docs/errors.md."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from flashckpt import errors
+from flashckpt.cli.exit_codes import ExitCode, exit_code
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "errors.md"
+
+CODES = {
+    "UsageError": 2,
+    "OptionError": 2,
+    "StateError": 2,
+    "BoundaryError": 2,
+    "MismatchError": 4,
+    "RunError": 3,
+    "RunHeldError": 3,
+    "SupersededError": 3,
+    "FormatError": 3,
+    "NoSuchStepError": 3,
+    "UnusableRunError": 3,
+    "DamagedError": 1,
+    "OutOfRoomError": 4,
+    "KeeperError": 4,
+    "PersistError": 4,
+}
+
+
+def public_errors() -> set[str]:
+    return {name for name in vars(errors) if name.endswith("Error")} - {"FlashckptError"}
+
+
+def test_every_error_has_a_pinned_code() -> None:
+    assert public_errors() == set(CODES)
+
+
+@pytest.mark.parametrize("name", sorted(CODES))
+def test_code_of_an_error(name: str) -> None:
+    assert exit_code(getattr(errors, name)("message")) == CODES[name]
+
+
+def test_codes_of_what_is_no_error_of_ours() -> None:
+    assert exit_code(OSError(28, "No space left on device")) == 4
+    assert exit_code(RuntimeError("a fault of our own")) == 4
+    assert exit_code(KeyboardInterrupt()) == 130
+    assert ExitCode.WELL == 0
+
+
+def test_the_document_has_a_row_with_the_code_of_each_error() -> None:
+    rows = re.findall(r"^\| [├└ ]*`(\w+)` \|.*\| (\d+) \|$", DOCUMENT.read_text(), re.MULTILINE)
+    assert {name: int(code) for name, code in rows} == CODES
