@@ -1,0 +1,332 @@
+"""The trainer's side of the keeper: find it or start it, get slots from it, ask it.
+
+Owns the connection and the memory of what must be said again to a new keeper. Safe to use from any
+thread; every call has a time limit. Never called by the training thread between two batches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flashckpt.errors import KeeperError, OutOfRoomError
+from flashckpt.keeper import start
+from flashckpt.keeper.protocol import (
+    ELECTION_LOCK,
+    PROTOCOL,
+    SOCKET_NAME,
+    ProtocolError,
+    Status,
+    close_all,
+    peer_uid,
+    receive,
+    send,
+)
+from flashckpt.memory.region import MEMFD
+from flashckpt.memory.runtime import LifeLock, RuntimeFolder, is_alive
+from flashckpt.memory.slot import Slot
+from flashckpt.options import Keep
+
+_START_TIMEOUT_S = 60.0
+_PATIENCE_S = 30.0
+_START_AGAIN_S = 5.0
+_RETRY_S = 0.05
+
+
+@dataclass(frozen=True)
+class SlotGrant:
+    """A slot that the keeper handed over. `descriptor` is the receiver's to close (`open` passes it on);
+    `owner` is this trainer's index in the slot; `kind` is "named" or "memfd"."""
+
+    descriptor: int
+    index: int
+    name: str
+    owner: int
+    kind: str
+    num_bytes: int
+
+    @property
+    def outlives_both(self) -> bool:
+        """Whether the slot survives the death of trainer and keeper together."""
+        return self.kind != MEMFD
+
+    def open(self, *, map_image: bool = True) -> Slot:
+        """Map the slot, which owns the descriptor from here on."""
+        return Slot.open(self.descriptor, map_image=map_image)
+
+
+class KeeperClient:
+    """A trainer's connection to its node's keeper. A keeper that died is started again by the next call,
+    told again who we are, and handed the memfds that only we still hold."""
+
+    def __init__(
+        self, run_path: str, runtime: RuntimeFolder, life: LifeLock, *, patience_s: float = _PATIENCE_S
+    ) -> None:
+        self._run_path = run_path
+        self._runtime = runtime
+        self._life = life
+        self._patience_s = patience_s
+        self._lock = threading.RLock()
+        self._peer: socket.socket | None = None
+        self._elected: tuple[int, int] | None = None
+        self._said: dict[str, dict[str, Any]] = {}
+        self._memfds: dict[str, int] = {}
+        self.restarts = 0
+
+    # What a trainer says
+
+    def hello(
+        self,
+        *,
+        rank: int,
+        world: int,
+        attempt: str,
+        keep: Keep,
+        linger_s: float,
+    ) -> None:
+        """Say who this trainer is: from here on the keeper watches its life lock. `attempt` is the name of
+        the attempt that was claimed."""
+        said = {
+            "op": "hello",
+            "protocol": PROTOCOL,
+            "rank": rank,
+            "world": world,
+            "attempt": attempt,
+            "pid": os.getpid(),
+            "lock": self._life.name,
+            "keep_last": keep.last,
+            "keep_every": keep.every_steps or 0,
+            "linger_s": linger_s,
+        }
+        self._call(said)
+        self._said["hello"] = said
+
+    def slots(
+        self,
+        count: int,
+        metadata_bytes: int,
+        image_bytes: int,
+        *,
+        minimum: int = 2,
+        timeout_s: float = 3600.0,
+    ) -> list[SlotGrant]:
+        """Slots of at least these capacities: `count` of them, or as many as memory allows, `minimum` at
+        least. What survived of this rank is among them where it is large enough.
+
+        Blocks while memory is taken (about a second a GiB); the keeper serves others meanwhile. Raises
+        OutOfRoomError with bytes needed and available.
+        """
+        asked = {
+            "op": "slots",
+            "count": count,
+            "minimum": minimum,
+            "metadata_bytes": metadata_bytes,
+            "image_bytes": image_bytes,
+        }
+        until = time.monotonic() + timeout_s
+        while True:
+            answer, descriptors = self._call_with_descriptors(asked)
+            if not answer.get("preparing"):
+                return self._granted(answer, descriptors)
+            close_all(descriptors)
+            if time.monotonic() > until:
+                raise KeeperError(
+                    f"The keeper did not get {count} slots ready within {timeout_s:.0f} s. No snapshot is "
+                    "taken until it does; training is not touched."
+                )
+            time.sleep(_RETRY_S)
+
+    def surviving(self) -> list[SlotGrant]:
+        """This rank's slots that hold a sealed snapshot: of an earlier attempt, or of this one."""
+        answer, descriptors = self._call_with_descriptors({"op": "surviving"})
+        return self._granted(answer, descriptors)
+
+    def started(self, *, loaded: str | None, step: int) -> None:
+        """`start.json` of this trainer's attempt is written: it went on from `step`, out of the slot named
+        `loaded` if that was its tier."""
+        said = {"op": "started", "loaded": loaded or "", "step": step}
+        self._call(said)
+        self._said["started"] = said
+
+    def release(self, names: Sequence[str]) -> None:
+        """This trainer maps these slots no longer: they go as soon as nothing in them is needed."""
+        for name in names:
+            descriptor = self._memfds.pop(name, None)
+            if descriptor is not None:
+                os.close(descriptor)
+        self._call({"op": "release", "names": list(names)})
+
+    def status(self) -> Status:
+        answer = self._call({"op": "status"})
+        found = answer.get("status")
+        if not isinstance(found, dict):
+            raise ProtocolError("The keeper's answer holds no status.")
+        return Status.from_dict(found)
+
+    def event(self, event: dict[str, Any]) -> None:
+        """One line for the run's ledger. `event` names what happened; the keeper adds the time."""
+        self._call({"op": "event", "event": event})
+
+    def tend(self) -> bool:
+        """Start a keeper again if it is dead or silent. Returns whether this trainer has a new one. To be
+        called once a second or so."""
+        with self._lock:
+            before = self.restarts
+            self._call({"op": "ping"})
+            return self.restarts > before
+
+    def closing(self) -> None:
+        """This trainer ends in order: what it asked for is still persisted, then the keeper may go."""
+        said = {"op": "closing"}
+        self._call(said)
+        self._said["closing"] = said
+
+    def close(self) -> None:
+        with self._lock:
+            self._drop()
+            close_all(list(self._memfds.values()))
+            self._memfds.clear()
+
+    # The connection
+
+    def _call(self, message: dict[str, Any]) -> dict[str, Any]:
+        answer, descriptors = self._call_with_descriptors(message)
+        close_all(descriptors)
+        return answer
+
+    def _call_with_descriptors(self, message: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+        with self._lock:
+            try:
+                return self._asked(self._connected(), message)
+            except TimeoutError:
+                self._depose()
+            except (OSError, EOFError):
+                self._drop()
+            try:
+                return self._asked(self._connected(), message)
+            except (OSError, EOFError) as error:
+                self._drop()
+                raise _unreachable(self._runtime, f"it does not answer ({error})") from error
+
+    def _asked(
+        self, peer: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()
+    ) -> tuple[dict[str, Any], list[int]]:
+        send(peer, message, descriptors)
+        answer, received = receive(peer)
+        if answer.get("ok") is True:
+            return answer, received
+        close_all(received)
+        raise _as_error(answer)
+
+    def _connected(self) -> socket.socket:
+        """The connection, made anew if there is none: with a keeper that is started if there is none."""
+        if self._peer is not None:
+            return self._peer
+        until = time.monotonic() + _START_TIMEOUT_S
+        tried_at = -_START_AGAIN_S
+        while (peer := self._reach()) is None:
+            now = time.monotonic()
+            if now > until:
+                raise _unreachable(self._runtime, f"it did not answer within {_START_TIMEOUT_S:.0f} s")
+            if now - tried_at > _START_AGAIN_S and not is_alive(self._runtime, ELECTION_LOCK):
+                start.start(self._run_path, self._runtime)
+                tried_at = now
+            time.sleep(_RETRY_S)
+        self._peer = peer
+        self._introduce(peer)
+        return peer
+
+    def _introduce(self, peer: socket.socket) -> None:
+        """Tell a keeper that may be a new one all that the last one was told."""
+        if "hello" not in self._said:
+            return
+        self.restarts += 1
+        try:
+            self._asked(peer, self._said["hello"])
+            if self._memfds:
+                self._asked(peer, {"op": "adopt"}, list(self._memfds.values()))
+            for op in ("started", "closing"):
+                if op in self._said:
+                    self._asked(peer, self._said[op])
+        except BaseException:
+            self._drop()
+            raise
+
+    def _reach(self) -> socket.socket | None:
+        if not self._runtime.check_socket(SOCKET_NAME):
+            return None
+        self._elected = self._runtime.inode(ELECTION_LOCK)
+        peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            peer.settimeout(self._patience_s)
+            peer.connect(self._runtime.reachable(SOCKET_NAME))
+            if peer_uid(peer)[1] != os.geteuid():
+                raise _unreachable(self._runtime, "another user's process answers in its place")
+        except (ConnectionError, FileNotFoundError, BlockingIOError):
+            peer.close()
+            return None
+        except BaseException:
+            peer.close()
+            raise
+        return peer
+
+    def _depose(self) -> None:
+        """Let go of a keeper that lives and does not answer (stopped, or hanging in storage): its names
+        go, so that another can be elected. When it wakes it finds that it is not the keeper any more."""
+        self._drop()
+        # Another trainer may have been faster: the keeper that it has started stays.
+        if self._runtime.inode(ELECTION_LOCK) == self._elected:
+            for name in (SOCKET_NAME, ELECTION_LOCK):
+                self._runtime.remove(name)
+
+    def _drop(self) -> None:
+        if self._peer is not None:
+            with contextlib.suppress(OSError):
+                self._peer.close()
+            self._peer = None
+
+    def _granted(self, answer: dict[str, Any], descriptors: list[int]) -> list[SlotGrant]:
+        rows = answer.get("slots")
+        if not isinstance(rows, list) or len(rows) != len(descriptors):
+            close_all(descriptors)
+            raise ProtocolError("The keeper's answer does not say what its descriptors are.")
+        grants = [SlotGrant(descriptor, **row) for descriptor, row in zip(descriptors, rows, strict=True)]
+        with self._lock:
+            for grant in grants:
+                if grant.kind == MEMFD and grant.name not in self._memfds:
+                    self._memfds[grant.name] = os.dup(grant.descriptor)
+        return grants
+
+
+def connect_or_start(
+    run_path: str, runtime: RuntimeFolder, life: LifeLock, *, patience_s: float = _PATIENCE_S
+) -> KeeperClient:
+    """A client of the run's keeper on this node, which is started if there is none.
+
+    `life` is this process's life lock in `runtime`. A keeper that is silent for `patience_s` is replaced.
+    Raises KeeperError.
+    """
+    client = KeeperClient(run_path, runtime, life, patience_s=patience_s)
+    client.tend()
+    return client
+
+
+def _as_error(answer: dict[str, Any]) -> KeeperError | OutOfRoomError:
+    message = str(answer.get("error", "The keeper refused without a reason."))
+    if answer.get("kind") == "room":
+        return OutOfRoomError(message, needed=int(answer["needed"]), available=int(answer["available"]))
+    return KeeperError(message)
+
+
+def _unreachable(runtime: RuntimeFolder, reason: str) -> KeeperError:
+    return KeeperError(
+        f"The keeper cannot be asked: {reason}. Training is not touched; what is sealed stays in memory and "
+        f"is persisted as soon as a keeper runs. Its log: {os.path.join(runtime.path, 'keeper.log')}",
+        path=runtime.path,
+    )

@@ -1,0 +1,177 @@
+"""What trainer and keeper say to each other: bounded JSON messages over a Unix socket, descriptors beside.
+
+Owns the wire and the checks of what comes over it. The data path is not here: it is the control pages.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NoReturn
+
+from flashckpt.errors import KeeperError
+
+SOCKET_NAME = "keeper.socket"
+ELECTION_LOCK = "keeper.lock"
+LOG_NAME = "keeper.log"
+PROTOCOL = 1
+MAX_MESSAGE_BYTES = 64 << 10
+MAX_DESCRIPTORS = 32
+_CREDENTIALS = struct.Struct("3i")
+_MAX_NUMBER = 1 << 60
+
+
+class ProtocolError(KeeperError):
+    """What came over the socket is not what this library sends: the connection is closed."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A snapshot that was to be persisted and could not be. `errno` is 0 where the system gave none."""
+
+    step: int
+    generation: int
+    message: str
+    errno: int
+
+
+@dataclass(frozen=True)
+class Torn:
+    """A snapshot that was discarded: its bytes were not those of its boundary. `leaves` names up to 22 of
+    the leaves that differed, none where the record or the metadata itself was damaged."""
+
+    step: int
+    generation: int
+    slot: str
+    leaves: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """What the keeper has done. Steps in `committed` are the newest 64 that it committed, oldest first;
+    `persisting` is being written now; `waiting` were asked for and are not done (failed ones included)."""
+
+    keeper: str = ""
+    committed: tuple[int, ...] = ()
+    newest_committed: int | None = None
+    persisting: int | None = None
+    waiting: tuple[int, ...] = ()
+    failures: tuple[Failure, ...] = ()
+    torn: tuple[Torn, ...] = ()
+    superseded_by: str | None = None
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Status:
+        """Raises ProtocolError unless `data` is what `to_dict` gave."""
+        try:
+            return cls(
+                keeper=str(data["keeper"]),
+                committed=tuple(int(step) for step in data["committed"]),
+                newest_committed=data["newest_committed"],
+                persisting=data["persisting"],
+                waiting=tuple(int(step) for step in data["waiting"]),
+                failures=tuple(Failure(**each) for each in data["failures"]),
+                torn=tuple(Torn(**{**each, "leaves": tuple(each["leaves"])}) for each in data["torn"]),
+                superseded_by=data["superseded_by"],
+                counts=dict(data["counts"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ProtocolError(f"The keeper's status cannot be read: {error}") from error
+
+
+def send(peer: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
+    """Send one message. Raises ProtocolError if it is too long, OSError where the peer is gone."""
+    data = json.dumps(message, separators=(",", ":"), allow_nan=False).encode()
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"A message of {len(data)} bytes is too long for the keeper. It was not sent.")
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+    peer.sendmsg([data], rights, socket.MSG_NOSIGNAL)
+
+
+def receive(peer: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """One message and the descriptors that came with it, which are the caller's to close.
+
+    Raises EOFError where the peer is gone, ProtocolError for anything that is no message (then no
+    descriptor is left open).
+    """
+    room = socket.CMSG_SPACE(MAX_DESCRIPTORS * 4)
+    data, ancillary, flags, _ = peer.recvmsg(MAX_MESSAGE_BYTES + 1, room, socket.MSG_CMSG_CLOEXEC)
+    descriptors = array.array("i")
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
+    try:
+        if not data:
+            raise EOFError("the peer has closed the connection")
+        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(data) > MAX_MESSAGE_BYTES:
+            raise ProtocolError("A message is too long. The connection was closed.")
+        return _parsed(data), descriptors.tolist()
+    except BaseException:
+        close_all(descriptors.tolist())
+        raise
+
+
+def peer_uid(peer: socket.socket) -> tuple[int, int]:
+    """(pid, uid) of whoever made the connection; the pid is 0 where it is of another namespace."""
+    data = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(data)
+    return pid, uid
+
+
+def close_all(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+
+
+def number(message: dict[str, Any], key: str, least: int = 0, most: int = _MAX_NUMBER) -> int:
+    """A whole number of a message. Raises ProtocolError if it is none or out of bounds."""
+    value = message.get(key)
+    if type(value) is not int or not least <= value <= most:
+        _malformed(key)
+    return value
+
+
+def text(message: dict[str, Any], key: str, most: int = 256) -> str:
+    value = message.get(key)
+    if not isinstance(value, str) or not value or len(value) > most or "\0" in value:
+        _malformed(key)
+    return value
+
+
+def flag(message: dict[str, Any], key: str) -> bool:
+    value = message.get(key)
+    if not isinstance(value, bool):
+        _malformed(key)
+    return value
+
+
+def seconds(message: dict[str, Any], key: str) -> float:
+    value = message.get(key)
+    if type(value) not in (int, float) or not 0 <= value <= 1e9:
+        _malformed(key)
+    return float(value)
+
+
+def _parsed(data: bytes) -> dict[str, Any]:
+    try:
+        message = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError("A message is no JSON. The connection was closed.") from error
+    if not isinstance(message, dict):
+        raise ProtocolError("A message is no object. The connection was closed.")
+    return message
+
+
+def _malformed(key: str) -> NoReturn:
+    raise ProtocolError(f"A message's {key!r} is missing or out of bounds. The connection was closed.")

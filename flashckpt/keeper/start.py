@@ -1,0 +1,98 @@
+"""Starting a keeper from a trainer: a new program, double fork, a session and streams of its own.
+
+Owns the command line. Never waits for the keeper to be ready: the client does, by asking it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+from flashckpt.errors import KeeperError
+from flashckpt.keeper.protocol import LOG_NAME
+from flashckpt.memory.runtime import RuntimeFolder
+
+_START_TIMEOUT_S = 60.0
+_MAX_LOG_BYTES = 1 << 20
+
+
+def start(run_path: str, runtime: RuntimeFolder) -> None:
+    """Start a keeper for a run. It ends by itself if the run has one. Raises KeeperError where no
+    process can be started."""
+    if not sys.executable:
+        raise KeeperError(
+            "Python does not know its own program, so no keeper can be started. Training is not touched, "
+            "but nothing would be persisted. Run under an ordinary python."
+        )
+    orders = {"paths": _import_path(), "run": os.path.abspath(run_path), "runtime": runtime.path}
+    boot = os.path.join(os.path.dirname(os.path.abspath(__file__)), "boot.py")
+    log = runtime.open_file(LOG_NAME, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    try:
+        if os.fstat(log).st_size > _MAX_LOG_BYTES:
+            os.ftruncate(log, 0)
+        child = subprocess.Popen(
+            [sys.executable, "-I", boot, orders["run"]],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            cwd="/",
+            start_new_session=True,
+            close_fds=True,
+        )
+        with child:
+            _order(child, json.dumps(orders).encode())
+    except OSError as error:
+        raise _cannot(str(error)) from error
+    finally:
+        os.close(log)
+
+
+def survival_warnings(cgroup: str = "/proc/self/cgroup") -> list[str]:
+    """Why a keeper of this process might not outlive it, one sentence each: to be said at attach."""
+    warnings = []
+    if os.getpid() == 1:
+        warnings.append(
+            "The training process is PID 1 of its container: its end takes the keeper along, and with it "
+            "the snapshot in memory. Start the container with an init (docker run --init) to keep it."
+        )
+    try:
+        with open(cgroup, encoding="utf-8", errors="replace") as file:
+            paths = [line.strip().split(":", 2)[-1] for line in file if ":" in line]
+    except OSError:
+        paths = []
+    parts = {part for path in paths for part in path.split("/")}
+    if any(part.startswith("slurm") or part.startswith("job_") for part in parts):
+        warnings.append(
+            "The scheduler ends every process of the job's cgroup together: the keeper ends with the job, "
+            "and what is not committed by then is lost. Ask for a warning signal (sbatch --signal)."
+        )
+    if any(path.endswith(".service") and "/user@" not in path for path in paths):
+        warnings.append(
+            "systemd ends every process of this service together: set KillMode=process for the keeper to "
+            "outlive a killed trainer."
+        )
+    return warnings
+
+
+def _order(child: subprocess.Popen[bytes], orders: bytes) -> None:
+    try:
+        child.communicate(orders, timeout=_START_TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        child.kill()
+        raise _cannot(f"it did not begin within {_START_TIMEOUT_S:.0f} s") from error
+    if child.returncode != 0:
+        raise _cannot(f"it ended with status {child.returncode}")
+
+
+def _import_path() -> list[str]:
+    """This process's import path, with what is relative made absolute."""
+    return [os.path.abspath(path) for path in sys.path]
+
+
+def _cannot(reason: str) -> KeeperError:
+    return KeeperError(
+        f"The keeper could not be started: {reason}. Training is not touched, but nothing is persisted "
+        "until it runs; it is tried again. Its log stands in the runtime folder."
+    )

@@ -1,0 +1,190 @@
+"""The control page of a slot, to the byte: what does not move, the words, the record, the owners.
+
+Owns offsets and encodings; touches no region. docs/memory.md draws the page. Little-endian throughout.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import astuple, dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+from flashckpt import _native
+from flashckpt.errors import DamagedError, FormatError
+from flashckpt.format.layout import PAGE
+from flashckpt.memory.region import region_name
+
+MAGIC = b"FLCKSLOT"
+VERSION = 1
+
+# What does not move: 240 bytes and their XXH3-128.
+FIXED_OFFSET = 0
+_FIXED = struct.Struct("<8sIII4x16sQQQQQQ")
+_FIXED_BYTES = 240
+FIXED_END = 256
+
+# Words, each group on cache lines of its own: who writes them is said in docs/memory.md.
+WORD_OFFSET = 256
+PERSIST_OFFSET = 320
+PERSISTED_OFFSET = 384
+FAILED_OFFSET = 392
+FAILED_ERRNO_OFFSET = 400
+TORN_OFFSET = 448
+TORN_COUNT_OFFSET = 456
+TORN_LEAVES_OFFSET = 464
+TORN_LEAVES = 22
+BOUNDARIES_OFFSET = 640
+BEAT_NS_OFFSET = 648
+
+# The sealed record: XXH3-128 of the metadata, fields, XXH3-128 of both.
+RECORD_OFFSET = 768
+RECORD_BYTES = 256
+RECORD_FIELDS_OFFSET = 16
+RECORD_FIELDS_END = 240
+_RECORD = struct.Struct("<13Q")
+
+# The owner table: entry i is owner i + 1.
+OWNERS_OFFSET = 1024
+OWNERS = 16
+OWNER_BYTES = 64
+_OWNER = struct.Struct("<Q48s")
+
+_MASK_48 = (1 << 48) - 1
+
+
+class State(IntEnum):
+    FREE = 0
+    WRITING = 1
+    SEALED = 2
+    PINNED = 3
+
+
+class Word(NamedTuple):
+    """The state word of a slot, taken apart: {state:8 | owner:8 | generation:48}."""
+
+    state: State
+    owner: int
+    generation: int
+
+    def packed(self) -> int:
+        return self.state | self.owner << 8 | self.generation << 16
+
+    @classmethod
+    def unpacked(cls, word: int) -> Word:
+        """Raises DamagedError for a state that does not exist."""
+        if word & 0xFF > State.PINNED:
+            raise DamagedError(f"A slot's state word {word:#x} is none. The slot is not used.")
+        return cls(State(word & 0xFF), word >> 8 & 0xFF, word >> 16 & _MASK_48)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fixed:
+    """What does not move in a slot. Offsets and sizes are in bytes from the region's first."""
+
+    index: int
+    rank: int
+    identity: bytes
+    nonce: int
+    metadata_capacity: int
+    image_capacity: int
+
+    @property
+    def name(self) -> str:
+        return region_name(self.rank, self.index, self.nonce)
+
+    @property
+    def metadata_offset(self) -> int:
+        return PAGE
+
+    @property
+    def image_offset(self) -> int:
+        return PAGE + self.metadata_capacity
+
+    @property
+    def num_bytes(self) -> int:
+        return self.image_offset + self.image_capacity
+
+    def packed(self) -> bytes:
+        fields = _FIXED.pack(
+            MAGIC, VERSION, self.index, self.rank, self.identity, self.nonce, self.num_bytes,
+            self.metadata_offset, self.metadata_capacity, self.image_offset, self.image_capacity,
+        ).ljust(_FIXED_BYTES, b"\0")  # fmt: skip
+        return fields + _native.xxh3_128(fields)
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> Fixed:
+        """Raises DamagedError unless every field is what `packed` wrote, FormatError for a newer version."""
+        fields = data[:_FIXED_BYTES]
+        if len(data) < FIXED_END or _native.xxh3_128(fields) != data[_FIXED_BYTES:FIXED_END]:
+            raise DamagedError("A slot's control page does not match its checksum. The slot is not used.")
+        magic, version, index, rank, identity, nonce, num_bytes, *rest = _FIXED.unpack_from(fields)
+        if magic != MAGIC:
+            raise DamagedError("A region does not begin as a slot does. It is not used.")
+        if version != VERSION:
+            raise FormatError(f"A slot has version {version}; this library reads {VERSION}. It was left alone.")
+        fixed = cls(
+            index=index,
+            rank=rank,
+            identity=identity,
+            nonce=nonce,
+            metadata_capacity=rest[1],
+            image_capacity=rest[3],
+        )
+        if fixed.packed() != data[:FIXED_END] or num_bytes % PAGE or fixed.image_offset % PAGE:
+            raise DamagedError("A slot's control page contradicts itself. The slot is not used.")
+        return fixed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What a trainer writes about a snapshot before the sealer checksums and seals it."""
+
+    attempt_number: int
+    attempt_nonce: int
+    step: int
+    generation: int
+    plan_id: int
+    plan_bytes: int
+    table_count: int
+    values_bytes: int
+    metadata_bytes: int
+    image_bytes: int
+    data_start: int
+    captured_ns: int
+    flags: int = 0
+
+    def packed(self) -> bytes:
+        """The fields' bytes [16:240] of the record: the checksums around them are the sealer's."""
+        return _RECORD.pack(*astuple(self)).ljust(RECORD_FIELDS_END - RECORD_FIELDS_OFFSET, b"\0")
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> Record:
+        """Raises DamagedError where the record's own checksum does not match."""
+        if _native.xxh3_128(data[:RECORD_FIELDS_END]) != data[RECORD_FIELDS_END:RECORD_BYTES]:
+            raise DamagedError("A slot's record does not match its checksum. The snapshot is not used.")
+        fields = _RECORD.unpack_from(data, RECORD_FIELDS_OFFSET)
+        return cls(**dict(zip(cls.__dataclass_fields__, fields, strict=True)))
+
+
+def pack_owner(pid: int, lock: str) -> bytes:
+    """An entry of the owner table: whoever holds the lock of that name is the owner."""
+    entry = _OWNER.pack(pid, lock.encode())
+    return entry + _native.xxh3_64(entry).to_bytes(8, "little")
+
+
+def unpack_owner(entry: bytes) -> tuple[int, str] | None:
+    """Pid and lock of an entry, None for one that was never written, or only half."""
+    fields = entry[: _OWNER.size]
+    if _native.xxh3_64(fields).to_bytes(8, "little") != entry[_OWNER.size :]:
+        return None
+    pid, lock = _OWNER.unpack(fields)
+    try:
+        return pid, lock.rstrip(b"\0").decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def round_up(num_bytes: int) -> int:
+    """To whole pages."""
+    return -(-num_bytes // PAGE) * PAGE

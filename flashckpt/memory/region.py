@@ -1,0 +1,115 @@
+"""Regions: shared memory of our own, named in the runtime folder or a memfd.
+
+Owns how a region is made, found and removed. Never maps one, and never uses
+multiprocessing.shared_memory, whose tracker unlinks a region after a SIGKILL of its maker.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from flashckpt.memory import room
+from flashckpt.memory.runtime import RuntimeFolder
+
+NAMED = "named"
+MEMFD = "memfd"
+_NAME = re.compile(r"slot-(\d{5})-(\d{1,3})-([0-9a-f]{16})")
+# Kept free in the file system of named regions, for sockets, locks and the log.
+_SPARE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Region:
+    """An allocated region and the descriptor that whoever holds this must close."""
+
+    name: str
+    kind: str
+    descriptor: int
+    num_bytes: int
+
+
+def region_name(rank: int, index: int, nonce: int) -> str:
+    return f"slot-{rank:05d}-{index}-{nonce:016x}"
+
+
+def is_region_name(name: str) -> bool:
+    return _NAME.fullmatch(name) is not None
+
+
+def kind_for(folder: RuntimeFolder, num_bytes: int) -> str:
+    """NAMED where the runtime folder is a tmpfs with room for `num_bytes`, else MEMFD: not bound by the
+    size of /dev/shm (64 MB in a default container), but gone with the last process that holds it."""
+    if not on_tmpfs(folder):
+        return MEMFD
+    found = os.fstatvfs(folder.descriptor)
+    return NAMED if found.f_bavail * found.f_frsize >= num_bytes + _SPARE_BYTES else MEMFD
+
+
+def on_tmpfs(folder: RuntimeFolder) -> bool:
+    device = os.fstat(folder.descriptor).st_dev
+    place = (os.major(device), os.minor(device))
+    return any(mount.device == place and mount.kind == "tmpfs" for mount in room.mounts())
+
+
+def create(
+    folder: RuntimeFolder,
+    name: str,
+    num_bytes: int,
+    kind: str,
+    *,
+    available: Callable[[], int] = room.available_bytes,
+) -> Region:
+    """Make a region of `num_bytes`, every byte of it allocated: touching it can never be SIGBUS.
+
+    Takes the node's lock. A named region that its file system has no room for becomes a memfd. Raises
+    OutOfRoomError with nothing left behind.
+    """
+    with room.node_lock(folder):
+        if kind == NAMED:
+            try:
+                return _named(folder, name, num_bytes, available)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                    raise
+        return _memfd(name, num_bytes, available)
+
+
+def open_named(folder: RuntimeFolder, name: str) -> Region:
+    """Open a region found in the runtime folder. Raises KeeperError for one that is not ours alone."""
+    descriptor = folder.open_file(name)
+    return Region(name, NAMED, descriptor, os.fstat(descriptor).st_size)
+
+
+def _named(
+    folder: RuntimeFolder, name: str, num_bytes: int, available: Callable[[], int]
+) -> Region:
+    descriptor = folder.open_file(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    try:
+        room.take(descriptor, num_bytes, available=available)
+    except BaseException:
+        folder.remove(name)
+        os.close(descriptor)
+        raise
+    return Region(name, NAMED, descriptor, num_bytes)
+
+
+def _memfd(name: str, num_bytes: int, available: Callable[[], int]) -> Region:
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        room.take(descriptor, num_bytes, available=available)
+        # Nobody who is handed the descriptor can cut the region under the others' mappings.
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    except OSError as error:
+        os.close(descriptor)
+        if error.errno in (errno.ENOSPC, errno.ENOMEM):
+            raise room.out_of_room(num_bytes, 0) from error
+        raise
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return Region(name, MEMFD, descriptor, num_bytes)

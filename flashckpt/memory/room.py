@@ -1,0 +1,204 @@
+"""How much memory may still be taken on this node, and taking it in small steps.
+
+Owns the sums over cgroups and the node's lock. Never takes memory on trust: `fallocate` on a tmpfs
+beyond a cgroup's limit does not fail, it calls the OOM killer, and page cache counts as used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from flashckpt import _native
+from flashckpt.errors import OutOfRoomError
+from flashckpt.memory.runtime import RuntimeFolder
+
+STEP_BYTES = 64 << 20
+_LEAST_MARGIN_BYTES = 64 << 20
+_MOST_MARGIN_BYTES = 1 << 30
+_UNLIMITED = 1 << 60
+_LOCK_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Mount:
+    """One line of mountinfo: where which part of which file system is seen."""
+
+    device: tuple[int, int]
+    root: str
+    point: str
+    kind: str
+    options: str
+
+
+def mounts(mountinfo: str = "/proc/self/mountinfo") -> list[Mount]:
+    found = []
+    for line in _text(mountinfo).splitlines():
+        before, _, after = line.partition(" - ")
+        fields, tail = before.split(" "), after.split(" ")
+        if len(fields) < 6 or len(tail) < 3:
+            continue
+        major, _, minor = fields[2].partition(":")
+        root, point = _unescaped(fields[3]), _unescaped(fields[4])
+        found.append(Mount((int(major), int(minor)), root, point, tail[0], tail[2]))
+    return found
+
+
+def available_bytes(
+    *,
+    cgroup: str = "/proc/self/cgroup",
+    mountinfo: str = "/proc/self/mountinfo",
+    meminfo: str = "/proc/meminfo",
+) -> int:
+    """Bytes that may be taken now: the least of what the machine has available and what each ancestor
+    cgroup (v1 and v2) leaves, less a margin of 1/32 of the smallest limit (64 MiB to 1 GiB)."""
+    machine = _fields(_text(meminfo))
+    limits = [(machine.get("MemTotal:", 0) << 10, machine.get("MemAvailable:", 0) << 10)]
+    for folder, version in _memory_cgroups(_text(cgroup), mounts(mountinfo)):
+        limits.append(_limit_and_room(folder, version))
+    smallest = min(limit for limit, _ in limits)
+    margin = min(max(smallest // 32, _LEAST_MARGIN_BYTES), _MOST_MARGIN_BYTES)
+    return max(0, min(room for _, room in limits) - margin)
+
+
+@contextlib.contextmanager
+def node_lock(folder: RuntimeFolder, timeout_s: float = _LOCK_TIMEOUT_S) -> Iterator[None]:
+    """Hold the node's one lock for taking memory (one a user: users share no files).
+
+    Raises OutOfRoomError if another job still takes memory after `timeout_s`.
+    """
+    path = os.path.join(os.path.dirname(folder.path), "room.lock")
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        until = time.monotonic() + timeout_s
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise OutOfRoomError(
+                        "Another job on this node is taking memory for its slots and does not come to an "
+                        "end. Nothing was taken for this one; it is tried again at the next boundary.",
+                        path=path,
+                    ) from None
+                time.sleep(0.02)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def take(
+    descriptor: int,
+    num_bytes: int,
+    *,
+    available: Callable[[], int] = available_bytes,
+    step_bytes: int = STEP_BYTES,
+) -> None:
+    """Allocate the first `num_bytes` of a region in steps, asking for room before each.
+
+    Call it under `node_lock`. Raises OutOfRoomError, with what was taken so far still allocated (the
+    caller closes or removes the region); OSError where the file system refuses.
+    """
+    if (room := available()) < num_bytes:
+        raise out_of_room(num_bytes, room)
+    done = 0
+    while done < num_bytes:
+        step = min(step_bytes, num_bytes - done)
+        room = available()
+        if room < step:
+            raise out_of_room(num_bytes, done + room)
+        _native.allocate(descriptor, done, step)
+        done += step
+
+
+def out_of_room(needed: int, available: int) -> OutOfRoomError:
+    """The error for a region or slots of `needed` bytes where `available` bytes may be taken."""
+    return OutOfRoomError(
+        f"Snapshots need {needed:,} bytes of host memory and {max(available, 0):,} may be taken here "
+        "(the least of what the machine and every cgroup above this process leave, less a margin). "
+        "Nothing was taken, and no snapshot is kept until there is room. Give the job more memory, hold "
+        "fewer snapshots (Options(slots=2)), use fewer loader workers or smaller batches in host memory, "
+        "or spread the state over more ranks.",
+        needed=needed,
+        available=max(available, 0),
+    )
+
+
+def _memory_cgroups(lines: str, mounted: list[Mount]) -> Iterator[tuple[str, int]]:
+    """All folders of memory cgroups above this process that can be seen, with their version."""
+    for line in lines.splitlines():
+        _, controllers, path = line.split(":", 2)
+        version = 2 if controllers == "" else 1
+        if version == 1 and "memory" not in controllers.split(","):
+            continue
+        for mount in mounted:
+            fits = mount.kind == "cgroup2" if version == 2 else _is_memory_v1(mount)
+            if fits:
+                yield from ((folder, version) for folder in _ancestors(mount, path))
+                break
+
+
+def _is_memory_v1(mount: Mount) -> bool:
+    return mount.kind == "cgroup" and "memory" in mount.options.split(",")
+
+
+def _ancestors(mount: Mount, path: str) -> Iterator[str]:
+    """From the process's own folder up to the mount's. In a container the mount's root is the path
+    itself, or a path outside what is mounted: then the mount is all that can be seen."""
+    root = mount.root.rstrip("/")
+    inside = path[len(root) :] if path == root or path.startswith(root + "/") else ""
+    if ".." in inside.split("/"):
+        inside = ""
+    folder = os.path.normpath(mount.point + "/" + inside)
+    while True:
+        yield folder
+        if len(folder) <= len(mount.point.rstrip("/")):
+            return
+        folder = os.path.dirname(folder)
+
+
+def _limit_and_room(folder: str, version: int) -> tuple[int, int]:
+    """The limit of one cgroup and what it leaves: limit − (usage − inactive file)."""
+    limits, usage, inactive = (
+        (("memory.max", "memory.high"), "memory.current", "inactive_file")
+        if version == 2
+        else (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
+    )
+    limit = min(_number(os.path.join(folder, name)) for name in limits)
+    if limit >= _UNLIMITED:
+        return _UNLIMITED, _UNLIMITED
+    used = _text(os.path.join(folder, usage)).strip()
+    if not used.isdigit():
+        return _UNLIMITED, _UNLIMITED
+    cache = _fields(_text(os.path.join(folder, "memory.stat"))).get(inactive, 0)
+    return limit, limit - max(0, int(used) - cache)
+
+
+def _number(path: str) -> int:
+    text = _text(path).strip()
+    return int(text) if text.isdigit() else _UNLIMITED
+
+
+def _fields(text: str) -> dict[str, int]:
+    """Lines of a name, a number and perhaps a unit."""
+    rows = (line.split() for line in text.splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) >= 2 and row[1].isdigit()}
+
+
+def _text(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def _unescaped(field: str) -> str:
+    for code, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
+        field = field.replace(code, character)
+    return field

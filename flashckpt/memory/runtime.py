@@ -1,0 +1,305 @@
+"""The runtime folder of a run on this node, and what "alive" means in it.
+
+Owns the folder `flashckpt-UID/IDENTITY`, the checks that it is ours alone, and the lock files in it.
+Never repairs and never removes what is not ours: it refuses. See docs/memory.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import stat
+import struct
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from flashckpt import _native
+from flashckpt.errors import KeeperError
+
+_FOLDER_MODE = 0o700
+_FILE_MODE = 0o600
+_MAX_NAME_BYTES = 64
+_IDENTITY = re.compile(r"[0-9a-f]{32}")
+# struct flock of 64-bit Linux: l_type, l_whence, l_start, l_len, l_pid, padding to 32 bytes.
+_FLOCK = struct.Struct("@hhqqi4x")
+
+
+def base_folder(override: str | None = None) -> str:
+    """Where runtime folders are made: `override`, else /dev/shm, else $XDG_RUNTIME_DIR, else the
+    temporary folder. Only the first of them keeps regions by name where it is not a tmpfs."""
+    if override is not None:
+        return os.path.abspath(override)
+    candidates = ["/dev/shm", os.environ.get("XDG_RUNTIME_DIR") or "", tempfile.gettempdir()]
+    for folder in candidates:
+        if folder and os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    raise KeeperError(
+        f"None of {', '.join(filter(None, candidates))} can be written, so the keeper has no runtime folder. "
+        "Nothing was started. Set FLASHCKPT_RUNTIME to a folder of yours, on a tmpfs if there is one."
+    )
+
+
+def identity_of(run_id: str, run_file: os.stat_result) -> str:
+    """A run's name on this node, of 32 characters, from its id and the device and inode of its
+    `run.json`: a copied run folder is another run."""
+    text = f"{run_id}\0{run_file.st_dev}\0{run_file.st_ino}"
+    return _native.xxh3_128(text.encode()).hex()
+
+
+class RuntimeFolder:
+    """An open runtime folder. Everything in it is reached through its descriptor, never through its
+    path, so that nobody can exchange a folder above it afterwards."""
+
+    def __init__(self, path: str, descriptor: int) -> None:
+        self.path = path
+        self.descriptor = descriptor
+
+    @classmethod
+    def open(cls, base: str, identity: str, *, create: bool = True) -> RuntimeFolder:
+        """Open `base/flashckpt-UID/identity`, made if missing and `create`.
+
+        Raises KeeperError if it belongs to another user, has another mode or is a link,
+        FileNotFoundError if it is missing and not to be made.
+        """
+        if not _IDENTITY.fullmatch(identity):
+            raise KeeperError(f"{identity!r} names no run. Nothing was opened.")
+        try:
+            with _opened(os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as above:
+                own = f"flashckpt-{os.geteuid()}"
+                with _opened(_own_folder(above, own, base, create)) as middle:
+                    folder = os.path.join(base, own)
+                    return cls(os.path.join(folder, identity), _own_folder(middle, identity, folder, create))
+        except NotADirectoryError as error:
+            raise _refused(base, "it is not a folder") from error
+
+    @classmethod
+    def at(cls, path: str) -> RuntimeFolder:
+        """Open the folder that another process made at `path`, with the same checks."""
+        own, identity = os.path.split(os.path.abspath(path))
+        folder = cls.open(os.path.dirname(own), identity, create=False)
+        if folder.path != os.path.abspath(path):
+            folder.close()
+            raise _refused(path, "its name is not one that this library gives")
+        return folder
+
+    @property
+    def identity(self) -> bytes:
+        """16 bytes that every slot in the folder carries."""
+        return bytes.fromhex(os.path.basename(self.path))
+
+    def check_socket(self, name: str) -> bool:
+        """Whether a socket of ours stands under `name`. Raises KeeperError for anything else there."""
+        check_name(name)
+        try:
+            found = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        path = os.path.join(self.path, name)
+        if not stat.S_ISSOCK(found.st_mode):
+            raise _refused(path, "it is no socket")
+        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) != _FILE_MODE:
+            raise _refused(path, f"it belongs to user {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}")
+        return True
+
+    def open_file(self, name: str, flags: int = os.O_RDWR) -> int:
+        """A descriptor of a file of ours in the folder. Raises KeeperError if it is a link, has
+        another owner or mode or a second name, FileNotFoundError if it is missing."""
+        check_name(name)
+        path = os.path.join(self.path, name)
+        try:
+            descriptor = os.open(
+                name, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, _FILE_MODE, dir_fd=self.descriptor
+            )
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise _refused(path, "it is a symbolic link") from error
+            if error.errno in (errno.EACCES, errno.EPERM, errno.ENXIO, errno.EISDIR):
+                raise _refused(path, f"it cannot be opened ({error.strerror})") from error
+            raise
+        try:
+            _check_file(os.fstat(descriptor), path)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def inode(self, name: str) -> tuple[int, int] | None:
+        """Device and inode that a name stands for, None where there is no such name."""
+        try:
+            found = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+        return found.st_dev, found.st_ino
+
+    def names(self) -> list[str]:
+        return sorted(os.listdir(self.descriptor))
+
+    def remove(self, name: str) -> None:
+        """Remove a name, if it is there."""
+        check_name(name)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self.descriptor)
+
+    def reachable(self, name: str) -> str:
+        """A path to a name that is short enough for a Unix socket, however deep the folder is."""
+        check_name(name)
+        return f"/proc/self/fd/{self.descriptor}/{name}"
+
+    def exists(self) -> bool:
+        """Whether the folder still stands under its path (a cleaner may have removed it)."""
+        try:
+            there, here = os.stat(self.path, follow_symlinks=False), os.fstat(self.descriptor)
+        except FileNotFoundError:
+            return False
+        return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+
+    def discard(self) -> None:
+        """Remove the folder itself, if it is empty."""
+        with contextlib.suppress(OSError):
+            os.rmdir(self.path)
+
+    def close(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+@dataclass(frozen=True)
+class LifeLock:
+    """The record lock that says "this process is alive". It goes with the process, however it ends; a
+    forked child does not have it, and a descriptor that somebody inherited says nothing.
+
+    Its file must never be opened again by this process: closing any descriptor of a file drops every
+    record lock the process has on it. `is_alive` knows that and does not.
+    """
+
+    name: str
+    inode: tuple[int, int]
+    descriptor: int
+
+    @classmethod
+    def acquire(cls, folder: RuntimeFolder, name: str) -> LifeLock | None:
+        """Take the lock `name`, or return None if a living process, this one included, has it."""
+        with _held.guard:
+            if folder.inode(name) in _held.locks:
+                return None
+            while True:
+                descriptor = folder.open_file(name, os.O_RDWR | os.O_CREAT)
+                found = os.fstat(descriptor)
+                try:
+                    fcntl.fcntl(descriptor, fcntl.F_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+                except OSError as error:
+                    os.close(descriptor)
+                    if error.errno in (errno.EACCES, errno.EAGAIN):
+                        return None
+                    raise
+                inode = (found.st_dev, found.st_ino)
+                if folder.inode(name) == inode:
+                    break
+                # Its last holder removed the name between our open and our lock: that file is nobody's.
+                os.close(descriptor)
+            _held.locks[inode] = os.getpid()
+            return cls(name, inode, descriptor)
+
+    def stands(self, folder: RuntimeFolder) -> bool:
+        """Whether the name still means this lock. It does not when somebody deposed the holder."""
+        return folder.inode(self.name) == self.inode
+
+    def release(self, folder: RuntimeFolder) -> None:
+        """Remove the name, then drop the lock: whoever finds the name finds it held."""
+        with _held.guard:
+            if self.stands(folder):
+                folder.remove(self.name)
+            if _held.locks.pop(self.inode, None) is not None:
+                os.close(self.descriptor)
+
+
+def is_alive(folder: RuntimeFolder, name: str) -> bool:
+    """Whether a living process holds the lock `name`. Right for this process's own locks too."""
+    with _held.guard:
+        inode = folder.inode(name)
+        if inode is None:
+            return False
+        if inode in _held.locks:
+            return True
+        try:
+            descriptor = folder.open_file(name)
+        except FileNotFoundError:
+            return False
+        with _opened(descriptor):
+            asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            kind: int = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))[0]
+            return kind != fcntl.F_UNLCK
+
+
+class _Held:
+    """The locks of this process. A forked child starts with none: it has not inherited any."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        self.locks: dict[tuple[int, int], int] = {}
+        self.guard = threading.RLock()
+
+
+_held = _Held()
+os.register_at_fork(after_in_child=_held.forget)
+
+
+def check_name(name: str) -> None:
+    """Raises KeeperError for a name that could lead out of the folder."""
+    if not name or name in (".", "..") or "/" in name or "\0" in name or len(name.encode()) > _MAX_NAME_BYTES:
+        raise KeeperError(f"{name!r} is not a name that this library gives. It was left alone.")
+
+
+def _own_folder(above: int, name: str, path: str, create: bool) -> int:
+    whole = os.path.join(path, name)
+    if create:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, _FOLDER_MODE, dir_fd=above)
+    try:
+        descriptor = os.open(
+            name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above
+        )
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):
+            raise _refused(whole, "it is a link, or no folder") from error
+        if error.errno in (errno.EACCES, errno.EPERM):
+            raise _refused(whole, f"it cannot be opened ({error.strerror})") from error
+        raise
+    found = os.fstat(descriptor)
+    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) != _FOLDER_MODE:
+        os.close(descriptor)
+        raise _refused(whole, f"it belongs to user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}")
+    return descriptor
+
+
+def _check_file(found: os.stat_result, path: str) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise _refused(path, "it is no regular file")
+    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) != _FILE_MODE:
+        raise _refused(path, f"it belongs to user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}")
+    if found.st_nlink > 1:
+        raise _refused(path, f"it has {found.st_nlink} names")
+
+
+def _refused(path: str, reason: str) -> KeeperError:
+    return KeeperError(
+        f"{path} is not this user's alone: {reason}. It was left as it is, and no snapshot is kept there. "
+        "Find out who made it and remove it, or set FLASHCKPT_RUNTIME to another folder.",
+        path=path,
+    )
+
+
+@contextlib.contextmanager
+def _opened(descriptor: int) -> Iterator[int]:
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,340 @@
+"""One slot: a region mapped, its word, its record, its metadata and (for a trainer) its image.
+
+Owns the mapping and every change of the control page. The state word changes by compare-and-swap only:
+FREE -> WRITING -> SEALED <-> PINNED, SEALED -> FREE. Never frees or resizes the region itself.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from flashckpt import _native
+from flashckpt.errors import DamagedError, KeeperError
+from flashckpt.format.layout import PAGE
+from flashckpt.format.metadata import Metadata
+from flashckpt.memory import page
+from flashckpt.memory.page import Fixed, Record, State, Word
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """A sealed (or pinned) snapshot of a slot: its word and its verified record."""
+
+    word: Word
+    record: Record
+    metadata_checksum: bytes
+
+    @property
+    def generation(self) -> int:
+        return self.record.generation
+
+    @property
+    def step(self) -> int:
+        return self.record.step
+
+    @property
+    def age(self) -> tuple[int, int, int]:
+        """Sorts snapshots of one rank, newest last."""
+        return self.record.attempt_number, self.record.step, self.record.captured_ns
+
+
+class Slot:
+    """A mapped slot. The descriptor stays the caller's until `close`, which closes it too."""
+
+    def __init__(self, descriptor: int, fixed: Fixed, *, map_image: bool) -> None:
+        self.descriptor = descriptor
+        self.fixed = fixed
+        length = fixed.num_bytes if map_image else fixed.image_offset
+        self._map = mmap.mmap(descriptor, length, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        # Loader workers are forked later and must not copy page tables; a core dump must not hold a model.
+        self._map.madvise(mmap.MADV_DONTFORK)
+        self._map.madvise(mmap.MADV_DONTDUMP)
+        self._address = _native.address_of(self._map)
+        self._maps_image = map_image
+
+    @classmethod
+    def format(
+        cls,
+        descriptor: int,
+        *,
+        identity: bytes,
+        rank: int,
+        index: int,
+        nonce: int,
+        metadata_capacity: int,
+        image_capacity: int,
+        map_image: bool = False,
+    ) -> Slot:
+        """Make a slot of an allocated region: capacities in bytes, whole pages. The fixed part is written
+        last, so that a region without it is one whose maker died before it was whole."""
+        fixed = Fixed(
+            index=index,
+            rank=rank,
+            identity=identity,
+            nonce=nonce,
+            metadata_capacity=metadata_capacity,
+            image_capacity=image_capacity,
+        )
+        _check_size(descriptor, fixed)
+        os.pwrite(descriptor, bytes(PAGE - page.FIXED_END), page.FIXED_END)
+        os.pwrite(descriptor, fixed.packed(), page.FIXED_OFFSET)
+        return cls(descriptor, fixed, map_image=map_image)
+
+    @classmethod
+    def open(cls, descriptor: int, *, map_image: bool, identity: bytes | None = None) -> Slot:
+        """Map a slot that was formatted before. Raises DamagedError, FormatError, or KeeperError for a
+        slot of another run."""
+        fixed = Fixed.unpacked(os.pread(descriptor, page.FIXED_END, page.FIXED_OFFSET))
+        _check_size(descriptor, fixed)
+        if identity is not None and fixed.identity != identity:
+            raise KeeperError(f"{fixed.name} is a slot of another run. It was left alone.")
+        return cls(descriptor, fixed, map_image=map_image)
+
+    def close(self) -> None:
+        """Unmap and close. Views of the slot must be gone; a mapping that is still viewed goes with them."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+            try:
+                self._map.close()
+            except BufferError:
+                del self._map
+
+    # Places
+
+    @property
+    def name(self) -> str:
+        return self.fixed.name
+
+    @property
+    def index(self) -> int:
+        return self.fixed.index
+
+    @property
+    def rank(self) -> int:
+        return self.fixed.rank
+
+    @property
+    def word_address(self) -> int:
+        return self._address + page.WORD_OFFSET
+
+    @property
+    def record_address(self) -> int:
+        return self._address + page.RECORD_OFFSET
+
+    @property
+    def metadata_address(self) -> int:
+        return self._address + self.fixed.metadata_offset
+
+    @property
+    def metadata_capacity(self) -> int:
+        return self.fixed.metadata_capacity
+
+    @property
+    def image_offset(self) -> int:
+        return self.fixed.image_offset
+
+    @property
+    def image_capacity(self) -> int:
+        return self.fixed.image_capacity
+
+    @property
+    def image_address(self) -> int:
+        assert self._maps_image, "this process maps no image"
+        return self._address + self.fixed.image_offset
+
+    @property
+    def metadata_view(self) -> memoryview:
+        return memoryview(self._map)[self.fixed.metadata_offset : self.fixed.image_offset]
+
+    @property
+    def image_view(self) -> memoryview:
+        assert self._maps_image, "this process maps no image"
+        return memoryview(self._map)[self.fixed.image_offset :]
+
+    # The word
+
+    def state(self) -> Word:
+        """Raises DamagedError for a word that is none."""
+        return Word.unpacked(_native.load(self.word_address))
+
+    def change(self, expected: Word, desired: Word) -> bool:
+        return _native.compare_exchange(self.word_address, expected.packed(), desired.packed())
+
+    def begin(self, owner: int) -> int | None:
+        """Take a FREE or SEALED slot for writing: the new generation, or None if it is no longer to be
+        had. What it held is gone from here on."""
+        word = self.state()
+        if word.state is State.SEALED:
+            free = Word(State.FREE, 0, word.generation)
+            if not self.change(word, free):
+                return None
+            word = free
+        if word.state is not State.FREE:
+            return None
+        generation = word.generation + 1
+        return generation if self.change(word, Word(State.WRITING, owner, generation)) else None
+
+    def abandon(self, owner: int, generation: int) -> bool:
+        """Give up what is being written: WRITING -> FREE."""
+        return self.change(Word(State.WRITING, owner, generation), Word(State.FREE, 0, generation))
+
+    def pin(self, owner: int, sealed: Word) -> Word | None:
+        """SEALED -> PINNED: nobody overwrites it. The pinned word, or None if it is no longer sealed."""
+        pinned = Word(State.PINNED, owner, sealed.generation)
+        if sealed.state is not State.SEALED or not self.change(sealed, pinned):
+            return None
+        return pinned
+
+    def unpin(self, pinned: Word) -> bool:
+        """PINNED -> SEALED. False if somebody took the pin away: then the slot is not ours any more."""
+        return self.change(pinned, Word(State.SEALED, 0, pinned.generation))
+
+    def free(self, word: Word) -> bool:
+        """Drop a sealed or pinned snapshot: -> FREE, if the word is still that one."""
+        return self.change(word, Word(State.FREE, 0, word.generation))
+
+    # The record and the metadata
+
+    def write_record(self, record: Record) -> None:
+        """Write the fields that the sealer will checksum. The slot must be this process's own, WRITING."""
+        start = page.RECORD_OFFSET + page.RECORD_FIELDS_OFFSET
+        fields = record.packed()
+        self._map[start : start + len(fields)] = fields
+
+    def sealed(self) -> Sealed | None:
+        """What is sealed or pinned in the slot, or None. Raises DamagedError for a record whose checksum,
+        generation or lengths are not right."""
+        word = self.state()
+        if word.state not in (State.SEALED, State.PINNED):
+            return None
+        data = self._map[page.RECORD_OFFSET : page.RECORD_OFFSET + page.RECORD_BYTES]
+        after = self.state()
+        if after.generation != word.generation or after.state not in (State.SEALED, State.PINNED):
+            return None
+        record = Record.unpacked(data)
+        if (
+            record.generation != word.generation
+            or record.metadata_bytes > self.metadata_capacity
+            or record.image_bytes > self.image_capacity
+            or record.data_start > record.image_bytes
+        ):
+            raise DamagedError("A slot's record contradicts its word or its region. The snapshot is not used.")
+        return Sealed(word, record, data[: page.RECORD_FIELDS_OFFSET])
+
+    def metadata(self, sealed: Sealed) -> Metadata:
+        """The metadata of a sealed snapshot, copied. Raises DamagedError where it is not what was sealed."""
+        start = self.fixed.metadata_offset
+        data = self._map[start : start + sealed.record.metadata_bytes]
+        if _native.xxh3_128(data) != sealed.metadata_checksum:
+            raise DamagedError(
+                "A slot's metadata does not match its checksum. The snapshot is not used.", step=sealed.step
+            )
+        metadata = Metadata.unpack(data)
+        layout, record = metadata.layout, sealed.record
+        if (layout.data_start, layout.num_bytes) != (record.data_start, record.image_bytes):
+            raise DamagedError("A slot's plan contradicts its record. The snapshot is not used.", step=sealed.step)
+        return metadata
+
+    # Words between trainer and keeper
+
+    def request_persist(self, generation: int) -> None:
+        """Ask that this generation be persisted, now or as soon as it is sealed."""
+        self._store(page.PERSIST_OFFSET, generation)
+
+    def wants_persist(self, generation: int) -> bool:
+        """Whether it was asked for and is not done."""
+        return self._load(page.PERSIST_OFFSET) == generation != self.persisted
+
+    @property
+    def persisted(self) -> int:
+        """The newest generation of this slot that is committed."""
+        return self._load(page.PERSISTED_OFFSET)
+
+    def set_persisted(self, generation: int) -> None:
+        self._store(page.PERSISTED_OFFSET, generation)
+
+    @property
+    def failed(self) -> tuple[int, int]:
+        """(generation, errno) of the last try that failed; errno 0 where there is none."""
+        return self._load(page.FAILED_OFFSET), self._load(page.FAILED_ERRNO_OFFSET)
+
+    def set_failed(self, generation: int, error_number: int) -> None:
+        self._store(page.FAILED_ERRNO_OFFSET, error_number)
+        self._store(page.FAILED_OFFSET, generation)
+
+    @property
+    def torn(self) -> tuple[int, tuple[int, ...]]:
+        """(generation, indexes of the first leaves that differed, in image order) of the last snapshot
+        that an audit discarded; no index where the record or the metadata itself was damaged."""
+        generation = self._load(page.TORN_OFFSET)
+        count = min(self._load(page.TORN_COUNT_OFFSET), page.TORN_LEAVES)
+        return generation, tuple(self._load(page.TORN_LEAVES_OFFSET + 8 * i) for i in range(count))
+
+    def set_torn(self, generation: int, leaves: Sequence[int]) -> None:
+        named = leaves[: page.TORN_LEAVES]
+        for i, leaf in enumerate(named):
+            self._store(page.TORN_LEAVES_OFFSET + 8 * i, leaf)
+        self._store(page.TORN_COUNT_OFFSET, len(named))
+        self._store(page.TORN_OFFSET, generation)
+
+    def beat(self, boundaries: int, monotonic_ns: int) -> None:
+        """The trainer's sign that it passes boundaries."""
+        self._store(page.BEAT_NS_OFFSET, monotonic_ns)
+        self._store(page.BOUNDARIES_OFFSET, boundaries)
+
+    @property
+    def heartbeat(self) -> tuple[int, int]:
+        """(boundaries, monotonic ns of the last)."""
+        return self._load(page.BOUNDARIES_OFFSET), self._load(page.BEAT_NS_OFFSET)
+
+    # Owners
+
+    def owner(self, index: int) -> tuple[int, str] | None:
+        """(pid, lock) of an owner's index, None for one that is none."""
+        if not 1 <= index <= page.OWNERS:
+            return None
+        start = page.OWNERS_OFFSET + (index - 1) * page.OWNER_BYTES
+        return page.unpack_owner(self._map[start : start + page.OWNER_BYTES])
+
+    def enroll(self, pid: int, lock: str, is_alive: Callable[[str], bool]) -> int:
+        """Give the holder of `lock` an owner's index in this slot, the keeper alone does. Entries of the
+        dead are used again once no word names them. Raises KeeperError if all owners live."""
+        entries = {index: self.owner(index) for index in range(1, page.OWNERS + 1)}
+        for index, entry in entries.items():
+            if entry is not None and entry[1] == lock:
+                return index
+        named = self.state().owner
+        for index, entry in entries.items():
+            if index != named and (entry is None or not is_alive(entry[1])):
+                start = page.OWNERS_OFFSET + (index - 1) * page.OWNER_BYTES
+                self._map[start : start + page.OWNER_BYTES] = page.pack_owner(pid, lock)
+                return index
+        raise KeeperError(f"{self.name} has {page.OWNERS} living owners. No further process can use it.")
+
+    def _load(self, offset: int) -> int:
+        return _native.load(self._address + offset)
+
+    def _store(self, offset: int, value: int) -> None:
+        _native.store(self._address + offset, value)
+
+
+def digest_table(count: int) -> array[int]:
+    """A table in which no digest is taken yet: a seal refuses it as it is."""
+    return array("Q", [_native.EMPTY_DIGEST]) * count
+
+
+def _check_size(descriptor: int, fixed: Fixed) -> None:
+    """A mapping longer than its file is a SIGBUS waiting for its touch."""
+    capacities = (fixed.metadata_capacity, fixed.image_capacity)
+    if any(size % PAGE or size <= 0 for size in capacities):
+        raise DamagedError(f"{fixed.name}: capacities must be whole pages.")
+    num_bytes = os.fstat(descriptor).st_size
+    if num_bytes < fixed.num_bytes:
+        raise DamagedError(
+            f"{fixed.name} is {num_bytes} bytes long where {fixed.num_bytes} are needed. It is not used."
+        )
