@@ -1,0 +1,208 @@
+"""What the loop needs of a loader, and what all kinds of sources share: the order of events in an epoch.
+
+Owns the place where random numbers are put back: just before the batch at which the run was cut is fetched.
+Never decides where batches come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+from flashckpt.errors import BoundaryError
+from flashckpt.events import log
+from flashckpt.state import rng
+from flashckpt.state.loader.generators import Generators
+from flashckpt.state.loader.position import Position
+
+OnReplay = Callable[[int, int], None]
+
+
+class Source(Protocol):
+    """A loader whose position can be saved at every boundary and taken up again.
+
+    batches_taken: of this epoch, those of earlier attempts included.
+    """
+
+    @property
+    def batches_taken(self) -> int: ...
+
+    def begin(self, epoch: int, resume: Mapping[str, Any] | None = None) -> None:
+        """Enter an epoch at its start, or where `resume` (a position) was taken. A position of an earlier
+        epoch is carried into `epoch`: its random numbers are put back and the epoch starts."""
+
+    def next(self) -> Any:
+        """The next batch. Raises StopIteration at the epoch's end."""
+
+    def position(self) -> dict[str, Any]:
+        """Where the loader stands, as plain values. Meant for boundaries: between two calls of `next`."""
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch; TypeError where the loader does not know."""
+
+    def close(self) -> None:
+        """End the worker processes; the user's loader stays as it is."""
+
+
+class EpochSource:
+    """The part of a Source that is the same for all kinds. Subclasses fill in the hooks at the end.
+
+    Nothing is drawn before the first `next` of a fresh epoch, so a position at an epoch's start needs
+    no more than the random numbers of that boundary.
+    """
+
+    kind = ""
+
+    def __init__(self, loader: Any, generators: Generators) -> None:
+        self._loader = loader
+        self._generators = generators
+        self._epoch: int | None = None
+        self._taken = 0
+        self._over = False
+        self._broken = False
+        self._iterator: Iterator[Any] | None = None
+        self._start: dict[str, Any] | None = None
+        self._due: dict[str, Any] | None = None
+        self._length = self._known_length()
+
+    @property
+    def batches_taken(self) -> int:
+        return self._taken
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def begin(self, epoch: int, resume: Mapping[str, Any] | None = None) -> None:
+        if resume is None:
+            self._leave()
+            self._enter(epoch)
+            return
+        position = Position.read(resume, self.kind)
+        self._check(position)
+        self.close()
+        self._take_up(position, carried=position.epoch != epoch)
+        if position.epoch != epoch:
+            self._leave()
+            self._enter(epoch)
+        self._due = position.now
+
+    def next(self) -> Any:
+        if self._broken:
+            raise BoundaryError(
+                f"The loader failed while it fetched batch {self._taken} of this epoch, so where it stands is "
+                "not known. Snapshots taken before that are whole. Start the loop again to go on from them."
+            )
+        if self._due is not None:
+            # The last thing before the fetch: whatever was drawn since the process began is undone.
+            due, self._due = self._due, None
+            self._restore(due)
+        if self._over:
+            raise StopIteration
+        try:
+            return self._fetch()
+        except StopIteration:
+            self._over = True
+            self._ended()
+            raise
+        except BaseException:
+            self._broken = True
+            raise
+
+    def position(self) -> dict[str, Any]:
+        over = self._over or self._is_last()
+        parts = self._parts(over)
+        return Position(
+            kind=self.kind,
+            epoch=self._epoch,
+            batches_taken=self._taken,
+            over=over,
+            length=self._length,
+            start=None if over else self._start,
+            now=self._capture() if self._due is None else self._due,
+            parts=parts,
+        ).plain()
+
+    def close(self) -> None:
+        self._iterator = None
+
+    def _fetch(self) -> Any:
+        if self._iterator is None:
+            self._start = self._capture()
+            self._iterator = self._open()
+        batch = self._unpack(next(self._iterator))
+        self._taken += 1
+        return batch
+
+    def _enter(self, epoch: int) -> None:
+        self._epoch, self._taken, self._over, self._broken = epoch, 0, False, False
+        self._start = self._due = None
+        self._length = self._known_length()
+
+    def _take_up(self, position: Position, *, carried: bool) -> None:
+        """Stand where `position` was taken. `carried`: only to go on into a later epoch."""
+        if position.epoch is not None:
+            self._enter(position.epoch)
+        self._taken, self._over = position.batches_taken, position.over
+        self._load(position)
+        if position.start is not None and not position.over and (self._keeps_workers() or not carried):
+            self._start = position.start
+            self._reopen(position)
+
+    def _check(self, position: Position) -> None:
+        if position.length != self._length and None not in (position.length, self._length):
+            log.warning(
+                "The loader has %s batches an epoch and had %s when the checkpoint was taken. It goes on after "
+                "batch %d, but those to come are not the ones of a run that was never stopped.",
+                self._length,
+                position.length,
+                position.batches_taken,
+            )
+        strangers = self._generators.strangers(position.now["own"])
+        if strangers:
+            log.warning("Not exact: these generators are only in the checkpoint or only here: %s", strangers)
+
+    def _capture(self) -> dict[str, Any]:
+        return {"global": rng.capture(), "own": self._generators.capture()}
+
+    def _restore(self, marks: Mapping[str, Any]) -> None:
+        rng.restore(marks["global"])
+        self._generators.restore(marks["own"])
+
+    def _known_length(self) -> int | None:
+        try:
+            return len(self._loader)
+        except (TypeError, NotImplementedError):
+            return None
+
+    def _open(self) -> Iterator[Any]:
+        """The iterator of a fresh epoch."""
+        raise NotImplementedError
+
+    def _reopen(self, position: Position) -> None:
+        """Set the iterator so that its next batch is the one after `position`."""
+        raise NotImplementedError
+
+    def _unpack(self, item: Any) -> Any:
+        return item
+
+    def _leave(self) -> None:
+        """The epoch is left, at its end or before."""
+        self._iterator = None
+
+    def _ended(self) -> None:
+        """The iterator has just raised StopIteration."""
+        self._iterator = None
+
+    def _is_last(self) -> bool:
+        """Whether it is certain that no batch follows."""
+        return False
+
+    def _keeps_workers(self) -> bool:
+        """Whether something of an epoch lives on in the next one."""
+        return False
+
+    def _load(self, position: Position) -> None:
+        """Take what `_parts` gave."""
+
+    def _parts(self, over: bool) -> dict[str, Any]:
+        return {}

@@ -1,0 +1,238 @@
+"""torch's DataLoader over a data set with a length, taken up exactly: no batch is loaded twice but those of
+the open round of workers, and all random numbers, also those inside the workers, are as they were.
+
+Works on a private shallow copy of the loader. What it relies on in torch's DataLoader (2.6 to 2.13):
+- Making an iterator calls `iter()` on the index sampler, draws the workers' base seed from
+  `loader.generator` (or the global generator), starts the workers, calls `iter()` on the index sampler once
+  more, and draws `prefetch_factor * num_workers` indices; then one index for each batch that is taken.
+- Batch i is loaded by worker `i % num_workers`, in order, and is collated last.
+- Persistent workers are asked to begin anew: one `iter()`, no base seed, their generators as they were left.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from flashckpt.errors import DamagedError
+from flashckpt.events import log
+from flashckpt.state import rng
+from flashckpt.state.loader.base import EpochSource
+from flashckpt.state.loader.generators import Generators
+from flashckpt.state.loader.indices import Indices
+from flashckpt.state.loader.position import Position
+from flashckpt.state.loader.workers import Reporting, Restoring, Rounds
+
+
+class PlainSource(EpochSource):
+    """A map-style DataLoader. `kind` of its positions is "dataloader"."""
+
+    kind = "dataloader"
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__(loader, Generators(_roots(loader)))
+        self._workers = int(loader.num_workers)
+        self._ahead = self._workers * int(loader.prefetch_factor or 0)
+        self._persistent = bool(loader.persistent_workers) and self._workers > 0
+        self._rounds = Rounds(self._workers)
+        self._private: Any = None
+        self._indices = Indices(())
+        # What persistent workers were seeded from (the generator's state before that draw), and whether
+        # they were seeded in an earlier epoch than this one.
+        self._seeder: bytes | None = None
+        self._seeded_before = False
+        self._settled: dict[str, Any] | None = None
+
+    def close(self) -> None:
+        for iterator in (self._iterator, getattr(self._private, "_iterator", None)):
+            if hasattr(iterator, "_shutdown_workers"):
+                iterator._shutdown_workers()
+        self._iterator = self._private = self._seeder = None
+        self._rounds.forget()
+
+    def _enter(self, epoch: int) -> None:
+        super()._enter(epoch)
+        if not self._persistent:
+            self._rounds.forget()
+        self._rounds.begin_epoch()
+        for sampler in _samplers(self._loader).values():
+            set_epoch = getattr(sampler, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(epoch)
+
+    def _open(self) -> Iterator[Any]:
+        self._seeded_before = self._seeder is not None
+        if self._private is None:
+            self._prepare(skip=0)
+        return self._made()
+
+    def _made(self) -> Iterator[Any]:
+        iterator: Iterator[Any] = iter(self._private)
+        if not self._persistent:
+            self._private = None
+        return iterator
+
+    def _unpack(self, item: Any) -> Any:
+        return self._rounds.take(self._taken, item) if self._workers else item
+
+    def _prepare(self, *, skip: int) -> None:
+        """Make the private copy whose iterator begins after `skip` batches of the epoch."""
+        private = copy.copy(self._loader)
+        # DataLoader guards some of these names; its own methods read them from here.
+        own = vars(private)
+        name = "sampler" if self._loader.batch_sampler is None else "batch_sampler"
+        self._indices = Indices(own[name], skip=skip, hollow_first=self._seeder is not None)
+        own[name], own["_iterator"] = self._indices, None
+        if self._workers:
+            own["collate_fn"] = Reporting(self._loader.collate_fn)
+            if any(state is not None for state in self._rounds.whole):
+                own["worker_init_fn"] = Restoring(self._loader.worker_init_fn, list(self._rounds.whole))
+        if self._persistent:
+            self._seed_workers(own)
+        self._private = private
+
+    def _seed_workers(self, own: dict[str, Any]) -> None:
+        if self._seeder is None:
+            self._indices.after_first_iter = self._note_seeder
+            return
+        # These workers were seeded epochs ago: the same base seed again, and none of today's numbers used.
+        own["generator"] = torch.Generator()
+        rng.restore_one(own["generator"], self._seeder)
+
+    def _note_seeder(self) -> None:
+        self._seeder = rng.capture_one(
+            torch.default_generator if self._loader.generator is None else self._loader.generator
+        )
+
+    def _reopen(self, position: Position) -> None:
+        assert position.start is not None
+        open_round = position.batches_taken % self._workers if self._has_states(position) else 0
+        self._restore(position.start)
+        self._prepare(skip=position.batches_taken - open_round)
+        self._settled = None
+        self._indices.after_draw = self._note_settled
+        self._iterator = self._made()
+        if not self._workers:
+            self._indices.prime()
+        try:
+            for self._taken in range(position.batches_taken - open_round, position.batches_taken):
+                self._unpack(next(self._iterator))
+        except StopIteration:
+            self._over = True
+        self._taken = position.batches_taken
+        self._indices.after_draw = None
+        self._report_drift(position.now)
+
+    def _note_settled(self, drawn: int) -> None:
+        # Up to here an uninterrupted run draws its indices in one go, before the loop draws anything.
+        if drawn == max(1, self._ahead):
+            self._settled = self._capture()
+
+    def _report_drift(self, now: dict[str, Any]) -> None:
+        if self._settled is None:
+            return
+        drawn = _flat(self._capture())
+        settled, then = _flat(self._settled), _flat(now)
+        moved = [name for name, value in drawn.items() if value != settled.get(name) and value != then.get(name)]
+        if moved:
+            log.warning(
+                "Not exact: the sampler draws random numbers for each batch from generators that others use "
+                "too (%s), so its draws were replayed, and the batches to come are not those of a run that "
+                "was never stopped. Give the sampler a generator of its own to make it exact.",
+                ", ".join(moved),
+            )
+
+    def _leave(self) -> None:
+        if not self._persistent or self._broken:
+            self.close()
+        elif self._iterator is not None:
+            self._drain(self._iterator)
+            self._iterator = None
+
+    def _drain(self, iterator: Iterator[Any]) -> None:
+        """Receive what was fetched ahead in an epoch that is left early. torch lets the workers load it and
+        drops it when they begin anew; taken here, it says where their generators stand after it."""
+        self._indices.closed = True
+        for _ in range(self._ahead):
+            try:
+                self._unpack(next(iterator))
+            except StopIteration:
+                break
+            except Exception as error:
+                log.debug("A batch fetched ahead of an epoch that was left failed: %r", error)
+            self._taken += 1
+        self._indices.closed = False
+
+    def _ended(self) -> None:
+        if self._persistent:
+            self._iterator = None
+        else:
+            self.close()
+
+    def _is_last(self) -> bool:
+        # Without workers, only the sampler could tell, and asking it is a draw.
+        received = getattr(self._iterator, "_rcvd_idx", None)
+        sent = getattr(self._iterator, "_send_idx", None)
+        return received is not None and sent is not None and received >= sent
+
+    def _keeps_workers(self) -> bool:
+        return self._persistent
+
+    def _parts(self, over: bool) -> dict[str, Any]:
+        states = self._rounds.newest if over or self._start is None else self._rounds.whole
+        between = over or self._start is None
+        return {
+            "workers": self._workers,
+            "states": [] if between and not self._persistent else list(states),
+            "seeder": self._seeder,
+            "seeded_before": between or self._seeded_before,
+        }
+
+    def _load(self, position: Position) -> None:
+        parts = position.parts
+        if parts.keys() != {"workers", "states", "seeder", "seeded_before"}:
+            raise DamagedError(
+                "The loader's position in the checkpoint lacks its workers. No batch was drawn. Resume from "
+                "an older step."
+            )
+        if parts["workers"] != self._workers:
+            log.warning(
+                "Not exact: the loader has %d workers and had %d when the checkpoint was taken. Batches come in "
+                "the same order; random numbers drawn inside the workers differ.",
+                self._workers,
+                parts["workers"],
+            )
+        if self._has_states(position):
+            if parts["states"]:
+                self._rounds.set(parts["states"])
+            self._seeded_before = self._persistent and parts["seeded_before"]
+            self._seeder = parts["seeder"] if self._seeded_before else None
+
+    def _has_states(self, position: Position) -> bool:
+        return self._workers > 0 and position.parts["workers"] == self._workers
+
+
+def _samplers(loader: Any) -> dict[str, object]:
+    batch_sampler = loader.batch_sampler
+    found = {
+        "sampler": loader.sampler,
+        "batch_sampler": batch_sampler,
+        "batch_sampler.sampler": getattr(batch_sampler, "sampler", None),
+    }
+    distinct = {id(sampler): name for name, sampler in reversed(found.items()) if sampler is not None}
+    return {name: found[name] for name in found if name in distinct.values()}
+
+
+def _roots(loader: Any) -> dict[str, object]:
+    """Where generators are looked for. A data set's own are in this process only without workers."""
+    roots: dict[str, object] = {"generator": loader.generator, **_samplers(loader)}
+    if not loader.num_workers:
+        roots.update(dataset=loader.dataset, collate=loader.collate_fn)
+    return roots
+
+
+def _flat(marks: dict[str, Any]) -> dict[str, Any]:
+    return {**marks["global"], **marks["own"]}

@@ -1,0 +1,191 @@
+"""The state of random number generators as compact plain values, and the way back.
+
+Owns the global generators (Python, NumPy's legacy one, torch on the CPU and on every CUDA device) and the
+encoding of single generators. Never synchronises a device, never initialises CUDA, never seeds.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+import sys
+from array import array
+from typing import Any
+
+import numpy as np
+import torch
+
+from flashckpt.errors import DamagedError, StateError
+
+State = dict[str, Any]
+
+_PYTHON_VERSION = 3
+_PYTHON_TAIL = struct.Struct("<Bd")
+_PYTHON_WORDS = 625
+_NUMPY_WORDS = 624
+_NUMPY_TAIL = struct.Struct("<IBd")
+_TORCH_CPU_BYTES = 5056
+_TORCH_HEAD_BYTES = 24
+_TORCH_WORDS = 624
+_TORCH_PACKED_BYTES = _TORCH_CPU_BYTES - 4 * _TORCH_WORDS
+
+
+def capture() -> State:
+    """The global generators' states now: Python, NumPy, torch CPU, each CUDA device if CUDA is in use."""
+    state = capture_cpu()
+    if torch.cuda.is_initialized():
+        state["cuda"] = [_torch_bytes(generator.get_state()) for generator in torch.cuda.default_generators]
+    return state
+
+
+def capture_cpu() -> State:
+    """The same without devices: what a loader's worker process has."""
+    return {
+        "python": _python_bytes(random.getstate()),
+        "numpy": _numpy_plain(np.random.get_state(legacy=False)),
+        "torch": _torch_bytes(torch.get_rng_state()),
+    }
+
+
+def restore(state: State) -> None:
+    """Put back what `capture` gave. All of it is read before any generator is touched.
+
+    Devices that this process does not have are left out; CUDA that is not in use yet is set when it is.
+    Raises DamagedError for anything that `capture` cannot have given.
+    """
+    try:
+        python = _python_state(state["python"])
+        numpy = _numpy_state(state["numpy"])
+        cpu = _torch_state(state["torch"])
+        cuda = [_torch_state(packed) for packed in state.get("cuda", ())]
+    except (KeyError, TypeError, ValueError, AttributeError, struct.error) as error:
+        raise _damaged("the random numbers' state", error) from error
+    try:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        for index, device_state in enumerate(cuda[: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(device_state, index)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise _damaged("the random numbers' state", error) from error
+
+
+def is_generator(value: object) -> bool:
+    """Whether `capture_one` can take it."""
+    return isinstance(value, torch.Generator | random.Random | np.random.RandomState | np.random.Generator)
+
+
+def is_global(value: object) -> bool:
+    """Whether it is one of those that `capture` takes."""
+    if isinstance(value, torch.Generator):
+        default = torch.default_generator, *torch.cuda.default_generators
+        return any(value is generator for generator in default)
+    if isinstance(value, np.random.RandomState):
+        return value is getattr(np.random.mtrand, "_rand", None)
+    return value is getattr(random, "_inst", None)
+
+
+def capture_one(generator: object) -> Any:
+    """The state of one generator of torch, Python or NumPy, as plain values."""
+    if isinstance(generator, torch.Generator):
+        return _torch_bytes(generator.get_state())
+    if isinstance(generator, np.random.RandomState):
+        return _numpy_plain(generator.get_state(legacy=False))
+    if isinstance(generator, np.random.Generator):
+        return _plain(dict(generator.bit_generator.state))
+    if isinstance(generator, random.Random):
+        return _python_bytes(generator.getstate())
+    raise StateError(f"{type(generator).__name__} is not a random number generator that can be saved.")
+
+
+def restore_one(generator: object, state: Any) -> None:
+    """Put one generator back. Raises DamagedError if the state is of another kind of generator."""
+    try:
+        if isinstance(generator, torch.Generator):
+            generator.set_state(_torch_state(state))
+        elif isinstance(generator, np.random.RandomState):
+            generator.set_state(_numpy_state(state))
+        elif isinstance(generator, np.random.Generator):
+            generator.bit_generator.state = _array_back(state)
+        elif isinstance(generator, random.Random):
+            generator.setstate(_python_state(state))
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, struct.error) as error:
+        raise _damaged(f"the state of a {type(generator).__name__}", error) from error
+
+
+def _damaged(what: str, error: Exception) -> DamagedError:
+    return DamagedError(
+        f"{what} in the checkpoint cannot be read ({error}). The checkpoint was damaged or comes from another "
+        "generator; resume from an older step."
+    )
+
+
+def _python_bytes(state: tuple[Any, ...]) -> bytes:
+    version, words, gauss = state
+    if version != _PYTHON_VERSION:
+        raise StateError(f"random.Random states of version {version} are not known to this library.")
+    tail = _PYTHON_TAIL.pack(gauss is not None, gauss if gauss is not None else 0.0)
+    return array("I", words).tobytes() + tail
+
+
+def _python_state(packed: bytes) -> tuple[Any, ...]:
+    words = array("I", packed[: 4 * _PYTHON_WORDS])
+    has_gauss, gauss = _PYTHON_TAIL.unpack(packed[4 * _PYTHON_WORDS :])
+    return _PYTHON_VERSION, tuple(words), gauss if has_gauss else None
+
+
+def _numpy_plain(state: Any) -> Any:
+    if state["bit_generator"] != "MT19937":
+        return _plain(state)
+    tail = _NUMPY_TAIL.pack(state["state"]["pos"], state["has_gauss"], state["gauss"])
+    return state["state"]["key"].tobytes() + tail
+
+
+def _numpy_state(packed: Any) -> dict[str, Any]:
+    if not isinstance(packed, bytes):
+        state = _array_back(packed)
+        if not isinstance(state, dict):
+            raise TypeError("not a NumPy generator's state")
+        return state
+    key = np.frombuffer(packed[: 4 * _NUMPY_WORDS], dtype=np.uint32)
+    position, has_gauss, gauss = _NUMPY_TAIL.unpack(packed[4 * _NUMPY_WORDS :])
+    twister = {"key": key, "pos": position}
+    return {"bit_generator": "MT19937", "state": twister, "has_gauss": has_gauss, "gauss": gauss}
+
+
+def _torch_bytes(state: torch.Tensor) -> bytes:
+    """torch keeps each 32-bit word of its twister in 64 bits: the zero halves are left out."""
+    raw = state.numpy().tobytes()
+    if len(raw) != _TORCH_CPU_BYTES or sys.byteorder != "little":
+        return raw
+    end = _TORCH_HEAD_BYTES + 8 * _TORCH_WORDS
+    words = np.frombuffer(raw, dtype=np.uint32, count=2 * _TORCH_WORDS, offset=_TORCH_HEAD_BYTES)
+    if words[1::2].any():
+        return raw
+    return raw[:_TORCH_HEAD_BYTES] + words[::2].tobytes() + raw[end:]
+
+
+def _torch_state(packed: bytes) -> torch.Tensor:
+    if len(packed) == _TORCH_PACKED_BYTES:
+        end = _TORCH_HEAD_BYTES + 4 * _TORCH_WORDS
+        words = np.frombuffer(packed[_TORCH_HEAD_BYTES:end], dtype=np.uint32)
+        packed = packed[:_TORCH_HEAD_BYTES] + words.astype(np.uint64).tobytes() + packed[end:]
+    # Not torch.frombuffer: a default device that the user set would move it there.
+    return torch.from_numpy(np.frombuffer(packed, dtype=np.uint8).copy())
+
+
+def _plain(value: Any) -> Any:
+    """A bit generator's state (dict of ints, strings and arrays) without NumPy types."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray):
+        return {"dtype": value.dtype.str, "words": value.tobytes()}
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _array_back(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"dtype", "words"}:
+        return np.frombuffer(value["words"], dtype=np.dtype(value["dtype"]))
+    return {key: _array_back(item) for key, item in value.items()}
