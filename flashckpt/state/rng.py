@@ -33,7 +33,7 @@ _TORCH_PACKED_BYTES = _TORCH_CPU_BYTES - 4 * _TORCH_WORDS
 def capture() -> State:
     """The global generators' states now: Python, NumPy, torch CPU, each CUDA device if CUDA is in use."""
     state = capture_cpu()
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = [_torch_bytes(generator.get_state()) for generator in torch.cuda.default_generators]
     return state
 
@@ -115,8 +115,8 @@ def restore_one(generator: object, state: Any) -> None:
 
 def _damaged(what: str, error: Exception) -> DamagedError:
     return DamagedError(
-        f"{what} in the checkpoint cannot be read ({error}). The checkpoint was damaged or comes from another "
-        "generator; resume from an older step."
+        f"{what} in the checkpoint cannot be read ({error}). It was damaged or comes from another generator. "
+        "Resume from an older step."
     )
 
 

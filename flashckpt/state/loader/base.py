@@ -14,6 +14,7 @@ from flashckpt.events import log
 from flashckpt.state import rng
 from flashckpt.state.loader.generators import Generators
 from flashckpt.state.loader.position import Position
+from flashckpt.state.loader.samplers import set_epoch
 
 OnReplay = Callable[[int, int], None]
 
@@ -70,7 +71,9 @@ class EpochSource:
         return self._taken
 
     def __len__(self) -> int:
-        return len(self._loader)
+        if self._length is None:
+            raise TypeError(f"{type(self._loader).__name__} does not know its number of batches")
+        return self._length
 
     def begin(self, epoch: int, resume: Mapping[str, Any] | None = None) -> None:
         if resume is None:
@@ -89,8 +92,8 @@ class EpochSource:
     def next(self) -> Any:
         if self._broken:
             raise BoundaryError(
-                f"The loader failed while it fetched batch {self._taken} of this epoch, so where it stands is "
-                "not known. Snapshots taken before that are whole. Start the loop again to go on from them."
+                f"The loader failed while it fetched batch {self._taken} of this epoch, so where it stands "
+                "is not known. Snapshots taken before are whole. Start the loop again to go on from them."
             )
         if self._due is not None:
             # The last thing before the fetch: whatever was drawn since the process began is undone.
@@ -137,6 +140,7 @@ class EpochSource:
         self._epoch, self._taken, self._over, self._broken = epoch, 0, False, False
         self._start = self._due = None
         self._length = self._known_length()
+        set_epoch(self._loader, epoch)
 
     def _take_up(self, position: Position, *, carried: bool) -> None:
         """Stand where `position` was taken. `carried`: only to go on into a later epoch."""
@@ -151,8 +155,8 @@ class EpochSource:
     def _check(self, position: Position) -> None:
         if position.length != self._length and None not in (position.length, self._length):
             log.warning(
-                "The loader has %s batches an epoch and had %s when the checkpoint was taken. It goes on after "
-                "batch %d, but those to come are not the ones of a run that was never stopped.",
+                "Not exact: the loader has %s batches an epoch and had %s when the checkpoint was taken. It "
+                "goes on after %d batches, but those to come are not those of a run that was never stopped.",
                 self._length,
                 position.length,
                 position.batches_taken,

@@ -24,6 +24,7 @@ from flashckpt.state.loader.base import EpochSource
 from flashckpt.state.loader.generators import Generators
 from flashckpt.state.loader.indices import Indices
 from flashckpt.state.loader.position import Position
+from flashckpt.state.loader.samplers import samplers_of
 from flashckpt.state.loader.workers import Reporting, Restoring, Rounds
 
 
@@ -48,8 +49,9 @@ class PlainSource(EpochSource):
 
     def close(self) -> None:
         for iterator in (self._iterator, getattr(self._private, "_iterator", None)):
-            if hasattr(iterator, "_shutdown_workers"):
-                iterator._shutdown_workers()
+            shutdown = getattr(iterator, "_shutdown_workers", None)
+            if shutdown is not None:
+                shutdown()
         self._iterator = self._private = self._seeder = None
         self._rounds.forget()
 
@@ -58,10 +60,6 @@ class PlainSource(EpochSource):
         if not self._persistent:
             self._rounds.forget()
         self._rounds.begin_epoch()
-        for sampler in _samplers(self._loader).values():
-            set_epoch = getattr(sampler, "set_epoch", None)
-            if callable(set_epoch):
-                set_epoch(epoch)
 
     def _open(self) -> Iterator[Any]:
         self._seeded_before = self._seeder is not None
@@ -136,7 +134,7 @@ class PlainSource(EpochSource):
             return
         drawn = _flat(self._capture())
         settled, then = _flat(self._settled), _flat(now)
-        moved = [name for name, value in drawn.items() if value != settled.get(name) and value != then.get(name)]
+        moved = [name for name in drawn if drawn[name] not in (settled.get(name), then.get(name))]
         if moved:
             log.warning(
                 "Not exact: the sampler draws random numbers for each batch from generators that others use "
@@ -200,8 +198,8 @@ class PlainSource(EpochSource):
             )
         if parts["workers"] != self._workers:
             log.warning(
-                "Not exact: the loader has %d workers and had %d when the checkpoint was taken. Batches come in "
-                "the same order; random numbers drawn inside the workers differ.",
+                "Not exact: the loader has %d workers and had %d when the checkpoint was taken. Batches come "
+                "in the same order; random numbers drawn inside the workers differ.",
                 self._workers,
                 parts["workers"],
             )
@@ -215,20 +213,9 @@ class PlainSource(EpochSource):
         return self._workers > 0 and position.parts["workers"] == self._workers
 
 
-def _samplers(loader: Any) -> dict[str, object]:
-    batch_sampler = loader.batch_sampler
-    found = {
-        "sampler": loader.sampler,
-        "batch_sampler": batch_sampler,
-        "batch_sampler.sampler": getattr(batch_sampler, "sampler", None),
-    }
-    distinct = {id(sampler): name for name, sampler in reversed(found.items()) if sampler is not None}
-    return {name: found[name] for name in found if name in distinct.values()}
-
-
 def _roots(loader: Any) -> dict[str, object]:
     """Where generators are looked for. A data set's own are in this process only without workers."""
-    roots: dict[str, object] = {"generator": loader.generator, **_samplers(loader)}
+    roots: dict[str, object] = {"generator": loader.generator, **samplers_of(loader)}
     if not loader.num_workers:
         roots.update(dataset=loader.dataset, collate=loader.collate_fn)
     return roots
