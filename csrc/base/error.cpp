@@ -1,0 +1,15 @@
+#include "base/error.h"
+
+#include <system_error>
+
+namespace flashckpt {
+
+Error os_error(int code, const std::string& what, const std::string& path) {
+    return {Kind::os, code, std::generic_category().message(code) + " (" + what + ")", path};
+}
+
+Error value_error(const std::string& message) {
+    return {Kind::value, 0, message, ""};
+}
+
+} // namespace flashckpt

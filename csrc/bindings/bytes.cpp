@@ -1,0 +1,161 @@
+// Addresses, digests, checksums, atomics and room for slots.
+#include "bindings/arguments.h"
+
+#include "base/posix.h"
+#include "checksum/xxh3.h"
+#include "copy/copy.h"
+#include "digest/digest.h"
+#include "memory/pages.h"
+
+#include <algorithm>
+#include <optional>
+
+namespace flashckpt {
+namespace {
+
+// Below this, giving up the interpreter's lock costs more than the work.
+constexpr std::size_t kShortBytes = 32 << 10;
+
+class MaybeReleased {
+  public:
+    explicit MaybeReleased(std::size_t num_bytes) {
+        if (num_bytes >= kShortBytes) released_.emplace();
+    }
+
+  private:
+    std::optional<nb::gil_scoped_release> released_;
+};
+
+int checked_threads(int threads) {
+    if (threads < 1) raise_value("threads must be at least 1");
+    return threads;
+}
+
+template <class T>
+T* pointer(std::uint64_t address) {
+    return reinterpret_cast<T*>(address);
+}
+
+std::uint64_t digest_at(std::uint64_t address, std::uint64_t num_bytes) {
+    MaybeReleased released(num_bytes);
+    return digest(pointer<const std::uint8_t>(address), num_bytes);
+}
+
+void digest_each(nb::handle addresses, nb::handle sizes, std::uint64_t out_address, int threads) {
+    U64View from(addresses);
+    U64View bytes(sizes);
+    if (from.size() != bytes.size()) raise_value("addresses and sizes differ in length");
+    if (from.size() == 0) return;
+    std::uint64_t* out = u64_pointer(out_address);
+    checked_threads(threads);
+    nb::gil_scoped_release released;
+    digest_many(from.data(), bytes.data(), from.size(), out, threads);
+}
+
+void copy_each(nb::handle sources, nb::handle destinations, nb::handle sizes, std::uint64_t digests_address,
+               int threads) {
+    U64View from(sources);
+    U64View to(destinations);
+    U64View bytes(sizes);
+    if (from.size() != bytes.size() || to.size() != bytes.size()) {
+        raise_value("sources, destinations and sizes differ in length");
+    }
+    if (from.size() == 0) return;
+    std::uint64_t* digests = u64_pointer(digests_address);
+    checked_threads(threads);
+    nb::gil_scoped_release released;
+    copy_digest(from.data(), to.data(), bytes.data(), from.size(), digests, threads);
+}
+
+nb::bytes checksum_at(std::uint64_t address, std::uint64_t num_bytes) {
+    Checksum sum;
+    {
+        MaybeReleased released(num_bytes);
+        sum = xxh3_128(pointer<const void>(address), num_bytes);
+    }
+    return bytes_of(sum.data(), sum.size());
+}
+
+bool compare_exchange(std::uint64_t address, std::uint64_t expected, std::uint64_t desired) {
+    return __atomic_compare_exchange_n(u64_pointer(address), &expected, desired, false, __ATOMIC_ACQ_REL,
+                                       __ATOMIC_ACQUIRE);
+}
+
+void allocate(int fd, std::uint64_t offset, std::uint64_t num_bytes) {
+    Error error;
+    {
+        nb::gil_scoped_release released;
+        error = reserve(fd, offset, num_bytes, "");
+    }
+    raise_if(error);
+}
+
+void fault_in(std::uint64_t address, std::uint64_t num_bytes, int threads) {
+    checked_threads(threads);
+    Error error;
+    {
+        nb::gil_scoped_release released;
+        error = populate(address, num_bytes, threads);
+    }
+    raise_if(error);
+}
+
+void bind_checksums(nb::module_& module) {
+    module.def(
+        "xxh3_64",
+        [](nb::handle buffer) {
+            BytesView view(buffer);
+            MaybeReleased released(view.num_bytes());
+            return xxh3_64(view.data(), view.num_bytes());
+        },
+        nb::arg("buffer"));
+    module.def(
+        "xxh3_128",
+        [](nb::handle buffer) {
+            BytesView view(buffer);
+            return checksum_at(reinterpret_cast<std::uint64_t>(view.data()), view.num_bytes());
+        },
+        nb::arg("buffer"));
+    module.def("xxh3_128_at", checksum_at, nb::arg("address"), nb::arg("num_bytes"));
+}
+
+void bind_atomics(nb::module_& module) {
+    module.def(
+        "load", [](std::uint64_t address) { return __atomic_load_n(u64_pointer(address), __ATOMIC_ACQUIRE); },
+        nb::arg("address"));
+    module.def(
+        "store",
+        [](std::uint64_t address, std::uint64_t value) {
+            __atomic_store_n(u64_pointer(address), value, __ATOMIC_RELEASE);
+        },
+        nb::arg("address"), nb::arg("value"));
+    module.def("compare_exchange", compare_exchange, nb::arg("address"), nb::arg("expected"),
+               nb::arg("desired"));
+    module.def(
+        "fetch_add",
+        [](std::uint64_t address, std::uint64_t value) {
+            return __atomic_fetch_add(u64_pointer(address), value, __ATOMIC_ACQ_REL);
+        },
+        nb::arg("address"), nb::arg("value"));
+}
+
+} // namespace
+
+void bind_bytes(nb::module_& module) {
+    module.attr("EMPTY_DIGEST") = kEmptyDigest;
+    module.def(
+        "address_of",
+        [](nb::handle buffer) { return reinterpret_cast<std::uint64_t>(BytesView(buffer).data()); },
+        nb::arg("buffer"));
+    module.def("digest", digest_at, nb::arg("address"), nb::arg("num_bytes"));
+    module.def("digest_many", digest_each, nb::arg("addresses"), nb::arg("sizes"), nb::arg("out_address"),
+               nb::arg("threads"));
+    module.def("copy_digest", copy_each, nb::arg("sources"), nb::arg("destinations"), nb::arg("sizes"),
+               nb::arg("digests_address"), nb::arg("threads"));
+    module.def("allocate", allocate, nb::arg("fd"), nb::arg("offset"), nb::arg("num_bytes"));
+    module.def("populate", fault_in, nb::arg("address"), nb::arg("num_bytes"), nb::arg("threads"));
+    bind_checksums(module);
+    bind_atomics(module);
+}
+
+} // namespace flashckpt

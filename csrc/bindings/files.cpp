@@ -1,0 +1,107 @@
+// Writing, reading and checking shards.
+#include "bindings/arguments.h"
+
+#include "io/read.h"
+#include "io/write.h"
+
+#include <cstring>
+
+namespace flashckpt {
+namespace {
+
+Geometry geometry_of(std::uint64_t num_bytes, std::uint64_t chunk_bytes, nb::handle offsets,
+                     nb::handle sizes) {
+    return {num_bytes, chunk_bytes, U64View(offsets).copy(), U64View(sizes).copy()};
+}
+
+int checked_threads(int threads) {
+    if (threads < 1) raise_value("threads must be at least 1");
+    return threads;
+}
+
+nb::bytes digest_bytes(const std::vector<std::uint64_t>& digests) {
+    return bytes_of(digests.data(), digests.size() * 8);
+}
+
+nb::tuple write_one(nb::handle path, int source_fd, std::uint64_t source_offset, std::uint64_t num_bytes,
+                    std::uint64_t chunk_bytes, nb::handle leaf_offsets, nb::handle leaf_sizes, int threads,
+                    bool direct, std::uint64_t progress) {
+    WriteRequest request{path_of(path),
+                         source_fd,
+                         source_offset,
+                         geometry_of(num_bytes, chunk_bytes, leaf_offsets, leaf_sizes),
+                         checked_threads(threads),
+                         direct,
+                         progress};
+    if (progress != 0) u64_pointer(progress);
+    WriteResult result;
+    Error error;
+    {
+        nb::gil_scoped_release released;
+        error = write_file(request, result);
+    }
+    raise_if(error);
+    return nb::make_tuple(digest_bytes(result.digests),
+                          bytes_of(result.checksums.data(), result.checksums.size() * sizeof(Checksum)),
+                          result.direct);
+}
+
+std::vector<Checksum> checksums_of(nb::handle object) {
+    BytesView view(object);
+    if (view.num_bytes() % sizeof(Checksum) != 0) raise_value("checksums must be 16 bytes for each chunk");
+    std::vector<Checksum> checksums(view.num_bytes() / sizeof(Checksum));
+    if (!checksums.empty()) std::memcpy(checksums.data(), view.data(), view.num_bytes());
+    return checksums;
+}
+
+nb::tuple read_one(const ReadRequest& request) {
+    if (request.progress != 0) u64_pointer(request.progress);
+    ReadResult result;
+    Error error;
+    {
+        nb::gil_scoped_release released;
+        error = read_file(request, result);
+    }
+    raise_if(error);
+    nb::list bad;
+    for (std::uint64_t chunk : result.bad_chunks)
+        bad.append(chunk);
+    return nb::make_tuple(digest_bytes(result.digests), bad, result.direct);
+}
+
+nb::tuple read_into(nb::handle path, int target_fd, std::uint64_t target_offset, std::uint64_t file_offset,
+                    std::uint64_t num_bytes, std::uint64_t chunk_bytes, nb::handle checksums,
+                    nb::handle leaf_offsets, nb::handle leaf_sizes, int threads, bool direct,
+                    std::uint64_t progress) {
+    if (target_fd < 0) raise_value("target_fd must be an open descriptor");
+    return read_one({path_of(path), file_offset,
+                     geometry_of(num_bytes, chunk_bytes, leaf_offsets, leaf_sizes), checksums_of(checksums),
+                     checked_threads(threads), direct, progress, target_fd, target_offset});
+}
+
+nb::tuple check(nb::handle path, std::uint64_t num_bytes, std::uint64_t chunk_bytes, nb::handle checksums,
+                nb::handle leaf_offsets, nb::handle leaf_sizes, int threads, bool direct,
+                std::uint64_t progress) {
+    return read_one({path_of(path), 0, geometry_of(num_bytes, chunk_bytes, leaf_offsets, leaf_sizes),
+                     checksums_of(checksums), checked_threads(threads), direct, progress, -1, 0});
+}
+
+} // namespace
+
+void bind_files(nb::module_& module) {
+    module.def("write_file", write_one, nb::arg("path"), nb::arg("source_fd"), nb::arg("source_offset"),
+               nb::arg("num_bytes"), nb::kw_only(), nb::arg("chunk_bytes") = 4 << 20, nb::arg("leaf_offsets"),
+               nb::arg("leaf_sizes"), nb::arg("threads") = 2, nb::arg("direct") = true,
+               nb::arg("progress") = 0);
+    module.def("read_file", read_into, nb::arg("path"), nb::arg("target_fd"), nb::arg("target_offset"),
+               nb::kw_only(), nb::arg("file_offset") = 0, nb::arg("num_bytes"),
+               nb::arg("chunk_bytes") = 4 << 20, nb::arg("checksums"), nb::arg("leaf_offsets"),
+               nb::arg("leaf_sizes"), nb::arg("threads") = 2, nb::arg("direct") = true,
+               nb::arg("progress") = 0);
+    module.def("check_file", check, nb::arg("path"), nb::kw_only(), nb::arg("num_bytes"),
+               nb::arg("chunk_bytes") = 4 << 20, nb::arg("checksums"), nb::arg("leaf_offsets"),
+               nb::arg("leaf_sizes"), nb::arg("threads") = 2, nb::arg("direct") = true,
+               nb::arg("progress") = 0);
+}
+
+} // namespace flashckpt

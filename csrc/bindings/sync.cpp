@@ -1,0 +1,117 @@
+// Events and the sealer.
+#include "bindings/arguments.h"
+
+#include "sync/event.h"
+#include "sync/sealer.h"
+
+#include <algorithm>
+#include <chrono>
+#include <memory>
+
+namespace flashckpt {
+namespace {
+
+// Waits in slices, so that Ctrl-C is heard.
+template <class Wait>
+bool interruptible(double timeout_s, Wait wait) {
+    constexpr double slice_s = 0.1;
+    auto end = std::chrono::steady_clock::now() + bounded(timeout_s);
+    for (;;) {
+        std::chrono::duration<double> left = end - std::chrono::steady_clock::now();
+        bool done;
+        {
+            nb::gil_scoped_release released;
+            done = wait(std::clamp(left.count(), 0.0, slice_s));
+        }
+        if (done) return true;
+        if (PyErr_CheckSignals() != 0) throw nb::python_error();
+        if (left.count() <= slice_s) return false;
+    }
+}
+
+// Owns an event and its handle; a seal that waits for it goes on when this object has gone.
+class EventObject {
+  public:
+    EventObject() : event_(std::make_shared<HostEvent>()), handle_(enroll(event_)) {}
+    ~EventObject() { retire(handle_); }
+    EventObject(const EventObject&) = delete;
+    EventObject& operator=(const EventObject&) = delete;
+
+    std::uint64_t handle() const { return handle_; }
+    HostEvent& event() const { return *event_; }
+
+  private:
+    std::shared_ptr<HostEvent> event_;
+    std::uint64_t handle_;
+};
+
+std::vector<std::uint64_t> handles_of(nb::handle waits) {
+    std::vector<std::uint64_t> handles;
+    nb::object sequence = nb::steal(PySequence_Fast(waits.ptr(), "waits must be a list of handles"));
+    if (!sequence.is_valid()) throw nb::python_error();
+    Py_ssize_t count = PySequence_Fast_GET_SIZE(sequence.ptr());
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        unsigned long long handle = PyLong_AsUnsignedLongLong(PySequence_Fast_GET_ITEM(sequence.ptr(), i));
+        if (PyErr_Occurred() != nullptr) throw nb::python_error();
+        handles.push_back(handle);
+    }
+    return handles;
+}
+
+void submit(Sealer& sealer, nb::handle waits, std::uint64_t word, std::uint64_t expected,
+            std::uint64_t desired, std::uint64_t record, std::uint64_t metadata, std::uint64_t metadata_bytes,
+            std::uint64_t table, std::uint64_t table_count, std::uint64_t on_done_word) {
+    u64_pointer(word);
+    if (record == 0) raise_value("record must be an address");
+    if (metadata_bytes > 0 && metadata == 0) raise_value("metadata must be an address");
+    if (table_count > 0) u64_pointer(table);
+    if (on_done_word != 0) u64_pointer(on_done_word);
+    raise_if(sealer.submit({handles_of(waits), word, expected, desired, record, metadata, metadata_bytes,
+                            table, table_count, on_done_word}));
+}
+
+nb::list take_failures(Sealer& sealer) {
+    nb::list out;
+    for (const SealFailure& failure : sealer.failures()) {
+        nb::str reason(failure.second.c_str());
+        out.append(nb::make_tuple(failure.first, reason));
+    }
+    return out;
+}
+
+void close(Sealer& sealer) {
+    nb::gil_scoped_release released;
+    sealer.close();
+}
+
+} // namespace
+
+void bind_sync(nb::module_& module) {
+    nb::class_<EventObject>(module, "HostEvent")
+        .def(nb::init<>())
+        .def_prop_ro("handle", &EventObject::handle)
+        .def("set", [](EventObject& self) { self.event().set(); })
+        .def("reset", [](EventObject& self) { self.event().reset(); })
+        .def("query", [](EventObject& self) { return self.event().query(); })
+        .def(
+            "wait",
+            [](EventObject& self, double timeout_s) {
+                return interruptible(timeout_s, [&](double slice_s) { return self.event().wait(slice_s); });
+            },
+            nb::arg("timeout_s"));
+    nb::class_<Sealer>(module, "Sealer")
+        .def(nb::init<>())
+        .def("submit", submit, nb::kw_only(), nb::arg("waits"), nb::arg("word"), nb::arg("expected"),
+             nb::arg("desired"), nb::arg("record"), nb::arg("metadata"), nb::arg("metadata_bytes"),
+             nb::arg("table"), nb::arg("table_count"), nb::arg("on_done_word") = 0)
+        .def(
+            "drain",
+            [](Sealer& self, double timeout_s) {
+                return interruptible(timeout_s, [&](double slice_s) { return self.drain(slice_s); });
+            },
+            nb::arg("timeout_s"))
+        .def("close", close)
+        .def("failures", take_failures);
+}
+
+} // namespace flashckpt

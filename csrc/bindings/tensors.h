@@ -1,0 +1,35 @@
+// Where a tensor's bytes are and how they lie, without linking torch. Owns the two ways to ask (DLPack's C
+// interface, and the tensor's own methods where that says no); keeps no tensor.
+#pragma once
+
+#include "bindings/arguments.h"
+#include "bindings/dlpack.h"
+
+#include <cstdint>
+#include <vector>
+
+namespace flashckpt {
+
+// What a tensor looked like. Python objects in it are plain tuples of plain values: they make no cycles.
+class Look {
+  public:
+    // Never raises: of a tensor that tells nothing (sparse, meta) only its identity can be watched.
+    static Look at(nb::handle tensor);
+
+    // Whether pointer, shape, strides and dtype are still those; `address` gets the pointer of now, 0 where
+    // the tensor has none.
+    bool holds(nb::handle tensor, std::uint64_t& address) const;
+    std::uint64_t address() const { return address_; }
+
+  private:
+    bool take_view(nb::handle tensor);
+    void take_facts(nb::handle tensor);
+
+    const dlpack::ExchangeApi* api_ = nullptr; // null: ask the tensor's own methods
+    std::uint64_t address_ = 0;
+    dlpack::DataType dtype_{};
+    std::vector<std::int64_t> extents_; // shape, then strides
+    nb::object facts_;                  // (shape, strides, dtype), or not valid: it tells nothing
+};
+
+} // namespace flashckpt

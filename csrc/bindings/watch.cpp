@@ -1,0 +1,159 @@
+// Watch: which of the state's tensors are still where the plan found them. Asked at every boundary.
+#include "bindings/tensors.h"
+
+#include <utility>
+
+namespace flashckpt {
+namespace {
+
+enum class Access { none, dict, list, attribute, item };
+
+struct Item {
+    nb::object container;
+    nb::object key;
+    nb::object tensor;
+    Access access = Access::none;
+    Py_ssize_t index = 0;
+    Look look;
+};
+
+Access access_of(nb::handle container, nb::handle key) {
+    if (container.is_none()) return Access::none;
+    if (PyDict_Check(container.ptr())) return Access::dict;
+    if (PyList_Check(container.ptr()) && PyLong_Check(key.ptr())) return Access::list;
+    return PyUnicode_Check(key.ptr()) ? Access::attribute : Access::item;
+}
+
+// What stands there now; not valid if nothing does.
+nb::object current_of(const Item& item) {
+    PyObject* container = item.container.ptr();
+    PyObject* found = nullptr;
+    switch (item.access) {
+    case Access::none:
+        return item.tensor;
+    case Access::dict:
+        return nb::borrow(PyDict_GetItemWithError(container, item.key.ptr()));
+    case Access::list:
+        return item.index < PyList_GET_SIZE(container) ? nb::borrow(PyList_GET_ITEM(container, item.index))
+                                                       : nb::object();
+    case Access::attribute:
+        found = PyObject_GetAttr(container, item.key.ptr());
+        break;
+    case Access::item:
+        found = PyObject_GetItem(container, item.key.ptr());
+        break;
+    }
+    return nb::steal(found);
+}
+
+class Watch {
+  public:
+    Watch(nb::handle items, nb::handle tensors);
+
+    nb::list changed(nb::handle addresses_out);
+    void release();
+    std::size_t size() const { return items_.size(); }
+
+    int traverse(visitproc visit, void* arg) const {
+        for (const Item& item : items_) {
+            Py_VISIT(item.container.ptr());
+            Py_VISIT(item.key.ptr());
+            Py_VISIT(item.tensor.ptr());
+        }
+        return 0;
+    }
+
+  private:
+    bool holds(const Item& item, std::uint64_t& address) const;
+
+    std::vector<Item> items_;
+    bool busy_ = false; // a property that is asked may run any code, this watch's methods included
+};
+
+Watch::Watch(nb::handle items, nb::handle tensors) {
+    nb::object pairs = nb::steal(PySequence_Fast(items.ptr(), "items must be a list of (container, key)"));
+    if (!pairs.is_valid()) throw nb::python_error();
+    nb::object all = nb::steal(PySequence_Fast(tensors.ptr(), "tensors must be a list"));
+    if (!all.is_valid()) throw nb::python_error();
+    Py_ssize_t count = PySequence_Fast_GET_SIZE(pairs.ptr());
+    if (PySequence_Fast_GET_SIZE(all.ptr()) != count) raise_value("items and tensors differ in length");
+    items_.reserve(static_cast<std::size_t>(count));
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        PyObject* pair = PySequence_Fast_GET_ITEM(pairs.ptr(), i);
+        if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2)
+            raise_value("an item must be (container, key)");
+        Item item;
+        item.container = nb::borrow(PyTuple_GET_ITEM(pair, 0));
+        item.key = nb::borrow(PyTuple_GET_ITEM(pair, 1));
+        item.tensor = nb::borrow(PySequence_Fast_GET_ITEM(all.ptr(), i));
+        item.access = access_of(item.container, item.key);
+        if (item.access == Access::list) {
+            item.index = PyLong_AsSsize_t(item.key.ptr());
+            if (PyErr_Occurred() != nullptr) throw nb::python_error();
+            if (item.index < 0) raise_value("an index must not be negative");
+        }
+        item.look = Look::at(item.tensor);
+        items_.push_back(std::move(item));
+    }
+}
+
+bool Watch::holds(const Item& item, std::uint64_t& address) const {
+    nb::object now = current_of(item);
+    if (!now.is_valid()) {
+        PyErr_Clear(); // gone is an answer, not an error
+        return false;
+    }
+    if (now.is(item.tensor)) return item.look.holds(now, address);
+    if (!now.is_none()) address = Look::at(now).address();
+    return false;
+}
+
+nb::list Watch::changed(nb::handle addresses_out) {
+    U64View out(addresses_out, true);
+    if (out.size() < items_.size()) raise_value("addresses_out is shorter than the list of items");
+    if (busy_) raise_value("this watch is being asked already");
+    busy_ = true;
+    nb::list indexes;
+    for (std::size_t i = 0; i < items_.size(); ++i) {
+        std::uint64_t address = 0;
+        bool same = holds(items_[i], address);
+        out.data()[i] = address;
+        if (!same) indexes.append(i);
+    }
+    busy_ = false;
+    return indexes;
+}
+
+void Watch::release() {
+    if (busy_) raise_value("this watch is being asked");
+    // Moved away first: dropping the last reference to a tensor may run code that comes back here.
+    std::vector<Item> dropped = std::exchange(items_, {});
+}
+
+int traverse(PyObject* self, visitproc visit, void* arg) {
+    Py_VISIT(Py_TYPE(self));
+    return nb::inst_ready(self) ? nb::inst_ptr<Watch>(self)->traverse(visit, arg) : 0;
+}
+
+int clear(PyObject* self) {
+    if (nb::inst_ready(self)) nb::inst_ptr<Watch>(self)->release();
+    return 0;
+}
+
+PyType_Slot slots[] = {
+    {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
+    {Py_tp_clear, reinterpret_cast<void*>(clear)},
+    {0, nullptr},
+};
+
+} // namespace
+
+void bind_watch(nb::module_& module) {
+    nb::class_<Watch>(module, "Watch", nb::type_slots(slots))
+        .def(nb::init<nb::handle, nb::handle>(), nb::arg("items"), nb::arg("tensors"))
+        .def("changed", &Watch::changed, nb::arg("addresses_out"))
+        .def("release", &Watch::release)
+        .def("__len__", &Watch::size);
+}
+
+} // namespace flashckpt

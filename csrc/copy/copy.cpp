@@ -1,0 +1,29 @@
+#include "copy/copy.h"
+
+#include "copy/pieces.h"
+#include "digest/digest.h"
+#include "digest/words.h"
+
+namespace flashckpt {
+namespace {
+
+// From this size on a copy goes past the caches: what is copied is read next by another process, later.
+constexpr std::size_t kStreamBytes = 2048;
+
+} // namespace
+
+void copy_digest(const std::uint64_t* sources, const std::uint64_t* destinations, const std::uint64_t* sizes,
+                 std::size_t num_leaves, std::uint64_t* digests, int threads) {
+    share_out(sizes, num_leaves, digests, threads,
+              [=](std::size_t leaf, std::uint64_t offset, std::size_t count) {
+                  auto* destination = reinterpret_cast<std::uint8_t*>(destinations[leaf]) + offset;
+                  const auto* source = reinterpret_cast<const std::uint8_t*>(sources[leaf]) + offset;
+                  std::uint64_t share = copy_share(destination, source, count, offset, count >= kStreamBytes);
+                  // Streaming stores of this thread would otherwise be ordered by nothing when the caller
+                  // seals.
+                  if (count >= kStreamBytes) settle_stores();
+                  return share;
+              });
+}
+
+} // namespace flashckpt

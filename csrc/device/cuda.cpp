@@ -1,0 +1,171 @@
+#include "device/cuda.h"
+
+#include "device/driver.h"
+#include "sync/event.h"
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <utility>
+
+namespace flashckpt {
+namespace {
+
+Error need_driver(const Driver*& driver) {
+    std::string why;
+    driver = Driver::get(why);
+    return driver != nullptr ? Error{} : Error{Kind::device, 0, "CUDA cannot be used: " + why, ""};
+}
+
+// Retained once a device and never released: torch holds the same context for the life of the process.
+Error primary_context(const Driver& driver, int ordinal, CuContext& out) {
+    static auto* mutex = new std::mutex;
+    static auto* contexts = new std::map<int, CuContext>;
+    std::lock_guard lock(*mutex);
+    auto found = contexts->find(ordinal);
+    if (found != contexts->end()) {
+        out = found->second;
+        return {};
+    }
+    CuDevice device = 0;
+    if (CuResult code = driver.device_get(&device, ordinal)) {
+        return driver.failure(code, "find device " + std::to_string(ordinal));
+    }
+    if (CuResult code = driver.primary_retain(&out, device)) {
+        return driver.failure(code, "open device " + std::to_string(ordinal));
+    }
+    contexts->emplace(ordinal, out);
+    return {};
+}
+
+// This thread, in relaxed capture mode and in one device's context, until it goes.
+class Entered {
+  public:
+    Error enter(const Driver& driver, int device) {
+        driver_ = &driver;
+        // Before the context: opening a device is itself a call that a capture elsewhere would forbid.
+        mode_ = kCuCaptureRelaxed;
+        if (CuResult code = driver.exchange_capture_mode(&mode_)) {
+            return driver.failure(code, "enter relaxed capture mode");
+        }
+        relaxed_ = true;
+        CuContext wanted = nullptr;
+        if (Error error = primary_context(driver, device, wanted)) return error;
+        if (CuResult code = driver.context_get(&before_)) return driver.failure(code, "ask for the context");
+        if (before_ == wanted) return {};
+        if (CuResult code = driver.context_set(wanted))
+            return driver.failure(code, "enter the device's context");
+        moved_ = true;
+        return {};
+    }
+    ~Entered() {
+        if (moved_) driver_->context_set(before_);
+        if (relaxed_) driver_->exchange_capture_mode(&mode_);
+    }
+    Entered() = default;
+    Entered(const Entered&) = delete;
+    Entered& operator=(const Entered&) = delete;
+
+  private:
+    const Driver* driver_ = nullptr;
+    CuContext before_ = nullptr;
+    int mode_ = kCuCaptureRelaxed;
+    bool relaxed_ = false;
+    bool moved_ = false;
+};
+
+class CudaEvent : public Waitable {
+  public:
+    CudaEvent(const Driver& driver, CuEvent event, int device)
+        : driver_(driver), event_(event), device_(device) {}
+
+    std::uint64_t begin() override { return 0; }
+
+    Progress poll(std::uint64_t, std::string& why) override {
+        Entered entered;
+        if (Error error = entered.enter(driver_, device_)) {
+            why = error.message;
+            return Progress::failed;
+        }
+        CuResult code = driver_.event_query(event_);
+        if (code == kCuSuccess) return Progress::done;
+        if (code == kCuNotReady) return Progress::pending;
+        why = driver_.failure(code, "tell whether the copies have ended").message;
+        return Progress::failed;
+    }
+
+    bool must_be_polled() const override { return true; }
+
+  private:
+    const Driver& driver_;
+    CuEvent event_;
+    int device_;
+};
+
+} // namespace
+
+bool cuda_available() {
+    const Driver* driver = nullptr;
+    if (need_driver(driver)) return false;
+    int count = 0;
+    return driver->device_count(&count) == kCuSuccess && count > 0;
+}
+
+Error cuda_register(std::uint64_t address, std::uint64_t num_bytes, int device) {
+    const Driver* driver = nullptr;
+    if (Error error = need_driver(driver)) return error;
+    Entered entered;
+    if (Error error = entered.enter(*driver, device)) return error;
+    CuResult code = driver->host_register(reinterpret_cast<void*>(address), num_bytes, kCuRegisterPortable);
+    if (code == kCuSuccess) return {};
+    return driver->failure(code, "register " + std::to_string(num_bytes) + " bytes of host memory");
+}
+
+Error cuda_unregister(std::uint64_t address) {
+    const Driver* driver = nullptr;
+    if (Error error = need_driver(driver)) return error;
+    Entered entered;
+    // Registered portably: any device's context will do, and every process that has one has the first.
+    if (Error error = entered.enter(*driver, 0)) return error;
+    CuResult code = driver->host_unregister(reinterpret_cast<void*>(address));
+    return code == kCuSuccess ? Error{} : driver->failure(code, "unregister host memory");
+}
+
+Error cuda_event_handle(std::uint64_t event, int device, std::uint64_t& handle) {
+    const Driver* driver = nullptr;
+    if (Error error = need_driver(driver)) return error;
+    static auto* mutex = new std::mutex;
+    static auto* handles = new std::map<std::pair<std::uint64_t, int>, std::uint64_t>;
+    std::lock_guard lock(*mutex);
+    auto found = handles->find({event, device});
+    if (found == handles->end()) {
+        auto waitable = std::make_shared<CudaEvent>(*driver, reinterpret_cast<CuEvent>(event), device);
+        found = handles->emplace(std::pair{event, device}, enroll(std::move(waitable))).first;
+    }
+    handle = found->second;
+    return {};
+}
+
+Error cuda_copy_to_host(std::uint64_t stream, const std::uint64_t* sources, const std::uint64_t* destinations,
+                        const std::uint64_t* sizes, std::size_t num_copies, std::uint64_t piece_bytes,
+                        int device) {
+    if (piece_bytes == 0) return value_error("piece_bytes must not be 0");
+    const Driver* driver = nullptr;
+    if (Error error = need_driver(driver)) return error;
+    Entered entered;
+    if (Error error = entered.enter(*driver, device)) return error;
+    for (std::size_t copy = 0; copy < num_copies; ++copy) {
+        for (std::uint64_t done = 0; done < sizes[copy]; done += piece_bytes) {
+            std::uint64_t count = std::min(piece_bytes, sizes[copy] - done);
+            CuResult code =
+                driver->copy_to_host(reinterpret_cast<void*>(destinations[copy] + done), sources[copy] + done,
+                                     count, reinterpret_cast<CuStream>(stream));
+            if (code != kCuSuccess) {
+                return driver->failure(code, "copy " + std::to_string(count) + " bytes to host memory");
+            }
+        }
+    }
+    return {};
+}
+
+} // namespace flashckpt

@@ -1,0 +1,30 @@
+// What the engine asks of a CUDA device: pinning a slot, copies into it, events. Every call enters the
+// device's primary context (the one torch uses) and relaxed capture mode, so that a graph that another
+// thread captures is not broken by it, and leaves both as they were.
+#pragma once
+
+#include "base/error.h"
+
+#include <cstddef>
+#include <cstdint>
+
+namespace flashckpt {
+
+// Whether there is a usable driver and at least one device.
+bool cuda_available();
+
+// Page-locks memory for every device. Errors if a part of it is registered already.
+Error cuda_register(std::uint64_t address, std::uint64_t num_bytes, int device);
+Error cuda_unregister(std::uint64_t address);
+
+// A handle a seal can wait for. `event` is a CUevent of that device: it must live, and must not be recorded
+// again, until the seal is decided. The same event gets the same handle.
+Error cuda_event_handle(std::uint64_t event, int device, std::uint64_t& handle);
+
+// Queues copies of device memory to host memory on `stream`, in pieces of at most `piece_bytes`, in order.
+// Returns when they are queued; host memory should be registered.
+Error cuda_copy_to_host(std::uint64_t stream, const std::uint64_t* sources, const std::uint64_t* destinations,
+                        const std::uint64_t* sizes, std::size_t num_copies, std::uint64_t piece_bytes,
+                        int device);
+
+} // namespace flashckpt

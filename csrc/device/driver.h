@@ -1,0 +1,46 @@
+// The few calls of the CUDA driver that are used, found at run time: no CUDA is needed to build, and a
+// machine without it works as well. Versioned names, as the headers of CUDA 12 and 13 map them.
+#pragma once
+
+#include "base/error.h"
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace flashckpt {
+
+using CuResult = int;
+using CuDevice = int;
+using CuContext = void*;
+using CuStream = void*;
+using CuEvent = void*;
+
+constexpr CuResult kCuSuccess = 0;
+constexpr CuResult kCuNotReady = 600;
+constexpr unsigned kCuRegisterPortable = 1;
+constexpr int kCuCaptureRelaxed = 2;
+
+struct Driver {
+    CuResult (*init)(unsigned flags);
+    CuResult (*device_count)(int* count);
+    CuResult (*device_get)(CuDevice* device, int ordinal);
+    CuResult (*primary_retain)(CuContext* context, CuDevice device);
+    CuResult (*context_set)(CuContext context);
+    CuResult (*context_get)(CuContext* context);
+    CuResult (*host_register)(void* address, std::size_t num_bytes, unsigned flags);
+    CuResult (*host_unregister)(void* address);
+    CuResult (*copy_to_host)(void* host, std::uint64_t device_address, std::size_t num_bytes,
+                             CuStream stream);
+    CuResult (*exchange_capture_mode)(int* mode);
+    CuResult (*event_query)(CuEvent event);
+    CuResult (*error_name)(CuResult code, const char** name);
+    CuResult (*error_text)(CuResult code, const char** text);
+
+    // Loaded and initialised once, at the first call; null, and why, where there is no usable driver.
+    static const Driver* get(std::string& why);
+
+    Error failure(CuResult code, const std::string& what) const;
+};
+
+} // namespace flashckpt

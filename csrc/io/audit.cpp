@@ -1,0 +1,95 @@
+#include "io/audit.h"
+
+#include "base/posix.h"
+#include "digest/digest.h"
+
+#include <algorithm>
+#include <string>
+
+namespace flashckpt {
+namespace {
+
+// Digest and checksum take turns on blocks that stay in the second-level cache.
+constexpr std::uint64_t kBlockBytes = 64 << 10;
+
+std::vector<std::size_t> by_offset(const Geometry& geometry) {
+    std::vector<std::size_t> order;
+    for (std::size_t leaf = 0; leaf < geometry.leaf_sizes.size(); ++leaf) {
+        if (geometry.leaf_sizes[leaf] > 0) order.push_back(leaf);
+    }
+    const auto& offsets = geometry.leaf_offsets;
+    std::sort(order.begin(), order.end(),
+              [&](std::size_t a, std::size_t b) { return offsets[a] < offsets[b]; });
+    return order;
+}
+
+} // namespace
+
+std::uint64_t Geometry::bytes_of(std::uint64_t chunk) const {
+    return std::min(chunk_bytes, num_bytes - chunk * chunk_bytes);
+}
+
+Error Geometry::check() const {
+    if (chunk_bytes == 0 || chunk_bytes % kPage != 0 || chunk_bytes > kMostChunkBytes) {
+        return value_error("chunk_bytes must be a multiple of 4096, at most 1 GiB, not " +
+                           std::to_string(chunk_bytes));
+    }
+    if (num_bytes > (1ull << 62)) return value_error("num_bytes is no size: " + std::to_string(num_bytes));
+    if (leaf_offsets.size() != leaf_sizes.size()) {
+        return value_error("leaf_offsets and leaf_sizes differ in length");
+    }
+    for (std::size_t leaf = 0; leaf < leaf_sizes.size(); ++leaf) {
+        if (leaf_offsets[leaf] > num_bytes || leaf_sizes[leaf] > num_bytes - leaf_offsets[leaf]) {
+            return value_error("leaf " + std::to_string(leaf) + " ends beyond the last byte");
+        }
+    }
+    std::uint64_t end = 0;
+    for (std::size_t leaf : by_offset(*this)) {
+        if (leaf_offsets[leaf] < end) {
+            return value_error("leaf " + std::to_string(leaf) + " overlaps another");
+        }
+        end = leaf_offsets[leaf] + leaf_sizes[leaf];
+    }
+    return {};
+}
+
+Audit::Audit(const Geometry& geometry)
+    : geometry_(geometry), order_(by_offset(geometry)),
+      shares_(new std::atomic<std::uint64_t>[geometry.leaf_sizes.size()]()) {}
+
+Checksum Audit::add(std::uint64_t chunk, const std::uint8_t* data) {
+    Xxh3Stream stream;
+    const std::uint64_t start = chunk * geometry_.chunk_bytes;
+    const std::uint64_t count = geometry_.bytes_of(chunk);
+    for (std::uint64_t done = 0; done < count; done += kBlockBytes) {
+        std::uint64_t size = std::min(kBlockBytes, count - done);
+        stream.update(data + done, size);
+        add_shares(data + done, start + done, start + done + size);
+    }
+    return stream.checksum();
+}
+
+// `data` holds bytes [begin, end) of the file.
+void Audit::add_shares(const std::uint8_t* data, std::uint64_t begin, std::uint64_t end) {
+    auto ends_by = [&](std::size_t leaf, std::uint64_t position) {
+        return geometry_.leaf_offsets[leaf] + geometry_.leaf_sizes[leaf] <= position;
+    };
+    auto leaf = std::lower_bound(order_.begin(), order_.end(), begin, ends_by);
+    for (; leaf != order_.end() && geometry_.leaf_offsets[*leaf] < end; ++leaf) {
+        std::uint64_t offset = geometry_.leaf_offsets[*leaf];
+        std::uint64_t first = std::max(begin, offset);
+        std::uint64_t last = std::min(end, offset + geometry_.leaf_sizes[*leaf]);
+        std::uint64_t share = digest_share(data + (first - begin), last - first, first - offset);
+        shares_[*leaf].fetch_add(share, std::memory_order_relaxed);
+    }
+}
+
+std::vector<std::uint64_t> Audit::digests() const {
+    std::vector<std::uint64_t> digests(geometry_.leaf_sizes.size());
+    for (std::size_t leaf = 0; leaf < digests.size(); ++leaf) {
+        digests[leaf] = digest_start(geometry_.leaf_sizes[leaf]) + shares_[leaf].load();
+    }
+    return digests;
+}
+
+} // namespace flashckpt

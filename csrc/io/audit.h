@@ -1,0 +1,49 @@
+// What is learnt about bytes on their way between memory and a file: a checksum for every chunk, a digest for
+// every leaf. Owns the arithmetic of chunks and leaves; does no I/O.
+#pragma once
+
+#include "base/error.h"
+#include "checksum/xxh3.h"
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace flashckpt {
+
+constexpr std::uint64_t kMostChunkBytes = 1ull << 30;
+
+// A file (or region) of `num_bytes`, seen as chunks; leaves are ranges of it that do not overlap.
+struct Geometry {
+    std::uint64_t num_bytes = 0;
+    std::uint64_t chunk_bytes = 4 << 20;
+    std::vector<std::uint64_t> leaf_offsets;
+    std::vector<std::uint64_t> leaf_sizes;
+
+    std::uint64_t num_chunks() const { return (num_bytes + chunk_bytes - 1) / chunk_bytes; }
+    std::uint64_t bytes_of(std::uint64_t chunk) const;
+    // Chunks must be whole pages, leaves within the bytes and apart from each other.
+    Error check() const;
+};
+
+// Any number of threads may add chunks, each chunk once, in any order.
+class Audit {
+  public:
+    explicit Audit(const Geometry& geometry);
+
+    // The bytes of one chunk, all of them. Returns its checksum.
+    Checksum add(std::uint64_t chunk, const std::uint8_t* data);
+    // Valid when every chunk has been added.
+    std::vector<std::uint64_t> digests() const;
+
+  private:
+    void add_shares(const std::uint8_t* data, std::uint64_t begin, std::uint64_t end);
+
+    const Geometry& geometry_;
+    std::vector<std::size_t> order_; // leaves with bytes, by offset
+    std::unique_ptr<std::atomic<std::uint64_t>[]> shares_;
+};
+
+} // namespace flashckpt

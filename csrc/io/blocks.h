@@ -1,0 +1,43 @@
+// Whole reads and writes on one open file, past the page cache where the file system lets us.
+#pragma once
+
+#include "base/error.h"
+#include "base/posix.h"
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+
+namespace flashckpt {
+
+// One open file, used by several threads. Direct requests need memory, offset and size in whole pages.
+class BlockFile {
+  public:
+    BlockFile(Fd fd, std::string path) : fd_(std::move(fd)), path_(std::move(path)) {}
+
+    int fd() const { return fd_.get(); }
+    const std::string& path() const { return path_; }
+    // Asks for O_DIRECT; without it, or where it is refused now or later, requests go through the cache.
+    void ask_direct(bool wanted);
+    // Whether every request so far went past the cache.
+    bool direct() const { return direct_.load(); }
+
+    // All of it or an error.
+    Error write(const std::uint8_t* data, std::uint64_t num_bytes, std::uint64_t offset);
+    // Reads at least `num_bytes`, at most `room` bytes (whole pages): the last block of a file is asked for
+    // whole and comes short.
+    Error read(std::uint8_t* data, std::uint64_t num_bytes, std::uint64_t room, std::uint64_t offset);
+    Error close();
+
+  private:
+    bool give_up_direct();
+
+    Fd fd_;
+    std::string path_;
+    std::atomic<bool> direct_{false};
+};
+
+// Opens a regular file to be read: follows no link, waits for nothing, leaks to no child.
+Error open_to_read(const std::string& path, Fd& out);
+
+} // namespace flashckpt

@@ -1,0 +1,33 @@
+// A file read back, into a region or into nothing, while every chunk is verified.
+#pragma once
+
+#include "io/audit.h"
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace flashckpt {
+
+struct ReadRequest {
+    std::string path;
+    std::uint64_t file_offset = 0; // a multiple of 4096; what counts below starts here
+    Geometry geometry;
+    std::vector<Checksum> checksums; // one a chunk
+    int threads = 2;
+    bool direct = true;
+    std::uint64_t progress = 0; // 0, or an address whose u64 grows by the bytes done
+    int target_fd = -1;         // -1: bytes are verified and kept nowhere
+    std::uint64_t target_offset = 0;
+};
+
+struct ReadResult {
+    std::vector<std::uint64_t> digests;    // one a leaf, of the bytes that were read
+    std::vector<std::uint64_t> bad_chunks; // in order
+    bool direct = false;
+};
+
+// A file of another length than asked for is a value error, and nothing of it is read.
+Error read_file(const ReadRequest& request, ReadResult& result);
+
+} // namespace flashckpt

@@ -1,0 +1,129 @@
+#include "sync/pool.h"
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <csignal>
+#include <cstring>
+#include <deque>
+#include <mutex>
+#include <pthread.h>
+#include <system_error>
+#include <thread>
+
+namespace flashckpt {
+namespace {
+
+constexpr int kMostThreads = 64;
+
+// One call of `parallel`, on its caller's stack: the caller leaves only when `inside` is 0 and no
+// invitation is left in the queue.
+struct Call {
+    const std::function<void()>* work;
+    int inside = 0;
+};
+
+class Pool {
+  public:
+    void run(int threads, const std::function<void()>& work) {
+        Call call{&work};
+        invite(call, threads - 1);
+        work();
+        std::unique_lock lock(mutex_);
+        std::erase(invitations_, &call);
+        left_.wait(lock, [&] { return call.inside == 0; });
+    }
+
+  private:
+    void invite(Call& call, int others) {
+        std::lock_guard lock(mutex_);
+        invitations_.insert(invitations_.end(), others, &call);
+        while (idle_ < static_cast<int>(invitations_.size()) && started_ < kMostThreads && start_thread()) {
+        }
+        invited_.notify_all();
+    }
+
+    bool start_thread() {
+        SignalsBlocked blocked;
+        try {
+            std::thread([this] { serve(); }).detach();
+        } catch (const std::system_error&) {
+            return false; // no thread to be had: the caller does the work
+        }
+        ++started_;
+        ++idle_;
+        return true;
+    }
+
+    [[noreturn]] void serve() {
+        name_this_thread("flashckpt-work");
+        std::unique_lock lock(mutex_);
+        for (;;) {
+            invited_.wait(lock, [&] { return !invitations_.empty(); });
+            Call* call = invitations_.front();
+            invitations_.pop_front();
+            ++call->inside;
+            --idle_;
+            lock.unlock();
+            (*call->work)();
+            lock.lock();
+            ++idle_;
+            --call->inside;
+            left_.notify_all();
+        }
+    }
+
+    std::mutex mutex_;
+    std::condition_variable invited_;
+    std::condition_variable left_;
+    std::deque<Call*> invitations_;
+    int idle_ = 0;
+    int started_ = 0;
+};
+
+std::atomic<Pool*> current{nullptr};
+
+// Never destroyed: its threads wait for work until the process is gone. In a forked child there are none of
+// them, and its lock may be held by one: the child forgets it.
+Pool& pool() {
+    static std::once_flag once;
+    std::call_once(once, [] { ::pthread_atfork(nullptr, nullptr, [] { current.store(nullptr); }); });
+    Pool* found = current.load();
+    if (found == nullptr) {
+        auto* made = new Pool;
+        if (current.compare_exchange_strong(found, made)) return *made;
+        delete made;
+    }
+    return *found;
+}
+
+} // namespace
+
+void parallel(int threads, const std::function<void()>& work) {
+    threads = std::min(threads, kMostThreads);
+    if (threads <= 1) return work();
+    pool().run(threads, work);
+}
+
+SignalsBlocked::SignalsBlocked() {
+    static_assert(sizeof(sigset_t) <= sizeof(saved_));
+    sigset_t all;
+    sigset_t before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    std::memcpy(saved_, &before, sizeof(before));
+}
+
+SignalsBlocked::~SignalsBlocked() {
+    sigset_t before;
+    std::memcpy(&before, saved_, sizeof(before));
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+void name_this_thread(const char* name) {
+    char kept[16] = {};
+    std::strncpy(kept, name, sizeof(kept) - 1);
+    pthread_setname_np(pthread_self(), kept);
+}
+
+} // namespace flashckpt

@@ -1,0 +1,220 @@
+#include "sync/sealer.h"
+
+#include "checksum/xxh3.h"
+#include "digest/digest.h"
+#include "digest/words.h"
+#include "sync/pool.h"
+
+#include <cstring>
+#include <system_error>
+
+namespace flashckpt {
+namespace {
+
+constexpr std::chrono::nanoseconds kPollEvery = std::chrono::microseconds(200);
+constexpr std::chrono::nanoseconds kForever = std::chrono::hours(24);
+
+std::uint64_t* u64_at(std::uint64_t address) {
+    return reinterpret_cast<std::uint64_t*>(address);
+}
+
+// State and owner are the low sixteen bits: FREE has neither and keeps the generation.
+constexpr std::uint64_t free_word(std::uint64_t word) {
+    return word & ~0xFFFFull;
+}
+
+bool exchange(const Seal& seal, std::uint64_t desired) {
+    std::uint64_t expected = seal.expected;
+    return __atomic_compare_exchange_n(u64_at(seal.word), &expected, desired, false, __ATOMIC_ACQ_REL,
+                                       __ATOMIC_ACQUIRE);
+}
+
+std::string refuse(const Seal& seal, const std::string& reason) {
+    if (exchange(seal, free_word(seal.expected))) return reason;
+    return reason + "; and the slot's word was changed by another";
+}
+
+// The reason why the slot was not sealed, or nothing.
+std::string seal_slot(const Seal& seal) {
+    for (std::uint64_t entry = 0; entry < seal.table_count; ++entry) {
+        std::uint64_t value = __atomic_load_n(u64_at(seal.table) + entry, __ATOMIC_ACQUIRE);
+        if (value == kEmptyDigest) {
+            return refuse(seal, "digest " + std::to_string(entry) + " of " +
+                                    std::to_string(seal.table_count) + " was never taken");
+        }
+    }
+    auto* record = reinterpret_cast<std::uint8_t*>(seal.record);
+    Checksum first = xxh3_128(reinterpret_cast<const void*>(seal.metadata), seal.metadata_bytes);
+    std::memcpy(record, first.data(), first.size());
+    Checksum last = xxh3_128(record, kRecordBytes - kChecksumBytes);
+    std::memcpy(record + kRecordBytes - kChecksumBytes, last.data(), last.size());
+    // Whoever sees SEALED must see the image and the record: the exchange releases, the fence covers
+    // streaming stores.
+    settle_stores();
+    if (exchange(seal, seal.desired)) return "";
+    return "the slot's word was changed by another while it was written";
+}
+
+} // namespace
+
+struct Sealer::Pending {
+    Seal seal;
+    std::vector<std::pair<std::shared_ptr<Waitable>, std::uint64_t>> waits;
+    std::string why; // why a wait failed
+
+    Progress poll() {
+        while (!waits.empty()) {
+            Progress progress = waits.back().first->poll(waits.back().second, why);
+            if (progress != Progress::done) return progress;
+            waits.pop_back();
+        }
+        return Progress::done;
+    }
+    bool must_be_polled() const {
+        for (const auto& wait : waits) {
+            if (wait.first->must_be_polled()) return true;
+        }
+        return false;
+    }
+};
+
+// Guarded by the bell's lock, but for `pending`, which is the thread's own.
+struct Sealer::State {
+    std::vector<std::unique_ptr<Pending>> incoming;
+    std::vector<std::unique_ptr<Pending>> pending;
+    std::vector<SealFailure> failures;
+    std::uint64_t submitted = 0;
+    std::uint64_t decided = 0;
+    std::uint64_t forks = 0;
+    bool closing = false;
+    std::thread thread;
+
+    void decide(const Seal& seal, std::string reason) {
+        Bell& bell = Bell::get();
+        if (seal.on_done_word != 0) __atomic_fetch_add(u64_at(seal.on_done_word), 1, __ATOMIC_ACQ_REL);
+        std::lock_guard lock(bell.mutex);
+        if (!reason.empty()) failures.emplace_back(seal.word, std::move(reason));
+        ++decided;
+        bell.ring();
+    }
+
+    // Seals what is ready; true if something is left that nobody rings for.
+    bool go_through() {
+        bool must_poll = false;
+        std::vector<std::unique_ptr<Pending>> left;
+        for (auto& item : pending) {
+            switch (item->poll()) {
+            case Progress::done:
+                decide(item->seal, seal_slot(item->seal));
+                break;
+            case Progress::failed:
+                decide(item->seal, refuse(item->seal, item->why));
+                break;
+            case Progress::pending:
+                must_poll = must_poll || item->must_be_polled();
+                left.push_back(std::move(item));
+            }
+        }
+        pending = std::move(left);
+        return must_poll;
+    }
+};
+
+Sealer::Sealer() : state_(new State) {
+    std::lock_guard lock(Bell::get().mutex);
+    state_->forks = Bell::get().forks();
+}
+
+Sealer::~Sealer() {
+    close();
+    std::lock_guard lock(Bell::get().mutex);
+    // A state of a parent is left behind: its thread's handle must be neither joined nor destroyed here.
+    if (state_->forks == Bell::get().forks()) delete state_;
+}
+
+// A child starts with nothing submitted: its parent's thread seals what its parent submitted.
+Sealer::State& Sealer::here() {
+    std::uint64_t forks = Bell::get().forks();
+    if (state_->forks != forks) {
+        state_ = new State;
+        state_->forks = forks;
+    }
+    return *state_;
+}
+
+Error Sealer::submit(Seal seal) {
+    auto item = std::make_unique<Pending>();
+    for (std::uint64_t handle : seal.waits) {
+        std::shared_ptr<Waitable> waitable = find_waitable(handle);
+        if (waitable == nullptr) return value_error("no event has the handle " + std::to_string(handle));
+        std::uint64_t occurrence = waitable->begin();
+        item->waits.emplace_back(std::move(waitable), occurrence);
+    }
+    item->seal = std::move(seal);
+    Bell& bell = Bell::get();
+    std::lock_guard lock(bell.mutex);
+    State& state = here();
+    if (state.closing) return value_error("the sealer is closed");
+    if (!state.thread.joinable()) {
+        SignalsBlocked blocked;
+        try {
+            state.thread = std::thread(serve, std::ref(state));
+        } catch (const std::system_error& refused) {
+            return os_error(refused.code().value(), "start the sealing thread");
+        }
+    }
+    state.incoming.push_back(std::move(item));
+    ++state.submitted;
+    bell.ring();
+    return {};
+}
+
+void Sealer::serve(State& state) {
+    name_this_thread("flashckpt-seal");
+    Bell& bell = Bell::get();
+    std::unique_lock lock(bell.mutex);
+    for (;;) {
+        std::uint64_t rings = bell.rings();
+        bool closing = state.closing;
+        for (auto& item : state.incoming)
+            state.pending.push_back(std::move(item));
+        state.incoming.clear();
+        lock.unlock();
+        bool must_poll = state.go_through();
+        if (closing) break;
+        lock.lock();
+        bell.wait(lock, must_poll ? kPollEvery : kForever, [&] { return bell.rings() != rings; });
+    }
+    for (auto& item : state.pending) {
+        state.decide(item->seal, "the sealer was closed before the copies had ended");
+    }
+    state.pending.clear();
+}
+
+bool Sealer::drain(double timeout_s) {
+    Bell& bell = Bell::get();
+    std::unique_lock lock(bell.mutex);
+    State& state = here();
+    std::uint64_t goal = state.submitted;
+    return bell.wait(lock, bounded(timeout_s), [&] { return state.decided >= goal; });
+}
+
+void Sealer::close() {
+    std::thread ended;
+    {
+        Bell& bell = Bell::get();
+        std::lock_guard lock(bell.mutex);
+        State& state = here();
+        state.closing = true;
+        ended = std::move(state.thread);
+        bell.ring();
+    }
+    if (ended.joinable()) ended.join();
+}
+
+std::vector<SealFailure> Sealer::failures() {
+    std::lock_guard lock(Bell::get().mutex);
+    return std::exchange(here().failures, {});
+}
+
+} // namespace flashckpt

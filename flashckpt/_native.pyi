@@ -1,0 +1,228 @@
+"""The native engine. Owns bytes: copies, digests, checksums, files, seals. Knows no torch and no plan.
+
+Addresses and handles are ints. Arrays of u64 are C-contiguous buffers of 8-byte integers (`array("Q")`,
+NumPy's uint64, a cast memoryview). Memory behind an address must stay mapped for the call, or, for
+`Sealer`, until the seal is decided. Long calls release the interpreter's lock. System errors are OSError
+with errno and, where a file has one, its path; arguments that cannot be are ValueError; a driver's refusal
+is RuntimeError.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from typing_extensions import Buffer
+
+EMPTY_DIGEST: int
+"""2**64 - 1: what a digest table is filled with before a capture; a seal refuses one that still holds it."""
+
+def address_of(buffer: Buffer) -> int:
+    """Address of a contiguous buffer's memory. Does not keep the buffer alive."""
+
+def digest(address: int, num_bytes: int) -> int:
+    """The 64-bit digest of the bytes of one leaf."""
+
+def digest_many(addresses: Buffer, sizes: Buffer, out_address: int, threads: int) -> None:
+    """One digest a leaf (u64 arrays of addresses and bytes), written as u64[n] at `out_address`."""
+
+def copy_digest(
+    sources: Buffer, destinations: Buffer, sizes: Buffer, digests_address: int, threads: int
+) -> None:
+    """Copies leaves and takes their digests in one pass over memory.
+
+    u64 arrays of absolute addresses and bytes; digests, of the bytes that were stored, are written as
+    u64[n] at `digests_address`. Any alignment; ranges must not overlap. All stores are ordered before what
+    the caller does next.
+    """
+
+def xxh3_64(buffer: Buffer) -> int:
+    """XXH3, 64 bits, seed 0."""
+
+def xxh3_128(buffer: Buffer) -> bytes:
+    """XXH3, 128 bits, seed 0: 16 bytes, canonical (big-endian)."""
+
+def xxh3_128_at(address: int, num_bytes: int) -> bytes:
+    """The same of memory at an address."""
+
+def load(address: int) -> int:
+    """Reads a u64 (acquire). The address must be a multiple of 8, as for all atomics."""
+
+def store(address: int, value: int) -> None:
+    """Writes a u64 (release)."""
+
+def compare_exchange(address: int, expected: int, desired: int) -> bool:
+    """Sets a u64 to `desired` if it is `expected` (acquire, release). Works between processes."""
+
+def fetch_add(address: int, value: int) -> int:
+    """Adds to a u64, modulo 2**64, and returns what it was (acquire, release)."""
+
+def allocate(fd: int, offset: int, num_bytes: int) -> None:
+    """Reserves room in a file (fallocate). On tmpfs this takes memory: ask for it in small steps."""
+
+def populate(address: int, num_bytes: int, threads: int) -> None:
+    """Faults pages in for writing without changing them; others may use the memory meanwhile."""
+
+def write_file(
+    path: str | os.PathLike[str],
+    source_fd: int,
+    source_offset: int,
+    num_bytes: int,
+    *,
+    chunk_bytes: int = 4194304,
+    leaf_offsets: Buffer,
+    leaf_sizes: Buffer,
+    threads: int = 2,
+    direct: bool = True,
+    progress: int = 0,
+) -> tuple[bytes, bytes, bool]:
+    """Writes a range of a region to a new file (mode 0644) and audits it in the same pass.
+
+    `source_offset` is a multiple of the page; `chunk_bytes` too. Leaves are ranges (u64 arrays, offsets from
+    `source_offset`) that do not overlap. `threads` is how many compute; twice as many requests are in flight.
+    `progress`, an address or 0, is a u64 that grows by the bytes done.
+
+    Returns (digests, checksums, direct): u64 digest of each leaf and 16-byte XXH3-128 of each chunk, of the
+    very bytes that were written, and whether the page cache was bypassed all the way (`direct`, where the
+    file system allows it). The file's bytes are synced; its folder is not.
+
+    Errors: FileExistsError; OSError with errno and path for whatever the system refuses, up to sync and
+    close; EIO where the region is shorter than asked. A file that was begun is removed.
+    """
+
+def read_file(
+    path: str | os.PathLike[str],
+    target_fd: int,
+    target_offset: int,
+    *,
+    file_offset: int = 0,
+    num_bytes: int,
+    chunk_bytes: int = 4194304,
+    checksums: Buffer,
+    leaf_offsets: Buffer,
+    leaf_sizes: Buffer,
+    threads: int = 2,
+    direct: bool = True,
+    progress: int = 0,
+) -> tuple[bytes, list[int], bool]:
+    """Reads a file into a region and verifies every chunk in the same pass.
+
+    The file must be a regular one (links are not followed) of exactly `file_offset` + `num_bytes` bytes, else
+    ValueError and nothing is read. Chunks and leaves count from `file_offset`, a multiple of 4096;
+    `checksums` holds 16 bytes a chunk. The region's last page may be overwritten to its end.
+
+    Returns (digests, bad_chunks, direct): u64 digest of each leaf as read, indexes of the chunks whose
+    checksum is not the one given, and whether the page cache was bypassed.
+    """
+
+def check_file(
+    path: str | os.PathLike[str],
+    *,
+    num_bytes: int,
+    chunk_bytes: int = 4194304,
+    checksums: Buffer,
+    leaf_offsets: Buffer,
+    leaf_sizes: Buffer,
+    threads: int = 2,
+    direct: bool = True,
+    progress: int = 0,
+) -> tuple[bytes, list[int], bool]:
+    """As `read_file`, but the bytes are kept nowhere: a few chunks of memory, whatever the file's size."""
+
+class HostEvent:
+    """An event set by a thread of this process, which a `Sealer` can wait for."""
+
+    def __init__(self) -> None: ...
+    @property
+    def handle(self) -> int:
+        """What `Sealer.submit` takes in `waits`. A wait that has begun survives this object."""
+
+    def set(self) -> None:
+        """Happens now: all waits begun before are over, and so are those begun until `reset`."""
+
+    def reset(self) -> None:
+        """Not happened yet, for waits that begin after this."""
+
+    def query(self) -> bool:
+        """Whether it is set."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits until it is set; False if that takes longer. Ctrl-C is heard."""
+
+class Sealer:
+    """The thread that seals slots. It starts with the first `submit`; a forked child has its own."""
+
+    def __init__(self) -> None: ...
+    def submit(
+        self,
+        *,
+        waits: Sequence[int],
+        word: int,
+        expected: int,
+        desired: int,
+        record: int,
+        metadata: int,
+        metadata_bytes: int,
+        table: int,
+        table_count: int,
+        on_done_word: int = 0,
+    ) -> None:
+        """Seals a slot as soon as all of `waits` have happened. Never blocks.
+
+        Then: the digest table (u64[table_count] at `table`) must hold no EMPTY_DIGEST; XXH3-128 of the
+        metadata goes to record[0:16] and of record[0:240] to record[240:256]; the u64 at `word` goes from
+        `expected` to `desired`. Where a wait failed or a digest is empty the word goes to `expected` with
+        state and owner 0 instead, and `failures` has the reason. The u64 at `on_done_word`, unless that is
+        0, grows by one when the seal is decided either way.
+
+        Errors: ValueError for an unknown handle, or after `close`.
+        """
+
+    def drain(self, timeout_s: float) -> bool:
+        """Waits until all that was submitted is decided; False if that takes longer."""
+
+    def close(self) -> None:
+        """Seals what is ready, gives up the rest (its words stay as they are) and ends the thread."""
+
+    def failures(self) -> list[tuple[int, str]]:
+        """(address of the word, reason) of the seals refused since the last call."""
+
+def cuda_available() -> bool:
+    """Whether there is a CUDA driver with at least one device. Starts the driver, makes no context."""
+
+def cuda_register(address: int, num_bytes: int, device: int) -> None:
+    """Page-locks host memory for all devices. RuntimeError if part of it is registered already."""
+
+def cuda_unregister(address: int) -> None:
+    """Undoes `cuda_register`; `address` is the one given there. The memory must still be mapped."""
+
+def cuda_event_handle(event: int, device: int = 0) -> int:
+    """A handle for `Sealer.submit` of a CUDA event (`torch.cuda.Event.cuda_event`) of that device.
+
+    The event must be recorded before `submit`, live, and not be recorded again until the seal is decided.
+    """
+
+def cuda_copy_to_host(
+    stream: int, sources: Buffer, destinations: Buffer, sizes: Buffer, piece_bytes: int, device: int
+) -> None:
+    """Queues copies from device to host addresses on a stream, in pieces, and returns. No digest is taken."""
+
+class Watch:
+    """Tells which tensors are no longer where they were when it was made.
+
+    `items` holds (container, key) for each tensor: a dict and its key, a list and its index, any object and
+    an attribute's name, or (None, anything) to watch the tensor alone. Holds strong references to
+    containers and tensors until `release` (the garbage collector sees through it).
+    """
+
+    def __init__(self, items: Sequence[tuple[Any, Any]], tensors: Sequence[Any]) -> None: ...
+    def changed(self, addresses_out: Buffer) -> list[int]:
+        """Indexes where another object stands, or whose pointer, shape, strides or dtype differ.
+
+        Writes the data pointer of what stands there now as u64[n] to `addresses_out` (0 where nothing does,
+        or where it has no memory of its own). Compared with the moment this was made, at every call.
+        """
+
+    def release(self) -> None:
+        """Lets go of all tensors and containers."""
+
+    def __len__(self) -> int: ...
