@@ -15,7 +15,7 @@ from typing import Any
 
 from flashckpt.format.columns import leaf_columns, leaves_from_columns
 from flashckpt.format.fields import Fields
-from flashckpt.format.layout import PAGE, Leaf, Layout
+from flashckpt.format.layout import PAGE, Layout, Leaf
 from flashckpt.format.names import CONSTANTS, MAX_RANK, MAX_STEP, SHARD, AttemptName, part_name
 from flashckpt.format.record import Record, attempt_of
 

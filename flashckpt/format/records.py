@@ -195,7 +195,8 @@ class Manifest(Record):
             shards=_file_rows(fields, "shards", SHARD),
             constants=_file_rows(fields, "constants", CONSTANTS),
         )
-        files = [each.file for each in (*manifest.parts, *manifest.shards, *manifest.constants)]
+        files = [each.file for each in manifest.parts]
+        files += [each.file for each in (*manifest.shards, *manifest.constants)]
         if not manifest.parts or len(set(files)) != len(files):
             fields.refuse("it names no part, or a file twice")
         return manifest

@@ -97,7 +97,8 @@ def open_store(url_or_path: str | os.PathLike[str]) -> Store:
         return LocalStore(text)
     if match[1].lower() != "file":
         raise OptionError(
-            f"{text!r}: {match[1]}:// is not supported yet. Nothing was changed. Name a folder or a file:// URL."
+            f"{text!r}: {match[1]}:// is not supported yet. Nothing was changed. "
+            "Name a folder or a file:// URL."
         )
     parts = urlsplit(text)
     if parts.netloc not in ("", "localhost") or not parts.path:

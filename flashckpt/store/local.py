@@ -60,7 +60,7 @@ class LocalStore:
             temporary = self._write_temporary(name, data, folder)
             try:
                 created = self._publish(temporary, name, data, folder)
-                # The name, ours or another's, may be counted on from here: a power loss must not take it back.
+                # The name, ours or another's, may be counted on from here: no power loss may take it back.
                 self._system.sync_folder(folder)
                 return created
             finally:

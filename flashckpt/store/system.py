@@ -20,7 +20,7 @@ def _libc_renameat2() -> Callable[..., int] | None:
         return None
     function.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
     function.restype = ctypes.c_int
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 _renameat2 = _libc_renameat2()
@@ -44,7 +44,7 @@ class System:
         try:
             os.fsync(folder)
         except OSError as error:
-            # A file system that has no such thing for folders says EINVAL; there is nothing more to ask of it.
+            # A file system that has no such thing for folders says EINVAL: there is nothing more to ask.
             if error.errno != errno.EINVAL:
                 raise
 

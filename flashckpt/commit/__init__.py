@@ -1,0 +1,1 @@
+"""Attempts, lineage, the order of writes, retention. Imports neither torch nor the state layer."""

@@ -1,0 +1,229 @@
+"""Attempts: claimed, started, alive, ended. Owns the files under attempts/; judges no step.
+
+A claim is taken before anything is read; start.json says afterwards where the attempt went on from. An
+attempt without start.json is as if it had never been, but that its number is taken.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from flashckpt.errors import DamagedError, SupersededError
+from flashckpt.format.names import (
+    ATTEMPTS,
+    AttemptName,
+    alive_path,
+    attempt_folder,
+    claim_number,
+    claim_path,
+    start_path,
+)
+from flashckpt.format.records import Alive, Claim, Holder, Start
+from flashckpt.store.base import Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptInfo:
+    """An attempt as its files show it. `claim` is None where its file is damaged; `ended` is "closed",
+    "dead" or empty."""
+
+    name: AttemptName
+    claim: Claim | None
+    start: Start | None
+    ended: str
+
+    @property
+    def closed(self) -> bool:
+        return self.ended == "closed"
+
+
+def claim(store: Store, holder: Holder, check: Callable[[], None] | None = None) -> AttemptName:
+    """Take the next number, exclusively. `check` (the one-job check) runs before each try, so that who
+    loses a race looks at the winner; what it raises ends the claiming."""
+    while True:
+        if check is not None:
+            check()
+        name = AttemptName(_highest_number(store) + 1, secrets.token_hex(4))
+        record = Claim(attempt=name, holder=holder)
+        if store.create(claim_path(name.number), record.to_bytes()):
+            store.make_folder(attempt_folder(name))
+            return name
+
+
+def start(
+    store: Store,
+    name: AttemptName,
+    parent: AttemptName | None,
+    step: int,
+    world: int,
+    loaded: str | None = None,
+) -> Start:
+    """Write where the attempt goes on from; from here on older attempts commit nothing.
+
+    SupersededError if a newer attempt has claimed the run.
+    """
+    check_newest(store, name)
+    record = Start(parent=parent, step=step, world=world, loaded=loaded)
+    store.make_folder(attempt_folder(name))
+    if not store.create(start_path(name), record.to_bytes()):
+        raise SupersededError(
+            f"attempt {name} has already started; this process must end. Nothing was changed.",
+            path=start_path(name),
+        )
+    return record
+
+
+def attempts(store: Store) -> list[AttemptInfo]:
+    """All attempts, oldest first. DamagedError where a start.json is damaged: the lineage hangs on it."""
+    found = []
+    for number, name in sorted(_names(store).items()):
+        try:
+            record: Claim | None = _read_claim(store, number)
+        except (DamagedError, FileNotFoundError):
+            record = None
+        counter = alive(store, name)
+        ended = counter.ended if counter is not None else ""
+        found.append(AttemptInfo(name=name, claim=record, start=read_start(store, name), ended=ended))
+    return found
+
+
+def newest_claimed(store: Store) -> AttemptName | None:
+    """The attempt with the highest number, started or not."""
+    numbers = _claimed_numbers(store)
+    while numbers:
+        newest = max(numbers)
+        try:
+            return _read_claim(store, newest).attempt
+        except FileNotFoundError:
+            # Swept by the attempt after it, between the list and the look.
+            numbers.remove(newest)
+        except DamagedError:
+            by_folder = _by_folder(store).get(newest)
+            if by_folder is None:
+                raise
+            return by_folder
+    return None
+
+
+def newest_started(store: Store) -> AttemptName | None:
+    """The newest attempt that has a start.json: what is visible hangs on it."""
+    for _, name in sorted(_names(store).items(), reverse=True):
+        if store.exists(start_path(name)):
+            return name
+    return None
+
+
+def check_newest(store: Store, name: AttemptName) -> None:
+    """SupersededError if a newer attempt has claimed the run."""
+    newest = newest_claimed(store)
+    if newest is not None and newest != name and newest.number >= name.number:
+        raise SupersededError(
+            f"attempt {newest} has claimed {store.url}; attempt {name} must end. What is committed stays; "
+            "nothing that this process still does becomes part of the run.",
+            path=store.url,
+        )
+
+
+def started_after(store: Store, name: AttemptName) -> AttemptName | None:
+    """A newer attempt that has started, or None. From its start on, `name` must commit nothing."""
+    for _, other in sorted(_names(store, least=name.number).items(), reverse=True):
+        if other != name and store.exists(start_path(other)):
+            return other
+    return None
+
+
+def read_claim(store: Store, name: AttemptName) -> Claim:
+    """The claim of an attempt. FileNotFoundError where there is none, DamagedError."""
+    record = _read_claim(store, name.number)
+    if record.attempt != name:
+        raise FileNotFoundError(claim_path(name.number))
+    return record
+
+
+def read_start(store: Store, name: AttemptName) -> Start | None:
+    """The start of an attempt, None where it never started. DamagedError."""
+    try:
+        record = Start.from_bytes(store.read(start_path(name), Start.MAX_BYTES), start_path(name))
+    except FileNotFoundError:
+        return None
+    if record.parent is not None and record.parent.number >= name.number:
+        raise DamagedError(
+            f"{start_path(name)} is damaged: it names a parent that is not older. Nothing of it was used. "
+            "Use `flashckpt branch` to go on from a step that is whole.",
+            path=start_path(name),
+        )
+    return record
+
+
+def beat(store: Store, name: AttemptName, count: int) -> None:
+    """Move the counter on. Not durable: it says something only while it moves."""
+    store.replace(alive_path(name), Alive(count=count).to_bytes(), durable=False)
+
+
+def mark_ended(store: Store, name: AttemptName, how: Literal["closed", "dead"]) -> None:
+    """Say that no trainer of this attempt lives, so that the next one need not watch it."""
+    before = alive(store, name)
+    count = before.count if before is not None else 0
+    store.replace(alive_path(name), Alive(count=count, ended=how).to_bytes())
+
+
+def alive(store: Store, name: AttemptName) -> Alive | None:
+    """The counter as it stands, None where there is none that can be read."""
+    try:
+        return Alive.from_bytes(store.read(alive_path(name), Alive.MAX_BYTES), alive_path(name))
+    except (DamagedError, FileNotFoundError):
+        return None
+
+
+def _read_claim(store: Store, number: int) -> Claim:
+    path = claim_path(number)
+    record = Claim.from_bytes(store.read(path, Claim.MAX_BYTES), path)
+    if record.attempt.number != number:
+        raise DamagedError(
+            f"{path} is damaged: it claims number {record.attempt.number}. Nothing of it was used. "
+            "Put the file back that was there.",
+            path=path,
+        )
+    return record
+
+
+def _claimed_numbers(store: Store) -> set[int]:
+    numbers = {claim_number(entry.name) for entry in store.list(ATTEMPTS) if not entry.is_folder}
+    return {number for number in numbers if number is not None}
+
+
+def _by_folder(store: Store) -> dict[int, AttemptName]:
+    """Attempts by their folders alone; a number with several folders names none."""
+    found: dict[int, AttemptName] = {}
+    doubled = set()
+    for entry in store.list(ATTEMPTS):
+        name = AttemptName.parse(entry.name) if entry.is_folder else None
+        if name is not None and found.setdefault(name.number, name) != name:
+            doubled.add(name.number)
+    return {number: name for number, name in found.items() if number not in doubled}
+
+
+def _names(store: Store, least: int = 1) -> dict[int, AttemptName]:
+    """Every claimed attempt from number `least` on. For a damaged claim, its folder stands."""
+    found = {}
+    by_folder: dict[int, AttemptName] | None = None
+    for number in _claimed_numbers(store):
+        if number < least:
+            continue
+        try:
+            found[number] = _read_claim(store, number).attempt
+        except FileNotFoundError:
+            continue
+        except DamagedError:
+            by_folder = _by_folder(store) if by_folder is None else by_folder
+            if number in by_folder:
+                found[number] = by_folder[number]
+    return found
+
+
+def _highest_number(store: Store) -> int:
+    folders = (AttemptName.parse(entry.name) for entry in store.list(ATTEMPTS) if entry.is_folder)
+    return max([0, *_claimed_numbers(store), *(name.number for name in folders if name is not None)])

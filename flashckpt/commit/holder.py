@@ -1,0 +1,143 @@
+"""One job at a time: whether the newest attempt still has a trainer. Owns the check, takes no claim.
+
+A free lock on the same boot and runtime folder means dead; elsewhere the alive counter is watched for a
+few beats. No clock of another machine is ever compared with one of ours.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+
+from flashckpt.commit.attempts import newest_claimed, read_claim
+from flashckpt.errors import DamagedError, RunHeldError
+from flashckpt.format.names import AttemptName, alive_path
+from flashckpt.format.records import Alive, Holder
+from flashckpt.store.base import Store
+
+# Whether the lock of this name in this runtime folder is held by a living process.
+Probe = Callable[[str, str], bool]
+
+# A keeper moves its counter on at least this often.
+BEAT_S = 1.0
+WATCH_S = 5.0
+_LOOKS = 10
+
+
+def here(runtime: str = "", lock: str = "", *, job_id: str = "", restart_count: int = 0) -> Holder:
+    """This process as a holder. `runtime` is the path of its runtime folder, `lock` its lock's name in it;
+    both are empty for a deed that holds no lock."""
+    return Holder(
+        boot_id=_boot_id(),
+        runtime=runtime,
+        runtime_id=_folder_id(runtime),
+        lock=lock,
+        host=socket.gethostname()[:255],
+        pid=os.getpid(),
+        job_id=job_id[:4096],
+        restart_count=restart_count,
+    )
+
+
+def check(
+    store: Store,
+    me: Holder,
+    probe: Probe | None = None,
+    *,
+    watch_s: float = WATCH_S,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """RunHeldError if a trainer of the newest attempt lives. May take `watch_s` seconds to find out.
+
+    `probe` answers for locks in runtime folders of this machine; without it only the counter tells.
+    """
+    while (newest := newest_claimed(store)) is not None:
+        ended, theirs = _ended(store, newest), _holder(store, newest)
+        if ended:
+            return
+        if theirs is not None and probe is not None and _same_runtime(me, theirs):
+            if probe(theirs.runtime, theirs.lock):
+                raise _held(store, newest, theirs, f"process {theirs.pid} on this machine ({theirs.host})")
+            return
+        if theirs is not None and _is_restart(me, theirs):
+            return
+        if _moves(store, newest, watch_s, sleep):
+            raise _held(store, newest, theirs, f"a process on {theirs.host}" if theirs else "another process")
+        # Watching took a while: another may have claimed meanwhile, and is to be looked at like the first.
+        if newest_claimed(store) == newest:
+            return
+
+
+def _moves(store: Store, attempt: AttemptName, watch_s: float, sleep: Callable[[float], None]) -> bool:
+    first = _look(store, attempt)
+    for _ in range(_LOOKS):
+        sleep(watch_s / _LOOKS)
+        # Opened anew at each look: an open file shows a cached counter on a file server.
+        now = _look(store, attempt)
+        if _ended(store, attempt):
+            return False
+        if now != first:
+            return True
+    return False
+
+
+def _look(store: Store, attempt: AttemptName) -> bytes:
+    try:
+        return store.read(alive_path(attempt), Alive.MAX_BYTES)
+    except (FileNotFoundError, DamagedError):
+        return b""
+
+
+def _ended(store: Store, attempt: AttemptName) -> str:
+    try:
+        return Alive.from_bytes(_look(store, attempt), alive_path(attempt)).ended
+    except DamagedError:
+        return ""
+
+
+def _holder(store: Store, attempt: AttemptName) -> Holder | None:
+    try:
+        return read_claim(store, attempt).holder
+    except (FileNotFoundError, DamagedError):
+        return None
+
+
+def _same_runtime(me: Holder, theirs: Holder) -> bool:
+    mine = (me.boot_id, me.runtime, me.runtime_id)
+    return bool(theirs.lock and me.runtime) and mine == (theirs.boot_id, theirs.runtime, theirs.runtime_id)
+
+
+def _is_restart(me: Holder, theirs: Holder) -> bool:
+    """Whether the launcher says so: it ended the one before it started the other."""
+    same_job = bool(me.job_id) and me.job_id == theirs.job_id
+    return same_job and me.restart_count > theirs.restart_count
+
+
+def _held(store: Store, attempt: AttemptName, theirs: Holder | None, who: str) -> RunHeldError:
+    job = f" (job {theirs.job_id})" if theirs is not None and theirs.job_id else ""
+    return RunHeldError(
+        f"{store.url} is held: attempt {attempt} is trained by {who}{job}. Nothing was changed, "
+        "and nothing of the run was touched. Stop that job first, or use another folder.",
+        path=store.url,
+    )
+
+
+def _boot_id() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read(64).strip()
+    except OSError:
+        # Unknown equals nothing, not even itself: the counter is watched.
+        return f"unknown-{os.urandom(8).hex()}"
+
+
+def _folder_id(path: str) -> str:
+    if not path:
+        return ""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return ""
+    return f"{status.st_dev}:{status.st_ino}"

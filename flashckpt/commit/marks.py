@@ -1,0 +1,45 @@
+"""Marks of steps that failed a verification. A mark puts its step last; it hides and deletes nothing.
+
+The fault may be the host's, so a mark names it, and another host still tries the step.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+from flashckpt.commit.lineage import VisibleStep
+from flashckpt.errors import DamagedError
+from flashckpt.format.names import MARK, AttemptName, step_attempt_folder
+from flashckpt.format.records import Mark
+from flashckpt.store.base import Store
+
+_MAX_MARKS = 64
+_MAX_REASON_CHARS = 2000
+
+
+def mark(store: Store, step: int, attempt: AttemptName, host: str, reason: str) -> None:
+    """Note that the step could not be verified on `host`. Beyond 64 marks of a step nothing is added."""
+    folder = step_attempt_folder(step, attempt)
+    if sum(MARK.fullmatch(entry.name) is not None for entry in store.list(folder)) >= _MAX_MARKS:
+        return
+    record = Mark(step=step, attempt=attempt, host=host[:255], reason=reason[:_MAX_REASON_CHARS])
+    store.create(f"{folder}/mark-{secrets.token_hex(4)}.json", record.to_bytes())
+
+
+def marks(store: Store, step: int, attempt: AttemptName) -> list[Mark]:
+    """The marks of a step that can be read."""
+    folder = step_attempt_folder(step, attempt)
+    found: list[Mark] = []
+    for entry in store.list(folder):
+        if MARK.fullmatch(entry.name) is not None and not entry.is_folder and len(found) < _MAX_MARKS:
+            path = f"{folder}/{entry.name}"
+            try:
+                found.append(Mark.from_bytes(store.read(path, Mark.MAX_BYTES), path))
+            except (DamagedError, FileNotFoundError):
+                continue
+    return found
+
+
+def is_marked(store: Store, each: VisibleStep) -> bool:
+    """Whether a verification of this step failed somewhere."""
+    return bool(marks(store, each.step, each.attempt))

@@ -1,0 +1,228 @@
+"""What may go, and in which order it goes. Owns every deletion in a run.
+
+Only the newest attempt deletes, and only after a commit of its own. A tombstone takes the manifest's
+place, durably, before a part or a shard goes: whoever commits late finds it and stops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flashckpt.commit.attempts import AttemptInfo, attempts, newest_claimed
+from flashckpt.commit.lineage import Bound, VisibleStep, bounds, everything, in_lineage
+from flashckpt.commit.marks import is_marked
+from flashckpt.commit.steps import is_committed, read_manifest
+from flashckpt.errors import DamagedError
+from flashckpt.format.names import (
+    MANIFEST,
+    STEPS,
+    AttemptName,
+    attempt_folder,
+    claim_path,
+    manifest_path,
+    step_attempt_folder,
+    step_folder,
+    step_number,
+)
+from flashckpt.format.records import Manifest, Tombstone
+from flashckpt.options import Keep
+from flashckpt.store.base import Store
+
+ALWAYS_KEPT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Lineage:
+    """The steps of the lineage, newest first: those that are committed, and all that were begun."""
+
+    bounds: list[Bound]
+    committed: list[VisibleStep]
+    begun: list[VisibleStep]
+
+
+def prune(store: Store, attempt: AttemptName, keep: Keep) -> list[VisibleStep]:
+    """Delete the visible steps that `keep` lets go, and debris. Returns the committed ones that went.
+
+    Nothing goes unless `attempt` is the newest that claimed, has started, and has committed a step.
+    Steps of branches that are not visible stay: `branch` can get them back.
+    """
+    known = attempts(store)
+    mine = next((info for info in known if info.name == attempt), None)
+    if mine is None or mine.start is None or newest_claimed(store) != attempt:
+        return []
+    lineage = _look(store, known)
+    if not any(each.attempt == attempt for each in lineage.committed):
+        return []
+    kept = _kept(store, lineage.committed, keep, mine)
+    floor = _floor(lineage.committed, keep)
+    gone: list[VisibleStep] = []
+    for each in reversed(lineage.begun):
+        committed = each in lineage.committed
+        if each.step in kept or (not committed and not _is_past(each.step, floor, keep)):
+            continue
+        if newest_claimed(store) != attempt:
+            return gone
+        if bury(store, each.step, each.attempt) and committed:
+            gone.append(each)
+    sweep_debris(store, attempt)
+    return gone
+
+
+def doomed(store: Store, attempt: AttemptName, keep: Keep) -> list[VisibleStep]:
+    """The committed steps that `prune` would delete, oldest first. Deletes nothing."""
+    known = attempts(store)
+    mine = next((info for info in known if info.name == attempt), None)
+    if mine is None or mine.start is None:
+        return []
+    lineage = _look(store, known)
+    kept = _kept(store, lineage.committed, keep, mine)
+    return [each for each in reversed(lineage.committed) if each.step not in kept]
+
+
+def bury(store: Store, step: int, attempt: AttemptName) -> bool:
+    """A tombstone in the manifest's place, then the deletion of all else. False where a manifest
+    appeared in a step that had none: it is left alone."""
+    path = manifest_path(step, attempt)
+    stone = Tombstone(step=step, attempt=attempt).to_bytes()
+    try:
+        found = read_manifest(store, step, attempt)
+    except DamagedError:
+        # It names nothing that could be kept: it goes like a manifest.
+        store.replace(path, stone)
+    else:
+        if isinstance(found, Manifest):
+            store.replace(path, stone)
+        elif found is None and not store.create(path, stone):
+            return False
+    folder = step_attempt_folder(step, attempt)
+    for entry in store.list(folder):
+        if entry.is_folder:
+            store.remove_tree(f"{folder}/{entry.name}")
+        elif entry.name != MANIFEST:
+            store.remove(f"{folder}/{entry.name}")
+    return True
+
+
+def sweep_debris(store: Store, attempt: AttemptName) -> list[AttemptName]:
+    """Delete what is left of attempts that are not the newest and have no step left. Returns them.
+
+    Their claim and start.json stay while a lineage leads through them. Call it as the newest attempt,
+    after a commit of its own.
+    """
+    known = attempts(store)
+    with_steps, folders = _attempts_of_steps(store, attempt)
+    needed = _ancestors(known, {attempt, *with_steps})
+    swept = []
+    claimed = {info.name for info in known}
+    for name in sorted((claimed | set(folders)) - with_steps):
+        if name.number >= attempt.number or newest_claimed(store) != attempt:
+            continue
+        if not all([_clear(store, step, name) for step in folders.get(name, [])]):
+            continue
+        if name in needed:
+            _remove_constants(store, name)
+            continue
+        store.remove_tree(attempt_folder(name))
+        if name in claimed:
+            # Last: as long as it stands, what a crash left of the attempt is found again.
+            store.remove(claim_path(name.number))
+        swept.append(name)
+    _remove_empty_steps(store)
+    return swept
+
+
+def _look(store: Store, known: Sequence[AttemptInfo]) -> _Lineage:
+    lineage = bounds(known)
+    begun = [each for each in in_lineage(store, lineage) if not _is_buried(store, each)]
+    committed = [each for each in begun if is_committed(store, each.step, each.attempt)]
+    return _Lineage(lineage, committed, begun)
+
+
+def _is_buried(store: Store, each: VisibleStep) -> bool:
+    """Whether the step is a tombstone and nothing else: a crash may have left some of the rest."""
+    entries = store.list(step_attempt_folder(each.step, each.attempt))
+    if [entry.name for entry in entries] != [MANIFEST]:
+        return False
+    try:
+        return isinstance(read_manifest(store, each.step, each.attempt), Tombstone)
+    except DamagedError:
+        return False
+
+
+def _newest(committed: Sequence[VisibleStep], count: int) -> list[int]:
+    return sorted({each.step for each in committed}, reverse=True)[:count]
+
+
+def _floor(committed: Sequence[VisibleStep], keep: Keep) -> int:
+    """Below this step nothing that is not committed yet can become one of the newest that are kept."""
+    count = max(keep.last, ALWAYS_KEPT)
+    newest = _newest(committed, count)
+    return newest[-1] if len(newest) == count else 0
+
+
+def _is_past(step: int, floor: int, keep: Keep) -> bool:
+    """Whether a step that is not committed would go if it were."""
+    return step < floor and (keep.every_steps is None or step % keep.every_steps != 0)
+
+
+def _kept(store: Store, committed: Sequence[VisibleStep], keep: Keep, mine: AttemptInfo) -> set[int]:
+    """The steps that stay. Counted are committed steps, never tries."""
+    kept = set(_newest(committed, max(keep.last, ALWAYS_KEPT)))
+    if keep.every_steps is not None:
+        kept |= {each.step for each in committed if each.step % keep.every_steps == 0}
+    # A mark puts a step last, so two steps without one must stay for it to be last of something.
+    kept |= set(_newest([each for each in committed if not is_marked(store, each)], ALWAYS_KEPT))
+    if mine.start is not None and max(each.step for each in committed) <= mine.start.step:
+        kept.add(mine.start.step)
+    return kept
+
+
+def _attempts_of_steps(
+    store: Store, attempt: AttemptName
+) -> tuple[set[AttemptName], dict[AttemptName, list[int]]]:
+    """The attempts that have a manifest left (whole or not), and of all others the step folders."""
+    with_steps: set[AttemptName] = set()
+    folders: dict[AttemptName, list[int]] = {}
+    for each in everything(store):
+        if each.attempt == attempt or each.attempt in with_steps:
+            continue
+        folders.setdefault(each.attempt, []).append(each.step)
+        try:
+            left = isinstance(read_manifest(store, each.step, each.attempt), Manifest)
+        except DamagedError:
+            left = True
+        if left:
+            with_steps.add(each.attempt)
+    return with_steps, folders
+
+
+def _ancestors(known: Sequence[AttemptInfo], names: set[AttemptName]) -> set[AttemptName]:
+    """The attempts through which a lineage of one of `names` leads."""
+    needed: set[AttemptName] = set()
+    for name in names:
+        needed |= {bound.attempt for bound in bounds(known, at=name)}
+    return needed
+
+
+def _clear(store: Store, step: int, attempt: AttemptName) -> bool:
+    """Bury and remove what an attempt has of a step. False where it was committed after all."""
+    if not bury(store, step, attempt):
+        return False
+    store.remove_tree(step_attempt_folder(step, attempt))
+    return True
+
+
+def _remove_constants(store: Store, name: AttemptName) -> None:
+    """Constants are named by their own attempt's parts only, and of those none is left."""
+    folder = attempt_folder(name)
+    for entry in store.list(folder):
+        if entry.name.startswith("constants-") and not entry.is_folder:
+            store.remove(f"{folder}/{entry.name}")
+
+
+def _remove_empty_steps(store: Store) -> None:
+    for entry in store.list(STEPS):
+        step = step_number(entry.name) if entry.is_folder else None
+        if step is not None:
+            store.remove_empty(step_folder(step))

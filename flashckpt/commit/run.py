@@ -1,0 +1,42 @@
+"""What makes a folder a run. Owns run.json; never decides where a run goes on from."""
+
+from __future__ import annotations
+
+import secrets
+
+from flashckpt.errors import RunError, UnusableRunError
+from flashckpt.format.names import ATTEMPTS, RUN, STEPS
+from flashckpt.format.records import Run
+from flashckpt.store.base import Store
+
+
+def open_run(store: Store, create: bool) -> Run:
+    """The run in a store; with `create`, a new one where there is none.
+
+    RunError where there is none and none is to be made, UnusableRunError where steps stand without
+    their run.json, FormatError where it is written by a newer version.
+    """
+    try:
+        return _read(store)
+    except FileNotFoundError:
+        pass
+    if store.list(STEPS) or store.list(ATTEMPTS):
+        raise UnusableRunError(
+            f"{store.url} holds steps or attempts and no {RUN}. Nothing was changed, and it is not "
+            f"taken for a fresh run. Put its {RUN} back, or choose another folder.",
+            path=store.url,
+        )
+    if not create:
+        raise RunError(
+            f"{store.url} is no run: it has no {RUN}. Nothing was changed. Check the path.", path=store.url
+        )
+    store.make_folder("")
+    # Steps and attempts are made in these later; that they are there is settled before the run is.
+    store.make_folder(ATTEMPTS)
+    store.make_folder(STEPS)
+    run = Run(run_id=secrets.token_hex(8))
+    return run if store.create(RUN, run.to_bytes()) else _read(store)
+
+
+def _read(store: Store) -> Run:
+    return Run.from_bytes(store.read(RUN, Run.MAX_BYTES), RUN)

@@ -1,0 +1,282 @@
+"""One step of one attempt: its part, its manifest, and whether it is committed. Owns the order of writes.
+
+A step is committed when, and only when, its manifest exists and every file that it names is there with
+the length that it says. Never deletes; see retention.py. The order is numbered in docs/commit.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from flashckpt._native import xxh3_128
+from flashckpt.commit.attempts import started_after
+from flashckpt.errors import DamagedError, NoSuchStepError, SupersededError
+from flashckpt.format.names import (
+    PART,
+    AttemptName,
+    attempt_folder,
+    manifest_path,
+    shard_name,
+    step_attempt_folder,
+)
+from flashckpt.format.records import (
+    FileRecord,
+    Manifest,
+    Part,
+    PartRecord,
+    RankRecord,
+    ShardRecord,
+    Tombstone,
+    manifest_of,
+)
+from flashckpt.store.base import Store
+
+__all__ = [
+    "Committed", "StepRecord", "commit", "is_committed", "publish_part", "read_manifest", "read_step",
+    "shard_name",
+]  # fmt: skip
+
+
+class Committed(Enum):
+    """What `commit` found. True only where the step is committed, by this call or before it."""
+
+    YES = "committed"
+    WAITING = "not all parts are there"
+    BURIED = "a tombstone stands in the manifest's place"
+
+    def __bool__(self) -> bool:
+        return self is Committed.YES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """A committed step, read and validated: its manifest and all its parts."""
+
+    step: int
+    attempt: AttemptName
+    manifest: Manifest
+    parts: tuple[Part, ...]
+    store: Store = field(repr=False, compare=False)
+
+    @property
+    def world(self) -> int:
+        return self.manifest.world
+
+    def part_of(self, rank: int) -> Part:
+        """The part that holds a rank. NoSuchStepError where the step has no such rank."""
+        for part in self.parts:
+            if any(each.rank == rank for each in part.ranks):
+                return part
+        raise NoSuchStepError(
+            f"step {self.step} was made by {self.world} ranks and has no rank {rank}. Nothing was changed. "
+            "Run with as many ranks as made it.",
+            step=self.step,
+            rank=rank,
+        )
+
+    def rank(self, rank: int) -> RankRecord:
+        """What a rank has of the step. NoSuchStepError where there is none."""
+        return next(each for each in self.part_of(rank).ranks if each.rank == rank)
+
+    def shard_path(self, rank: int) -> str:
+        """The local path of a rank's shard."""
+        folder = step_attempt_folder(self.step, self.attempt)
+        return self.store.local_path(f"{folder}/{self.rank(rank).shard.file}")
+
+    def constants_path(self, rank: int) -> str | None:
+        """The local path of a rank's constants shard, None where it has none."""
+        constants = self.rank(rank).constants
+        if constants is None:
+            return None
+        return self.store.local_path(f"{attempt_folder(self.attempt)}/{constants.shard.file}")
+
+
+def publish_part(store: Store, part: Part) -> bool:
+    """Name the shards of a part as its ranks'. They must be written and synced; their folder is made
+    durable here. False where this keeper's part is there already: the first stands.
+
+    DamagedError where a shard is missing or has another length.
+    """
+    folder = step_attempt_folder(part.step, part.attempt)
+    shards, constants = _shard_rows([part])
+    _check_files(store, folder, shards, part.step)
+    # The shard's bytes are on the disk; without this its name may not be when the part is.
+    store.sync_folder(folder)
+    if constants:
+        home = attempt_folder(part.attempt)
+        _check_files(store, home, constants, part.step)
+        store.sync_folder(home)
+    return store.create(f"{folder}/{part.file}", part.to_bytes())
+
+
+def commit(store: Store, step: int, attempt: AttemptName, world: int) -> Committed:
+    """Write the manifest once the parts cover every rank exactly once. Any number may call it at once.
+
+    SupersededError if a newer attempt has started; DamagedError where parts contradict each other or a
+    shard is missing.
+    """
+    found = read_manifest(store, step, attempt)
+    if found is not None:
+        return _judge(found)
+    folder = step_attempt_folder(step, attempt)
+    rows, parts = _read_parts(store, folder, step, attempt, world)
+    if sum(len(part.ranks) for part in parts) < world:
+        return Committed.WAITING
+    manifest = _manifest(step, attempt, world, rows, parts)
+    _check_files(store, folder, manifest.shards, step)
+    _check_files(store, attempt_folder(attempt), manifest.constants, step)
+    # Parts and shards of other keepers: they synced their names, and nothing is lost by being sure.
+    store.sync_folder(folder)
+    newer = started_after(store, attempt)
+    if newer is not None:
+        raise SupersededError(
+            f"attempt {newer} has started; step {step} of attempt {attempt} is not committed. Committed "
+            "steps are untouched. End this process.",
+            step=step,
+            path=folder,
+        )
+    if store.create(manifest_path(step, attempt), manifest.to_bytes()):
+        return Committed.YES
+    found = read_manifest(store, step, attempt)
+    return Committed.WAITING if found is None else _judge(found)
+
+
+def is_committed(store: Store, step: int, attempt: AttemptName) -> bool:
+    """Whether the manifest is there and names files that are all there with their lengths. Parts are
+    not read. A damaged manifest is none."""
+    try:
+        found = read_manifest(store, step, attempt)
+    except DamagedError:
+        return False
+    return isinstance(found, Manifest) and not missing_files(store, found)
+
+
+def read_manifest(store: Store, step: int, attempt: AttemptName) -> Manifest | Tombstone | None:
+    """What stands under the manifest's name. DamagedError where it is not of this step and attempt."""
+    path = manifest_path(step, attempt)
+    try:
+        found = manifest_of(store.read(path, Manifest.MAX_BYTES), path)
+    except FileNotFoundError:
+        return None
+    if (found.step, found.attempt) != (step, attempt):
+        raise _damaged(path, f"it is that of step {found.step} of attempt {found.attempt}", step)
+    return found
+
+
+def missing_files(store: Store, manifest: Manifest) -> list[str]:
+    """The files that a manifest names and that are not there, or have another length."""
+    folder = step_attempt_folder(manifest.step, manifest.attempt)
+    named = [FileRecord(file=part.file, num_bytes=part.num_bytes) for part in manifest.parts]
+    missing = _missing(store, folder, [*named, *manifest.shards])
+    return missing + _missing(store, attempt_folder(manifest.attempt), manifest.constants)
+
+
+def read_step(store: Store, step: int, attempt: AttemptName) -> StepRecord:
+    """A committed step with all its parts, validated against its manifest.
+
+    NoSuchStepError where it is not committed, DamagedError where a part is not what the manifest says.
+    """
+    manifest = read_manifest(store, step, attempt)
+    if not isinstance(manifest, Manifest):
+        raise NoSuchStepError(
+            f"step {step} of attempt {attempt} is not committed in {store.url}. Nothing was changed. "
+            "`flashckpt ls --all` shows what there is.",
+            step=step,
+            path=store.url,
+        )
+    folder = step_attempt_folder(step, attempt)
+    parts = tuple(_read_part(store, folder, row, manifest) for row in manifest.parts)
+    if [list(row) for row in _shard_rows(parts)] != [list(manifest.shards), list(manifest.constants)]:
+        raise _damaged(f"{folder}/manifest.json", "it names other shards than its parts", step)
+    _check_coverage(folder, parts, manifest.world, step)
+    return StepRecord(step=step, attempt=attempt, manifest=manifest, parts=parts, store=store)
+
+
+def _judge(found: Manifest | Tombstone) -> Committed:
+    return Committed.YES if isinstance(found, Manifest) else Committed.BURIED
+
+
+def _read_parts(
+    store: Store, folder: str, step: int, attempt: AttemptName, world: int
+) -> tuple[list[PartRecord], list[Part]]:
+    rows, parts = [], []
+    for entry in store.list(folder):
+        if entry.is_folder or PART.fullmatch(entry.name) is None:
+            continue
+        path = f"{folder}/{entry.name}"
+        data = store.read(path, Part.MAX_BYTES)
+        part = Part.from_bytes(data, path)
+        if (part.step, part.attempt, part.world, part.file) != (step, attempt, world, entry.name):
+            raise _damaged(path, "it is a part of another step, attempt, world or keeper", step)
+        rows.append(PartRecord(file=entry.name, num_bytes=len(data), checksum=xxh3_128(data).hex()))
+        parts.append(part)
+    ranks = [rank.rank for part in parts for rank in part.ranks]
+    if len(set(ranks)) != len(ranks):
+        raise _damaged(folder, "two parts hold the same rank", step)
+    return rows, parts
+
+
+def _manifest(
+    step: int, attempt: AttemptName, world: int, rows: Sequence[PartRecord], parts: Sequence[Part]
+) -> Manifest:
+    shards, constants = _shard_rows(parts)
+    ordered = sorted(rows, key=lambda row: row.file)
+    return Manifest(
+        step=step, attempt=attempt, world=world, parts=tuple(ordered), shards=shards, constants=constants
+    )
+
+
+def _shard_rows(parts: Sequence[Part]) -> tuple[tuple[FileRecord, ...], tuple[FileRecord, ...]]:
+    """Shards and constants shards in the order of ranks: no other order may enter a manifest."""
+    ranks = sorted((rank for part in parts for rank in part.ranks), key=lambda rank: rank.rank)
+    shards = [rank.shard for rank in ranks]
+    constants = [rank.constants.shard for rank in ranks if rank.constants is not None]
+    return _file_records(shards), _file_records(constants)
+
+
+def _file_records(shards: Sequence[ShardRecord]) -> tuple[FileRecord, ...]:
+    return tuple(FileRecord(file=shard.file, num_bytes=shard.num_bytes) for shard in shards)
+
+
+def _read_part(store: Store, folder: str, row: PartRecord, manifest: Manifest) -> Part:
+    path = f"{folder}/{row.file}"
+    try:
+        data = store.read(path, row.num_bytes)
+    except FileNotFoundError:
+        raise _damaged(path, "it is missing", manifest.step) from None
+    if len(data) != row.num_bytes or xxh3_128(data).hex() != row.checksum:
+        raise _damaged(path, "it is not the part that was committed", manifest.step)
+    part = Part.from_bytes(data, path)
+    if (part.step, part.attempt, part.world) != (manifest.step, manifest.attempt, manifest.world):
+        raise _damaged(path, "it is a part of another step, attempt or world", manifest.step)
+    return part
+
+
+def _check_coverage(folder: str, parts: Sequence[Part], world: int, step: int) -> None:
+    ranks = sorted(rank.rank for part in parts for rank in part.ranks)
+    if len(ranks) != world or len(set(ranks)) != world:
+        raise _damaged(folder, "its parts do not cover every rank exactly once", step)
+
+
+def _check_files(store: Store, folder: str, files: Sequence[FileRecord], step: int) -> None:
+    missing = _missing(store, folder, files)
+    if missing:
+        raise _damaged(missing[0], "it is missing or has another length than was written", step)
+
+
+def _missing(store: Store, folder: str, files: Sequence[FileRecord]) -> list[str]:
+    if not files:
+        return []
+    there = {entry.name: entry.num_bytes for entry in store.list(folder) if not entry.is_folder}
+    return [f"{folder}/{each.file}" for each in files if there.get(each.file) != each.num_bytes]
+
+
+def _damaged(path: str, why: str, step: int) -> DamagedError:
+    return DamagedError(
+        f"{path} is damaged: {why}. Nothing of it was used, older steps are untouched. "
+        "Run `flashckpt verify` on the run to see which steps are whole.",
+        step=step,
+        path=path,
+    )

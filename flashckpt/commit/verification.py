@@ -1,0 +1,237 @@
+"""Reading every byte of committed steps again. Owns the report; repairs, marks and deletes nothing.
+
+A shard is whole when its chunks have their checksums, its leaves their digests, and its header is the
+one that its part describes.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYet
+from dataclasses import dataclass
+from typing import Literal
+
+from flashckpt import _native
+from flashckpt.commit.attempts import attempts
+from flashckpt.commit.lineage import VisibleStep, bounds, everything, in_lineage
+from flashckpt.commit.reading import resolve
+from flashckpt.commit.run import open_run
+from flashckpt.commit.steps import StepRecord, read_manifest, read_step
+from flashckpt.errors import DamagedError, FlashckptError, NoSuchStepError
+from flashckpt.format.image import check_header, read_header
+from flashckpt.format.names import AttemptName, attempt_folder, manifest_path, step_attempt_folder
+from flashckpt.format.records import Contents, Manifest
+from flashckpt.store.base import Store
+
+Status = Literal["ok", "missing", "truncated", "damaged"]
+# Bytes read so far, and bytes to read in all.
+Progress = Callable[[int, int], None]
+
+_POLL_S = 0.1
+_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One file. `detail` says what is wrong with it, empty where nothing is."""
+
+    step: int
+    attempt: str
+    file: str
+    status: Status
+    detail: str = ""
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Every file that was read, in the order of steps, newest first."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(row.status == "ok" for row in self.rows)
+
+    @property
+    def damaged(self) -> tuple[Row, ...]:
+        """The files that are not whole: damaged, truncated or missing."""
+        return tuple(row for row in self.rows if row.status != "ok")
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the shards that were read."""
+        return sum(row.num_bytes for row in self.rows)
+
+
+def verify(
+    store: Store,
+    step: int | None = None,
+    *,
+    attempt: AttemptName | None = None,
+    all_steps: bool = False,
+    threads: int = 2,
+    progress: Progress | None = None,
+) -> Report:
+    """Read all committed visible steps again, or one, or with `all_steps` those of every branch too.
+
+    Damage is in the report, not raised. Raises NoSuchStepError for a step that is not there, RunError
+    for a folder that is no run, FormatError.
+    """
+    open_run(store, create=False)
+    known: dict[str, Row] = {}
+    rows: list[Row] = []
+    records = []
+    for each in _chosen(store, step, attempt, all_steps):
+        record, found = _records(store, each)
+        rows += found
+        records.append(record)
+    reading = _Reading(sum(_bytes_of(record) for record in records if record), threads, progress)
+    for record in records:
+        if record is not None:
+            rows += _shards(store, record, known, reading)
+    order = sorted(range(len(rows)), key=lambda i: (-rows[i].step, rows[i].attempt, i))
+    return Report(rows=tuple(rows[i] for i in order))
+
+
+def verify_file(
+    path: str, contents: Contents, *, threads: int = 2, progress_word: int = 0
+) -> tuple[Status, str]:
+    """One shard or constants shard against its record: its status, and what is wrong in words."""
+    shard, layout = contents.shard, contents.layout()
+    try:
+        header, file_bytes = read_header(path)
+        if file_bytes != shard.num_bytes:
+            return "truncated", f"{file_bytes} bytes, where {shard.num_bytes} were written"
+        digests, bad_chunks, _ = _native.check_file(
+            path,
+            num_bytes=shard.num_bytes,
+            chunk_bytes=shard.chunk_bytes,
+            checksums=shard.checksums,
+            leaf_offsets=array("Q", (shard.data_start + leaf.offset for leaf in contents.leaves)),
+            leaf_sizes=array("Q", (leaf.num_bytes for leaf in contents.leaves)),
+            threads=threads,
+            progress=progress_word,
+        )
+        check_header(header, layout, path)
+    except FileNotFoundError:
+        return "missing", "there is no such file"
+    except (DamagedError, OSError, ValueError) as error:
+        return _shorter(path, shard.num_bytes) or ("damaged", str(error))
+    found = array("Q", digests)
+    wrong = [leaf.name for leaf, a, b in zip(contents.leaves, contents.digests, found, strict=True) if a != b]
+    if not bad_chunks and not wrong:
+        return "ok", ""
+    return "damaged", _words(bad_chunks, wrong)
+
+
+class _Reading:
+    """How far the reading is, told to whoever asked while the native engine works."""
+
+    def __init__(self, total: int, threads: int, progress: Progress | None) -> None:
+        self._total, self._threads, self._progress = total, threads, progress
+        self._before = 0
+        self._word = array("Q", [0])
+
+    def file(self, path: str, contents: Contents) -> tuple[Status, str]:
+        if self._progress is None:
+            return verify_file(path, contents, threads=self._threads)
+        self._word[0] = 0
+        word = _native.address_of(self._word)
+        with ThreadPoolExecutor(1) as pool:
+            future = pool.submit(verify_file, path, contents, threads=self._threads, progress_word=word)
+            while True:
+                try:
+                    result = future.result(timeout=_POLL_S)
+                    break
+                except NotYet:
+                    if future.done():
+                        raise
+                    self._progress(self._before + self._word[0], self._total)
+        self._before += contents.shard.num_bytes
+        self._progress(self._before, self._total)
+        return result
+
+
+def _chosen(
+    store: Store, step: int | None, attempt: AttemptName | None, all_steps: bool
+) -> list[VisibleStep]:
+    """The steps to read: those with a manifest. Incomplete ones too, since this is where they are told."""
+    if step is not None and attempt is not None:
+        return [VisibleStep(step, attempt)]
+    if step is not None:
+        found = [each for each in _with_manifests(store, all_steps) if each.step == step]
+        return found or [VisibleStep(step, resolve(store, step).attempt)]
+    return list(_with_manifests(store, all_steps))
+
+
+def _with_manifests(store: Store, all_steps: bool) -> Iterator[VisibleStep]:
+    begun = everything(store) if all_steps else in_lineage(store, bounds(attempts(store)))
+    for each in begun:
+        try:
+            if isinstance(read_manifest(store, each.step, each.attempt), Manifest):
+                yield each
+        except DamagedError:
+            yield each
+
+
+def _records(store: Store, each: VisibleStep) -> tuple[StepRecord | None, list[Row]]:
+    """The records of a step, and a row for its manifest and each part."""
+    name, folder = str(each.attempt), step_attempt_folder(each.step, each.attempt)
+    try:
+        record = read_step(store, each.step, each.attempt)
+    except NoSuchStepError:
+        raise
+    except FlashckptError as error:
+        path = error.path or manifest_path(each.step, each.attempt)
+        status: Status = "damaged" if store.exists(path) else "missing"
+        return None, [Row(step=each.step, attempt=name, file=path, status=status, detail=str(error))]
+    files = [manifest_path(each.step, each.attempt), *(f"{folder}/{part.file}" for part in record.parts)]
+    return record, [Row(step=each.step, attempt=name, file=file, status="ok") for file in files]
+
+
+def _shards(store: Store, record: StepRecord, known: dict[str, Row], reading: _Reading) -> Iterator[Row]:
+    """Rows for the shards of a step. A constants shard that several steps name is read once."""
+    folder, home = step_attempt_folder(record.step, record.attempt), attempt_folder(record.attempt)
+    for rank in (rank for part in record.parts for rank in part.ranks):
+        files = [(f"{folder}/{rank.shard.file}", rank.contents)]
+        if rank.constants is not None:
+            files.append((f"{home}/{rank.constants.shard.file}", rank.constants))
+        for file, contents in files:
+            if file not in known:
+                status, detail = reading.file(store.local_path(file), contents)
+                known[file] = Row(
+                    step=record.step,
+                    attempt=str(record.attempt),
+                    file=file,
+                    status=status,
+                    detail=detail,
+                    num_bytes=contents.shard.num_bytes,
+                )
+                yield known[file]
+
+
+def _bytes_of(record: StepRecord) -> int:
+    return sum(shard.num_bytes for shard in (*record.manifest.shards, *record.manifest.constants))
+
+
+def _shorter(path: str, num_bytes: int) -> tuple[Status, str] | None:
+    try:
+        found = os.stat(path, follow_symlinks=False).st_size
+    except OSError:
+        return None
+    return ("truncated", f"{found} bytes, where {num_bytes} were written") if found != num_bytes else None
+
+
+def _words(bad_chunks: list[int], leaves: list[str]) -> str:
+    words = []
+    if bad_chunks:
+        chunks = ", ".join(map(str, bad_chunks[:_SHOWN])) + (" …" if len(bad_chunks) > _SHOWN else "")
+        words.append(f"chunk {chunks} does not have its checksum")
+    if leaves:
+        names = ", ".join(leaves[:_SHOWN]) + (" …" if len(leaves) > _SHOWN else "")
+        words.append(f"not the bytes that were captured: {names}")
+    return "; ".join(words)
