@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from statistics import median
 from typing import Literal
 
@@ -79,6 +79,13 @@ class Budget:
         self._costs_s.append(min(cost, ceiling) if ceiling > 0.0 else max(cost, 0.0))
         if before is not None and not ordered:
             self._credit_s -= self._costs_s[-1] - before
+        self._earn(seconds)
+
+    def trailing(self, seconds: float) -> None:
+        """An iteration beside the copy of a snapshot that was begun before it: the rest of its price."""
+        plain = self.plain_s
+        if plain is not None:
+            self._credit_s -= min(max(0.0, seconds - plain), _OUTLIER * (self.cost_s or 0.0))
         self._earn(seconds)
 
     def _earn(self, seconds: float) -> None:
@@ -154,8 +161,3 @@ def _check_number(number: object, option: str) -> None:
     if isinstance(number, int) and number < 1:
         raise OptionError(f"{option}={number}: a number of steps must be positive. Nothing was changed.")
 
-
-def largest(seconds: Iterable[float | None]) -> float | None:
-    """The longest of what several devices took; None where one of them is not known yet."""
-    known = list(seconds)
-    return None if not known or any(s is None for s in known) else max(s for s in known if s is not None)

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flashckpt import _native
-from flashckpt.format.layout import Leaf, Layout
+from flashckpt.format.layout import Layout
 from flashckpt.format.metadata import plan_bytes
+from flashckpt.state.tensors import DTYPE_NAMES, leaf_of, strides
 
 Addresses = NDArray[np.uint64]
 UsedUp = Callable[[Tensor, Tensor], bool]
@@ -29,7 +30,7 @@ class Live(Protocol):
 
     name: str
     tensor: Tensor
-    aliases: tuple[str, ...]
+    aliases: Sequence[str]
     kind: str
     owner: Any
     container: Any
@@ -41,6 +42,7 @@ class Walked(Protocol):
 
     leaves: Sequence[Live]
     guards: Sequence[tuple[Any, int]]
+    anchors: Sequence[tuple[Any, Any, Any]]
 
 
 class Change(Enum):
@@ -64,23 +66,13 @@ def is_plain(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _leaf_of(live: Live, tensor: Tensor) -> Leaf:
-    return Leaf(
-        name=live.name,
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        shape=tuple(tensor.shape),
-        stride=None if tensor.is_contiguous() else tuple(tensor.stride()),
-        aliases=tuple(live.aliases),
-    )
-
-
 class Plan:
     """One walk's leaves, in image order. Every array has one entry a leaf; offsets are in bytes from the
     image's first byte, and addresses are those of the live tensors."""
 
     def __init__(self, walk: Walked) -> None:
         by_name = {live.name: live for live in walk.leaves}
-        self.layout = Layout.of(_leaf_of(live, local(live.tensor)) for live in walk.leaves)
+        self.layout = Layout.of(leaf_of(live.name, local(live.tensor), tuple(live.aliases)) for live in walk.leaves)
         self.json = plan_bytes(self.layout)
         self.plan_id = _native.xxh3_64(self.json)
         self.lives = [by_name[leaf.name] for leaf in self.layout.leaves]
@@ -89,9 +81,10 @@ class Plan:
         starts = [self.layout.data_start + leaf.offset for leaf in self.layout.leaves]
         self.offsets: Addresses = np.array(starts, dtype=np.uint64)
         self.odd = frozenset(i for i, tensor in enumerate(self.tensors) if not is_plain(tensor))
-        self.dynamic = any(live.container is None for live in self.lives)
+        self._dynamic = [i for i, live in enumerate(self.lives) if live.container is None]
         self.addresses: Addresses = np.zeros(len(self.lives), dtype=np.uint64)
-        self._guards = [(container, length) for container, length in walk.guards]
+        self._guards = list(walk.guards)
+        self._anchors = list(walk.anchors)
         self.parameters = [live.tensor for live in self.lives if live.kind == "parameter"]
         self._gradients: bytes = b""
         self._watch: _native.Watch | None = None
@@ -109,39 +102,39 @@ class Plan:
 
         Returns the indexes that were patched. REBUILD: the walk must be made again.
         """
-        if any(len(container) != length for container, length in self._guards):
-            return Change.REBUILD, []
-        if self._gradient_states(used_up) != self._gradients:
+        if not self._stands() or self._gradient_states(used_up) != self._gradients:
             return Change.REBUILD, []
         assert self._watch is not None
         changed = self._watch.changed(self._watched_addresses)
-        if not changed:
-            return Change.NONE, []
         indexes = sorted({self._watched[i] for i in changed})
         if not all(self._patch(index) for index in indexes):
             return Change.REBUILD, []
-        self._arm()
-        return Change.PATCHED, indexes
+        if indexes:
+            self._arm()
+        fresh = self._fresh()
+        if fresh is None:
+            return Change.REBUILD, []
+        indexes += fresh
+        return (Change.PATCHED, indexes) if indexes else (Change.NONE, [])
 
-    def same_leaves(self, walk: Walked) -> list[int] | None:
-        """Take over the tensors of another walk. The indexes whose memory moved; None where the leaves
-        themselves differ."""
-        if len(walk.leaves) != len(self.lives):
-            return None
-        fresh = {live.name: live for live in walk.leaves}
+    def _stands(self) -> bool:
+        """Containers are as long as they were, and hold the very objects that the walk went through."""
+        return all(len(container) == length for container, length in self._guards) and all(
+            _holds(container, key, value) for container, key, value in self._anchors
+        )
+
+    def _fresh(self) -> list[int] | None:
+        """Take over the tensors that their owner makes anew each time; None where they are others."""
         moved = []
-        for index, leaf in enumerate(self.layout.leaves):
-            live = fresh.get(leaf.name)
-            if live is None or not self._fits(index, local(live.tensor)):
+        for index in self._dynamic:
+            tensor = local(self.lives[index].tensor)
+            if tensor is self.tensors[index]:
+                continue
+            if not self._fits(index, tensor):
                 return None
-            if tuple(live.aliases) != leaf.aliases:
-                return None
-            self.lives[index] = live
-            if self.tensors[index] is not local(live.tensor):
-                moved.append(index)
-                self.tensors[index] = local(live.tensor)
-        self._guards = [(container, length) for container, length in walk.guards]
-        self._arm()
+            self.tensors[index] = tensor
+            self.addresses[index] = tensor.data_ptr()
+            moved.append(index)
         return moved
 
     def release(self) -> None:
@@ -154,10 +147,9 @@ class Plan:
         if tensor is old:
             # In-place changes of geometry (resize_, t_, .data=) keep the object: compare with the plan.
             leaf = self.layout.leaves[index]
-            stride = None if tensor.is_contiguous() else tuple(tensor.stride())
-            dtype = str(tensor.dtype).removeprefix("torch.")
             known = (leaf.shape, leaf.stride, leaf.dtype, index not in self.odd)
-            return (tuple(tensor.shape), stride, dtype, is_plain(tensor)) == known
+            dtype = DTYPE_NAMES.get(tensor.dtype)
+            return (tuple(tensor.shape), strides(tensor), dtype, is_plain(tensor)) == known
         return (
             tensor.shape == old.shape
             and tensor.dtype == old.dtype
@@ -207,5 +199,13 @@ class Plan:
         )
 
 
+def _holds(container: Any, key: Any, value: Any) -> bool:
+    try:
+        return _item(container, key) is value
+    except (KeyError, IndexError, AttributeError):
+        return False
+
+
 def _item(container: Any, key: Any) -> Any:
-    return container[key] if isinstance(container, (dict, list)) else getattr(container, key)
+    by_name = isinstance(key, str) and not isinstance(container, dict)
+    return getattr(container, key) if by_name else container[key]

@@ -1,0 +1,81 @@
+"""A plan together with the way of each leaf and what carries it out. Owns the parts of one capture.
+
+Made anew when leaves come or go or a way changes; patched when only memory moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from flashckpt.capture.device.base import Device
+from flashckpt.capture.host import HostCopies
+from flashckpt.capture.plan import Plan
+from flashckpt.capture.target import Target
+from flashckpt.capture.transfer import Transfer
+from flashckpt.capture.way import Way
+from flashckpt.capture.ways import Ways
+
+# In so many captures of a plan the sources are digested again after they were cloned.
+_CHECKED = 3
+
+
+class Arrangement:
+    """Everything a boundary needs to copy the leaves of one plan."""
+
+    def __init__(
+        self, plan: Plan, ways: Ways, fired: frozenset[int], room: Mapping[str, int], threads: int
+    ) -> None:
+        self.plan = plan
+        self.fired = fired
+        self._devices: Sequence[Device | None] = ways.device_of(plan)
+        self.ways: list[Way] = ways.choose(plan, self._devices, fired, room)
+        host = [i for i, device in enumerate(self._devices) if device is None]
+        constants = [i for i in host if self.ways[i] is Way.CONSTANT]
+        self.host = HostCopies(plan, host, constants, threads)
+        self.transfers = [self._transfer(device, ways) for device in _distinct(self._devices)]
+        self.captures = 0
+        self.names = [leaf.name for leaf in plan.layout.leaves]
+        self.candidates = ways.candidates(plan)
+
+    @property
+    def has_gates(self) -> bool:
+        return Way.GATE in self.ways
+
+    def moved(self) -> None:
+        self.host.moved()
+        for transfer in self.transfers:
+            transfer.moved()
+
+    def capture(self, target: Target, *, gated: bool) -> tuple[list[int], list[int]]:
+        """Start every copy. (handles that a seal waits for, host constants that turned out to be none).
+
+        Devices first: their copies run while the host copies its own.
+        """
+        check = self.captures < _CHECKED
+        self.captures += 1
+        handles = [t.capture(target, gated=gated, check=check) for t in self.transfers]
+        return handles, self.host.capture(target)
+
+    def gate(self) -> None:
+        for transfer in self.transfers:
+            transfer.gate()
+
+    def running(self) -> bool:
+        return any(transfer.running() for transfer in self.transfers)
+
+    def wait(self) -> None:
+        for transfer in self.transfers:
+            transfer.wait()
+
+    def device_constants(self) -> list[int]:
+        return [index for transfer in self.transfers for index in transfer.constants()]
+
+    def _transfer(self, device: Device, ways: Ways) -> Transfer:
+        indexes = [i for i, owner in enumerate(self._devices) if owner is device]
+        names = [self.plan.layout.leaves[i].name for i in indexes]
+        synchronised = any(ways.synchronised(name) for name in names)
+        return Transfer(device, self.plan, indexes, self.ways, synchronised)
+
+
+def _distinct(devices: Sequence[Device | None]) -> list[Device]:
+    return list({id(device): device for device in devices if device is not None}.values())

@@ -1,0 +1,1 @@
+"""Devices behind one small protocol: CUDA and ROCm, any other accelerator, and a simulated one."""

@@ -1,0 +1,154 @@
+"""Snapshots that were begun and are not sealed yet, and what became of them.
+
+Owns the list of flights and what is learned when one ends: torn leaves, constants, lost snapshots. Never
+waits but where `wait` is called, at the end of runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from flashckpt import _native
+from flashckpt.capture.arrangement import Arrangement
+from flashckpt.capture.target import Target
+from flashckpt.capture.way import Way
+from flashckpt.capture.ways import Ways
+from flashckpt.events import log
+from flashckpt.memory.page import State
+
+_WAIT_SLICE_S = 60.0
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """One snapshot on its way. The arrangement holds its tensors, and is let go when it has landed."""
+
+    step: int
+    target: Target
+    generation: int
+    persist: bool
+    arrangement: Arrangement | None
+
+
+@dataclass(slots=True)
+class _Landed:
+    """What is kept of a sealed snapshot, to name the leaves that the keeper finds torn: no tensor of it."""
+
+    flight: Flight
+    target: Target
+    names: list[str]
+    ways: list[Way]
+
+
+class Flights:
+    """on_lost is called for a snapshot that will never be; on_changed when ways must be chosen again."""
+
+    def __init__(
+        self,
+        ways: Ways,
+        sealer: _native.Sealer,
+        on_lost: Callable[[Flight], None],
+        on_changed: Callable[[], None],
+    ) -> None:
+        self._ways, self._sealer = ways, sealer
+        self._on_lost, self._on_changed = on_lost, on_changed
+        self._flying: list[Flight] = []
+        self._landed: dict[int, _Landed] = {}
+        self.sealed = 0
+        self.lost = 0
+        self.newest_step: int | None = None
+
+    def add(self, flight: Flight) -> None:
+        self._flying.append(flight)
+
+    def running(self) -> bool:
+        """Whether copies of a device are still on their way."""
+        return any(flight.arrangement.transfers for flight in self._flying if flight.arrangement)
+
+    def poll(self) -> None:
+        """Look, without waiting, at what was sealed or refused, and at what the keeper found torn."""
+        for flight in list(self._flying):
+            state = flight.target.state()
+            if state is State.WRITING:
+                continue
+            self._flying.remove(flight)
+            arrangement, flight.arrangement = flight.arrangement, None
+            assert arrangement is not None
+            if state is State.SEALED:
+                self._land(flight, arrangement)
+            else:
+                self._refused(flight, arrangement)
+        for landed in list(self._landed.values()):
+            self._listen(landed)
+
+    def wait(self) -> None:
+        """Until nothing is on its way: the only place where the host waits for copies."""
+        while self._flying:
+            if not self._sealer.drain(_WAIT_SLICE_S):
+                log.warning("The copies of step %d have been running for a minute.", self._flying[0].step)
+            self.poll()
+
+    def forget(self) -> None:
+        """The slots are others from here on."""
+        self._flying.clear()
+        self._landed.clear()
+
+    def _land(self, flight: Flight, arrangement: Arrangement) -> None:
+        target = flight.target
+        wrong = []
+        for index in arrangement.device_constants():
+            digest = int(target.table[index])
+            if target.kept.setdefault(index, digest) != digest:
+                wrong.append(index)
+        landed = _Landed(flight, target, arrangement.names, arrangement.ways)
+        if wrong:
+            # Its bytes are those of an earlier step: the digest would have it discarded, later.
+            word = target.slot.state()
+            if word.generation == flight.generation:
+                target.slot.free(word)
+            target.forget()
+            for index in wrong:
+                self._ways.no_constant(landed.names[index])
+            self._on_changed()
+            self._lose(flight)
+            return
+        self.sealed += 1
+        self.newest_step = flight.step
+        self._landed[target.slot.index] = landed
+        digests = {i: int(target.table[i]) for i in arrangement.candidates}
+        if self._ways.note(arrangement.plan, digests):
+            self._on_changed()
+
+    def _refused(self, flight: Flight, arrangement: Arrangement) -> None:
+        target = flight.target
+        torn = target.empty_entries()
+        reasons = {reason for word, reason in self._sealer.failures() if word == target.slot.word_address}
+        if not torn:
+            log.error("The snapshot of step %d was not sealed: %s.", flight.step, "; ".join(reasons) or "unknown")
+        target.forget()
+        self._tear(_Landed(flight, target, arrangement.names, arrangement.ways), torn)
+        self._lose(flight)
+
+    def _listen(self, landed: _Landed) -> None:
+        """Leaves that the keeper's audit found to differ from their digests."""
+        target, flight = landed.target, landed.flight
+        if target.generation != flight.generation:
+            return
+        generation, leaves = target.slot.torn
+        if generation != flight.generation:
+            return
+        del self._landed[target.slot.index]
+        target.forget()
+        self._tear(landed, [leaf for leaf in leaves if leaf < len(landed.names)])
+        self._lose(flight)
+
+    def _tear(self, landed: _Landed, leaves: list[int]) -> None:
+        for leaf in leaves:
+            self._ways.tear(landed.names[leaf], landed.ways[leaf])
+        if leaves:
+            self._on_changed()
+
+    def _lose(self, flight: Flight) -> None:
+        self.lost += 1
+        self._on_lost(flight)

@@ -1,0 +1,152 @@
+"""One slot as a capture fills it: metadata, digest table, image header, record, seal.
+
+Owns the views of a slot and what is known to stand in it already. Takes no decision about leaves, and
+touches nothing of a slot that it has not begun.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flashckpt import _native
+from flashckpt.capture.plan import Addresses, Plan
+from flashckpt.format.metadata import HEADER, Geometry, geometry, header
+from flashckpt.memory.page import Record, State, Word
+from flashckpt.memory.slot import Slot
+
+
+class Target:
+    """A slot with its owner's index. `kept` holds the digests of leaves (by index in the plan) whose bytes
+    stand in the image from an earlier capture of the same plan."""
+
+    def __init__(self, slot: Slot, owner: int) -> None:
+        self.slot = slot
+        self.owner = owner
+        self.generation = -1
+        self.plan: Plan | None = None
+        self.kept: dict[int, int] = {}
+        self.table: Addresses = np.empty(0, dtype=np.uint64)
+        self.table_address = 0
+        self._plan_id: int | None = None
+        self._metadata = slot.metadata_view
+        self._image: Tensor = torch.frombuffer(slot.image_view, dtype=torch.uint8)
+        self._places = Geometry(0, 0, 0, 0)
+        self._odd_views: dict[int, Tensor] = {}
+
+    @property
+    def image_address(self) -> int:
+        return self.slot.image_address
+
+    def fits(self, plan: Plan, values_bytes: int) -> bool:
+        places = geometry(len(plan.json), len(plan), values_bytes)
+        return (
+            places.num_bytes <= self.slot.metadata_capacity
+            and plan.layout.num_bytes <= self.slot.image_capacity
+        )
+
+    def begin(self) -> bool:
+        """FREE or SEALED -> WRITING. False if the slot is no longer to be had."""
+        generation = self.slot.begin(self.owner)
+        if generation is None:
+            return False
+        self.generation = generation
+        return True
+
+    def abandon(self) -> None:
+        self.slot.abandon(self.owner, self.generation)
+
+    def prepare(self, plan: Plan, values: bytes) -> None:
+        """Write all of the metadata but the digests; the table is filled with what a seal refuses."""
+        places = geometry(len(plan.json), len(plan), len(values))
+        data = self._metadata
+        if self._plan_id != plan.plan_id:
+            self._plan_id = None
+            data[places.plan : places.plan + len(plan.json)] = plan.json
+            self._image.numpy()[: plan.layout.data_start] = np.frombuffer(plan.layout.header, dtype=np.uint8)
+            self.table = np.frombuffer(data[places.table : places.values], dtype=np.uint64)
+            self.table_address = self.slot.metadata_address + places.table
+            self.kept.clear()
+            self._odd_views.clear()
+            self._plan_id = plan.plan_id
+        data[: HEADER.size] = header(len(plan.json), len(plan), len(values))
+        self.table.fill(_native.EMPTY_DIGEST)
+        data[places.values : places.num_bytes] = values
+        self.plan, self._places = plan, places
+
+    def image_of(self, index: int) -> Tensor:
+        """The place of one leaf in the image, as a row-major tensor of the leaf's dtype and shape."""
+        view = self._odd_views.get(index)
+        if view is None:
+            assert self.plan is not None
+            leaf, tensor = self.plan.layout.leaves[index], self.plan.tensors[index]
+            start = int(self.plan.offsets[index])
+            place = self._image[start : start + leaf.num_bytes]
+            view = self._odd_views[index] = place.view(tensor.dtype).view(leaf.shape)
+        return view
+
+    def seal(self, sealer: _native.Sealer, waits: Sequence[int], step: int, attempt: tuple[int, int]) -> None:
+        """Hand the slot to the native thread: it seals once every wait is over and every digest is there."""
+        assert self.plan is not None
+        plan, places = self.plan, self._places
+        self.slot.write_record(
+            Record(
+                attempt_number=attempt[0],
+                attempt_nonce=attempt[1],
+                step=step,
+                generation=self.generation,
+                plan_id=plan.plan_id,
+                plan_bytes=len(plan.json),
+                table_count=len(plan),
+                values_bytes=places.num_bytes - places.values,
+                metadata_bytes=places.num_bytes,
+                image_bytes=plan.layout.num_bytes,
+                data_start=plan.layout.data_start,
+                captured_ns=time.time_ns(),
+            )
+        )
+        sealer.submit(
+            waits=list(waits),
+            word=self.slot.word_address,
+            expected=self._word(State.WRITING).packed(),
+            desired=Word(State.SEALED, 0, self.generation).packed(),
+            record=self.slot.record_address,
+            metadata=self.slot.metadata_address,
+            metadata_bytes=places.num_bytes,
+            table=self.table_address,
+            table_count=len(plan),
+        )
+
+    def state(self) -> State:
+        """WRITING while the seal is to come, SEALED after it (whatever became of the slot since), FREE if
+        it was refused."""
+        word = self.slot.state()
+        if word.generation != self.generation:
+            return State.SEALED
+        return State.SEALED if word.state is State.PINNED else word.state
+
+    def empty_entries(self) -> list[int]:
+        """Leaves without a digest: those that a check found to be written while they were copied."""
+        return [int(i) for i in np.flatnonzero(self.table == np.uint64(_native.EMPTY_DIGEST))]
+
+    def forget(self) -> None:
+        """Believe nothing of what stands in the slot."""
+        self._plan_id = None
+        self.kept.clear()
+
+    def release(self) -> None:
+        """Let go of every view, so that the slot can be unmapped."""
+        empty: Any = np.empty(0, dtype=np.uint64)
+        self.table = empty
+        self._odd_views.clear()
+        self._image = torch.empty(0, dtype=torch.uint8)
+        self._metadata.release()
+        self.plan = None
+
+    def _word(self, state: State) -> Word:
+        return Word(state, self.owner, self.generation)

@@ -1,0 +1,151 @@
+"""Which way each leaf is copied. Owns what was learned of leaves, by name: torn ones and constants.
+
+Learned things outlive plans, since a leaf that was torn once is not tried again. Copies nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from flashckpt.capture.device.base import Device
+from flashckpt.capture.plan import Plan
+from flashckpt.capture.way import SAFER, Way
+from flashckpt.events import log
+
+SMALL_BYTES = 1 << 20
+_EQUAL_CAPTURES = 3
+
+
+class Ways:
+    """The choice for every leaf of a plan. optimizers are torch's own, already unwrapped."""
+
+    def __init__(self, optimizers: Sequence[Any], devices: Sequence[Device]) -> None:
+        self._optimizers, self._devices = optimizers, devices
+        self._torn: dict[str, Way] = {}
+        self._ordinary: set[str] = set()
+        self._equal: dict[str, tuple[int, int]] = {}
+        self._constants: set[str] = set()
+
+    def device_of(self, plan: Plan) -> list[Device | None]:
+        """The device of each leaf, None for host memory. A leaf without bytes needs no device."""
+        found: list[Device | None] = []
+        for tensor, size in zip(plan.tensors, plan.sizes.tolist(), strict=True):
+            owner = next((device for device in self._devices if device.owns(tensor)), None)
+            found.append(owner if size else None)
+        return found
+
+    def choose(
+        self,
+        plan: Plan,
+        devices: Sequence[Device | None],
+        fired: frozenset[int],
+        room: Mapping[str, int],
+    ) -> list[Way]:
+        """One way a leaf. fired: identities of optimizers whose hooks were seen; room: bytes that an arena
+        may take, by device name. Leaves that no gate protects get the room first."""
+        gated = self._gated(plan, fired)
+        ways: list[Way | None] = [self._fixed(plan, i, devices[i]) for i in range(len(plan))]
+        left = dict(room)
+        for protected in (False, True):
+            for i, device in enumerate(devices):
+                if ways[i] is None and device is not None and (i in gated) == protected:
+                    ways[i] = self._by_room(plan, i, device, left, protected)
+        return [way or Way.HOST for way in ways]
+
+    def tear(self, name: str, way: Way) -> None:
+        """The leaf was found torn: the next safer way from now on, for good."""
+        safer = SAFER[way]
+        self._constants.discard(name)
+        self._ordinary.add(name)
+        if safer is not way:
+            self._torn[name] = safer
+        log.warning(
+            "%s was written while it was copied (way: %s). That snapshot was discarded; the state is not "
+            "touched. From now on it is copied by the way: %s.", name, way.value, safer.value,
+        )  # fmt: skip
+
+    def synchronised(self, name: str) -> bool:
+        """Whether the host waits for the whole device before this leaf is copied."""
+        return self._torn.get(name) is Way.WAIT
+
+    def no_constant(self, name: str) -> None:
+        self._constants.discard(name)
+        self._ordinary.add(name)
+
+    def note(self, plan: Plan, digests: Mapping[int, int]) -> bool:
+        """Digests of a sealed snapshot, of parameters that may be constants. True if one became one."""
+        found = False
+        for index, digest in digests.items():
+            name = plan.layout.leaves[index].name
+            last, times = self._equal.get(name, (digest, 0))
+            if name in self._ordinary or name in self._constants:
+                continue
+            if last != digest:
+                self._ordinary.add(name)
+                self._equal.pop(name, None)
+            else:
+                self._equal[name] = (digest, times + 1)
+                if times + 1 >= _EQUAL_CAPTURES:
+                    self._constants.add(name)
+                    found = True
+        return found
+
+    def candidates(self, plan: Plan) -> list[int]:
+        """Parameters without a gradient and in no optimizer, that are not yet known to change."""
+        owned = self._owners()
+        return [
+            i
+            for i, live in enumerate(plan.lives)
+            if live.kind == "parameter"
+            and live.name not in self._ordinary
+            and i not in plan.odd
+            and id(live.tensor) not in owned
+            and live.tensor.grad is None
+            and plan.sizes[i]
+        ]
+
+    def _fixed(self, plan: Plan, index: int, device: Device | None) -> Way | None:
+        name = plan.layout.leaves[index].name
+        if name in self._constants and index not in plan.odd:
+            return Way.CONSTANT
+        if device is None:
+            return Way.HOST
+        if name in self._torn:
+            return self._torn[name]
+        return Way.CLONE if plan.sizes[index] < SMALL_BYTES or index in plan.odd else None
+
+    def _by_room(self, plan: Plan, index: int, device: Device, left: dict[str, int], gated: bool) -> Way:
+        size = int(plan.sizes[index])
+        if left.get(device.name, 0) >= size:
+            left[device.name] -= size
+            return Way.CLONE
+        return Way.GATE if gated else Way.WAIT
+
+    def _gated(self, plan: Plan, fired: frozenset[int]) -> set[int]:
+        owned = self._owners()
+        return {
+            i
+            for i, live in enumerate(plan.lives)
+            if (live.kind == "optimizer" and id(live.owner) in fired)
+            or (live.kind == "parameter" and owned.get(id(live.tensor)) in fired)
+        }
+
+    def _owners(self) -> dict[int, int]:
+        """Optimizer of each parameter, by identities; a parameter is looked up by the state's own object."""
+        return {
+            id(parameter): id(optimizer)
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+
+
+def describe(plan: Plan, ways: Iterable[Way]) -> list[tuple[str, int, int]]:
+    """Rows (way, leaves, bytes) for a table, in the order of the design."""
+    totals: dict[Way, tuple[int, int]] = {}
+    for way, size in zip(ways, plan.sizes.tolist(), strict=True):
+        count, num_bytes = totals.get(way, (0, 0))
+        totals[way] = (count + 1, num_bytes + size)
+    return [(way.value, *totals[way]) for way in Way if way in totals]
+
