@@ -60,36 +60,63 @@ Sums copy_rows_portable(std::uint8_t* destination, const std::uint8_t* source, s
 }
 
 #if defined(__x86_64__)
+#define FLASHCKPT_AVX2 __attribute__((target("avx2")))
+
 enum class Store { none, cached, streaming };
 
-template <Store store>
-__attribute__((target("avx2"))) Sums rows_avx2(std::uint8_t* destination, const std::uint8_t* source,
-                                               std::size_t rows) {
+// How far ahead a row is asked for. The processor's own prefetch stops at page ends; measured, this is worth
+// a quarter of the rate. Marked as used once, so that it does not push the model out of the caches.
+constexpr std::size_t kAheadRows = 40;
+
+struct Lanes {
     __m256i sums[4] = {};
     __m256i runs[4] = {};
-    for (std::size_t row = 0; row < rows; ++row) {
-        for (int half = 0; half < 2; ++half) {
-            __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source + 32 * half));
-            __m256i low = _mm256_cvtepi32_epi64(_mm256_castsi256_si128(bytes));
-            __m256i high = _mm256_cvtepi32_epi64(_mm256_extracti128_si256(bytes, 1));
-            sums[2 * half] = _mm256_add_epi64(sums[2 * half], low);
-            sums[2 * half + 1] = _mm256_add_epi64(sums[2 * half + 1], high);
-            runs[2 * half] = _mm256_add_epi64(runs[2 * half], sums[2 * half]);
-            runs[2 * half + 1] = _mm256_add_epi64(runs[2 * half + 1], sums[2 * half + 1]);
-            auto* out = reinterpret_cast<__m256i*>(destination + 32 * half);
-            if constexpr (store == Store::cached) _mm256_storeu_si256(out, bytes);
-            if constexpr (store == Store::streaming) _mm256_stream_si256(out, bytes);
+
+    FLASHCKPT_AVX2 __attribute__((always_inline)) void add(int quarter, __m128i words) {
+        sums[quarter] = _mm256_add_epi64(sums[quarter], _mm256_cvtepi32_epi64(words));
+        runs[quarter] = _mm256_add_epi64(runs[quarter], sums[quarter]);
+    }
+
+    FLASHCKPT_AVX2 Sums fold_rows(std::size_t rows) const {
+        alignas(32) std::uint64_t lane_sums[kLanes];
+        alignas(32) std::uint64_t lane_runs[kLanes];
+        for (int quarter = 0; quarter < 4; ++quarter) {
+            _mm256_store_si256(reinterpret_cast<__m256i*>(lane_sums) + quarter, sums[quarter]);
+            _mm256_store_si256(reinterpret_cast<__m256i*>(lane_runs) + quarter, runs[quarter]);
         }
-        source += kRowBytes;
-        if constexpr (store != Store::none) destination += kRowBytes;
+        return fold(lane_sums, lane_runs, rows);
     }
-    alignas(32) std::uint64_t lane_sums[kLanes];
-    alignas(32) std::uint64_t lane_runs[kLanes];
-    for (int quarter = 0; quarter < 4; ++quarter) {
-        _mm256_store_si256(reinterpret_cast<__m256i*>(lane_sums) + quarter, sums[quarter]);
-        _mm256_store_si256(reinterpret_cast<__m256i*>(lane_runs) + quarter, runs[quarter]);
+};
+
+template <Store store>
+FLASHCKPT_AVX2 __attribute__((always_inline)) inline void do_row(Lanes& lanes, std::uint8_t* destination,
+                                                                 const std::uint8_t* source) {
+    for (int half = 0; half < 2; ++half) {
+        __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source + 32 * half));
+        // Held in a register: a second load could see other bytes than those that are stored.
+        asm volatile("" : "+x"(bytes));
+        lanes.add(2 * half, _mm256_castsi256_si128(bytes));
+        lanes.add(2 * half + 1, _mm256_extracti128_si256(bytes, 1));
+        auto* out = reinterpret_cast<__m256i*>(destination + 32 * half);
+        if constexpr (store == Store::cached) _mm256_storeu_si256(out, bytes);
+        if constexpr (store == Store::streaming) _mm256_stream_si256(out, bytes);
     }
-    return fold(lane_sums, lane_runs, rows);
+}
+
+template <Store store>
+FLASHCKPT_AVX2 Sums rows_avx2(std::uint8_t* destination, const std::uint8_t* source, std::size_t rows) {
+    constexpr std::size_t step = store == Store::none ? 0 : kRowBytes;
+    Lanes lanes;
+    std::size_t row = 0;
+#pragma GCC unroll 4
+    for (; row + kAheadRows < rows; ++row, source += kRowBytes, destination += step) {
+        _mm_prefetch(reinterpret_cast<const char*>(source + kAheadRows * kRowBytes), _MM_HINT_NTA);
+        do_row<store>(lanes, destination, source);
+    }
+    for (; row < rows; ++row, source += kRowBytes, destination += step) {
+        do_row<store>(lanes, destination, source);
+    }
+    return lanes.fold_rows(rows);
 }
 
 const bool kHasAvx2 = __builtin_cpu_supports("avx2") != 0;
