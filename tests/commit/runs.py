@@ -1,0 +1,162 @@
+"""Small real runs for the tests: shards with leaves in them, attempts, committed steps."""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Mapping
+
+import numpy as np
+
+from flashckpt import _native
+from flashckpt.commit import attempts as attempts_module
+from flashckpt.commit import steps as steps_module
+from flashckpt.commit.run import open_run
+from flashckpt.format.layout import Leaf, Layout
+from flashckpt.format.names import (
+    AttemptName,
+    attempt_folder,
+    constants_name,
+    shard_name,
+    step_attempt_folder,
+)
+from flashckpt.format.records import CHUNK_BYTES, Contents, Holder, Part, RankRecord, ShardRecord
+from flashckpt.store.base import Store
+from flashckpt.store.local import LocalStore
+from flashckpt.store.system import System
+
+HOLDER = Holder(boot_id="b", runtime="/r", runtime_id="1:2", lock="trainer-1", host="here", pid=1)
+
+
+def leaves_of(step: int, rank: int = 0) -> dict[str, np.ndarray]:
+    """A few leaves whose every byte depends on step and rank."""
+    seed = np.random.default_rng(step * 1000 + rank)
+    return {
+        "model.weight": seed.standard_normal((7, 5)).astype("float32"),
+        "model.bias": seed.integers(-9, 9, 5, "int64"),
+        "model.mask": seed.integers(0, 2, (3, 3)).astype("bool"),
+        "model.empty": np.zeros((0, 4), "float16"),
+        "optimizer.step": np.array(step, "float32"),
+    }
+
+
+def image_of(leaves: Mapping[str, np.ndarray]) -> tuple[bytes, Layout, tuple[int, ...]]:
+    """The image's bytes, its layout, and the digests of its leaves."""
+    layout = Layout.of(Leaf(name=n, dtype=str(v.dtype), shape=v.shape) for n, v in leaves.items())
+    pieces = [np.ascontiguousarray(leaves[leaf.name]).tobytes() for leaf in layout.leaves]
+    digests = []
+    for piece in pieces:
+        buffer = bytearray(piece or b"\0")
+        digests.append(_native.digest(_native.address_of(buffer), len(piece)))
+    return layout.header + b"".join(pieces), layout, tuple(digests)
+
+
+def contents_of(file: str, leaves: Mapping[str, np.ndarray]) -> tuple[bytes, Contents]:
+    image, layout, digests = image_of(leaves)
+    chunks = [image[i : i + CHUNK_BYTES] for i in range(0, len(image), CHUNK_BYTES)]
+    shard = ShardRecord(
+        file=file,
+        num_bytes=len(image),
+        data_start=layout.data_start,
+        checksums=b"".join(_native.xxh3_128(chunk) for chunk in chunks),
+    )
+    return image, Contents(shard=shard, leaves=layout.leaves, digests=digests)
+
+
+def write_file(path: str, data: bytes, system: System | None = None) -> None:
+    """Create, write and sync a file, as the native engine does with a shard. The folder is not synced."""
+    system = system or System()
+    folder = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        file = system.create(os.path.basename(path), folder)
+        rest = memoryview(data)
+        while rest:
+            rest = rest[system.write(file, rest) :]
+        system.sync(file)
+        os.close(file)
+    finally:
+        os.close(folder)
+
+
+def part_of(
+    store: Store,
+    step: int,
+    attempt: AttemptName,
+    ranks: tuple[int, ...] = (0,),
+    *,
+    world: int = 1,
+    keeper: int = 0,
+    nonce: str = "5f2c0a1b",
+    constants: bool = False,
+    system: System | None = None,
+) -> Part:
+    """Write the shards of a part; the part itself is not written."""
+    store.make_folder(step_attempt_folder(step, attempt))
+    records = []
+    for rank in ranks:
+        image, contents = contents_of(shard_name(rank, nonce), leaves_of(step, rank))
+        folder = step_attempt_folder(step, attempt)
+        write_file(store.local_path(f"{folder}/{contents.shard.file}"), image, system)
+        records.append(
+            RankRecord(
+                rank=rank,
+                shard=contents.shard,
+                leaves=contents.leaves,
+                digests=contents.digests,
+                values={"step": step, "rank": rank},
+                constants=constants_of(store, attempt, rank, system) if constants else None,
+            )
+        )
+    return Part(step=step, attempt=attempt, world=world, keeper=keeper, ranks=tuple(records))
+
+
+def constants_of(store: Store, attempt: AttemptName, rank: int, system: System | None = None) -> Contents:
+    """The constants shard of a rank, written unless it is there."""
+    file = constants_name(rank, 1)
+    image, contents = contents_of(file, {"frozen.weight": np.arange(8, dtype="float64") + rank})
+    path = f"{attempt_folder(attempt)}/{file}"
+    if not store.exists(path):
+        write_file(store.local_path(path), image, system)
+    return contents
+
+
+def publish(store: Store, step: int, attempt: AttemptName, **how: object) -> Part:
+    part = part_of(store, step, attempt, **how)  # type: ignore[arg-type]
+    steps_module.publish_part(store, part)
+    return part
+
+
+def commit(store: Store, step: int, attempt: AttemptName, **how: object) -> steps_module.Committed:
+    """Shard, part, manifest of a step of one rank."""
+    publish(store, step, attempt, **how)
+    return steps_module.commit(store, step, attempt, world=1)
+
+
+def new_run(path: object, system: System | None = None) -> LocalStore:
+    store = LocalStore(os.fspath(path), system)  # type: ignore[arg-type]
+    open_run(store, create=True)
+    return store
+
+
+def attempt_at(store: Store, parent: AttemptName | None = None, step: int = 0) -> AttemptName:
+    """Claim and start an attempt that goes on from `step` of `parent`."""
+    name = attempts_module.claim(store, HOLDER)
+    attempts_module.start(store, name, parent, step, world=1)
+    return name
+
+
+def is_whole(store: Store, step: int, attempt: AttemptName) -> bool:
+    """Whether every byte of a committed step of these runs is the one that was written."""
+    record = steps_module.read_step(store, step, attempt)
+    for part in record.parts:
+        for rank in part.ranks:
+            image, contents = contents_of(rank.shard.file, leaves_of(step, rank.rank))
+            with open(record.shard_path(rank.rank), "rb") as file:
+                if file.read() != image or contents != rank.contents:
+                    return False
+            assert dict(rank.values) == {"step": step, "rank": rank.rank}
+    return True
+
+
+def u64(values: tuple[int, ...]) -> array[int]:
+    return array("Q", values)

@@ -1,0 +1,162 @@
+"""Claims, starts, the alive counter."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+
+import pytest
+
+from flashckpt.commit.attempts import (
+    alive,
+    attempts,
+    beat,
+    check_newest,
+    claim,
+    mark_ended,
+    newest_claimed,
+    newest_started,
+    start,
+    started_after,
+)
+from flashckpt.commit.run import open_run
+from flashckpt.errors import DamagedError, FormatError, RunError, SupersededError, UnusableRunError
+from flashckpt.format.checked_json import dump
+from flashckpt.format.names import AttemptName, claim_path, start_path
+from flashckpt.store.local import LocalStore
+from tests.commit.runs import HOLDER, attempt_at, new_run
+
+
+def test_numbers_go_up_and_names_are_unique(tmp_path: Path) -> None:
+    store = new_run(tmp_path / "run")
+    assert newest_claimed(store) is None
+    names = [claim(store, HOLDER) for _ in range(3)]
+    assert [name.number for name in names] == [1, 2, 3]
+    assert len({name.nonce for name in names}) == 3
+    assert newest_claimed(store) == names[-1]
+    assert newest_started(store) is None
+
+
+def test_processes_that_race_for_a_claim_all_get_their_own(tmp_path: Path) -> None:
+    store = new_run(tmp_path / "run")
+    context = multiprocessing.get_context("fork")
+    barrier, results = context.Barrier(4), context.Queue()
+
+    def race() -> None:
+        looks = []
+        barrier.wait(30)
+        for _ in range(10):
+            looks.clear()
+            name = claim(store, HOLDER, check=lambda: looks.append(1))
+            results.put((str(name), len(looks)))
+
+    racers = [context.Process(target=race) for _ in range(4)]
+    for racer in racers:
+        racer.start()
+    got = [results.get(timeout=60) for _ in range(40)]
+    for racer in racers:
+        racer.join()
+    assert sorted(AttemptName.parse(name).number for name, _ in got) == list(range(1, 41))
+    assert {str(info.name) for info in attempts(store)} == {name for name, _ in got}
+    assert all(looks >= 1 for _, looks in got)
+
+
+def test_the_loser_of_a_race_looks_again(tmp_path: Path) -> None:
+    store = new_run(tmp_path / "run")
+    looked = []
+
+    def check() -> None:
+        # The other claims between our look at the numbers and our claim, the first two times.
+        looked.append(newest_claimed(store))
+
+    class Beaten(LocalStore):
+        def create(self, path: str, data: bytes) -> bool:
+            if len(looked) < 3:
+                claim(store, HOLDER)
+            return super().create(path, data)
+
+    name = claim(Beaten(store.url), HOLDER, check)
+    assert name.number == 3
+    assert [each.number if each else 0 for each in looked] == [0, 1, 2]
+
+
+def test_what_the_check_raises_ends_the_claiming(tmp_path: Path) -> None:
+    store = new_run(tmp_path / "run")
+
+    def refuse() -> None:
+        raise RunError("held")
+
+    with pytest.raises(RunError, match="held"):
+        claim(store, HOLDER, refuse)
+    assert newest_claimed(store) is None
+
+
+def test_a_start_after_a_newer_claim_is_refused(tmp_path: Path) -> None:
+    store = new_run(tmp_path / "run")
+    first, second = claim(store, HOLDER), claim(store, HOLDER)
+    with pytest.raises(SupersededError, match=str(second)):
+        start(store, first, None, 0, 1)
+    with pytest.raises(SupersededError):
+        check_newest(store, first)
+    check_newest(store, second)
+    assert started_after(store, first) is None
+    start(store, second, None, 0, 1)
+    assert started_after(store, first) == second
+    with pytest.raises(SupersededError, match="already started"):
+        start(store, second, None, 0, 1)
+
+
+def test_alive_and_how_it_ends(tmp_path: Path) -> None:
+    store = new_run(tmp_path / "run")
+    name = attempt_at(store)
+    assert alive(store, name) is None
+    beat(store, name, 7)
+    assert (alive(store, name).count, alive(store, name).ended) == (7, "")
+    mark_ended(store, name, "dead")
+    assert (alive(store, name).count, alive(store, name).ended) == (7, "dead")
+    assert not attempts(store)[0].closed
+    mark_ended(store, name, "closed")
+    assert attempts(store)[0].closed
+
+
+def test_a_damaged_claim_does_not_free_its_number(tmp_path: Path) -> None:
+    store = new_run(tmp_path / "run")
+    name = attempt_at(store)
+    (tmp_path / "run" / claim_path(1)).write_bytes(b"{}")
+    assert newest_claimed(store) == newest_started(store) == name
+    assert [(info.name, info.claim) for info in attempts(store)] == [(name, None)]
+    assert claim(store, HOLDER).number == 2
+
+
+def test_a_damaged_start_is_never_a_start_that_was_not(tmp_path: Path) -> None:
+    store = new_run(tmp_path / "run")
+    name = attempt_at(store)
+    path = tmp_path / "run" / start_path(name)
+    path.write_bytes(path.read_bytes().replace(b'"step":0', b'"step":1'))
+    with pytest.raises(DamagedError, match="checksum"):
+        attempts(store)
+
+
+def test_run_json(tmp_path: Path) -> None:
+    store = LocalStore(str(tmp_path / "a" / "run"))
+    with pytest.raises(RunError, match="is no run"):
+        open_run(store, create=False)
+    assert not (tmp_path / "a").exists()
+    run = open_run(store, create=True)
+    assert open_run(store, create=True) == open_run(store, create=False) == run
+    path = tmp_path / "a" / "run" / "run.json"
+    path.unlink()
+    attempt_at(store)
+    with pytest.raises(UnusableRunError, match="not taken for a fresh run"):
+        open_run(store, create=True)
+
+
+def test_a_newer_format_says_to_upgrade(tmp_path: Path) -> None:
+    store = new_run(tmp_path)
+    data = dump({"kind": "run", "run_id": "0" * 16})
+    from flashckpt._native import xxh3_128
+
+    head = data[:-48].replace(b'"format":1', b'"format":2')
+    (tmp_path / "run.json").write_bytes(head + b',"checksum":"' + xxh3_128(head).hex().encode() + b'"}\n')
+    with pytest.raises(FormatError, match="Upgrade flashckpt"):
+        open_run(store, create=True)

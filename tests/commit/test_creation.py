@@ -1,0 +1,136 @@
+"""Exclusive creation where the system answers strangely, and links where files should be."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from flashckpt.errors import OptionError, RunError
+from flashckpt.store.base import open_store
+from flashckpt.store.local import LocalStore
+from flashckpt.store.system import System
+
+
+class Strange(System):
+    """`link` does its work or not, and answers with an error."""
+
+    def __init__(self, code: int, *, works: bool, theirs: bytes | None = None) -> None:
+        self.code, self.works, self.theirs = code, works, theirs
+
+    def link(self, source: str, target: str, source_folder: int, target_folder: int) -> None:
+        if self.works:
+            super().link(source, target, source_folder, target_folder)
+        if self.theirs is not None:
+            file = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=target_folder)
+            os.write(file, self.theirs)
+            os.close(file)
+        raise OSError(self.code, os.strerror(self.code), target)
+
+
+class NothingExclusive(Strange):
+    def __init__(self) -> None:
+        super().__init__(errno.EPERM, works=False)
+
+    def rename_new(self, source: str, target: str, folder: int) -> None:
+        raise OSError(errno.EINVAL, "no", target)
+
+
+@pytest.mark.parametrize("code", [errno.EEXIST, errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
+def test_a_link_whose_answer_was_lost_is_ours(tmp_path: Path, code: int) -> None:
+    assert LocalStore(str(tmp_path), Strange(code, works=True)).create("name", b"data")
+    assert (tmp_path / "name").read_bytes() == b"data"
+    assert os.listdir(tmp_path) == ["name"]
+
+
+def test_another_with_the_name_is_not_ours(tmp_path: Path) -> None:
+    assert not LocalStore(str(tmp_path), Strange(errno.EEXIST, works=False, theirs=b"theirs")).create(
+        "name", b"data"
+    )
+    assert (tmp_path / "name").read_bytes() == b"theirs"
+
+
+def test_a_lost_answer_is_judged_by_the_bytes(tmp_path: Path) -> None:
+    assert LocalStore(str(tmp_path), Strange(errno.EIO, works=False, theirs=b"data")).create("name", b"data")
+
+
+def test_a_link_that_failed_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="Input/output"):
+        LocalStore(str(tmp_path), Strange(errno.EIO, works=False)).create("name", b"data")
+    with pytest.raises(OSError, match="Input/output"):
+        LocalStore(str(tmp_path), Strange(errno.EIO, works=False, theirs=b"theirs")).create("name", b"data")
+    assert os.listdir(tmp_path) == ["name"]
+
+
+def test_neither_links_nor_exclusive_renames(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="another file system"):
+        LocalStore(str(tmp_path), NothingExclusive()).create("name", b"data")
+    assert os.listdir(tmp_path) == []
+
+
+def test_links_in_the_run_are_not_followed(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "secret").write_bytes(b"secret")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "folder").symlink_to(outside)
+    (run / "file").symlink_to(outside / "secret")
+    store = LocalStore(str(run))
+    for act in (
+        lambda: store.read("file", 100),
+        lambda: store.read("folder/secret", 100),
+        lambda: store.create("folder/new", b""),
+        lambda: store.list("folder"),
+        lambda: store.make_folder("folder/new"),
+        lambda: store.local_path("folder/secret"),
+        lambda: store.remove("folder/secret"),
+        lambda: store.link("file", "copy"),
+    ):
+        with pytest.raises(RunError, match="not followed"):
+            act()
+    store.remove_tree("folder")
+    assert [entry.name for entry in store.list("")] == []
+    assert (outside / "secret").read_bytes() == b"secret"
+
+
+def test_a_pipe_in_a_files_place_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(RunError, match="another kind"):
+        LocalStore(str(tmp_path)).read("pipe", 100)
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
+    class Full(System):
+        def write(self, file: int, data: memoryview) -> int:
+            raise OSError(errno.ENOSPC, "full")
+
+    store = LocalStore(str(tmp_path), Full())
+    with pytest.raises(OSError, match="full"):
+        store.create("name", b"data")
+    with pytest.raises(OSError, match="full"):
+        store.replace("name", b"data")
+    assert os.listdir(tmp_path) == []
+
+
+def test_short_writes_are_finished(tmp_path: Path) -> None:
+    class Short(System):
+        def write(self, file: int, data: memoryview) -> int:
+            return super().write(file, data[:3])
+
+    LocalStore(str(tmp_path), Short()).create("name", b"0123456789")
+    assert (tmp_path / "name").read_bytes() == b"0123456789"
+
+
+def test_urls(tmp_path: Path) -> None:
+    assert open_store(tmp_path).url == str(tmp_path)
+    assert open_store(f"file://{tmp_path}").url == str(tmp_path)
+    assert open_store(f"file://{tmp_path}/a%20b").url == f"{tmp_path}/a b"
+    with pytest.raises(OptionError, match="s3://"):
+        open_store("s3://bucket/run")
+    with pytest.raises(OptionError, match="another machine"):
+        open_store("file://host/run")
+    with pytest.raises(OptionError, match="empty"):
+        open_store("")

@@ -1,0 +1,35 @@
+"""The local store against the contract, with and without hard links."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from flashckpt.store.base import Store
+from flashckpt.store.local import LocalStore
+from flashckpt.store.system import System
+from tests.contracts.store_contract import StoreContract
+
+
+class TestLocalStore(StoreContract):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return LocalStore(str(tmp_path))
+
+
+class NoLinks(System):
+    def link(self, source: str, target: str, source_folder: int, target_folder: int) -> None:
+        raise OSError(errno.EPERM, "no links here", target)
+
+
+class TestLocalStoreWithoutLinks(StoreContract):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return LocalStore(str(tmp_path), NoLinks())
+
+    def test_links_share_bytes(self, store: Store) -> None:
+        store.create("source", b"bytes")
+        with pytest.raises(PermissionError):
+            store.link("source", "target")
