@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flashckpt import _native
 from flashckpt.capture.plan import Addresses, Plan
+from flashckpt.errors import DamagedError
 from flashckpt.format.metadata import HEADER, Geometry, geometry, header
 from flashckpt.memory.page import Record, State, Word
 from flashckpt.memory.slot import Slot
@@ -125,7 +126,10 @@ class Target:
     def state(self) -> State:
         """WRITING while the seal is to come, SEALED after it (whatever became of the slot since), FREE if
         it was refused."""
-        word = self.slot.state()
+        try:
+            word = self.slot.state()
+        except DamagedError:
+            return State.FREE
         if word.generation != self.generation:
             return State.SEALED
         return State.SEALED if word.state is State.PINNED else word.state

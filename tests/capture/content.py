@@ -1,0 +1,141 @@
+"""Reading slots the way the keeper reads them, and a small walk of a state for tests of the capture alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sized
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flashckpt import _native
+from flashckpt.format.layout import Leaf
+from flashckpt.memory.slot import Slot
+from flashckpt.memory.slots import SlotRing
+
+
+class Content:
+    """What a sealed slot holds, read the way the keeper reads it: leaves by name, audited."""
+
+    def __init__(self, slot: Slot) -> None:
+        sealed = slot.sealed()
+        assert sealed is not None, "nothing is sealed in the slot"
+        metadata = slot.metadata(sealed)
+        self.step, self.values = sealed.step, metadata.values
+        image = bytes(slot.image_view[: sealed.record.image_bytes])
+        self.image, self.layout = image, metadata.layout
+        self.leaves: dict[str, bytes] = {}
+        self.torn: list[str] = []
+        for leaf, digest in zip(metadata.layout.leaves, metadata.digests, strict=True):
+            start = sealed.record.data_start + leaf.offset
+            data = image[start : start + leaf.num_bytes]
+            self.leaves[leaf.name] = data
+            buffer = np.frombuffer(data, dtype=np.uint8).copy()
+            if _native.digest(_native.address_of(buffer), len(data)) != digest:
+                self.torn.append(leaf.name)
+
+    def leaf(self, name: str) -> Leaf:
+        return next(leaf for leaf in self.layout.leaves if leaf.name == name)
+
+
+def newest(ring: SlotRing) -> Content:
+    found = ring.newest_sealed()
+    assert found is not None, "no slot is sealed"
+    return Content(found[0])
+
+
+def audit(ring: SlotRing) -> list[str]:
+    """Do as the keeper does when it is idle: audit the newest sealed snapshot, discard it if it is torn."""
+    found = ring.newest_sealed()
+    assert found is not None
+    slot, sealed = found
+    content = Content(slot)
+    if content.torn:
+        names = [leaf.name for leaf in content.layout.leaves]
+        slot.set_torn(sealed.generation, [names.index(name) for name in content.torn])
+        assert slot.free(slot.state())
+    return content.torn
+
+
+@dataclass
+class Live:
+    name: str
+    tensor: Tensor
+    kind: str = "other"
+    owner: Any = None
+    container: Any = None
+    key: Any = None
+    aliases: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Walk:
+    leaves: list[Live]
+    guards: list[tuple[Sized, int]]
+    anchors: list[tuple[Any, Any, Any]]
+
+
+class State:
+    """Modules, optimizers and plain dictionaries of tensors, walked anew each time: dictionaries whose name
+    is in `fresh` give copies each time, as a `state_dict` may."""
+
+    def __init__(self, **named: Any) -> None:
+        self.named = named
+        self.walks = 0
+
+    @property
+    def optimizers(self) -> list[Any]:
+        return [each for each in self.named.values() if isinstance(each, torch.optim.Optimizer)]
+
+    def walk(self, used_up: Callable[[Tensor, Tensor], bool]) -> Walk:
+        self.walks += 1
+        walk = Walk([], [], [])
+        for name, each in self.named.items():
+            if isinstance(each, torch.nn.Module):
+                _module(walk, name, each, used_up)
+            elif isinstance(each, torch.optim.Optimizer):
+                _optimizer(walk, name, each)
+            else:
+                walk.guards.append((each, len(each)))
+                for key, tensor in each.items():
+                    walk.leaves.append(Live(f"{name}.{key}", tensor, container=each, key=key))
+        return walk
+
+
+def _module(walk: Walk, name: str, module: torch.nn.Module, used_up: Callable[[Tensor, Tensor], bool]) -> None:
+    for path, inner in module.named_modules():
+        prefix = f"{name}.{path}." if path else f"{name}."
+        for kind, holder in (("parameter", inner._parameters), ("buffer", inner._buffers)):
+            walk.guards.append((holder, len(holder)))
+            for key, tensor in holder.items():
+                if tensor is None:
+                    continue
+                walk.leaves.append(Live(prefix + key, tensor, kind, inner, holder, key))
+                if kind == "parameter" and tensor.grad is not None and not used_up(tensor, tensor.grad):
+                    walk.leaves.append(Live(prefix + key + ".grad", tensor.grad, "gradient", inner, tensor, "grad"))
+
+
+def _optimizer(walk: Walk, name: str, optimizer: torch.optim.Optimizer) -> None:
+    walk.guards.append((optimizer.state, len(optimizer.state)))
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for place, parameter in enumerate(parameters):
+        state = optimizer.state.get(parameter)
+        if state is None:
+            continue
+        walk.guards.append((state, len(state)))
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                walk.leaves.append(Live(f"{name}.{place}.{key}", value, "optimizer", optimizer, state, key))
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    """The bytes of a tensor as an image holds them."""
+    return bytes(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
+
+
+def exact(state: State) -> dict[str, bytes]:
+    """Every leaf of the state as it is now, gradients left out."""
+    leaves = state.walk(lambda parameter, gradient: True).leaves
+    return {live.name: bytes_of(live.tensor) for live in leaves}

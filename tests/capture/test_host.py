@@ -1,0 +1,242 @@
+"""The host way: what a snapshot of CPU tensors contains, and what a boundary decides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from .content import Content, State, bytes_of, exact, newest
+
+from flashckpt import _native
+from flashckpt.capture import Capture, Outcome, Verdict
+from flashckpt.memory.slots import SlotRing
+from flashckpt.options import Options
+
+
+def model(frozen: bool = False) -> torch.nn.Module:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten())
+    net.add_module("head", torch.nn.Linear(4 * 36, 3))
+    if frozen:
+        net.head.weight.requires_grad_(False)
+    return net
+
+
+class Run:
+    """A loop of one's own: `train` is an iteration, `boundary` its end."""
+
+    def __init__(self, ring: SlotRing | None, sealer: _native.Sealer, **options: object) -> None:
+        self.model = model()
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.state = State(model=self.model, optimizer=self.optimizer)
+        self.sealer, self.step = sealer, 0
+        options.setdefault("every", 1)
+        self.capture = Capture(
+            self.state, ring, sealer, Options(), optimizers=self.state.optimizers, attempt=(3, 4), **options
+        )
+
+    def train(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.randn(2, 3, 8, 8)).sum().backward()
+        self.optimizer.step()
+
+    def boundary(self, **how: object) -> Outcome:
+        self.step += 1
+        return self.capture.boundary(self.step, lambda: b'{"step":%d}' % self.step, **how)
+
+    def iterate(self, **how: object) -> Outcome:
+        self.train()
+        return self.boundary(**how)
+
+    def landed(self) -> None:
+        assert self.sealer.drain(10.0)
+
+
+@pytest.fixture
+def run(ring: SlotRing, sealer: _native.Sealer) -> Iterator[Run]:
+    run = Run(ring, sealer)
+    yield run
+    run.capture.close()
+
+
+def check(run: Run, ring: SlotRing) -> Content:
+    run.landed()
+    content = newest(ring)
+    assert content.step == run.step
+    assert content.torn == []
+    assert content.leaves == exact(run.state)
+    assert content.values == b'{"step":%d}' % run.step
+    return content
+
+
+def test_every_boundary_holds_the_exact_state(run: Run, ring: SlotRing) -> None:
+    for _ in range(6):
+        assert run.iterate().captured
+        check(run, ring)
+    assert run.state.walks == 1 + 6  # one plan; `exact` walks too
+
+
+def test_an_image_is_a_stock_safetensors_file(run: Run, ring: SlotRing, tmp_path) -> None:
+    from safetensors.torch import load
+
+    run.iterate()
+    content = check(run, ring)
+    loaded = load(content.image)
+    for name, data in exact(run.state).items():
+        assert bytes_of(loaded[name]) == data
+
+
+def test_record_and_metadata_are_what_the_trainer_said(run: Run, ring: SlotRing) -> None:
+    run.iterate()
+    run.landed()
+    found = ring.newest_sealed()
+    assert found is not None
+    record = found[1].record
+    assert (record.attempt_number, record.attempt_nonce, record.step) == (3, 4, 1)
+    assert record.generation == found[1].word.generation
+    assert record.image_bytes == len(Content(found[0]).image)
+
+
+def test_leaves_that_are_not_row_major_are_stored_row_major(run: Run, ring: SlotRing) -> None:
+    run.model.to(memory_format=torch.channels_last)
+    run.state.named["more"] = {"t": torch.arange(12.0).view(3, 4).t(), "half": torch.ones(3, dtype=torch.bfloat16)}
+    run.iterate()
+    content = check(run, ring)
+    assert content.leaf("model.0.weight").stride == tuple(run.model[0].weight.stride())
+    assert content.leaf("model.head.weight").stride is None
+
+
+def test_a_slot_is_not_sealed_before_a_digest_is_there(ring: SlotRing, sealer: _native.Sealer) -> None:
+    run = Run(ring, sealer)
+    run.iterate()
+    run.landed()
+    target = run.capture._targets[0]
+    plan = run.capture._arrangement.plan
+    assert target.begin()
+    target.prepare(plan, b"{}")
+    target.seal(sealer, [], 9, (1, 1))
+    run.landed()
+    assert ring.newest_sealed() is None
+    assert "digest" in sealer.failures()[0][1]
+    run.capture.close()
+
+
+def test_data_written_by_other_means_is_in_the_next_snapshot(run: Run, ring: SlotRing) -> None:
+    run.iterate()
+    check(run, ring)
+    weight = run.model.head.weight
+    version = weight._version
+    weight.data.mul_(2)
+    weight.detach().numpy()[0, 0] = 77.0
+    assert weight._version == version  # neither is seen by version counters
+    run.iterate()
+    check(run, ring)
+
+
+def test_new_memory_under_the_same_parameter_is_followed(run: Run, ring: SlotRing) -> None:
+    run.iterate()
+    check(run, ring)
+    walks = run.state.walks
+    run.model.head.weight.data = torch.randn_like(run.model.head.weight)
+    run.iterate()
+    assert run.state.walks == walks  # patched, not walked again
+    check(run, ring)
+
+
+def test_another_tensor_in_the_same_place_is_followed(run: Run, ring: SlotRing) -> None:
+    run.iterate()
+    check(run, ring)
+    state = run.optimizer.state[run.model.head.weight]
+    state["exp_avg"] = torch.randn_like(state["exp_avg"])
+    run.boundary()
+    run.iterate()
+    check(run, ring)
+
+
+def test_leaves_that_come_and_go_change_the_plan(run: Run, ring: SlotRing) -> None:
+    more = run.state.named["more"] = {"a": torch.ones(3)}
+    run.iterate()
+    check(run, ring)
+    more["b"] = torch.zeros(5, dtype=torch.int64)
+    run.iterate()
+    assert "more.b" in check(run, ring).leaves
+    del more["a"]
+    run.iterate()
+    assert "more.a" not in check(run, ring).leaves
+
+
+def test_another_shape_in_place_changes_the_plan(run: Run, ring: SlotRing) -> None:
+    more = run.state.named["more"] = {"a": torch.ones(4, 3)}
+    run.iterate()
+    check(run, ring)
+    more["a"].t_()
+    run.iterate()
+    check(run, ring)
+    more["a"].resize_(2, 2)
+    run.iterate()
+    check(run, ring)
+
+
+def test_zero_size_and_scalar_leaves(run: Run, ring: SlotRing) -> None:
+    run.state.named["more"] = {
+        "none": torch.empty(0, 7),
+        "scalar": torch.tensor(3, dtype=torch.int16),
+        "odd": torch.arange(7, dtype=torch.uint8),
+        "complex": torch.ones(3, dtype=torch.complex128),
+        "bool": torch.tensor([True, False]),
+        "f8": torch.ones(5).to(torch.float8_e4m3fn),
+    }
+    run.iterate()
+    check(run, ring)
+
+
+def test_without_slots_a_boundary_is_skipped_and_room_is_known(sealer: _native.Sealer, ring: SlotRing) -> None:
+    run = Run(None, sealer)
+    assert run.capture.room_needed() is None
+    assert run.iterate().verdict is Verdict.SKIPPED
+    needed = run.capture.room_needed()
+    assert needed is not None
+    assert needed[1] >= sum(len(data) for data in exact(run.state).values())
+    assert needed[0] % 4096 == 0
+    run.capture.set_slots(ring)
+    assert run.iterate().captured
+    check(run, ring)
+    run.capture.close()
+
+
+def test_a_state_that_outgrew_its_slots_says_so_and_what_it_needs(run: Run, ring: SlotRing) -> None:
+    run.iterate()
+    run.state.named["more"] = {"big": torch.zeros(5 << 20)}
+    run.capture._rearrange()
+    outcome = run.iterate()
+    assert outcome.verdict is Verdict.SKIPPED
+    assert "outgrown" in outcome.reason
+    needed = run.capture.room_needed()
+    assert needed is not None
+    assert needed[1] > 20 << 20
+
+
+def test_the_newest_sealed_is_never_overwritten(run: Run, ring: SlotRing) -> None:
+    for slot in ring.slots:
+        slot.request_persist(1)  # whatever is captured first in each waits for the keeper
+    for _ in range(3):
+        assert run.iterate().captured
+        run.landed()
+    kept = check(run, ring).step
+    outcome = run.iterate()
+    assert outcome.verdict is Verdict.SKIPPED
+    assert newest(ring).step == kept
+
+
+def test_an_order_waits_for_no_pace(ring: SlotRing, sealer: _native.Sealer) -> None:
+    run = Run(ring, sealer, every=None)
+    assert run.iterate().verdict is Verdict.NOT_DUE
+    run.capture.order()
+    outcome = run.iterate()
+    assert outcome.captured
+    assert outcome.persist
+    slot = ring.slots[outcome.slot]
+    assert slot.wants_persist(outcome.generation)
+    assert run.iterate().verdict is Verdict.NOT_DUE
+    run.capture.close()
