@@ -63,7 +63,11 @@ def _tell(error: BaseException, code: ExitCode, *, as_json: bool) -> None:
     message = str(error) or ("interrupted" if isinstance(error, KeyboardInterrupt) else type(error).__name__)
     notices().print(f"flashckpt: {message}", style="red")
     if as_json:
-        described: dict[str, object] = {"kind": type(error).__name__, "message": message, "exit_code": int(code)}
+        described: dict[str, object] = {
+            "kind": type(error).__name__,
+            "message": message,
+            "exit_code": int(code),
+        }
         for name in ("step", "rank", "path"):
             value = getattr(error, name, None)
             if value is not None:

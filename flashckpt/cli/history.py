@@ -1,0 +1,119 @@
+"""What a run holds, gathered for display: steps, branches, lineage. Reads records, and never a shard.
+
+A step that cannot be used is a row with its problem, never an error: this is where people look for it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from flashckpt.commit.attempts import AttemptInfo, attempts
+from flashckpt.commit.lineage import VisibleStep, bounds, everything, in_lineage, visible
+from flashckpt.commit.marks import marks
+from flashckpt.commit.steps import StepRecord, missing_files, read_manifest, read_step
+from flashckpt.errors import DamagedError
+from flashckpt.format.names import AttemptName, manifest_path
+from flashckpt.format.records import Manifest, Mark
+from flashckpt.store.base import Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRow:
+    """A step that has a manifest. `problem` says why it cannot be used, empty where it can.
+
+    `num_bytes` are those of its shards, constants included; `committed_at_s` counts from 1970.
+    """
+
+    step: int
+    attempt: AttemptName
+    visible: bool
+    num_bytes: int | None
+    leaves: int | None
+    committed_at_s: float
+    marks: tuple[Mark, ...]
+    problem: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """An attempt of a lineage and where it went on from; `parent` is None where it began the run."""
+
+    attempt: AttemptName
+    parent: AttemptName | None
+    step: int
+    ended: str
+
+
+def step_rows(store: Store, *, all_branches: bool) -> list[StepRow]:
+    """The steps of the run's branch, or of every branch, newest last."""
+    shown = everything(store) if all_branches else in_lineage(store, bounds(attempts(store)))
+    seen = set(visible(store))
+    return list(_rows(store, shown, seen))[::-1]
+
+
+def committed_at_s(store: Store, step: int, attempt: AttemptName) -> float:
+    """When the manifest was written, as its file system says; 0 where that cannot be told."""
+    try:
+        return os.stat(store.local_path(manifest_path(step, attempt))).st_mtime
+    except OSError:
+        return 0.0
+
+
+def lineage(store: Store, at: AttemptName) -> list[Origin]:
+    """The attempts that led to one, newest first."""
+    known: dict[AttemptName, AttemptInfo] = {info.name: info for info in attempts(store)}
+    origins = []
+    for bound in bounds(list(known.values()), at):
+        info = known.get(bound.attempt)
+        start = info.start if info is not None else None
+        origins.append(
+            Origin(
+                attempt=bound.attempt,
+                parent=start.parent if start is not None else None,
+                step=start.step if start is not None else 0,
+                ended=info.ended if info is not None else "",
+            )
+        )
+    return origins
+
+
+def num_bytes(record: StepRecord) -> int:
+    return sum(shard.num_bytes for shard in (*record.manifest.shards, *record.manifest.constants))
+
+
+def num_leaves(record: StepRecord) -> int:
+    ranks = [rank for part in record.parts for rank in part.ranks]
+    return sum(len(rank.leaves) + (len(rank.constants.leaves) if rank.constants else 0) for rank in ranks)
+
+
+def _rows(store: Store, shown: Iterator[VisibleStep], seen: set[VisibleStep]) -> Iterator[StepRow]:
+    for each in shown:
+        record, problem = _read(store, each)
+        if record is None and not problem:
+            continue
+        yield StepRow(
+            step=each.step,
+            attempt=each.attempt,
+            visible=each in seen,
+            num_bytes=None if record is None else num_bytes(record),
+            leaves=None if record is None else num_leaves(record),
+            committed_at_s=committed_at_s(store, each.step, each.attempt),
+            marks=tuple(marks(store, each.step, each.attempt)),
+            problem=problem,
+        )
+
+
+def _read(store: Store, each: VisibleStep) -> tuple[StepRecord | None, str]:
+    """The step's records, or what is wrong with them; neither where it was never committed or is pruned."""
+    try:
+        manifest = read_manifest(store, each.step, each.attempt)
+        if not isinstance(manifest, Manifest):
+            return None, ""
+        missing = missing_files(store, manifest)
+        if missing:
+            return None, f"missing or cut short: {', '.join(missing)}"
+        return read_step(store, each.step, each.attempt), ""
+    except DamagedError as error:
+        return None, str(error)

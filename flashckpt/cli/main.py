@@ -1,0 +1,52 @@
+"""The `flashckpt` command. Owns the list of its subcommands and nothing of what they do."""
+
+from __future__ import annotations
+
+import signal
+from typing import Annotated
+
+import typer
+
+import flashckpt
+from flashckpt.cli.branch import branch
+from flashckpt.cli.ls import ls
+from flashckpt.cli.show import show
+from flashckpt.cli.verify import verify
+
+_EPILOG = (
+    "Exit codes: 0 well; 1 damage found; 2 wrong usage; 3 the run cannot be used as asked; "
+    "4 anything else; 130 interrupted."
+)
+
+app = typer.Typer(
+    name="flashckpt",
+    help="Look at the checkpoints of a run, verify them, and go back.",
+    epilog=_EPILOG,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for command in (ls, show, verify, branch):
+    app.command(epilog=_EPILOG)(command)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"flashckpt {flashckpt.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Look at the checkpoints of a run, verify them, and go back."""
+
+
+def main() -> None:
+    """Run the command line, and end the process with its exit code."""
+    # A reader that went away (`flashckpt ls RUN | head`) ends the writer, as it does every shell command.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    app()

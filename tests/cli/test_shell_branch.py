@@ -1,0 +1,92 @@
+"""`branch`: what it makes the next start go on from, and when it is refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from made_runs import Ended, MadeRun
+
+from flashckpt.commit.attempts import attempts
+from flashckpt.commit.holder import here
+from flashckpt.commit.reading import steps
+from flashckpt.commit.run import open_run
+from flashckpt.format.names import RUN
+from flashckpt.memory.runtime import identity_of
+
+Shell = Callable[..., Ended]
+
+HOLD_LOCK = """
+import sys
+from flashckpt.memory.runtime import LifeLock, RuntimeFolder
+folder = RuntimeFolder.open(sys.argv[1], sys.argv[2])
+assert LifeLock.acquire(folder, "trainer.lock")
+print(folder.path, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_branch_at_an_older_step_and_back(run: MadeRun, shell: Shell) -> None:
+    first = run.attempt()
+    for step in (10, 20, 30):
+        run.commit(first, step)
+    ended = shell("branch", run.folder, 20, "--json")
+    assert ended.code == 0
+    assert (ended.json["step"], ended.json["parent"]) == (20, str(first))
+    assert steps(run.store) == [10, 20]
+    newest = attempts(run.store)[-1]
+    assert (str(newest.name), newest.ended) == (ended.json["attempt"], "closed")
+
+    back = shell("branch", run.folder, f"30@{first}")
+    assert back.code == 0
+    assert "goes on from step 30" in back.out
+    assert steps(run.store) == [10, 20, 30]
+
+
+def test_branch_deletes_nothing(run: MadeRun, shell: Shell) -> None:
+    first = run.attempt()
+    for step in (10, 20):
+        run.commit(first, step)
+    before = {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file()}
+    assert shell("branch", run.folder, 10).code == 0
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_branch_is_refused_while_a_trainer_lives_on_this_machine(
+    run: MadeRun, shell: Shell, tmp_path: Path
+) -> None:
+    identity = identity_of(_run_id(run), os.stat(run.folder / RUN))
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", HOLD_LOCK, str(tmp_path), identity],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert trainer.stdin is not None
+    assert trainer.stdout is not None
+    with trainer:
+        runtime = trainer.stdout.readline().strip()
+        first = run.attempt(holder=here(runtime, "trainer.lock"), ended=False)
+        run.commit(first, 10)
+        held = shell("branch", run.folder, 10, "--json")
+        assert (held.code, held.json["error"]["kind"]) == (3, "RunHeldError")
+        assert str(here().pid) in held.err, "the message names the process of the claim"
+        assert len(attempts(run.store)) == 1
+        trainer.kill()
+    # The same claim, and nobody holds its lock any more.
+    assert shell("branch", run.folder, 10).code == 0
+    assert len(attempts(run.store)) == 2
+
+
+def test_the_runtime_folder_is_not_made_by_asking(run: MadeRun, shell: Shell, tmp_path: Path) -> None:
+    run.commit(run.attempt(), 10)
+    before = sorted(tmp_path.iterdir())
+    assert shell("branch", run.folder, 10).code == 0
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def _run_id(run: MadeRun) -> str:
+    return open_run(run.store, create=False).run_id
