@@ -54,7 +54,7 @@ def prune(store: Store, attempt: AttemptName, keep: Keep) -> list[VisibleStep]:
     lineage = _look(store, known)
     if not any(each.attempt == attempt for each in lineage.committed):
         return []
-    kept = _kept(store, lineage.committed, keep, mine)
+    kept = _kept(store, lineage.committed, keep)
     floor = _floor(lineage.committed, keep)
     gone: list[VisibleStep] = []
     for each in reversed(lineage.begun):
@@ -76,7 +76,7 @@ def doomed(store: Store, attempt: AttemptName, keep: Keep) -> list[VisibleStep]:
     if mine is None or mine.start is None:
         return []
     lineage = _look(store, known)
-    kept = _kept(store, lineage.committed, keep, mine)
+    kept = _kept(store, lineage.committed, keep)
     return [each for each in reversed(lineage.committed) if each.step not in kept]
 
 
@@ -166,15 +166,17 @@ def _is_past(step: int, floor: int, keep: Keep) -> bool:
     return step < floor and (keep.every_steps is None or step % keep.every_steps != 0)
 
 
-def _kept(store: Store, committed: Sequence[VisibleStep], keep: Keep, mine: AttemptInfo) -> set[int]:
-    """The steps that stay. Counted are committed steps, never tries."""
+def _kept(store: Store, committed: Sequence[VisibleStep], keep: Keep) -> set[int]:
+    """The steps that stay. Counted are committed steps, never tries.
+
+    The step that an attempt started from is the newest visible one until it commits a newer one, so it is
+    among those that always stay.
+    """
     kept = set(_newest(committed, max(keep.last, ALWAYS_KEPT)))
     if keep.every_steps is not None:
         kept |= {each.step for each in committed if each.step % keep.every_steps == 0}
     # A mark puts a step last, so two steps without one must stay for it to be last of something.
     kept |= set(_newest([each for each in committed if not is_marked(store, each)], ALWAYS_KEPT))
-    if mine.start is not None and max(each.step for each in committed) <= mine.start.step:
-        kept.add(mine.start.step)
     return kept
 
 

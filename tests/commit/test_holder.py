@@ -1,0 +1,151 @@
+"""One job at a time, without a clock: who is refused, who is watched, who may go."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flashckpt.commit.attempts import beat, claim, mark_ended
+from flashckpt.commit.holder import check, here
+from flashckpt.errors import RunHeldError
+from flashckpt.format.names import alive_path
+from flashckpt.format.records import Holder
+from flashckpt.store.local import LocalStore
+from tests.commit.runs import new_run
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return new_run(tmp_path / "run")
+
+
+def holder(tmp_path: Path, **other: object) -> Holder:
+    return replace(here(str(tmp_path), "trainer-1", job_id="job"), **other)
+
+
+def never(runtime: str, lock: str) -> bool:
+    raise AssertionError("no lock is asked for on another machine")
+
+
+class Beats:
+    """Sleeps by letting the other job do something, and counts how often it was asked to."""
+
+    def __init__(self, act: Callable[[int], None] = lambda count: None) -> None:
+        self.count, self.act = 0, act
+
+    def __call__(self, seconds: float) -> None:
+        self.count += 1
+        self.act(self.count)
+
+
+def test_nobody_yet(store: LocalStore, tmp_path: Path) -> None:
+    check(store, holder(tmp_path), never, sleep=Beats())
+
+
+def test_a_held_lock_refuses_at_once(store: LocalStore, tmp_path: Path) -> None:
+    name = claim(store, holder(tmp_path))
+    asked, sleep = [], Beats()
+
+    def probe(runtime: str, lock: str) -> bool:
+        asked.append((runtime, lock))
+        return True
+
+    with pytest.raises(RunHeldError, match=f"{name}.*process {os.getpid()} on this machine"):
+        check(store, holder(tmp_path, restart_count=1), probe, sleep=sleep)
+    assert asked == [(str(tmp_path), "trainer-1")]
+    assert sleep.count == 0
+
+
+def test_a_free_lock_is_dead_without_watching(store: LocalStore, tmp_path: Path) -> None:
+    name = claim(store, holder(tmp_path))
+    sleep = Beats(lambda count: beat(store, name, count))
+    check(store, holder(tmp_path), lambda runtime, lock: False, sleep=sleep)
+    assert sleep.count == 0
+
+
+@pytest.mark.parametrize("difference", [{"boot_id": "other"}, {"runtime": "/other"}, {"runtime_id": "0:0"}])
+def test_elsewhere_the_counter_is_watched(
+    store: LocalStore, tmp_path: Path, difference: dict[str, str]
+) -> None:
+    name = claim(store, holder(tmp_path, host="node-7", job_id="", **difference))
+    me, moving, still = holder(tmp_path), Beats(lambda count: beat(store, name, count)), Beats()
+    with pytest.raises(RunHeldError, match=f"{name}.*node-7"):
+        check(store, me, never, sleep=moving)
+    assert moving.count == 1
+    check(store, me, never, sleep=still)
+    assert still.count > 1
+
+
+def test_a_counter_that_appears_moves(store: LocalStore, tmp_path: Path) -> None:
+    name = claim(store, holder(tmp_path, boot_id="other"))
+    with pytest.raises(RunHeldError):
+        check(store, holder(tmp_path), never, sleep=Beats(lambda count: count == 3 and beat(store, name, 0)))
+
+
+@pytest.mark.parametrize("how", ["closed", "dead"])
+def test_an_ended_attempt_needs_no_watching(store: LocalStore, tmp_path: Path, how: str) -> None:
+    name, sleep = claim(store, holder(tmp_path, boot_id="other")), Beats()
+    beat(store, name, 5)
+    mark_ended(store, name, how)
+    check(store, holder(tmp_path), never, sleep=sleep)
+    assert sleep.count == 0
+
+
+def test_ending_while_watched(store: LocalStore, tmp_path: Path) -> None:
+    name = claim(store, holder(tmp_path, boot_id="other"))
+    beat(store, name, 5)
+    check(store, holder(tmp_path), never, sleep=Beats(lambda count: mark_ended(store, name, "closed")))
+
+
+def test_the_launchers_restart_goes_at_once(store: LocalStore, tmp_path: Path) -> None:
+    name = claim(store, holder(tmp_path, boot_id="other", restart_count=1))
+    moving = Beats(lambda count: beat(store, name, count))
+    check(store, holder(tmp_path, restart_count=2), never, sleep=moving)
+    assert moving.count == 0
+    for same in ({"restart_count": 1}, {"restart_count": 2, "job_id": "another"}):
+        with pytest.raises(RunHeldError):
+            check(store, holder(tmp_path, **same), never, sleep=moving)
+
+
+def test_no_job_id_is_no_restart(store: LocalStore, tmp_path: Path) -> None:
+    name = claim(store, holder(tmp_path, boot_id="other", job_id=""))
+    with pytest.raises(RunHeldError):
+        check(
+            store,
+            holder(tmp_path, job_id="", restart_count=3),
+            never,
+            sleep=Beats(lambda count: beat(store, name, count)),
+        )
+
+
+def test_a_claim_during_the_watch_is_looked_at(store: LocalStore, tmp_path: Path) -> None:
+    claim(store, holder(tmp_path, boot_id="other"))
+    claimed = []
+
+    def act(count: int) -> None:
+        if not claimed:
+            claimed.append(claim(store, holder(tmp_path, boot_id="third", host="node-9")))
+        elif count > 15:
+            beat(store, claimed[0], count)
+
+    with pytest.raises(RunHeldError, match="node-9"):
+        check(store, holder(tmp_path), never, sleep=Beats(act))
+
+
+def test_the_file_is_opened_at_each_look(store: LocalStore, tmp_path: Path) -> None:
+    name = claim(store, holder(tmp_path, boot_id="other"))
+    beat(store, name, 1)
+    first = os.stat(store.local_path(alive_path(name))).st_ino
+    with pytest.raises(RunHeldError):
+        check(store, holder(tmp_path), never, sleep=Beats(lambda count: beat(store, name, 2)))
+    assert os.stat(store.local_path(alive_path(name))).st_ino != first
+
+
+def test_a_damaged_counter_that_stands_still_is_dead(store: LocalStore, tmp_path: Path) -> None:
+    name = claim(store, holder(tmp_path, boot_id="other"))
+    Path(store.local_path(alive_path(name))).write_bytes(b"")
+    check(store, holder(tmp_path), never, sleep=Beats())

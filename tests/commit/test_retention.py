@@ -1,0 +1,245 @@
+"""What may go and what never does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flashckpt.commit.attempts import attempts, claim
+from flashckpt.commit.branching import branch
+from flashckpt.commit.lineage import visible
+from flashckpt.commit.marks import mark
+from flashckpt.commit.reading import steps
+from flashckpt.commit.retention import doomed, prune, sweep_debris
+from flashckpt.commit.steps import is_committed, read_manifest
+from flashckpt.format.names import AttemptName, attempt_folder, claim_path, step_attempt_folder
+from flashckpt.format.records import Tombstone
+from flashckpt.options import Keep
+from flashckpt.store.local import LocalStore
+from tests.commit.runs import HOLDER, attempt_at, commit, is_whole, new_run, part_of, publish
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return new_run(tmp_path / "run")
+
+
+def train(store: LocalStore, attempt: AttemptName, *at: int, **how: object) -> None:
+    for step in at:
+        assert commit(store, step, attempt, **how)
+
+
+def files(store: LocalStore, step: int, attempt: AttemptName) -> list[str]:
+    return [entry.name for entry in store.list(step_attempt_folder(step, attempt))]
+
+
+@pytest.mark.parametrize(
+    ("keep", "left"),
+    [
+        (Keep(last=3), [400, 500, 600]),
+        (Keep(last=2), [500, 600]),
+        (Keep(last=1), [500, 600]),
+        (Keep(last=9), [100, 200, 300, 400, 500, 600]),
+        (Keep(last=2, every_steps=200), [200, 400, 500, 600]),
+    ],
+)
+def test_keep(store: LocalStore, keep: Keep, left: list[int]) -> None:
+    attempt = attempt_at(store)
+    train(store, attempt, 100, 200, 300, 400, 500, 600)
+    expected = [each.step for each in doomed(store, attempt, keep)]
+    assert [each.step for each in prune(store, attempt, keep)] == expected
+    assert steps(store) == left
+    for step in left:
+        assert is_whole(store, step, attempt)
+    for step in expected:
+        assert files(store, step, attempt) == ["manifest.json"]
+        assert isinstance(read_manifest(store, step, attempt), Tombstone)
+    assert prune(store, attempt, keep) == []
+
+
+def test_counted_are_committed_steps(store: LocalStore) -> None:
+    attempt = attempt_at(store)
+    train(store, attempt, 100, 200)
+    publish(store, 300, attempt)
+    part_of(store, 400, attempt)
+    train(store, attempt, 500)
+    Path(store.local_path(f"{step_attempt_folder(500, attempt)}/part-00000.json")).unlink()
+    assert prune(store, attempt, Keep(last=2)) == []
+    assert steps(store) == [100, 200]
+
+
+def test_tries_that_were_overtaken_go(store: LocalStore) -> None:
+    attempt = attempt_at(store)
+    publish(store, 50, attempt)
+    part_of(store, 60, attempt)
+    train(store, attempt, 100, 200)
+    publish(store, 250, attempt)
+    prune(store, attempt, Keep(last=2))
+    assert isinstance(read_manifest(store, 50, attempt), Tombstone)
+    assert files(store, 60, attempt) == ["manifest.json"]
+    assert len(files(store, 250, attempt)) == 2
+
+
+def test_only_the_newest_attempt_prunes(store: LocalStore) -> None:
+    first = attempt_at(store)
+    train(store, first, 100, 200, 300, 400)
+    newer = claim(store, HOLDER)
+    assert prune(store, first, Keep(last=2)) == []
+    assert prune(store, newer, Keep(last=2)) == []
+    assert steps(store) == [100, 200, 300, 400]
+
+
+def test_only_after_a_commit_of_its_own(store: LocalStore) -> None:
+    first = attempt_at(store)
+    train(store, first, 100, 200, 300, 400)
+    second = attempt_at(store, first, 400)
+    assert prune(store, second, Keep(last=2)) == []
+    train(store, second, 500)
+    assert [each.step for each in prune(store, second, Keep(last=2))] == [100, 200, 300]
+    assert steps(store) == [400, 500]
+
+
+def test_a_claim_in_the_middle_stops_it(store: LocalStore) -> None:
+    attempt = attempt_at(store)
+    train(store, attempt, 100, 200, 300, 400)
+
+    class Claimed(LocalStore):
+        def replace(self, path: str, data: bytes, *, durable: bool = True) -> None:
+            super().replace(path, data, durable=durable)
+            claim(store, HOLDER)
+
+    assert [each.step for each in prune(Claimed(store.url), attempt, Keep(last=2))] == [100]
+    assert steps(store) == [200, 300, 400]
+
+
+def test_the_step_it_started_from_stays_until_a_newer_one_is_committed(store: LocalStore) -> None:
+    first = attempt_at(store)
+    train(store, first, 100, 200, 300)
+    # Started at 250, whose snapshot was in memory only; then 250 itself and nothing newer is committed.
+    second = attempt_at(store, first, 300)
+    train(store, second, 150, 160)
+    prune(store, second, Keep(last=1))
+    assert 300 in steps(store)
+    assert is_whole(store, 300, first)
+
+
+def test_the_start_step_is_kept_beside_the_newest_two(store: LocalStore) -> None:
+    first = attempt_at(store)
+    train(store, first, 100)
+    second = attempt_at(store, first, 100)
+    train(store, second, 100)
+    prune(store, second, Keep(last=1))
+    assert is_whole(store, 100, first)
+    train(store, second, 200, 300)
+    prune(store, second, Keep(last=1))
+    assert steps(store) == [200, 300]
+    assert not is_committed(store, 100, first)
+
+
+def test_two_steps_without_a_mark_stay(store: LocalStore) -> None:
+    attempt = attempt_at(store)
+    train(store, attempt, 100, 200, 300, 400)
+    mark(store, 300, attempt, "host", "why")
+    mark(store, 400, attempt, "host", "why")
+    assert prune(store, attempt, Keep(last=2)) == []
+    train(store, attempt, 500)
+    assert [each.step for each in prune(store, attempt, Keep(last=2))] == [100, 300]
+    assert steps(store) == [200, 400, 500]
+
+
+def test_other_branches_stay(store: LocalStore) -> None:
+    first = attempt_at(store)
+    train(store, first, 100, 200, 300)
+    branch(store, 100, watch_s=0)
+    third = attempt_at(store, first, 100)
+    train(store, third, 110, 120, 130)
+    prune(store, third, Keep(last=2))
+    assert steps(store) == [120, 130]
+    assert is_whole(store, 300, first)
+    branch(store, 300, first, watch_s=0)
+    assert steps(store) == [200, 300]
+
+
+def test_debris_of_attempts_without_a_step_goes(store: LocalStore) -> None:
+    lost = attempt_at(store)
+    publish(store, 50, lost, constants=True)
+    unstarted = claim(store, HOLDER)
+    third = attempt_at(store)
+    assert sweep_debris(store, third) != []
+    assert [info.name for info in attempts(store)] == [third]
+    for name in (lost, unstarted):
+        assert not store.exists(attempt_folder(name))
+        assert not store.exists(claim_path(name.number))
+    assert store.list("steps") == []
+
+
+def test_an_attempt_with_a_step_left_keeps_all(store: LocalStore) -> None:
+    first = attempt_at(store)
+    train(store, first, 100, 200, constants=True)
+    second = attempt_at(store, first, 200)
+    train(store, second, 300)
+    prune(store, second, Keep(last=9))
+    assert steps(store) == [100, 200, 300]
+    assert is_whole(store, 100, first)
+
+
+def test_constants_go_with_the_last_step_of_their_attempt(store: LocalStore) -> None:
+    first = attempt_at(store)
+    train(store, first, 100, constants=True)
+    second = attempt_at(store, first, 100)
+    train(store, second, 200, constants=True)
+    prune(store, second, Keep(last=2))
+    assert is_committed(store, 100, first)
+    train(store, second, 300, constants=True)
+    prune(store, second, Keep(last=2))
+    assert not [entry for entry in store.list(attempt_folder(first)) if entry.name.startswith("constants")]
+    assert is_whole(store, 300, second)
+
+
+def test_a_lineage_leads_through_an_attempt_without_a_step(store: LocalStore) -> None:
+    first = attempt_at(store)
+    train(store, first, 100, 200)
+    # It went on from 200, committed nothing, and left a snapshot of 250 in memory, from which the third went on.
+    second = attempt_at(store, first, 200)
+    publish(store, 220, second)
+    third = attempt_at(store, second, 250)
+    train(store, third, 300)
+    prune(store, third, Keep(last=9))
+    assert steps(store) == [100, 200, 300]
+    assert not store.exists(step_attempt_folder(220, second))
+    assert [info.name for info in attempts(store)] == [first, second, third]
+
+
+def test_what_a_crash_left_of_a_deletion_goes_next_time(store: LocalStore) -> None:
+    attempt = attempt_at(store)
+    train(store, attempt, 100, 200, 300)
+
+    class Dying(LocalStore):
+        def remove(self, path: str) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prune(Dying(store.url), attempt, Keep(last=2))
+    assert steps(store) == [200, 300]
+    assert len(files(store, 100, attempt)) == 3
+    prune(store, attempt, Keep(last=2))
+    assert files(store, 100, attempt) == ["manifest.json"]
+
+
+def test_the_tombstone_comes_before_any_deletion(store: LocalStore) -> None:
+    attempt = attempt_at(store)
+    train(store, attempt, 100, 200, 300)
+    publish(store, 50, attempt)
+    removed = []
+
+    class Watched(LocalStore):
+        def remove(self, path: str) -> None:
+            step = int(path.split("/")[1])
+            assert isinstance(read_manifest(store, step, attempt), Tombstone)
+            removed.append(path)
+            super().remove(path)
+
+    prune(Watched(store.url), attempt, Keep(last=2))
+    assert len(removed) == 4
+    assert visible(store)[-1].step == 300

@@ -1,0 +1,143 @@
+"""A file system's memory: what a power loss leaves at any moment of what a store did.
+
+Owns a strict model: a file's bytes last once it was synced, a name once its folder was. Between two
+syncs each changed name and each unsynced file may last or not, independently of the others.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from flashckpt.store.system import System
+
+
+@dataclass(eq=False)
+class File:
+    now: bytes = b""
+    lasting: bytes = b""
+
+
+@dataclass(eq=False)
+class Folder:
+    now: dict[str, File | Folder] = field(default_factory=dict)
+    lasting: dict[str, File | Folder] = field(default_factory=dict)
+
+
+class Recorder(System):
+    """Does every call, and keeps it as a change of the model, to be played again up to any moment."""
+
+    def __init__(self, root: str) -> None:
+        self.root = os.path.realpath(root)
+        self.changes: list[Callable[[Model], None]] = []
+        self._files: dict[int, int] = {}
+        self._count = 0
+
+    def _path(self, folder: int) -> tuple[str, ...]:
+        path = os.path.relpath(os.readlink(f"/proc/self/fd/{folder}"), self.root)
+        return () if path == "." else tuple(path.split("/"))
+
+    def create(self, name: str, folder: int) -> int:
+        file = super().create(name, folder)
+        self._count += 1
+        self._files[file], where, key = self._count, self._path(folder), self._count
+        self.changes.append(lambda model: model.create(where, name, key))
+        return file
+
+    def write(self, file: int, data: memoryview) -> int:
+        written, key = super().write(file, data), self._files[file]
+        copy = bytes(data[:written])
+        self.changes.append(lambda model: model.write(key, copy))
+        return written
+
+    def sync(self, file: int) -> None:
+        key = self._files[file]
+        self.changes.append(lambda model: model.sync(key))
+
+    def sync_folder(self, folder: int) -> None:
+        where = self._path(folder)
+        self.changes.append(lambda model: model.sync_folder(where))
+
+    def link(self, source: str, target: str, source_folder: int, target_folder: int) -> None:
+        super().link(source, target, source_folder, target_folder)
+        a, b = self._path(source_folder), self._path(target_folder)
+        self.changes.append(lambda model: model.link(a, source, b, target))
+
+    def rename(self, source: str, target: str, folder: int) -> None:
+        super().rename(source, target, folder)
+        where = self._path(folder)
+        self.changes.append(lambda model: model.rename(where, source, target))
+
+    def make_folder(self, name: str, folder: int) -> None:
+        super().make_folder(name, folder)
+        where = self._path(folder)
+        self.changes.append(lambda model: model.make_folder(where, name))
+
+    def remove(self, name: str, folder: int) -> None:
+        super().remove(name, folder)
+        where = self._path(folder)
+        self.changes.append(lambda model: model.remove(where, name))
+
+    def remove_folder(self, name: str, folder: int) -> None:
+        super().remove_folder(name, folder)
+        where = self._path(folder)
+        self.changes.append(lambda model: model.remove(where, name))
+
+
+class Model:
+    """The file system at one moment: as programs see it, and as the disk has it."""
+
+    def __init__(self) -> None:
+        self.root = Folder()
+        self._files: dict[int, File] = {}
+
+    def _folder(self, where: tuple[str, ...]) -> Folder:
+        found = self.root
+        for name in where:
+            inner = found.now[name]
+            assert isinstance(inner, Folder)
+            found = inner
+        return found
+
+    def create(self, where: tuple[str, ...], name: str, key: int) -> None:
+        self._files[key] = self._folder(where).now[name] = File()
+
+    def write(self, key: int, data: bytes) -> None:
+        self._files[key].now += data
+
+    def sync(self, key: int) -> None:
+        self._files[key].lasting = self._files[key].now
+
+    def sync_folder(self, where: tuple[str, ...]) -> None:
+        folder = self._folder(where)
+        folder.lasting = dict(folder.now)
+
+    def link(self, a: tuple[str, ...], source: str, b: tuple[str, ...], target: str) -> None:
+        self._folder(b).now[target] = self._folder(a).now[source]
+
+    def rename(self, where: tuple[str, ...], source: str, target: str) -> None:
+        self._folder(where).now[target] = self._folder(where).now.pop(source)
+
+    def make_folder(self, where: tuple[str, ...], name: str) -> None:
+        self._folder(where).now[name] = Folder()
+
+    def remove(self, where: tuple[str, ...], name: str) -> None:
+        del self._folder(where).now[name]
+
+    def lose_power(self, into: str, luck: random.Random | None) -> None:
+        """Write what is left into an empty folder: only what lasts, or with `luck` some of the rest."""
+        self._write(self.root, into, luck)
+
+    def _write(self, folder: Folder, path: str, luck: random.Random | None) -> None:
+        os.makedirs(path, exist_ok=True)
+        for name in sorted({*folder.now, *folder.lasting}):
+            lucky = luck is not None and luck.random() < 0.5
+            node = (folder.now if lucky else folder.lasting).get(name)
+            if isinstance(node, Folder):
+                self._write(node, f"{path}/{name}", luck)
+            elif isinstance(node, File):
+                whole = luck is not None and luck.random() < 0.5
+                with open(f"{path}/{name}", "wb") as file:
+                    file.write(node.now if whole else node.lasting)

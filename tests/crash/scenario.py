@@ -1,0 +1,108 @@
+"""The life of a run that the crash tests stop everywhere, and what must hold wherever it was stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from flashckpt.commit.branching import branch
+from flashckpt.commit.lineage import visible
+from flashckpt.commit.reading import check_usable
+from flashckpt.commit.retention import doomed, prune
+from flashckpt.commit.run import open_run
+from flashckpt.commit.steps import commit, publish_part
+from flashckpt.format.names import AttemptName
+from flashckpt.options import Keep
+from flashckpt.store.base import Store
+from flashckpt.store.local import LocalStore
+from flashckpt.store.system import System
+from tests.commit.runs import attempt_at, is_whole, part_of
+
+KEEP = Keep(last=2)
+
+# What the run says of itself as it goes on: ("begun" | "committed" | "may go", step).
+Say = Callable[[str, int], None]
+
+
+def live(path: str, system: System, say: Say) -> None:
+    """Two attempts, retention, a branch, and training over an old step again."""
+    store = LocalStore(path, system)
+    open_run(store, create=True)
+    first = attempt_at(store)
+    for step in (100, 200, 300):
+        _save(store, step, first, say, system)
+    second = attempt_at(store, first, 300)
+    _save(store, 400, second, say, system)
+    for step in (400, 300):
+        say("may go", step)
+    branch(store, 300, watch_s=0)
+    say("gone", 400)
+    say("committed", 300)
+    third = attempt_at(store, first, 300)
+    _save(store, 400, third, say, system, nonce="33330000")
+    _save(store, 500, third, say, system, nonce="33330000")
+
+
+def _save(
+    store: Store, step: int, attempt: AttemptName, say: Say, system: System, nonce: str = "11110000"
+) -> None:
+    part = part_of(store, step, attempt, nonce=nonce, constants=True, system=system)
+    publish_part(store, part)
+    say("begun", step)
+    assert commit(store, step, attempt, world=1)
+    say("committed", step)
+    for each in doomed(store, attempt, KEEP):
+        say("may go", each.step)
+    prune(store, attempt, KEEP)
+
+
+@dataclass
+class Expected:
+    """What was said up to a moment, as bounds on what is visible then."""
+
+    must: set[int] = field(default_factory=set)
+    may: set[int] = field(default_factory=set)
+
+    def say(self, what: str, step: int) -> None:
+        if what == "begun":
+            self.may.add(step)
+        elif what == "committed":
+            self.must.add(step)
+            self.may.add(step)
+        elif what == "may go":
+            self.must.discard(step)
+        elif what == "gone":
+            self.must.discard(step)
+            self.may.discard(step)
+
+    def faults(self, path: str, *, go_on: bool = True) -> list[str]:
+        """What is wrong with a run that was stopped; then the next attempt goes on from it."""
+        store = LocalStore(path)
+        found = [(each.step, each.attempt) for each in visible(store)]
+        faults = [
+            f"step {step} is visible and not whole" for step, of in found if not is_whole(store, step, of)
+        ]
+        steps = {step for step, _ in found}
+        if self.must - steps:
+            faults.append(f"committed and not visible: {sorted(self.must - steps)}")
+        if steps - self.may:
+            faults.append(f"visible and never committed: {sorted(steps - self.may)}")
+        if not faults and go_on:
+            faults += self._go_on(store, found)
+        return faults
+
+    def _go_on(self, store: Store, found: list[tuple[int, AttemptName]]) -> list[str]:
+        """The next attempt starts from the newest step, commits, and prunes."""
+        open_run(store, create=True)
+        check_usable(store)
+        step, parent = found[-1] if found else (0, None)
+        attempt = attempt_at(store, parent, step)
+        part = part_of(store, 900, attempt, constants=True)
+        publish_part(store, part)
+        assert commit(store, 900, attempt, world=1)
+        prune(store, attempt, KEEP)
+        left = [each.step for each in visible(store)]
+        expected = [*(step for step, _ in found), 900][-2:]
+        if left != expected or not all(is_whole(store, each.step, each.attempt) for each in visible(store)):
+            return [f"the next attempt has {left}, not {expected}"]
+        return []
