@@ -10,25 +10,22 @@ import json
 import struct
 from array import array
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 from flashckpt.errors import DamagedError, FormatError
-from flashckpt.format.layout import DTYPES, Leaf, Layout, header_bytes
+from flashckpt.format.checked_json import strict_loads
+from flashckpt.format.columns import MAX_LEAVES, leaf_columns, leaves_from_columns
+from flashckpt.format.fields import Fields
+from flashckpt.format.layout import Layout, header_bytes
 
 MAGIC = b"FLCKMETA"
 VERSION = 1
 HEADER = struct.Struct("<8sIIQQQ24x")
 ALIGNMENT = 64
+MAX_PLAN_BYTES = 1 << 30
 
+_WHAT = "a slot's metadata"
 Buffer = bytes | bytearray | memoryview
-
-MAX_PLAN_BYTES = 256 << 20
-MAX_LEAVES = 1 << 20
-MAX_DIMENSIONS = 64
-MAX_NAME_BYTES = 4096
-MAX_SIZE = 1 << 56
-
-_COLUMNS = ("name", "dtype", "shape", "stride", "aliases", "offset")
 
 
 class Geometry(NamedTuple):
@@ -41,7 +38,7 @@ class Geometry(NamedTuple):
 
 
 def geometry(plan_len: int, count: int, values_len: int) -> Geometry:
-    """Offsets of a block with a plan of `plan_len` bytes, `count` digests and `values_len` bytes of values."""
+    """Offsets in a block with `plan_len` bytes of plan, `count` digests, `values_len` bytes of values."""
     table = HEADER.size + -(-plan_len // ALIGNMENT) * ALIGNMENT
     values = table + 8 * count
     return Geometry(HEADER.size, table, values, values + values_len)
@@ -53,31 +50,15 @@ def header(plan_len: int, count: int, values_len: int) -> bytes:
 
 
 def plan_bytes(layout: Layout) -> bytes:
-    """The leaves of a layout as compact JSON, by columns."""
-    columns = {
-        "name": [leaf.name for leaf in layout.leaves],
-        "dtype": [leaf.dtype for leaf in layout.leaves],
-        "shape": [leaf.shape for leaf in layout.leaves],
-        "stride": [leaf.stride for leaf in layout.leaves],
-        "aliases": [leaf.aliases for leaf in layout.leaves],
-        "offset": [leaf.offset for leaf in layout.leaves],
-    }
-    return json.dumps(columns, separators=(",", ":"), ensure_ascii=False).encode()
+    """The leaves of a layout as compact JSON, by columns. Offsets are not written: the order fixes them."""
+    return json.dumps(leaf_columns(layout.leaves), separators=(",", ":")).encode("ascii")
 
 
 def layout_of(data: Buffer) -> Layout:
     """The layout that `plan_bytes` wrote. Raises DamagedError for anything else."""
-    plan = _parsed(bytes(data))
-    columns = [plan.get(key) for key in _COLUMNS]
-    if len(plan) != len(_COLUMNS) or not all(isinstance(column, list) for column in columns):
-        _damaged("its columns are not those of a plan")
-    lists: list[list[Any]] = [column for column in columns if isinstance(column, list)]
-    count = len(lists[0])
-    if count > MAX_LEAVES or any(len(column) != count for column in lists):
-        _damaged("its columns differ in length")
-    leaves = tuple(_leaf(*row) for row in zip(*lists, strict=True))
-    end = _end_of(leaves)
+    leaves = leaves_from_columns(Fields(strict_loads(bytes(data), what=_WHAT), _WHAT))
     text = header_bytes(leaves)
+    end = leaves[-1].offset + leaves[-1].num_bytes if leaves else 0
     return Layout(leaves, text, len(text), len(text) + end)
 
 
@@ -115,68 +96,8 @@ class Metadata:
         return cls(layout, digests, bytes(view[places.values : places.num_bytes]))
 
 
-def _parsed(data: bytes) -> dict[str, Any]:
-    if len(data) > MAX_PLAN_BYTES:
-        _damaged("it is too long")
-    try:
-        plan = json.loads(data, parse_constant=_damaged)
-    except (ValueError, RecursionError) as error:
-        raise DamagedError(_message("it is no JSON")) from error
-    if not isinstance(plan, dict):
-        _damaged("it is no object")
-    return plan
-
-
-def _leaf(name: Any, dtype: Any, shape: Any, stride: Any, aliases: Any, offset: Any) -> Leaf:
-    if not isinstance(aliases, list) or not all(_is_name(each) for each in (name, *aliases)):
-        _damaged("a leaf's name is none")
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        _damaged(f"leaf {name!r} has the unknown dtype {dtype!r}")
-    if not _are_sizes(shape) or not (stride is None or _are_sizes(stride) and len(stride) == len(shape)):
-        _damaged(f"leaf {name!r} has an impossible shape")
-    if not _is_size(offset):
-        _damaged(f"leaf {name!r} has an impossible offset")
-    return Leaf(
-        name=name,
-        dtype=dtype,
-        shape=tuple(shape),
-        stride=None if stride is None else tuple(stride),
-        aliases=tuple(aliases),
-        offset=offset,
-    )
-
-
-def _end_of(leaves: tuple[Leaf, ...]) -> int:
-    end, names = 0, set()
-    for leaf in leaves:
-        num_bytes = leaf.num_bytes
-        if leaf.offset != end or num_bytes > MAX_SIZE or leaf.offset % DTYPES[leaf.dtype][0]:
-            _damaged(f"leaf {leaf.name!r} does not begin where the one before it ends")
-        end += num_bytes
-        names.add(leaf.name)
-    if len(names) != len(leaves):
-        _damaged("a name stands twice")
-    return end
-
-
-def _is_name(value: object) -> bool:
-    return isinstance(value, str) and 0 < len(value) <= MAX_NAME_BYTES
-
-
-def _is_size(value: object) -> bool:
-    return type(value) is int and 0 <= value <= MAX_SIZE
-
-
-def _are_sizes(value: object) -> bool:
-    return isinstance(value, list) and len(value) <= MAX_DIMENSIONS and all(_is_size(each) for each in value)
-
-
-def _message(reason: str) -> str:
-    return (
+def _damaged(reason: str) -> NoReturn:
+    raise DamagedError(
         f"A slot's metadata is damaged: {reason}. Nothing of this snapshot is used or persisted; "
         "committed steps are not touched."
     )
-
-
-def _damaged(reason: str) -> NoReturn:
-    raise DamagedError(_message(reason))

@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,9 +89,10 @@ class KeeperClient:
         attempt: str,
         keep: Keep,
         linger_s: float,
+        environment: Mapping[str, Any] | None = None,
     ) -> None:
         """Say who this trainer is: from here on the keeper watches its life lock. `attempt` is the name of
-        the attempt that was claimed."""
+        the attempt that was claimed; `environment` (plain JSON, at most some 10 kB) goes into every part."""
         said = {
             "op": "hello",
             "protocol": PROTOCOL,
@@ -103,6 +104,7 @@ class KeeperClient:
             "keep_last": keep.last,
             "keep_every": keep.every_steps or 0,
             "linger_s": linger_s,
+            "environment": dict(environment or {}),
         }
         self._call(said)
         self._said["hello"] = said

@@ -158,7 +158,7 @@ def flag(message: dict[str, Any], key: str) -> bool:
 
 def seconds(message: dict[str, Any], key: str) -> float:
     value = message.get(key)
-    if type(value) not in (int, float) or not 0 <= value <= 1e9:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= 1e9:
         _malformed(key)
     return float(value)
 

@@ -26,14 +26,15 @@ def start(run_path: str, runtime: RuntimeFolder) -> None:
             "Python does not know its own program, so no keeper can be started. Training is not touched, "
             "but nothing would be persisted. Run under an ordinary python."
         )
-    orders = {"paths": _import_path(), "run": os.path.abspath(run_path), "runtime": runtime.path}
+    run_path = os.path.abspath(run_path)
+    orders = {"paths": _import_path(), "run": run_path, "runtime": runtime.path}
     boot = os.path.join(os.path.dirname(os.path.abspath(__file__)), "boot.py")
     log = runtime.open_file(LOG_NAME, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     try:
         if os.fstat(log).st_size > _MAX_LOG_BYTES:
             os.ftruncate(log, 0)
         child = subprocess.Popen(
-            [sys.executable, "-I", boot, orders["run"]],
+            [sys.executable, "-I", boot, run_path],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
@@ -63,7 +64,7 @@ def survival_warnings(cgroup: str = "/proc/self/cgroup") -> list[str]:
     except OSError:
         paths = []
     parts = {part for path in paths for part in path.split("/")}
-    if any(part.startswith("slurm") or part.startswith("job_") for part in parts):
+    if any(part.startswith(("slurm", "job_")) for part in parts):
         warnings.append(
             "The scheduler ends every process of the job's cgroup together: the keeper ends with the job, "
             "and what is not committed by then is lost. Ask for a warning signal (sbatch --signal)."

@@ -122,7 +122,7 @@ class Fixed:
         if magic != MAGIC:
             raise DamagedError("A region does not begin as a slot does. It is not used.")
         if version != VERSION:
-            raise FormatError(f"A slot has version {version}; this library reads {VERSION}. It was left alone.")
+            raise FormatError(f"A slot has version {version}; this library reads {VERSION}. It was left.")
         fixed = cls(
             index=index,
             rank=rank,

@@ -85,9 +85,7 @@ def open_named(folder: RuntimeFolder, name: str) -> Region:
     return Region(name, NAMED, descriptor, os.fstat(descriptor).st_size)
 
 
-def _named(
-    folder: RuntimeFolder, name: str, num_bytes: int, available: Callable[[], int]
-) -> Region:
+def _named(folder: RuntimeFolder, name: str, num_bytes: int, available: Callable[[], int]) -> Region:
     descriptor = folder.open_file(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
         room.take(descriptor, num_bytes, available=available)

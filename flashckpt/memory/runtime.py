@@ -11,6 +11,7 @@ import errno
 import fcntl
 import os
 import re
+import secrets
 import stat
 import struct
 import tempfile
@@ -24,6 +25,7 @@ from flashckpt.errors import KeeperError
 _FOLDER_MODE = 0o700
 _FILE_MODE = 0o600
 _MAX_NAME_BYTES = 64
+_JOIN_TRIES = 20
 _IDENTITY = re.compile(r"[0-9a-f]{32}")
 # struct flock of 64-bit Linux: l_type, l_whence, l_start, l_len, l_pid, padding to 32 bytes.
 _FLOCK = struct.Struct("@hhqqi4x")
@@ -237,6 +239,26 @@ def is_alive(folder: RuntimeFolder, name: str) -> bool:
             return kind != fcntl.F_UNLCK
 
 
+def trainer_lock_name(rank: int) -> str:
+    """A name for this process's life lock that no other process has or had."""
+    return f"trainer-{rank:05d}-{os.getpid()}-{secrets.token_hex(4)}.lock"
+
+
+def join(base: str, identity: str, lock: str) -> tuple[RuntimeFolder, LifeLock]:
+    """Open a run's runtime folder and take the life lock `lock` in it. A keeper that leaves removes an
+    empty folder: with the lock in it, it is not empty any more. Raises KeeperError."""
+    for _ in range(_JOIN_TRIES):
+        folder = RuntimeFolder.open(base, identity)
+        try:
+            life = LifeLock.acquire(folder, lock)
+        except FileNotFoundError:
+            life = None
+        if life is not None and folder.exists():
+            return folder, life
+        folder.close()
+    raise KeeperError(f"No life lock can be taken in {os.path.join(base, identity)}. Nothing was started.")
+
+
 class _Held:
     """The locks of this process. A forked child starts with none: it has not inherited any."""
 
@@ -264,9 +286,7 @@ def _own_folder(above: int, name: str, path: str, create: bool) -> int:
         with contextlib.suppress(FileExistsError):
             os.mkdir(name, _FOLDER_MODE, dir_fd=above)
     try:
-        descriptor = os.open(
-            name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above
-        )
+        descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENOTDIR):
             raise _refused(whole, "it is a link, or no folder") from error

@@ -56,9 +56,8 @@ class Slot:
         self._address = _native.address_of(self._map)
         self._maps_image = map_image
 
-    @classmethod
+    @staticmethod
     def format(
-        cls,
         descriptor: int,
         *,
         identity: bytes,
@@ -67,8 +66,7 @@ class Slot:
         nonce: int,
         metadata_capacity: int,
         image_capacity: int,
-        map_image: bool = False,
-    ) -> Slot:
+    ) -> Fixed:
         """Make a slot of an allocated region: capacities in bytes, whole pages. The fixed part is written
         last, so that a region without it is one whose maker died before it was whole."""
         fixed = Fixed(
@@ -82,7 +80,7 @@ class Slot:
         _check_size(descriptor, fixed)
         os.pwrite(descriptor, bytes(PAGE - page.FIXED_END), page.FIXED_END)
         os.pwrite(descriptor, fixed.packed(), page.FIXED_OFFSET)
-        return cls(descriptor, fixed, map_image=map_image)
+        return fixed
 
     @classmethod
     def open(cls, descriptor: int, *, map_image: bool, identity: bytes | None = None) -> Slot:
@@ -162,6 +160,16 @@ class Slot:
         """Raises DamagedError for a word that is none."""
         return Word.unpacked(_native.load(self.word_address))
 
+    def mend(self) -> bool:
+        """Free a slot whose word is none (a flipped bit): nobody could ever change it again."""
+        raw = _native.load(self.word_address)
+        try:
+            Word.unpacked(raw)
+        except DamagedError:
+            free = Word(State.FREE, 0, raw >> 16)
+            return _native.compare_exchange(self.word_address, raw, free.packed())
+        return False
+
     def change(self, expected: Word, desired: Word) -> bool:
         return _native.compare_exchange(self.word_address, expected.packed(), desired.packed())
 
@@ -223,7 +231,7 @@ class Slot:
             or record.image_bytes > self.image_capacity
             or record.data_start > record.image_bytes
         ):
-            raise DamagedError("A slot's record contradicts its word or its region. The snapshot is not used.")
+            raise DamagedError("A slot's record contradicts its region. The snapshot is not used.")
         return Sealed(word, record, data[: page.RECORD_FIELDS_OFFSET])
 
     def metadata(self, sealed: Sealed) -> Metadata:
@@ -237,7 +245,7 @@ class Slot:
         metadata = Metadata.unpack(data)
         layout, record = metadata.layout, sealed.record
         if (layout.data_start, layout.num_bytes) != (record.data_start, record.image_bytes):
-            raise DamagedError("A slot's plan contradicts its record. The snapshot is not used.", step=sealed.step)
+            raise DamagedError("A slot's plan contradicts its record. It is not used.", step=sealed.step)
         return metadata
 
     # Words between trainer and keeper

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 
 from flashckpt.errors import DamagedError
@@ -23,11 +22,12 @@ class SlotRing:
         FREE before the oldest sealed before the oldest whose persisting failed. A slot whose record is
         damaged holds nothing and counts as the oldest.
         """
-        sealed, choices = self._sealed(), []
-        newest = max((each.age for _, each in sealed if each is not None), default=None)
         for slot in self.slots:
-            if slot.state().state is State.FREE:
+            if _state(slot) is State.FREE:
                 return slot
+        sealed = self._sealed()
+        newest = max((each.age for _, each in sealed if each is not None), default=None)
+        choices = []
         for slot, each in sealed:
             if each is None:
                 choices.append(((0, (0, 0, 0)), slot))
@@ -49,10 +49,17 @@ class SlotRing:
             try:
                 sealed = slot.sealed()
             except DamagedError:
-                with contextlib.suppress(DamagedError):
-                    if slot.state().state is State.SEALED:
-                        found.append((slot, None))
+                if _state(slot) is State.SEALED:
+                    found.append((slot, None))
                 continue
             if sealed is not None:
                 found.append((slot, sealed))
         return found
+
+
+def _state(slot: Slot) -> State | None:
+    """None for a word that is none: the keeper mends it."""
+    try:
+        return slot.state().state
+    except DamagedError:
+        return None

@@ -1,0 +1,66 @@
+"""Whether a snapshot's bytes are those of its boundary: digests of a slot's image against its table.
+
+Owns the windows through which the keeper looks at an image: never more than 64 MiB are mapped, so that
+the keeper's memory stays small and so does its OOM score. Changes nothing.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+
+from flashckpt import _native
+from flashckpt.format.layout import PAGE
+from flashckpt.format.metadata import Metadata
+from flashckpt.memory.slot import Slot
+
+WINDOW_BYTES = 64 << 20
+_LENGTH_FACTOR = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+
+def differing(slot: Slot, metadata: Metadata) -> list[int]:
+    """Indexes, in image order, of the leaves whose bytes do not have the digest of their boundary.
+
+    May run while the slot is written again: then its result means nothing, and the word tells.
+    """
+    found = []
+    start = slot.image_offset + metadata.layout.data_start
+    for index, leaf in enumerate(metadata.layout.leaves):
+        if _digest_of(slot.descriptor, start + leaf.offset, leaf.num_bytes) != metadata.digests[index]:
+            found.append(index)
+    return found
+
+
+def unlike(metadata: Metadata, digests: Sequence[int]) -> list[int]:
+    """Indexes of the leaves whose digests differ from those in the table."""
+    pairs = zip(metadata.digests, digests, strict=True)
+    return [index for index, (before, now) in enumerate(pairs) if before != now]
+
+
+def _digest_of(descriptor: int, offset: int, num_bytes: int) -> int:
+    """The digest of a range of a region, in windows: digest(bytes) = n·c + Σ (2j+1)·s_j, so a window that
+    begins at word k adds its own weighted sum and 2k·Σ s_j."""
+    total, done = num_bytes * _LENGTH_FACTOR, 0
+    while done < num_bytes:
+        length = min(WINDOW_BYTES, num_bytes - done)
+        own, doubled = _sums(descriptor, offset + done, length, wanted=done > 0)
+        total += own + done // 4 * doubled
+        done += length
+    return total & _MASK
+
+
+def _sums(descriptor: int, offset: int, length: int, *, wanted: bool) -> tuple[int, int]:
+    """Σ (2j+1)·s_j of a window, and, if wanted, 2·Σ s_j: what the sum grows by when the window is read
+    from one word earlier, less that word. A region never begins with an image, so there is one."""
+    begin = (offset - 4) // PAGE * PAGE
+    with mmap.mmap(
+        descriptor, offset - begin + length, mmap.MAP_SHARED, mmap.PROT_READ, offset=begin
+    ) as window:
+        address = _native.address_of(window) + offset - begin
+        own = _native.digest(address, length) - length * _LENGTH_FACTOR
+        if not wanted:
+            return own, 0
+        before = int.from_bytes(window[offset - begin - 4 : offset - begin], "little", signed=True)
+        shifted = _native.digest(address - 4, length + 4) - (length + 4) * _LENGTH_FACTOR
+        return own, shifted - own - before

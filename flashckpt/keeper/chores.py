@@ -1,0 +1,90 @@
+"""What the keeper does to the run's folder besides persisting: the alive counter, its end, a look for
+newer claims, and whether the run is still there. Owns no slot.
+
+Runs in a worker of its own, so that storage that hangs delays nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from flashckpt.commit import attempts, lineage
+from flashckpt.errors import FlashckptError
+from flashckpt.format.names import RUN, AttemptName
+from flashckpt.store.base import Store
+
+End = Literal["closed", "dead"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """What a round found. `claimed` is the newest attempt that claimed the run; `marked` are the ends
+    that are written down now."""
+
+    is_there: bool
+    claimed: AttemptName | None
+    marked: tuple[AttemptName, ...]
+    problem: str = ""
+
+
+class Chores:
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._counts: dict[AttemptName, int] = {}
+
+    def round(self, living: Sequence[AttemptName], ended: Sequence[tuple[AttemptName, End]]) -> Look:
+        """Move the counters of living attempts on and write down the end of the others."""
+        marked: list[AttemptName] = []
+        claimed = None
+        try:
+            if not self._store.exists(RUN):
+                return Look(is_there=False, claimed=None, marked=())
+            for attempt in living:
+                attempts.beat(self._store, attempt, self._next_count(attempt))
+            for attempt, how in ended:
+                attempts.mark_ended(self._store, attempt, how)
+                marked.append(attempt)
+            claimed = attempts.newest_claimed(self._store)
+        except (OSError, FlashckptError) as error:
+            return Look(is_there=True, claimed=claimed, marked=tuple(marked), problem=str(error))
+        return Look(is_there=True, claimed=claimed, marked=tuple(marked))
+
+    def _next_count(self, attempt: AttemptName) -> int:
+        """On from where an earlier keeper's counter stood: it must never stand still or come back."""
+        if attempt not in self._counts:
+            before = attempts.alive(self._store, attempt)
+            self._counts[attempt] = before.count if before is not None else 0
+        self._counts[attempt] += 1
+        return self._counts[attempt]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Survivor:
+    """A sealed snapshot as the survey sees it."""
+
+    slot: str
+    attempt: AttemptName
+    step: int
+
+
+def needed(store: Store, survivors: Sequence[Survivor]) -> set[str]:
+    """Names of the slots that hold something that is committed nowhere and still counts: the newest
+    snapshot of an attempt, as long as no step of its run from there on, and no attempt that did not
+    start from it, is committed."""
+    started = attempts.newest_started(store)
+    visible = next(iter(lineage.newest_first(store)), None)
+    start = attempts.read_start(store, started) if started is not None else None
+    kept = set()
+    for attempt in {each.attempt for each in survivors}:
+        each = max((s for s in survivors if s.attempt == attempt), key=lambda s: s.step)
+        loaded = start is not None and start.loaded == each.slot and start.step == each.step
+        if started is None or each.attempt == started or loaded:
+            is_kept = visible is None or visible.step < each.step
+        else:
+            newest = None if visible is None else (visible.step, visible.attempt)
+            is_kept = newest is None or (newest[1] != started and newest != (each.step, each.attempt))
+        if is_kept:
+            kept.add(each.slot)
+    return kept

@@ -1,0 +1,204 @@
+"""The keeper's loop: control words, requests, deaths, and what is to be done next.
+
+Owns the order of things and the only thread that changes what the keeper knows. It never writes to
+storage itself: a worker does, so that requests are served while bytes flow.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import time
+
+from flashckpt.errors import KeeperError
+from flashckpt.events import Event, log
+from flashckpt.format.names import AttemptName
+from flashckpt.keeper.chores import Chores, End, Look
+from flashckpt.keeper.departure import Departure
+from flashckpt.keeper.desk import Desk
+from flashckpt.keeper.drain import Drain
+from flashckpt.keeper.ledger import Ledger
+from flashckpt.keeper.protocol import ELECTION_LOCK, Status
+from flashckpt.keeper.server import Server
+from flashckpt.keeper.shelf import Shelf
+from flashckpt.keeper.tally import Tally
+from flashckpt.keeper.trainers import Roster, Trainer
+from flashckpt.keeper.work import Work
+from flashckpt.keeper.worker import Worker
+from flashckpt.memory.runtime import LifeLock, RuntimeFolder
+from flashckpt.store.base import open_store
+
+_TICK_MS = 20
+_IDLE_TICK_MS = 100
+_SWEEP_S = 0.2
+_ROUND_S = 1.0
+_MOST_LOOKS_WITHOUT_RUN = 3
+
+
+class Keeper:
+    """One keeper of one run on one node, elected or not made at all."""
+
+    @classmethod
+    def elected(cls, run_path: str, folder: RuntimeFolder) -> Keeper | None:
+        """The keeper, or None where the run has one: of two started at once, one stays."""
+        election = LifeLock.acquire(folder, ELECTION_LOCK)
+        return None if election is None else cls(run_path, folder, election)
+
+    def __init__(self, run_path: str, folder: RuntimeFolder, election: LifeLock) -> None:
+        self.nonce = secrets.token_hex(4)
+        self.folder = folder
+        self._election = election
+        life = LifeLock.acquire(folder, f"keeper-{self.nonce}.lock")
+        if life is None:
+            raise KeeperError("Another process holds the life lock of a keeper that was just named.")
+        self._life = life
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        store = open_store(run_path)
+        self.ledger = Ledger(store)
+        self.roster = Roster(folder)
+        self.shelf = Shelf(folder, life)
+        self.tally = Tally(self.nonce)
+        drain, worker = Drain(store, self.nonce), Worker("drain", self._wake)
+        self.work = Work(self.shelf, self.tally, self.ledger, drain, worker)
+        self._maker = Worker("maker", self._wake)
+        self._chores = Chores(store)
+        self._chores_worker = Worker("chores", self._wake)
+        self._desk = Desk(self.shelf, self.roster, self.ledger, self._maker, self._status)
+        self._server = Server(folder, self._desk.answer)
+        self._departure = Departure(self, store)
+        self._ended: dict[AttemptName, End] = {}
+        self._looks_without_run = 0
+        self._swept_at = self._round_at = 0.0
+
+    def run(self) -> None:
+        """Serve until it is time to go. Returns when the keeper has left in order, or was deposed."""
+        self._adopt()
+        while True:
+            self._server.serve(self._ready())
+            for worker in (self._maker, self._chores_worker, self.work.worker):
+                worker.collect()
+            now = time.monotonic()
+            if now - self._swept_at >= _SWEEP_S:
+                self._swept_at = now
+                if not self._election.stands(self.folder):
+                    log.warning("another keeper was elected while this one did not answer: it ends")
+                    self._life.release(self.folder)
+                    return
+                self._sweep()
+                if self._departure.is_due(now):
+                    self._leave()
+                    return
+            self.work.next()
+            if now - self._round_at >= _ROUND_S and not self._chores_worker.busy:
+                self._round_at = now
+                self._round()
+
+    @property
+    def run_is_gone(self) -> bool:
+        """Whether the run's folder was deleted: then nothing here is of use to anybody."""
+        return self._looks_without_run >= _MOST_LOOKS_WITHOUT_RUN
+
+    @property
+    def is_idle(self) -> bool:
+        """Nobody lives, nothing is under way, and no end is still to be written down."""
+        busy = self.work.worker.busy or self._maker.busy
+        return not (len(self.roster) or busy or (self._ended and not self.run_is_gone))
+
+    def _ready(self) -> list[int]:
+        poll = select.poll()
+        self._server.register(poll)
+        poll.register(self._wake, select.POLLIN)
+        for pidfd in self.roster.pidfds():
+            poll.register(pidfd, select.POLLIN)
+        ready = [descriptor for descriptor, _ in poll.poll(_TICK_MS if len(self.roster) else _IDLE_TICK_MS)]
+        if self._wake in ready:
+            os.eventfd_read(self._wake)
+        if any(pidfd in ready for pidfd in self.roster.pidfds()):
+            self._swept_at = 0.0
+        return ready
+
+    # Who lives
+
+    def _adopt(self) -> None:
+        """Take over what an earlier keeper left: its locks go, its slots and their living owners stay."""
+        adopted = self.shelf.adopt_named()
+        for held in adopted:
+            for pid, lock in self.shelf.living_owners(held):
+                self.roster.watch(Trainer(lock=lock, rank=held.slot.rank, pid=pid))
+        if adopted:
+            names = [held.slot.name for held in adopted]
+            self.ledger.add(None, Event.ADOPT, slots=names, kind="named", keeper=self.nonce)
+        self.shelf.remove_dead_locks()
+        self.shelf.reclaim()
+        for rank in {held.slot.rank for held in adopted}:
+            if not self.roster.of_rank(rank):
+                self.work.rescue(rank)
+
+    def _sweep(self) -> None:
+        dead = self.roster.bury()
+        self.shelf.reclaim()
+        for trainer in dead:
+            self._departure.saw_end(trainer)
+            self._died(trainer)
+        self.work.know(self.roster.all())
+        self.work.tidy()
+
+    def _died(self, trainer: Trainer) -> None:
+        event = Event.CLOSE if trainer.closing else Event.DEATH
+        attempt = str(trainer.attempt) if trainer.attempt else None
+        self.ledger.add(attempt, event, rank=trainer.rank, pid=trainer.pid)
+        if not trainer.closing:
+            self.work.rescue(trainer.rank)
+        if trainer.attempt and not any(each.attempt == trainer.attempt for each in self.roster.all()):
+            self._ended[trainer.attempt] = "closed" if trainer.closing else "dead"
+
+    # What the run's folder is told
+
+    def _round(self) -> None:
+        living = sorted({each.attempt for each in self.roster.all() if each.attempt})
+        for attempt in living:
+            self._ended.pop(attempt, None)
+        # "dead" needs no watching: whoever reads it may start, so what was to be saved is saved first.
+        saved = [pair for pair in self._ended.items() if not self.work.is_pending(pair[0])]
+
+        def done(look: Look | BaseException) -> None:
+            if isinstance(look, BaseException):
+                log.error("chores failed", exc_info=look)
+                return
+            self._looks_without_run = 0 if look.is_there else self._looks_without_run + 1
+            for attempt in look.marked:
+                self._ended.pop(attempt, None)
+            self.tally.superseded_by = _newer(look.claimed, living)
+            if look.problem:
+                self.tally.count("chores_failed")
+
+        self._chores_worker.submit(lambda: self._chores.round(living, saved), done)
+
+    def _status(self) -> Status:
+        return self.tally.status(self.work.waiting())
+
+    def ask_to_go(self) -> None:
+        self._departure.asked = True
+
+    def _leave(self) -> None:
+        """Regions go, but those that hold what is committed nowhere; then the names, the lock last: a
+        keeper that is started meanwhile finds it held, or finds everything gone."""
+        kept = self._departure.kept()
+        for held in self.shelf.all():
+            if held.slot.name not in kept:
+                self.shelf.remove(held)
+        self.ledger.add(None, Event.CLOSE, keeper=self.nonce, kept=sorted(kept))
+        self.ledger.close()
+        self._server.close()
+        self._departure.remove_names()
+        self._life.release(self.folder)
+        self._election.release(self.folder)
+        self.folder.discard()
+
+
+def _newer(claimed: AttemptName | None, living: list[AttemptName]) -> str | None:
+    """The attempt that has claimed the run over the heads of those that live."""
+    if claimed is None or not living or claimed.number <= living[-1].number:
+        return None
+    return str(claimed)

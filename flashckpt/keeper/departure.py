@@ -1,0 +1,70 @@
+"""When the keeper goes, and what stays behind. Owns the rule; the loop does the going.
+
+It goes after the last trainer of its node has closed; after an abnormal death when nothing is left to
+persist and `linger` has passed without a new attempt; and when the run itself is gone.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from flashckpt.errors import FlashckptError
+from flashckpt.events import log
+from flashckpt.format.names import AttemptName
+from flashckpt.keeper import chores
+from flashckpt.keeper.protocol import LOG_NAME, SOCKET_NAME
+from flashckpt.keeper.trainers import Trainer
+from flashckpt.memory.region import is_region_name
+from flashckpt.store.base import Store
+
+if TYPE_CHECKING:
+    from flashckpt.keeper.daemon import Keeper
+
+# How long a keeper that nobody has spoken to waits for the trainer that started it.
+_FIRST_TRAINER_S = 60.0
+
+
+class Departure:
+    def __init__(self, keeper: Keeper, store: Store) -> None:
+        self._keeper = keeper
+        self._store = store
+        self._until = time.monotonic() + _FIRST_TRAINER_S
+        self.asked = False
+
+    def saw_end(self, trainer: Trainer) -> None:
+        """A trainer has ended. The latest end decides how long to wait for another attempt."""
+        linger_s = 0.0 if trainer.closing else trainer.linger_s
+        self._until = time.monotonic() + linger_s
+
+    def is_due(self, now: float) -> bool:
+        keeper = self._keeper
+        if not keeper.is_idle:
+            return False
+        if keeper.run_is_gone:
+            return True
+        return (now >= self._until or self.asked) and not keeper.work.is_pending()
+
+    def kept(self) -> set[str]:
+        """Slots that stay for the next attempt, or for recover, though no process is left."""
+        if self._keeper.run_is_gone:
+            return set()
+        survivors = []
+        for held in self._keeper.shelf.all():
+            sealed = held.sealed()
+            if sealed is not None and held.slot.persisted != sealed.generation:
+                record = sealed.record
+                attempt = AttemptName(record.attempt_number, f"{record.attempt_nonce:08x}")
+                survivors.append(chores.Survivor(slot=held.slot.name, attempt=attempt, step=sealed.step))
+        try:
+            return chores.needed(self._store, survivors) if survivors else set()
+        except (OSError, FlashckptError) as error:
+            log.warning("the run cannot be read (%s): slots stay as they are", error)
+            return {each.slot for each in survivors}
+
+    def remove_names(self) -> None:
+        """The socket, and the log where no region needs it for an explanation."""
+        folder = self._keeper.folder
+        folder.remove(SOCKET_NAME)
+        if not any(is_region_name(name) for name in folder.names()):
+            folder.remove(LOG_NAME)

@@ -1,0 +1,220 @@
+"""What trainers ask, and what they are answered. Owns the meaning of each request; does nothing long:
+memory is taken by a worker, and who asks is told to ask again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from flashckpt.errors import DamagedError, FormatError, KeeperError, OutOfRoomError
+from flashckpt.events import Event
+from flashckpt.format.layout import PAGE
+from flashckpt.format.names import MAX_RANK, MAX_STEP, AttemptName
+from flashckpt.keeper.ledger import Ledger
+from flashckpt.keeper.protocol import (
+    MAX_DESCRIPTORS,
+    PROTOCOL,
+    ProtocolError,
+    Status,
+    close_all,
+    number,
+    seconds,
+    text,
+)
+from flashckpt.keeper.server import Connection
+from flashckpt.keeper.shelf import Held, Made, Shelf
+from flashckpt.keeper.trainers import Roster, Trainer
+from flashckpt.keeper.worker import Worker
+from flashckpt.memory import room
+from flashckpt.memory.page import State, round_up
+from flashckpt.memory.runtime import check_name
+from flashckpt.options import Keep
+
+_MOST_SLOTS = 16
+_MOST_SLOT_BYTES = 1 << 46
+
+Reply = tuple[dict[str, Any], Sequence[int]]
+
+
+class Desk:
+    """Answers one message at a time, in the keeper's loop."""
+
+    def __init__(
+        self, shelf: Shelf, roster: Roster, ledger: Ledger, maker: Worker, status: Callable[[], Status]
+    ) -> None:
+        self._shelf = shelf
+        self._roster = roster
+        self._ledger = ledger
+        self._maker = maker
+        self._status = status
+        self._refusals: dict[int, Exception] = {}
+
+    def answer(self, connection: Connection, message: dict[str, Any], descriptors: list[int]) -> Reply:
+        """Raises ProtocolError for what is no request, KeeperError or OutOfRoomError for what cannot be."""
+        op = message.get("op")
+        if op != "adopt":
+            close_all(descriptors)
+            descriptors.clear()
+        match op:
+            case "hello":
+                return self._hello(connection, message)
+            case "slots":
+                return self._slots(self._who(connection), message)
+            case "surviving":
+                return self._surviving(self._who(connection))
+            case "started":
+                return self._started(self._who(connection), message)
+            case "adopt":
+                return self._adopt(descriptors)
+            case "release":
+                return self._release(message)
+            case "event":
+                return self._event(self._who(connection), message)
+            case "closing":
+                return self._closing(self._who(connection))
+            case "status":
+                return {"status": self._status().to_dict()}, ()
+            case "ping":
+                return {}, ()
+        raise ProtocolError(f"{str(op)[:40]!r} is no request. The connection was closed.")
+
+    def _who(self, connection: Connection) -> Trainer:
+        trainer = self._roster.get(connection.lock)
+        if trainer is None:
+            raise ProtocolError("A request came before its sender said who it is. The connection was closed.")
+        return trainer
+
+    def _hello(self, connection: Connection, message: dict[str, Any]) -> Reply:
+        if number(message, "protocol") != PROTOCOL:
+            raise KeeperError(
+                f"This keeper speaks protocol {PROTOCOL}, the trainer {message['protocol']}: two versions of "
+                "flashckpt on one run. Nothing was changed. Use one, or wait until the older keeper has left."
+            )
+        lock, attempt = text(message, "lock", 64), AttemptName.parse(text(message, "attempt", 64))
+        check_name(lock)
+        environment = message.get("environment")
+        if attempt is None or not lock.startswith("trainer-") or not isinstance(environment, dict):
+            raise ProtocolError("A trainer's name is none. The connection was closed.")
+        every = number(message, "keep_every")
+        trainer = Trainer(
+            lock=lock,
+            rank=number(message, "rank", 0, MAX_RANK),
+            pid=connection.pid,
+            world=number(message, "world", 1, MAX_RANK),
+            attempt=attempt,
+            keep=Keep(last=number(message, "keep_last", 1), every_steps=every or None),
+            linger_s=seconds(message, "linger_s"),
+            environment=environment,
+        )
+        self._roster.watch(trainer)
+        connection.lock = lock
+        return {}, ()
+
+    def _slots(self, trainer: Trainer, message: dict[str, Any]) -> Reply:
+        count = number(message, "count", 1, _MOST_SLOTS)
+        minimum = number(message, "minimum", 1, count)
+        metadata_bytes = number(message, "metadata_bytes", 1, _MOST_SLOT_BYTES)
+        image_bytes = number(message, "image_bytes", 1, _MOST_SLOT_BYTES)
+        mine = self._shelf.of_rank(trainer.rank)
+        fit = [
+            held
+            for held in mine
+            if held.slot.metadata_capacity >= metadata_bytes and held.slot.image_capacity >= image_bytes
+        ]
+        refusal = self._refusals.pop(trainer.rank, None)
+        if len(fit) >= count or refusal is not None and len(fit) >= minimum:
+            return self._granted(trainer, fit[:count], mine)
+        if refusal is not None:
+            num_bytes = PAGE + round_up(metadata_bytes) + round_up(image_bytes)
+            raise self._refused(refusal, fit, num_bytes, minimum)
+        if not self._maker.busy:
+            self._make(trainer.rank, count - len(fit), mine, fit, metadata_bytes, image_bytes)
+        return {"preparing": True}, ()
+
+    def _make(
+        self, rank: int, count: int, mine: list[Held], fit: list[Held], metadata_bytes: int, image_bytes: int
+    ) -> None:
+        for held in mine:
+            # What is too small and empty goes first: its room may be what the new one needs.
+            if held not in fit and held.state() is State.FREE:
+                self._shelf.remove(held)
+        taken = {held.slot.index for held in self._shelf.of_rank(rank)}
+        indexes = [index for index in range(len(taken) + count) if index not in taken][:count]
+
+        def done(made: Made | BaseException) -> None:
+            if isinstance(made, BaseException):
+                self._refusals[rank] = KeeperError(f"Slots could not be made: {made}")
+                return
+            for found in made.regions:
+                self._shelf.put(found)
+            if made.error is not None:
+                self._refusals[rank] = made.error
+
+        self._maker.submit(lambda: self._shelf.make(rank, indexes, metadata_bytes, image_bytes), done)
+
+    def _refused(self, refusal: Exception, fit: list[Held], num_bytes: int, minimum: int) -> Exception:
+        for held in fit:
+            if held.state() is State.FREE:
+                self._shelf.remove(held)
+        if isinstance(refusal, OutOfRoomError):
+            return room.out_of_room(minimum * num_bytes, len(fit) * num_bytes + refusal.available)
+        return KeeperError(f"Slots could not be made: {refusal}. No snapshot is kept until they are.")
+
+    def _granted(self, trainer: Trainer, given: list[Held], mine: list[Held]) -> Reply:
+        for held in mine:
+            held.retired = held not in given
+        rows = [self._shelf.row(held, trainer.pid, trainer.lock) for held in given]
+        return {"slots": rows}, [held.slot.descriptor for held in given]
+
+    def _surviving(self, trainer: Trainer) -> Reply:
+        found = [held for held in self._shelf.of_rank(trainer.rank) if held.sealed() is not None]
+        rows = [self._shelf.row(held, trainer.pid, trainer.lock) for held in found[:MAX_DESCRIPTORS]]
+        return {"slots": rows}, [held.slot.descriptor for held in found[:MAX_DESCRIPTORS]]
+
+    def _started(self, trainer: Trainer, message: dict[str, Any]) -> Reply:
+        step = number(message, "step", 0, MAX_STEP)
+        loaded = message.get("loaded")
+        held = self._shelf.get(loaded) if isinstance(loaded, str) else None
+        sealed = held.sealed() if held is not None else None
+        attempt, rank = str(trainer.attempt), trainer.rank
+        self._ledger.add(attempt, Event.RESUME, step=step, slot=loaded or None, rank=rank)
+        if held is not None and sealed is not None and sealed.step == step:
+            # It counts as the new attempt's now: who was too late for the old one is not for this one.
+            held.given_up = -1
+            held.slot.request_persist(sealed.generation)
+        return {}, ()
+
+    def _adopt(self, descriptors: list[int]) -> Reply:
+        names = []
+        try:
+            while descriptors:
+                names.append(self._shelf.adopt_memfd(descriptors.pop()).slot.name)
+        except (DamagedError, FormatError, OSError) as error:
+            raise KeeperError(f"A slot that was handed over is none: {error}") from error
+        finally:
+            close_all(descriptors)
+            descriptors.clear()
+        self._ledger.add(None, Event.ADOPT, slots=names, kind="memfd")
+        return {"names": names}, ()
+
+    def _release(self, message: dict[str, Any]) -> Reply:
+        names = message.get("names")
+        if not isinstance(names, list) or len(names) > MAX_DESCRIPTORS:
+            raise ProtocolError("A list of slots is none. The connection was closed.")
+        for name in names:
+            held = self._shelf.get(name) if isinstance(name, str) else None
+            if held is not None:
+                held.retired = True
+        return {}, ()
+
+    def _event(self, trainer: Trainer, message: dict[str, Any]) -> Reply:
+        event = message.get("event")
+        if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+            raise ProtocolError("An event has no name. The connection was closed.")
+        fields = {key: value for key, value in event.items() if key != "event"}
+        self._ledger.add(str(trainer.attempt), event["event"], **fields)
+        return {}, ()
+
+    def _closing(self, trainer: Trainer) -> Reply:
+        trainer.closing = True
+        return {}, ()

@@ -1,0 +1,288 @@
+"""From a sealed slot to a committed step: pin, check, write with audit, part, manifest, retention.
+
+Owns the order of these for one slot. Runs in a worker thread; what it did is in its Outcome, and only
+the slot's own words are changed on the way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+from flashckpt import _native
+from flashckpt.commit import attempts, lineage, retention, steps
+from flashckpt.errors import DamagedError, FlashckptError, SupersededError
+from flashckpt.events import log
+from flashckpt.format.checked_json import strict_loads
+from flashckpt.format.metadata import Metadata
+from flashckpt.format.names import AttemptName, part_name, step_attempt_folder
+from flashckpt.format.records import CHUNK_BYTES, Part, RankRecord, ShardRecord
+from flashckpt.keeper.audit import differing, unlike
+from flashckpt.memory.page import Word
+from flashckpt.memory.slot import Sealed, Slot
+from flashckpt.options import Keep
+from flashckpt.store.base import Store
+
+
+class Result(Enum):
+    COMMITTED = "committed"
+    WAITING = "waiting"
+    TORN = "torn"
+    FAILED = "failed"
+    SUPERSEDED = "superseded"
+    GONE = "gone"
+    SOUND = "sound"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """One snapshot to persist or to audit. `keep` is None where nothing may be pruned: no trainer has
+    said what its user wants to keep."""
+
+    slot: Slot
+    generation: int
+    owner: int
+    world: int = 1
+    keep: Keep | None = None
+    environment: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of an order. Sizes in bytes, times in seconds; `leaves` are (index, name) of those that
+    differed; `errno` is 0 where the system gave none."""
+
+    result: Result
+    slot: str
+    generation: int
+    step: int = -1
+    attempt: str = ""
+    num_bytes: int = 0
+    seconds: float = 0.0
+    direct: bool = True
+    leaves: tuple[tuple[int, str], ...] = ()
+    message: str = ""
+    errno: int = 0
+    pruned: tuple[int, ...] = ()
+    prune_error: str = ""
+
+
+class _Torn(Exception):
+    def __init__(self, message: str, leaves: tuple[tuple[int, str], ...] = ()) -> None:
+        super().__init__(message)
+        self.leaves = leaves
+
+
+class Drain:
+    """Writes slots to a store. `nonce` is this keeper's: with it no two keepers ever write one file."""
+
+    def __init__(self, store: Store, nonce: str, *, threads: int = 2) -> None:
+        self._store = store
+        self._nonce = nonce
+        self._threads = threads
+        self._files = 0
+
+    def persist(self, order: Order) -> Outcome:
+        """Persist a sealed snapshot and commit its step. Never raises: failure is an outcome."""
+        slot, began = order.slot, time.monotonic()
+        outcome = Outcome(result=Result.GONE, slot=slot.name, generation=order.generation)
+        word = slot.state()
+        try:
+            sealed = slot.sealed()
+        except DamagedError as error:
+            return _discarded(slot, outcome, word, _Torn(str(error)))
+        if sealed is None or sealed.generation != order.generation:
+            return outcome
+        outcome = replace(outcome, step=sealed.step)
+        pinned = slot.pin(order.owner, sealed.word)
+        if pinned is None:
+            return outcome
+        try:
+            outcome = self._persist_pinned(order, sealed, outcome)
+        except _Torn as torn:
+            return _discarded(slot, outcome, pinned, torn)
+        except SupersededError as error:
+            outcome = replace(outcome, result=Result.SUPERSEDED, message=str(error))
+        except (OSError, FlashckptError, ValueError) as error:
+            outcome = _failure(outcome, error)
+        if outcome.result is Result.COMMITTED:
+            # Before the pin goes: a trainer that sees the slot sealed must see that it is done with.
+            slot.set_persisted(order.generation)
+        if not slot.unpin(pinned):
+            outcome = replace(outcome, message="the pin was taken away meanwhile")
+        return replace(outcome, seconds=time.monotonic() - began)
+
+    def audit(self, order: Order) -> Outcome:
+        """Compare a sealed snapshot's bytes with its digests, without pinning it: what is overwritten
+        meanwhile is judged by nobody."""
+        slot = order.slot
+        outcome = Outcome(result=Result.GONE, slot=slot.name, generation=order.generation)
+        word = slot.state()
+        try:
+            sealed = slot.sealed()
+            if sealed is None or sealed.word != word or sealed.generation != order.generation:
+                return outcome
+            outcome = replace(outcome, step=sealed.step)
+            metadata = slot.metadata(sealed)
+            leaves = differing(slot, metadata)
+        except DamagedError as error:
+            return _discarded(slot, outcome, word, _Torn(str(error)))
+        if slot.state() != word:
+            return outcome
+        if leaves:
+            return _discarded(slot, outcome, word, _torn(metadata, leaves))
+        return replace(outcome, result=Result.SOUND)
+
+    def _persist_pinned(self, order: Order, sealed: Sealed, outcome: Outcome) -> Outcome:
+        metadata = _checked(order.slot, sealed)
+        attempt, own = self._attempt_of(order.slot, sealed)
+        outcome = replace(outcome, attempt=str(attempt), num_bytes=sealed.record.image_bytes)
+        if self._is_done(sealed.step, attempt, loaded=not own):
+            return replace(outcome, result=Result.COMMITTED, num_bytes=0)
+        newer = attempts.started_after(self._store, attempt)
+        if newer is not None:
+            raise SupersededError(f"attempt {newer} has started; attempt {attempt} commits nothing more.")
+        folder = step_attempt_folder(sealed.step, attempt)
+        direct = True
+        # A part that stands was written by this keeper in an earlier try, or by the one before it.
+        if not self._store.exists(f"{folder}/{part_name(0)}"):
+            self._store.make_folder(folder)
+            direct = self._write(order, sealed, metadata, folder, attempt)
+        found = steps.commit(self._store, sealed.step, attempt, order.world)
+        if found is steps.Committed.BURIED:
+            raise SupersededError(f"step {sealed.step} of attempt {attempt} was pruned meanwhile.")
+        result = Result.COMMITTED if found else Result.WAITING
+        outcome = replace(outcome, result=result, direct=direct)
+        return self._pruned(order, attempt, outcome) if found else outcome
+
+    def _attempt_of(self, slot: Slot, sealed: Sealed) -> tuple[AttemptName, bool]:
+        """Whose step a snapshot is, and whether its own attempt's. The slot that a started attempt says
+        it was loaded from counts as that attempt's: it is never relabelled."""
+        record = sealed.record
+        own = AttemptName(record.attempt_number, f"{record.attempt_nonce:08x}")
+        newest = attempts.newest_started(self._store)
+        if newest is not None and newest.number > own.number:
+            start = attempts.read_start(self._store, newest)
+            if start is not None and start.loaded == slot.name and start.step == record.step:
+                return newest, False
+        return own, True
+
+    def _is_done(self, step: int, attempt: AttemptName, *, loaded: bool) -> bool:
+        if steps.is_committed(self._store, step, attempt):
+            return True
+        if not loaded:
+            return False
+        visible = lineage.newest_first(self._store)
+        found = next((each for each in visible if each.step <= step), None)
+        return found is not None and found.step == step
+
+    def _write(
+        self, order: Order, sealed: Sealed, metadata: Metadata, folder: str, attempt: AttemptName
+    ) -> bool:
+        """Shard and part. Returns whether the page cache was bypassed. Leaves nothing behind on failure."""
+        slot, layout = order.slot, metadata.layout
+        self._files += 1
+        name = steps.shard_name(slot.rank, f"{self._nonce}{self._files:04x}")
+        path = self._store.local_path(f"{folder}/{name}")
+        digests, checksums, direct = _native.write_file(
+            path,
+            slot.descriptor,
+            slot.image_offset,
+            layout.num_bytes,
+            chunk_bytes=CHUNK_BYTES,
+            leaf_offsets=array("Q", [layout.data_start + leaf.offset for leaf in layout.leaves]),
+            leaf_sizes=array("Q", [leaf.num_bytes for leaf in layout.leaves]),
+            threads=self._threads,
+        )
+        published = False
+        try:
+            leaves = unlike(metadata, array("Q", digests))
+            if leaves:
+                raise _torn(metadata, leaves)
+            shard = ShardRecord(
+                file=name, num_bytes=layout.num_bytes, data_start=layout.data_start, checksums=checksums
+            )
+            part = _part(order, sealed, metadata, shard, attempt)
+            published = steps.publish_part(self._store, part)
+        finally:
+            if not published:
+                self._remove_debris(folder, name)
+        return direct
+
+    def _remove_debris(self, folder: str, name: str) -> None:
+        """Remove a shard unless a part stands: an error may have come after the part's own link."""
+        with contextlib.suppress(OSError, FlashckptError):
+            path = f"{folder}/{part_name(0)}"
+            if self._store.exists(path):
+                part = Part.from_bytes(self._store.read(path, Part.MAX_BYTES), path)
+                if any(rank.shard.file == name for rank in part.ranks):
+                    return
+            self._store.remove(f"{folder}/{name}")
+
+    def _pruned(self, order: Order, attempt: AttemptName, outcome: Outcome) -> Outcome:
+        if order.keep is None:
+            return outcome
+        try:
+            gone = retention.prune(self._store, attempt, order.keep)
+        except (OSError, FlashckptError) as error:
+            return replace(outcome, prune_error=str(error))
+        return replace(outcome, pruned=tuple(each.step for each in gone))
+
+
+def _checked(slot: Slot, sealed: Sealed) -> Metadata:
+    """The metadata of a pinned slot, and proof that the image begins as its layout says."""
+    try:
+        metadata = slot.metadata(sealed)
+    except DamagedError as error:
+        raise _Torn(str(error)) from error
+    start = metadata.layout.data_start
+    if os.pread(slot.descriptor, start, slot.image_offset) != metadata.layout.header:
+        raise _Torn("The image does not begin with the header of its plan.")
+    return metadata
+
+
+def _part(order: Order, sealed: Sealed, metadata: Metadata, shard: ShardRecord, attempt: AttemptName) -> Part:
+    try:
+        values = strict_loads(metadata.values, what="a slot's values")
+    except DamagedError as error:
+        raise _Torn(str(error)) from error
+    rank = RankRecord(
+        rank=order.slot.rank,
+        shard=shard,
+        leaves=metadata.layout.leaves,
+        digests=tuple(metadata.digests),
+        values=values,
+    )
+    return Part(
+        step=sealed.step,
+        attempt=attempt,
+        world=order.world,
+        keeper=0,
+        ranks=(rank,),
+        environment=order.environment,
+    )
+
+
+def _torn(metadata: Metadata, leaves: list[int]) -> _Torn:
+    named = tuple((index, metadata.layout.leaves[index].name) for index in leaves)
+    return _Torn(f"{len(leaves)} leaves are not those of their boundary.", named)
+
+
+def _discarded(slot: Slot, outcome: Outcome, word: Word, torn: _Torn) -> Outcome:
+    """Free a snapshot that nobody may use, and tell its trainer; unless it is gone already."""
+    if not slot.free(word):
+        return outcome
+    slot.set_torn(outcome.generation, [index for index, _ in torn.leaves])
+    return replace(outcome, result=Result.TORN, leaves=torn.leaves, message=str(torn))
+
+
+def _failure(outcome: Outcome, error: Exception) -> Outcome:
+    log.debug("persisting failed", exc_info=True)
+    number = error.errno or 0 if isinstance(error, OSError) else 0
+    return replace(outcome, result=Result.FAILED, message=str(error) or type(error).__name__, errno=number)

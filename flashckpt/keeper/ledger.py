@@ -1,0 +1,80 @@
+"""The run's ledger: RUN/events/<attempt>.jsonl, one JSON line an event.
+
+Owns those files and the thread that writes them. A ledger that cannot be written is counted and never
+harms anything: no caller waits for it, none is told.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import threading
+import time
+from typing import Any
+
+from flashckpt.events import Event, log
+from flashckpt.store.base import Store
+
+FOLDER = "events"
+MAX_LINE_BYTES = 32 << 10
+_MOST_WAITING = 10_000
+
+
+class Ledger:
+    """Lines wait in a bounded queue; what does not fit is dropped and counted."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._waiting: queue.Queue[tuple[str, bytes] | None] = queue.Queue(_MOST_WAITING)
+        self.dropped = 0
+        self._said = False
+        self._thread = threading.Thread(target=self._write_all, name="ledger", daemon=True)
+        self._thread.start()
+
+    def add(self, attempt: str | None, event: Event | str, /, **fields: Any) -> None:
+        """Note what happened, with the wall clock's time. `attempt` None stands for the keeper itself."""
+        line = {"time": round(time.time(), 3), "event": str(getattr(event, "value", event)), **fields}
+        try:
+            data = json.dumps(line, separators=(",", ":"), default=str).encode() + b"\n"
+            if len(data) > MAX_LINE_BYTES:
+                line = {"time": line["time"], "event": line["event"], "cut_bytes": len(data)}
+                data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
+            self._waiting.put_nowait((attempt or "keeper", data))
+        except (queue.Full, TypeError, ValueError):
+            self.dropped += 1
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Write what waits, for at most `timeout_s`: storage that hangs must not keep the keeper."""
+        try:
+            self._waiting.put_nowait(None)
+        except queue.Full:
+            return
+        self._thread.join(timeout_s)
+
+    def _write_all(self) -> None:
+        while (item := self._waiting.get()) is not None:
+            try:
+                self._write(*item)
+            except Exception as error:  # nothing that a ledger meets may end the keeper
+                self.dropped += 1
+                if not self._said:
+                    self._said = True
+                    log.warning("the ledger cannot be written (%s); nothing else is harmed", error)
+
+    def _write(self, attempt: str, data: bytes) -> None:
+        path = f"{FOLDER}/{attempt}.jsonl"
+        try:
+            descriptor = self._open(path)
+        except FileNotFoundError:
+            self._store.make_folder(FOLDER)
+            descriptor = self._open(path)
+        try:
+            # One write of one line: two keepers that append at once do not mix their bytes.
+            os.write(descriptor, data)
+        finally:
+            os.close(descriptor)
+
+    def _open(self, path: str) -> int:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(self._store.local_path(path), flags, 0o644)

@@ -1,0 +1,134 @@
+"""The keeper's socket: who may connect, and what becomes of a message that is none.
+
+Owns the listening socket and the connections. Never blocks: a peer that does not read is dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flashckpt.errors import FlashckptError, OutOfRoomError
+from flashckpt.events import log
+from flashckpt.keeper.protocol import (
+    SOCKET_NAME,
+    ProtocolError,
+    close_all,
+    peer_uid,
+    receive,
+    send,
+)
+from flashckpt.memory.runtime import RuntimeFolder
+
+_MOST_CONNECTIONS = 256
+_BACKLOG = 128
+
+
+@dataclass
+class Connection:
+    """One peer. `lock` is the life lock of the trainer that it said it is."""
+
+    peer: socket.socket
+    pid: int
+    lock: str | None = None
+
+
+# Takes a connection, a message and its descriptors (which it must close or keep); returns the answer and
+# the descriptors to send with it (which stay whose they are).
+Answer = Callable[[Connection, dict[str, Any], list[int]], tuple[dict[str, Any], Sequence[int]]]
+
+
+class Server:
+    def __init__(self, folder: RuntimeFolder, answer: Answer) -> None:
+        self._answer = answer
+        self._connections: dict[int, Connection] = {}
+        # What a dead keeper left under the name goes; anything that is not ours is refused.
+        if folder.check_socket(SOCKET_NAME):
+            folder.remove(SOCKET_NAME)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        before = os.umask(0o177)
+        try:
+            self._listener.bind(folder.reachable(SOCKET_NAME))
+        finally:
+            os.umask(before)
+        self._listener.listen(_BACKLOG)
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    def register(self, poll: select.poll) -> None:
+        poll.register(self._listener.fileno(), select.POLLIN)
+        for descriptor in self._connections:
+            poll.register(descriptor, select.POLLIN)
+
+    def serve(self, ready: Sequence[int]) -> None:
+        """Answer those of the ready descriptors that are ours."""
+        for descriptor in ready:
+            if descriptor == self._listener.fileno():
+                self._accept()
+            elif descriptor in self._connections:
+                self._serve(self._connections[descriptor])
+
+    def close(self) -> None:
+        self._listener.close()
+        for connection in list(self._connections.values()):
+            self._drop(connection)
+
+    def _accept(self) -> None:
+        try:
+            peer, _ = self._listener.accept()
+        except OSError:
+            return
+        pid, uid = peer_uid(peer)
+        if uid != os.geteuid() or len(self._connections) >= _MOST_CONNECTIONS:
+            log.warning("a connection of user %d, process %d was refused", uid, pid)
+            peer.close()
+            return
+        peer.setblocking(False)
+        self._connections[peer.fileno()] = Connection(peer, pid)
+
+    def _serve(self, connection: Connection) -> None:
+        try:
+            message, descriptors = receive(connection.peer)
+        except BlockingIOError:
+            return
+        except (EOFError, OSError):
+            self._drop(connection)
+            return
+        except ProtocolError as error:
+            self._refuse(connection, error)
+            return
+        try:
+            answer, given = self._answer(connection, message, descriptors)
+            send(connection.peer, {"ok": True, **answer}, given)
+        except ProtocolError as error:
+            close_all(descriptors)
+            self._refuse(connection, error)
+        except FlashckptError as error:
+            self._tell(connection, error)
+        except OSError:
+            self._drop(connection)
+
+    def _tell(self, connection: Connection, error: FlashckptError) -> None:
+        answer: dict[str, Any] = {"ok": False, "kind": "keeper", "error": str(error)[:4000]}
+        if isinstance(error, OutOfRoomError):
+            answer |= {"kind": "room", "needed": error.needed, "available": error.available}
+        try:
+            send(connection.peer, answer)
+        except OSError:
+            self._drop(connection)
+
+    def _refuse(self, connection: Connection, error: ProtocolError) -> None:
+        log.warning("process %d: %s", connection.pid, error)
+        self._tell(connection, error)
+        self._drop(connection)
+
+    def _drop(self, connection: Connection) -> None:
+        self._connections.pop(connection.peer.fileno(), None)
+        with contextlib.suppress(OSError):
+            connection.peer.close()

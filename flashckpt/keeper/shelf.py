@@ -1,0 +1,242 @@
+"""The slots that a keeper holds: made, adopted, handed over, cleared of the dead, removed.
+
+Owns the descriptors and the names of regions. Changes words only where their owner is dead, and never
+looks at an image.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from flashckpt.errors import DamagedError, FormatError, KeeperError, OutOfRoomError
+from flashckpt.events import log
+from flashckpt.format.layout import PAGE
+from flashckpt.memory import region, room
+from flashckpt.memory.page import State, Word, round_up
+from flashckpt.memory.region import MEMFD, NAMED, Region
+from flashckpt.memory.runtime import LifeLock, RuntimeFolder, is_alive
+from flashckpt.memory.slot import Sealed, Slot
+
+MAX_SLOTS = 64
+
+
+@dataclass
+class Held:
+    """A slot on the shelf. `retired` is one that no trainer uses any more; `given_up` is a generation
+    that will never be persisted (superseded); `audited` one that was found sound."""
+
+    slot: Slot
+    kind: str
+    retired: bool = False
+    given_up: int = -1
+    audited: int = -1
+    tries: int = 0
+    tried: int = -1
+    retry_at: float = 0.0
+    urgent: int = -1
+
+    def word(self) -> Word | None:
+        """None for a word that is none, until it is mended."""
+        try:
+            return self.slot.state()
+        except DamagedError:
+            return None
+
+    def state(self) -> State | None:
+        word = self.word()
+        return None if word is None else word.state
+
+    def sealed(self) -> Sealed | None:
+        """What is sealed in it and not damaged."""
+        try:
+            return self.slot.sealed()
+        except DamagedError:
+            return None
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a request for memory came to: regions, and the error if fewer than asked were made."""
+
+    regions: tuple[Region, ...]
+    error: Exception | None
+
+
+class Shelf:
+    """Held slots by name. `life` is this keeper's own lock: its index in each slot's owner table."""
+
+    def __init__(self, folder: RuntimeFolder, life: LifeLock) -> None:
+        self._folder = folder
+        self._life = life
+        self._held: dict[str, Held] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def all(self) -> list[Held]:
+        return list(self._held.values())
+
+    def get(self, name: str) -> Held | None:
+        return self._held.get(name)
+
+    def of_rank(self, rank: int) -> list[Held]:
+        return [held for held in self._held.values() if held.slot.rank == rank]
+
+    # Coming
+
+    def make(
+        self,
+        rank: int,
+        indexes: Iterable[int],
+        metadata_bytes: int,
+        image_bytes: int,
+        available: Callable[[], int] = room.available_bytes,
+    ) -> Made:
+        """Allocate regions, in a worker thread: nothing of the shelf is touched. See `put`."""
+        metadata_capacity, image_capacity = round_up(max(metadata_bytes, 1)), round_up(max(image_bytes, 1))
+        num_bytes = PAGE + metadata_capacity + image_capacity
+        indexes, made = list(indexes), []
+        kind = region.kind_for(self._folder, num_bytes * len(indexes))
+        for index in indexes:
+            nonce = secrets.randbits(64)
+            name = region.region_name(rank, index, nonce)
+            try:
+                found = region.create(self._folder, name, num_bytes, kind, available=available)
+                made.append(found)
+                Slot.format(
+                    found.descriptor,
+                    identity=self._folder.identity,
+                    rank=rank,
+                    index=index,
+                    nonce=nonce,
+                    metadata_capacity=metadata_capacity,
+                    image_capacity=image_capacity,
+                )
+            except (OSError, OutOfRoomError) as error:
+                return Made(tuple(made), error)
+        return Made(tuple(made), None)
+
+    def put(self, found: Region) -> Held:
+        """Take a region onto the shelf; its descriptor is the shelf's from here on, whatever happens.
+        Raises DamagedError, FormatError or KeeperError for one that is no slot of this run."""
+        try:
+            slot = Slot.open(found.descriptor, map_image=False, identity=self._folder.identity)
+        except BaseException:
+            os.close(found.descriptor)
+            raise
+        known = self._held.get(slot.name)
+        if known is not None or len(self._held) >= MAX_SLOTS:
+            slot.close()
+            if known is None:
+                raise KeeperError(f"{slot.name}: this keeper already holds {MAX_SLOTS} slots.")
+            return known
+        held = Held(slot, found.kind)
+        self._held[slot.name] = held
+        return held
+
+    def adopt_named(self) -> list[Held]:
+        """Take up the regions that an earlier keeper left in the runtime folder. One that was never
+        finished goes; one that is not ours, or damaged, is left alone and said."""
+        adopted = []
+        for name in filter(region.is_region_name, self._folder.names()):
+            if name in self._held:
+                continue
+            try:
+                found = region.open_named(self._folder, name)
+                if not os.pread(found.descriptor, 8, 0).strip(b"\0"):
+                    os.close(found.descriptor)
+                    self._folder.remove(name)
+                    continue
+                held = self.put(found)
+            except (OSError, KeeperError, DamagedError, FormatError) as error:
+                log.warning("%s is not adopted: %s", name, error)
+                continue
+            if held.slot.name != name:
+                log.warning("%s holds the slot %s and is not adopted", name, held.slot.name)
+                self._forget(held)
+                continue
+            adopted.append(held)
+        return adopted
+
+    def remove_dead_locks(self) -> None:
+        """Remove the lock files of processes that are gone."""
+        for name in self._folder.names():
+            if name.endswith(".lock") and name.startswith(("keeper-", "trainer-")) and not self._lives(name):
+                self._folder.remove(name)
+
+    def adopt_memfd(self, descriptor: int) -> Held:
+        """Take up a memfd that a trainer hands back to a new keeper. See `put`."""
+        found = os.fstat(descriptor)
+        if found.st_uid != os.geteuid() or found.st_nlink != 0:
+            os.close(descriptor)
+            raise KeeperError("A descriptor that was handed over is no memfd of this user.")
+        return self.put(Region("", MEMFD, descriptor, found.st_size))
+
+    # Staying
+
+    def row(self, held: Held, pid: int, lock: str) -> dict[str, Any]:
+        """What a trainer is told with a slot's descriptor. Makes it an owner in the slot."""
+        slot = held.slot
+        return {
+            "index": slot.index,
+            "name": slot.name,
+            "owner": slot.enroll(pid, lock, self._lives),
+            "kind": held.kind,
+            "num_bytes": slot.fixed.num_bytes,
+        }
+
+    def own_index(self, held: Held) -> int:
+        return held.slot.enroll(os.getpid(), self._life.name, self._lives)
+
+    def reclaim(self) -> list[tuple[Held, Word]]:
+        """Free what the dead were writing, unpin what they had pinned. A keeper that is not this one is
+        none any more, even if it still lives: there is one a node and run."""
+        reclaimed = []
+        for held in self._held.values():
+            if held.slot.mend():
+                log.warning("%s had a damaged state word; what it held is lost", held.slot.name)
+                continue
+            word = held.word()
+            if word is None or word.state not in (State.WRITING, State.PINNED):
+                continue
+            owner = held.slot.owner(word.owner)
+            if owner is not None and self._keeps(owner[1]):
+                continue
+            done = held.slot.free(word) if word.state is State.WRITING else held.slot.unpin(word)
+            if done:
+                reclaimed.append((held, word))
+        return reclaimed
+
+    def living_owners(self, held: Held) -> list[tuple[int, str]]:
+        """(pid, lock) of the trainers in a slot's owner table that are alive."""
+        owners = (held.slot.owner(index) for index in range(1, 17))
+        return [each for each in owners if each and not _is_keeper(each[1]) and self._lives(each[1])]
+
+    # Going
+
+    def remove(self, held: Held) -> None:
+        """Let a region go: its memory is free once the last mapping is gone."""
+        if held.kind == NAMED:
+            self._folder.remove(held.slot.name)
+        self._forget(held)
+
+    def _forget(self, held: Held) -> None:
+        self._held.pop(held.slot.name, None)
+        held.slot.close()
+
+    def _lives(self, lock: str) -> bool:
+        try:
+            return is_alive(self._folder, lock)
+        except KeeperError:
+            return False
+
+    def _keeps(self, lock: str) -> bool:
+        return lock == self._life.name if _is_keeper(lock) else self._lives(lock)
+
+
+def _is_keeper(lock: str) -> bool:
+    return lock.startswith("keeper-")

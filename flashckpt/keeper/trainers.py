@@ -1,0 +1,82 @@
+"""The trainers that a keeper watches, and what each of them has said.
+
+Owns who is alive. Alive means: holds its life lock. A pidfd only wakes the loop early; a closed
+connection says nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flashckpt.format.names import AttemptName
+from flashckpt.memory.runtime import RuntimeFolder, is_alive
+from flashckpt.options import Keep
+
+
+@dataclass
+class Trainer:
+    """One process that trains. `attempt` is None for one that is known by its slots only."""
+
+    lock: str
+    rank: int
+    pid: int = 0
+    world: int = 1
+    attempt: AttemptName | None = None
+    keep: Keep | None = None
+    linger_s: float = 1800.0
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    closing: bool = False
+    pidfd: int = -1
+
+
+class Roster:
+    """Trainers by the names of their life locks."""
+
+    def __init__(self, folder: RuntimeFolder) -> None:
+        self._folder = folder
+        self._trainers: dict[str, Trainer] = {}
+
+    def __len__(self) -> int:
+        return len(self._trainers)
+
+    def watch(self, trainer: Trainer) -> Trainer:
+        """Watch a trainer from now on, or take over what it says anew. One known by its slots only never
+        replaces one that has said who it is."""
+        known = self._trainers.get(trainer.lock)
+        if known is not None:
+            if trainer.attempt is None:
+                return known
+            trainer.closing, trainer.pidfd = known.closing, known.pidfd
+        if trainer.pidfd < 0 and trainer.pid > 0:
+            # A pid of another namespace, or used again by now, only makes the wake late.
+            with contextlib.suppress(OSError):
+                trainer.pidfd = os.pidfd_open(trainer.pid)
+        self._trainers[trainer.lock] = trainer
+        return trainer
+
+    def get(self, lock: str | None) -> Trainer | None:
+        return self._trainers.get(lock) if lock is not None else None
+
+    def all(self) -> list[Trainer]:
+        return list(self._trainers.values())
+
+    def of_rank(self, rank: int) -> list[Trainer]:
+        return [trainer for trainer in self._trainers.values() if trainer.rank == rank]
+
+    def pidfds(self) -> list[int]:
+        return [trainer.pidfd for trainer in self._trainers.values() if trainer.pidfd >= 0]
+
+    def bury(self) -> list[Trainer]:
+        """Take out those that are dead, and remove their locks."""
+        dead = [each for each in self._trainers.values() if not is_alive(self._folder, each.lock)]
+        for trainer in dead:
+            del self._trainers[trainer.lock]
+            self._folder.remove(trainer.lock)
+            if trainer.pidfd >= 0:
+                os.close(trainer.pidfd)
+                trainer.pidfd = -1
+        return dead

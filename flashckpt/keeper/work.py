@@ -1,0 +1,272 @@
+"""What to persist or audit next, and what follows from how it went.
+
+Owns the choice of the next order, the tries of failed ones, and the rescue of what a dead trainer
+left. The bytes are the drain's.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Iterable
+from functools import partial
+
+from flashckpt.events import Event, log
+from flashckpt.format.names import AttemptName
+from flashckpt.keeper.drain import Drain, Order, Outcome, Result
+from flashckpt.keeper.ledger import Ledger
+from flashckpt.keeper.shelf import Held, Shelf
+from flashckpt.keeper.tally import Tally
+from flashckpt.keeper.trainers import Trainer
+from flashckpt.keeper.worker import Worker
+from flashckpt.memory.page import State
+from flashckpt.memory.slot import Sealed
+
+_LONGEST_WAIT_S = 300.0
+# An audit may take this share of the time, so that idle means idle for the trainer too.
+_AUDIT_SHARE = 0.05
+_LEAST_AUDIT_PAUSE_S = 1.0
+_LOOK_PAUSE_S = 0.2
+
+
+class Work:
+    def __init__(self, shelf: Shelf, tally: Tally, ledger: Ledger, drain: Drain, worker: Worker) -> None:
+        self._shelf = shelf
+        self._tally = tally
+        self._ledger = ledger
+        self._drain = drain
+        self.worker = worker
+        self._known: dict[int, Trainer] = {}
+        self._living: set[int] = set()
+        self._audit_at = 0.0
+
+    # What is to be done
+
+    def know(self, trainers: Iterable[Trainer]) -> None:
+        """Who lives. What a dead trainer said (what to keep, its environment) holds for what it left."""
+        living = list(trainers)
+        self._living = {trainer.rank for trainer in living}
+        for trainer in living:
+            if trainer.attempt is not None:
+                self._known[trainer.rank] = trainer
+
+    def rescue(self, rank: int) -> None:
+        """Ask for the newest sealed snapshot that a dead trainer left, whether it had asked or not."""
+        newest = self._newest(rank)
+        if newest is None:
+            return
+        held, sealed = newest
+        if held.slot.persisted != sealed.generation and held.given_up != sealed.generation:
+            held.urgent = sealed.generation
+            held.slot.request_persist(sealed.generation)
+
+    def next(self) -> None:
+        """Give the worker its next order, if it is free and there is one."""
+        if self.worker.busy:
+            return
+        wanted = self._wanted()
+        if wanted is not None:
+            self._submit(*wanted)
+        elif time.monotonic() >= self._audit_at:
+            self._audit_newest()
+
+    def waiting(self) -> list[int]:
+        """Steps that are to be persisted and are not yet."""
+        return [sealed.step for _, sealed in self._due()]
+
+    def is_pending(self, attempt: AttemptName | None = None) -> bool:
+        """Whether something of an attempt (of any) is still to be persisted."""
+        return any(attempt is None or _attempt(sealed) == attempt for _, sealed in self._due())
+
+    def tidy(self) -> None:
+        """Remove retired slots that hold nothing which is still to be persisted or the newest."""
+        for held in self._shelf.all():
+            if not held.retired:
+                continue
+            sealed = held.sealed()
+            if sealed is not None and sealed.word.state is State.SEALED and not self._is_needed(held, sealed):
+                held.slot.free(sealed.word)
+            if held.state() is State.FREE:
+                self._shelf.remove(held)
+
+    def _is_needed(self, held: Held, sealed: Sealed) -> bool:
+        newest = self._newest(held.slot.rank)
+        if newest is not None and newest[0] is held:
+            return True
+        return held.slot.wants_persist(sealed.generation) and held.given_up != sealed.generation
+
+    def _newest(self, rank: int) -> tuple[Held, Sealed] | None:
+        found = [(held, held.sealed()) for held in self._shelf.of_rank(rank)]
+        whole = [(held, sealed) for held, sealed in found if sealed is not None]
+        return max(whole, key=lambda pair: pair[1].age, default=None)
+
+    def _due(self) -> list[tuple[Held, Sealed]]:
+        due = []
+        for held in self._shelf.all():
+            sealed = held.sealed()
+            if sealed is None or held.given_up == sealed.generation:
+                continue
+            if held.slot.wants_persist(sealed.generation):
+                due.append((held, sealed))
+        return due
+
+    def _wanted(self) -> tuple[Held, int, int] | None:
+        """Slot, generation and step to persist now: the newest of a dead trainer first, else oldest first."""
+        now, ready = time.monotonic(), []
+        for held in self._shelf.all():
+            word = held.word()
+            if word is None or word.state is not State.SEALED:
+                continue
+            if not held.slot.wants_persist(word.generation):
+                continue
+            if held.given_up == word.generation or held.tried == word.generation and now < held.retry_at:
+                continue
+            sealed = held.sealed()
+            step = sealed.step if sealed is not None else -1
+            urgent = held.urgent == word.generation
+            ready.append(((not urgent, -step if urgent else step), held, word.generation, step))
+        if not ready:
+            return None
+        _, held, generation, step = min(ready, key=lambda row: row[0])
+        return held, generation, step
+
+    # Doing it
+
+    def _order(self, held: Held, generation: int) -> Order:
+        trainer = self._known.get(held.slot.rank)
+        return Order(
+            slot=held.slot,
+            generation=generation,
+            owner=self._shelf.own_index(held),
+            world=trainer.world if trainer else 1,
+            keep=trainer.keep if trainer else None,
+            environment=trainer.environment if trainer else {},
+        )
+
+    def _submit(self, held: Held, generation: int, step: int) -> None:
+        order = self._order(held, generation)
+        self._tally.persisting = step
+
+        def done(outcome: Outcome | BaseException) -> None:
+            self._tally.persisting = None
+            if isinstance(outcome, BaseException):
+                log.error("persisting step %d failed", step, exc_info=outcome)
+                self._unpin_own(held, order.owner)
+                outcome = Outcome(
+                    result=Result.FAILED, slot=held.slot.name, generation=generation, step=step,
+                    message=f"{type(outcome).__name__}: {outcome}",
+                )  # fmt: skip
+            self._follow(held, outcome)
+
+        self.worker.submit(partial(self._drain.persist, order), done)
+
+    def _audit_newest(self) -> None:
+        self._audit_at = time.monotonic() + _LOOK_PAUSE_S
+        for rank in {held.slot.rank for held in self._shelf.all()}:
+            newest = self._newest(rank)
+            if newest is None or newest[1].word.state is not State.SEALED:
+                continue
+            held, generation = newest[0], newest[1].generation
+            if generation in (held.audited, held.slot.persisted):
+                continue
+            order, began = self._order(held, generation), time.monotonic()
+
+            def done(outcome: Outcome | BaseException, held: Held = held, began: float = began) -> None:
+                pause = (time.monotonic() - began) / _AUDIT_SHARE
+                self._audit_at = time.monotonic() + max(pause, _LEAST_AUDIT_PAUSE_S)
+                if isinstance(outcome, BaseException):
+                    log.error("an audit failed", exc_info=outcome)
+                    return
+                self._follow(held, outcome)
+
+            self.worker.submit(partial(self._drain.audit, order), done)
+            return
+
+    # What follows
+
+    def _follow(self, held: Held, outcome: Outcome) -> None:
+        match outcome.result:
+            case Result.COMMITTED:
+                self._committed(held, outcome)
+            case Result.TORN:
+                self._torn(held, outcome)
+            case Result.FAILED | Result.WAITING:
+                self._failed(held, outcome)
+            case Result.SUPERSEDED:
+                self._superseded(held, outcome)
+            case Result.SOUND:
+                held.audited = outcome.generation
+                self._tally.count("audited")
+
+    def _committed(self, held: Held, outcome: Outcome) -> None:
+        held.tries = 0
+        self._tally.commit(outcome)
+        fields = {"step": outcome.step, "rank": held.slot.rank, "slot": outcome.slot}
+        if outcome.num_bytes:
+            self._ledger.add(
+                outcome.attempt, Event.PERSIST, **fields, num_bytes=outcome.num_bytes,
+                seconds=round(outcome.seconds, 4), direct=outcome.direct,
+            )  # fmt: skip
+            self._tally.count("direct" if outcome.direct else "buffered")
+        self._ledger.add(outcome.attempt, Event.COMMIT, **fields)
+        if outcome.pruned:
+            self._tally.count("pruned", len(outcome.pruned))
+            self._ledger.add(outcome.attempt, Event.PRUNE, steps=list(outcome.pruned))
+        if outcome.prune_error:
+            self._tally.count("prune_failed")
+            self._ledger.add(outcome.attempt, Event.ERROR, what="prune", message=outcome.prune_error)
+        self._release_older(outcome)
+
+    def _release_older(self, outcome: Outcome) -> None:
+        """A commit of a newer attempt settles what attempts before it left and it did not start from."""
+        newest = AttemptName.parse(outcome.attempt)
+        for held in self._shelf.all():
+            sealed = held.sealed()
+            if sealed is None or newest is None or sealed.word.state is not State.SEALED:
+                continue
+            if held.slot.name != outcome.slot and sealed.record.attempt_number < newest.number:
+                held.slot.free(sealed.word)
+
+    def _torn(self, held: Held, outcome: Outcome) -> None:
+        self._tally.tear(outcome)
+        names = [name for _, name in outcome.leaves]
+        log.warning("step %d in %s was discarded: %s", outcome.step, outcome.slot, outcome.message)
+        self._ledger.add(
+            outcome.attempt or None, Event.TORN, step=outcome.step, slot=outcome.slot,
+            rank=held.slot.rank, leaves=names[:100], count=len(names), message=outcome.message,
+        )  # fmt: skip
+        if held.slot.rank not in self._living:
+            self.rescue(held.slot.rank)
+
+    def _failed(self, held: Held, outcome: Outcome) -> None:
+        held.tries = held.tries + 1 if held.tried == outcome.generation else 1
+        held.tried = outcome.generation
+        held.retry_at = time.monotonic() + min(2.0 ** (held.tries - 1), _LONGEST_WAIT_S)
+        if outcome.result is Result.WAITING:
+            return
+        held.slot.set_failed(outcome.generation, outcome.errno or errno.EIO)
+        if self._tally.fail(outcome):
+            log.error("step %d is not persisted: %s", outcome.step, outcome.message)
+            self._ledger.add(
+                outcome.attempt or None, Event.ERROR, what="persist", step=outcome.step, slot=outcome.slot,
+                errno=outcome.errno, message=outcome.message,
+            )  # fmt: skip
+
+    def _superseded(self, held: Held, outcome: Outcome) -> None:
+        held.given_up = outcome.generation
+        held.slot.set_failed(outcome.generation, errno.ESTALE)
+        if self._tally.fail(outcome):
+            log.warning("step %d is not persisted: %s", outcome.step, outcome.message)
+            self._ledger.add(
+                outcome.attempt or None, Event.ERROR, what="superseded", step=outcome.step,
+                slot=outcome.slot, message=outcome.message,
+            )  # fmt: skip
+
+    def _unpin_own(self, held: Held, owner: int) -> None:
+        word = held.word()
+        if word is not None and word.state is State.PINNED and word.owner == owner:
+            held.slot.unpin(word)
+
+
+def _attempt(sealed: Sealed) -> AttemptName:
+    return AttemptName(sealed.record.attempt_number, f"{sealed.record.attempt_nonce:08x}")

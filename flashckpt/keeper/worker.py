@@ -1,0 +1,59 @@
+"""Threads that do what may take long or hang, so that the keeper's loop never does.
+
+Owns the threads and their queues; knows no job. Results come back to the loop, which alone changes
+what the keeper knows.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from flashckpt.events import log
+
+
+@dataclass
+class _Job:
+    run: Callable[[], Any]
+    done: Callable[[Any], None]
+
+
+class Worker:
+    """One thread. `busy` from `submit` until the result was collected."""
+
+    def __init__(self, name: str, wake: int) -> None:
+        self._wake = wake
+        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[tuple[_Job, Any]] = queue.SimpleQueue()
+        self.busy = False
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def submit(self, run: Callable[[], Any], done: Callable[[Any], None]) -> None:
+        """Call `run` in the thread, then, from `collect`, `done` with its result or its exception."""
+        assert not self.busy
+        self.busy = True
+        self._jobs.put(_Job(run, done))
+
+    def collect(self) -> None:
+        """Hand a finished job's result over, in the calling thread."""
+        try:
+            job, result = self._results.get_nowait()
+        except queue.Empty:
+            return
+        self.busy = False
+        job.done(result)
+
+    def _run(self) -> None:
+        while True:
+            job = self._jobs.get()
+            try:
+                result = job.run()
+            except BaseException as error:
+                log.debug("a job of the keeper failed", exc_info=True)
+                result = error
+            self._results.put((job, result))
+            os.eventfd_write(self._wake, 1)
