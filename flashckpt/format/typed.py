@@ -1,0 +1,389 @@
+"""Typed JSON: what stands for the values of a state that are not tensors, and nothing else.
+
+Owns the tags and both directions. A value comes back with its type, its order and its bits, or it is
+refused while it is written. Reading builds values from a fixed table of tags; nothing read is ever
+looked up by name in the program, imported or called. Never imports torch or NumPy: their adapters
+are registered from flashckpt/state.
+
+Plain JSON stands for itself: null, true, false, numbers, strings, arrays (list), objects (dict with
+string keys in order). All else is an object with one key that begins with "!", its tag; a dict with
+such a key, or with keys that are no strings, is written as pairs under "!dict".
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import struct
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from flashckpt.errors import DamagedError, StateError
+
+MAX_DEPTH = 100
+_MAX_PLAIN_INT = 1 << 2000  # Python refuses to parse decimal numbers of more than 4,300 digits
+
+Encoder = Callable[[Any, int], object]
+Decoder = Callable[[Any], object]
+
+
+@dataclass(frozen=True, slots=True)
+class LeafRef:
+    """Stands where a tensor stood. `about` says what its bytes, shape and strides do not: simple values."""
+
+    name: str
+    about: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Hole:
+    """Stands where a value stood that is written elsewhere, in the order of the holes."""
+
+
+class Encoded:
+    """A value that changes rarely, encoded once and written many times."""
+
+    __slots__ = ("data", "value")
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+        self.data = encode_json(value)
+
+
+@dataclass(frozen=True, slots=True)
+class _Adapter:
+    tag: str
+    to_plain: Callable[[Any], object]
+    same: Callable[[Any, Any], bool]
+
+
+_adapters: dict[type, _Adapter] = {}
+
+
+def register(
+    kinds: type | tuple[type, ...],
+    tag: str,
+    to_plain: Callable[[Any], object],
+    from_plain: Callable[[Any], object],
+    *,
+    same: Callable[[Any, Any], bool] | None = None,
+) -> None:
+    """Teach the encoding more types, exact types only. `to_plain` gives encodable values and raises
+    ValueError for what has none; `from_plain` gets them back and raises ValueError, TypeError or
+    LookupError for what cannot be; `same` compares two values to the bit (`==` if None). Raises
+    ValueError for a tag that is taken."""
+    if tag in _decoders:
+        raise ValueError(f"the tag {tag!r} is taken")
+    _decoders[tag] = from_plain
+    for kind in kinds if isinstance(kinds, tuple) else (kinds,):
+        _adapters[kind] = _Adapter(tag, to_plain, same or (lambda a, b: bool(a == b)))
+
+
+# Writing
+
+
+def encode(value: object, depth: int = 0) -> Any:
+    """What json.dumps takes for `value`. Raises StateError for what has no exact encoding."""
+    kind = type(value)
+    if value is None or kind is bool:
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {"!float": struct.pack(">d", value).hex()}  # type: ignore[arg-type]
+    if kind is int:
+        return value if -_MAX_PLAIN_INT < value < _MAX_PLAIN_INT else {"!int": hex(value)}  # type: ignore[operator, arg-type]
+    if kind is str:
+        return _encode_str(value)  # type: ignore[arg-type]
+    if depth > MAX_DEPTH:
+        raise StateError(f"values nest deeper than {MAX_DEPTH} levels, or contain themselves")
+    encoder = _encoders.get(kind)
+    if encoder is not None:
+        return encoder(value, depth + 1)
+    adapter = _adapters.get(kind)
+    if adapter is not None:
+        return _encode_adapted(adapter, value, depth + 1)
+    raise StateError(f"a {kind.__module__}.{kind.__qualname__} has no exact encoding")
+
+
+def _encode_adapted(adapter: _Adapter, value: object, depth: int) -> object:
+    try:
+        plain = adapter.to_plain(value)
+    except ValueError as error:
+        raise StateError(str(error)) from error
+    return {"!" + adapter.tag: encode(plain, depth)}
+
+
+def encode_json(value: object) -> bytes:
+    """`value` as typed JSON, ASCII, compact. Raises StateError for what has no exact encoding."""
+    if type(value) is Encoded:
+        return value.data
+    if type(value) is dict and any(_holds_encoded(item) for item in value.values()):
+        items = [_dumps(_plain_key(key)).encode() + b":" + encode_json(item) for key, item in value.items()]
+        return b"{" + b",".join(items) + b"}"
+    return _dumps(encode(value)).encode("ascii")
+
+
+_dumps = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False).encode
+
+
+def _holds_encoded(value: object, levels: int = 5) -> bool:
+    if type(value) is Encoded:
+        return True
+    return type(value) is dict and levels > 0 and any(_holds_encoded(v, levels - 1) for v in value.values())
+
+
+def _plain_key(key: object) -> str:
+    if type(key) is str and not key.startswith("!"):
+        return key
+    raise StateError(f"the key {key!r} cannot stand above a value that was encoded before")
+
+
+def _encode_str(value: str) -> object:
+    if value.isascii():
+        return value
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # JSON would join two lone surrogates to one character
+        return {"!str": value.encode("utf-16-le", "surrogatepass").hex()}
+    return value
+
+
+def _encode_items(values: Iterable[object], depth: int) -> list[object]:
+    items = list(values)
+    if len(items) > 16:  # ten thousand step counters or names at once
+        kinds = set(map(type, items))
+        if kinds <= {bool, type(None)}:
+            return items
+        if kinds == {int} and min(items) > -_MAX_PLAIN_INT and max(items) < _MAX_PLAIN_INT:  # type: ignore[type-var, operator]
+            return items
+        if kinds == {str} and "".join(items).isascii():  # type: ignore[arg-type]
+            return items
+        if kinds == {float} and all(map(math.isfinite, items)):  # type: ignore[arg-type]
+            return items
+    return [encode(item, depth) for item in items]
+
+
+def _encode_dict(value: dict[object, object], depth: int) -> object:
+    for key in value:
+        if type(key) is not str or key[:1] == "!" or not key.isascii():
+            return {"!dict": _encode_pairs(value, depth)}
+    return {key: encode(item, depth) for key, item in value.items()}
+
+
+def _encode_pairs(value: Mapping[Any, object], depth: int) -> list[object]:
+    return [[encode(key, depth), encode(item, depth)] for key, item in value.items()]
+
+
+def _encode_defaultdict(value: defaultdict[object, object], depth: int) -> object:
+    for name, factory in _FACTORIES.items():
+        if value.default_factory is factory:
+            return {"!defaultdict": [name, _encode_pairs(value, depth)]}
+    raise StateError(f"a defaultdict of {value.default_factory!r} has no exact encoding: only of plain types")
+
+
+def _encode_leaf(value: LeafRef, depth: int) -> object:
+    return {"!leaf": [value.name, encode(dict(value.about), depth)] if value.about else value.name}
+
+
+_FACTORIES: dict[str, Any] = {
+    "none": None, "list": list, "dict": dict, "set": set, "int": int, "float": float, "str": str,
+    "bool": bool, "tuple": tuple, "deque": deque, "Counter": Counter, "OrderedDict": OrderedDict,
+}  # fmt: skip
+
+_encoders: dict[type, Encoder] = {
+    list: _encode_items,
+    dict: _encode_dict,
+    tuple: lambda v, d: {"!tuple": _encode_items(v, d)},
+    set: lambda v, d: {"!set": _encode_items(v, d)},
+    frozenset: lambda v, d: {"!frozenset": _encode_items(v, d)},
+    deque: lambda v, d: {"!deque": [v.maxlen, _encode_items(v, d)]},
+    Counter: lambda v, d: {"!Counter": _encode_pairs(v, d)},
+    OrderedDict: lambda v, d: {"!OrderedDict": _encode_pairs(v, d)},
+    defaultdict: _encode_defaultdict,
+    bytes: lambda v, d: {"!bytes": base64.b64encode(v).decode()},
+    bytearray: lambda v, d: {"!bytearray": base64.b64encode(v).decode()},
+    complex: lambda v, d: {"!complex": struct.pack(">dd", v.real, v.imag).hex()},
+    range: lambda v, d: {"!range": [encode(v.start), encode(v.stop), encode(v.step)]},
+    slice: lambda v, d: {"!slice": [encode(v.start, d), encode(v.stop, d), encode(v.step, d)]},
+    LeafRef: _encode_leaf,
+    Hole: lambda v, d: {"!hole": None},
+    Encoded: lambda v, d: encode(v.value, d),
+}
+
+
+# Reading
+
+
+def decode(obj: object, depth: int = 0) -> Any:
+    """The value that `obj`, parsed JSON, stands for. Raises DamagedError for what no value was ever
+    written as."""
+    kind = type(obj)
+    if kind is dict:
+        return _decode_object(obj, depth)  # type: ignore[arg-type]
+    if kind is list:
+        if depth > 4 * MAX_DEPTH:
+            _damaged("values nest too deep")
+        return [decode(item, depth + 1) for item in obj]  # type: ignore[attr-defined]
+    if kind is float and not math.isfinite(obj):  # type: ignore[arg-type]
+        _damaged("a number that was never written")
+    return obj
+
+
+def decode_json(data: bytes | memoryview) -> Any:
+    """The value that was written with `encode_json`. The caller bounds the size. Raises DamagedError."""
+    try:
+        parsed = json.loads(bytes(data), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"The values of a snapshot are not JSON ({error}). It cannot be used.") from error
+    return decode(parsed)
+
+
+def _decode_object(obj: dict[str, object], depth: int) -> object:
+    if depth > 4 * MAX_DEPTH:
+        _damaged("values nest too deep")
+    tagged = [key for key in obj if key[:1] == "!"]
+    if not tagged:
+        return {key: decode(item, depth + 1) for key, item in obj.items()}
+    if len(obj) != 1 or tagged[0][1:] not in _decoders:
+        _damaged(f"the tag {tagged[0]!r} is not one of ours")
+    payload = decode(obj[tagged[0]], depth + 1)
+    try:
+        return _decoders[tagged[0][1:]](payload)
+    except (ValueError, TypeError, LookupError, OverflowError, struct.error) as error:
+        raise DamagedError(f"The values of a snapshot are damaged at {tagged[0]!r}: {error}.") from error
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("a key stands twice")
+    return made
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no JSON")
+
+
+def _damaged(what: str) -> NoReturn:
+    raise DamagedError(f"The values of a snapshot are damaged: {what}. It cannot be used.")
+
+
+def _pairs_into(made: Any, pairs: list[list[object]]) -> Any:
+    for key, item in pairs:
+        made[key] = item
+    if len(made) != len(pairs):
+        raise ValueError("a key stands twice")
+    return made
+
+
+def _unpack_float(text: str) -> float:
+    return float(struct.unpack(">d", bytes.fromhex(text))[0])
+
+
+def _decode_set(items: list[Any]) -> set[Any]:
+    made = set(_a_list(items))
+    if len(made) != len(items):
+        raise ValueError("an element stands twice")
+    return made
+
+
+def _a_list(items: Any) -> list[Any]:
+    if type(items) is not list:
+        raise TypeError(f"{type(items).__name__} where a list was written")
+    return items
+
+
+def _decode_leaf(plain: Any) -> LeafRef:
+    name, about = (plain, {}) if type(plain) is str else plain
+    if type(name) is not str or type(about) is not dict:
+        raise TypeError("a leaf without a name")
+    return LeafRef(name, about)
+
+
+_decoders: dict[str, Decoder] = {
+    "float": _unpack_float,
+    "int": lambda text: int(text, 16),
+    "str": lambda text: bytes.fromhex(text).decode("utf-16-le", "surrogatepass"),
+    "dict": lambda pairs: _pairs_into({}, pairs),
+    "tuple": lambda items: tuple(_a_list(items)),
+    "set": _decode_set,
+    "frozenset": lambda items: frozenset(_decode_set(items)),
+    "deque": lambda plain: deque(_a_list(plain[1]), plain[0]),
+    "Counter": lambda pairs: _pairs_into(Counter(), pairs),
+    "OrderedDict": lambda pairs: _pairs_into(OrderedDict(), pairs),
+    "defaultdict": lambda plain: _pairs_into(defaultdict(_FACTORIES[plain[0]]), plain[1]),
+    "bytes": lambda text: base64.b64decode(text, validate=True),
+    "bytearray": lambda text: bytearray(base64.b64decode(text, validate=True)),
+    "complex": lambda text: complex(*struct.unpack(">dd", bytes.fromhex(text))),
+    "range": lambda plain: range(*plain),
+    "slice": lambda plain: slice(*plain),
+    "leaf": _decode_leaf,
+    "hole": lambda plain: Hole(),
+}
+
+
+# Checking
+
+
+def check_roundtrip(value: object, location: str) -> None:
+    """Raise StateError, with the path in the state, if `value` does not come back to the bit."""
+    try:
+        back = decode_json(encode_json(value))
+        if same(value, back):
+            return
+        reason = "it does not come back equal"
+    except (StateError, DamagedError) as error:
+        reason = str(error)
+    path, found = _locate(value, location, 0)
+    kind = type(found)
+    raise StateError(
+        f"{path} cannot be saved exactly: {reason} (it holds a {kind.__module__}.{kind.__qualname__}). "
+        "Nothing was saved or changed. Turn it into plain values, lists, dicts or tensors, or leave it out.",
+        location=path,
+    )
+
+
+def _locate(value: object, path: str, depth: int) -> tuple[str, object]:
+    """The innermost part of `value` that does not come back, and its path."""
+    parts: Iterable[tuple[object, object]] = ()
+    if isinstance(value, Encoded):
+        return _locate(value.value, path, depth)
+    if isinstance(value, Mapping):
+        parts = value.items()
+    elif isinstance(value, (list, tuple, deque)):
+        parts = enumerate(value)
+    for key, part in parts if depth < MAX_DEPTH else ():
+        try:
+            if same(part, decode_json(encode_json(part))):
+                continue
+        except (StateError, DamagedError):
+            pass
+        return _locate(part, f"{path}.{key}", depth + 1)
+    return path, value
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two values are of the same types, in the same order and equal to the bit."""
+    if type(a) is Encoded:
+        return same(a.value, b)
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, float):
+        return struct.pack(">d", a) == struct.pack(">d", b)
+    if type(a) is complex:
+        return struct.pack(">dd", a.real, a.imag) == struct.pack(">dd", b.real, b.imag)
+    if type(a) in _adapters:
+        return _adapters[type(a)].same(a, b)
+    if isinstance(a, (set, frozenset)):
+        return sorted(map(encode_json, a)) == sorted(map(encode_json, b))
+    if isinstance(a, Mapping):
+        facts = not isinstance(a, defaultdict) or a.default_factory is b.default_factory
+        return facts and len(a) == len(b) and all(map(same, a.items(), b.items()))
+    if isinstance(a, (list, tuple, deque)):
+        facts = not isinstance(a, deque) or a.maxlen == b.maxlen
+        return facts and len(a) == len(b) and all(map(same, a, b))
+    if type(a) is slice:
+        return same((a.start, a.stop, a.step), (b.start, b.stop, b.step))
+    return bool(a == b)

@@ -1,0 +1,211 @@
+"""From the leaves of a snapshot into live tensors: in place where they exist, made anew where not.
+
+Owns which live tensor a leaf has become, so that ties stay ties and what was apart stays apart. Tensors
+handed out by a snapshot are views of memory that goes: they are copied and never kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashckpt.errors import DamagedError
+from flashckpt.format.layout import Leaf
+from flashckpt.format.typed import Hole, LeafRef
+from flashckpt.state import rng
+from flashckpt.state.subclasses import assemble, dress, is_wrapper, kind_of, part_name
+from flashckpt.state.survey import _MAPPINGS, _SEQUENCES, join, rebuild, resequence
+from flashckpt.state.tensors import fill, fits, make, memory_key, strides
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A snapshot as it is read: its leaves, its values (decoded), and the bytes of a leaf as a row-major
+    tensor on the CPU with the leaf's dtype and shape, which is only valid while it is asked for."""
+
+    leaves: Mapping[str, Leaf]
+    value: dict[str, Any]
+    tensor: Callable[[str], Tensor]
+
+
+class Filling:
+    """One restore: what is filled already, under which leaf's name."""
+
+    def __init__(self, saved: Saved) -> None:
+        self._saved = saved
+        self._canonical = canonical_names(saved)
+        self._live: dict[str, Tensor] = {}
+        self._taken: dict[tuple[object, ...], str] = {}
+        self.filled: list[tuple[str, Tensor]] = []
+
+    def leaf(self, name: str) -> Leaf:
+        """The leaf that is stored under a name or one of its further names. Raises DamagedError."""
+        try:
+            return self._saved.leaves[self._canonical[name]]
+        except KeyError:
+            raise DamagedError(f"The snapshot names {name!r} and does not hold it; it is no use.") from None
+
+    def holds(self, name: str) -> bool:
+        """Whether a leaf is stored under this name, or listed with it."""
+        return name in self._canonical
+
+    def names_under(self, entry: str) -> list[str]:
+        """All names of leaves that belong to a named object."""
+        return [name for name in self._canonical if name.startswith(entry + ".")]
+
+    def fill(self, name: str, live: Tensor) -> None:
+        """Fill a live tensor that fits, once."""
+        leaf = self.leaf(name)
+        if leaf.name in self._live:
+            return
+        fill(live, self._saved.tensor(leaf.name))
+        self._settle(leaf, live)
+
+    def _settle(self, leaf: Leaf, live: Tensor) -> None:
+        self._live[leaf.name] = live
+        key = memory_key(live)
+        if key is not None:
+            self._taken[key] = leaf.name
+        self.filled.append((leaf.name, live))
+
+    def place(
+        self, ref: LeafRef, name: str, live: object, home: torch.device, like: Tensor | None = None
+    ) -> Tensor:
+        """The tensor that belongs where `ref` stands: `live`, filled, if it can be; the tensor that the
+        leaf has become already; or a new one, as recorded, on `home` or the device class recorded."""
+        about = ref.about
+        if "parts" in about:
+            return self._place_wrapper(ref, name, live, home, like)
+        leaf = self.leaf(name)
+        known = self._live.get(leaf.name)
+        if known is not None:
+            if live is known or not about.get("shares"):
+                return known
+            return known.detach()
+        device = self._device(ref, home)
+        if isinstance(live, Tensor) and self._usable(live, leaf, device, str(about.get("class", ""))):
+            self.fill(name, live)
+            return live
+        plain = make(leaf, device)
+        fill(plain, self._saved.tensor(leaf.name))
+        made = dress(plain, about, like)
+        self._settle(leaf, made)
+        return made
+
+    def _device(self, ref: LeafRef, home: torch.device) -> torch.device:
+        recorded = ref.about.get("device")
+        return home if recorded in (None, home.type) else torch.device(str(recorded))
+
+    def _usable(self, live: Tensor, leaf: Leaf, device: torch.device, recorded_class: str) -> bool:
+        if is_wrapper(live) or live.layout is not torch.strided or not fits(leaf, live):
+            return False
+        if recorded_class not in ("", kind_of(live)) or (not recorded_class and type(live) is not Tensor):
+            return False
+        key = memory_key(live)
+        return live.device.type == device.type and strides(live) == leaf.stride and key not in self._taken
+
+    def _place_wrapper(
+        self, ref: LeafRef, name: str, live: object, home: torch.device, like: Tensor | None
+    ) -> Tensor:
+        about = ref.about
+        parts: dict[str, Tensor] = {}
+        same = isinstance(live, Tensor) and kind_of(live) == about.get("class")
+        same = same and tuple(live.shape) == about.get("shape")  # type: ignore[attr-defined]
+        for attribute in _names(about.get("parts")):
+            inner = getattr(live, attribute, None) if same else None
+            parts[attribute] = self.place(LeafRef(attribute), part_name(name, attribute), inner, home)
+            same = same and parts[attribute] is inner
+        if same and isinstance(live, Tensor):
+            return live
+        return assemble(about, parts, like)
+
+    def copy(self, ref: LeafRef, name: str) -> Tensor:
+        """A tensor of the caller's own, on the device class that was recorded."""
+        return self.place(ref, name, None, torch.device("cpu"))
+
+
+def canonical_names(saved: Saved) -> dict[str, str]:
+    """Each name of each leaf -> the name it is stored under."""
+    names = {name: name for name in saved.leaves}
+    for leaf in saved.leaves.values():
+        for alias in leaf.aliases:
+            names[alias] = leaf.name
+    return names
+
+
+def _names(value: object) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise DamagedError("The snapshot holds a tensor of unknown parts. It cannot be used.")
+    return value
+
+
+class Settling:
+    """Puts a saved nested value back, keeping the containers and tensors that exist."""
+
+    def __init__(
+        self,
+        filling: Filling,
+        home: torch.device,
+        *,
+        like: Tensor | None = None,
+        holes: Iterator[object] | None = None,
+        scalars_on_cpu: bool = False,
+    ) -> None:
+        self._filling, self._home, self._like = filling, home, like
+        self._holes = holes
+        # Step counters of a run on a CPU: they stay there when its parameters move to a device.
+        self._scalars_on_cpu = scalars_on_cpu and home.type != "cpu"
+
+    def settle(self, value: Any, live: Any, name: str) -> Any:
+        """What belongs in the place of `live`, which is kept and changed where it can be."""
+        kind = type(value)
+        if kind is LeafRef:
+            return self._filling.place(value, name, live, self._home_of(value, name), self._like)
+        if kind is Hole:
+            return self._next_hole()
+        if kind in _MAPPINGS:
+            return self._settle_mapping(value, live, name)
+        if kind in _SEQUENCES:
+            return self._settle_sequence(value, live, name)
+        if rng.is_generator(live) and type(live) is kind:
+            rng.restore_one(live, rng.capture_one(value))
+            return live
+        return value
+
+    def _home_of(self, ref: LeafRef, name: str) -> torch.device:
+        if self._scalars_on_cpu and not ref.about and not self._filling.leaf(name).shape:
+            return torch.device("cpu")
+        return self._home
+
+    def _next_hole(self) -> object:
+        if self._holes is not None:
+            for value in self._holes:
+                return value
+        raise DamagedError("The snapshot holds fewer values than it has places for. It cannot be used.")
+
+    def _settle_mapping(self, value: Any, live: Any, name: str) -> Any:
+        same = type(live) is type(value)
+        before = live if same else {}
+        items = [(key, self.settle(item, before.get(key), join(name, key))) for key, item in value.items()]
+        if not same:
+            return rebuild(value, items)
+        live.clear()
+        live.update(items)
+        return live
+
+    def _settle_sequence(self, value: Any, live: Any, name: str) -> Any:
+        same = type(live) is type(value)
+        items = [
+            self.settle(item, live[i] if same and i < len(live) else None, join(name, i))
+            for i, item in enumerate(value)
+        ]
+        same = same and getattr(live, "maxlen", None) == getattr(value, "maxlen", None)
+        if not same or type(value) is tuple:
+            return resequence(value, items)
+        live.clear()
+        live.extend(items)
+        return live

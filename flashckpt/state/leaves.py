@@ -1,0 +1,207 @@
+"""Collecting the leaves of a state: names, ties, and what must stay as it is for a plan to stand.
+
+Owns the rule that a tensor is stored once however many names it has, that no name stands twice, and
+the two sinks into which a state is walked: `Leaves` for a whole walk, `Refresh` for the values alone
+between two walks. Never copies a tensor's bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from flashckpt.format.typed import LeafRef
+from flashckpt.state.subclasses import flatten, is_wrapper, kind_of, part_name
+from flashckpt.state.tensors import check, memory_key, refuse, span, strides
+
+Kind = Literal["parameter", "buffer", "gradient", "optimizer", "other"]
+
+
+class Restructured(Exception):
+    """The state has other tensors, or tensors in other places, than at the last walk: walk again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor was found: `container[key]` or `getattr(container, key)`, None where it is made
+    anew each time it is asked for. `home` is the device a tensor here is on if nothing is recorded."""
+
+    kind: Kind
+    owner: object
+    container: object = None
+    key: object = None
+    home: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+
+@dataclass(slots=True)
+class LiveLeaf:
+    """One tensor of the live state. `aliases` are its further names. Where `container` is None the
+    tensor is made anew by its owner, and `Tree.values` puts the newest one here."""
+
+    name: str
+    tensor: Tensor
+    kind: Kind
+    owner: object
+    container: object
+    key: object
+    aliases: tuple[str, ...] = ()
+
+
+class Sink(Protocol):
+    """What a walk hands its tensors to."""
+
+    def add(self, name: str, tensor: Tensor, place: Place) -> LeafRef: ...
+
+    def guard(self, container: Sized) -> None: ...
+
+
+class Leaves:
+    """The leaves of one walk, in the order in which they were found."""
+
+    def __init__(self) -> None:
+        self.leaves: list[LiveLeaf] = []
+        self.guards: list[tuple[Sized, int]] = []
+        self.anchors: list[tuple[object, object, object]] = []
+        self.named: dict[str, LiveLeaf] = {}
+        self.refs: dict[str, LeafRef] = {}
+        self._by_id: dict[int, LiveLeaf] = {}
+        self._by_memory: dict[tuple[object, ...], LiveLeaf] = {}
+
+    def guard(self, container: Sized) -> None:
+        """The plan stands only while the container keeps its length."""
+        self.guards.append((container, len(container)))
+
+    def anchor(self, container: object, key: object, value: object) -> None:
+        """The plan stands only while `container[key]` (or that attribute) is this very object."""
+        if container is not None:
+            self.anchors.append((container, key, value))
+
+    def add(self, name: str, tensor: Tensor, place: Place) -> LeafRef:
+        """Take a tensor under a name. Raises StateError for what cannot be saved exactly."""
+        known = self._by_id.get(id(tensor))
+        if known is None and is_wrapper(tensor):
+            ref = self._add_wrapper(name, tensor, place)
+        else:
+            ref = self._add_plain(name, tensor, place, known)
+        self.refs[name] = ref
+        return ref
+
+    def _add_plain(self, name: str, tensor: Tensor, place: Place, known: LiveLeaf | None) -> LeafRef:
+        about = facts(tensor, place)
+        self._claim(name)
+        if known is None:
+            check(tensor, name)
+            known = self._same_memory(tensor)
+            if known is not None:
+                about["shares"] = True
+        if known is not None:
+            known.aliases += (name,)
+            self.anchor(place.container, place.key, tensor)
+        else:
+            known = LiveLeaf(name, tensor, place.kind, place.owner, place.container, place.key)
+            self.leaves.append(known)
+            self._remember(known)
+        self.named[name] = known
+        return LeafRef(name, about)
+
+    def _same_memory(self, tensor: Tensor) -> LiveLeaf | None:
+        key = memory_key(tensor)
+        return None if key is None else self._by_memory.get(key)
+
+    def _remember(self, leaf: LiveLeaf) -> None:
+        self._by_id[id(leaf.tensor)] = leaf
+        key = memory_key(leaf.tensor)
+        if key is not None:
+            self._by_memory[key] = leaf
+
+    def _add_wrapper(self, name: str, tensor: Tensor, place: Place) -> LeafRef:
+        parts, context = flatten(tensor, name)
+        self.anchor(place.container, place.key, tensor)
+        container = None if place.container is None else tensor
+        for attribute in parts:
+            where = Place(place.kind, place.owner, container, attribute, place.home)
+            self.add(part_name(name, attribute), getattr(tensor, attribute), where)
+        return LeafRef(name, wrapper_facts(tensor, parts, context, place))
+
+    def _claim(self, name: str) -> None:
+        if name in self.named:
+            refuse(name, "stands twice: the state holds the same name for two tensors", "Rename one of them.")
+
+    def check_shared_memory(self) -> None:
+        """Refuse tensors that would have to be made anew and that share part of their memory with
+        another: once made, they would no longer change together. Raises StateError."""
+        spans = sorted((*span(leaf.tensor), leaf.name, leaf.kind) for leaf in self.leaves)
+        end, holder, kind = -1, "", ""
+        for start, stop, name, this in spans:
+            if start < end and not {kind, this} <= {"parameter", "buffer"}:
+                refuse(name, f"shares part of its memory with {holder}", "Clone one of them.")
+            if stop > end:
+                end, holder, kind = stop, name, this
+
+
+class Refresh:
+    """Takes the tensors of a state between two walks: they must be those of the last one."""
+
+    def __init__(self, leaves: Leaves) -> None:
+        self._leaves = leaves
+
+    def knows(self, name: str) -> bool:
+        """Whether there was a tensor of this name at the last walk."""
+        return name in self._leaves.refs
+
+    def guard(self, container: Sized) -> None:
+        """Lengths are compared where the plan is."""
+
+    def add(self, name: str, tensor: Tensor, place: Place) -> LeafRef:
+        """The reference of the last walk. Raises Restructured if this is another tensor."""
+        leaf = self._leaves.named.get(name)
+        ref = self._leaves.refs.get(name)
+        if ref is None:
+            raise Restructured(name)
+        if is_wrapper(tensor):
+            return self._refresh_wrapper(ref, tensor, place)
+        if leaf is None:
+            raise Restructured(name)
+        if leaf.container is None and leaf.name == name and leaf.tensor is not tensor:
+            same = leaf.tensor.shape == tensor.shape and leaf.tensor.dtype == tensor.dtype
+            if not same or leaf.tensor.device != tensor.device or strides(leaf.tensor) != strides(tensor):
+                raise Restructured(name)
+            check(tensor, name)
+            leaf.tensor = tensor
+        elif leaf.tensor is not tensor and memory_key(leaf.tensor) != memory_key(tensor):
+            raise Restructured(name)
+        return ref
+
+    def _refresh_wrapper(self, ref: LeafRef, tensor: Tensor, place: Place) -> LeafRef:
+        parts, context = flatten(tensor, ref.name)
+        if dict(ref.about) != wrapper_facts(tensor, parts, context, place):
+            raise Restructured(ref.name)
+        for attribute in parts:
+            self.add(part_name(ref.name, attribute), getattr(tensor, attribute), place)
+        return ref
+
+
+def facts(tensor: Tensor, place: Place) -> dict[str, object]:
+    """What has to be known to make a plain tensor anew, beyond its leaf."""
+    about: dict[str, object] = {}
+    if tensor.device.type != place.home.type:
+        about["device"] = tensor.device.type
+    if type(tensor) is not Tensor:
+        about["class"] = kind_of(tensor)
+    if tensor.requires_grad and tensor.is_leaf:
+        about["requires_grad"] = True
+    return about
+
+
+def wrapper_facts(tensor: Tensor, parts: list[str], context: object, place: Place) -> dict[str, object]:
+    """The same for a subclass that wraps others: its class, its parts, and how they go together."""
+    about = facts(tensor, place)
+    about["parts"] = list(parts)
+    about["context"] = context
+    about["shape"] = tuple(tensor.shape)
+    about["stride"] = tuple(tensor.stride())
+    return about

@@ -1,0 +1,79 @@
+"""Objects known only by `state_dict` and `load_state_dict`: schedulers, metrics, self-saving optimizers.
+
+Owns asking them at every boundary and giving back copies of their own. They come last, after all else is
+filled. What their methods do is theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from flashckpt.format.typed import LeafRef
+from flashckpt.state.entry import Row
+from flashckpt.state.filling import Filling, Saved, Settling
+from flashckpt.state.leaves import Leaves, Place, Refresh, Sink
+from flashckpt.state.naming import Owners, unowned
+from flashckpt.state.references import references
+from flashckpt.state.survey import survey
+
+
+class ObjectEntry:
+    """One named object with `state_dict` and `load_state_dict`."""
+
+    kind = "object"
+
+    def __init__(self, name: str, target: Any) -> None:
+        self.name, self.target = name, target
+        self._unowned: list[tuple[str, Tensor]] = []
+
+    def walk(self, leaves: Leaves, owners: Owners) -> dict[str, Any]:
+        self._unowned = []
+        if isinstance(self.target, Optimizer):
+            self._take_unowned(leaves, owners)
+        return self._values(leaves)
+
+    def values(self, refresh: Refresh) -> dict[str, Any]:
+        return self._values(refresh)
+
+    def _values(self, sink: Sink) -> dict[str, Any]:
+        state = self.target.state_dict()
+        value = {"kind": self.kind, "state": survey(state, self.name, Place("other", self.target), sink)}
+        if isinstance(self.target, LRScheduler):
+            value["class"] = type(self.target).__qualname__
+        return value
+
+    def _take_unowned(self, leaves: Leaves, owners: Owners) -> None:
+        for number, group in enumerate(self.target.param_groups):
+            leaves.guard(group["params"])
+            for index, parameter in enumerate(group["params"]):
+                if owners.of(parameter) is None:
+                    name = owners.full_name(parameter, self.name, number, index)
+                    leaves.add(name, parameter, Place("parameter", self.target, group["params"], index))
+                    owners.own(parameter, self.name, f"params.{unowned(number, index)}")
+                    self._unowned.append((name, parameter))
+
+    def parameters(self) -> list[tuple[str, Tensor]]:
+        return self._unowned
+
+    def references(self, value: dict[str, Any]) -> Iterator[tuple[str, LeafRef]]:
+        return references(value["state"], self.name)
+
+    def differences(self, value: dict[str, Any], saved: Saved, live: Leaves) -> list[Row]:
+        here = type(self.target).__qualname__ if isinstance(self.target, LRScheduler) else None
+        recorded = value.get("class")
+        return [(self.name, str(recorded), here or "no scheduler")] if recorded not in (None, here) else []
+
+    def restore(self, value: dict[str, Any], filling: Filling, live: Leaves) -> None:
+        for name, leaf in live.named.items():
+            if leaf.owner is self.target and leaf.kind == "parameter":
+                filling.fill(name, leaf.tensor)
+
+    def finish(self, value: dict[str, Any], filling: Filling) -> None:
+        state = Settling(filling, torch.device("cpu")).settle(value["state"], None, self.name)
+        self.target.load_state_dict(state)

@@ -1,0 +1,274 @@
+"""Optimizers: the options of their groups, their state by parameter, and parameters that nobody else owns.
+
+Owns how the state is named, its compact record, and its way back tensor by tensor: `load_state_dict`
+would cast it to the parameter's dtype. An optimizer with a `state_dict` of its own is an object instead
+(objects.py). Never steps, never touches gradients.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from flashckpt.errors import DamagedError
+from flashckpt.format.typed import Encoded, LeafRef, encode_json
+from flashckpt.state.entry import Row
+from flashckpt.state.filling import Filling, Saved, Settling
+from flashckpt.state.leaves import Leaves, Place, Refresh, Restructured, Sink
+from flashckpt.state.naming import Owners, unowned
+from flashckpt.state.references import references
+from flashckpt.state.subclasses import can_make
+from flashckpt.state.survey import holds_tensor, join, rebuild, resequence, survey
+from flashckpt.state.tensors import described, fits
+
+_ROWS_A_GROUP = 20
+_NOT_OPTIONS = ("params", "param_names")
+
+
+class OptimizerEntry:
+    """One named torch optimizer whose saving is torch's own."""
+
+    kind = "optimizer"
+
+    def __init__(self, name: str, target: Optimizer) -> None:
+        self.name, self.target = name, target
+        self._record: dict[str, Any] = {}
+        self._holes: list[tuple[Any, Any]] = []
+        self._full_names: list[list[str]] = []
+        self._short_names: list[list[str]] = []
+        self._unowned: list[tuple[str, Tensor]] = []
+
+    def walk(self, leaves: Leaves, owners: Owners) -> dict[str, Any]:
+        groups = self.target.param_groups
+        leaves.anchor(self.target, "param_groups", groups)
+        leaves.anchor(self.target, "state", self.target.state)
+        leaves.guard(groups)
+        self._short_names = owners.short_names(groups)
+        self._full_names = [
+            [owners.full_name(p, self.name, g, i) for i, p in enumerate(group["params"])]
+            for g, group in enumerate(groups)
+        ]
+        self._take_unowned(leaves, owners)
+        self._holes = []
+        state = self._take_state(leaves)
+        self._record = {
+            "kind": self.kind,
+            "class": type(self.target).__qualname__,
+            "device": _home(groups).type,
+            "params": Encoded(self._full_names),
+            **state,
+        }
+        return self._values(leaves)
+
+    def values(self, refresh: Refresh) -> dict[str, Any]:
+        groups = self.target.param_groups
+        if [len(group["params"]) for group in groups] != [len(names) for names in self._full_names]:
+            raise Restructured(self.name)
+        return self._values(refresh)
+
+    def _values(self, sink: Sink) -> dict[str, Any]:
+        groups = self.target.param_groups
+        scalars = [_read(container, key) for container, key in self._holes]
+        if any(type(value) not in (int, float) and holds_tensor(value) for value in scalars):
+            raise Restructured(self.name)
+        return {
+            **self._record,
+            "groups": [self._options(number, group, sink) for number, group in enumerate(groups)],
+            "shared": self._shared(sink),
+            "scalars": scalars,
+        }
+
+    def _shared(self, sink: Sink) -> dict[Any, Any]:
+        """State that belongs to no parameter."""
+        home, state = _home(self.target.param_groups), self.target.state
+        return {
+            key: survey(value, join(f"{self.name}.shared", key), self._place(state, key, home), sink)
+            for key, value in state.items()
+            if not isinstance(key, Tensor)
+        }
+
+    def _place(self, container: object, key: object, home: torch.device) -> Place:
+        return Place("optimizer", self.target, container, key, home)
+
+    def _options(self, number: int, group: dict[str, Any], sink: Sink) -> dict[str, Any]:
+        home = _home(self.target.param_groups)
+        sink.guard(group)
+        return {
+            key: survey(value, f"{self.name}.groups.{number}.{key}", self._place(group, key, home), sink)
+            for key, value in group.items()
+            if key not in _NOT_OPTIONS
+        }
+
+    def _take_unowned(self, leaves: Leaves, owners: Owners) -> None:
+        """Parameters that no attached module holds are state of this optimizer."""
+        self._unowned = []
+        for number, group in enumerate(self.target.param_groups):
+            leaves.anchor(self.target.param_groups, number, group)
+            leaves.anchor(group, "params", group["params"])
+            leaves.guard(group["params"])
+            for index, parameter in enumerate(group["params"]):
+                if owners.of(parameter) is None:
+                    name = self._full_names[number][index]
+                    leaves.add(name, parameter, Place("parameter", self.target, group["params"], index))
+                    owners.own(parameter, self.name, f"params.{unowned(number, index)}")
+                    self._unowned.append((name, parameter))
+                else:
+                    leaves.anchor(group["params"], index, parameter)
+
+    def parameters(self) -> list[tuple[str, Tensor]]:
+        return self._unowned
+
+    def _take_state(self, leaves: Leaves) -> dict[str, Any]:
+        """The state by parameter: which of a few schemas each has, and the places of what is no tensor."""
+        state = self.target.state
+        leaves.guard(state)
+        schemas: list[object] = []
+        known: dict[object, int] = {}
+        indexes: list[int] = []
+        numbers: list[int] = []
+        for index, (name, parameter, _) in enumerate(self._state_places()):
+            if parameter in state:
+                leaves.anchor(state, parameter, state[parameter])
+                key, schema = self._schema(state[parameter], name, parameter, leaves)
+                if key not in known:
+                    known[key] = len(schemas)
+                    schemas.append(schema)
+                indexes.append(index)
+                numbers.append(known[key])
+        return {"schemas": Encoded(schemas), "state": Encoded([indexes, numbers])}
+
+    def _state_places(self) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
+        for names, group in zip(self._short_names, self.target.param_groups, strict=True):
+            for name, parameter in zip(names, group["params"], strict=True):
+                yield f"{self.name}.state.{name}", parameter, group
+
+    def _schema(self, state: Any, name: str, parameter: Tensor, leaves: Leaves) -> tuple[object, object]:
+        home = parameter.device
+        if type(state) is dict and all(type(value) is Tensor for value in state.values()):
+            leaves.guard(state)
+            refs = {}
+            for key, tensor in state.items():
+                ref = leaves.add(join(name, key), tensor, self._place(state, key, home))
+                refs[key] = LeafRef("", ref.about)
+            return tuple((key, tuple(ref.about.items())) for key, ref in refs.items()), refs
+        place = self._place(self.target.state, parameter, home)
+        schema = _nameless(survey(state, name, place, leaves, lambda c, k: self._holes.append((c, k))))
+        return encode_json(schema), schema
+
+    def references(self, value: dict[str, Any]) -> Iterator[tuple[str, LeafRef]]:
+        for number, options in enumerate(value["groups"]):
+            yield from references(options, f"{self.name}.groups.{number}")
+        yield from references(value["shared"], f"{self.name}.shared")
+        places = list(self._state_places())
+        for index, number in zip(*value["state"], strict=True):
+            yield from references(value["schemas"][number], places[index][0])
+
+    def differences(self, value: dict[str, Any], saved: Saved, live: Leaves) -> list[Row]:
+        rows: list[Row] = []
+        if value["class"] != type(self.target).__qualname__:
+            rows.append((self.name, value["class"], type(self.target).__qualname__))
+        recorded, here = value["params"], self._full_names
+        if len(recorded) != len(here):
+            rows.append((f"{self.name}.groups", f"{len(recorded)} groups", f"{len(here)} groups"))
+            return rows
+        for number, (names, live_names) in enumerate(zip(recorded, here, strict=True)):
+            rows += _name_rows(f"{self.name}.groups.{number}", names, live_names)
+        for name, parameter in self._unowned:
+            if name in saved.leaves and not fits(saved.leaves[name], parameter):
+                rows.append((name, described(saved.leaves[name]), described(parameter)))
+        return rows or self._class_rows(value, live)
+
+    def _class_rows(self, value: dict[str, Any], live: Leaves) -> list[Row]:
+        """Tensors of a class that cannot be made here, where the live optimizer has none yet."""
+        places = list(self._state_places())
+        rows: list[Row] = []
+        for index, number in zip(*value["state"], strict=True):
+            parameter = places[index][1]
+            for name, ref in references(value["schemas"][number], places[index][0]):
+                if not can_make(ref.about, parameter) and name not in live.refs:
+                    rows.append((name, str(ref.about["class"]), "a class that is not known here"))
+        return rows[:1]
+
+    def restore(self, value: dict[str, Any], filling: Filling, live: Leaves) -> None:
+        for name, leaf in live.named.items():
+            if leaf.owner is self.target and leaf.kind == "parameter":
+                filling.fill(name, leaf.tensor)
+        home = _home(self.target.param_groups)
+        pairs = zip(value["groups"], self.target.param_groups, strict=True)
+        for number, (options, group) in enumerate(pairs):
+            for key, option in options.items():
+                name = f"{self.name}.groups.{number}.{key}"
+                group[key] = Settling(filling, home).settle(option, group.get(key), name)
+        self._restore_state(value, filling, home)
+
+    def _restore_state(self, value: dict[str, Any], filling: Filling, home: torch.device) -> None:
+        state, places, holes = self.target.state, list(self._state_places()), iter(value["scalars"])
+        restored: dict[Any, Any] = {}
+        for index, number in zip(*value["state"], strict=True):
+            name, parameter, group = places[index]
+            moved = value["device"] == "cpu" and not (group.get("capturable") or group.get("fused"))
+            settling = Settling(filling, parameter.device, like=parameter, holes=holes, scalars_on_cpu=moved)
+            restored[parameter] = settling.settle(value["schemas"][number], state.get(parameter), name)
+        if next(holes, self) is not self:
+            raise DamagedError(
+                f"The snapshot holds more values than {self.name} has places for; it is no use."
+            )
+        for key, shared in value["shared"].items():
+            name = join(f"{self.name}.shared", key)
+            restored[key] = Settling(filling, home).settle(shared, state.get(key), name)
+        state.clear()
+        state.update(restored)
+
+    def finish(self, value: dict[str, Any], filling: Filling) -> None:
+        """Nothing here is the user's own code."""
+
+
+def _home(groups: list[dict[str, Any]]) -> torch.device:
+    for group in groups:
+        for parameter in group["params"]:
+            return parameter.device  # type: ignore[no-any-return]
+    return torch.device("cpu")
+
+
+def _read(container: Any, key: Any) -> object:
+    try:
+        return container[key]
+    except LookupError:
+        raise Restructured(str(key)) from None
+
+
+def _nameless(schema: Any) -> Any:
+    """A schema without the names of one parameter's leaves: they follow from where they stand."""
+    kind = type(schema)
+    if kind is LeafRef:
+        return LeafRef("", schema.about)
+    if isinstance(schema, dict):
+        return rebuild(schema, ((key, _nameless(item)) for key, item in schema.items()))
+    if isinstance(schema, (list, tuple, deque)):
+        return resequence(schema, map(_nameless, schema))
+    return schema
+
+
+def _name_rows(group: str, recorded: list[str], live: list[str]) -> list[Row]:
+    if len(recorded) != len(live):
+        return [(group, f"{len(recorded)} parameters", f"{len(live)} parameters")]
+    pairs = zip(recorded, live, strict=True)
+    rows = [(f"{group}.params[{i}]", a, b) for i, (a, b) in enumerate(pairs) if a != b]
+    if len(rows) > _ROWS_A_GROUP:
+        more = len(rows) - _ROWS_A_GROUP
+        return [*rows[:_ROWS_A_GROUP], (f"{group}.params", f"and {more} more", f"and {more} more")]
+    return rows
+
+
+def has_own_saving(target: Optimizer) -> bool:
+    """Whether an optimizer saves or loads in its own way, by overriding or by hooks."""
+    kind = type(target)
+    if kind.state_dict is not Optimizer.state_dict or kind.load_state_dict is not Optimizer.load_state_dict:
+        return True
+    hooks = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
+    return any(getattr(target, f"_optimizer_{hook}_hooks", None) for hook in hooks)

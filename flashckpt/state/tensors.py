@@ -1,0 +1,151 @@
+"""Single tensors: their names for dtypes, what is refused, their strides, filling and making one.
+
+Owns everything that looks at one plain tensor. Never looks inside a module, an optimizer or a
+subclass; never reads a tensor's bytes but to fill another.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from flashckpt.errors import StateError
+from flashckpt.format.layout import DTYPES, Leaf
+
+TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES if hasattr(torch, name)}
+DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def refuse(location: str, why: str, remedy: str) -> NoReturn:
+    """Raise StateError in the three sentences every refusal has."""
+    raise StateError(
+        f"{location} {why}, so it cannot be saved exactly. Nothing was saved or changed. {remedy}",
+        location=location,
+    )
+
+
+def check(tensor: Tensor, location: str) -> None:
+    """Raise StateError unless the tensor's own memory holds all there is to it."""
+    if type(tensor).__name__ == "FakeTensor" and _is_fake(tensor):
+        refuse(location, "is a fake tensor without data", "Build the model outside FakeTensorMode.")
+    if isinstance(tensor, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)):
+        refuse(
+            location,
+            "belongs to a lazy module that has not seen an input yet",
+            "Run one forward pass before the state is attached.",
+        )
+    if tensor.is_nested:
+        refuse(location, "is a nested tensor", "Keep its values and offsets as plain tensors.")
+    if tensor.layout is not torch.strided:
+        refuse(location, f"has the layout {tensor.layout}", "Keep its indices and values as plain tensors.")
+    if tensor.device.type == "meta":
+        refuse(location, "is on the meta device and has no data", "Give it memory: to_empty().")
+    if tensor.dtype not in DTYPE_NAMES:
+        refuse(location, f"has the dtype {tensor.dtype}", "Dequantize it, or keep its raw integers.")
+    if tensor.is_conj() or tensor.is_neg():
+        refuse(location, "is a lazily conjugated or negated view", "Use resolve_conj() or resolve_neg().")
+    if not tensor.is_contiguous() and _overlaps(tensor):
+        refuse(location, "has elements that share memory", "Clone it: tensor.clone().")
+
+
+def _is_fake(tensor: Tensor) -> bool:
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return module is not None and isinstance(tensor, module.FakeTensor)
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether elements share memory other than by dimensions of stride 0 (expanded ones are stored
+    in full, and filled through one element)."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride > 0:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
+
+
+def strides(tensor: Tensor) -> tuple[int, ...] | None:
+    """Strides in elements, or None where they are exactly the row-major ones."""
+    found = tensor.stride()
+    expected = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(found), strict=True):
+        if stride != expected:
+            return tuple(found)
+        expected *= max(size, 1)
+    return None
+
+
+def memory_key(tensor: Tensor) -> tuple[object, ...] | None:
+    """Equal for tensors that are the same elements of the same memory; None where there are none."""
+    if tensor.numel() == 0:
+        return None
+    return (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
+
+
+def span(tensor: Tensor) -> tuple[int, int]:
+    """First byte and end of the memory that holds the tensor's elements."""
+    start = tensor.data_ptr()
+    if tensor.numel() == 0:
+        return start, start
+    last = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def leaf_of(name: str, tensor: Tensor, aliases: tuple[str, ...] = ()) -> Leaf:
+    """The record of a tensor, not placed in an image yet."""
+    return Leaf(
+        name=name,
+        dtype=DTYPE_NAMES[tensor.dtype],
+        shape=tuple(tensor.shape),
+        stride=strides(tensor),
+        aliases=aliases,
+    )
+
+
+def described(thing: Tensor | Leaf) -> str:
+    """A tensor in a table of differences: `float32 (3, 4)`."""
+    dtype = thing.dtype if isinstance(thing, Leaf) else DTYPE_NAMES[thing.dtype]
+    return f"{dtype} {tuple(thing.shape)}"
+
+
+def fits(leaf: Leaf, tensor: Tensor) -> bool:
+    """Whether a leaf's bytes can fill the tensor in place."""
+    if tuple(tensor.shape) != leaf.shape or DTYPE_NAMES.get(tensor.dtype) != leaf.dtype:
+        return False
+    expanded = [s == 0 and size > 1 for s, size in zip(tensor.stride(), tensor.shape, strict=True)]
+    if not any(expanded):
+        return True
+    recorded = leaf.stride or ()
+    pairs = zip(recorded, expanded, strict=False)
+    return len(recorded) == len(expanded) and all(stride == 0 for stride, needed in pairs if needed)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The same memory as integers: copies of them keep every bit, NaN payloads too."""
+    if tensor.dtype is torch.complex128:
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_SAME_SIZE[tensor.element_size()])
+
+
+def fill(live: Tensor, source: Tensor) -> None:
+    """Give `live` the elements of `source` (same shape and dtype) in place, whatever its strides."""
+    mode = torch.inference_mode() if live.is_inference() else torch.no_grad()
+    with mode, torch._C.DisableTorchFunctionSubclass():
+        target, origin = bits(live.detach()), bits(source.detach())
+        for dim, stride in enumerate(target.stride()):
+            if stride == 0 and target.size(dim) > 1:
+                target, origin = target.narrow(dim, 0, 1), origin.narrow(dim, 0, 1)
+        target.copy_(origin)
+
+
+def make(leaf: Leaf, device: torch.device) -> Tensor:
+    """A tensor with the shape, strides and dtype of a leaf, not filled yet."""
+    dtype = TORCH_DTYPES[leaf.dtype]
+    if leaf.stride is None:
+        return torch.empty(leaf.shape, dtype=dtype, device=device)
+    return torch.empty_strided(leaf.shape, leaf.stride, dtype=dtype, device=device)

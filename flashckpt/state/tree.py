@@ -1,0 +1,239 @@
+"""The state as a whole: every named object's leaves and values, and the way back.
+
+Owns the order (modules, optimizers, the rest; on the way back the user's own code last), the rule that
+nothing live changes before everything fits, and what a plan has to watch. Never copies a leaf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+import flashckpt.state.adapters  # noqa: F401  (registers the types that torch and NumPy add)
+from flashckpt.errors import DamagedError, MismatchError, StateError
+from flashckpt.format.typed import check_roundtrip
+from flashckpt.state.containers import ContainerEntry, is_container
+from flashckpt.state.drivers import check_backward_optimizers, check_schedulers, unwrapped
+from flashckpt.state.entry import MISSING, Entry, Row
+from flashckpt.state.filling import Filling, Saved, canonical_names
+from flashckpt.state.gradients import NAMESPACE, Gradients, UsedUp
+from flashckpt.state.leaves import Leaves, LiveLeaf, Refresh, Restructured
+from flashckpt.state.modules import ModuleEntry, tie_differences
+from flashckpt.state.naming import Owners
+from flashckpt.state.objects import ObjectEntry
+from flashckpt.state.optimizers import OptimizerEntry, has_own_saving
+from flashckpt.state.references import leaf_names
+from flashckpt.state.scaler import ScalerEntry
+
+__all__ = ["LiveLeaf", "Saved", "Tree", "Walk"]
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """One walk of the state. It stands while every guard's container has its length, every anchor
+    (container, key, object) holds that very object, and every leaf is where it was found.
+
+    `value` is for `encode_json` at once: it may hold live containers. `gradient_kinds` has one character
+    for each parameter (see gradients.py).
+    """
+
+    leaves: Sequence[LiveLeaf]
+    value: dict[str, Any]
+    guards: Sequence[tuple[Sized, int]]
+    anchors: Sequence[tuple[object, object, object]]
+    gradient_kinds: str
+
+
+class Tree:
+    """The named objects of a run."""
+
+    def __init__(self, named: Mapping[str, object]) -> None:
+        """Raises StateError, with the path in the state, for whatever cannot be saved exactly."""
+        targets = {name: unwrapped(target) for name, target in named.items()}
+        _check_names(targets)
+        _check_twice(targets)
+        self._entries: dict[str, Entry] = {name: _entry(name, target) for name, target in targets.items()}
+        self.modules: list[nn.Module] = [t for t in targets.values() if isinstance(t, nn.Module)]
+        optimizers = {name: target for name, target in targets.items() if isinstance(target, Optimizer)}
+        self.optimizers: list[Optimizer] = list(optimizers.values())
+        check_schedulers(targets, optimizers)
+        self._leaves: Leaves | None = None
+        self._gradients = Gradients([])
+        self._used_up: UsedUp = _all_used_up
+        self.current: Walk | None = None
+        walk = self.walk(_all_used_up)
+        check_backward_optimizers(self._parameters(), self.optimizers)
+        for name, value in walk.value["entries"].items():
+            check_roundtrip(value, name)
+        self._forget()
+
+    def _in_order(self) -> list[Entry]:
+        """Modules own parameters and so come first; then optimizers, which own those that are left."""
+        entries = self._entries.values()
+        return sorted(
+            entries, key=lambda e: 0 if e.kind == "module" else 1 if isinstance(e.target, Optimizer) else 2
+        )
+
+    def _parameters(self) -> list[tuple[str, Tensor]]:
+        return [pair for entry in self._in_order() for pair in entry.parameters()]
+
+    def walk(self, used_up: UsedUp) -> Walk:
+        """Every leaf and value of the state, now. `used_up(parameter, gradient)` says of a gradient that
+        the optimizer has used it and it is not needed again. Raises StateError."""
+        leaves, owners = Leaves(), Owners()
+        found = {entry.name: entry.walk(leaves, owners) for entry in self._in_order()}
+        gradients = Gradients(self._parameters())
+        mask = gradients.walk(leaves, used_up)
+        leaves.check_shared_memory()
+        value = {"entries": {name: found[name] for name in self._entries}, NAMESPACE: mask}
+        self._leaves, self._gradients, self._used_up = leaves, gradients, used_up
+        self.current = Walk(leaves.leaves, value, leaves.guards, leaves.anchors, gradients.kinds)
+        return self.current
+
+    def values(self, used_up: UsedUp | None = None) -> dict[str, Any]:
+        """The values alone, now, for `encode_json` at once; leaves without a container get their newest
+        tensor. With `used_up` the mask of gradients is read again too. If the state is structured
+        otherwise than at the last walk, it is walked again: `current` is then another Walk. Raises
+        StateError."""
+        if self._leaves is None or self.current is None:
+            return self.walk(used_up or self._used_up).value
+        refresh = Refresh(self._leaves)
+        try:
+            entries = {name: entry.values(refresh) for name, entry in self._entries.items()}
+            return {"entries": entries, NAMESPACE: self._gradients.values(refresh, used_up)}
+        except Restructured:
+            return self.walk(used_up or self._used_up).value
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether some leaves are made anew by their owner at each `values()`."""
+        return any(leaf.container is None for leaf in (self.current or self.walk(self._used_up)).leaves)
+
+    def _forget(self) -> None:
+        self._leaves, self.current = None, None
+
+    def differences(self, saved: Saved) -> list[Row]:
+        """What does not fit, as rows (name, in the checkpoint, live); the live state stays as it is.
+        Raises DamagedError if the snapshot's values are not whole."""
+        self.walk(_all_used_up)
+        live, self._leaves, self.current = self._leaves, None, None
+        assert live is not None
+        try:
+            return self._differences(saved, live)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise DamagedError(
+                f"The values of the snapshot do not have the form they were written in ({error!r}). It "
+                "cannot be used; nothing was loaded."
+            ) from error
+
+    def _differences(self, saved: Saved, live: Leaves) -> list[Row]:
+        recorded = saved.value["entries"]
+        rows: list[Row] = []
+        for name in [*recorded, *(name for name in self._entries if name not in recorded)]:
+            kinds = [recorded[name]["kind"] if name in recorded else MISSING]
+            kinds.append(self._entries[name].kind if name in self._entries else MISSING)
+            if kinds[0] != kinds[1]:
+                rows.append((name, *kinds))
+            else:
+                rows += self._entries[name].differences(recorded[name], saved, live)
+        rows += tie_differences(saved, live)
+        if not rows:
+            rows += self._gradients.differences(saved.value[NAMESPACE])
+        if not rows:
+            self._check_whole(saved)
+        return rows
+
+    def _check_whole(self, saved: Saved) -> None:
+        names = canonical_names(saved)
+        for name, entry in self._entries.items():
+            for place, ref in entry.references(saved.value["entries"][name]):
+                for leaf in leaf_names(place, ref):
+                    if leaf not in names:
+                        raise DamagedError(f"The snapshot names {leaf!r} and lacks it. Nothing was loaded.")
+
+    def restore(self, saved: Saved) -> list[tuple[str, Tensor]]:
+        """Make the live state the saved one; (leaf name, live tensor) of everything that was filled.
+
+        Raises MismatchError or DamagedError with nothing changed; what a `load_state_dict` of the
+        user's own raises comes as StateError, when all else was filled."""
+        rows = self.differences(saved)
+        if rows:
+            raise MismatchError(
+                f"The live state does not fit the checkpoint: {len(rows)} differences. Nothing was loaded.",
+                differences=tuple(rows),
+            )
+        live, owners = Leaves(), Owners()
+        for entry in self._in_order():
+            entry.walk(live, owners)
+        filling, values = Filling(saved), saved.value["entries"]
+        for entry in self._in_order():
+            entry.restore(values[entry.name], filling, live)
+        self._gradients.restore(saved.value[NAMESPACE], filling)
+        for entry in self._in_order():
+            _finish(entry, values[entry.name], filling)
+        self._forget()
+        return filling.filled
+
+
+def _all_used_up(parameter: object, gradient: Tensor) -> bool:
+    return True
+
+
+def _finish(entry: Entry, value: dict[str, Any], filling: Filling) -> None:
+    try:
+        entry.finish(value, filling)
+    except Exception as error:
+        raise StateError(
+            f"{entry.name} did not take its state back: {type(error).__name__}: {error}. The rest of the "
+            "state was loaded already, so this process must not train on. The checkpoint is intact.",
+            location=entry.name,
+        ) from error
+
+
+def _entry(name: str, target: Any) -> Entry:
+    if isinstance(target, nn.Module):
+        return ModuleEntry(name, target)
+    if isinstance(target, Optimizer) and not has_own_saving(target):
+        return OptimizerEntry(name, target)
+    if isinstance(target, GradScaler):
+        return ScalerEntry(name, target)
+    if callable(getattr(target, "state_dict", None)) and callable(getattr(target, "load_state_dict", None)):
+        return ObjectEntry(name, target)
+    if is_container(target):
+        return ContainerEntry(name, target)
+    raise StateError(
+        f"{name} is a {type(target).__name__}, which has no state_dict and load_state_dict, so it cannot be "
+        "saved. Nothing was saved or changed. Give it both, put its values into a dict, or leave it out.",
+        location=name,
+    )
+
+
+def _check_names(named: Mapping[str, object]) -> None:
+    for name in named:
+        if not name or name.startswith(("!", "_")) or name.split(".")[0] == NAMESPACE:
+            raise StateError(f"{name!r} cannot name a part of the state. Choose another name.", location=name)
+        for other in named:
+            if other != name and other.startswith(name + "."):
+                raise StateError(
+                    f"{other!r} would stand inside {name!r}: names in the state would not be unique. Nothing "
+                    "was changed. Rename one of them.",
+                    location=other,
+                )
+
+
+def _check_twice(named: Mapping[str, object]) -> None:
+    """Only a module may have two names: its tensors are then stored once, with both."""
+    first: dict[int, str] = {}
+    for name, target in named.items():
+        other = first.setdefault(id(target), name)
+        if other != name and not isinstance(target, nn.Module):
+            raise StateError(
+                f"{other} and {name} are the same {type(target).__name__}: its state would be loaded twice. "
+                "Nothing was changed. Name it once.",
+                location=name,
+            )

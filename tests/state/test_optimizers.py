@@ -1,0 +1,189 @@
+"""Every optimizer of torch goes on from bytes alone as if it had never stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from flashckpt.state.tree import Tree
+from tests.state.image import all_used_up, assert_same, capture, restore
+
+Make = Callable[[list[Tensor]], Optimizer]
+
+O = torch.optim  # noqa: E741
+
+
+def variants() -> Iterator[tuple[str, Make]]:
+    yield "Adadelta", lambda p: O.Adadelta(p)
+    yield "Adadelta-foreach", lambda p: O.Adadelta(p, foreach=True, weight_decay=0.1)
+    yield "Adafactor", lambda p: O.Adafactor(p)
+    yield "Adagrad", lambda p: O.Adagrad(p, lr_decay=0.1, initial_accumulator_value=0.2)
+    yield "Adagrad-fused", lambda p: O.Adagrad(p, fused=True)
+    yield "Adam", lambda p: O.Adam(p)
+    yield "Adam-amsgrad", lambda p: O.Adam(p, amsgrad=True, maximize=True)
+    yield "Adam-foreach", lambda p: O.Adam(p, foreach=True)
+    yield "Adam-fused", lambda p: O.Adam(p, fused=True)
+    yield "Adam-tensor-lr", lambda p: O.Adam(p, lr=torch.tensor(0.01), foreach=False)
+    yield "AdamW", lambda p: O.AdamW(p, weight_decay=0.1)
+    yield "AdamW-amsgrad-foreach", lambda p: O.AdamW(p, amsgrad=True, foreach=True)
+    yield "Adamax", lambda p: O.Adamax(p)
+    yield "ASGD", lambda p: O.ASGD(p, t0=2)
+    yield "ASGD-foreach", lambda p: O.ASGD(p, t0=2, foreach=True)
+    yield "LBFGS", lambda p: O.LBFGS(p, lr=0.1, max_iter=4, history_size=3)
+    yield "LBFGS-wolfe", lambda p: O.LBFGS(p, max_iter=3, history_size=2, line_search_fn="strong_wolfe")
+    yield "NAdam", lambda p: O.NAdam(p, decoupled_weight_decay=True, weight_decay=0.1)
+    yield "RAdam", lambda p: O.RAdam(p)
+    yield "RMSprop", lambda p: O.RMSprop(p, centered=True, momentum=0.9)
+    yield "Rprop", lambda p: O.Rprop(p)
+    yield "SGD", lambda p: O.SGD(p, lr=0.1)
+    yield "SGD-momentum", lambda p: O.SGD(p, lr=0.1, momentum=0.9, nesterov=True)
+    yield "SGD-fused", lambda p: O.SGD(p, lr=0.1, momentum=0.9, fused=True)
+    yield "SGD-tensor-lr", lambda p: O.SGD(p, lr=torch.tensor(0.1), momentum=0.9)
+    yield "groups", lambda p: O.AdamW([{"params": p[:1], "lr": 0.1}, {"params": p[1:], "betas": (0.5, 0.6)}])
+
+
+CASES = dict(variants())
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+
+
+class Net(nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7, dtype=dtype)
+        self.second = nn.Linear(7, 3, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+def build(make: Make, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Tree, Net, Optimizer]:
+    torch.manual_seed(seed)
+    net = Net(dtype)
+    optimizer = make(list(net.parameters()))
+    return Tree({"model": net, "optimizer": optimizer}), net, optimizer
+
+
+def train(net: nn.Module, optimizer: Optimizer, steps: range, dtype: torch.dtype = torch.float32) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(4, 5, generator=generator).to(dtype)
+        y = torch.randn(4, 3, generator=generator).to(dtype)
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            optimizer.zero_grad()
+            loss: Any = (net(x) - y).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_goes_on_from_bytes_alone(case: str) -> None:
+    tree, net, optimizer = build(CASES[case])
+    train(net, optimizer, range(3))
+    image = capture(tree)
+    train(net, optimizer, range(3, 6))
+
+    again, net2, optimizer2 = build(CASES[case], seed=9)
+    restore(again, image)
+    train(net2, optimizer2, range(3, 6))
+    assert_same(tree, again)
+
+
+@pytest.mark.parametrize("case", ["Adam", "SGD-momentum", "Adagrad", "Adafactor"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_state_keeps_its_dtype(case: str, dtype: torch.dtype) -> None:
+    """float32 state of bfloat16 parameters (a common wish) is not cast to the parameter's dtype."""
+    tree, net, optimizer = build(CASES[case], dtype)
+    train(net, optimizer, range(2), dtype)
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dtype is torch.bfloat16:
+                state[key] = value.float() + 1e-6
+    image = capture(tree)
+    again, net2, optimizer2 = build(CASES[case], dtype, seed=9)
+    restore(again, image)
+    assert_same(tree, again, all_used_up)
+    for p, q in zip(net.parameters(), net2.parameters(), strict=True):
+        for key, value in optimizer.state[p].items():
+            assert optimizer2.state[q][key].dtype is value.dtype
+
+
+def test_restored_over_a_trained_state_leaves_nothing_of_it() -> None:
+    tree, net, optimizer = build(CASES["Adam-amsgrad"])
+    train(net, optimizer, range(2))
+    image = capture(tree)
+    train(net, optimizer, range(2, 5))
+    kept = optimizer.state[net.first.weight]["exp_avg"]
+    restore(tree, image)
+    assert optimizer.state[net.first.weight]["exp_avg"] is kept, "filled in place"
+    again, _, _ = build(CASES["Adam-amsgrad"], seed=9)
+    restore(again, image)
+    assert_same(tree, again, all_used_up)
+
+
+def test_state_that_the_snapshot_does_not_have_goes() -> None:
+    fresh, net, optimizer = build(CASES["Adam"])
+    image = capture(fresh)
+    train(net, optimizer, range(2))
+    restore(fresh, image)
+    assert not optimizer.state
+
+
+def test_sparse_adam() -> None:
+    def make() -> tuple[Tree, nn.Embedding, Optimizer]:
+        table = nn.Embedding(10, 3, sparse=True)
+        optimizer = O.SparseAdam(list(table.parameters()))
+        return Tree({"table": table, "optimizer": optimizer}), table, optimizer
+
+    def steps(table: nn.Embedding, optimizer: Optimizer, numbers: range) -> None:
+        for step in numbers:
+            optimizer.zero_grad()
+            table(torch.tensor([step, 2 * step])).square().sum().backward()
+            optimizer.step()
+
+    tree, table, optimizer = make()
+    steps(table, optimizer, range(3))
+    image = capture(tree)
+    steps(table, optimizer, range(3, 5))
+    again, table2, optimizer2 = make()
+    restore(again, image)
+    steps(table2, optimizer2, range(3, 5))
+    assert_same(tree, again)
+
+
+@pytest.mark.skipif(not hasattr(O, "Muon"), reason="this torch has no Muon")
+def test_muon() -> None:
+    def make() -> tuple[Tree, nn.Linear, Optimizer]:
+        net = nn.Linear(5, 3, bias=False)
+        optimizer = O.Muon(net.parameters(), lr=0.1)
+        return Tree({"model": net, "optimizer": optimizer}), net, optimizer
+
+    tree, net, optimizer = make()
+    train(net, optimizer, range(3))
+    image = capture(tree)
+    train(net, optimizer, range(3, 6))
+    again, net2, optimizer2 = make()
+    restore(again, image)
+    train(net2, optimizer2, range(3, 6))
+    assert_same(tree, again)
+
+
+def test_every_optimizer_of_torch_is_here() -> None:
+    kinds = {k for k, v in vars(O).items() if isinstance(v, type) and issubclass(v, Optimizer)}
+    tested = {name.split("-")[0] for name in CASES} | {"SparseAdam", "Muon", "Optimizer"}
+    assert kinds <= tested
+
+
+def test_names_follow_the_module_that_owns_the_parameter() -> None:
+    tree, net, optimizer = build(CASES["Adam"])
+    train(net, optimizer, range(1))
+    names = {leaf.name for leaf in tree.walk(all_used_up).leaves}
+    assert "optimizer.state.first.weight.exp_avg" in names
+    assert "model.second.bias" in names
