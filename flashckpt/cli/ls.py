@@ -43,7 +43,9 @@ def _table(rows: list[StepRow], all_branches: bool) -> Table:
     table.add_column("committed", no_wrap=True)
     if all_branches:
         table.add_column("branch", no_wrap=True)
-    table.add_column("notes", overflow="fold")
+    noted = any(_notes(row) for row in rows)
+    if noted:
+        table.add_column("notes", overflow="fold")
     for row in rows:
         cells = [
             str(row.step),
@@ -54,7 +56,9 @@ def _table(rows: list[StepRow], all_branches: bool) -> Table:
         ]
         if all_branches:
             cells.append("this" if row.visible else "other")
-        table.add_row(*cells, _notes(row), style="red" if row.problem else None)
+        if noted:
+            cells.append(_notes(row))
+        table.add_row(*cells, style="red" if row.problem else None)
     return table
 
 

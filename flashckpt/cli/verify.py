@@ -88,11 +88,12 @@ def _print(report: Report, seconds: float) -> None:
             table.add_row(str(row.step), row.attempt, row.file.rpartition("/")[2], row.status, row.detail)
         results().print(table)
     steps = len({(row.step, row.attempt) for row in report.rows})
-    read = f"{units.size(report.num_bytes)} in {len(report.rows)} files of {steps} steps, {seconds:.1f} s"
+    files = f"{len(report.rows)} files of {steps} {'step' if steps == 1 else 'steps'}"
+    read = f"{files}, {units.size(report.num_bytes)} read in {seconds:.1f} s"
     if report.ok:
         results().print(f"whole: {read}")
     else:
-        results().print(f"{len(report.damaged)} damaged or missing files; read {read}")
+        results().print(f"not whole: {len(report.damaged)} of {read}")
 
 
 def _plain(url: str, report: Report) -> dict[str, object]:
