@@ -7,8 +7,9 @@ one that its part describes.
 from __future__ import annotations
 
 import os
+import stat
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass
@@ -89,7 +90,7 @@ def verify(
         record, found = _records(store, each)
         rows += found
         records.append(record)
-    reading = _Reading(sum(_bytes_of(record) for record in records if record), threads, progress)
+    reading = _Reading(_bytes_of(records), threads, progress)
     for record in records:
         if record is not None:
             rows += _shards(store, record, known, reading)
@@ -214,16 +215,26 @@ def _shards(store: Store, record: StepRecord, known: dict[str, Row], reading: _R
                 yield known[file]
 
 
-def _bytes_of(record: StepRecord) -> int:
-    return sum(shard.num_bytes for shard in (*record.manifest.shards, *record.manifest.constants))
+def _bytes_of(records: Iterable[StepRecord | None]) -> int:
+    """Bytes to read, a constants shard that several steps name counted once."""
+    sizes: dict[tuple[object, str], int] = {}
+    for record in records:
+        if record is not None:
+            sizes |= {
+                ((record.step, record.attempt), each.file): each.num_bytes for each in record.manifest.shards
+            }
+            sizes |= {(record.attempt, each.file): each.num_bytes for each in record.manifest.constants}
+    return sum(sizes.values())
 
 
 def _shorter(path: str, num_bytes: int) -> tuple[Status, str] | None:
     try:
-        found = os.stat(path, follow_symlinks=False).st_size
+        found = os.stat(path, follow_symlinks=False)
     except OSError:
         return None
-    return ("truncated", f"{found} bytes, where {num_bytes} were written") if found != num_bytes else None
+    if not stat.S_ISREG(found.st_mode) or found.st_size == num_bytes:
+        return None
+    return "truncated", f"{found.st_size} bytes, where {num_bytes} were written"
 
 
 def _words(bad_chunks: list[int], leaves: list[str]) -> str:

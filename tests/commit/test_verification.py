@@ -1,0 +1,162 @@
+"""Every flipped byte of a committed step is in the report, under the file that has it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flashckpt.commit.branching import branch
+from flashckpt.commit.reading import resolve
+from flashckpt.commit.steps import read_step
+from flashckpt.commit.steps import commit as commit_step
+from flashckpt.commit.steps import publish_part
+from flashckpt.commit.verification import verify
+from flashckpt.errors import NoSuchStepError, RunError
+from flashckpt.format.names import manifest_path, step_attempt_folder
+from flashckpt.format.records import Part, RankRecord
+from flashckpt.store.local import LocalStore
+from tests.commit.runs import attempt_at, commit, contents_of, new_run, write_file
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    store = new_run(tmp_path / "run")
+    attempt = attempt_at(store)
+    for step in (100, 200):
+        commit(store, step, attempt, constants=True)
+    return store
+
+
+def flip(path: str, byte: int) -> None:
+    data = bytearray(Path(path).read_bytes())
+    data[byte] ^= 1
+    Path(path).write_bytes(data)
+
+
+def test_a_whole_run(store: LocalStore) -> None:
+    report = verify(store)
+    assert report.ok
+    assert report.damaged == ()
+    assert [row.step for row in report.rows] == [200] * 4 + [100] * 3
+    kinds = [row.file.split("/")[-1].split("-")[0] for row in report.rows]
+    assert kinds == ["manifest.json", "part", "shard", "constants", "manifest.json", "part", "shard"]
+    assert report.num_bytes == sum(
+        Path(store.local_path(row.file)).stat().st_size for row in report.rows if row.num_bytes
+    )
+
+
+def test_every_flipped_byte_is_found(store: LocalStore) -> None:
+    path = resolve(store, 200).shard_path(0)
+    size = Path(path).stat().st_size
+    for byte in [0, 7, 8, 100, 2000, 4095, *range(4096, size, 23), size - 1]:
+        flip(path, byte)
+        (row,) = verify(store, 200).damaged
+        assert (row.status, store.local_path(row.file)) == ("damaged", path), byte
+        flip(path, byte)
+    assert verify(store, 200).ok
+
+
+def test_what_is_damaged_is_named(store: LocalStore) -> None:
+    record = resolve(store, 200)
+    path, leaf = record.shard_path(0), record.rank(0).leaves[1]
+    flip(path, record.rank(0).shard.data_start + leaf.offset)
+    (row,) = verify(store).damaged
+    assert "chunk 0" in row.detail
+    assert leaf.name in row.detail
+
+
+@pytest.mark.parametrize(
+    ("harm", "status"),
+    [
+        ("unlink", "missing"),
+        ("cut", "truncated"),
+        ("grow", "truncated"),
+        ("empty", "truncated"),
+        ("link", "damaged"),
+    ],
+)
+def test_files_that_are_gone_or_of_another_length(
+    store: LocalStore, tmp_path: Path, harm: str, status: str
+) -> None:
+    path = Path(resolve(store, 200).shard_path(0))
+    data = path.read_bytes()
+    path.unlink()
+    if harm == "link":
+        (tmp_path / "elsewhere").write_bytes(data)
+        path.symlink_to(tmp_path / "elsewhere")
+    elif harm != "unlink":
+        path.write_bytes({"cut": data[:-1], "grow": data + b"x", "empty": b""}[harm])
+    for report in (verify(store), verify(store, 200)):
+        assert [row.status for row in report.damaged] == [status]
+        assert not report.ok
+
+
+def test_records_that_are_damaged(store: LocalStore) -> None:
+    record = resolve(store, 200)
+    part = store.local_path(f"{step_attempt_folder(200, record.attempt)}/part-00000.json")
+    flip(part, 50)
+    (row,) = verify(store).damaged
+    assert row.file.endswith("part-00000.json")
+    flip(part, 50)
+    manifest = store.local_path(manifest_path(200, record.attempt))
+    flip(manifest, 50)
+    (row,) = verify(store).damaged
+    assert (row.step, row.file.split("/")[-1]) == (200, "manifest.json")
+
+
+def test_a_digest_that_the_bytes_do_not_have(store: LocalStore) -> None:
+    attempt = attempt_at(store, resolve(store).attempt, 200)
+    image, contents = contents_of(
+        "shard-00000-5f2c0a1b.safetensors", {"a": np.arange(4.0), "b": np.arange(3.0)}
+    )
+    store.make_folder(step_attempt_folder(300, attempt))
+    write_file(store.local_path(f"{step_attempt_folder(300, attempt)}/{contents.shard.file}"), image)
+    rank = RankRecord(
+        rank=0,
+        shard=contents.shard,
+        leaves=contents.leaves,
+        digests=(contents.digests[0], contents.digests[1] ^ 1),
+        values={},
+    )
+    publish_part(store, Part(step=300, attempt=attempt, world=1, keeper=0, ranks=(rank,)))
+    commit_step(store, 300, attempt, world=1)
+    (row,) = verify(store).damaged
+    assert row.detail == "not the bytes that were captured: b"
+
+
+def test_a_header_that_is_not_the_parts(store: LocalStore) -> None:
+    """Checksums and digests agree with the file; only the names in its header are not the part's."""
+    attempt = attempt_at(store, resolve(store).attempt, 200)
+    image, contents = contents_of("shard-00000-5f2c0a1b.safetensors", {"a": np.arange(4.0)})
+    _, other = contents_of(contents.shard.file, {"b": np.arange(4.0)})
+    store.make_folder(step_attempt_folder(300, attempt))
+    write_file(store.local_path(f"{step_attempt_folder(300, attempt)}/{contents.shard.file}"), image)
+    rank = RankRecord(rank=0, shard=contents.shard, leaves=other.leaves, digests=contents.digests, values={})
+    publish_part(store, Part(step=300, attempt=attempt, world=1, keeper=0, ranks=(rank,)))
+    commit_step(store, 300, attempt, world=1)
+    (row,) = verify(store).damaged
+    assert "not the one that its part describes" in row.detail
+
+
+def test_branches_are_read_when_asked(store: LocalStore) -> None:
+    branch(store, 100, watch_s=0)
+    assert {row.step for row in verify(store).rows} == {100}
+    assert {row.step for row in verify(store, all_steps=True).rows} == {100, 200}
+    with pytest.raises(NoSuchStepError):
+        verify(store, 200)
+    attempt = read_step(store, 200, resolve(store).attempt).attempt
+    assert {row.step for row in verify(store, 200, attempt=attempt).rows} == {200}
+
+
+def test_progress_reaches_the_total(store: LocalStore) -> None:
+    seen: list[tuple[int, int]] = []
+    report = verify(store, progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (report.num_bytes, report.num_bytes)
+    assert sorted(seen) == seen
+
+
+def test_no_run(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="no run"):
+        verify(LocalStore(str(tmp_path / "nothing")))
