@@ -1,0 +1,219 @@
+"""`attach`: from a folder and the live state to a Checkpointer. Owns the order of what happens once.
+
+What cannot be saved is refused before the run's folder is touched. Then the claim, the keeper, the
+ladder; the live state changes only once a snapshot is verified and fits; start.json comes last, so that
+an attempt that could not load is as if it had never been.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+
+import torch
+
+from flashckpt import _native
+from flashckpt.capture import Capture
+from flashckpt.capture.device import devices_of
+from flashckpt.checkpointer.attendant import Attendant
+from flashckpt.checkpointer.environment import log_differences
+from flashckpt.checkpointer.facade import Checkpointer, Resumed
+from flashckpt.checkpointer.progress import Progress
+from flashckpt.checkpointer.read_ahead import Use
+from flashckpt.checkpointer.session import Session, open_session
+from flashckpt.errors import DamagedError, FlashckptError, OptionError
+from flashckpt.events import Event, log
+from flashckpt.keeper.client import SlotGrant
+from flashckpt.options import Keep, Options
+from flashckpt.restore.digesting import digest_tensors
+from flashckpt.restore.filling import fill
+from flashckpt.restore.ladder import Ladder, Loaded
+from flashckpt.restore.memory_tier import Held
+from flashckpt.state import rng
+from flashckpt.state.tree import Tree
+
+Every = int | str | None
+
+
+def attach(
+    path: str | os.PathLike[str],
+    *,
+    every: Every = "auto",
+    persist_every: Every = "5min",
+    keep: Keep | None = None,
+    options: Options | None = None,
+    state: Mapping[str, object] | None = None,
+    **named: object,
+) -> Checkpointer:
+    """Attach the live state to the run in `path`, and restore it if there is something to restore.
+
+    path: a folder or file:// URL, made if missing. every: "auto" takes a snapshot as often as
+    `options.overhead` of the loop's time allows; a number takes one every so many steps; None leaves it
+    to `.save()`. persist_every: how often a snapshot goes to storage, a duration ("5min"), a number of
+    steps, or None. keep: which committed steps stay (`Keep(last=3)`). state, named: what is saved, under
+    its name: modules, optimizers, schedulers, scalers, anything with state_dict and load_state_dict.
+
+    Raises OptionError, StateError (a part that cannot be saved exactly, with its path in the state),
+    RunHeldError (another job has the run), MismatchError (the checkpoint is of another model; nothing was
+    changed), UnusableRunError, OutOfRoomError, FormatError, KeeperError. In all of them the live state is
+    as it was.
+    """
+    keep, options = keep or Keep(), options or Options()
+    tree = Tree(_state_of(state, named))
+    progress = Progress()
+    began = time.perf_counter()
+    session = open_session(path, keep, options)
+    try:
+        resumed = _resume(session, tree, progress, options, began)
+        return _checkpointer(session, tree, progress, options, every, persist_every, resumed)
+    except BaseException:
+        session.close()
+        raise
+
+
+def _state_of(state: Mapping[str, object] | None, named: Mapping[str, object]) -> dict[str, object]:
+    """The state under its names. Raises OptionError for a keyword that is neither option nor state."""
+    for name, value in named.items():
+        if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+            raise OptionError(
+                f"{name}={type(value).__name__}: neither an option of this call nor something with state_dict "
+                "and load_state_dict. Nothing was started. Correct the keyword's name, or give plain values "
+                "inside an object that has both methods."
+            )
+    twice = sorted(set(state or {}) & set(named))
+    if twice:
+        raise OptionError(f"{', '.join(twice)}: named twice, in state= and as a keyword. Nothing was started.")
+    return {**(state or {}), **named}
+
+
+def _resume(
+    session: Session, tree: Tree, progress: Progress, options: Options, began: float
+) -> Resumed | None:
+    """Restore the newest usable step and write start.json."""
+    survived = [_held(grant) for grant in session.keeper.surviving()]
+    mapped = [held for held in survived if held is not None]
+    extra: list[Held] = []
+
+    def slot_for(metadata_bytes: int, image_bytes: int) -> Held:
+        room = Capture.with_slack(metadata_bytes, image_bytes)
+        [grant] = session.keeper.slots(1, *room, minimum=1)
+        held = Held(grant.open(), grant.owner, grant.outlives_both)
+        extra.append(held)
+        return held
+
+    threads = options.threads or torch.get_num_threads()
+    try:
+        ladder = Ladder(session.store, mapped, session.environment.rank, slot_for, threads)
+        loaded = ladder.climb()
+        if loaded is None:
+            session.start(None, 0, None)
+            return None
+        return _take_up(session, tree, progress, loaded, ladder.refused, began, threads)
+    finally:
+        for held in [*mapped, *extra]:
+            held.unpin()
+            held.slot.close()
+
+
+def _take_up(
+    session: Session,
+    tree: Tree,
+    progress: Progress,
+    loaded: Loaded,
+    refused: list[str],
+    began: float,
+    threads: int,
+) -> Resumed:
+    snapshot = loaded.snapshot
+    fill(tree, snapshot, threads)
+    progress.restore(snapshot.section("progress"))
+    rng.restore(snapshot.section("rng"))
+    session.start(snapshot.attempt, snapshot.step, loaded.held.slot.name)
+    log_differences(snapshot.values.get("environment"))
+    resumed = Resumed(
+        step=snapshot.step,
+        tier=snapshot.tier,
+        attempt=str(snapshot.attempt),
+        seconds=time.perf_counter() - began,
+    )
+    log.info("resumed from step %d (%s, %.2f s)", resumed.step, resumed.tier, resumed.seconds)
+    session.keeper.event(
+        {
+            "event": Event.RESUME.value,
+            "step": resumed.step,
+            "tier": resumed.tier,
+            "from_attempt": resumed.attempt,
+            "seconds": round(resumed.seconds, 4),
+            "refused": refused[:20],
+        }
+    )
+    return resumed
+
+
+def _held(grant: SlotGrant) -> Held | None:
+    """A surviving slot, mapped. None, said in the log, for one that cannot be read."""
+    try:
+        slot = grant.open()
+    except (FlashckptError, OSError) as error:
+        log.error("a slot in memory cannot be used and is passed over: %s", error)
+        return None
+    try:
+        sealed = slot.sealed()
+    except DamagedError as error:
+        log.error("the snapshot in slot %s is passed over: %s", slot.name, error)
+        sealed = None
+    if sealed is None:
+        slot.close()
+        return None
+    return Held(slot, grant.owner, grant.outlives_both, sealed)
+
+
+def _checkpointer(
+    session: Session,
+    tree: Tree,
+    progress: Progress,
+    options: Options,
+    every: Every,
+    persist_every: Every,
+    resumed: Resumed | None,
+) -> Checkpointer:
+    """Everything that runs beside the loop, started."""
+    attempt = session.attempt
+    capture = Capture(
+        tree,
+        None,
+        _native.Sealer(),
+        options,
+        devices_of((leaf.tensor for leaf in tree.walk(_nothing_used_up).leaves), options.streams),
+        optimizers=tree.optimizers,
+        attempt=(attempt.number, int(attempt.nonce, 16)),
+        every=every,
+        persist_every=persist_every,
+    )
+    threads = options.threads or torch.get_num_threads()
+
+    def digest() -> object:
+        leaves = tree.walk(capture.hooks.used_up).leaves
+        return [leaf.name for leaf in leaves], digest_tensors([leaf.tensor for leaf in leaves], threads)
+
+    use = Use(tree, digest, check=options.read_ahead_check)
+    attendant = Attendant(session, capture, options)
+    checkpointer = Checkpointer(
+        tree=tree,
+        progress=progress,
+        capture=capture,
+        session=session,
+        attendant=attendant,
+        use=use,
+        resumed=resumed,
+    )
+    # Encoded once now: what typed JSON cannot hold is refused here, not at hour ten.
+    checkpointer._values()
+    attendant.event(Event.ATTACH, step=progress.step, world=session.environment.world)
+    attendant.start()
+    return checkpointer
+
+
+def _nothing_used_up(parameter: object, gradient: object) -> bool:
+    return False

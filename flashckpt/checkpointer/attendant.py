@@ -1,0 +1,279 @@
+"""The trainer's background thread: slots made ready, the keeper looked after, questions answered.
+
+Everything of a checkpoint that may take long on the trainer's side happens here, so that the training
+thread only reads what this thread has left in plain attributes. Never touches the model, and never holds
+the Checkpointer: a loop that is left by `break` must be able to let go of it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from flashckpt.capture import Capture
+from flashckpt.checkpointer.session import Session
+from flashckpt.commit.attempts import newest_claimed
+from flashckpt.errors import FlashckptError, KeeperError, OutOfRoomError, PersistError
+from flashckpt.events import Event, log
+from flashckpt.keeper.client import SlotGrant
+from flashckpt.keeper.protocol import Status
+from flashckpt.memory.slots import SlotRing
+from flashckpt.options import Options
+
+_TICK_S = 0.5
+_WAITING_TICK_S = 0.02
+_CLAIM_LOOK_S = 2.0
+_SLOTS = 3
+_EVENTS_KEPT = 1000
+
+
+class Attendant:
+    """Looks after one session. `status` is the keeper's newest answer, `superseded_by` the attempt that
+    claimed the run after ours, `slots_error` why slots could not be had the last time."""
+
+    def __init__(self, session: Session, capture: Capture, options: Options) -> None:
+        self._session, self._capture, self._options = session, capture, options
+        self.status = Status()
+        self.superseded_by: str | None = None
+        self.slots_error: FlashckptError | None = None
+        self._ring: SlotRing | None = None
+        self._wanted: tuple[int, int] | None = None
+        self._ready: tuple[SlotRing, dict[int, int]] | None = None
+        self._outgrown: SlotRing | None = None
+        self._events: deque[dict[str, Any]] = deque(maxlen=_EVENTS_KEPT)
+        self._answered = threading.Condition()
+        self._rounds = 0
+        self._woken = threading.Event()
+        self._waiting = 0
+        self._ended = False
+        self._looked_s = 0.0
+        self._said: set[str] = set()
+        self._thread = threading.Thread(target=self._run, name="flashckpt-attendant", daemon=True)
+
+    # ---- called by the training thread
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def preparing(self) -> bool:
+        """Whether slots were asked for that the capture does not have yet."""
+        return self._wanted is not None or self._ready is not None
+
+    def prepare(self, metadata_bytes: int, image_bytes: int) -> None:
+        """Ask for slots of at least these capacities, in bytes: they are made ready beside the loop."""
+        self._wanted = (metadata_bytes, image_bytes)
+        self._woken.set()
+
+    def take_ready(self) -> tuple[SlotRing, dict[int, int]] | None:
+        """Slots that are ready, with this process's owner index in each, for the capture to write to from
+        now on. The training thread calls this at a boundary: slots never change under a copy."""
+        ready, self._ready = self._ready, None
+        if ready is not None:
+            old, self._ring = self._ring, ready[0]
+            self._outgrown = old
+        return ready
+
+    def event(self, event: Event, **fields: object) -> None:
+        """A line for the ledger, sent at the next round. The oldest are dropped if the keeper is away."""
+        self._events.append({"event": event.value, **fields})
+
+    def newest_sealed_step(self) -> int | None:
+        """The step of the newest sealed snapshot of this attempt."""
+        newest = self._ring.newest_sealed() if self._ring is not None else None
+        if newest is None or newest[1].record.attempt_number != self._session.attempt.number:
+            return None
+        return newest[1].step
+
+    def ensure_slots(self) -> None:
+        """Wait until there are slots. Raises OutOfRoomError or KeeperError where none can be had."""
+        self.slots_error = None
+        self._wait_until(lambda: not self._wanted or self.slots_error is not None, self._options.grace_s)
+        if self._ring is None and self._ready is None:
+            raise self.slots_error or KeeperError(
+                f"No slot was ready within {self._options.grace:s}: no snapshot could be taken. The live "
+                "state is as it was. The keeper's log stands in the runtime folder."
+            )
+
+    def wait_for_room(self) -> None:
+        """Wait until a slot can be written again: the keeper is still busy with all of them."""
+        ring = self._ring
+        assert ring is not None
+        if not self._wait_until(lambda: ring.take() is not None, self._patience()):
+            raise self._failed("every slot is still to be persisted, and the keeper makes no progress")
+
+    def request_persist(self) -> None:
+        """Ask for the newest sealed snapshot of this attempt to be persisted."""
+        newest = self._ring.newest_sealed() if self._ring is not None else None
+        if newest is not None:
+            slot, sealed = newest
+            slot.request_persist(sealed.generation)
+
+    def wait_committed(self) -> None:
+        """Wait until the newest snapshot of this attempt is committed.
+
+        Raises PersistError where the keeper could not persist it, or makes no progress for the grace
+        period.
+        """
+        step = self.newest_sealed_step()
+        if step is None:
+            return
+        self.request_persist()
+        failures = {(each.step, each.generation) for each in self.status.failures}
+
+        def decided() -> bool:
+            return self._committed(step) or self._failure(step, failures) is not None
+
+        if not self._wait_until(decided, self._patience()) or not self._committed(step):
+            raise self._failed(self._failure(step, set()) or "the keeper makes no progress", step)
+
+    def report(self) -> dict[str, float]:
+        newest = self.status.newest_committed
+        return {"newest_committed_step": -1 if newest is None else newest, "keeper_restarts": self._session.keeper.restarts}
+
+    def close(self, *, closed: bool) -> None:
+        """End the thread. In order (`closed`), the keeper is told that nothing more comes."""
+        self._ended = True
+        self._woken.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(timeout=self._options.grace_s)
+        try:
+            self._send_events()
+            if closed:
+                self._session.keeper.closing()
+        except (FlashckptError, OSError) as error:
+            log.warning("the keeper could not be told that the run was let go: %s", error)
+        rings = [self._ring, self._outgrown, self._ready[0] if self._ready is not None else None]
+        for ring in rings:
+            for slot in ring.slots if ring is not None else ():
+                slot.close()
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        while not self._ended:
+            try:
+                self._round()
+            except (FlashckptError, OSError) as error:
+                self._say_once(f"the keeper cannot be asked: {error}")
+            with self._answered:
+                self._rounds += 1
+                self._answered.notify_all()
+            self._woken.wait(_WAITING_TICK_S if self._waiting else _TICK_S)
+            self._woken.clear()
+
+    def _round(self) -> None:
+        keeper = self._session.keeper
+        if keeper.tend():
+            log.warning("the keeper had died and was started again; what it was writing is written again")
+        self._prepare_slots()
+        self._send_events()
+        self.status = keeper.status()
+        for failure in self.status.failures:
+            self._say_once(f"step {failure.step} could not be persisted: {failure.message}; training goes on")
+        if time.monotonic() - self._looked_s >= _CLAIM_LOOK_S:
+            self._looked_s = time.monotonic()
+            newest = newest_claimed(self._session.store)
+            if newest is not None and newest.number > self._session.attempt.number:
+                self.superseded_by = str(newest)
+
+    def _prepare_slots(self) -> None:
+        """Get the slots that are wanted: taken, faulted in and known to the devices before they are used."""
+        self._let_go_of_outgrown()
+        wanted = self._wanted
+        if wanted is None:
+            return
+        count = self._options.slots or _SLOTS
+        try:
+            grants = self._session.keeper.slots(count, *wanted, minimum=min(2, count))
+        except OutOfRoomError as error:
+            self.slots_error = error
+            self._say_once(str(error))
+            return
+        slots = [grant.open() for grant in grants]
+        self._say_what_slots_mean(grants, count)
+        self._capture.register(slots)
+        owners = {slot.index: grant.owner for slot, grant in zip(slots, grants, strict=True)}
+        self._ready, self._wanted, self.slots_error = (SlotRing(slots), owners), None, None
+
+    def _let_go_of_outgrown(self) -> None:
+        old, self._outgrown = self._outgrown, None
+        if old is not None:
+            kept = {slot.name for slot in self._ring.slots} if self._ring is not None else set()
+            self._session.keeper.release([slot.name for slot in old.slots if slot.name not in kept])
+            for slot in old.slots:
+                slot.close()
+
+    def _say_what_slots_mean(self, grants: list[SlotGrant], count: int) -> None:
+        if len(grants) < count:
+            self._say_once(
+                f"memory allows {len(grants)} slots where {count} are wanted: while one is being persisted, "
+                "snapshots may be skipped"
+            )
+        if not all(grant.outlives_both for grant in grants):
+            self._say_once(
+                "shared memory that outlives every process is too small here: slots survive the death of "
+                "trainer or keeper, not of both; then the run goes on from disk"
+            )
+
+    def _send_events(self) -> None:
+        while self._events:
+            self._session.keeper.event(self._events[0])
+            self._events.popleft()
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            log.warning("%s", text)
+
+    # ---- waiting
+
+    def _patience(self) -> float:
+        return max(self._options.grace_s, 1.0)
+
+    def _committed(self, step: int) -> bool:
+        newest = self.status.newest_committed
+        return step in self.status.committed or (newest is not None and newest >= step)
+
+    def _failure(self, step: int, before: set[tuple[int, int]]) -> str | None:
+        for each in self.status.failures:
+            if each.step == step and (each.step, each.generation) not in before:
+                return each.message
+        return None
+
+    def _failed(self, reason: str, step: int | None = None) -> PersistError:
+        newest = self.status.newest_committed
+        held = "none is committed" if newest is None else f"the newest committed step is {newest}"
+        what = "what was captured" if step is None else f"step {step}"
+        return PersistError(
+            f"{what} could not be persisted: {reason}. It is still sealed in this node's memory, where "
+            f"the keeper tries again; on disk, {held}. Make room or mend the storage, and wait() again.",
+            step=step,
+            path=self._session.store.url,
+        )
+
+    def _wait_until(self, done: Callable[[], bool], patience_s: float) -> bool:
+        """Wait for the thread's rounds until `done`. False after `patience_s` in which the keeper wrote
+        nothing (its counts and progress stood still)."""
+        self._waiting += 1
+        self._woken.set()
+        try:
+            moved_s, seen = time.monotonic(), self._progress()
+            with self._answered:
+                while not done():
+                    self._answered.wait(_TICK_S)
+                    now = self._progress()
+                    if now != seen:
+                        moved_s, seen = time.monotonic(), now
+                    if time.monotonic() - moved_s > patience_s:
+                        return False
+            return True
+        finally:
+            self._waiting -= 1
+
+    def _progress(self) -> object:
+        status = self.status
+        return (status.keeper, status.committed, status.persisting, status.waiting, sorted(status.counts.items()))

@@ -1,0 +1,190 @@
+"""The iterators over batches and epochs: their `__next__` is the boundary.
+
+Iterator objects, not generators: a generator is closed by `break` and by garbage collection as if its
+body were done, and nobody knows whether it was. Owns when a boundary is; never what is done at one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from flashckpt.errors import BoundaryError
+
+if TYPE_CHECKING:
+    from flashckpt.checkpointer.facade import Checkpointer
+
+
+class Batches(Iterator[Any]):
+    """Batches of one phase, or of a whole run (`epochs`, `steps`), with a boundary after each.
+
+    `.completed` is the step, the counter to use for `% k`: it goes on over restarts.
+    """
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        loader: object,
+        *,
+        epochs: int | None = None,
+        steps: int | None = None,
+        whole_run: bool = False,
+        at_end: Callable[[], None] | None = None,
+    ) -> None:
+        self.checkpointer = checkpointer
+        self._loader = loader
+        self._epochs, self._steps, self._whole_run = epochs, steps, whole_run
+        self._at_end = at_end
+        self._thread = threading.get_ident()
+        self._source: Any = None
+        self._begun = self._ended = self._in_body = False
+
+    @property
+    def completed(self) -> int:
+        return self.checkpointer.completed
+
+    def stop(self) -> None:
+        """End the loop at the next boundary, which is captured and committed."""
+        self.checkpointer.stop()
+
+    def __len__(self) -> int:
+        """Batches still to come. TypeError where the loader does not know its length."""
+        progress = self.checkpointer._progress
+        remaining: int | None = None
+        if self._ended:
+            return 0
+        if self._steps is not None:
+            remaining = max(0, self._steps - progress.step)
+        if self._epochs is not None or remaining is None:
+            length = len(self._loader)  # type: ignore[arg-type]
+            taken = progress.batches_taken
+            epochs_left = self._epochs - progress.epoch if self._epochs is not None else 1
+            by_epochs = max(0, epochs_left * length - taken)
+            remaining = by_epochs if remaining is None else min(remaining, by_epochs)
+        return remaining
+
+    def __iter__(self) -> Batches:
+        if self._ended:
+            raise BoundaryError(
+                "This iterator has given its last batch. Nothing was lost. To go over the loader more "
+                "than once say loop(…, epochs=n), or wrap the epochs in Checkpointer.epochs(n) and call "
+                ".batches(loader) in each."
+            )
+        return self
+
+    def __next__(self) -> Any:
+        if threading.get_ident() != self._thread:
+            raise BoundaryError(
+                "A batch was asked for by another thread than the one that began the loop: something "
+                "reads ahead around it, and no boundary could be told. Nothing was captured. Put the "
+                "prefetching inside, into the loader."
+            )
+        if self._ended:
+            raise StopIteration
+        checkpointer = self.checkpointer
+        if self._in_body:
+            self._in_body = False
+            checkpointer._end_of_iteration()
+        if checkpointer.stopping or (self._steps is not None and self.completed >= self._steps):
+            self._end(exhausted=False)
+        checkpointer._before_batch()
+        batch = self._draw()
+        self._in_body = True
+        checkpointer._begin_iteration()
+        return batch
+
+    def _draw(self) -> Any:
+        """The next batch, of the next epoch where this iterator is a whole run's."""
+        progress = self.checkpointer._progress
+        while True:
+            if self._finished_epochs():
+                self._end(exhausted=True)
+            if not self._begun:
+                self._begun = True
+                self._source = progress.open_phase(self._loader)
+            drew = False
+            if self._source is not None:
+                try:
+                    batch, drew = self._source.next(), True
+                except StopIteration:
+                    pass
+            if drew:
+                return batch
+            self._next_phase()
+
+    def _next_phase(self) -> None:
+        """The loader is exhausted: end this phase, and go to the next epoch if the run has one."""
+        progress = self.checkpointer._progress
+        empty = self._source is not None and self._source.batches_taken == 0
+        if not self._whole_run:
+            self._end(exhausted=True)
+        if empty:
+            self._end(exhausted=True)  # an empty loader repeated until `steps` would never end
+        if self._last_epoch():
+            self._end(exhausted=True)
+        if self._source is not None:
+            progress.close_phase()
+        progress.next_epoch()
+        self._begun = False
+
+    def _finished_epochs(self) -> bool:
+        """A whole run taken up after its last epoch has nothing more to give."""
+        return self._whole_run and self._epochs is not None and self.checkpointer._progress.epoch >= self._epochs
+
+    def _last_epoch(self) -> bool:
+        return self._epochs is not None and self.checkpointer._progress.epoch + 1 >= self._epochs
+
+    def _end(self, *, exhausted: bool) -> None:
+        """End the iteration. The last boundary of a whole run is captured and committed first."""
+        self._ended = True
+        checkpointer = self.checkpointer
+        if self._whole_run:
+            checkpointer._finish()
+        elif exhausted and self._source is not None:
+            checkpointer._progress.close_phase()
+        elif not exhausted and checkpointer.stopping:
+            checkpointer._capture_now(persist=True)
+        if self._at_end is not None:
+            self._at_end()
+        raise StopIteration
+
+    def __del__(self) -> None:
+        # break, an exception, garbage collection: no capture, nobody knows whether the body was done.
+        if getattr(self, "_ended", True):
+            return
+        self._ended = True
+        if self._whole_run:
+            self.checkpointer._release()
+        elif self._source is not None:
+            self.checkpointer._progress.abandon_phase()
+
+
+class Epochs(Iterator[int]):
+    """Epoch numbers from the one the run is in; the code after an epoch's batches runs exactly once.
+
+    Its `__next__` is a boundary too, for what comes after the last batch, and counts as a step.
+    """
+
+    def __init__(self, checkpointer: Checkpointer, epochs: int) -> None:
+        self._checkpointer, self._epochs = checkpointer, epochs
+        self._in_body = False
+
+    def __iter__(self) -> Epochs:
+        return self
+
+    def __len__(self) -> int:
+        return max(0, self._epochs - self._checkpointer._progress.epoch - self._in_body)
+
+    def __next__(self) -> int:
+        checkpointer, progress = self._checkpointer, self._checkpointer._progress
+        if self._in_body:
+            self._in_body = False
+            if checkpointer.stopping and not checkpointer._epoch_complete():
+                raise StopIteration  # the loop was stopped in the middle of the epoch: it is not over
+            progress.next_epoch()
+            checkpointer._end_of_epoch(last=progress.epoch >= self._epochs)
+        if checkpointer.stopping or progress.epoch >= self._epochs:
+            raise StopIteration
+        self._in_body = True
+        return progress.epoch

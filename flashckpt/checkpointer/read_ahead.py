@@ -1,0 +1,77 @@
+"""Whether the state was used since the last boundary: what tells a training loop from a read-ahead.
+
+Whoever draws a batch before the last one was trained on makes every boundary a lie: the state would be
+said to be a step further than it is. Hooks on the attached modules and optimizers see use at no cost;
+where none fired, digests decide, because a loop may be compiled or call no module at all. A read-ahead
+shows itself on the second batch it draws, so only the first few batches are looked at this closely.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flashckpt.errors import BoundaryError
+from flashckpt.state.tree import Tree
+
+_BATCHES_CHECKED = 8  # more than any sensible read-ahead draws before it trains
+
+
+class Use:
+    """Watches the attached state from the first batch on.
+
+    `digest` reads the whole state and returns something that compares equal while no byte of it has
+    changed; it is called at the first batch, and at the next few where no hook fired.
+    """
+
+    def __init__(self, tree: Tree, digest: Callable[[], object], *, check: bool) -> None:
+        self._digest = digest
+        self._left = _BATCHES_CHECKED if check else 0
+        self._before: object = None
+        self._since_batch = False
+        self._since_boundary = True
+        self._watched = bool(tree.modules or tree.optimizers)
+        mine = weakref.ref(self)
+
+        def seen(*_: object) -> None:
+            if torch.compiler.is_compiling():
+                return
+            use = mine()
+            if use is not None:
+                use._since_batch = use._since_boundary = True
+
+        self._handles: list[Any] = [module.register_forward_pre_hook(seen) for module in tree.modules]
+        self._handles += [optimizer.register_step_post_hook(seen) for optimizer in tree.optimizers]
+
+    def since_boundary(self) -> bool:
+        """Whether the state may have changed since the last boundary."""
+        return self._since_boundary or not self._watched
+
+    def at_boundary(self) -> None:
+        self._since_boundary = False
+
+    def before_batch(self) -> None:
+        """Called before each batch is drawn. Raises BoundaryError for one that is drawn before the
+        attached state was used at all."""
+        if self._left == 0:
+            return
+        self._left -= 1
+        used, self._since_batch = self._since_batch, False
+        now = None if used else self._digest()
+        if now is not None and now == self._before:
+            raise BoundaryError(
+                "A batch was drawn before anything of the attached state was used since the last one: no "
+                "module ran forward, no optimizer stepped, and the state is bit for bit what it was. "
+                "Something reads ahead around the loop (a prefetcher, a list() around it), and every "
+                "boundary would be a lie. Nothing was captured. Put the prefetching inside, into the "
+                "loader; if the loop skips batches on purpose, say Options(read_ahead_check=False)."
+            )
+        self._before = now if now is not None else self._before
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()

@@ -1,0 +1,126 @@
+"""One incarnation of the job on a run: its claim, its life lock, its keeper. Owns their order.
+
+The life lock is held before the claim is written, so that no claim ever names a lock that nobody had;
+the claim is taken before anything is read, so that from here on older attempts prune nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from dataclasses import dataclass
+
+from flashckpt.commit import attempts
+from flashckpt.commit.holder import check, here
+from flashckpt.commit.run import open_run
+from flashckpt.errors import KeeperError, RunError, RunHeldError
+from flashckpt.events import log
+from flashckpt.format.names import RUN
+from flashckpt.format.records import AttemptName
+from flashckpt.keeper.client import KeeperClient, connect_or_start
+from flashckpt.keeper.start import survival_warnings
+from flashckpt.memory.runtime import LifeLock, RuntimeFolder, base_folder, identity_of, is_alive
+from flashckpt.options import Environment, Keep, Options
+from flashckpt.store.base import Store, open_store
+
+_held: set[str] = set()
+_held_guard = threading.Lock()
+
+
+@dataclass
+class Session:
+    """A claimed attempt with a keeper that knows it. `identity` names the run on this node."""
+
+    store: Store
+    identity: str
+    runtime: RuntimeFolder
+    life: LifeLock
+    attempt: AttemptName
+    keeper: KeeperClient
+    environment: Environment
+    closed: bool = False
+
+    def start(self, parent: AttemptName | None, step: int, loaded: str | None) -> None:
+        """Write where this attempt goes on from; from here on older attempts commit nothing."""
+        attempts.start(self.store, self.attempt, parent, step, self.environment.world, loaded)
+        self.keeper.started(loaded=loaded, step=step)
+
+    def close(self) -> None:
+        """Let the run go; a second call does nothing. The keeper stays as long as it has something to
+        persist."""
+        if self.closed:
+            return
+        self.closed = True
+        self.keeper.close()
+        self.life.release(self.runtime)
+        self.runtime.close()
+        with _held_guard:
+            _held.discard(self.identity)
+
+
+def open_session(path: str | os.PathLike[str], keep: Keep, options: Options) -> Session:
+    """Open or make the run, check that no other job has it, claim an attempt, find or start the keeper.
+
+    Raises RunHeldError, RunError and its kin, KeeperError, OptionError for a scheme that is not there.
+    """
+    environment = Environment.read()
+    store = open_store(path)
+    run = _opened(store, path)
+    identity = identity_of(run, os.stat(store.local_path(RUN)))
+    with _held_guard:
+        if identity in _held:
+            raise RunHeldError(
+                f"{store.url} is already attached by this process. Nothing was changed. Close the first "
+                "Checkpointer, or let its loop end, before a second one is attached; for several epochs "
+                "use loop(…, epochs=n) or Checkpointer.epochs.",
+                path=store.url,
+            )
+        _held.add(identity)
+    try:
+        return _claimed(store, identity, environment, keep, options)
+    except BaseException:
+        with _held_guard:
+            _held.discard(identity)
+        raise
+
+
+def _opened(store: Store, path: str | os.PathLike[str]) -> str:
+    try:
+        return open_run(store, create=True).run_id
+    except OSError as error:
+        raise RunError(
+            f"The run's folder {os.fspath(path)} cannot be used: {error.strerror or error}. Nothing was "
+            "written and training has not begun. Choose a folder that this user can write.",
+            path=path,
+        ) from error
+
+
+def _claimed(store: Store, identity: str, environment: Environment, keep: Keep, options: Options) -> Session:
+    runtime = RuntimeFolder.open(base_folder(environment.runtime_folder), identity)
+    life: LifeLock | None = None
+    try:
+        life = LifeLock.acquire(runtime, f"trainer-{secrets.token_hex(8)}.lock")
+        if life is None:
+            raise KeeperError("A lock file with a fresh random name is held. Nothing was changed. Try again.")
+        holder = here(
+            runtime.path, life.name, job_id=environment.job_id, restart_count=environment.restart_count
+        )
+        # The check runs before each try: who loses a race for the number looks at the winner.
+        attempt = attempts.claim(store, holder, lambda: check(store, holder, lambda _, name: is_alive(runtime, name)))
+        keeper = connect_or_start(store.url, runtime, life)
+        keeper.hello(
+            rank=environment.rank,
+            world=environment.world,
+            attempt=str(attempt),
+            keep=keep,
+            linger_s=options.linger_s,
+        )
+    except BaseException:
+        if life is not None:
+            life.release(runtime)
+        runtime.close()
+        raise
+    for warning in survival_warnings():
+        log.warning("%s", warning)
+    return Session(store, identity, runtime, life, attempt, keeper, environment)

@@ -1,0 +1,81 @@
+"""From a verified snapshot into the live state, and the proof that it arrived.
+
+Nothing live changes before everything of the snapshot is known to fit. After the filling every live
+tensor is digested where it is and compared with the digest taken at its boundary.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+import torch
+
+from flashckpt import _native
+from flashckpt.errors import DamagedError, MismatchError
+from flashckpt.restore.digesting import digest_tensors
+from flashckpt.restore.snapshot import Snapshot
+from flashckpt.state.tree import Saved, Tree
+
+_ROWS_SHOWN = 40
+
+
+def fill(tree: Tree, snapshot: Snapshot, threads: int) -> None:
+    """Make the live state that of the snapshot.
+
+    Raises MismatchError, with nothing changed, if it does not fit; DamagedError if a live tensor is not
+    bit for bit what was saved after it was filled (the live state is then not to be trusted).
+    """
+    leaves = {leaf.name: leaf for leaf in snapshot.layout.leaves}
+    saved = Saved(leaves=leaves, value=snapshot.section("state"), tensor=snapshot.tensor)
+    differences = tree.differences(saved)
+    if differences:
+        raise MismatchError(
+            f"The checkpoint of step {snapshot.step} is of another model: {len(differences)} things differ. "
+            "Nothing was loaded, the live model is as it was, and no older step is tried.\n"
+            f"{table_of(differences)}\n"
+            "Make the program build what was saved, or give this model a run folder of its own.",
+            differences=tuple(differences),
+            step=snapshot.step,
+        )
+    with torch.no_grad():
+        filled = tree.restore(saved)
+    _check_arrived(snapshot, filled, threads)
+
+
+def table_of(differences: list[tuple[str, str, str]]) -> str:
+    """What differs, as an aligned table of (name, in the checkpoint, in the live state)."""
+    rows = [("", "in the checkpoint", "in the live state"), *differences[:_ROWS_SHOWN]]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    if len(differences) > _ROWS_SHOWN:
+        lines.append(f"  … and {len(differences) - _ROWS_SHOWN} more")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _check_arrived(snapshot: Snapshot, filled: list[tuple[str, torch.Tensor]], threads: int) -> None:
+    expected = {leaf.name: digest for leaf, digest in zip(snapshot.layout.leaves, snapshot.digests, strict=True)}
+    found = digest_tensors([tensor for _, tensor in filled], threads)
+    wrong = [name for (name, _), digest in zip(filled, found, strict=True) if expected[name] != digest]
+    if wrong:
+        raise DamagedError(
+            f"{len(wrong)} tensors are not what step {snapshot.step} holds after they were loaded "
+            f"({', '.join(wrong[:5])}): the copy went wrong between host memory and the device. The live "
+            "state is not to be trusted; the checkpoint is intact. Start again, on another device if it "
+            "happens twice.",
+            step=snapshot.step,
+        )
+
+
+def audit(snapshot: Snapshot, threads: int) -> list[str]:
+    """Names of the leaves whose bytes in the image are not those that their digests were taken of."""
+    leaves = snapshot.layout.leaves
+    base = _native.address_of(snapshot.image) + snapshot.layout.data_start
+    found = array("Q", bytes(8 * len(leaves)))
+    _native.digest_many(
+        array("Q", [base + leaf.offset for leaf in leaves]),
+        array("Q", [leaf.num_bytes for leaf in leaves]),
+        _native.address_of(found),
+        threads,
+    )
+    pairs = zip(leaves, found, snapshot.digests, strict=True)
+    return [leaf.name for leaf, digest, expected in pairs if digest != expected]

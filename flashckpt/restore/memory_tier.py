@@ -1,0 +1,85 @@
+"""Snapshots that survived in this node's slots: pinned, audited, given as they stand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashckpt.errors import DamagedError
+from flashckpt.format.records import AttemptName
+from flashckpt.format.typed import decode_json
+from flashckpt.memory.page import Word
+from flashckpt.memory.slot import Sealed, Slot
+from flashckpt.restore.filling import audit
+from flashckpt.restore.snapshot import Snapshot
+
+
+@dataclass
+class Held:
+    """A slot of this rank, mapped by this process, and the owner index that this process has in it.
+
+    `sealed` is the snapshot in it, `pinned` the word while it is ours, `outlives_both` whether the slot
+    survives the death of trainer and keeper together.
+    """
+
+    slot: Slot
+    owner: int
+    outlives_both: bool
+    sealed: Sealed | None = None
+    pinned: Word | None = None
+
+    @property
+    def step(self) -> int:
+        assert self.sealed is not None
+        return self.sealed.step
+
+    @property
+    def attempt(self) -> AttemptName:
+        assert self.sealed is not None
+        record = self.sealed.record
+        return AttemptName(record.attempt_number, f"{record.attempt_nonce:08x}")
+
+    def unpin(self) -> None:
+        """Let the keeper and the ring have the slot again."""
+        if self.pinned is not None:
+            self.slot.unpin(self.pinned)
+            self.pinned = None
+
+
+def load(held: Held, threads: int) -> Snapshot:
+    """The snapshot in a slot, verified. It stays pinned until `Held.unpin`.
+
+    Raises DamagedError where its bytes are not those that were sealed; the slot is then let go.
+    """
+    assert held.sealed is not None
+    held.pinned = held.slot.pin(held.owner, held.slot.state())
+    if held.pinned is None:
+        raise DamagedError(
+            f"The slot {held.slot.name} is in use by another process. It is passed over.", step=held.step
+        )
+    try:
+        return _audited(held, threads)
+    except BaseException:
+        held.unpin()
+        raise
+
+
+def _audited(held: Held, threads: int) -> Snapshot:
+    assert held.sealed is not None
+    metadata = held.slot.metadata(held.sealed)
+    snapshot = Snapshot(
+        step=held.step,
+        attempt=held.attempt,
+        tier="memory",
+        layout=metadata.layout,
+        digests=metadata.digests,
+        values=decode_json(metadata.values),
+        image=held.slot.image_view,
+    )
+    changed = audit(snapshot, threads)
+    if changed:
+        raise DamagedError(
+            f"{len(changed)} leaves of the snapshot of step {held.step} in memory are not what was captured "
+            f"({', '.join(changed[:5])}). It is passed over and never persisted.",
+            step=held.step,
+        )
+    return snapshot

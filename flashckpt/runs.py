@@ -1,0 +1,86 @@
+"""What can be asked of a run's folder without a training loop."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from flashckpt.commit import branching, reading, verification
+from flashckpt.commit.holder import Probe, here
+from flashckpt.commit.run import open_run
+from flashckpt.commit.verification import Report
+from flashckpt.errors import NoSuchStepError
+from flashckpt.format.names import RUN, AttemptName
+from flashckpt.format.records import Holder, Run
+from flashckpt.memory.runtime import RuntimeFolder, base_folder, identity_of, is_alive
+from flashckpt.options import Environment
+from flashckpt.store.base import Store, open_store
+
+if TYPE_CHECKING:
+    import torch
+
+Path = str | os.PathLike[str]
+
+
+def load(path: Path, step: int | None = None) -> dict[str, torch.Tensor]:
+    """The leaves of a committed step by name, of rank 0: verified whole, then mapped copy-on-write.
+
+    step: None takes the newest. Tied names give the same tensor, shapes are those of the state, tensors
+    are on the CPU. Raises NoSuchStepError, DamagedError (before anything is returned), RunError.
+    """
+    from flashckpt.restore.mapping import mapped_leaves
+
+    return mapped_leaves(open_store(path), step, rank=0)
+
+
+def steps(path: Path) -> list[int]:
+    """The committed steps that a resume sees, oldest first. Raises RunError where `path` is no run."""
+    return reading.steps(open_store(path))
+
+
+def branch(path: Path, step: int, attempt: str | None = None) -> str:
+    """Make the run go on from an older committed step, from the next start on. Nothing is deleted: the
+    steps after it stay on disk and are seen no more. `attempt` names the one whose step is meant, where
+    it is not a visible one. Returns the name of the new attempt.
+
+    Raises RunHeldError where a job holds the run, NoSuchStepError, DamagedError.
+    """
+    store = open_store(path)
+    run = open_run(store, create=False)
+    name = None if attempt is None else AttemptName.parse(attempt)
+    if attempt is not None and name is None:
+        raise NoSuchStepError(
+            f"{attempt!r} is no attempt's name (000002-7fa3c1d2 is one). Nothing was changed. "
+            "`flashckpt ls --all` shows them.",
+            step=step,
+        )
+    with lock_probe(store, run) as (me, probe):
+        return str(branching.branch(store, step, name, probe=probe, me=me))
+
+
+def verify(path: Path, step: int | None = None) -> Report:
+    """Read every file of the committed steps (or of one) and compare every checksum and digest.
+
+    Changes nothing. Raises NoSuchStepError, RunError; damage is in the report, not raised.
+    """
+    store = open_store(path)
+    open_run(store, create=False)
+    return verification.verify(store, step)
+
+
+@contextlib.contextmanager
+def lock_probe(store: Store, run: Run) -> Iterator[tuple[Holder, Probe | None]]:
+    """This process as a holder, and how it sees whether a trainer of the run lives on this node. Without
+    a runtime folder here there is no such trainer, and the counter in the run's folder is watched."""
+    identity = identity_of(run.run_id, os.stat(store.local_path(RUN)))
+    try:
+        runtime = RuntimeFolder.open(base_folder(Environment.read().runtime_folder), identity, create=False)
+    except FileNotFoundError:
+        yield here(), None
+        return
+    try:
+        yield here(runtime.path), lambda _, lock: is_alive(runtime, lock)
+    finally:
+        runtime.close()
