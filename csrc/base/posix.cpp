@@ -1,5 +1,6 @@
 #include "base/posix.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -62,9 +63,15 @@ bool set_direct(int fd, bool on) {
 }
 
 Error reserve(int fd, std::uint64_t offset, std::uint64_t num_bytes, const std::string& path) {
-    if (num_bytes == 0) return {};
-    while (::fallocate(fd, 0, static_cast<off_t>(offset), static_cast<off_t>(num_bytes)) != 0) {
-        if (errno != EINTR) {
+    // In steps: a signal makes tmpfs give back all that one call has taken, so that one large call under a
+    // timer's signals would never end.
+    constexpr std::uint64_t step_bytes = 256ull << 20;
+    std::uint64_t done = 0;
+    while (done < num_bytes) {
+        std::uint64_t step = std::min(step_bytes, num_bytes - done);
+        if (::fallocate(fd, 0, static_cast<off_t>(offset + done), static_cast<off_t>(step)) == 0) {
+            done += step;
+        } else if (errno != EINTR) {
             return os_error(errno, "reserve " + std::to_string(num_bytes) + " bytes", path);
         }
     }

@@ -70,7 +70,7 @@ class Mapping {
 Error regular_size(int fd, const std::string& path, std::uint64_t& num_bytes);
 // Sets or clears O_DIRECT on an open descriptor; false where the file system refuses it.
 bool set_direct(int fd, bool on);
-// fallocate; an error also where the file system has no such call.
+// fallocate; an error also where the file system has no such call. What was taken before an error stays.
 Error reserve(int fd, std::uint64_t offset, std::uint64_t num_bytes, const std::string& path);
 
 } // namespace flashckpt

@@ -1,0 +1,289 @@
+"""Files written, read and checked: what is right comes back, what is wrong is found or refused."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import resource
+import stat
+import subprocess
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from reference_digest import reference_digest
+from safetensors.numpy import load_file
+
+from flashckpt import _native
+from flashckpt.format.layout import Layout, Leaf
+
+PAGE = 4096
+
+
+class Region:
+    """A memfd with random bytes, whole pages long."""
+
+    def __init__(self, num_bytes: int, offset: int = 0, seed: int = 0) -> None:
+        self.fd = os.memfd_create("region")
+        self.offset = offset
+        capacity = offset + max(PAGE, -(-num_bytes // PAGE) * PAGE)
+        os.ftruncate(self.fd, capacity)
+        self.map = mmap.mmap(self.fd, capacity)
+        self.map[:] = np.random.default_rng(seed).integers(0, 256, capacity, dtype=np.uint8).tobytes()
+        self.num_bytes = num_bytes
+
+    @property
+    def data(self) -> bytes:
+        return self.map[self.offset : self.offset + self.num_bytes]
+
+
+def leaves_of(num_bytes: int) -> dict[str, array[int]]:
+    """Ranges of odd sizes at odd places, in no order, one of them empty."""
+    cuts = sorted({0, num_bytes, *(min(num_bytes, cut) for cut in (1, 6, 4099, 8191, 8200, 50_001))})
+    pairs = [(a, b - a) for a, b in zip(cuts, cuts[1:], strict=False)][::-1] + [(num_bytes, 0)]
+    return {
+        "leaf_offsets": array("Q", [a for a, _ in pairs]),
+        "leaf_sizes": array("Q", [size for _, size in pairs]),
+    }
+
+
+def expected_digests(data: bytes, leaves: dict[str, array[int]]) -> list[int]:
+    pairs = zip(leaves["leaf_offsets"], leaves["leaf_sizes"], strict=True)
+    return [reference_digest(data[a : a + size]) for a, size in pairs]
+
+
+def write(path: Path, region: Region, **options: object) -> tuple[bytes, bytes, bool]:
+    leaves = leaves_of(region.num_bytes)
+    return _native.write_file(path, region.fd, region.offset, region.num_bytes, **leaves, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def no_direct(tmp_path: Path) -> Iterator[Path]:
+    """A folder of a file system that has neither O_DIRECT nor fallocate."""
+    yield from mounted(tmp_path, "ramfs", "mode=0700")
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A folder with room for half a MiB."""
+    yield from mounted(tmp_path, "tmpfs", "size=512k")
+
+
+def mounted(tmp_path: Path, kind: str, options: str) -> Iterator[Path]:
+    folder = tmp_path / kind
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", kind, "-o", options, kind, folder], capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip(f"mounting is refused here: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("num_bytes", [0, 1, 4095, 4096, 4097, 8192, 100_003])
+def test_round_trip(tmp_path: Path, num_bytes: int, threads: int, direct: bool) -> None:
+    region = Region(num_bytes, offset=2 * PAGE)
+    leaves, progress = leaves_of(num_bytes), array("Q", [0])
+    options = {"chunk_bytes": 2 * PAGE, "threads": threads, "direct": direct}
+    counter = _native.address_of(progress)
+    digests, checksums, _ = write(tmp_path / "shard", region, progress=counter, **options)
+    assert (tmp_path / "shard").read_bytes() == region.data
+    assert stat.S_IMODE((tmp_path / "shard").stat().st_mode) & ~0o644 == 0
+    assert progress[0] == num_bytes
+    assert array("Q", digests).tolist() == expected_digests(region.data, leaves)
+    chunks = [region.data[i : i + 2 * PAGE] for i in range(0, num_bytes, 2 * PAGE)]
+    assert checksums == b"".join(_native.xxh3_128(chunk) for chunk in chunks)
+
+    target = Region(num_bytes, offset=PAGE, seed=1)
+    before = target.map[:PAGE]
+    same = {"num_bytes": num_bytes, "checksums": checksums, **leaves, **options}
+    read = _native.read_file(tmp_path / "shard", target.fd, PAGE, **same)
+    assert read[:2] == (digests, [])
+    assert target.data == region.data
+    assert target.map[:PAGE] == before
+    assert _native.check_file(tmp_path / "shard", **same)[:2] == (digests, [])
+
+
+def test_a_tail_of_the_file_can_be_read(tmp_path: Path) -> None:
+    region = Region(5 * PAGE + 7)
+    (tmp_path / "shard").write_bytes(region.data)
+    sums = b"".join(_native.xxh3_128(region.data[i : i + PAGE]) for i in range(PAGE, 5 * PAGE + 7, PAGE))
+    target = Region(4 * PAGE + 7, seed=1)
+    digests, bad, _ = _native.read_file(
+        tmp_path / "shard", target.fd, 0, file_offset=PAGE, num_bytes=4 * PAGE + 7, chunk_bytes=PAGE,
+        checksums=sums, leaf_offsets=array("Q", [3]), leaf_sizes=array("Q", [4 * PAGE]),
+    )  # fmt: skip
+    assert bad == []
+    assert target.data == region.data[PAGE:]
+    assert array("Q", digests).tolist() == [reference_digest(region.data[PAGE + 3 : 5 * PAGE + 3])]
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_flipped_bytes_are_named_by_chunk_and_digest(tmp_path: Path, direct: bool) -> None:
+    path, region = tmp_path / "shard", Region(100_003)
+    digests, checksums, _ = write(path, region, chunk_bytes=2 * PAGE)
+    for position in (0, 8192, 100_002):
+        spoiled = bytearray(region.data)
+        spoiled[position] ^= 1
+        path.write_bytes(spoiled)
+        target = Region(100_003, seed=1)
+        same = {"num_bytes": 100_003, "chunk_bytes": 2 * PAGE, "checksums": checksums, "direct": direct}
+        for found in (
+            _native.check_file(path, **same, **leaves_of(100_003)),
+            _native.read_file(path, target.fd, 0, **same, **leaves_of(100_003)),
+        ):
+            assert found[1] == [position // (2 * PAGE)]
+            pairs = zip(array("Q", found[0]), array("Q", digests), strict=True)
+            assert sum(a != b for a, b in pairs) == 1
+
+
+@pytest.mark.parametrize("length", [0, 100_002, 100_004, 98_304])
+def test_a_file_of_another_length_is_refused(tmp_path: Path, length: int) -> None:
+    path, region = tmp_path / "shard", Region(100_003)
+    _, checksums, _ = write(path, region)
+    os.truncate(path, length)
+    target = Region(100_003, seed=1)
+    before = target.data
+    with pytest.raises(ValueError, match=f"has {length} bytes"):
+        _native.read_file(path, target.fd, 0, num_bytes=100_003, checksums=checksums, **leaves_of(100_003))
+    with pytest.raises(ValueError, match=f"has {length} bytes"):
+        _native.check_file(path, num_bytes=100_003, checksums=checksums, **leaves_of(100_003))
+    assert target.data == before
+
+
+def test_links_pipes_and_folders_are_not_read(tmp_path: Path) -> None:
+    region = Region(10)
+    _, checksums, _ = write(tmp_path / "shard", region)
+    (tmp_path / "link").symlink_to("shard")
+    os.mkfifo(tmp_path / "pipe")
+    for name, code in (
+        ("link", errno.ELOOP),
+        ("pipe", errno.EINVAL),
+        (".", errno.EINVAL),
+        ("none", errno.ENOENT),
+    ):
+        with pytest.raises(OSError, match=r"\S") as refused:
+            _native.check_file(tmp_path / name, num_bytes=10, checksums=checksums, **leaves_of(10))
+        assert (refused.value.errno, refused.value.filename) == (code, str(tmp_path / name))
+
+
+def test_an_existing_name_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "shard").write_bytes(b"mine")
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    for name in ("shard", "link"):
+        with pytest.raises(FileExistsError) as refused:
+            write(tmp_path / name, Region(10_000))
+        assert refused.value.filename == str(tmp_path / name)
+    assert (tmp_path / "shard").read_bytes() == b"mine"
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_region_that_was_cut_is_an_error_not_a_signal(tmp_path: Path) -> None:
+    region = Region(100_003)
+    os.ftruncate(region.fd, 8192)
+    with pytest.raises(OSError, match="region ends") as refused:
+        _native.write_file(tmp_path / "shard", region.fd, 0, 100_003, **leaves_of(100_003))
+    assert refused.value.errno == errno.EIO
+    assert not (tmp_path / "shard").exists()
+    (tmp_path / "shard").write_bytes(bytes(100_003))
+    with pytest.raises(OSError, match="region ends"):
+        _native.read_file(
+            tmp_path / "shard", region.fd, 0, num_bytes=100_003, checksums=bytes(16), **leaves_of(100_003)
+        )
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_full_disk_is_an_error_and_leaves_nothing(small: Path, direct: bool) -> None:
+    with pytest.raises(OSError, match="No space") as refused:
+        write(small / "shard", Region(1 << 20), chunk_bytes=16 * PAGE, direct=direct)
+    assert (refused.value.errno, refused.value.filename) == (errno.ENOSPC, str(small / "shard"))
+    assert list(small.iterdir()) == []
+    write(small / "shard", Region(1 << 18), direct=direct)
+
+
+def test_a_limit_of_file_size_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+    region, before = Region(1 << 20), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    try:
+        with pytest.raises(OSError, match="too large") as refused:
+            write(tmp_path / "shard", region)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (refused.value.errno, refused.value.filename) == (errno.EFBIG, str(tmp_path / "shard"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_system_without_direct_io(no_direct: Path) -> None:
+    region = Region(100_003)
+    digests, checksums, direct = write(no_direct / "shard", region, chunk_bytes=2 * PAGE)
+    assert not direct
+    assert (no_direct / "shard").read_bytes() == region.data
+    same = {"num_bytes": 100_003, "chunk_bytes": 2 * PAGE, "checksums": checksums, **leaves_of(100_003)}
+    assert _native.check_file(no_direct / "shard", **same) == (digests, [], False)
+
+
+def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
+    region = Region(100_003)
+    before = sorted(os.listdir("/proc/self/fd"))
+    _, checksums, _ = write(tmp_path / "shard", region)
+    _native.check_file(tmp_path / "shard", num_bytes=100_003, checksums=checksums, **leaves_of(100_003))
+    with pytest.raises(FileExistsError):
+        write(tmp_path / "shard", region)
+    with pytest.raises(ValueError, match="has 100003 bytes"):
+        _native.check_file(tmp_path / "shard", num_bytes=5, checksums=bytes(16), **leaves_of(5))
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_shard_is_what_safetensors_reads(tmp_path: Path) -> None:
+    wanted = {
+        "a": np.arange(3000, dtype=np.float32),
+        "b": np.arange(7, dtype=np.int64),
+        "c": np.full(5, 3, np.uint8),
+    }
+    layout = Layout.of(Leaf(name=name, dtype=str(x.dtype), shape=x.shape) for name, x in wanted.items())
+    region = Region(layout.num_bytes)
+    region.map[: layout.data_start] = layout.header
+    for leaf in layout.leaves:
+        start = layout.data_start + leaf.offset
+        region.map[start : start + leaf.num_bytes] = wanted[leaf.name].tobytes()
+    write(tmp_path / "shard.safetensors", region)
+    found = load_file(tmp_path / "shard.safetensors")
+    assert sorted(found) == sorted(wanted)
+    assert all((found[name] == wanted[name]).all() for name in wanted)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"chunk_bytes": 1000}, "chunk_bytes"),
+        ({"chunk_bytes": 2 << 30}, "chunk_bytes"),
+        ({"threads": 0}, "threads"),
+        ({"leaf_offsets": array("Q", [5, 9])}, "differ in length"),
+        ({"leaf_offsets": array("Q", [5]), "leaf_sizes": array("Q", [96])}, "beyond the last"),
+        ({"leaf_offsets": array("Q", [2**64 - 1]), "leaf_sizes": array("Q", [2])}, "beyond the last"),
+        ({"leaf_offsets": array("Q", [5, 8]), "leaf_sizes": array("Q", [4, 4])}, "overlaps"),
+        ({"progress": 3}, "multiple of 8"),
+    ],
+)
+def test_arguments_that_cannot_be(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    region = Region(100)
+    options = {"leaf_offsets": array("Q"), "leaf_sizes": array("Q"), **change}
+    with pytest.raises(ValueError, match=message):
+        _native.write_file(tmp_path / "shard", region.fd, 0, 100, **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="source_offset"):
+        _native.write_file(
+            tmp_path / "shard", region.fd, 8, 80, leaf_offsets=array("Q"), leaf_sizes=array("Q")
+        )
+    with pytest.raises(ValueError, match="one checksum"):
+        _native.check_file(
+            tmp_path / "shard",
+            num_bytes=100,
+            checksums=bytes(32),
+            leaf_offsets=array("Q"),
+            leaf_sizes=array("Q"),
+        )
+    assert list(tmp_path.iterdir()) == []

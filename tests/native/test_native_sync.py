@@ -1,0 +1,313 @@
+"""Atomics between processes, events, seals, and what a fork leaves of them."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import signal
+import threading
+from array import array
+from collections.abc import Callable
+
+import pytest
+
+from flashckpt import _native
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+WRITING, SEALED, OWNER, GENERATION = 1, 2, 5, 77
+WORD, RECORD, TABLE, METADATA, DONE = 0, 256, 1024, 960, 8
+COUNT = 50
+
+
+def word(state: int, owner: int = OWNER) -> int:
+    return state | owner << 8 | GENERATION << 16
+
+
+class Slot:
+    """The words of a slot in memory that forked processes share."""
+
+    def __init__(self, digest: int = 3) -> None:
+        self.map = mmap.mmap(-1, 8192)
+        self.address = _native.address_of(self.map)
+        self.map[RECORD : RECORD + 256] = bytes(range(256))
+        _native.store(self.address + WORD, word(WRITING))
+        for entry in range(COUNT):
+            _native.store(self.address + TABLE + 8 * entry, digest + entry)
+
+    def submit(self, sealer: _native.Sealer, *waits: int) -> None:
+        at = self.address
+        sealer.submit(
+            waits=list(waits),
+            word=at + WORD,
+            expected=word(WRITING),
+            desired=word(SEALED),
+            record=at + RECORD,
+            metadata=at + METADATA,
+            metadata_bytes=600,
+            table=at + TABLE,
+            table_count=COUNT,
+            on_done_word=at + DONE,
+        )
+
+    @property
+    def word(self) -> int:
+        return _native.load(self.address + WORD)
+
+    @property
+    def done(self) -> int:
+        return _native.load(self.address + DONE)
+
+
+def child(work: Callable[[], None]) -> int:
+    """Forks; the child works and exits with 0, or with 1 after an exception."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    return pid
+
+
+def exit_code(pid: int, seconds: int = 60) -> int:
+    """Waits for a child, but not for ever: one that hangs is killed and its signal returned."""
+    timer = threading.Timer(seconds, os.kill, (pid, signal.SIGKILL))
+    timer.start()
+    _, status = os.waitpid(pid, 0)
+    timer.cancel()
+    return os.waitstatus_to_exitcode(status)
+
+
+def test_compare_exchange_between_processes() -> None:
+    shared = mmap.mmap(-1, 4096)
+    address, rounds = _native.address_of(shared), 20_000
+
+    def count() -> None:
+        for _ in range(rounds):
+            seen = _native.load(address)
+            while not _native.compare_exchange(address, seen, seen + 1):
+                seen = _native.load(address)
+            _native.fetch_add(address + 8, 2**64 - 3)
+
+    pids = [child(count) for _ in range(3)]
+    count()
+    assert [exit_code(pid) for pid in pids] == [0, 0, 0]
+    assert _native.load(address) == 4 * rounds
+    assert _native.load(address + 8) == (-3 * 4 * rounds) % 2**64
+    assert not _native.compare_exchange(address, 0, 1)
+
+
+def test_a_seal_waits_for_all_its_events_and_then_writes_the_record() -> None:
+    slot, sealer, events = Slot(), _native.Sealer(), [_native.HostEvent(), _native.HostEvent()]
+    slot.submit(sealer, *(event.handle for event in events))
+    events[1].set()
+    assert not sealer.drain(0.05)
+    assert (slot.word, slot.done) == (word(WRITING), 0)
+    events[0].set()
+    assert sealer.drain(30)
+    assert (slot.word, slot.done) == (word(SEALED), 1)
+    assert sealer.failures() == []
+    record = slot.map[RECORD : RECORD + 256]
+    assert record[:16] == _native.xxh3_128(slot.map[METADATA : METADATA + 600])
+    assert record[16:240] == bytes(range(16, 240))
+    assert record[240:] == _native.xxh3_128(record[:240])
+    sealer.close()
+
+
+def test_a_table_with_an_empty_entry_is_refused() -> None:
+    for entry in (0, COUNT - 1):
+        slot, sealer = Slot(), _native.Sealer()
+        _native.store(slot.address + TABLE + 8 * entry, _native.EMPTY_DIGEST)
+        slot.submit(sealer)
+        assert sealer.drain(30)
+        assert (slot.word, slot.done) == (GENERATION << 16, 1)
+        [(address, reason)] = sealer.failures()
+        assert address == slot.address
+        assert f"digest {entry} of {COUNT} " in reason
+        assert sealer.failures() == []
+        sealer.close()
+
+
+def test_a_slot_that_another_took_is_left_alone() -> None:
+    slot, sealer, event = Slot(), _native.Sealer(), _native.HostEvent()
+    slot.submit(sealer, event.handle)
+    _native.store(slot.address, word(WRITING, owner=9))
+    event.set()
+    assert sealer.drain(30)
+    assert slot.word == word(WRITING, owner=9)
+    assert "changed by another" in sealer.failures()[0][1]
+    sealer.close()
+
+
+def test_one_seal_does_not_wait_for_another() -> None:
+    late, soon, sealer, event = Slot(), Slot(), _native.Sealer(), _native.HostEvent()
+    ready = _native.HostEvent()
+    late.submit(sealer, event.handle)
+    soon.submit(sealer, ready.handle)
+    ready.set()
+    while soon.done == 0:
+        ready.wait(0.001)
+    assert (soon.word, late.word) == (word(SEALED), word(WRITING))
+    event.set()
+    assert sealer.drain(30)
+    sealer.close()
+
+
+def test_close_seals_what_is_ready_and_leaves_the_rest_as_it_is() -> None:
+    waiting, ready, sealer, event = Slot(), Slot(), _native.Sealer(), _native.HostEvent()
+    waiting.submit(sealer, event.handle)
+    ready.submit(sealer)
+    sealer.close()
+    assert ready.word == word(SEALED)
+    assert waiting.word == word(WRITING)
+    assert [address for address, _ in sealer.failures()] == [waiting.address]
+    with pytest.raises(ValueError, match="closed"):
+        ready.submit(sealer)
+    sealer.close()
+
+
+def test_an_event_reset_too_early_and_one_that_is_gone_are_still_heard() -> None:
+    slot, sealer, event = Slot(), _native.Sealer(), _native.HostEvent()
+    event.set()
+    event.reset()
+    slot.submit(sealer, event.handle)
+    assert not sealer.drain(0.02)
+    event.set()
+    event.reset()
+    assert sealer.drain(30)
+    assert slot.word == word(SEALED)
+    handle = event.handle
+    del event
+    with pytest.raises(ValueError, match="no event"):
+        slot.submit(sealer, handle)
+    sealer.close()
+
+
+def test_a_kill_before_the_copies_end_seals_nothing() -> None:
+    slot, ready, submitted = Slot(), Slot(), mmap.mmap(-1, 4096)
+
+    def submit_and_stay() -> None:
+        sealer, event = _native.Sealer(), _native.HostEvent()
+        slot.submit(sealer, event.handle)
+        ready.submit(sealer)
+        while ready.done == 0:
+            event.wait(0.001)
+        _native.store(_native.address_of(submitted), 1)
+        signal.pause()
+
+    pid = child(submit_and_stay)
+    while _native.load(_native.address_of(submitted)) == 0:
+        os.sched_yield()
+    os.kill(pid, signal.SIGKILL)
+    assert exit_code(pid) == -signal.SIGKILL
+    assert (slot.word, slot.done) == (word(WRITING), 0)
+    assert ready.word == word(SEALED)
+
+
+def test_events_between_threads() -> None:
+    event, heard = _native.HostEvent(), []
+    assert not event.query()
+    assert not event.wait(0)
+    waiter = threading.Thread(target=lambda: heard.append(event.wait(60)))
+    waiter.start()
+    event.set()
+    waiter.join()
+    assert heard == [True]
+    assert event.query()
+    event.reset()
+    assert not event.query()
+    assert not event.wait(float("nan"))
+
+
+def copy_something(threads: int) -> None:
+    source, to, out = bytearray(os.urandom(5 << 20)), bytearray(5 << 20), array("Q", [0])
+    addresses = [array("Q", [_native.address_of(x)]) for x in (source, to)]
+    _native.copy_digest(*addresses, array("Q", [len(source)]), _native.address_of(out), threads)
+    assert to == source
+    assert out[0] == _native.digest(_native.address_of(source), len(source))
+
+
+def test_a_child_forked_while_the_threads_work_has_its_own() -> None:
+    stop, sealer, event = threading.Event(), _native.Sealer(), _native.HostEvent()
+    slot = Slot()
+    slot.submit(sealer, event.handle)
+
+    def keep_busy() -> None:
+        while not stop.is_set():
+            copy_something(3)
+
+    def use_everything() -> None:
+        copy_something(3)
+        mine = Slot()
+        mine.submit(sealer)
+        assert sealer.drain(30)
+        assert mine.word == word(SEALED)
+        sealer.close()
+
+    busy = [threading.Thread(target=keep_busy) for _ in range(2)]
+    for thread in busy:
+        thread.start()
+    try:
+        users = [child(use_everything) for _ in range(8)]
+        others = [child(lambda: None) for _ in range(4)]
+        assert [exit_code(pid) for pid in users + others] == [0] * 12
+    finally:
+        stop.set()
+        for thread in busy:
+            thread.join()
+    # What the parent submitted was the children's to leave alone.
+    assert slot.word == word(WRITING)
+    event.set()
+    assert sealer.drain(30)
+    assert slot.word == word(SEALED)
+    sealer.close()
+
+
+def threads_of(pid: int) -> list[str]:
+    tasks = f"/proc/{pid}/task"
+    names = []
+    for task in os.listdir(tasks):
+        with open(f"{tasks}/{task}/comm") as file:
+            names.append(file.read().strip())
+    return sorted(name for name in names if name.startswith("flashckpt"))
+
+
+def test_threads_start_when_used_have_names_and_hear_no_signal() -> None:
+    def look() -> None:
+        slot, sealer, event = Slot(), _native.Sealer(), _native.HostEvent()
+        assert threads_of(os.getpid()) == []
+        copy_something(1)
+        assert threads_of(os.getpid()) == []
+        copy_something(2)
+        slot.submit(sealer, event.handle)
+        while threads_of(os.getpid()) != ["flashckpt-seal", "flashckpt-work"]:
+            os.sched_yield()
+        for task in os.listdir("/proc/self/task"):
+            with open(f"/proc/self/task/{task}/status") as file:
+                status = dict(line.split(":\t", 1) for line in file.read().splitlines())
+            if status["Name"].startswith("flashckpt"):
+                assert int(status["SigBlk"], 16) & 1 << signal.SIGINT - 1
+                assert int(status["SigBlk"], 16) & 1 << signal.SIGTERM - 1
+        sealer.close()
+
+    assert exit_code(child(look)) == 0
+
+
+def test_room_is_reserved_and_faulted_in_without_changing_a_byte() -> None:
+    fd = os.memfd_create("room")
+    _native.allocate(fd, 4096, 1 << 20)
+    assert os.fstat(fd).st_blocks * 512 >= 1 << 20
+    region = mmap.mmap(fd, 0)
+    region[5000:5003] = b"abc"
+    _native.populate(_native.address_of(region) + 100, len(region) - 100, 3)
+    assert region[5000:5003] == b"abc"
+    assert bytes(region).count(0) == len(region) - 3
+    with pytest.raises(OSError, match="reserve") as refused:
+        _native.allocate(fd, 2**63 - 4096, 8192)
+    assert refused.value.errno == errno.EFBIG
+    with pytest.raises(OSError, match="fault in"):
+        _native.populate(4096, 4096, 1)

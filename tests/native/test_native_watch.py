@@ -1,0 +1,153 @@
+"""Watch sees what version counters and identities do not."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from array import array
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from flashckpt import _native
+
+
+def watch_of(**tensors: torch.Tensor) -> tuple[_native.Watch, dict[str, torch.Tensor], array[int]]:
+    state = dict(tensors)
+    return (
+        _native.Watch([(state, name) for name in state], list(state.values())),
+        state,
+        array("Q", [9] * len(state)),
+    )
+
+
+def test_nothing_changed_and_addresses_of_now() -> None:
+    base = torch.arange(100.0)
+    watch, state, out = watch_of(a=base, b=base[3:], c=torch.zeros(0), d=nn.Parameter(torch.ones(2, 3)).t())
+    assert watch.changed(out) == []
+    assert out.tolist() == [tensor.data_ptr() for tensor in state.values()]
+    base.mul_(2)
+    assert watch.changed(out) == []
+    assert len(watch) == 4
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda p: setattr(p, "data", p.data.clone()),
+        lambda p: setattr(p, "data", p.data.view(2, 3)),
+        lambda p: setattr(p, "data", p.data.t()),
+        lambda p: setattr(p, "data", p.data[:, :1]),
+        lambda p: p.detach().resize_(100),
+        lambda p: p.detach().set_(torch.ones(3, 2)) is None or setattr(p, "data", torch.zeros(3, 2)),
+        lambda p: setattr(p, "data", p.data.double()),
+    ],
+)
+def test_changes_that_keep_the_object(change: Callable[[torch.Tensor], object]) -> None:
+    parameter = nn.Parameter(torch.ones(3, 2))
+    watch, _, out = watch_of(same=torch.ones(2), p=parameter)
+    change(parameter)
+    assert watch.changed(out) == [1]
+    assert out[1] == parameter.data_ptr()
+    assert watch.changed(out) == [1]
+
+
+def test_a_dtype_of_the_same_size_and_place() -> None:
+    tensor = torch.ones(4)
+    watch, _, out = watch_of(t=tensor)
+    tensor.data = tensor.data.view(torch.int32)
+    assert watch.changed(out) == [0]
+
+
+def test_in_place_transposes_and_resizes() -> None:
+    a, b = torch.ones(3, 2), torch.ones(8)
+    watch, _, out = watch_of(a=a, b=b)
+    a.t_()
+    b.resize_(4)
+    assert watch.changed(out) == [0, 1]
+    a.t_()
+    b.resize_(8)
+    assert watch.changed(out) == []
+
+
+def test_other_objects_in_every_kind_of_container() -> None:
+    owner = nn.Linear(2, 2)
+    owner.weight.grad = torch.ones(2, 2)
+    listed = [torch.ones(1), torch.ones(2)]
+    named = {("tuple", 1): torch.ones(3)}
+    items = [(owner, "weight"), (owner.weight, "grad"), (listed, 1), (named, ("tuple", 1)), (None, None)]
+    tensors = [owner.weight, owner.weight.grad, listed[1], named["tuple", 1], torch.ones(5)]
+    watch, out = _native.Watch(items, tensors), array("Q", [0] * 5)
+    assert watch.changed(out) == []
+    other = torch.ones(2)
+    listed[1] = other
+    assert watch.changed(out) == [2]
+    assert out[2] == other.data_ptr()
+    del listed[1], named["tuple", 1]
+    owner.weight.grad = None
+    owner.weight = nn.Parameter(torch.ones(2, 2))
+    assert watch.changed(out) == [0, 1, 2, 3]
+    assert out.tolist() == [owner.weight.data_ptr(), 0, 0, 0, tensors[4].data_ptr()]
+
+
+class Wrapped(torch.Tensor):
+    """A subclass that says no to DLPack's C interface."""
+
+    __dlpack_c_exchange_api__ = None
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize:UserWarning")
+def test_tensors_that_dlpack_does_not_describe() -> None:
+    plain = torch.ones(2, 3).as_subclass(Wrapped)
+    meta, sparse = torch.ones(2, 3, device="meta"), torch.eye(3).to_sparse()
+    conj = torch.ones(2, dtype=torch.complex64).conj()
+    quantized = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)
+    watch, state, out = watch_of(plain=plain, meta=meta, sparse=sparse, conj=conj, quantized=quantized)
+    assert watch.changed(out) == []
+    assert out[0] == plain.data_ptr()
+    plain.t_()
+    meta.resize_(5)
+    assert watch.changed(out) == [0, 1]
+    state["sparse"] = torch.eye(3).to_sparse()
+    assert watch.changed(out) == [0, 1, 2]
+
+
+def test_what_runs_while_it_looks_cannot_hurt() -> None:
+    class Owner:
+        @property
+        def tensor(self) -> torch.Tensor:
+            with pytest.raises(ValueError, match="being asked"):
+                watch.release()
+            with pytest.raises(ValueError, match="being asked"):
+                watch.changed(out)
+            raise RuntimeError("no")
+
+    out = array("Q", [1])
+    watch = _native.Watch([(Owner(), "tensor")], [torch.ones(1)])
+    assert watch.changed(out) == [0]
+    assert out[0] == 0
+
+
+def test_release_and_the_garbage_collector_let_go() -> None:
+    for let_go in (lambda watch: watch.release(), lambda watch: None):
+        module = nn.Linear(2, 2)
+        module.watch = _native.Watch([(module, "weight")], [module.weight])  # a cycle
+        seen = weakref.ref(module)
+        let_go(module.watch)
+        del module
+        gc.collect()
+        assert seen() is None
+
+
+def test_arguments_that_cannot_be() -> None:
+    tensor = torch.ones(1)
+    with pytest.raises(ValueError, match="differ in length"):
+        _native.Watch([({}, "a")], [])
+    with pytest.raises(ValueError, match="container, key"):
+        _native.Watch([({}, "a", 1)], [tensor])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="shorter"):
+        _native.Watch([({}, "a")], [tensor]).changed(array("Q"))
+    with pytest.raises(BufferError):
+        _native.Watch([({}, "a")], [tensor]).changed(memoryview(bytes(8)).cast("Q"))
