@@ -16,13 +16,13 @@ MANIFEST = "manifest.json"
 MAX_STEP = 10**12 - 1
 MAX_RANK = 10**6
 
-SHARD = re.compile(r"shard-\d{5,7}-[0-9a-f]{4,32}\.safetensors")
-CONSTANTS = re.compile(r"constants-\d{5,7}-\d{1,9}\.safetensors")
-PART = re.compile(r"part-\d{5,7}\.json")
+SHARD = re.compile(r"shard-[0-9]{5,7}-[0-9a-f]{4,32}\.safetensors")
+CONSTANTS = re.compile(r"constants-[0-9]{5,7}-[0-9]{1,9}\.safetensors")
+PART = re.compile(r"part-[0-9]{5,7}\.json")
 MARK = re.compile(r"mark-[0-9a-f]{8}\.json")
-_CLAIM = re.compile(r"(\d{6,9})\.json")
-_STEP = re.compile(r"\d{12}")
-_ATTEMPT = re.compile(r"(\d{6,9})-([0-9a-f]{8})")
+_CLAIM = re.compile(r"([0-9]{6,9})\.json")
+_STEP = re.compile(r"[0-9]{12}")
+_ATTEMPT = re.compile(r"([0-9]{6,9})-([0-9a-f]{8})")
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -28,7 +28,8 @@ class Entry:
 
 
 class Store(Protocol):
-    """All of it may raise OSError, with errno and path; a path that leads elsewhere raises RunError."""
+    """All of it may raise OSError, with errno and path; a link raises RunError in a folder's place
+    and DamagedError in a file's: none is followed."""
 
     @property
     def url(self) -> str:

@@ -43,7 +43,7 @@ class LocalStore:
             try:
                 status = os.fstat(file)
                 if not stat.S_ISREG(status.st_mode):
-                    raise self._elsewhere(path)
+                    raise self._not_a_file(path)
                 if status.st_size > max_bytes:
                     raise DamagedError(
                         f"{path} has {status.st_size} bytes, where at most {max_bytes} can be. Nothing of it "
@@ -86,7 +86,7 @@ class LocalStore:
         *target_folders, target_name = split(target)
         with self._folder(source_folders) as above, self._folder(target_folders) as folder:
             if not stat.S_ISREG(os.stat(source_name, dir_fd=above, follow_symlinks=False).st_mode):
-                raise self._elsewhere(source)
+                raise self._not_a_file(source)
             try:
                 self._system.link(source_name, target_name, above, folder)
                 created = True
@@ -184,13 +184,20 @@ class LocalStore:
             return os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
         except OSError as error:
             if error.errno == errno.ELOOP:
-                raise self._elsewhere(path) from None
+                raise self._not_a_file(path) from None
             raise
+
+    def _not_a_file(self, path: str) -> DamagedError:
+        return DamagedError(
+            f"{path} is a link or of another kind than a file. It was not followed, nothing of it was read. "
+            "Put the file itself there.",
+            path=path,
+        )
 
     def _elsewhere(self, path: str) -> RunError:
         return RunError(
-            f"{os.path.join(self._root, path)} is a link or of another kind than it should be. It was not "
-            "followed, nothing was changed. Put the file or folder itself there.",
+            f"{os.path.join(self._root, path)} is a link or no folder. It was not followed, nothing was "
+            "changed. Put the folder itself there.",
             path=path,
         )
 

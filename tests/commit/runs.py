@@ -12,7 +12,7 @@ from flashckpt import _native
 from flashckpt.commit import attempts as attempts_module
 from flashckpt.commit import steps as steps_module
 from flashckpt.commit.run import open_run
-from flashckpt.format.layout import Leaf, Layout
+from flashckpt.format.layout import Layout, Leaf
 from flashckpt.format.names import (
     AttemptName,
     attempt_folder,

@@ -9,8 +9,8 @@ import pytest
 from flashckpt.commit.attempts import claim, newest_started, start
 from flashckpt.commit.branching import branch
 from flashckpt.commit.lineage import newest_first, visible
-from flashckpt.commit.reading import candidates, check_usable, resolve, steps
 from flashckpt.commit.marks import mark, marks
+from flashckpt.commit.reading import candidates, check_usable, resolve, steps
 from flashckpt.errors import NoSuchStepError, RunHeldError, UnusableRunError
 from flashckpt.format.names import manifest_path, step_attempt_folder
 from flashckpt.store.base import Store

@@ -200,7 +200,7 @@ def test_constants_go_with_the_last_step_of_their_attempt(store: LocalStore) -> 
 def test_a_lineage_leads_through_an_attempt_without_a_step(store: LocalStore) -> None:
     first = attempt_at(store)
     train(store, first, 100, 200)
-    # It went on from 200, committed nothing, and left a snapshot of 250 in memory, from which the third went on.
+    # It committed nothing and left a snapshot of 250 in memory, from which the third went on.
     second = attempt_at(store, first, 200)
     publish(store, 220, second)
     third = attempt_at(store, second, 250)

@@ -9,9 +9,8 @@ import pytest
 
 from flashckpt.commit.branching import branch
 from flashckpt.commit.reading import resolve
-from flashckpt.commit.steps import read_step
 from flashckpt.commit.steps import commit as commit_step
-from flashckpt.commit.steps import publish_part
+from flashckpt.commit.steps import publish_part, read_step
 from flashckpt.commit.verification import verify
 from flashckpt.errors import NoSuchStepError, RunError
 from flashckpt.format.names import manifest_path, step_attempt_folder

@@ -1,0 +1,176 @@
+"""Records there and back, and parts that are large."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashckpt._native import xxh3_128
+from flashckpt.errors import DamagedError
+from flashckpt.format.layout import DTYPES, Layout, Leaf
+from flashckpt.format.names import AttemptName, claim_number, shard_name, step_folder, step_number
+from flashckpt.format.records import (
+    Alive,
+    Claim,
+    Contents,
+    FileRecord,
+    Holder,
+    Manifest,
+    Mark,
+    Part,
+    PartRecord,
+    RankRecord,
+    Run,
+    ShardRecord,
+    Start,
+    Tombstone,
+    manifest_of,
+)
+
+A, B = AttemptName(2, "7fa3c1d2"), AttemptName(12345678, "00000000")
+HOLDER = Holder(
+    boot_id="b", runtime="/r", runtime_id="1:2", lock="l", host="h", pid=3, job_id="j", restart_count=4
+)
+
+
+def contents(file: str, leaves: list[Leaf]) -> Contents:
+    layout = Layout.of(leaves)
+    shard = ShardRecord(
+        file=file,
+        num_bytes=layout.num_bytes,
+        data_start=layout.data_start,
+        chunk_bytes=4096,
+        checksums=bytes(range(16)) * -(-layout.num_bytes // 4096),
+    )
+    digests = tuple((i * 0x9E3779B97F4A7C15) % 2**64 for i in range(len(leaves)))
+    return Contents(shard=shard, leaves=layout.leaves, digests=digests)
+
+
+def leaves() -> list[Leaf]:
+    found = [Leaf(name=f"every.{dtype}", dtype=dtype, shape=(2, 3)) for dtype in DTYPES]
+    found += [
+        Leaf(name="zero", dtype="float32", shape=()),
+        Leaf(name="none", dtype="int8", shape=(0, 5)),
+        Leaf(name="last", dtype="float16", shape=(1, 2, 3, 4), stride=(24, 1, 8, 2)),
+        Leaf(name="tied ü", dtype="float32", shape=(4,), aliases=("head.weight", "other")),
+    ]
+    return found
+
+
+def part(**other: object) -> Part:
+    shard = contents("shard-00001-5f2c.safetensors", leaves())
+    rank = RankRecord(
+        rank=1,
+        shard=shard.shard,
+        leaves=shard.leaves,
+        digests=shard.digests,
+        values={"deep": [{"k": [1, "x"]}]},
+        constants=contents("constants-00001-1.safetensors", [Leaf(name="frozen", dtype="int64", shape=(3,))]),
+    )
+    fields = {
+        "step": 100,
+        "attempt": A,
+        "world": 2,
+        "keeper": 3,
+        "ranks": (rank,),
+        "environment": {"torch": "2"},
+    }
+    return Part(**{**fields, **other})
+
+
+RECORDS = [
+    Run(run_id="0123456789abcdef"),
+    Claim(attempt=A, holder=HOLDER),
+    Start(parent=None, step=0, world=1),
+    Start(parent=A, step=10**12 - 1, world=7, loaded="slot-1"),
+    Alive(count=5),
+    Alive(count=5, ended="dead"),
+    Tombstone(step=1, attempt=B),
+    Mark(step=1, attempt=B, host="h", reason="chunk 3"),
+    Manifest(
+        step=1,
+        attempt=A,
+        world=2,
+        parts=(PartRecord(file="part-00000.json", num_bytes=9, checksum="0" * 32),),
+        shards=(FileRecord(file="shard-00000-5f2c.safetensors", num_bytes=4096),),
+        constants=(FileRecord(file="constants-00000-1.safetensors", num_bytes=8192),),
+    ),
+    part(),
+]
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.KIND)
+def test_round_trip(record: object) -> None:
+    data = record.to_bytes()
+    assert type(record).from_bytes(data, "file") == record
+    assert type(record).from_bytes(data, "file").to_bytes() == data
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.KIND)
+def test_no_record_is_taken_for_another(record: object) -> None:
+    for other in {type(each) for each in RECORDS} - {type(record)}:
+        with pytest.raises(DamagedError, match="should be"):
+            other.from_bytes(record.to_bytes(), "file")
+    if isinstance(record, (Manifest, Tombstone)):
+        assert manifest_of(record.to_bytes(), "file") == record
+    else:
+        with pytest.raises(DamagedError):
+            manifest_of(record.to_bytes(), "file")
+
+
+def test_ten_thousand_leaves_are_about_a_megabyte() -> None:
+    many = [
+        Leaf(
+            name=f"model.transformer.blocks.{i // 8}.attention.qkv.weight.{i % 8}.exp_avg",
+            dtype="float32",
+            shape=(64, 64),
+        )
+        for i in range(10_000)
+    ]
+    held = contents("shard-00000-5f2c.safetensors", many)
+    rank = RankRecord(rank=0, shard=held.shard, leaves=held.leaves, digests=held.digests, values={})
+    data = Part(step=1, attempt=A, world=1, keeper=0, ranks=(rank,)).to_bytes()
+    shard_checksums = 2 * len(held.shard.checksums)
+    assert len(data) - shard_checksums < 1_500_000
+    assert Part.from_bytes(data, "file").ranks[0].leaves == held.leaves
+
+
+def test_layout_follows_from_a_part() -> None:
+    rank = Part.from_bytes(part().to_bytes(), "file").ranks[0]
+    assert rank.layout() == Layout.of(leaves())
+    assert [leaf.offset for leaf in rank.leaves] == [leaf.offset for leaf in rank.layout().leaves]
+
+
+def test_names() -> None:
+    assert str(A) == "000002-7fa3c1d2"
+    for name in (A, B):
+        assert AttemptName.parse(str(name)) == name
+    for text in (
+        "",
+        "2-7fa3c1d2",
+        "000002-7FA3C1D2",
+        "000002-7fa3",
+        "0000002-7fa3c1d2",
+        "000000-7fa3c1d2",
+        "../x",
+    ):
+        assert AttemptName.parse(text) is None
+    assert step_number(step_folder(1200).split("/")[1]) == 1200
+    assert step_number("1200") is None
+    assert (claim_number("000002.json"), claim_number("2.json"), claim_number("0000002.json")) == (
+        2,
+        None,
+        None,
+    )
+    assert claim_number(".000002.json.00.tmp") is None
+    assert shard_name(3, "5f2c") == "shard-00003-5f2c.safetensors"
+    with pytest.raises(ValueError, match="outside"):
+        step_folder(10**12)
+
+
+def test_parts_are_checked_as_a_whole() -> None:
+    assert part().to_bytes()
+    assert len(xxh3_128(part().to_bytes())) == 16
+    with pytest.raises(DamagedError, match="one stands twice"):
+        Part.from_bytes(part(ranks=part().ranks * 2).to_bytes(), "file")
+    with pytest.raises(DamagedError, match="'rank'"):
+        Part.from_bytes(part(world=1).to_bytes(), "file")

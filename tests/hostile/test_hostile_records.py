@@ -1,0 +1,266 @@
+"""Records made to harm, with checksums that are right: each is a DamagedError, in bounded time."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashckpt.commit.reading import resolve, steps
+from flashckpt.commit.steps import read_step
+from flashckpt.errors import DamagedError, FlashckptError, FormatError
+from flashckpt.format.checked_json import dump, parse
+from flashckpt.format.names import manifest_path, step_attempt_folder
+from flashckpt.format.records import Claim, Manifest, Part, Run, Start
+from tests.commit.runs import attempt_at, commit, new_run
+from tests.format.test_checked_json import sealed
+from tests.format.test_records import RECORDS, part
+
+MAX = 1 << 24
+
+
+def changed(record: Any, change: Callable[[dict[str, Any]], None]) -> bytes:
+    obj = parse(record.to_bytes(), what="file", max_bytes=MAX)
+    change(obj)
+    return dump(obj)
+
+
+def put(*path: Any) -> Callable[[dict[str, Any]], None]:
+    """A change: the last of `path` takes the place that the others lead to."""
+    *keys, last, value = path
+
+    def change(obj: Any) -> None:
+        for key in keys:
+            obj = obj[key]
+        obj[last] = value
+
+    return change
+
+
+SHARD = ("ranks", 0, "shard")
+LEAVES = (*SHARD, "leaves")
+BAD_PARTS = [
+    *(
+        put(*SHARD, "file", name)
+        for name in (
+            "../shard-00001-5f2c.safetensors",
+            "/etc/passwd",
+            "shard-00001-5f2c.safetensors/..",
+            "part-00000.json",
+            "shard-00001-5f2c.safetensors\0",
+            "shard-00001-5f2c.safetensors\n",
+            "",
+            None,
+            5,
+            "manifest.json",
+            "constants-00001-1.safetensors",
+            "shard-１2345-5f2c.safetensors",
+        )
+    ),
+    put("ranks", 0, "constants", "file", "shard-00001-5f2c.safetensors"),
+    put(*SHARD, "num_bytes", 2**60),
+    put(*SHARD, "num_bytes", -1),
+    put(*SHARD, "num_bytes", 4096.0),
+    put(*SHARD, "num_bytes", True),
+    put(*SHARD, "data_start", 0),
+    put(*SHARD, "data_start", 4097),
+    put(*SHARD, "chunk_bytes", 0),
+    put(*SHARD, "chunk_bytes", 1),
+    put(*SHARD, "chunk_bytes", 4097),
+    put(*SHARD, "checksums", ""),
+    put(*SHARD, "checksums", "zz" * 32),
+    put(*SHARD, "checksums", None),
+    put(*SHARD, "checksums", " 0" * 32),
+    put(*SHARD, "digests", "00"),
+    put(*SHARD, "digests", []),
+    put(*LEAVES, "names", []),
+    put(*LEAVES, "names", "x" * 26),
+    put(*LEAVES, "names", {}),
+    put(*LEAVES, "names", 0, 5),
+    put(*LEAVES, "names", 0, ""),
+    put(*LEAVES, "names", 0, "x" * 5000),
+    put(*LEAVES, "names", 0, "__metadata__"),
+    put(*LEAVES, "names", 0, "\ud800"),
+    put(*LEAVES, "names", 1, "zzz"),
+    put(*LEAVES, "dtypes", 0, "object"),
+    put(*LEAVES, "dtypes", 0, None),
+    put(*LEAVES, "dtypes", 0, "float32"),
+    put(*LEAVES, "dtype", 0, 99),
+    put(*LEAVES, "dtype", 0, -1),
+    put(*LEAVES, "dtype", 0, True),
+    put(*LEAVES, "dtype", []),
+    put(*LEAVES, "shapes", []),
+    put(*LEAVES, "shapes", 0, None),
+    put(*LEAVES, "shapes", 0, [2**62, 2**62]),
+    put(*LEAVES, "shapes", 0, [-2, -3]),
+    put(*LEAVES, "shapes", 0, [1] * 65),
+    put(*LEAVES, "shapes", 0, [2**48] * 60),
+    put(*LEAVES, "shapes", 0, [2, 4]),
+    put(*LEAVES, "strides", {"99": [1]}),
+    put(*LEAVES, "strides", {"-1": [1]}),
+    put(*LEAVES, "strides", {"0": [1]}),
+    put(*LEAVES, "strides", {"00": [3, 1]}),
+    put(*LEAVES, "strides", {"²": [3, 1]}),
+    put(*LEAVES, "strides", []),
+    put(*LEAVES, "strides", {"0": [-3, 1]}),
+    put(*LEAVES, "strides", {"9" * 4000: [1]}),
+    put(*LEAVES, "aliases", {"0": []}),
+    put(*LEAVES, "aliases", {"0": "name"}),
+    put(*LEAVES, "aliases", {"0": [5]}),
+    put(*LEAVES, "aliases", {"0": ["none"]}),
+    put(*LEAVES, "aliases", {"0": ["new", "new"]}),
+    put("ranks", []),
+    put("ranks", {}),
+    put("ranks", 0, None),
+    put("ranks", 0, "rank", 2),
+    put("ranks", 0, "rank", -1),
+    put("ranks", 0, "values", []),
+    put("ranks", 0, "values", None),
+    put("world", 0),
+    put("world", 2**70),
+    put("ranks", 0, "constants", 5),
+    put("ranks", 0, "constants", "leaves", "names", 0, "zero"),
+    put("attempt", "../../x"),
+    put("attempt", "000002-7fa3c1d2/.."),
+    put("attempt", None),
+    put("step", -1),
+    put("step", 10**12),
+    put("keeper", -1),
+    put("environment", None),
+    put("kind", "manifest"),
+    put("kind", []),
+]
+
+
+@pytest.mark.parametrize("change", BAD_PARTS)
+def test_bad_parts(change: Callable[[dict[str, Any]], None]) -> None:
+    data = changed(part(), change)
+    with pytest.raises(DamagedError):
+        Part.from_bytes(data, "file")
+
+
+MANIFEST = next(record for record in RECORDS if isinstance(record, Manifest))
+NAMES = [
+    "../x",
+    "/x",
+    "a/b",
+    "",
+    "..",
+    "part-00000.json/../../x",
+    "shard-00000-5f2c.safetensors\0",
+    5,
+    None,
+    "x" * 10**6,
+]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=range(len(NAMES)))
+@pytest.mark.parametrize("column", ["parts", "shards", "constants"])
+def test_names_in_a_manifest_never_leave_its_folders(name: object, column: str) -> None:
+    with pytest.raises(DamagedError):
+        Manifest.from_bytes(changed(MANIFEST, put(column, 0, 0, name)), "file")
+
+
+@pytest.mark.parametrize(
+    ("record", "change"),
+    [
+        (Run(run_id="0" * 16), put("run_id", "../x")),
+        (Run(run_id="0" * 16), put("run_id", 5)),
+        (RECORDS[1], put("attempt", "x")),
+        (RECORDS[1], put("holder", None)),
+        (RECORDS[1], put("holder", "pid", -1)),
+        (RECORDS[1], put("holder", "lock", "x" * 300)),
+        (RECORDS[3], put("parent", "../x")),
+        (RECORDS[3], put("step", 2**64)),
+        (RECORDS[3], put("loaded", [])),
+        (RECORDS[4], put("count", "5")),
+        (RECORDS[4], put("ended", "maybe")),
+        (MANIFEST, put("parts", [])),
+        (MANIFEST, put("parts", 0, [])),
+        (MANIFEST, put("parts", 0, 1, 2**60)),
+        (MANIFEST, put("parts", 0, 2, "0")),
+        (MANIFEST, put("shards", 0, 1, -1)),
+        (MANIFEST, put("shards", [["shard-00000-5f2c.safetensors", 1]] * 2)),
+    ],
+)
+def test_bad_small_records(record: Any, change: Callable[[dict[str, Any]], None]) -> None:
+    with pytest.raises(DamagedError):
+        type(record).from_bytes(changed(record, change), "file")
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(st.sampled_from(RECORDS), st.data())
+def test_anything_anywhere_is_read_or_damage(record: Any, data: st.DataObject) -> None:
+    """One value of a record, however deep, becomes another: it is refused, or is a record all the same."""
+    obj = copy.deepcopy(parse(record.to_bytes(), what="file", max_bytes=MAX))
+    place: Any = obj
+    while True:
+        key = data.draw(st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place))))
+        if not isinstance(place[key], (dict, list)) or not place[key] or data.draw(st.booleans()):
+            break
+        place = place[key]
+    place[key] = data.draw(JSON)
+    try:
+        found = type(record).from_bytes(dump(obj), "file")
+    except DamagedError:
+        return
+    assert type(record).from_bytes(found.to_bytes(), "file") == found
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes(data: bytes) -> None:
+    for kind in (Run, Claim, Start, Manifest, Part):
+        with pytest.raises((DamagedError, FormatError)):
+            kind.from_bytes(data, "file")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "head",
+    [b'{"a":' + b"[" * (1 << 22), b'{"a":' + b"9" * (1 << 22), b'{"a":"' + b"\\u0000" * (1 << 20)],
+    ids="abc",
+)
+def test_large_hostile_files_end(head: bytes) -> None:
+    """Endless or quadratic work here would run into the test's limit."""
+    for data in (head, sealed(head)):
+        with pytest.raises(DamagedError):
+            Part.from_bytes(data, "file")
+
+
+def test_a_run_with_links_in_it_is_refused(tmp_path: Path) -> None:
+    store = new_run(tmp_path / "run")
+    attempt = attempt_at(store)
+    commit(store, 100, attempt)
+    secret = tmp_path / "secret"
+    for path in (
+        manifest_path(100, attempt),
+        f"{step_attempt_folder(100, attempt)}/part-00000.json",
+        f"{step_attempt_folder(100, attempt)}/{resolve(store).rank(0).shard.file}",
+        step_attempt_folder(100, attempt),
+        "steps",
+    ):
+        place = Path(store.local_path(path))
+        place.rename(secret)
+        place.symlink_to(secret)
+        with pytest.raises(FlashckptError):
+            read_step(store, 100, attempt) if path != "steps" and "shard" not in path else resolve(store, 100)
+        if path != "steps":
+            assert steps(store) == []
+        place.unlink()
+        secret.rename(place)
+    assert steps(store) == [100]
