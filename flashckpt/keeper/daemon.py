@@ -152,6 +152,7 @@ class Keeper:
             self.work.rescue(trainer.rank)
         if trainer.attempt and not any(each.attempt == trainer.attempt for each in self.roster.all()):
             self._ended[trainer.attempt] = "closed" if trainer.closing else "dead"
+            self._round_at = 0.0
 
     # What the run's folder is told
 

@@ -1,0 +1,110 @@
+"""Driving fake trainers in processes of their own, and waiting for what keepers do."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from flashckpt.commit import lineage
+from flashckpt.commit.steps import read_step
+from flashckpt.format.names import step_attempt_folder
+from flashckpt.memory.runtime import RuntimeFolder
+from flashckpt.store.base import open_store
+from tests.keeper.fake import content, keeper_pid, open_runtime
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Process:
+    """A fake trainer as a process: `do` sends a command and waits for its answer."""
+
+    def __init__(self, run: Path, base: Path, **options: Any) -> None:
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "tests.keeper.fake"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+            text=True,
+        )
+        self.pid = self._child.pid
+        self.attempt: str = self.do("attach", str(run), str(base), options)
+
+    def do(self, *command: Any) -> Any:
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        self._child.stdin.write(json.dumps(command) + "\n")
+        self._child.stdin.flush()
+        ready, _, _ = select.select([self._child.stdout], [], [], 60)
+        assert ready, f"no answer to {command}"
+        line = self._child.stdout.readline()
+        assert line, f"the trainer died of {command}"
+        return json.loads(line)
+
+    def kill(self) -> None:
+        self._child.kill()
+        self.gone()
+
+    def gone(self) -> None:
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        self._child.stdin.close()
+        self._child.stdout.close()
+        self._child.wait(30)
+
+
+def eventually(condition: Callable[[], Any], timeout_s: float = 30) -> Any:
+    """Wait for something that must become true."""
+    until = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < until, "it did not come true"
+        time.sleep(0.01)
+    return found
+
+
+def runtime_of(run: Path, base: Path) -> RuntimeFolder:
+    _, identity = open_runtime(run, base)
+    return RuntimeFolder.open(str(base), identity)
+
+
+def kill_keeper(folder: RuntimeFolder) -> int:
+    """SIGKILL the elected keeper and wait until its lock is free."""
+    pid = eventually(lambda: keeper_pid(folder))
+    descriptor = os.pidfd_open(pid)
+    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+    select.select([descriptor], [], [], 30)
+    os.close(descriptor)
+    eventually(lambda: keeper_pid(folder) is None)
+    return pid
+
+
+def committed(run: Path) -> list[int]:
+    """Visible steps, each verified: its shard holds, byte for byte, what the step had."""
+    store = open_store(str(run))
+    found = []
+    for each in lineage.visible(store):
+        record = read_step(store, each.step, each.attempt)
+        rank = record.rank(0)
+        path = run / step_attempt_folder(each.step, each.attempt) / rank.shard.file
+        data = path.read_bytes()
+        layout = rank.layout()
+        assert data[: layout.data_start] == layout.header
+        for leaf in layout.leaves:
+            start = layout.data_start + leaf.offset
+            assert data[start : start + leaf.num_bytes] == content(leaf, each.step), (each, leaf.name)
+        found.append(each.step)
+    return found
+
+
+def ledger(run: Path) -> list[dict[str, Any]]:
+    lines = []
+    for path in sorted((run / "events").glob("*.jsonl")):
+        lines += [json.loads(line) for line in path.read_text().splitlines()]
+    return lines

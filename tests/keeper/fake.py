@@ -1,0 +1,263 @@
+"""A trainer without torch: it has slots from a real keeper, fills them natively and has them sealed.
+
+Used in this process, and as a program of its own that is driven line by line and killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from array import array
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from flashckpt import _native
+from flashckpt.commit import attempts, holder
+from flashckpt.commit.run import open_run
+from flashckpt.format import metadata
+from flashckpt.format.layout import Leaf, Layout
+from flashckpt.format.names import AttemptName
+from flashckpt.keeper.client import KeeperClient, SlotGrant, connect_or_start
+from flashckpt.memory.page import Record, State, Word
+from flashckpt.memory.runtime import (
+    LifeLock,
+    RuntimeFolder,
+    identity_of,
+    is_alive,
+    join,
+    trainer_lock_name,
+)
+from flashckpt.memory.slot import Slot, digest_table
+from flashckpt.memory.slots import SlotRing
+from flashckpt.options import Keep
+from flashckpt.store.base import open_store
+
+VALUES = b'{"step":1}'
+
+
+def layout_for(kib: int) -> Layout:
+    """A small state of two dtypes, with an odd size and an empty leaf."""
+    return Layout.of(
+        [
+            Leaf(name="model.weight", dtype="float32", shape=(kib, 256)),
+            Leaf(name="model.bias", dtype="float32", shape=(7,)),
+            Leaf(name="model.mask", dtype="uint8", shape=(13,)),
+            Leaf(name="model.none", dtype="float32", shape=(0,)),
+        ]
+    )
+
+
+def content(leaf: Leaf, step: int) -> bytes:
+    """The bytes of a leaf at a step: every step differs from every other in every leaf."""
+    unit = f"{leaf.name}@{step};".encode()
+    return (unit * (leaf.num_bytes // len(unit) + 1))[: leaf.num_bytes]
+
+
+def open_runtime(run: Path, base: Path) -> tuple[Any, str]:
+    store = open_store(str(run))
+    made = open_run(store, create=True)
+    return store, identity_of(made.run_id, os.stat(run / "run.json"))
+
+
+class FakeTrainer:
+    def __init__(
+        self, run: Path, base: Path, *, kib: int = 256, keep: int = 3, linger_s: float = 30.0, patience_s: float = 30
+    ) -> None:
+        self.run, self.layout = run, layout_for(kib)
+        self.store, identity = open_runtime(run, base)
+        self.folder: RuntimeFolder
+        self.life: LifeLock
+        self.folder, self.life = join(str(base), identity, trainer_lock_name(0))
+        self.keep, self.linger_s = Keep(last=keep), linger_s
+        self.attempt = attempts.claim(self.store, holder.here(self.folder.path, self.life.name))
+        self.client: KeeperClient = connect_or_start(str(run), self.folder, self.life, patience_s=patience_s)
+        self.client.hello(
+            rank=0, world=1, attempt=str(self.attempt), keep=self.keep, linger_s=linger_s, environment={"fake": 1}
+        )
+        self.sealer = _native.Sealer()
+        self.slots: list[Slot] = []
+        self.grants: list[SlotGrant] = []
+        self.owners: dict[str, int] = {}
+
+    def survivors(self) -> list[tuple[str, int]]:
+        found = []
+        for grant in self.client.surviving():
+            slot = grant.open()
+            sealed = slot.sealed()
+            assert sealed is not None
+            found.append((grant.name, sealed.step))
+            slot.close()
+        return found
+
+    def start(self, parent: AttemptName | None = None, step: int = 0, loaded: str | None = None) -> None:
+        attempts.start(self.store, self.attempt, parent, step, 1, loaded)
+        self.client.started(loaded=loaded, step=step)
+
+    def take_slots(self, count: int = 3, minimum: int = 2) -> None:
+        plan = metadata.plan_bytes(self.layout)
+        size = metadata.geometry(len(plan), len(self.layout.leaves), len(VALUES)).num_bytes
+        self.grants = self.client.slots(count, size, self.layout.num_bytes, minimum=minimum)
+        self.slots = [grant.open() for grant in self.grants]
+        self.owners = {grant.name: grant.owner for grant in self.grants}
+        self.ring = SlotRing(self.slots)
+
+    def write(self, step: int) -> tuple[Slot, int] | None:
+        """Fill a slot with a step, sealed nowhere yet."""
+        slot = self.ring.take()
+        if slot is None:
+            return None
+        generation = slot.begin(self.owners[slot.name])
+        if generation is None:
+            return None
+        layout = self.layout
+        plan = metadata.plan_bytes(layout)
+        places = metadata.geometry(len(plan), len(layout.leaves), len(VALUES))
+        block = bytearray(places.num_bytes)
+        block[:64] = metadata.header(len(plan), len(layout.leaves), len(VALUES))
+        block[places.plan : places.plan + len(plan)] = plan
+        block[places.table : places.values] = digest_table(len(layout.leaves)).tobytes()
+        block[places.values :] = VALUES
+        slot.metadata_view[: len(block)] = block
+        slot.image_view[: layout.data_start] = layout.header
+        data = [bytearray(content(leaf, step)) for leaf in layout.leaves]
+        start = slot.image_address + layout.data_start
+        _native.copy_digest(
+            array("Q", [_native.address_of(each) if each else start for each in data]),
+            array("Q", [start + leaf.offset for leaf in layout.leaves]),
+            array("Q", [leaf.num_bytes for leaf in layout.leaves]),
+            slot.metadata_address + places.table,
+            1,
+        )
+        slot.write_record(
+            Record(
+                attempt_number=self.attempt.number,
+                attempt_nonce=int(self.attempt.nonce, 16),
+                step=step,
+                generation=generation,
+                plan_id=1,
+                plan_bytes=len(plan),
+                table_count=len(layout.leaves),
+                values_bytes=len(VALUES),
+                metadata_bytes=places.num_bytes,
+                image_bytes=layout.num_bytes,
+                data_start=layout.data_start,
+                captured_ns=time.monotonic_ns(),
+            )
+        )
+        return slot, generation
+
+    def seal(self, slot: Slot, generation: int) -> None:
+        owner = self.owners[slot.name]
+        plan = metadata.plan_bytes(self.layout)
+        count = len(self.layout.leaves)
+        places = metadata.geometry(len(plan), count, len(VALUES))
+        self.sealer.submit(
+            waits=[],
+            word=slot.word_address,
+            expected=Word(State.WRITING, owner, generation).packed(),
+            desired=Word(State.SEALED, owner, generation).packed(),
+            record=slot.record_address,
+            metadata=slot.metadata_address,
+            metadata_bytes=places.num_bytes,
+            table=slot.metadata_address + places.table,
+            table_count=count,
+        )
+        assert self.sealer.drain(10)
+
+    def snapshot(self, step: int, *, persist: bool = False) -> tuple[Slot, int]:
+        """Write and seal a step; waits for a slot."""
+        until = time.monotonic() + 30
+        while (written := self.write(step)) is None:
+            assert time.monotonic() < until, "no slot came free"
+            time.sleep(0.005)
+        slot, generation = written
+        if persist:
+            slot.request_persist(generation)
+        self.seal(slot, generation)
+        return slot, generation
+
+    def wait_committed(self, step: int, timeout_s: float = 30) -> None:
+        self.wait_for(lambda status: step in status.committed, timeout_s)
+
+    def wait_for(self, condition: Any, timeout_s: float = 30) -> Any:
+        until = time.monotonic() + timeout_s
+        while True:
+            status = self.client.status()
+            if condition(status):
+                return status
+            assert time.monotonic() < until, status
+            time.sleep(0.01)
+
+    def end(self) -> None:
+        """End in order, as a process would: the life lock goes last."""
+        self.client.closing()
+        self.client.close()
+        for slot in self.slots:
+            slot.close()
+        self.sealer.close()
+        self.life.release(self.folder)
+        self.folder.close()
+
+
+def main(lines: Iterable[str]) -> None:
+    """Commands on stdin, one JSON list a line; each is answered when it is done."""
+    trainer: FakeTrainer | None = None
+    pending: tuple[Slot, int] | None = None
+    for line in lines:
+        command, *rest = json.loads(line)
+        answer: Any = None
+        if command == "attach":
+            trainer = FakeTrainer(Path(rest[0]), Path(rest[1]), **rest[2])
+            answer = str(trainer.attempt)
+        elif command == "start":
+            parent = AttemptName.parse(rest[0]) if rest[0] else None
+            trainer.start(parent, rest[1], rest[2])
+        elif command == "slots":
+            trainer.take_slots(*rest)
+            answer = [(grant.name, grant.kind) for grant in trainer.grants]
+        elif command == "survivors":
+            answer = trainer.survivors()
+        elif command == "snapshot":
+            slot, generation = trainer.snapshot(rest[0], persist=rest[1])
+            answer = [slot.name, generation]
+        elif command == "write":
+            pending = trainer.write(rest[0])
+            assert pending is not None
+            answer = [pending[0].name, pending[1]]
+        elif command == "seal":
+            trainer.seal(*pending)
+        elif command == "committed":
+            trainer.wait_committed(rest[0])
+        elif command == "status":
+            answer = trainer.client.status().to_dict()
+        elif command == "tend":
+            answer = trainer.client.tend()
+        elif command == "end":
+            trainer.end()
+        print(json.dumps(answer), flush=True)
+
+
+def keeper_pid(folder: RuntimeFolder) -> int | None:
+    """The process that holds the election, by the lock itself."""
+    import fcntl
+    import struct
+
+    try:
+        descriptor = folder.open_file("keeper.lock")
+    except FileNotFoundError:
+        return None
+    try:
+        asked = struct.pack("@hhqqi4x", fcntl.F_WRLCK, 0, 0, 0, 0)
+        kind, _, _, _, pid = struct.unpack("@hhqqi4x", fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
+        return None if kind == fcntl.F_UNLCK else pid
+    finally:
+        os.close(descriptor)
+
+
+__all__ = ["FakeTrainer", "content", "is_alive", "keeper_pid", "layout_for", "main", "open_runtime"]
+
+if __name__ == "__main__":
+    main(sys.stdin)

@@ -1,0 +1,28 @@
+"""Small file systems of a test's own: the real thing instead of a pretended ENOSPC."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+
+@contextmanager
+def small_tmpfs(num_bytes: int) -> Iterator[Path]:
+    """A mounted tmpfs of that size. Skips the test where mounting is not allowed."""
+    folder = Path(tempfile.mkdtemp(prefix="flashckpt-mount-"))
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={num_bytes},mode=700", "tmpfs", str(folder)], capture_output=True
+    )
+    if mounted.returncode:
+        folder.rmdir()
+        pytest.skip("mounting is not allowed here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+        folder.rmdir()

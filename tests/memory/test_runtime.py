@@ -1,0 +1,183 @@
+"""The runtime folder and life locks, attacked by other processes, forks and planted files."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flashckpt.errors import KeeperError
+from flashckpt.memory.runtime import (
+    LifeLock,
+    RuntimeFolder,
+    identity_of,
+    is_alive,
+    join,
+    trainer_lock_name,
+)
+
+IDENTITY = "0123456789abcdef" * 2
+LOCK = "trainer-00000-1-0.lock"
+
+
+def asked_elsewhere(folder: RuntimeFolder, name: str) -> bool:
+    """What another process says of a lock."""
+    code = (
+        "import sys; from flashckpt.memory.runtime import *;"
+        "print(is_alive(RuntimeFolder.at(sys.argv[1]), sys.argv[2]))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code, folder.path, name], capture_output=True, text=True, check=True
+    )
+    return found.stdout.strip() == "True"
+
+
+def test_the_folder_is_private_and_opens_again(runtime: Path) -> None:
+    folder = RuntimeFolder.open(str(runtime), IDENTITY)
+    assert folder.path == str(runtime / f"flashckpt-{os.geteuid()}" / IDENTITY)
+    assert stat.S_IMODE(os.stat(folder.path).st_mode) == 0o700
+    assert RuntimeFolder.at(folder.path).identity == bytes.fromhex(IDENTITY)
+    assert folder.exists()
+    with pytest.raises(FileNotFoundError):
+        RuntimeFolder.open(str(runtime), "f" * 32, create=False)
+
+
+def test_probing_ones_own_lock_says_alive_and_does_not_drop_it(runtime: Path) -> None:
+    folder = RuntimeFolder.open(str(runtime), IDENTITY)
+    life = LifeLock.acquire(folder, LOCK)
+    assert life is not None
+    for _ in range(3):
+        assert is_alive(folder, LOCK)
+        assert is_alive(RuntimeFolder.at(folder.path), LOCK)
+    assert LifeLock.acquire(folder, LOCK) is None
+    assert asked_elsewhere(folder, LOCK)
+    life.release(folder)
+    assert not is_alive(folder, LOCK)
+    assert not asked_elsewhere(folder, LOCK)
+
+
+def test_a_lock_dies_with_its_process_and_is_not_inherited(runtime: Path) -> None:
+    folder = RuntimeFolder.open(str(runtime), IDENTITY)
+    reading, writing = os.pipe()
+    done_reading, done_writing = os.pipe()
+    holder = os.fork()
+    if holder == 0:
+        life = LifeLock.acquire(folder, LOCK)
+        worker = os.fork()
+        if worker == 0:
+            # Like a loader's worker: it has the descriptor, and outlives the trainer.
+            os.write(writing, b"x" if not is_alive(folder, LOCK) or life is None else b".")
+            os.close(done_writing)
+            os.read(done_reading, 1)
+            os._exit(0)
+        os.kill(os.getpid(), 19)
+        os._exit(0)
+    assert os.read(reading, 1) == b"."
+    os.waitpid(holder, os.WUNTRACED)
+    assert is_alive(folder, LOCK)
+    os.kill(holder, 9)
+    os.waitpid(holder, 0)
+    assert not is_alive(folder, LOCK)
+    for descriptor in (reading, writing, done_reading, done_writing):
+        os.close(descriptor)
+
+
+def test_a_lock_whose_name_is_taken_away_does_not_stand(runtime: Path) -> None:
+    folder = RuntimeFolder.open(str(runtime), IDENTITY)
+    old = LifeLock.acquire(folder, LOCK)
+    assert old is not None
+    folder.remove(LOCK)
+    new = LifeLock.acquire(folder, LOCK)
+    assert new is not None
+    assert new.stands(folder)
+    assert not old.stands(folder)
+    old.release(folder)
+    assert new.stands(folder)
+    assert is_alive(folder, LOCK)
+    new.release(folder)
+
+
+def test_join_takes_a_folder_that_a_leaving_keeper_removes(runtime: Path) -> None:
+    folder, life = join(str(runtime), IDENTITY, trainer_lock_name(0))
+    folder.discard()
+    assert folder.exists(), "a folder with a lock in it is not empty"
+    life.release(folder)
+    folder.discard()
+    assert not folder.exists()
+    folder, life = join(str(runtime), IDENTITY, trainer_lock_name(0))
+    assert folder.exists()
+    life.release(folder)
+
+
+def test_a_copied_run_is_another(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("x")
+    (tmp_path / "b").write_text("x")
+    a, b = os.stat(tmp_path / "a"), os.stat(tmp_path / "b")
+    assert identity_of("r", a) != identity_of("r", b)
+    assert identity_of("r", a) != identity_of("s", a)
+    assert identity_of("r", a) == identity_of("r", a)
+
+
+def planted(folder: Path, kind: str) -> None:
+    if kind == "mode":
+        folder.mkdir(mode=0o700)
+        folder.chmod(0o755)
+    elif kind == "link":
+        (folder.parent / "elsewhere").mkdir(mode=0o700)
+        folder.symlink_to(folder.parent / "elsewhere")
+    elif kind == "file":
+        folder.write_text("not a folder")
+    elif kind == "owner":
+        folder.mkdir(mode=0o700)
+        os.chown(folder, 12345, 12345)
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+
+
+@pytest.mark.parametrize("kind", ["mode", "link", "file", pytest.param("owner", marks=needs_root)])
+@pytest.mark.parametrize("which", ["user", "run"])
+def test_a_planted_folder_is_refused_and_left_alone(runtime: Path, kind: str, which: str) -> None:
+    user = runtime / f"flashckpt-{os.geteuid()}"
+    if which == "run":
+        user.mkdir(mode=0o700)
+    target = user if which == "user" else user / IDENTITY
+    planted(target, kind)
+    before = os.lstat(target)
+    with pytest.raises(KeeperError, match="left as it is"):
+        RuntimeFolder.open(str(runtime), IDENTITY)
+    after = os.lstat(target)
+    assert (before.st_mode, before.st_uid, before.st_ino) == (after.st_mode, after.st_uid, after.st_ino)
+    assert not list((runtime / "elsewhere").iterdir()) if kind == "link" and which == "user" else True
+
+
+@pytest.mark.parametrize("kind", ["mode", "symlink", "hardlink", "pipe", pytest.param("owner", marks=needs_root)])
+def test_a_planted_lock_is_refused(runtime: Path, kind: str) -> None:
+    folder = RuntimeFolder.open(str(runtime), IDENTITY)
+    path, other = Path(folder.path) / LOCK, runtime / "other"
+    other.touch(mode=0o600)
+    if kind == "symlink":
+        path.symlink_to(other)
+    elif kind == "hardlink":
+        path.hardlink_to(other)
+    elif kind == "pipe":
+        os.mkfifo(path, 0o600)
+    else:
+        path.touch(mode=0o600)
+        path.chmod(0o666) if kind == "mode" else os.chown(path, 12345, 12345)
+    with pytest.raises(KeeperError, match="left as it is"):
+        LifeLock.acquire(folder, LOCK)
+    assert path.is_symlink() or path.exists()
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/etc/passwd", "x" * 65, "a\0b"])
+def test_names_never_lead_out(runtime: Path, name: str) -> None:
+    folder = RuntimeFolder.open(str(runtime), IDENTITY)
+    with pytest.raises(KeeperError):
+        folder.open_file(name)
+    with pytest.raises(KeeperError):
+        RuntimeFolder.open(str(runtime), name)
