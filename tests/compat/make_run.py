@@ -1,0 +1,37 @@
+"""Writes the run that this version's format is remembered by. Run once for each format version:
+
+    python -m tests.compat.make_run tests/compat/format-1
+
+and never again: what is checked in must be read for ever.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from flashckpt.commit.attempts import beat, mark_ended
+from flashckpt.commit.branching import branch
+from flashckpt.commit.marks import mark
+from flashckpt.commit.retention import prune
+from flashckpt.options import Keep
+from tests.commit.runs import HOLDER, attempt_at, commit, new_run, publish
+
+
+def main(path: str) -> None:
+    store = new_run(path)
+    first = attempt_at(store)
+    beat(store, first, 7)
+    for step in (100, 200, 300):
+        commit(store, step, first, constants=True)
+    prune(store, first, Keep(last=2))
+    mark_ended(store, first, "dead")
+    branch(store, 200, me=HOLDER, watch_s=0)
+    third = attempt_at(store, first, 200)
+    commit(store, 250, third)
+    mark(store, 250, third, "node-7", "chunk 3 does not have its checksum")
+    publish(store, 260, third)
+    mark_ended(store, third, "closed")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
