@@ -193,7 +193,10 @@ def cuda_register(address: int, num_bytes: int, device: int) -> None:
     """Page-locks host memory for all devices. RuntimeError if part of it is registered already."""
 
 def cuda_unregister(address: int) -> None:
-    """Undoes `cuda_register`; `address` is the one given there. The memory must still be mapped."""
+    """Undoes `cuda_register`, in the same device's context; ValueError for an address not registered there.
+
+    The memory must still be mapped.
+    """
 
 def cuda_event_handle(event: int, device: int = 0) -> int:
     """A handle for `Sealer.submit` of a CUDA event (`torch.cuda.Event.cuda_event`) of that device.

@@ -74,6 +74,18 @@ class Entered {
     bool moved_ = false;
 };
 
+// The device that memory was registered with: undoing it in another's context would make one there, and a
+// rank must take no memory of a GPU that is another rank's.
+struct Registered {
+    std::mutex mutex;
+    std::map<std::uint64_t, int> devices;
+
+    static Registered& get() {
+        static auto* made = new Registered;
+        return *made;
+    }
+};
+
 class CudaEvent : public Waitable {
   public:
     CudaEvent(const Driver& driver, CuEvent event, int device)
@@ -117,16 +129,30 @@ Error cuda_register(std::uint64_t address, std::uint64_t num_bytes, int device) 
     Entered entered;
     if (Error error = entered.enter(*driver, device)) return error;
     CuResult code = driver->host_register(reinterpret_cast<void*>(address), num_bytes, kCuRegisterPortable);
-    if (code == kCuSuccess) return {};
-    return driver->failure(code, "register " + std::to_string(num_bytes) + " bytes of host memory");
+    if (code != kCuSuccess) {
+        return driver->failure(code, "register " + std::to_string(num_bytes) + " bytes of host memory");
+    }
+    Registered& registered = Registered::get();
+    std::lock_guard lock(registered.mutex);
+    registered.devices[address] = device;
+    return {};
 }
 
 Error cuda_unregister(std::uint64_t address) {
     const Driver* driver = nullptr;
     if (Error error = need_driver(driver)) return error;
+    int device = 0;
+    {
+        Registered& registered = Registered::get();
+        std::lock_guard lock(registered.mutex);
+        auto found = registered.devices.find(address);
+        if (found == registered.devices.end())
+            return value_error("no host memory was registered at this address");
+        device = found->second;
+        registered.devices.erase(found);
+    }
     Entered entered;
-    // Registered portably: any device's context will do, and every process that has one has the first.
-    if (Error error = entered.enter(*driver, 0)) return error;
+    if (Error error = entered.enter(*driver, device)) return error;
     CuResult code = driver->host_unregister(reinterpret_cast<void*>(address));
     return code == kCuSuccess ? Error{} : driver->failure(code, "unregister host memory");
 }
