@@ -18,7 +18,7 @@ from flashckpt import _native
 from flashckpt.commit import attempts, holder
 from flashckpt.commit.run import open_run
 from flashckpt.format import metadata
-from flashckpt.format.layout import Leaf, Layout
+from flashckpt.format.layout import Layout, Leaf
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper.client import KeeperClient, SlotGrant, connect_or_start
 from flashckpt.memory.page import Record, State, Word
@@ -64,7 +64,14 @@ def open_runtime(run: Path, base: Path) -> tuple[Any, str]:
 
 class FakeTrainer:
     def __init__(
-        self, run: Path, base: Path, *, kib: int = 256, keep: int = 3, linger_s: float = 30.0, patience_s: float = 30
+        self,
+        run: Path,
+        base: Path,
+        *,
+        kib: int = 256,
+        keep: int = 3,
+        linger_s: float = 30.0,
+        patience_s: float = 30,
     ) -> None:
         self.run, self.layout = run, layout_for(kib)
         self.store, identity = open_runtime(run, base)
@@ -75,7 +82,12 @@ class FakeTrainer:
         self.attempt = attempts.claim(self.store, holder.here(self.folder.path, self.life.name))
         self.client: KeeperClient = connect_or_start(str(run), self.folder, self.life, patience_s=patience_s)
         self.client.hello(
-            rank=0, world=1, attempt=str(self.attempt), keep=self.keep, linger_s=linger_s, environment={"fake": 1}
+            rank=0,
+            world=1,
+            attempt=str(self.attempt),
+            keep=self.keep,
+            linger_s=linger_s,
+            environment={"fake": 1},
         )
         self.sealer = _native.Sealer()
         self.slots: list[Slot] = []

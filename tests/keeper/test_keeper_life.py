@@ -10,7 +10,9 @@ from tests.keeper.driver import Process, committed, eventually, kill_keeper, led
 from tests.keeper.fake import FakeTrainer, keeper_pid
 
 
-def test_a_requested_snapshot_is_committed_and_the_keeper_leaves_nothing(tmp_path: Path, runtime: Path) -> None:
+def test_a_requested_snapshot_is_committed_and_the_keeper_leaves_nothing(
+    tmp_path: Path, runtime: Path
+) -> None:
     run = tmp_path / "run"
     trainer = FakeTrainer(run, runtime)
     trainer.start()

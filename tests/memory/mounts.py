@@ -16,7 +16,8 @@ def small_tmpfs(num_bytes: int) -> Iterator[Path]:
     """A mounted tmpfs of that size. Skips the test where mounting is not allowed."""
     folder = Path(tempfile.mkdtemp(prefix="flashckpt-mount-"))
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={num_bytes},mode=700", "tmpfs", str(folder)], capture_output=True
+        ["mount", "-t", "tmpfs", "-o", f"size={num_bytes},mode=700", "tmpfs", str(folder)],
+        capture_output=True,
     )
     if mounted.returncode:
         folder.rmdir()

@@ -92,7 +92,9 @@ def test_version_one_counts_the_whole_tree(tmp_path: Path) -> None:
     assert node.room() == 14 * GIB - GIB
 
 
-@pytest.mark.parametrize(("mount_root", "path"), [("/docker/abc", "/docker/abc"), ("/", "/../../else"), ("/", "/")])
+@pytest.mark.parametrize(
+    ("mount_root", "path"), [("/docker/abc", "/docker/abc"), ("/", "/../../else"), ("/", "/")]
+)
 def test_a_containers_own_view(tmp_path: Path, mount_root: str, path: str) -> None:
     node = Node(tmp_path, 320 * GIB, 300 * GIB)
     point = node.v2(path, mount_root)
@@ -177,8 +179,10 @@ def test_a_runtime_folder_on_a_disk_keeps_no_region_by_name(tmp_path: Path) -> N
 def test_the_nodes_lock_is_held_by_one(runtime: Path) -> None:
     folder = RuntimeFolder.open(str(runtime), IDENTITY)
     other = RuntimeFolder.open(str(runtime), "f" * 32)
-    with room.node_lock(folder):
-        with pytest.raises(OutOfRoomError, match="another job|Another job"), room.node_lock(other, timeout_s=0):
-            pass
+    with (
+        room.node_lock(folder), pytest.raises(OutOfRoomError, match="another job|Another job"),
+        room.node_lock(other, timeout_s=0),
+    ):
+        pass
     with room.node_lock(other, timeout_s=0):
         pass

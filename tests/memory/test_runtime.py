@@ -155,7 +155,9 @@ def test_a_planted_folder_is_refused_and_left_alone(runtime: Path, kind: str, wh
     assert not list((runtime / "elsewhere").iterdir()) if kind == "link" and which == "user" else True
 
 
-@pytest.mark.parametrize("kind", ["mode", "symlink", "hardlink", "pipe", pytest.param("owner", marks=needs_root)])
+@pytest.mark.parametrize(
+    "kind", ["mode", "symlink", "hardlink", "pipe", pytest.param("owner", marks=needs_root)]
+)
 def test_a_planted_lock_is_refused(runtime: Path, kind: str) -> None:
     folder = RuntimeFolder.open(str(runtime), IDENTITY)
     path, other = Path(folder.path) / LOCK, runtime / "other"

@@ -1,0 +1,350 @@
+"""A slot's page, word and record: what is written comes back, what is damaged is refused."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import subprocess
+import sys
+from array import array
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flashckpt import _native
+from flashckpt.errors import DamagedError, FormatError, KeeperError
+from flashckpt.format import metadata
+from flashckpt.format.layout import Layout, Leaf
+from flashckpt.memory import page, region
+from flashckpt.memory.page import Record, State, Word
+from flashckpt.memory.slot import Slot, digest_table
+from flashckpt.memory.slots import SlotRing
+
+IDENTITY = bytes(range(16))
+LAYOUT = Layout.of([Leaf(name="a", dtype="float32", shape=(5, 3)), Leaf(name="b", dtype="uint8", shape=(7,))])
+VALUES = b'{"x":1}'
+
+
+def make(index: int = 0) -> Slot:
+    name = region.region_name(0, index, index)
+    descriptor = os.memfd_create(name)
+    os.ftruncate(descriptor, 4 * 4096)
+    Slot.format(
+        descriptor,
+        identity=IDENTITY,
+        rank=0,
+        index=index,
+        nonce=index,
+        metadata_capacity=4096,
+        image_capacity=8192,
+    )
+    return Slot.open(descriptor, map_image=True, identity=IDENTITY)
+
+
+@pytest.fixture
+def slot() -> Iterator[Slot]:
+    made = make()
+    yield made
+    made.close()
+
+
+def fill(slot: Slot, step: int, attempt: int = 1) -> int:
+    """Write and seal a snapshot by hand, in the order that a trainer and its sealer do."""
+    generation = slot.begin(1)
+    assert generation is not None
+    plan = metadata.plan_bytes(LAYOUT)
+    places = metadata.geometry(len(plan), len(LAYOUT.leaves), len(VALUES))
+    block = bytearray(places.num_bytes)
+    block[:64] = metadata.header(len(plan), len(LAYOUT.leaves), len(VALUES))
+    block[places.plan : places.plan + len(plan)] = plan
+    block[places.table : places.values] = array("Q", [step, 2]).tobytes()
+    block[places.values :] = VALUES
+    slot.metadata_view[: len(block)] = block
+    record = Record(
+        attempt_number=attempt, attempt_nonce=7, step=step, generation=generation, plan_id=3,
+        plan_bytes=len(plan), table_count=2, values_bytes=len(VALUES), metadata_bytes=len(block),
+        image_bytes=LAYOUT.num_bytes, data_start=LAYOUT.data_start, captured_ns=step,
+    )  # fmt: skip
+    slot.write_record(record)
+    sealer = _native.Sealer()
+    sealer.submit(
+        waits=[], word=slot.word_address, expected=Word(State.WRITING, 1, generation).packed(),
+        desired=Word(State.SEALED, 1, generation).packed(), record=slot.record_address,
+        metadata=slot.metadata_address, metadata_bytes=len(block),
+        table=slot.metadata_address + places.table, table_count=2,
+    )  # fmt: skip
+    assert sealer.drain(10)
+    sealer.close()
+    return generation
+
+
+def test_a_sealed_snapshot_comes_back_in_another_mapping(slot: Slot) -> None:
+    fill(slot, 5)
+    other = Slot.open(os.dup(slot.descriptor), map_image=False, identity=IDENTITY)
+    sealed = other.sealed()
+    assert sealed is not None
+    assert (sealed.step, sealed.record.attempt_nonce, sealed.generation) == (5, 7, 1)
+    found = other.metadata(sealed)
+    assert found.layout == LAYOUT
+    assert list(found.digests) == [5, 2]
+    assert found.values == VALUES
+    with pytest.raises(AssertionError):
+        _ = other.image_address
+    other.close()
+
+
+def test_the_word_moves_only_along_its_arrows(slot: Slot) -> None:
+    assert slot.state() == (State.FREE, 0, 0)
+    generation = slot.begin(3)
+    assert generation == 1
+    assert slot.state() == (State.WRITING, 3, 1)
+    assert slot.begin(4) is None, "what is being written is nobody else's"
+    assert not slot.abandon(4, 1)
+    assert slot.pin(2, slot.state()) is None
+    assert slot.abandon(3, 1)
+    assert fill(slot, 1) == 2
+    sealed = slot.state()
+    pinned = slot.pin(9, sealed)
+    assert pinned == (State.PINNED, 9, 2)
+    assert slot.begin(3) is None, "a pinned snapshot is not overwritten"
+    assert slot.pin(8, sealed) is None
+    assert slot.unpin(pinned)
+    assert not slot.unpin(pinned)
+    assert slot.begin(3) == 3
+    assert slot.sealed() is None
+
+
+@pytest.mark.parametrize("offset", [0, 9, 40, 100, 239, 240, 255])
+def test_a_flipped_byte_in_what_does_not_move_is_refused(slot: Slot, offset: int) -> None:
+    flip(slot, offset)
+    with pytest.raises(DamagedError):
+        Slot.open(os.dup(slot.descriptor), map_image=False)
+
+
+@pytest.mark.parametrize("offset", [0, 15, 16, 24, 32, 40, 200, 239, 240, 255])
+def test_a_flipped_byte_in_the_record_is_refused(slot: Slot, offset: int) -> None:
+    fill(slot, 1)
+    flip(slot, page.RECORD_OFFSET + offset)
+    with pytest.raises(DamagedError):
+        slot.sealed()
+
+
+@pytest.mark.parametrize("offset", [0, 9, 17, 64, 100, -1, -20])
+def test_a_flipped_byte_in_the_metadata_is_refused(slot: Slot, offset: int) -> None:
+    fill(slot, 1)
+    sealed = slot.sealed()
+    assert sealed is not None
+    flip(slot, slot.fixed.metadata_offset + offset % sealed.record.metadata_bytes)
+    with pytest.raises(DamagedError):
+        slot.metadata(sealed)
+
+
+def test_a_word_that_is_none_is_mended_to_free(slot: Slot) -> None:
+    fill(slot, 1)
+    flip(slot, page.WORD_OFFSET, 0x40)
+    with pytest.raises(DamagedError):
+        slot.state()
+    assert SlotRing([slot]).take() is None
+    assert slot.mend()
+    assert not slot.mend()
+    assert slot.state() == (State.FREE, 0, 1)
+
+
+def test_a_newer_version_and_another_run_are_left_alone(slot: Slot) -> None:
+    with pytest.raises(KeeperError):
+        Slot.open(os.dup(slot.descriptor), map_image=False, identity=bytes(16))
+    fields = bytearray(slot.fixed.packed()[:240])
+    fields[8] = 99
+    os.pwrite(slot.descriptor, bytes(fields) + _native.xxh3_128(bytes(fields)), 0)
+    with pytest.raises(FormatError):
+        Slot.open(os.dup(slot.descriptor), map_image=False)
+
+
+def test_a_region_shorter_than_its_page_says_is_never_mapped(slot: Slot) -> None:
+    os.ftruncate(slot.descriptor, 3 * 4096)
+    with pytest.raises(DamagedError, match="bytes long"):
+        Slot.open(os.dup(slot.descriptor), map_image=True)
+    os.ftruncate(slot.descriptor, 4 * 4096)
+
+
+def test_mappings_are_neither_forked_nor_dumped(slot: Slot) -> None:
+    blocks = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
+    mine = [block for block in blocks if "memfd:slot-00000-0" in block]
+    assert len(mine) == 1
+    flags = mine[0].split("VmFlags:")[1].split()
+    assert {"dc", "dd"} <= set(flags)
+
+
+def test_two_processes_begin_one_slot_once(slot: Slot) -> None:
+    """Many begins at once: every generation is given to exactly one."""
+    code = (
+        "import sys; from flashckpt.memory.slot import Slot; owner=int(sys.argv[2]);"
+        "slot=Slot.open(int(sys.argv[1]), map_image=False); won=[];\n"
+        "while len(won) < 400:\n"
+        "    g = slot.begin(owner)\n"
+        "    if g is not None:\n"
+        "        won.append(g); assert slot.abandon(owner, g)\n"
+        "print(*won)"
+    )
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(slot.descriptor), str(owner)],
+            stdout=subprocess.PIPE, pass_fds=[slot.descriptor], text=True,
+        )
+        for owner in (1, 2)
+    ]  # fmt: skip
+    won = [int(each) for child in children for each in child.communicate(timeout=60)[0].split()]
+    assert len(won) == 800
+    assert sorted(won) == list(range(1, 801))
+
+
+def test_owners_are_given_indexes_and_the_dead_are_replaced(slot: Slot) -> None:
+    alive = {f"trainer-{i}.lock" for i in range(page.OWNERS)}
+    indexes = [slot.enroll(i, f"trainer-{i}.lock", alive.__contains__) for i in range(page.OWNERS)]
+    assert indexes == list(range(1, page.OWNERS + 1))
+    assert slot.enroll(3, "trainer-3.lock", alive.__contains__) == 4
+    with pytest.raises(KeeperError):
+        slot.enroll(99, "trainer-99.lock", alive.__contains__)
+    # The dead one whose index the word still names is not replaced: it is to be found dead first.
+    generation = slot.begin(6)
+    assert generation is not None
+    alive -= {"trainer-5.lock", "trainer-8.lock"}
+    assert slot.enroll(99, "trainer-99.lock", alive.__contains__) == 9
+    assert slot.owner(9) == (99, "trainer-99.lock")
+    assert slot.owner(6) == (5, "trainer-5.lock")
+    flip(slot, page.OWNERS_OFFSET + 8 * page.OWNER_BYTES + 3)
+    assert slot.owner(9) is None, "half an entry is nobody"
+
+
+def test_words_between_trainer_and_keeper(slot: Slot) -> None:
+    slot.request_persist(4)
+    assert slot.wants_persist(4)
+    assert not slot.wants_persist(3)
+    slot.set_persisted(4)
+    assert not slot.wants_persist(4)
+    slot.set_failed(5, 28)
+    assert slot.failed == (5, 28)
+    slot.set_torn(6, list(range(100)))
+    assert slot.torn == (6, tuple(range(page.TORN_LEAVES)))
+    slot.beat(12, 13)
+    assert slot.heartbeat == (12, 13)
+    assert page.TORN_LEAVES_OFFSET + 8 * page.TORN_LEAVES <= page.BOUNDARIES_OFFSET
+    assert digest_table(2).tolist() == [_native.EMPTY_DIGEST] * 2
+
+
+class TestRing:
+    @pytest.fixture
+    def slots(self) -> Iterator[list[Slot]]:
+        made = [make(index) for index in range(3)]
+        yield made
+        for each in made:
+            each.close()
+
+    def test_free_slots_come_first_then_the_oldest_sealed(self, slots: list[Slot]) -> None:
+        ring = SlotRing(slots)
+        for step, expected in ((1, 0), (2, 1), (3, 2), (4, 0), (5, 1)):
+            taken = ring.take()
+            assert taken is slots[expected], step
+            fill(taken, step)
+        newest = ring.newest_sealed()
+        assert newest is not None
+        assert newest[1].step == 5
+
+    def test_the_newest_sealed_is_never_given_away(self, slots: list[Slot]) -> None:
+        ring = SlotRing(slots[:2])
+        fill(slots[0], 1)
+        fill(slots[1], 2)
+        assert ring.take() is slots[0]
+        assert slots[0].begin(1) is not None
+        assert ring.take() is None
+
+    def test_what_is_to_be_persisted_waits_until_done_or_failed(self, slots: list[Slot]) -> None:
+        ring = SlotRing(slots)
+        first, second = fill(slots[0], 1), fill(slots[1], 2)
+        fill(slots[2], 3)
+        slots[0].request_persist(first)
+        slots[1].request_persist(second)
+        assert ring.take() is None
+        slots[0].set_failed(first, 28)
+        assert ring.take() is slots[0]
+        slots[1].set_persisted(second)
+        assert ring.take() is slots[1], "what is done goes before what has failed"
+
+    def test_a_pinned_slot_is_not_taken(self, slots: list[Slot]) -> None:
+        ring = SlotRing(slots)
+        for step, each in enumerate(slots):
+            fill(each, step)
+        assert slots[0].pin(9, slots[0].state()) is not None
+        assert ring.take() is slots[1]
+
+    def test_a_later_attempt_is_newer_whatever_its_step(self, slots: list[Slot]) -> None:
+        ring = SlotRing(slots)
+        fill(slots[0], 100, attempt=1)
+        fill(slots[1], 50, attempt=2)
+        fill(slots[2], 60, attempt=1)
+        newest = ring.newest_sealed()
+        assert newest is not None
+        assert newest[0] is slots[1]
+        assert ring.take() is slots[2]
+
+    def test_a_damaged_snapshot_is_the_first_to_go(self, slots: list[Slot]) -> None:
+        ring = SlotRing(slots)
+        for step, each in enumerate(slots):
+            fill(each, step)
+        flip(slots[2], page.RECORD_OFFSET + 30)
+        assert ring.take() is slots[2]
+        newest = ring.newest_sealed()
+        assert newest is not None
+        assert newest[1].step == 1
+
+
+class TestMetadata:
+    def block(self) -> bytearray:
+        plan = metadata.plan_bytes(LAYOUT)
+        places = metadata.geometry(len(plan), 2, len(VALUES))
+        block = bytearray(places.num_bytes)
+        block[:64] = metadata.header(len(plan), 2, len(VALUES))
+        block[places.plan : places.plan + len(plan)] = plan
+        block[places.values :] = VALUES
+        return block
+
+    def test_lengths_beyond_the_room_are_refused(self) -> None:
+        for lengths in ((1 << 62, 2, 7), (10, 1 << 61, 7), (10, 2, 1 << 62), (10, 2, 1 << 20)):
+            block = self.block()
+            block[:64] = metadata.header(*lengths)
+            with pytest.raises(DamagedError):
+                metadata.Metadata.unpack(block)
+
+    def test_too_few_digests_and_a_newer_version_are_refused(self) -> None:
+        plan = metadata.plan_bytes(LAYOUT)
+        block = self.block()
+        block[:64] = metadata.header(len(plan), 1, len(VALUES))
+        with pytest.raises(DamagedError, match="1 digests for 2 leaves"):
+            metadata.Metadata.unpack(block)
+        block = self.block()
+        block[8] = 2
+        with pytest.raises(FormatError):
+            metadata.Metadata.unpack(block)
+        with pytest.raises(DamagedError):
+            metadata.Metadata.unpack(block[:63])
+
+    def test_strides_and_aliases_come_back(self) -> None:
+        leaf = Leaf(name="ä", dtype="complex64", shape=(2, 2), stride=(1, 2), aliases=("z", "y"))
+        layout = Layout.of([leaf, replace(leaf, name="0d", shape=(), stride=None, aliases=())])
+        assert metadata.layout_of(metadata.plan_bytes(layout)) == layout
+        assert metadata.layout_of(metadata.plan_bytes(Layout.of([]))) == Layout.of([])
+
+
+def flip(slot: Slot, offset: int, bit: int = 1) -> None:
+    byte = os.pread(slot.descriptor, 1, offset)[0]
+    os.pwrite(slot.descriptor, bytes([byte ^ bit]), offset)
+
+
+def test_the_page_is_a_page() -> None:
+    assert page.OWNERS_OFFSET + page.OWNERS * page.OWNER_BYTES <= mmap.PAGESIZE
+    assert page.RECORD_OFFSET + page.RECORD_BYTES <= page.OWNERS_OFFSET
+    assert re.fullmatch(r"slot-\d{5}-\d+-[0-9a-f]{16}", region.region_name(1, 2, 3))
+    assert not region.is_region_name("slot-00001-2-3")
