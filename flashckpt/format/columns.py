@@ -53,10 +53,11 @@ def leaves_from_columns(fields: Fields) -> tuple[Leaf, ...]:
             aliases=_aliases(fields, aliases[i]) if i in aliases else (),
             offset=offset,
         )
-        if leaf.num_bytes > MAX_LEAF_BYTES:
+        num_bytes = leaf.num_bytes
+        if num_bytes > MAX_LEAF_BYTES:
             fields.refuse(f"leaf {name[:200]!r} has more bytes than can be")
         leaves.append(leaf)
-        offset, before = offset + leaf.num_bytes, key
+        offset, before = offset + num_bytes, key
     _check_unique(fields, leaves)
     return tuple(leaves)
 
