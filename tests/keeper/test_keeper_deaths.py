@@ -1,0 +1,289 @@
+"""Trainers, keepers and both killed or stopped at the worst moments."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flashckpt.commit import attempts, lineage
+from flashckpt.format.names import AttemptName
+from flashckpt.memory.page import State
+from flashckpt.memory.region import is_region_name
+from flashckpt.memory.runtime import RuntimeFolder
+from flashckpt.store.base import open_store
+from tests.keeper.driver import Process, committed, eventually, kill_keeper, ledger, runtime_of
+from tests.keeper.fake import FakeTrainer, keeper_pid
+from tests.memory.mounts import small_tmpfs
+
+
+def attached(run: Path, base: Path, **options: object) -> FakeTrainer:
+    trainer = FakeTrainer(run, base, **options)  # type: ignore[arg-type]
+    trainer.start()
+    trainer.take_slots()
+    return trainer
+
+
+def caught_writing(trainer: FakeTrainer, strike: Callable[[int], None]) -> int:
+    """Strike the keeper while it writes a shard that no part names yet. Returns the step."""
+    for step in range(10, 40):
+        folder = trainer.run / "steps" / f"{step:012d}" / str(trainer.attempt)
+        pid = keeper_pid(trainer.folder)
+        assert pid is not None
+        trainer.snapshot(step, persist=True)
+        until = time.monotonic() + 20
+        while time.monotonic() < until:
+            names = os.listdir(folder) if folder.is_dir() else []
+            if names:
+                strike(pid)
+                names = os.listdir(folder)
+                if not any(name.startswith("part-") for name in names):
+                    return step
+                os.kill(pid, signal.SIGCONT)
+                break
+    raise AssertionError("the keeper was never caught while it wrote")
+
+
+def test_killed_while_writing_a_slot_loses_that_snapshot_and_no_other(tmp_path: Path, runtime: Path) -> None:
+    run = tmp_path / "run"
+    trainer = Process(run, runtime)
+    trainer.do("start", None, 0, None)
+    trainer.do("slots", 2, 2)
+    trainer.do("snapshot", 1, False)
+    name, generation = trainer.do("write", 2)
+    trainer.kill()
+    eventually(lambda: committed(run) == [1])
+    second = Process(run, runtime)
+    assert [step for _, step in second.do("survivors")] == [1]
+    second.do("start", trainer.attempt, 1, None)
+    # The half-written slot is free again: of two, the newest sealed is kept and this one is written.
+    second.do("slots", 2, 2)
+    assert second.do("snapshot", 2, True)[:2] == [name, generation + 1]
+    second.do("committed", 2)
+    assert committed(run) == [1, 2]
+    second.do("end")
+    second.gone()
+
+
+def test_a_torn_newest_falls_back_to_the_one_before(tmp_path: Path, runtime: Path) -> None:
+    run = tmp_path / "run"
+    trainer = Process(run, runtime)
+    trainer.do("start", None, 0, None)
+    trainer.do("slots", 3, 2)
+    trainer.do("snapshot", 1, False)
+    folder = runtime_of(run, runtime)
+    # The keeper is stopped so that it does not see the tear before the trainer is dead.
+    pid = keeper_pid(folder)
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    name, _ = trainer.do("snapshot", 2, False)
+    flip_image(Path(folder.path) / name)
+    trainer.kill()
+    os.kill(pid, signal.SIGCONT)
+    eventually(lambda: committed(run) == [1])
+    torn = [line for line in eventually(lambda: ledger(run)) if line["event"] == "torn"]
+    assert [(line["step"], line["leaves"]) for line in torn] == [(2, ["model.weight"])]
+
+
+def flip_image(path: Path) -> None:
+    """Flip one bit in the largest leaf of a slot's image."""
+    with open(path, "r+b") as file:
+        file.seek(file.seek(0, os.SEEK_END) // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 0x10]))
+
+
+def test_a_keeper_killed_while_it_writes_is_replaced(tmp_path: Path, runtime: Path) -> None:
+    trainer = attached(tmp_path / "run", runtime, kib=32 << 10)
+    trainer.snapshot(1, persist=True)
+    trainer.wait_committed(1)
+
+    def kill(pid: int) -> None:
+        descriptor = os.pidfd_open(pid)
+        os.kill(pid, signal.SIGKILL)
+        select.select([descriptor], [], [], 30)
+        os.close(descriptor)
+
+    step = caught_writing(trainer, kill)
+    assert step not in committed(trainer.run)
+    restarts = trainer.client.restarts
+    trainer.wait_committed(step)
+    assert trainer.client.restarts == restarts + 1
+    assert committed(trainer.run)[-1] == step
+    shards = list((trainer.run / "steps" / f"{step:012d}").glob("*/shard-*"))
+    assert len(shards) == 2, "it was written again under another name"
+    trainer.snapshot(100, persist=True)
+    trainer.wait_committed(100)
+    trainer.end()
+
+
+def test_a_stopped_keeper_goes_on_after_its_replacement_wrote(tmp_path: Path, runtime: Path) -> None:
+    trainer = attached(tmp_path / "run", runtime, kib=32 << 10, patience_s=1.0)
+    trainer.snapshot(1, persist=True)
+    trainer.wait_committed(1)
+    stopped: list[int] = []
+
+    def stop(pid: int) -> None:
+        os.kill(pid, signal.SIGSTOP)
+        stopped[:] = [pid]
+
+    step = caught_writing(trainer, stop)
+    trainer.wait_committed(step)
+    assert keeper_pid(trainer.folder) not in (None, stopped[0])
+    # Its slot is written anew before it wakes: what it still reads is of another step.
+    for later in range(200, 206):
+        trainer.snapshot(later, persist=True)
+    trainer.wait_committed(205)
+    before = committed(trainer.run)
+    os.kill(stopped[0], signal.SIGCONT)
+    eventually(lambda: not Path(f"/proc/{stopped[0]}").exists())
+    assert committed(trainer.run) == before
+    trainer.snapshot(300, persist=True)
+    trainer.wait_committed(300)
+    assert committed(trainer.run)[-1] == 300
+    assert trainer.client.status().counts.get("torn", 0) == 0
+    trainer.end()
+
+
+def test_memfds_survive_the_keeper_and_fall_with_both(tmp_path: Path, runtime: Path) -> None:
+    run = tmp_path / "run"
+    with small_tmpfs(1 << 20) as base:
+        trainer = attached(run, base, kib=2048)
+        assert {grant.kind for grant in trainer.grants} == {"memfd"}
+        assert not any(grant.outlives_both for grant in trainer.grants)
+        trainer.snapshot(1)
+        kill_keeper(trainer.folder)
+        # Only the trainer holds the slot now; it hands it to the next keeper.
+        slot, generation = trainer.snapshot(2, persist=True)
+        trainer.wait_committed(2)
+        assert slot.persisted == generation
+        assert trainer.client.restarts == 1
+        assert [step for _, step in sorted(trainer.survivors(), key=lambda row: row[1])] == [1, 2]
+        kill_keeper(trainer.folder)
+        trainer.client.close()
+        for each in trainer.slots:
+            each.close()
+        trainer.life.release(trainer.folder)
+        next_one = FakeTrainer(run, base)
+        assert next_one.survivors() == []
+        assert committed(run) == [2]
+        next_one.end()
+        eventually(lambda: keeper_pid(trainer.folder) is None)
+
+
+def test_a_trainer_killed_with_its_keeper_stopped_is_found_when_it_wakes(tmp_path: Path, runtime: Path) -> None:
+    run = tmp_path / "run"
+    trainer = Process(run, runtime)
+    trainer.do("start", None, 0, None)
+    trainer.do("slots", 3, 2)
+    pid = keeper_pid(runtime_of(run, runtime))
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    trainer.do("snapshot", 4, True)
+    trainer.kill()
+    os.kill(pid, signal.SIGCONT)
+    eventually(lambda: committed(run) == [4])
+    attempt = AttemptName.parse(trainer.attempt)
+    assert attempt is not None
+    store = open_store(str(run))
+    ended = eventually(lambda: (found := attempts.alive(store, attempt)) and found.ended)
+    assert ended == "dead"
+
+
+def test_the_slot_that_was_loaded_becomes_the_new_attempts(tmp_path: Path, runtime: Path) -> None:
+    with small_tmpfs(3 << 20) as disk:
+        run = disk / "run"
+        first = Process(run, runtime)
+        first.do("start", None, 0, None)
+        first.do("slots", 3, 2)
+        (disk / "filler").write_bytes(bytes(disk_room(disk) - (200 << 10)))
+        first.do("snapshot", 9, False)
+        first.kill()
+        # The keeper cannot save it: the disk is full. The next attempt goes on from memory.
+        second = FakeTrainer(run, runtime)
+        second.wait_for(lambda status: any(each.step == 9 for each in status.failures))
+        [(name, step)] = second.survivors()
+        assert step == 9
+        second.start(AttemptName.parse(first.attempt), 9, name)
+        (disk / "filler").unlink()
+        second.wait_committed(9)
+        visible = lineage.visible(open_store(str(run)))
+        assert [(each.step, each.attempt) for each in visible] == [(9, second.attempt)]
+        assert committed(run) == [9]
+        second.end()
+
+
+def disk_room(folder: Path) -> int:
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
+
+
+def test_what_a_superseded_attempt_left_is_never_committed_and_goes(tmp_path: Path, runtime: Path) -> None:
+    """Its keeper was stopped when it died; the next attempt began afresh elsewhere meanwhile."""
+    run = tmp_path / "run"
+    first = Process(run, runtime, linger_s=0.5)
+    first.do("start", None, 0, None)
+    first.do("slots", 3, 2)
+    folder = runtime_of(run, runtime)
+    pid = keeper_pid(folder)
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    first.do("snapshot", 50, True)
+    first.kill()
+    elsewhere = runtime / "elsewhere"
+    elsewhere.mkdir()
+    second = attached(run, elsewhere)
+    os.kill(pid, signal.SIGCONT)
+    eventually(lambda: keeper_pid(folder) is None)
+    assert committed(run) == []
+    assert "superseded" in [line.get("what") for line in ledger(run)]
+    # Nothing of the newer attempt is committed: what the older one left may yet be wanted.
+    assert any(is_region_name(name) for name in folder.names())
+    second.snapshot(1, persist=True)
+    second.wait_committed(1)
+    third = FakeTrainer(run, runtime, linger_s=0.5)
+    third.start(second.attempt, 1)
+    assert [step for _, step in third.survivors()] == [50]
+    third.take_slots()
+    third.snapshot(51, persist=True)
+    third.wait_committed(51)
+    assert [step for _, step in third.survivors()] == [51]
+    third.end()
+    second.end()
+
+
+def test_a_half_made_region_is_removed_and_a_foreign_one_left(tmp_path: Path, runtime: Path) -> None:
+    run = tmp_path / "run"
+    trainer = attached(run, runtime)
+    trainer.snapshot(1)
+    folder: RuntimeFolder = trainer.folder
+    half = "slot-00000-7-00000000000000aa"
+    foreign = "slot-00000-8-00000000000000bb"
+    (Path(folder.path) / half).write_bytes(bytes(8192))
+    (Path(folder.path) / half).chmod(0o600)
+    (Path(folder.path) / foreign).symlink_to(tmp_path)
+    kill_keeper(folder)
+    trainer.wait_for(lambda status: True)
+    assert half not in folder.names()
+    assert foreign in folder.names()
+    states = sorted(slot.state().state for slot in trainer.slots)
+    assert states == [State.FREE, State.FREE, State.SEALED]
+    (Path(folder.path) / foreign).unlink()
+    trainer.end()
+
+
+@pytest.mark.parametrize("pinned_by", ["keeper-dead.lock", "trainer-00000-1-dead.lock"])
+def test_a_pin_of_the_dead_is_taken_away(tmp_path: Path, runtime: Path, pinned_by: str) -> None:
+    trainer = attached(tmp_path / "run", runtime)
+    slot, generation = trainer.snapshot(1)
+    index = slot.enroll(1, pinned_by, lambda name: True)
+    assert slot.pin(index, slot.state()) is not None
+    eventually(lambda: slot.state().state is State.SEALED)
+    assert slot.state().generation == generation
+    trainer.end()
