@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 
-from flashckpt.errors import RunError, UnusableRunError
+from flashckpt.errors import NoSuchStepError, UnusableRunError
 from flashckpt.format.names import ATTEMPTS, RUN, STEPS
 from flashckpt.format.records import Run
 from flashckpt.store.base import Store
@@ -13,7 +13,7 @@ from flashckpt.store.base import Store
 def open_run(store: Store, create: bool) -> Run:
     """The run in a store; with `create`, a new one where there is none.
 
-    RunError where there is none and none is to be made, UnusableRunError where steps stand without
+    NoSuchStepError where there is none and none is to be made, UnusableRunError where steps stand without
     their run.json, FormatError where it is written by a newer version.
     """
     try:
@@ -27,7 +27,7 @@ def open_run(store: Store, create: bool) -> Run:
             path=store.url,
         )
     if not create:
-        raise RunError(
+        raise NoSuchStepError(
             f"{store.url} is no run: it has no {RUN}. Nothing was changed. Check the path.", path=store.url
         )
     store.make_folder("")
