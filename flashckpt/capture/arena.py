@@ -79,15 +79,13 @@ class Arena:
 
     def digest_sources(self, out: Tensor, digests: LeafDigests) -> None:
         """The same of the live leaves, where they lie; those made row-major here are not looked at."""
-        for place, index in enumerate(self.indexes):
-            words = words_of(self._plan.tensors[index]) if index not in self._plan.odd else None
-            if words is not None:
-                digests.into(words, out[place])
+        for place, words in self._checked:
+            digests.into(words, out[place])
 
     def checkable(self) -> list[bool]:
         """Which of `indexes` `digest_sources` takes."""
-        odd, tensors = self._plan.odd, self._plan.tensors
-        return [i not in odd and words_of(tensors[i]) is not None for i in self.indexes]
+        taken = {place for place, _ in self._checked}
+        return [place in taken for place in range(len(self.indexes))]
 
     def runs(self) -> list[tuple[int, int, int]]:
         """(address here, offset in the image, bytes) of copies to the host, joined where both go on."""
@@ -132,15 +130,17 @@ class Arena:
         self._word_targets: list[Tensor] = []
         self._word_sources: list[Tensor] = []
         self._odd_pairs: list[tuple[Tensor, Tensor]] = []
-        for index in self.indexes:
+        self._checked: list[tuple[int, Tensor]] = []
+        for place, index in enumerate(self.indexes):
             tensor, target = self._plan.tensors[index], self._targets[index]
             words = None if index in self._plan.odd else words_of(tensor)
             if words is not None:
                 self._word_sources.append(words)
                 self._word_targets.append(target.view(torch.int32))
+                self._checked.append((place, words))
             else:
-                place = target.view(tensor.dtype).view(tensor.shape)
-                self._odd_pairs.append((place, tensor.detach()))
+                shaped = target.view(tensor.dtype).view(tensor.shape)
+                self._odd_pairs.append((shaped, tensor.detach()))
 
 
 def _packed(size: int) -> int:

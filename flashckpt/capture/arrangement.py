@@ -26,7 +26,6 @@ class Arrangement:
         self, plan: Plan, ways: Ways, fired: frozenset[int], room: Mapping[str, int], threads: int
     ) -> None:
         self.plan = plan
-        self.fired = fired
         self._devices: Sequence[Device | None] = ways.device_of(plan)
         self.ways: list[Way] = ways.choose(plan, self._devices, fired, room)
         host = [i for i, device in enumerate(self._devices) if device is None]
@@ -37,9 +36,9 @@ class Arrangement:
         self.names = [leaf.name for leaf in plan.layout.leaves]
         self.candidates = ways.candidates(plan)
 
-    @property
-    def has_gates(self) -> bool:
-        return Way.GATE in self.ways
+    def arena_bytes(self) -> dict[str, int]:
+        """What the arenas take, by device name."""
+        return {t.device.name: t.arena.num_bytes for t in self.transfers if t.arena is not None}
 
     def moved(self) -> None:
         self.host.moved()
@@ -59,13 +58,6 @@ class Arrangement:
     def gate(self) -> None:
         for transfer in self.transfers:
             transfer.gate()
-
-    def running(self) -> bool:
-        return any(transfer.running() for transfer in self.transfers)
-
-    def wait(self) -> None:
-        for transfer in self.transfers:
-            transfer.wait()
 
     def device_constants(self) -> list[int]:
         return [index for transfer in self.transfers for index in transfer.constants()]

@@ -26,6 +26,7 @@ from flashckpt.capture.target import Target
 from flashckpt.capture.ways import Ways, describe
 from flashckpt.format.metadata import geometry
 from flashckpt.memory.page import round_up
+from flashckpt.memory.slot import Slot
 from flashckpt.memory.slots import SlotRing
 from flashckpt.options import Options
 
@@ -39,6 +40,10 @@ _WARM_BOUNDARIES = 2
 
 class Walkable(Protocol):
     """The state as a capture needs it (flashckpt.state.tree.Tree)."""
+
+    @property
+    def current(self) -> Walked | None:
+        """The last walk, as long as it stands; asking for values may replace it."""
 
     def walk(self, used_up: UsedUp) -> Walked: ...
 
@@ -72,14 +77,19 @@ class Capture:
         self._ways = Ways(self._optimizers, devices)
         self._flights = Flights(self._ways, sealer, self._lost, self._rearrange)
         self._intervals = Intervals(self.pace.budget, devices)
+        self._boundaries = self._skipped = 0
         self._arrangement: Arrangement | None = None
+        self._walk: Walked | None = None
+        self._chosen = self._ground()
         self._targets: dict[int, Target] = {}
         self._ring: SlotRing | None = None
         self._ordered = False
         self._asked: Flight | None = None
-        self._boundaries = self._skipped = 0
         self._call_s = 0.0
+        self._step = -1
+        self._hooks = Boundary(qualifies=False, gated=False)
         self._needed = (0, 0)
+        self._outgrown = False
         self._threads = options.threads or torch.get_num_threads()
         if ring is not None:
             self.set_slots(ring, owner)
@@ -90,27 +100,45 @@ class Capture:
         """Write to these slots from now on (None: to none). owner: this process's index in the owner
         tables, by slot where they differ. The old ones must not be in use: call `wait` before."""
         self._release_targets()
-        self._ring = ring
+        self._ring, self._needed = ring, (0, 0)
         for slot in ring.slots if ring is not None else ():
             index = owner if isinstance(owner, int) else owner[slot.index]
             self._targets[slot.index] = Target(slot, index)
+        self.register(ring.slots if ring is not None else ())
+
+    def register(self, slots: Sequence[Slot]) -> None:
+        """Make slots known to the devices. Takes up to half a second a GiB, so that it may be done before
+        `set_slots`, by another thread; it is done once a slot."""
+        for slot in slots:
             for device in self._devices:
                 device.register(slot.image_address, slot.image_capacity)
                 device.register(slot.metadata_address, slot.metadata_capacity)
 
-    def room_needed(self, values_bytes: int = 1 << 16) -> tuple[int, int] | None:
+    def room_wanted(self, *, ordered: bool = False) -> tuple[int, int] | None:
+        """(metadata, image) bytes of the slots that the next capture needs; None while those it has are
+        large enough, or, unless one is ordered, while the size of the state is not known yet."""
+        if self._ring is not None:
+            return self._needed if self._needed != (0, 0) else None
+        return self.room_needed(ordered=ordered)
+
+    @staticmethod
+    def with_slack(metadata_bytes: int, image_bytes: int) -> tuple[int, int]:
+        """Room for a state of these sizes, in whole pages, with headroom for what a patch may add."""
+        return (
+            round_up(metadata_bytes + metadata_bytes // _METADATA_SLACK + _LEAST_SLACK_BYTES),
+            round_up(image_bytes + image_bytes // _IMAGE_SLACK + _LEAST_SLACK_BYTES),
+        )
+
+    def room_needed(self, values_bytes: int = 1 << 16, *, ordered: bool = False) -> tuple[int, int] | None:
         """(metadata, image) bytes that a slot needs, in whole pages, with slack. None before optimizers
-        have state: it comes with the first step."""
-        if not self._has_state():
+        have state, which comes with the first step, unless a capture is ordered before it."""
+        if not ordered and not self._has_state():
             return None
         plan = Plan(self._tree.walk(self.hooks.used_up))
         metadata = geometry(len(plan.json), len(plan), values_bytes).num_bytes
         image = plan.layout.num_bytes
         plan.release()
-        needed = (
-            round_up(metadata + metadata // _METADATA_SLACK + _LEAST_SLACK_BYTES),
-            round_up(image + image // _IMAGE_SLACK + _LEAST_SLACK_BYTES),
-        )
+        needed = self.with_slack(metadata, image)
         return max(needed[0], self._needed[0]), max(needed[1], self._needed[1])
 
     # ---- boundaries
@@ -131,15 +159,14 @@ class Capture:
         """One boundary. values gives what is not a tensor, encoded; it is called only for a capture.
 
         due: None leaves it to the pace. ordered: whatever the pace and the hooks say, and after waiting
-        for a copy in flight. persist: the snapshot is to be persisted.
+        for a copy in flight. persist: the snapshot is to be persisted. A second call with the same step is
+        about the same boundary.
         """
-        self._boundaries += 1
         capturing = self._capturing()
         self._flights.poll()
         self._settle()
-        self._intervals.boundary(trailing=self._flights.running(), marking=not capturing)
-        hooks = self.hooks.boundary()
-        self._beat()
+        self._enter(step, capturing)
+        hooks = self._hooks
         if self._ordered:
             ordered = persist = True
         is_due = self.pace.due(step)
@@ -155,6 +182,16 @@ class Capture:
         else:
             self._skipped += 1
         return outcome
+
+    def _enter(self, step: int, capturing: bool) -> None:
+        if step == self._step:
+            self._intervals.pause()
+            return
+        self._step = step
+        self._boundaries += 1
+        self._intervals.boundary(trailing=self._flights.running(), marking=not capturing)
+        self._hooks = self.hooks.boundary()
+        self._beat()
 
     def wait(self) -> None:
         """The host waits for copies in flight: at the ends of runs only."""
@@ -204,7 +241,11 @@ class Capture:
         if self._flights.running():
             return _skipped(step, "the copy of the snapshot before is still running")
         began_s = time.perf_counter()
-        arrangement, data = self._follow(values)
+        try:
+            arrangement, data = self._follow(values)
+        except torch.OutOfMemoryError:
+            self._room_is_gone()
+            return _skipped(step, "the device has no memory left for a snapshot's buffers")
         slot = self._ring.take()
         if slot is None:
             return _skipped(step, "every slot is in use")
@@ -247,34 +288,59 @@ class Capture:
 
     def _follow(self, values: Callable[[], bytes]) -> tuple[Arrangement, bytes]:
         """The arrangement of the state as it is now, with its values. Values are asked first: that is
-        when their owners make tensors anew."""
-        arrangement = self._arrangement
-        if arrangement is None:
-            arrangement = self._rebuild()
-            return arrangement, values()
+        when their owners make tensors anew, or when the tree finds that it must walk again."""
+        if self._tree.current is None:
+            self._tree.walk(self.hooks.used_up)
+        self._give_way()
         data = values()
-        change, _ = arrangement.plan.follow(self.hooks.used_up)
-        if change is Change.PATCHED:
-            arrangement.moved()
-        elif change is Change.REBUILD or arrangement.fired != self.hooks.fired:
-            arrangement = self._rebuild()
-            data = values()
-        return arrangement, data
+        arrangement, walk = self._arrangement, self._tree.current
+        assert walk is not None
+        if arrangement is not None and self._walk is walk and self._chosen == self._ground():
+            change = arrangement.plan.follow(self.hooks.used_up)[0]
+            if change is Change.PATCHED:
+                arrangement.moved()
+            if change is not Change.REBUILD:
+                return arrangement, data
+        return self._rebuild(), values()
 
     def _rebuild(self) -> Arrangement:
+        held = self._arrangement.arena_bytes() if self._arrangement is not None else {}
         self._drop_arrangement()
-        plan = Plan(self._tree.walk(self.hooks.used_up))
+        self._walk = self._tree.walk(self.hooks.used_up)
+        plan = Plan(self._walk)
         plan.note_gradients(self.hooks.used_up)
-        self._arrangement = Arrangement(plan, self._ways, self.hooks.fired, self._room(), self._threads)
+        self._chosen = self._ground()
+        self._arrangement = Arrangement(plan, self._ways, self.hooks.fired, self._room(held), self._threads)
         return self._arrangement
 
-    def _room(self) -> dict[str, int]:
-        limit = self._options.device_memory
-        if limit is not None:
-            return {device.name: limit for device in self._devices}
-        if self._boundaries < _WARM_BOUNDARIES:
+    def _ground(self) -> tuple[frozenset[int], bool]:
+        """What ways were chosen by, beside the plan: whose hooks fire, and whether room is known."""
+        return self.hooks.fired, not self._devices or self._boundaries >= _WARM_BOUNDARIES
+
+    def _room(self, held: Mapping[str, int]) -> dict[str, int]:
+        """Bytes that arenas may take, by device; held: what the arenas just let go of had."""
+        if not self._ground()[1] and self._options.device_memory is None:
             return {}
-        return {device.name: device.room_bytes() // 2 for device in self._devices}
+        room = {}
+        for device in self._devices:
+            free = device.room_bytes() + held.get(device.name, 0)
+            limit = self._options.device_memory
+            room[device.name] = max(0, free // 2 if limit is None else min(free, limit))
+        return room
+
+    def _give_way(self) -> None:
+        """Where headroom has fallen, arenas go, and smaller ones or none are made."""
+        arrangement = self._arrangement
+        if arrangement is not None and any(
+            transfer.arena is not None and transfer.arena.large and transfer.device.room_bytes() < 0
+            for transfer in arrangement.transfers
+        ):
+            self._room_is_gone()
+
+    def _room_is_gone(self) -> None:
+        self._drop_arrangement()
+        for device in self._devices:
+            device.give_back()
 
     # ---- what the parts call
 
@@ -319,10 +385,7 @@ class Capture:
     def _grow(self, plan: Plan, values_bytes: int) -> None:
         metadata = geometry(len(plan.json), len(plan), values_bytes).num_bytes
         image = plan.layout.num_bytes
-        self._needed = (
-            round_up(metadata + metadata // _METADATA_SLACK),
-            round_up(image + image // _IMAGE_SLACK),
-        )
+        self._needed = self.with_slack(metadata, image)
 
     def _drop_arrangement(self) -> None:
         # Flights hold their own arrangement, and with it the tensors, until their copies have ended.

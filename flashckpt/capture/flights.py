@@ -69,7 +69,7 @@ class Flights:
     def poll(self) -> None:
         """Look, without waiting, at what was sealed or refused, and at what the keeper found torn."""
         for flight in list(self._flying):
-            state = flight.target.state()
+            state = flight.target.state(flight.generation)
             if state is State.WRITING:
                 continue
             self._flying.remove(flight)
@@ -96,6 +96,10 @@ class Flights:
 
     def _land(self, flight: Flight, arrangement: Arrangement) -> None:
         target = flight.target
+        self.sealed += 1
+        self.newest_step = flight.step
+        if target.generation != flight.generation:
+            return  # written again already: there is nothing left to look at
         wrong = []
         for index in arrangement.device_constants():
             digest = int(target.table[index])
@@ -111,10 +115,9 @@ class Flights:
             for index in wrong:
                 self._ways.no_constant(landed.names[index])
             self._on_changed()
+            self.sealed -= 1
             self._lose(flight)
             return
-        self.sealed += 1
-        self.newest_step = flight.step
         self._landed[target.slot.index] = landed
         digests = {i: int(target.table[i]) for i in arrangement.candidates}
         if self._ways.note(arrangement.plan, digests):

@@ -21,9 +21,10 @@ class HostCopies:
     def __init__(self, plan: Plan, indexes: Iterable[int], constants: Iterable[int], threads: int) -> None:
         self._plan, self._threads = plan, threads
         chosen = list(indexes)
-        self._constants = np.array(sorted(constants), dtype=np.int64)
-        apart = plan.odd | {int(i) for i in self._constants}
-        self._odd = [i for i in chosen if i in plan.odd]
+        # Leaves of a device that this library has no streams for are copied, and waited for, by torch.
+        self._odd = [i for i in chosen if i in plan.odd or _elsewhere(plan, i)]
+        self._constants = np.array(sorted(set(constants) - set(self._odd)), dtype=np.int64)
+        apart = {*self._odd, *self._constants.tolist()}
         self._plain = np.array([i for i in chosen if i not in apart], dtype=np.int64)
         count = len(self._plain)
         self._sources: Addresses = plan.addresses[self._plain]
@@ -79,3 +80,7 @@ class HostCopies:
         _native.copy_digest(
             self._plan.addresses[one], destination, self._plan.sizes[one], table, self._threads
         )
+
+
+def _elsewhere(plan: Plan, index: int) -> bool:
+    return plan.tensors[index].device.type != "cpu" and plan.sizes[index] > 0

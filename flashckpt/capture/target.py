@@ -123,14 +123,14 @@ class Target:
             table_count=len(plan),
         )
 
-    def state(self) -> State:
-        """WRITING while the seal is to come, SEALED after it (whatever became of the slot since), FREE if
+    def state(self, generation: int) -> State:
+        """Of one snapshot: WRITING while the seal is to come, SEALED after it (whatever became of the slot since), FREE if
         it was refused."""
         try:
             word = self.slot.state()
         except DamagedError:
             return State.FREE
-        if word.generation != self.generation:
+        if word.generation != generation:
             return State.SEALED
         return State.SEALED if word.state is State.PINNED else word.state
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flashckpt import _native
 from flashckpt.capture.arena import Allocate, Arena, words_of
-from flashckpt.capture.device.base import Device, Mark, On
+from flashckpt.capture.device.base import Device, On
 from flashckpt.capture.digests import LeafDigests, signed
 from flashckpt.capture.plan import Addresses, Plan
 from flashckpt.capture.target import Target
@@ -37,9 +37,10 @@ class Transfer:
         # An odd leaf that was torn: made row-major in the arena, and the loop waits for it all the same.
         self._waits = any(ways[i] is Way.WAIT for i in indexes)
         self._gates = any(ways[i] is Way.GATE for i in indexes)
-        self.arena = Arena(plan, cloned, device.allocate) if cloned else None
-        self._order = (self.arena.indexes if self.arena else []) + self._direct
-        self._tables(device.allocate)
+        with device.preparing():
+            self.arena = Arena(plan, cloned, device.allocate) if cloned else None
+            self._order = (self.arena.indexes if self.arena else []) + self._direct
+            self._tables(device.allocate)
         self._sources()
         self._read, self._copied, self._done = (device.new_mark() for _ in range(3))
         self._gate_open = False
@@ -89,12 +90,6 @@ class Transfer:
         if self._gate_open:
             self._gate_open = False
             self.device.hold_writers(self._copied)
-
-    def running(self) -> bool:
-        return not self._done.done()
-
-    def wait(self) -> None:
-        self._done.wait()
 
     def constants(self) -> list[int]:
         return [i for i in self._direct if self._ways[i] is Way.CONSTANT]
@@ -178,6 +173,3 @@ def _table_runs(indexes: Sequence[int]) -> tuple[Addresses, Addresses, Addresses
             counts.append(1)
     columns = [8 * np.array(column, dtype=np.uint64) for column in (sources, places, counts)]
     return columns[0], columns[1], columns[2]
-
-
-__all__ = ["Mark", "Transfer"]

@@ -84,6 +84,7 @@ class State:
     def __init__(self, **named: Any) -> None:
         self.named = named
         self.walks = 0
+        self.current: Walk | None = None
 
     @property
     def optimizers(self) -> list[Any]:
@@ -91,7 +92,7 @@ class State:
 
     def walk(self, used_up: Callable[[Tensor, Tensor], bool]) -> Walk:
         self.walks += 1
-        walk = Walk([], [], [])
+        walk = self.current = Walk([], [], [])
         for name, each in self.named.items():
             if isinstance(each, torch.nn.Module):
                 _module(walk, name, each, used_up)
@@ -102,6 +103,13 @@ class State:
                 for key, tensor in each.items():
                     walk.leaves.append(Live(f"{name}.{key}", tensor, container=each, key=key))
         return walk
+
+    def walk_now(self) -> list[Live]:
+        """Every leaf without gradients; the plan's walk stays the current one."""
+        current, walks = self.current, self.walks
+        leaves = self.walk(lambda parameter, gradient: True).leaves
+        self.current, self.walks = current, walks
+        return leaves
 
 
 def _module(walk: Walk, name: str, module: torch.nn.Module, used_up: Callable[[Tensor, Tensor], bool]) -> None:
@@ -137,5 +145,4 @@ def bytes_of(tensor: Tensor) -> bytes:
 
 def exact(state: State) -> dict[str, bytes]:
     """Every leaf of the state as it is now, gradients left out."""
-    leaves = state.walk(lambda parameter, gradient: True).leaves
-    return {live.name: bytes_of(live.tensor) for live in leaves}
+    return {live.name: bytes_of(live.tensor) for live in state.walk_now()}

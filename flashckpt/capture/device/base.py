@@ -7,6 +7,7 @@ capture's own. Nothing here waits on the host but `synchronize` and `Mark.wait`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Protocol
 
@@ -69,6 +70,9 @@ class Device(Protocol):
 
     def unregister(self, address: int) -> None: ...
 
+    def preparing(self) -> AbstractContextManager[None]:
+        """Around the making of buffers and tables: when it is left they may be used by every stream."""
+
     def allocate(self, num_bytes: int) -> Tensor:
         """A uint8 tensor. Raises torch.OutOfMemoryError where there is no room."""
 
@@ -76,7 +80,7 @@ class Device(Protocol):
         """Return to the device what was allocated here and is no longer used."""
 
     def room_bytes(self) -> int:
-        """What may still be taken without standing in the way of the loop."""
+        """What may still be taken without standing in the way of the loop; negative where too much is."""
 
     def capturing(self) -> bool:
         """Whether a graph is being captured: then nothing may be enqueued, registered or allocated."""

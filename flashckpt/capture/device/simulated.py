@@ -1,0 +1,289 @@
+"""A simulated accelerator: threads as streams, so that gates, clones and tears are tested without a GPU.
+
+Owns its streams. Tensors that were adopted count as living on it, whatever memory they are in; work on
+them is enqueued by the test as a device would run it. A stream that is held runs nothing until it is
+stepped or released: tests decide every order, and never sleep.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from flashckpt import _native
+from flashckpt.capture.device.base import PIECE_BYTES, Mark, On
+from flashckpt.capture.plan import Addresses
+
+_LONG_S = 60.0
+
+
+class SimulatedStream:
+    """Work in order, on a thread of its own. An error in it is raised by `drain`."""
+
+    def __init__(self, name: str) -> None:
+        self._work: deque[Callable[[], None]] = deque()
+        self._changed = threading.Condition()
+        self._allowed: int | None = None
+        self._busy = self._closed = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def enqueue(self, work: Callable[[], None]) -> None:
+        with self._changed:
+            self._work.append(work)
+            self._changed.notify_all()
+
+    def hold(self) -> None:
+        """Run nothing more until `step` or `release`; what runs now is finished first."""
+        with self._changed:
+            self._allowed = 0
+            self._wait_for(lambda: not self._busy)
+
+    def step(self, count: int = 1) -> None:
+        """Run the next pieces of work, and wait until they are done."""
+        with self._changed:
+            assert self._allowed is not None, "hold the stream first"
+            self._allowed += count
+            self._changed.notify_all()
+            self._wait_for(lambda: (self._allowed == 0 or not self._work) and not self._busy)
+            self._allowed = 0
+
+    def release(self) -> None:
+        with self._changed:
+            self._allowed = None
+            self._changed.notify_all()
+
+    def pending(self) -> int:
+        """Pieces of work that wait to be run."""
+        with self._changed:
+            return len(self._work)
+
+    def drain(self) -> None:
+        """The host waits until nothing is left; raises what the work raised."""
+        with self._changed:
+            self._wait_for(lambda: not self._work and not self._busy)
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._allowed = None
+            self._work.clear()
+            self._changed.notify_all()
+        self._thread.join(_LONG_S)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def _wait_for(self, condition: Callable[[], bool]) -> None:
+        assert self._changed.wait_for(condition, _LONG_S), "the simulated stream is stuck"
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or (self._work and self._allowed != 0))
+                if self._closed:
+                    return
+                work = self._work.popleft()
+                self._busy = True
+                if self._allowed is not None:
+                    self._allowed -= 1
+            try:
+                with torch.no_grad():
+                    work()
+            except BaseException as error:
+                self._error = error
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+
+
+class SimulatedMark:
+    """A point in a simulated stream."""
+
+    def __init__(self) -> None:
+        self._event = _native.HostEvent()
+        self._changed = threading.Condition()
+        self._set = self._passed = 0
+        self.passed_s = 0.0
+
+    @property
+    def handle(self) -> int:
+        return self._event.handle
+
+    def done(self) -> bool:
+        with self._changed:
+            return self._passed == self._set
+
+    def wait(self) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._passed == self._set, _LONG_S), "a mark was never passed"
+
+    def _place(self) -> int:
+        with self._changed:
+            self._set += 1
+            self._event.reset()
+            return self._set
+
+    def _pass(self, number: int, now_s: float) -> None:
+        with self._changed:
+            self._passed, self.passed_s = number, now_s
+            if number == self._set:
+                self._event.set()
+            self._changed.notify_all()
+
+    def _wait_until(self, number: int, given_up: Callable[[], bool]) -> None:
+        with self._changed:
+            while self._passed < number and not given_up():
+                self._changed.wait(0.01)
+
+
+class SimulatedDevice:
+    """A device whose compute stream, side stream and further streams are threads.
+
+    streams: further streams that write state and were named by the user (`Options.streams`).
+    """
+
+    def __init__(
+        self,
+        name: str = "simulated:0",
+        *,
+        room_bytes: int = 1 << 40,
+        piece_bytes: int = PIECE_BYTES,
+        streams: tuple[SimulatedStream, ...] = (),
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.name = name
+        self.compute = SimulatedStream(f"{name} compute")
+        self.side = SimulatedStream(f"{name} side")
+        self.room = room_bytes
+        self.graph_capture = False
+        self.out_of_memory = False
+        self.allocated_bytes = 0
+        self.registered: dict[int, int] = {}
+        self._streams = streams
+        self._piece_bytes = piece_bytes
+        self._clock = clock
+        self._adopted: dict[int, torch.UntypedStorage] = {}
+
+    def adopt(self, *tensors: Tensor) -> None:
+        """These tensors' memory is this device's from here on."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._adopted[storage.data_ptr()] = storage
+
+    def owns(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._adopted
+
+    def launch(self, on: On, work: Callable[[], None]) -> None:
+        self._refuse_in_graph()
+        self._stream(on).enqueue(work)
+
+    def new_mark(self, *, timing: bool = False) -> SimulatedMark:
+        return SimulatedMark()
+
+    def mark(self, on: On, mark: Mark) -> None:
+        self._refuse_in_graph()
+        self._mark(self._stream(on), mark)
+
+    def hold(self, on: On, mark: Mark) -> None:
+        self._hold(self._stream(on), mark)
+
+    def gather(self, on: On) -> None:
+        target = self._stream(on)
+        for stream in (self.compute, *self._streams):
+            if stream is not target:
+                mark = SimulatedMark()
+                self._mark(stream, mark)
+                self._hold(target, mark)
+
+    def hold_writers(self, mark: Mark) -> None:
+        self._refuse_in_graph()
+        for stream in (self.compute, *self._streams):
+            self._hold(stream, mark)
+
+    def copy_to_host(self, sources: Addresses, destinations: Addresses, sizes: Addresses) -> None:
+        columns = (sources.tolist(), destinations.tolist(), sizes.tolist())
+        for source, destination, size in zip(*columns, strict=True):
+            for start in range(0, size, self._piece_bytes):
+                length = min(self._piece_bytes, size - start)
+                self.side.enqueue(_copy(source + start, destination + start, length))
+
+    def register(self, address: int, num_bytes: int) -> None:
+        self.registered[address] = num_bytes
+
+    def unregister(self, address: int) -> None:
+        self.registered.pop(address, None)
+
+    def preparing(self) -> contextlib.AbstractContextManager[None]:
+        self._refuse_in_graph()
+        return contextlib.nullcontext()
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        self._refuse_in_graph()
+        if self.out_of_memory:
+            raise torch.OutOfMemoryError("the simulated device has no memory left")
+        self.allocated_bytes += num_bytes
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def give_back(self) -> None:
+        pass
+
+    def room_bytes(self) -> int:
+        return self.room
+
+    def capturing(self) -> bool:
+        return self.graph_capture
+
+    def elapsed_s(self, start: Mark, end: Mark) -> float | None:
+        assert isinstance(start, SimulatedMark)
+        assert isinstance(end, SimulatedMark)
+        return end.passed_s - start.passed_s if start.done() and end.done() else None
+
+    def synchronize(self) -> None:
+        """Waits for streams that nobody named, too, as a device does: they are `others`."""
+        for stream in (self.compute, self.side, *self._streams, *self.others):
+            stream.drain()
+
+    others: tuple[SimulatedStream, ...] = ()
+
+    def close(self) -> None:
+        """Streams go on, as a device's do; `shutdown` ends them."""
+
+    def shutdown(self) -> None:
+        for stream in (self.compute, self.side):
+            stream.close()
+
+    def _stream(self, on: On) -> SimulatedStream:
+        return self.side if on is On.SIDE else self.compute
+
+    def _mark(self, stream: SimulatedStream, mark: Mark) -> None:
+        assert isinstance(mark, SimulatedMark)
+        number = mark._place()
+        stream.enqueue(lambda: mark._pass(number, self._clock()))
+
+    def _hold(self, stream: SimulatedStream, mark: Mark) -> None:
+        assert isinstance(mark, SimulatedMark)
+        number = mark._set
+        stream.enqueue(lambda: mark._wait_until(number, lambda: stream.closed))
+
+    def _refuse_in_graph(self) -> None:
+        # A real device breaks the graph that is being captured.
+        assert not self.graph_capture, "work was enqueued while a graph was being captured"
+
+
+def _copy(source: int, destination: int, num_bytes: int) -> Callable[[], None]:
+    def copy() -> None:
+        ctypes.memmove(destination, source, num_bytes)
+
+    return copy

@@ -1,0 +1,308 @@
+"""Every way, on the simulated accelerator: the exact state of the boundary, or no snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from flashckpt import _native
+from flashckpt.capture import Verdict
+from flashckpt.capture.device.simulated import SimulatedStream
+from flashckpt.memory.slots import SlotRing
+
+from .accelerated import LARGE, Accelerated
+
+NO_ROOM = 0
+Maker = Callable[..., Accelerated]
+
+
+@pytest.fixture
+def make(ring: SlotRing, sealer: _native.Sealer) -> Iterator[Maker]:
+    made: list[Accelerated] = []
+
+    def maker(**options: object) -> Accelerated:
+        made.append(Accelerated(ring, sealer, **options))
+        return made[-1]
+
+    yield maker
+    for each in made:
+        each.close()
+
+
+def warm(loop: Accelerated, boundaries: int = 3) -> Accelerated:
+    for _ in range(boundaries):
+        loop.iterate()
+        assert loop.result() == "exact"
+    return loop
+
+
+def test_a_clone_is_in_the_order_of_the_loops_kernels(make: Maker) -> None:
+    """The host is ahead of the device: kernels of this iteration have not run when the boundary comes."""
+    loop = warm(make())
+    assert loop.ways()["model.a"] == "clone"
+    loop.device.compute.hold()
+    assert loop.iterate().captured
+    loop.kernel(lambda: loop.model.a.data.add_(1))  # the next iteration's
+    assert loop.result() == "exact"
+
+
+def test_the_copy_does_not_start_before_the_loops_kernels_are_done(make: Maker) -> None:
+    loop = warm(make(room=NO_ROOM))
+    loop.device.compute.hold()
+    assert loop.iterate().captured
+    waiting = loop.device.side.pending()
+    assert waiting > 1  # behind the wait for the compute stream
+    assert loop.result() == "exact"
+
+
+def test_a_gate_holds_the_next_step_back_until_the_copy_has_ended(make: Maker) -> None:
+    loop = warm(make(room=NO_ROOM))
+    assert loop.ways()["model.a"] == loop.ways()["optimizer.0.momentum"] == "gate"
+    loop.device.side.hold()
+    assert loop.boundary(ordered=True).captured
+    loop.train()  # the host goes on: forward, backward, step
+    assert loop.device.compute.pending() > 0  # the step waits on the device
+    assert loop.result() == "exact"
+
+
+def test_no_gate_without_hooks_the_digest_finds_the_tear(make: Maker) -> None:
+    """A compiled step, or a graph's replay: nothing tells that parameters are about to be written."""
+    loop = warm(make(room=NO_ROOM))
+    loop.train()
+    loop.device.side.hold()
+    assert loop.boundary().captured
+    loop.train(hooks=False)
+    loop.device.compute.drain()
+    assert loop.result() == "torn"
+
+
+def test_outside_the_window_a_step_without_hooks_does_no_harm(make: Maker) -> None:
+    loop = warm(make(room=NO_ROOM))
+    loop.iterate()
+    loop.finish()
+    loop.train(hooks=False)
+    loop.device.compute.drain()
+    assert loop.result() == "exact"
+
+
+def test_a_leaf_found_torn_goes_to_the_safer_way_and_is_exact_there(
+    make: Maker, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Embedding(max_norm): the forward writes the weight, before any step's hook."""
+    loop = warm(make(room=NO_ROOM))
+    loop.train()
+    loop.device.side.hold()
+    loop.boundary()
+    loop.kernel(lambda: loop.model.a.data.renorm_(2, 0, 0.5) if loop.model.a.dim() > 1 else loop.model.a.data.mul_(0.5))
+    loop.device.compute.drain()
+    assert loop.result() == "torn"
+    assert loop.audit() == ["model.a"]
+    caplog.set_level("WARNING", "flashckpt")
+    for _ in range(2):
+        loop.train()
+        loop.device.compute.drain()
+        loop.device.side.drain()
+        loop.boundary()
+        loop.kernel(lambda: loop.model.a.data.mul_(0.5))
+        assert loop.result() == "exact"
+    assert loop.ways()["model.a"] == "wait"
+    assert [r.getMessage().split()[0] for r in caplog.records] == ["model.a"]
+
+
+def test_what_no_gate_protects_is_waited_for(make: Maker) -> None:
+    """An EMA teacher: no gradient, in no optimizer, written at every step and by nobody that has a hook."""
+    loop = make(room=NO_ROOM)
+    teacher = loop.add("teacher", torch.randn(LARGE))
+    for _ in range(5):
+        loop.train()
+        loop.kernel(lambda: teacher.lerp_(loop.model.a.data, 0.1))
+        loop.device.compute.drain()
+        loop.device.side.hold()
+        assert loop.boundary().captured
+        loop.kernel(lambda: teacher.add_(1))
+        assert loop.result() == "exact"
+    assert loop.ways()["more.teacher"] == "wait"
+
+
+@pytest.mark.parametrize("room", [1 << 40, NO_ROOM])
+@pytest.mark.parametrize("inside", [True, False])
+def test_writes_that_no_version_counter_sees(make: Maker, room: int, inside: bool) -> None:
+    loop = warm(make(room=room))
+    view = loop.model.a.detach().numpy()
+    versions = (loop.model.a._version, loop.model.b._version)
+    loop.train()
+    loop.kernel(lambda: loop.model.b.data.mul_(1.5))
+    loop.kernel(lambda: view.__setitem__(slice(0, 100), 3.0))
+    loop.device.compute.drain()
+    if inside:
+        loop.device.side.hold()
+    assert loop.boundary().captured
+    if not inside:
+        loop.finish()
+    loop.kernel(lambda: loop.model.b.data.mul_(1.5))
+    loop.kernel(lambda: view.__setitem__(slice(0, 100), 4.0))
+    loop.device.compute.drain()
+    assert loop.result() == ("torn" if inside and room == NO_ROOM else "exact")
+    assert versions == (loop.model.a._version, loop.model.b._version)
+
+
+@pytest.mark.parametrize("room", [1 << 40, NO_ROOM])
+def test_new_memory_of_a_parameter_while_the_old_is_copied(make: Maker, room: int) -> None:
+    loop = warm(make(room=room))
+    loop.train()
+    loop.device.side.hold()
+    assert loop.boundary().captured
+    fresh = torch.randn(LARGE)
+    loop.device.adopt(fresh)
+    old = loop.model.a.data.data_ptr()
+    loop.model.a.data = fresh  # the old memory has no other owner now
+    rubbish = [torch.full((LARGE,), 9.0) for _ in range(8)]
+    if room == NO_ROOM:
+        assert old not in [each.data_ptr() for each in rubbish]
+    assert loop.result() == "exact"
+    loop.iterate()
+    assert loop.result() == "exact"
+
+
+def test_another_parameter_in_the_modules_place(make: Maker) -> None:
+    """After an evaluation some wrappers leave modules showing other parameters than before."""
+    loop = warm(make())
+    own = loop.model.a
+    shown = torch.nn.Parameter(torch.randn(LARGE))
+    loop.device.adopt(shown)
+    loop.model._parameters["a"] = shown
+    loop.iterate()
+    assert loop.result() == "exact"
+    loop.model._parameters["a"] = own
+    loop.iterate()
+    assert loop.result() == "exact"
+
+
+def test_small_leaves_are_cloned_even_without_room(make: Maker) -> None:
+    loop = warm(make(room=NO_ROOM))
+    ways = loop.ways()
+    assert ways["model.small"] == ways["model.brief"] == "clone"
+    assert ways["optimizer.0.step"] == "host"
+    loop.device.side.hold()
+    loop.boundary(ordered=True)
+    loop.kernel(lambda: loop.model.small.add_(1))
+    loop.kernel(lambda: loop.model.brief.add_(1))
+    assert loop.result() == "exact"
+
+
+def test_leaves_without_row_major_memory_are_made_so_on_the_device(make: Maker) -> None:
+    loop = make()
+    loop.add("transposed", torch.randn(700, 500).t())
+    loop.add("odd", torch.randint(0, 255, (1_100_001,), dtype=torch.uint8))
+    loop.add("bytes", torch.randint(0, 255, (3,), dtype=torch.uint8))
+    loop.add("wide", torch.randn(5, dtype=torch.complex128))
+    loop.add("none", torch.empty(0))
+    loop.add("shifted", torch.randn(9).to(torch.bfloat16)[1:])
+    warm(loop, 4)
+
+
+def test_a_stream_that_nobody_named_is_found_by_the_second_digest(
+    make: Maker, caplog: pytest.LogCaptureFixture
+) -> None:
+    rogue = SimulatedStream("rogue")
+    loop = make(device_memory=1 << 30)
+    loop.device.others = (rogue,)
+    loop.train()
+    loop.device.compute.drain()
+    loop.device.compute.hold()
+    assert loop.boundary().captured
+    loop.device.compute.step(3)  # the reference, the budget's mark, the clone
+    loop.kernel(lambda: loop.model.b.data.add_(1), rogue)
+    rogue.drain()
+    assert loop.result() == "none"
+    assert loop.capture.report()["snapshots_lost"] == 1
+    assert "model.b" in caplog.text
+    loop.train()
+    loop.device.compute.drain()
+    loop.kernel(lambda: loop.model.b.data.add_(1), rogue)
+    rogue.hold()
+    rogue.release()
+    loop.boundary()
+    assert loop.result() == "exact"
+    assert loop.ways()["model.b"] == "wait"
+    rogue.close()
+
+
+@pytest.mark.parametrize("room", [1 << 40, NO_ROOM])
+def test_named_streams_are_waited_for_and_held(make: Maker, room: int) -> None:
+    named = SimulatedStream("named")
+    loop = make(room=room, streams=(named,))
+    warm(loop)
+    loop.train()
+    loop.device.compute.drain()
+    named.hold()
+    loop.kernel(lambda: loop.model.small.add_(1), named)
+    expected = loop.model.small + 1
+    assert loop.boundary().captured
+    loop.kernel(lambda: loop.model.small.add_(5), named)  # after the boundary
+    named.release()
+    named.drain()
+    loop.finish()
+    from .content import bytes_of, newest
+
+    content = newest(loop.ring)
+    assert content.step == loop.step
+    assert content.torn == []
+    assert content.leaves["model.small"] == bytes_of(expected)
+    named.close()
+
+
+def test_a_copy_that_is_still_running_skips_the_next_boundary(make: Maker) -> None:
+    loop = warm(make())
+    loop.device.side.hold()
+    assert loop.iterate().captured
+    outcome = loop.iterate()
+    assert outcome.verdict is Verdict.SKIPPED
+    assert "still running" in outcome.reason
+    loop.device.side.release()
+    outcome = loop.iterate(ordered=True)  # an order waits for it, and only an order
+    assert outcome.captured
+    assert loop.result() == "exact"
+
+
+def test_nothing_is_enqueued_while_a_graph_is_captured(make: Maker) -> None:
+    loop = warm(make(room=NO_ROOM))
+    loop.device.side.hold()
+    loop.iterate()
+    loop.device.graph_capture = True  # any use of the device fails from here on
+    loop.capture._close_gates  # noqa: B018
+    before = loop.capture.hooks.used_up(loop.model.a, loop.model.a.grad)
+    loop.optimizer.step()
+    assert loop.capture.boundary(99, lambda: b"{}").verdict in (Verdict.NOT_QUALIFIED, Verdict.SKIPPED)
+    assert before
+    loop.device.graph_capture = False
+    loop.finish()
+    assert loop.iterate().captured
+    assert loop.result() == "exact"
+
+
+def test_a_device_without_memory_costs_snapshots_and_not_the_run(make: Maker) -> None:
+    loop = make()
+    loop.device.out_of_memory = True
+    outcome = loop.iterate()
+    assert outcome.verdict is Verdict.SKIPPED
+    assert "memory" in outcome.reason
+    loop.device.out_of_memory = False
+    warm(loop)
+
+
+def test_the_arena_gives_way_when_headroom_falls(make: Maker) -> None:
+    loop = warm(make(), 4)
+    assert loop.ways()["model.a"] == "clone"
+    loop.device.room = -1
+    warm(loop, 2)
+    assert loop.ways()["model.a"] == "gate"
+
+
+def test_slots_are_known_to_the_device_while_they_are_used(make: Maker, ring: SlotRing) -> None:
+    loop = make()
+    assert set(loop.device.registered) == {a for s in ring.slots for a in (s.image_address, s.metadata_address)}
+    loop.capture.set_slots(None)
+    assert loop.device.registered == {}
