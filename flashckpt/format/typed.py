@@ -119,8 +119,8 @@ def encode_json(value: object) -> bytes:
     """`value` as typed JSON, ASCII, compact. Raises StateError for what has no exact encoding."""
     if type(value) is Encoded:
         return value.data
-    if type(value) is dict and any(_holds_encoded(item) for item in value.values()):
-        items = [_dumps(_plain_key(key)).encode() + b":" + encode_json(item) for key, item in value.items()]
+    if type(value) is dict and _holds_encoded(value) and all(map(_is_plain_key, value)):
+        items = [_dumps(key).encode() + b":" + encode_json(item) for key, item in value.items()]
         return b"{" + b",".join(items) + b"}"
     return _dumps(encode(value)).encode("ascii")
 
@@ -128,16 +128,14 @@ def encode_json(value: object) -> bytes:
 _dumps = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False).encode
 
 
-def _holds_encoded(value: object, levels: int = 5) -> bool:
+def _holds_encoded(value: object, levels: int = 6) -> bool:
     if type(value) is Encoded:
         return True
     return type(value) is dict and levels > 0 and any(_holds_encoded(v, levels - 1) for v in value.values())
 
 
-def _plain_key(key: object) -> str:
-    if type(key) is str and not key.startswith("!"):
-        return key
-    raise StateError(f"the key {key!r} cannot stand above a value that was encoded before")
+def _is_plain_key(key: object) -> bool:
+    return type(key) is str and key[:1] != "!" and key.isascii()
 
 
 def _encode_str(value: str) -> object:
@@ -167,7 +165,7 @@ def _encode_items(values: Iterable[object], depth: int) -> list[object]:
 
 def _encode_dict(value: dict[object, object], depth: int) -> object:
     for key in value:
-        if type(key) is not str or key[:1] == "!" or not key.isascii():
+        if not _is_plain_key(key):
             return {"!dict": _encode_pairs(value, depth)}
     return {key: encode(item, depth) for key, item in value.items()}
 

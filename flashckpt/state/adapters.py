@@ -72,7 +72,7 @@ def _same_arrays(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
 
 
 def _scalar_plain(scalar: np.generic) -> list[object]:
-    return [scalar.dtype.str, scalar.tobytes()]
+    return [scalar.dtype.str, scalar.tobytes()[: scalar.dtype.itemsize]]
 
 
 def _scalar_back(plain: Any) -> np.generic:

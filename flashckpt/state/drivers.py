@@ -34,11 +34,9 @@ def check_schedulers(named: Mapping[str, object], optimizers: Mapping[str, Optim
     if not driven:
         return
     reached = {id(s) for target in named.values() for s in _schedulers_in(target, _SEARCH_LEVELS)}
-    missing = _unnamed(driven, reached)
-    if missing:
+    if _unnamed(driven, reached):
         gc.collect()  # one that is only part of a garbage cycle is not used any more
-        missing = _unnamed(driven, reached)
-    for name, scheduler in missing:
+    for name, scheduler in _unnamed(driven, reached):
         kind = type(scheduler).__name__
         raise StateError(
             f"The optimizer {name!r} is driven by a {kind} that is not part of the state: after a resume its "

@@ -1,4 +1,4 @@
-"""A snapshot as bytes alone: what a slot would hold, written and read without any other part of the library."""
+"""A snapshot as bytes alone: what a slot would hold, without any other part of the library."""
 
 from __future__ import annotations
 

@@ -1,0 +1,275 @@
+"""Typed JSON comes back with its types, its order and its bits, and reads nothing that was never written."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import json
+import math
+import struct
+import subprocess
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashckpt.errors import DamagedError, StateError
+from flashckpt.format.typed import (
+    MAX_DEPTH,
+    Encoded,
+    Hole,
+    LeafRef,
+    check_roundtrip,
+    decode,
+    decode_json,
+    encode_json,
+    register,
+    same,
+)
+
+
+def there_and_back(value: Any) -> Any:
+    return decode_json(encode_json(value))
+
+
+KEYS = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary(max_size=8),
+    lambda inner: st.tuples(inner, inner),
+    max_leaves=3,
+)
+SIMPLE = (
+    KEYS
+    | st.floats()
+    | st.integers(min_value=-(1 << 5000), max_value=1 << 5000)
+    | st.complex_numbers()
+    | st.text(alphabet=st.characters(codec=None, categories=("Cs", "L")), max_size=4)
+    | st.binary(max_size=20).map(bytearray)
+    | st.builds(range, st.integers(-9, 9), st.integers(-9, 9), st.integers(1, 3))
+    | st.builds(slice, st.none() | st.integers(), st.none() | st.integers())
+)
+VALUES = st.recursive(
+    SIMPLE,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(KEYS, inner, max_size=4)
+        | st.dictionaries(st.text(max_size=3), inner, max_size=4)
+        | st.dictionaries(KEYS, inner, max_size=3).map(OrderedDict)
+        | st.dictionaries(KEYS, inner, max_size=3).map(lambda d: defaultdict(list, d))
+        | st.dictionaries(KEYS, st.integers(), max_size=3).map(Counter)
+        | st.sets(KEYS, max_size=4)
+        | st.frozensets(KEYS, max_size=4)
+        | st.lists(inner, max_size=4).map(lambda items: deque(items, maxlen=5))
+    ),
+    max_leaves=12,
+)
+
+
+@given(VALUES)
+@settings(max_examples=300, deadline=None)
+def test_round_trip(value: Any) -> None:
+    assert same(value, there_and_back(value))
+    check_roundtrip(value, "x")
+
+
+@given(st.lists(st.sampled_from([True, 1, 1.0, "1", None, 0, -0.0]), min_size=17, max_size=40))
+def test_long_lists_keep_their_types(items: list[Any]) -> None:
+    """Long lists of one type take a shorter way."""
+    assert same(items, there_and_back(items))
+
+
+@pytest.mark.parametrize("size", [20, 3])
+@pytest.mark.parametrize("item", [math.inf, math.nan, 1 << 9000, "\ud800", "ä", True, 2.5, None, -0.0])
+def test_lists_of_one_kind(item: Any, size: int) -> None:
+    assert same([item] * size, there_and_back([item] * size))
+
+
+def test_the_types_that_plain_json_loses() -> None:
+    value = {2: "a", "2": "b", True: 1, None: (1, [2]), (1, "x"): {1, 2}, 1.5: b"\0", "!tuple": [1]}
+    back = there_and_back(value)
+    assert list(back) == list(value)
+    assert [type(key) for key in back] == [type(key) for key in value]
+    assert same(value, back)
+    assert not same({"1": 0}, {1: 0})
+    assert not same([1], [True])
+    assert not same(0.0, -0.0)
+    assert not same((1,), [1])
+    assert not same({"a": 1, "b": 2}, {"b": 2, "a": 1})
+    assert not same(defaultdict(list), defaultdict(dict))
+    assert not same(deque([1], 3), deque([1], 4))
+
+
+def test_nan_keeps_its_bits() -> None:
+    odd = struct.unpack(">d", bytes.fromhex("fff8000000000123"))[0]
+    assert struct.pack(">d", there_and_back(odd)).hex() == "fff8000000000123"
+
+
+def test_counter_of_milestones_keeps_integer_keys() -> None:
+    assert there_and_back(Counter({30: 1, 80: 2})) == Counter({30: 1, 80: 2})
+    assert type(next(iter(there_and_back(Counter({30: 1}))))) is int
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+class Text(str):
+    __slots__ = ()
+
+
+Point = namedtuple("Point", "x y")  # noqa: PYI024
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        object(),
+        Colour.RED,
+        Text("a"),
+        Point(1, 2),
+        lambda: 0,
+        memoryview(b""),
+        defaultdict(lambda: 0),
+        int,
+        ...,
+    ],
+    ids=repr,
+)
+def test_what_has_no_exact_encoding_is_refused_with_its_path(value: Any) -> None:
+    with pytest.raises(StateError) as caught:
+        check_roundtrip({"a": [1, {"b": value}]}, "optimizer")
+    assert caught.value.location == "optimizer.a.1.b"
+    assert "optimizer.a.1.b cannot be saved exactly" in str(caught.value)
+
+
+def test_cycles_and_depth_are_refused() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    with pytest.raises(StateError, match="contain themselves"):
+        encode_json({"a": loop})
+    deep: Any = 1
+    for _ in range(MAX_DEPTH - 2):
+        deep = [deep]
+    assert same(there_and_back(deep), deep)
+    for _ in range(5):
+        deep = [deep]
+    with pytest.raises(StateError, match="deeper"):
+        encode_json(deep)
+
+
+def test_a_value_encoded_before_is_written_as_it_is() -> None:
+    fixed = Encoded({"names": ["a", "b"], "t": (1,)})
+    value = {"state": {"entries": {"optimizer": {"params": fixed, "n": (1, 2)}}}, "rng": 3}
+    assert there_and_back(value) == {
+        "state": {"entries": {"optimizer": {"params": {"names": ["a", "b"], "t": (1,)}, "n": (1, 2)}}},
+        "rng": 3,
+    }
+    check_roundtrip(value, "x")
+    assert there_and_back({1: fixed}) == {1: fixed.value}
+    assert there_and_back({"!x": {"a": fixed}}) == {"!x": {"a": fixed.value}}
+
+
+def test_references_and_holes() -> None:
+    value = [LeafRef("a.b"), LeafRef("c", {"device": "cpu", "shape": (1, 2)}), Hole()]
+    assert there_and_back(value) == value
+
+
+HOSTILE = [
+    b"",
+    b"{",
+    b"NaN",
+    b"1e999",
+    b'{"a":1,"a":2}',
+    b'{"!nothing":1}',
+    b'{"!tuple":1}',
+    b'{"!tuple":[],"b":1}',
+    b'{"!set":[[]]}',
+    b'{"!set":[1,1]}',
+    b'{"!dict":[[[],1]]}',
+    b'{"!dict":[[1,1],[1,2]]}',
+    b'{"!dict":[[1]]}',
+    b'{"!dict":5}',
+    b'{"!defaultdict":["eval",[]]}',
+    b'{"!bytes":"@@"}',
+    b'{"!bytes":3}',
+    b'{"!float":"00"}',
+    b'{"!int":5}',
+    b'{"!int":"0xzz"}',
+    b'{"!complex":"00"}',
+    b'{"!range":["a"]}',
+    b'{"!leaf":3}',
+    b'{"!leaf":[1,2]}',
+    b'{"!str":"zz"}',
+    b'{"!deque":[-1,[]]}',
+    b'{"!deque":"ab"}',
+    b"[" * 100_000,
+    b"[" * 2000 + b"]" * 2000,
+    b'{"!tuple":[' * 300 + b"]}" * 300,
+    b"9" * 5000,
+    b"\xff\xfe",
+]
+
+
+@pytest.mark.parametrize("data", HOSTILE, ids=lambda data: repr(data[:30]))
+def test_what_was_never_written_is_damaged(data: bytes) -> None:
+    with pytest.raises(DamagedError):
+        decode_json(data)
+
+
+@given(st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
+def test_any_bytes_are_a_value_or_damaged(data: bytes) -> None:
+    with contextlib.suppress(DamagedError):
+        decode_json(data)
+
+
+@given(VALUES, st.data())
+@settings(max_examples=150, deadline=None)
+def test_a_changed_tag_never_escapes(value: Any, data: st.DataObject) -> None:
+    """Cut or exchanged bytes give a value or DamagedError, never another exception."""
+    text = bytearray(encode_json(value))
+    place = data.draw(st.integers(0, len(text) - 1))
+    text[place] = data.draw(st.integers(32, 126))
+    with contextlib.suppress(DamagedError):
+        decode_json(bytes(text))
+
+
+def test_decode_takes_parsed_json() -> None:
+    assert decode(json.loads(encode_json({"a": (1,)}))) == {"a": (1,)}
+
+
+def test_adapters_are_exact_types_and_checked() -> None:
+    class Ratio:
+        def __init__(self, a: int, b: int) -> None:
+            self.a, self.b = a, b
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Ratio) and (self.a, self.b) == (other.a, other.b)
+
+        __hash__ = None  # type: ignore[assignment]
+
+    register(Ratio, "test.Ratio", lambda r: [r.a, r.b], lambda plain: Ratio(*plain))
+    assert there_and_back([Ratio(1, 2)]) == [Ratio(1, 2)]
+    with pytest.raises(DamagedError):
+        decode_json(b'{"!test.Ratio":[1,2,3]}')
+    with pytest.raises(ValueError, match="taken"):
+        register(int, "test.Ratio", int, int)
+
+    class Lossy(Ratio):
+        pass
+
+    register(Lossy, "test.Lossy", lambda r: r.a, lambda plain: Lossy(plain, 0))
+    with pytest.raises(StateError, match=r"x\.r cannot be saved exactly: it does not come back equal"):
+        check_roundtrip({"r": Lossy(1, 2)}, "x")
+
+
+def test_reading_imports_neither_torch_nor_numpy() -> None:
+    code = "import sys, flashckpt.format.typed; assert not {'torch', 'numpy'} & set(sys.modules), 'imported'"
+    subprocess.run([sys.executable, "-c", code], check=True)

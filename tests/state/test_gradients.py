@@ -1,0 +1,187 @@
+"""Gradients between two iterations: leaves while they are needed, a mask of their kinds afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flashckpt.format.typed import encode_json
+from flashckpt.state.tree import Tree
+from tests.state.image import Image, all_used_up, assert_same, capture, none_used_up, restore
+
+UsedUp = Callable[[Any, Tensor], bool]
+
+
+class Experts(nn.Module):
+    """Two experts, of which each input uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(3, 1), nn.Linear(3, 1)])
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        return self.experts[which](x)
+
+
+def build(seed: int = 0) -> tuple[Tree, nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = Experts()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5, momentum=0.9)
+    return Tree({"model": model, "optimizer": optimizer}), model, optimizer
+
+
+def train(model: nn.Module, optimizer: Any, steps: range, to_none: bool, which: Callable[[int], int]) -> None:
+    for step in steps:
+        optimizer.zero_grad(set_to_none=to_none)
+        model(torch.full((2, 3), float(step)), which(step)).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_an_idle_expert_decays_only_if_it_did(to_none: bool) -> None:
+    """Expert 0 is used before the snapshot only: with zeros for its gradient it decays on, without one
+    it stands still."""
+
+    def which(step: int) -> int:
+        return int(step >= 2)
+
+    tree, model, optimizer = build()
+    train(model, optimizer, range(3), to_none, which)
+    image = capture(tree)
+    train(model, optimizer, range(3, 6), to_none, which)
+    again, model2, optimizer2 = build(seed=9)
+    restore(again, image)
+    train(model2, optimizer2, range(3, 6), to_none, which)
+    assert_same(tree, again)
+
+
+def test_accumulation_goes_on_in_the_middle() -> None:
+    def micro(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            model(torch.full((2, 3), float(step)), step % 2).square().mean().backward()
+            if step % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    tree, model, optimizer = build()
+    micro(model, optimizer, range(4))
+    image = capture(tree, none_used_up)
+    micro(model, optimizer, range(4, 9))
+    again, model2, optimizer2 = build(seed=9)
+    restore(again, image)
+    micro(model2, optimizer2, range(4, 9))
+    assert_same(tree, again)
+
+
+def test_gradients_that_no_optimizer_owns_are_leaves() -> None:
+    """They feed clip_grad_norm_ over all parameters."""
+    tree, model, _ = build()
+    model.register_parameter("scale", nn.Parameter(torch.ones(2)))
+    model.scale.grad = torch.tensor([3.0, 4.0])
+    owned = {id(p) for p in model.experts.parameters()}
+    walk = tree.walk(lambda p, g: id(p) in owned)
+    assert [leaf.name for leaf in walk.leaves if leaf.kind == "gradient"] == ["gradients.model.scale"]
+    image = Image.of(walk)
+    model.scale.grad = None
+    restore(tree, image)
+    assert model.scale.grad.tolist() == [3.0, 4.0]
+
+
+def test_a_parameter_called_grad_is_no_gradient() -> None:
+    model = nn.Module()
+    model.w = nn.Parameter(torch.ones(1))
+    model.grad = nn.Parameter(torch.zeros(1))
+    model.w.grad = torch.tensor([5.0])
+    walk = Tree({"model": model}).walk(none_used_up)
+    assert [leaf.name for leaf in walk.leaves] == ["model.w", "model.grad", "gradients.model.w"]
+
+
+@pytest.mark.parametrize("coalesced", [True, False])
+@pytest.mark.parametrize("used_up", [all_used_up, none_used_up])
+def test_sparse_gradients(coalesced: bool, used_up: UsedUp) -> None:
+    def build() -> tuple[Tree, nn.Embedding]:
+        table = nn.Embedding(6, 2, sparse=True)
+        return Tree({"table": table}), table
+
+    tree, table = build()
+    table(torch.tensor([1, 1, 4])).sum().backward()
+    assert table.weight.grad is not None
+    if coalesced:
+        table.weight.grad = table.weight.grad.coalesce()
+    image = capture(tree, used_up)
+    again, table2 = build()
+    restore(again, image)
+    got, expected = table2.weight.grad, table.weight.grad
+    assert got is not None
+    assert got.is_sparse
+    if used_up is all_used_up:
+        assert got._nnz() == 0
+    else:
+        assert got.is_coalesced() == coalesced
+        assert torch.equal(got._indices(), expected._indices())
+        assert torch.equal(got._values(), expected._values())
+
+
+def test_gradients_keep_their_layout() -> None:
+    def build() -> tuple[Tree, nn.Conv2d]:
+        torch.manual_seed(0)
+        conv = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+        return Tree({"conv": conv}), conv
+
+    for used_up in (all_used_up, none_used_up):
+        tree, conv = build()
+        conv(torch.ones(1, 2, 4, 4)).sum().backward()
+        conv.weight.grad = conv.weight.grad.contiguous()
+        again, conv2 = build()
+        restore(again, capture(tree, used_up))
+        assert conv2.weight.grad.stride() == conv.weight.grad.stride() != conv.weight.stride()
+
+
+def test_the_mask_is_read_again_between_walks() -> None:
+    tree, model, optimizer = build()
+    train(model, optimizer, range(2), True, lambda step: step % 2)
+    first = tree.walk(all_used_up)
+    assert first.gradient_kinds == "--dd"
+    train(model, optimizer, range(2, 3), True, lambda step: 0)
+    kinds = tree.values(all_used_up)["gradients"]["kinds"]
+    assert kinds == "dd--"
+    assert tree.current is first
+    value = tree.values(none_used_up)
+    assert tree.current is not first
+    assert value["gradients"]["kinds"] == "LL--"
+    assert encode_json(tree.values(none_used_up)) == encode_json(value)
+
+
+def test_gradients_of_parameters_that_only_an_optimizer_knows() -> None:
+    def build() -> tuple[Tree, Tensor, torch.optim.Optimizer]:
+        w = torch.ones(3, requires_grad=True)
+        optimizer = torch.optim.Adam([w], lr=0.1)
+        return Tree({"optimizer": optimizer}), w, optimizer
+
+    def steps(w: Tensor, optimizer: torch.optim.Optimizer, numbers: range) -> None:
+        for number in numbers:
+            (w * (number + 1)).square().sum().backward()
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    tree, w, optimizer = build()
+    steps(w, optimizer, range(3))
+    walk = tree.walk(none_used_up)
+    assert {leaf.name for leaf in walk.leaves} == {
+        "optimizer.params.group0[0]",
+        "optimizer.state.group0[0].step",
+        "optimizer.state.group0[0].exp_avg",
+        "optimizer.state.group0[0].exp_avg_sq",
+        "gradients.optimizer.params.group0[0]",
+    }
+    image = Image.of(walk)
+    steps(w, optimizer, range(3, 6))
+    again, w2, optimizer2 = build()
+    restore(again, image)
+    steps(w2, optimizer2, range(3, 6))
+    assert_same(tree, again)

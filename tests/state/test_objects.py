@@ -1,0 +1,435 @@
+"""Everything that is neither a module nor a plain optimizer: scalers, objects, dicts, generators, values."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, OrderedDict, deque
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import flashckpt.state.adapters  # noqa: F401
+from flashckpt.errors import DamagedError, MismatchError, StateError
+from flashckpt.format.typed import check_roundtrip, decode_json, encode_json, same
+from flashckpt.state.tree import Tree
+from tests.state.image import Image, all_used_up, assert_same, capture, raw_bytes, restore
+
+
+class Metric:
+    """Anything with the two methods; it keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.total = torch.zeros(3)
+        self.seen: dict[int, float] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self.total.clone(), "seen": dict(self.seen), "nested": [(self.total * 2,), 3]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.total, self.seen = state["total"], state["seen"]
+
+
+def test_an_object_gets_copies_of_its_own() -> None:
+    metric = Metric()
+    metric.total += 1.5
+    metric.seen[3] = 0.25
+    tree = Tree({"metric": metric})
+    image = capture(tree)
+    assert {leaf.name for leaf in image.layout.leaves} == {"metric.total", "metric.nested.0.0"}
+    other = Metric()
+    again = Tree({"metric": other})
+    saved = image.saved()
+    handed: list[Tensor] = []
+
+    def tensor(name: str) -> Tensor:
+        handed.append(saved.tensor(name))
+        return handed[-1]
+
+    again.restore(type(saved)(saved.leaves, saved.value, tensor))
+    for view in handed:
+        view.fill_(-9)
+    assert_same(tree, again)
+    assert other.seen == {3: 0.25}
+
+
+def test_tensors_made_anew_are_read_again_with_the_values() -> None:
+    metric = Metric()
+    tree = Tree({"metric": metric})
+    walk = tree.walk(all_used_up)
+    assert tree.dynamic
+    metric.total += 1
+    metric.seen[1] = 2.0
+    image = Image.of(walk, tree.values())
+    assert tree.current is walk
+    other = Metric()
+    restore(Tree({"metric": other}), image)
+    assert other.total.tolist() == [1.0, 1.0, 1.0]
+    metric.total = torch.zeros(4)
+    tree.values()
+    assert tree.current is not walk
+
+
+def test_objects_come_last() -> None:
+    """A load_state_dict may look at the rest of the state: it is there already."""
+    model = nn.Linear(1, 1)
+
+    class Looking(Metric):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            super().load_state_dict(state)
+            self.saw = model.weight.item()
+
+    looking = Looking()
+    tree = Tree({"looking": looking, "model": model})
+    image = capture(tree)
+    weight = model.weight.item()
+    with torch.no_grad():
+        model.weight.add_(1)
+    restore(tree, image)
+    assert looking.saw == weight
+
+
+def test_an_object_that_refuses_its_state_is_named() -> None:
+    class Refusing(Metric):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise KeyError("no")
+
+    tree = Tree({"metric": Refusing()})
+    with pytest.raises(StateError, match="metric did not take its state back.*must not train on"):
+        tree.restore(capture(tree).saved())
+
+
+@pytest.mark.parametrize("before", [0, 3])
+def test_grad_scaler_without_its_state_dict(before: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: object) -> None:
+        raise AssertionError("it synchronises the device")
+
+    monkeypatch.setattr(torch.amp.GradScaler, "state_dict", refuse)
+
+    def build() -> tuple[nn.Module, Optimizer, torch.amp.GradScaler, Tree]:
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", growth_interval=2, init_scale=8.0)
+        return model, optimizer, scaler, Tree({"model": model, "optimizer": optimizer, "scaler": scaler})
+
+    def train(model: nn.Module, optimizer: Optimizer, scaler: torch.amp.GradScaler, steps: range) -> None:
+        for step in steps:
+            optimizer.zero_grad()
+            loss = model(torch.full((1, 2), torch.inf if step == 4 else 1.0)).sum()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    *parts, tree = build()
+    walk = tree.walk(all_used_up)
+    train(*parts, range(before))
+    value = tree.values()
+    assert (tree.current is walk) == (before == 0)
+    image = Image.of(tree.current or walk, value)
+    train(*parts, range(before, 6))
+    *parts2, again = build()
+    restore(again, image)
+    train(*parts2, range(before, 6))
+    assert parts2[2].get_scale() == parts[2].get_scale()
+    assert_same(tree, again)
+
+
+def test_a_scaler_that_is_off_is_a_difference() -> None:
+    on, off = torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu", enabled=False)
+    image = capture(Tree({"scaler": on}))
+    assert Tree({"scaler": off}).differences(image.saved()) == [
+        ("scaler", "an enabled GradScaler", "a GradScaler that is not enabled")
+    ]
+    restore(Tree({"scaler": off}), capture(Tree({"scaler": off})))
+
+
+def test_dicts_lists_tensors_and_generators_are_filled_where_they_are() -> None:
+    def build() -> dict[str, Any]:
+        return {
+            "meters": {
+                "best": 0.0,
+                "history": deque([1.0], maxlen=3),
+                "w": torch.zeros(2),
+                5: [torch.ones(1)],
+            },
+            "queue": [torch.zeros(2), None],
+            "tensor": torch.zeros(3),
+            "generator": torch.Generator().manual_seed(1),
+            "numpy": np.random.default_rng(1),
+            "python": random.Random(1),
+            "inner": {"rng": torch.Generator().manual_seed(2)},
+        }
+
+    state = build()
+    state["meters"].update(best=float("nan"), more=(1, torch.full((1,), 2.0)))
+    state["meters"]["history"].extend([2.0, 3.0, 4.0])
+    state["queue"].append(torch.arange(3))
+    state["tensor"].fill_(4)
+    torch.rand(3, generator=state["generator"])
+    torch.rand(3, generator=state["inner"]["rng"])
+    state["numpy"].random(3)
+    state["python"].random()
+    tree = Tree(state)
+    image = capture(tree)
+    other = build()
+    kept = {name: id(target) for name, target in other.items()}
+    filled = other["meters"]["w"]
+    inner = other["inner"]["rng"]
+    again = Tree(other)
+    restore(again, image)
+    assert_same(tree, again)
+    assert {name: id(target) for name, target in other.items()} == kept
+    assert other["meters"]["w"] is filled
+    assert other["inner"]["rng"] is inner
+    assert torch.equal(torch.rand(2, generator=inner), torch.rand(2, generator=state["inner"]["rng"]))
+    assert other["numpy"].random() == state["numpy"].random()
+    assert other["python"].random() == state["python"].random()
+
+
+def test_a_tensor_twice_in_a_dict_stays_one() -> None:
+    shared = torch.zeros(2)
+    image = capture(Tree({"d": {"a": shared, "b": [shared]}}))
+    fresh: dict[str, Any] = {"a": torch.zeros(2), "b": [torch.zeros(2)]}
+    restore(Tree({"d": fresh}), image)
+    assert fresh["a"] is fresh["b"][0]
+
+
+def test_tensors_that_share_part_of_their_memory_are_refused() -> None:
+    base = torch.zeros(4)
+    with pytest.raises(StateError, match="shares part of its memory"):
+        Tree({"d": {"all": base, "part": base[1:3]}})
+    Tree({"d": {"left": base[:2], "right": base[2:]}})
+
+
+class OwnSaving(torch.optim.SGD):
+    """Saves in its own form, as ZeRO and NamedOptimizer do."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "mine": [self.state[p].get("momentum_buffer") for g in self.param_groups for p in g["params"]]
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for p, buffer in zip(self.param_groups[0]["params"], state["mine"], strict=True):
+            self.state[p]["momentum_buffer"] = buffer
+
+
+def test_an_optimizer_with_its_own_saving_goes_through_it() -> None:
+    def build() -> tuple[nn.Module, Optimizer, Tree]:
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1)
+        optimizer = OwnSaving(model.parameters(), lr=0.1, momentum=0.9)
+        return model, optimizer, Tree({"optimizer": optimizer, "model": model})
+
+    def train(model: nn.Module, optimizer: Optimizer) -> None:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).square().sum().backward()
+            optimizer.step()
+
+    model, optimizer, tree = build()
+    train(model, optimizer)
+    image = capture(tree)
+    train(model, optimizer)
+    model2, optimizer2, again = build()
+    restore(again, image)
+    train(model2, optimizer2)
+    assert_same(tree, again)
+
+
+class Wrapper(Optimizer):
+    """Holds the optimizer that works, as accelerate's does."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+
+def test_a_wrapped_optimizer_is_unwrapped() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    tree = Tree({"model": model, "optimizer": Wrapper(optimizer)})
+    assert tree.optimizers == [optimizer]
+    with pytest.raises(StateError, match="a and b are the same Adam"):
+        Tree({"a": optimizer, "b": Wrapper(optimizer)})
+
+
+def test_optimizers_inside_backward_must_be_named() -> None:
+    model = nn.Linear(2, 1)
+    inner = {name: torch.optim.SGD([p], lr=0.1) for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        p._in_backward_optimizers = [inner[name]]  # type: ignore[attr-defined]
+    with pytest.raises(StateError, match="inside backward") as caught:
+        Tree({"model": model, "o": inner["weight"]})
+    assert caught.value.location == "model.bias"
+    Tree({"model": model, "o": inner["weight"], "o2": inner["bias"]})
+
+
+def test_two_optimizers_on_two_modules() -> None:
+    def build(seed: int) -> tuple[list[nn.Module], list[Optimizer], Tree]:
+        torch.manual_seed(seed)
+        modules = [nn.Linear(2, 2), nn.Linear(2, 2)]
+        both = [{"params": modules[0].parameters()}, {"params": modules[1].parameters(), "lr": 0.3}]
+        optimizers = [torch.optim.Adam(both), torch.optim.Adagrad(modules[1].parameters())]
+        return (
+            modules,
+            optimizers,
+            Tree({"g": modules[0], "d": modules[1], "both": optimizers[0], "one": optimizers[1]}),
+        )
+
+    def train(modules: list[nn.Module], optimizers: list[Optimizer]) -> None:
+        for step in range(3):
+            modules[1](modules[0](torch.ones(1, 2))).square().sum().backward()
+            for optimizer in optimizers[: 1 + step % 2]:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    *parts, tree = build(0)
+    train(*parts)
+    image = capture(tree)
+    names = {leaf.name for leaf in image.layout.leaves}
+    assert {"both.state.g.weight.exp_avg", "both.state.d.weight.exp_avg", "one.state.weight.sum"} <= names
+    train(*parts)
+    *parts2, again = build(1)
+    restore(again, image)
+    train(*parts2)
+    assert_same(tree, again)
+
+
+@pytest.mark.parametrize(
+    "named",
+    [{"x": 3}, {"x": "text"}, {"x": object()}, {"": {}}, {"gradients": {}}, {"a": {}, "a.b": {}}, {"!x": {}}],
+    ids=repr,
+)
+def test_what_cannot_be_named_is_refused(named: dict[str, Any]) -> None:
+    with pytest.raises(StateError):
+        Tree(named)
+
+
+def test_a_value_that_cannot_be_saved_is_refused_with_its_path() -> None:
+    class Bad(Metric):
+        def state_dict(self) -> dict[str, Any]:
+            return {"a": [1, {"f": lambda: 0}]}
+
+    with pytest.raises(StateError) as caught:
+        Tree({"metric": Bad()})
+    assert caught.value.location == "metric.state.a.1.f"
+
+
+VALUES: list[Any] = [
+    torch.Size([1, 2]), torch.float8_e5m2, torch.qint8, torch.device("cuda", 3), torch.device("cpu"),
+    torch.strided, torch.channels_last, torch.Generator().manual_seed(3), np.random.default_rng(4),
+    np.random.Generator(np.random.MT19937(3)), np.random.Generator(np.random.Philox(3)),
+    np.random.RandomState(3), random.Random(3), np.float64(0.1), np.float32("nan"), np.int64(-3),
+    np.bool_(True), np.str_("ä"), np.str_(""), np.bytes_(b"ab"), np.datetime64("2024-01-01", "D"),
+    np.longdouble("1.1"), np.complex64(1j), np.arange(6).reshape(2, 3), np.asfortranarray(np.ones((2, 3))),
+    np.empty((0, 3)), np.array(3.5), np.array(["a", "bcd"]), np.array([True]), np.dtype("float32"), np.dtype("<U5"),
+    Counter({30: 1}), OrderedDict(a=1), {torch.float32: 1, torch.device("cpu"): 2, np.int64(3): 4},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda v: f"{type(v).__name__}-{v}"[:30])
+def test_values_of_torch_and_numpy(value: Any) -> None:
+    check_roundtrip(value, "x")
+    back = decode_json(encode_json(value))
+    assert type(back) is type(value)
+    assert same(back, value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.array([object()]), np.array([(1, 2)], dtype="i4,i4"), np.ma.array([1])],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore")
+def test_arrays_that_are_refused(value: Any) -> None:
+    with pytest.raises(StateError):
+        check_roundtrip(value, "x")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"!numpy.array":["|O",[1],{"!bytes":"AAAAAAAAAAA="},false]}',
+        b'{"!numpy.array":["<f8",[1000000000000],{"!bytes":"AAAAAAAAAAA="},false]}',
+        b'{"!numpy.array":["<f8",[-1],{"!bytes":"AAAAAAAAAAA="},false]}',
+        b'{"!numpy.array":["<f8",[true],{"!bytes":"AAAAAAAAAAA="},false]}',
+        b'{"!numpy.array":3}',
+        b'{"!numpy.scalar":["<f8",{"!bytes":"AAAA"}]}',
+        b'{"!numpy.dtype":"i4,i4"}',
+        b'{"!torch.dtype":"nothing"}',
+        b'{"!torch.device":"nothing"}',
+        b'{"!torch.device":"cpu; import os"}',
+        b'{"!torch.Generator":["cpu",{"!bytes":"AAAA"}]}',
+        b'{"!numpy.Generator":["eval",{}]}',
+        b'{"!numpy.Generator":["PCG64",{}]}',
+        b'{"!random.Random":[1,2]}',
+        b'{"!torch.Size":["a"]}',
+    ],
+)
+def test_hostile_values_of_torch_and_numpy(data: bytes) -> None:
+    with pytest.raises(DamagedError):
+        decode_json(data)
+
+
+def test_a_checkpoint_of_another_state_is_a_table_and_changes_nothing() -> None:
+    def build(width: int, more: bool, dtype: torch.dtype) -> tuple[nn.Module, Tree]:
+        model = nn.Sequential(nn.Linear(2, width, dtype=dtype), nn.Linear(width, 1, dtype=dtype))
+        if more:
+            model.append(nn.Linear(1, 1, dtype=dtype))
+        groups = [{"params": list(model[0].parameters())}, {"params": list(model[1].parameters())}]
+        named: dict[str, Any] = {
+            "model": model,
+            "optimizer": torch.optim.Adam(groups if more else groups[:1]),
+        }
+        if more:
+            named["metric"] = Metric()
+        return model, Tree(named)
+
+    _, tree = build(3, False, torch.float32)
+    model, other = build(4, True, torch.float64)
+    image = capture(tree)
+    before = [raw_bytes(p) for p in model.parameters()]
+    rows = other.differences(image.saved())
+    assert set(rows) >= {
+        ("model.0.weight", "float32 (3, 2)", "float64 (4, 2)"),
+        ("model.2.bias", "missing", "float64 (1,)"),
+        ("optimizer.groups", "1 groups", "2 groups"),
+        ("metric", "missing", "object"),
+    }
+    with pytest.raises(MismatchError) as caught:
+        other.restore(image.saved())
+    assert set(caught.value.differences) == set(rows)
+    assert [raw_bytes(p) for p in model.parameters()] == before
+    reverse = tree.differences(capture(other).saved())
+    assert ("model.2.bias", "float64 (1,)", "missing") in reverse
+    assert ("metric", "object", "missing") in reverse
+
+
+def test_parameters_in_another_order_are_a_difference() -> None:
+    model = nn.Linear(2, 2)
+    image = capture(Tree({"model": model, "o": torch.optim.Adam(model.parameters())}))
+    turned = torch.optim.Adam(list(model.parameters())[::-1])
+    assert Tree({"model": model, "o": turned}).differences(image.saved()) == [
+        ("o.groups.0.params[0]", "model.weight", "model.bias"),
+        ("o.groups.0.params[1]", "model.bias", "model.weight"),
+    ]
+    other = torch.optim.SGD(model.parameters())
+    assert Tree({"model": model, "o": other}).differences(image.saved()) == [("o", "Adam", "SGD")]
+
+
+@pytest.mark.parametrize(
+    "value", [{}, {"entries": {}}, {"entries": {"m": {}}, "gradients": {}}, {"entries": 3}]
+)
+def test_values_of_another_form_are_damaged_and_change_nothing(value: Any) -> None:
+    tree = Tree({"m": nn.Linear(1, 1)})
+    saved = capture(tree).saved()
+    with pytest.raises((DamagedError, MismatchError)):
+        tree.restore(type(saved)(saved.leaves, value, saved.tensor))

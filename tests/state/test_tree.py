@@ -1,0 +1,138 @@
+"""What a plan has to watch: nothing that changes the structure goes unseen by leaves, guards and anchors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flashckpt.format.typed import encode_json
+from flashckpt.state.tree import Tree, Walk
+from tests.state.image import all_used_up
+
+
+def at(container: Any, key: Any) -> object:
+    """What stands in a place now."""
+    if isinstance(container, (dict, list, tuple)):
+        try:
+            return container[key]
+        except (KeyError, IndexError):
+            return at
+    return getattr(container, key)
+
+
+def stands(walk: Walk) -> bool:
+    """What a boundary checks before it trusts a plan."""
+    return (
+        all(at(leaf.container, leaf.key) is leaf.tensor for leaf in walk.leaves if leaf.container is not None)
+        and all(len(container) == length for container, length in walk.guards)
+        and all(at(container, key) is value for container, key, value in walk.anchors)
+    )
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4, 2)
+        self.body = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        self.head = nn.Linear(2, 4, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("late", None)
+
+
+CHANGES: dict[str, Callable[[Model, torch.optim.Optimizer, Any], object]] = {
+    "replaced parameter": lambda m, o, s: setattr(m.body[0], "weight", nn.Parameter(torch.zeros(2, 2))),
+    "untied": lambda m, o, s: setattr(m.head, "weight", nn.Parameter(torch.zeros(4, 2))),
+    "new parameter": lambda m, o, s: m.register_parameter("more", nn.Parameter(torch.zeros(1))),
+    "replaced module": lambda m, o, s: setattr(m, "head", nn.Linear(2, 4)),
+    "new module": lambda m, o, s: m.body.append(nn.Linear(2, 2)),
+    "buffer filled": lambda m, o, s: setattr(m, "late", torch.ones(1)),
+    "buffer replaced": lambda m, o, s: setattr(m.body[1], "running_mean", torch.ones(2)),
+    "new buffer": lambda m, o, s: m.register_buffer("x", torch.ones(1)),
+    "new state": lambda m, o, s: o.state[m.embed.weight].update(more=torch.zeros(1)),
+    "state of one replaced": lambda m, o, s: o.state.update({m.embed.weight: dict(o.state[m.embed.weight])}),
+    "state gone": lambda m, o, s: o.state.pop(m.embed.weight),
+    "state replaced": lambda m, o, s: o.load_state_dict(o.state_dict()),
+    "new group": lambda m, o, s: o.add_param_group({"params": [nn.Parameter(torch.zeros(1))]}),
+    "new option": lambda m, o, s: o.param_groups[0].update(rate=torch.zeros(1)),
+    "parameter exchanged": lambda m, o, s: o.param_groups[0]["params"].__setitem__(
+        0, nn.Parameter(torch.ones(1))
+    ),
+    "scale": lambda m, o, s: s.scale(torch.ones(1)),
+}
+
+
+def build() -> tuple[Model, torch.optim.Optimizer, Any, Tree]:
+    model = Model()
+    optimizer = torch.optim.Adam(model.parameters())
+    scaler = torch.amp.GradScaler("cpu")
+    model.head(model.body(model.embed(torch.tensor([0, 1])))).sum().backward()
+    optimizer.step()
+    return model, optimizer, scaler, Tree({"model": model, "optimizer": optimizer, "scaler": scaler})
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_of_structure_is_seen(change: str) -> None:
+    model, optimizer, scaler, tree = build()
+    walk = tree.walk(all_used_up)
+    assert stands(walk)
+    CHANGES[change](model, optimizer, scaler)
+    assert not stands(walk)
+    assert stands(tree.walk(all_used_up))
+
+
+def test_a_step_changes_no_structure() -> None:
+    model, optimizer, _, tree = build()
+    walk = tree.walk(all_used_up)
+    optimizer.zero_grad()
+    model.head(model.body(model.embed(torch.tensor([2, 1])))).sum().backward()
+    optimizer.step()
+    assert stands(walk)
+    assert encode_json(tree.values()) == encode_json(tree.walk(all_used_up).value)
+
+
+def test_values_between_walks_are_those_of_now() -> None:
+    model, optimizer, _, tree = build()
+    walk = tree.walk(all_used_up)
+    optimizer.param_groups[0]["lr"] = 0.125
+    value = tree.values()
+    assert tree.current is walk
+    assert value["entries"]["optimizer"]["groups"][0]["lr"] == 0.125
+
+
+@pytest.mark.parametrize("change", ["new option", "scale", "new group"])
+def test_values_walk_again_when_they_must(change: str) -> None:
+    model, optimizer, scaler, tree = build()
+    walk = tree.walk(all_used_up)
+    CHANGES[change](model, optimizer, scaler)
+    value = tree.values()
+    assert tree.current is not walk
+    assert tree.current is not None
+    assert tree.current.value is value
+
+
+def test_state_that_becomes_a_tensor_is_seen_by_the_values() -> None:
+    """LBFGS keeps numbers that become tensors, in lists that keep their length."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.state[model.weight] = {"al": [None, None], "t": 1.0, "x": torch.zeros(1)}
+    tree = Tree({"model": model, "optimizer": optimizer})
+    walk = tree.walk(all_used_up)
+    optimizer.state[model.weight]["al"][1] = torch.ones(2)
+    tree.values()
+    assert tree.current is not walk
+    assert "optimizer.state.weight.al.1" in {leaf.name for leaf in tree.walk(all_used_up).leaves}
+
+
+def test_kinds_and_owners() -> None:
+    model, optimizer, _, tree = build()
+    leaves = {leaf.name: leaf for leaf in tree.walk(lambda p, g: False).leaves}
+    assert leaves["model.body.0.weight"].kind == "parameter"
+    assert leaves["model.body.1.running_mean"].kind == "buffer"
+    assert leaves["gradients.model.embed.weight"].kind == "gradient"
+    moment = leaves["optimizer.state.embed.weight.exp_avg"]
+    assert (moment.kind, moment.owner, moment.key) == ("optimizer", optimizer, "exp_avg")
+    assert moment.container is optimizer.state[model.embed.weight]
