@@ -119,7 +119,8 @@ class KeeperClient:
         timeout_s: float = 3600.0,
     ) -> list[SlotGrant]:
         """Slots of at least these capacities: `count` of them, or as many as memory allows, `minimum` at
-        least. What survived of this rank is among them where it is large enough.
+        least. What survived of this rank is among them where it is large enough. Slots that this trainer
+        had and that are not among them go once nothing in them is needed: drop them.
 
         Blocks while memory is taken (about a second a GiB); the keeper serves others meanwhile. Raises
         OutOfRoomError with bytes needed and available.

@@ -135,8 +135,8 @@ class Desk:
         self, rank: int, count: int, mine: list[Held], fit: list[Held], metadata_bytes: int, image_bytes: int
     ) -> None:
         for held in mine:
-            # What is too small and empty goes first: its room may be what the new one needs.
-            if held not in fit and held.state() is State.FREE:
+            # What is too small, empty and nobody's goes first: its room may be what the new one needs.
+            if held not in fit and held.state() is State.FREE and not self._is_used(held):
                 self._shelf.remove(held)
         taken = {held.slot.index for held in self._shelf.of_rank(rank)}
         indexes = [index for index in range(len(taken) + count) if index not in taken][:count]
@@ -154,11 +154,14 @@ class Desk:
 
     def _refused(self, refusal: Exception, fit: list[Held], num_bytes: int, minimum: int) -> Exception:
         for held in fit:
-            if held.state() is State.FREE:
+            if held.state() is State.FREE and not self._is_used(held):
                 self._shelf.remove(held)
         if isinstance(refusal, OutOfRoomError):
             return room.out_of_room(minimum * num_bytes, len(fit) * num_bytes + refusal.available)
         return KeeperError(f"Slots could not be made: {refusal}. No snapshot is kept until they are.")
+
+    def _is_used(self, held: Held) -> bool:
+        return not held.retired and self._roster.get(held.user) is not None
 
     def _granted(self, trainer: Trainer, given: list[Held], mine: list[Held]) -> Reply:
         for held in mine:

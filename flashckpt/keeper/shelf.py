@@ -26,11 +26,12 @@ MAX_SLOTS = 64
 
 @dataclass
 class Held:
-    """A slot on the shelf. `retired` is one that no trainer uses any more; `given_up` is a generation
+    """A slot on the shelf. `user` is the life lock of the trainer that has it; `retired` is one that no trainer uses any more; `given_up` is a generation
     that will never be persisted (superseded); `audited` one that was found sound."""
 
     slot: Slot
     kind: str
+    user: str = ""
     retired: bool = False
     given_up: int = -1
     audited: int = -1
@@ -180,7 +181,7 @@ class Shelf:
 
     def row(self, held: Held, pid: int, lock: str) -> dict[str, Any]:
         """What a trainer is told with a slot's descriptor. Makes it an owner in the slot."""
-        slot = held.slot
+        slot, held.user = held.slot, lock
         return {
             "index": slot.index,
             "name": slot.name,

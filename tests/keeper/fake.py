@@ -211,7 +211,6 @@ class FakeTrainer:
             slot.close()
         self.sealer.close()
         self.life.release(self.folder)
-        self.folder.close()
 
 
 def main(lines: Iterable[str]) -> None:

@@ -177,7 +177,9 @@ def test_memfds_survive_the_keeper_and_fall_with_both(tmp_path: Path, runtime: P
         eventually(lambda: keeper_pid(trainer.folder) is None)
 
 
-def test_a_trainer_killed_with_its_keeper_stopped_is_found_when_it_wakes(tmp_path: Path, runtime: Path) -> None:
+def test_a_trainer_killed_with_its_keeper_stopped_is_found_when_it_wakes(
+    tmp_path: Path, runtime: Path
+) -> None:
     run = tmp_path / "run"
     trainer = Process(run, runtime)
     trainer.do("start", None, 0, None)

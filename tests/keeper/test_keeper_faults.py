@@ -1,0 +1,282 @@
+"""What the keeper cannot do, or finds damaged: counted, told, tried again, and harmless to training."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flashckpt.commit import attempts
+from flashckpt.errors import OutOfRoomError
+from flashckpt.format.names import step_attempt_folder
+from flashckpt.keeper.protocol import ELECTION_LOCK
+from flashckpt.keeper.shelf import Shelf
+from flashckpt.memory.page import State
+from flashckpt.memory.runtime import LifeLock, RuntimeFolder
+from tests.keeper.driver import Process, committed, eventually, kill_keeper, ledger, runtime_of
+from tests.keeper.fake import FakeTrainer, keeper_pid
+from tests.memory.mounts import small_tmpfs
+
+
+@pytest.fixture
+def trainer(tmp_path: Path, runtime: Path) -> Iterator[FakeTrainer]:
+    made = FakeTrainer(tmp_path / "run", runtime)
+    made.start()
+    made.take_slots()
+    yield made
+    made.end()
+
+
+def shards(run: Path) -> list[Path]:
+    return sorted((run / "steps").glob("*/*/shard-*"))
+
+
+def fill(disk: Path, left: int) -> Path:
+    found = os.statvfs(disk)
+    (disk / "filler").write_bytes(bytes(found.f_bavail * found.f_frsize - left))
+    return disk / "filler"
+
+
+@pytest.mark.parametrize("offset", ["header", "first", "last"])
+def test_a_flipped_bit_is_never_persisted(trainer: FakeTrainer, offset: str) -> None:
+    layout = trainer.layout
+    place = {"header": 20, "first": layout.data_start, "last": layout.num_bytes - 1}[offset]
+    written = trainer.write(5)
+    assert written is not None
+    slot, generation = written
+    slot.image_view[place] ^= 0x40
+    slot.request_persist(generation)
+    trainer.seal(slot, generation)
+    status = trainer.wait_for(lambda status: status.torn)
+    assert (status.torn[0].step, status.torn[0].slot) == (5, slot.name)
+    names = {"header": (), "first": ("model.bias",), "last": ("model.mask",)}[offset]
+    assert status.torn[0].leaves == names
+    assert slot.state().state is State.FREE
+    assert slot.torn[0] == generation
+    assert [layout.leaves[index].name for index in slot.torn[1]] == list(names)
+    assert committed(trainer.run) == []
+    assert shards(trainer.run) == []
+    trainer.snapshot(6, persist=True)
+    trainer.wait_committed(6)
+    assert committed(trainer.run) == [6]
+
+
+def test_an_idle_keeper_audits_the_newest_sealed_snapshot(trainer: FakeTrainer) -> None:
+    slot, generation = trainer.snapshot(1)
+    trainer.wait_for(lambda status: status.counts.get("audited") == 1)
+    written = trainer.write(2)
+    assert written is not None
+    written[0].image_view[trainer.layout.data_start + 1000] ^= 1
+    trainer.seal(*written)
+    status = trainer.wait_for(lambda status: status.torn)
+    assert [(torn.step, torn.leaves) for torn in status.torn] == [(2, ("model.weight",))]
+    assert slot.state().state is State.SEALED
+    assert slot.state().generation == generation
+
+
+def test_a_damaged_record_discards_the_snapshot(trainer: FakeTrainer) -> None:
+    from flashckpt.memory import page
+
+    slot, generation = trainer.snapshot(1)
+    byte = os.pread(slot.descriptor, 1, page.RECORD_OFFSET + 33)[0]
+    os.pwrite(slot.descriptor, bytes([byte ^ 1]), page.RECORD_OFFSET + 33)
+    slot.request_persist(generation)
+    eventually(lambda: slot.state().state is State.FREE)
+    assert slot.torn == (generation, ())
+
+
+def test_a_full_disk_is_told_and_the_next_try_works(tmp_path: Path, runtime: Path) -> None:
+    with small_tmpfs(4 << 20) as disk:
+        trainer = FakeTrainer(disk / "run", runtime, kib=1024)
+        trainer.start()
+        trainer.take_slots()
+        filler = fill(disk, left=512 << 10)
+        slot, generation = trainer.snapshot(1, persist=True)
+        status = trainer.wait_for(lambda status: status.failures)
+        assert [(each.step, each.errno) for each in status.failures] == [(1, errno.ENOSPC)]
+        assert slot.failed == (generation, errno.ENOSPC)
+        assert status.waiting == (1,)
+        assert shards(trainer.run) == [], "what was begun is removed"
+        # Training goes on: slots come free although nothing is persisted.
+        for step in range(2, 12):
+            trainer.snapshot(step, persist=step % 3 == 0)
+        filler.unlink()
+        trainer.snapshot(12, persist=True)
+        trainer.wait_committed(12)
+        status = trainer.wait_for(lambda status: not status.waiting)
+        assert status.failures == ()
+        assert status.counts["failed"] >= 1
+        assert committed(trainer.run)[-1] == 12
+        first = [line for line in ledger(trainer.run) if line["event"] == "error" and line["step"] == 1]
+        assert len(first) <= 1, "said once, counted always"
+        trainer.end()
+        eventually(lambda: keeper_pid(trainer.folder) is None)
+
+
+def test_a_snapshot_that_failed_is_tried_again_by_itself(tmp_path: Path, runtime: Path) -> None:
+    with small_tmpfs(4 << 20) as disk:
+        trainer = FakeTrainer(disk / "run", runtime, kib=1024)
+        trainer.start()
+        trainer.take_slots()
+        filler = fill(disk, left=512 << 10)
+        trainer.snapshot(1, persist=True)
+        trainer.wait_for(lambda status: status.failures)
+        filler.unlink()
+        trainer.wait_committed(1)
+        trainer.end()
+        eventually(lambda: keeper_pid(trainer.folder) is None)
+
+
+def test_a_superseded_attempt_commits_nothing(trainer: FakeTrainer, runtime: Path) -> None:
+    trainer.snapshot(1, persist=True)
+    trainer.wait_committed(1)
+    elsewhere = runtime / "elsewhere"
+    elsewhere.mkdir()
+    other = FakeTrainer(trainer.run, elsewhere)
+    status = trainer.wait_for(lambda status: status.superseded_by)
+    assert status.superseded_by == str(other.attempt)
+    # Claimed, not started: what the older attempt has may still be saved.
+    trainer.snapshot(2, persist=True)
+    trainer.wait_committed(2)
+    other.start(trainer.attempt, 2)
+    slot, generation = trainer.snapshot(3, persist=True)
+    trainer.wait_for(lambda status: any(each.step == 3 for each in status.failures))
+    assert slot.failed == (generation, errno.ESTALE)
+    assert committed(trainer.run) == [1, 2]
+    assert not (trainer.run / step_attempt_folder(3, trainer.attempt)).exists()
+    other.end()
+
+
+def test_too_little_memory_says_how_much_and_leaves_nothing(trainer: FakeTrainer) -> None:
+    before = trainer.folder.names()
+    with pytest.raises(OutOfRoomError, match="slots=2") as raised:
+        trainer.client.slots(3, 4096, 1 << 45)
+    assert raised.value.needed > 2 << 45
+    assert 0 < raised.value.available < 1 << 45
+    assert trainer.folder.names() == before, "the slots it had are still its own"
+    trainer.snapshot(1, persist=True)
+    trainer.wait_committed(1)
+
+
+def test_fewer_slots_where_there_is_room_for_fewer(runtime: Path) -> None:
+    folder = RuntimeFolder.open(str(runtime), "ab" * 16)
+    life = LifeLock.acquire(folder, "keeper-x.lock")
+    assert life is not None
+    left = [40 << 20]
+
+    def available() -> int:
+        # As a cgroup would count it: what lies allocated in the folder is gone.
+        used = sum(os.stat(Path(folder.path) / name).st_blocks * 512 for name in folder.names())
+        return left[0] - used
+
+    made = Shelf(folder, life).make(0, range(3), 4096, 16 << 20, available=available)
+    assert len(made.regions) == 2
+    assert isinstance(made.error, OutOfRoomError)
+    assert len([name for name in folder.names() if name.startswith("slot-")]) == 2
+    for found in made.regions:
+        os.close(found.descriptor)
+    life.release(folder)
+
+
+def test_a_ledger_that_cannot_be_written_harms_nothing(tmp_path: Path, runtime: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "events").write_text("in the way")
+    trainer = FakeTrainer(run, runtime)
+    trainer.start()
+    trainer.take_slots()
+    trainer.client.event({"event": "plan", "leaves": 3, "nested": {"attempt": "x", "self": 1}})
+    trainer.snapshot(1, persist=True)
+    trainer.wait_committed(1)
+    trainer.end()
+    eventually(lambda: keeper_pid(trainer.folder) is None)
+
+
+def test_events_of_the_trainer_stand_in_the_ledger(trainer: FakeTrainer) -> None:
+    trainer.client.event({"event": "plan", "leaves": 3, "self": 1, "step": 2})
+    trainer.client.event({"event": "skip", "blob": "x" * 40_000})
+    path = trainer.run / "events" / f"{trainer.attempt}.jsonl"
+    lines = eventually(
+        lambda: (
+            [line for line in ledger(trainer.run) if line["event"] in ("plan", "skip")][1:]
+            and ledger(trainer.run)
+        )
+    )
+    plan = next(line for line in lines if line["event"] == "plan")
+    assert (plan["leaves"], plan["self"], plan["step"]) == (3, 1, 2)
+    assert plan["time"] > 1.6e9
+    assert next(line for line in lines if line["event"] == "skip")["cut_bytes"] > 40_000
+    assert path.exists()
+
+
+def test_no_commit_comes_twice_and_what_is_done_is_found_done(tmp_path: Path, runtime: Path) -> None:
+    """A keeper that dies between the manifest and the word: the next one finds the step committed."""
+    trainer = FakeTrainer(tmp_path / "run", runtime)
+    trainer.start()
+    trainer.take_slots()
+    slot, generation = trainer.snapshot(1, persist=True)
+    trainer.wait_committed(1)
+    eventually(lambda: slot.state().state is State.SEALED)
+    kill_keeper(trainer.folder)
+    slot.set_persisted(0)
+    trainer.wait_for(lambda status: 1 in status.committed)
+    assert slot.persisted == generation
+    assert len(shards(trainer.run)) == 1
+    trainer.end()
+
+
+def test_the_counter_moves_while_a_trainer_lives_and_says_closed(tmp_path: Path, runtime: Path) -> None:
+    trainer = FakeTrainer(tmp_path / "run", runtime)
+    trainer.start()
+
+    def count() -> int:
+        found = attempts.alive(trainer.store, trainer.attempt)
+        return found.count if found else 0
+
+    first = eventually(count)
+    eventually(lambda: count() > first + 1)
+    kill_keeper(trainer.folder)
+    last = count()
+    trainer.client.tend()
+    # A new keeper counts on: a watcher that saw the old number must see it move.
+    eventually(lambda: count() > last)
+    trainer.end()
+    eventually(lambda: attempts.alive(trainer.store, trainer.attempt).ended == "closed")  # type: ignore[union-attr]
+
+
+def test_two_slots_and_a_dead_disk_do_not_stop_training(tmp_path: Path, runtime: Path) -> None:
+    with small_tmpfs(4 << 20) as disk:
+        trainer = FakeTrainer(disk / "run", runtime, kib=1024)
+        trainer.start()
+        trainer.take_slots(2)
+        filler = fill(disk, left=512 << 10)
+        for step in range(1, 8):
+            trainer.snapshot(step, persist=True)
+        filler.unlink()
+        trainer.wait_committed(7)
+        trainer.end()
+        eventually(lambda: keeper_pid(trainer.folder) is None)
+
+
+def test_a_killed_trainer_on_a_full_disk_keeps_its_keeper_and_its_snapshot(
+    tmp_path: Path, runtime: Path
+) -> None:
+    with small_tmpfs(3 << 20) as disk:
+        run = disk / "run"
+        trainer = Process(run, runtime, linger_s=0.1)
+        trainer.do("start", None, 0, None)
+        trainer.do("slots", 2, 2)
+        filler = fill(disk, left=200 << 10)
+        trainer.do("snapshot", 3, False)
+        folder = runtime_of(run, runtime)
+        trainer.kill()
+        eventually(lambda: any(line.get("what") == "persist" for line in ledger(run)))
+        assert keeper_pid(folder) is not None, "it does not go while the newest snapshot is saved nowhere"
+        assert ELECTION_LOCK in folder.names()
+        filler.unlink()
+        eventually(lambda: keeper_pid(folder) is None)
+        assert committed(run) == [3]
+        eventually(lambda: not Path(folder.path).exists())
