@@ -1,0 +1,5 @@
+"""`python -m benchmarks`: what `make bench` calls."""
+
+from benchmarks.run import app
+
+app()

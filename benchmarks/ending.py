@@ -1,0 +1,31 @@
+"""How a measuring process ends: with its result or its reason in the file its parent reads, and at once.
+Libraries that leave threads or children behind must not keep the bench from going on.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from benchmarks.settings import Job
+
+
+@contextmanager
+def reporting(job: Job) -> Iterator[None]:
+    """Never returns to the caller's caller: the process ends when the block does."""
+    code = 0
+    try:
+        yield
+    except BaseException as error:
+        traceback.print_exc()
+        job.report(
+            {"failed": f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"}
+        )
+        code = 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

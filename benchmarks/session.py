@@ -1,0 +1,178 @@
+"""The processes of one peer: started in a session of their own, watched, and ended with all they left.
+
+Owns starting, sampling memory, killing and cleaning up. Everything a peer starts inherits an environment
+variable with this session's tag, by which it is found wherever it went: a saver that outlives its parent, a
+daemon in a session of its own.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks import files
+
+_TAG = "FLASHCKPT_BENCH_TAG"
+_PERIOD_S = 0.05
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+class ProcessFailed(Exception):
+    """A measuring process did not report. The message is the last line it wrote that says why."""
+
+
+@dataclass
+class Sample:
+    """Bytes of host memory at one moment: of their own in all processes of the session, and shared ones,
+    counted once (the largest mapping any of them has, since they map the same)."""
+
+    at_s: float
+    own: int
+    shared: int
+
+    @property
+    def total(self) -> int:
+        return self.own + self.shared
+
+
+@dataclass
+class Session:
+    python: str
+    folder: Path
+    tag: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+    samples: list[Sample] = field(default_factory=list)
+    _pids: set[int] = field(default_factory=set)
+    _strangers: set[int] = field(default_factory=set)
+
+    def run(self, arguments: list[str], *, timeout_s: float, may_die: bool = False) -> float:
+        """Run `python -m …` to its end. Returns seconds. Raises ProcessFailed with its reason."""
+        log = self.folder / f"{arguments[0]}.log"
+        began = time.monotonic()
+        with open(log, "w") as output:
+            process = subprocess.Popen(
+                [self.python, "-m", *arguments],
+                cwd=_ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=self.environment(),
+            )
+            code = self._watch(process, began + timeout_s)
+        if code is None:
+            raise ProcessFailed(f"did not end within {timeout_s:.0f} s")
+        if code != 0 and not (may_die and code == -signal.SIGKILL):
+            raise ProcessFailed(_reason(log) or f"exit code {code}")
+        return time.monotonic() - began
+
+    def environment(self) -> dict[str, str]:
+        return {
+            **os.environ,
+            _TAG: self.tag,
+            "PYTHONPATH": str(_ROOT),
+            "FLASHCKPT_RUNTIME": f"/dev/shm/flashckpt-bench-{self.tag}",
+            "TORCHELASTIC_RUN_ID": self.tag,
+        }
+
+    def _watch(self, process: subprocess.Popen[bytes], end_s: float) -> int | None:
+        while process.poll() is None:
+            if time.monotonic() > end_s:
+                self.end_processes()
+                process.wait()
+                return None
+            self.sample()
+            time.sleep(_PERIOD_S)
+        return process.returncode
+
+    def sample(self) -> None:
+        own, shared = 0, 0
+        for pid in self.processes():
+            anonymous, mapped = _memory(pid)
+            own += anonymous
+            shared = max(shared, mapped)
+        self.samples.append(Sample(time.monotonic(), own, shared))
+
+    def peak(self, phase: tuple[float, float]) -> int:
+        """The most bytes at once within a phase; 0 when nothing was sampled in it."""
+        began, ended = phase
+        return max((sample.total for sample in self.samples if began <= sample.at_s <= ended), default=0)
+
+    def processes(self) -> list[int]:
+        """Pids of all living processes that carry the tag. A stranger is asked once, while it lives: a
+        thousand reads of /proc a second would be felt by what is measured."""
+        living = {int(name) for name in os.listdir("/proc") if name.isdigit()}
+        self._strangers &= living
+        found = [pid for pid in living - self._strangers if self._is_ours(pid)]
+        self._strangers |= living.difference(found)
+        self._pids.update(found)
+        return found
+
+    def _is_ours(self, pid: int) -> bool:
+        wanted = f"{_TAG}={self.tag}".encode()
+        try:
+            return wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            return False
+
+    def end_processes(self) -> None:
+        """Kill what carries the tag until nothing does."""
+        for _ in range(100):
+            living = self.processes()
+            if not living:
+                return
+            for pid in living:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            time.sleep(_PERIOD_S)
+
+    def clean(self, litter: tuple[str, ...]) -> None:
+        """End what is left and remove what only this peer can have made outside of its folder."""
+        self.end_processes()
+        for pattern in litter:
+            for pid in self._pids if "{pid}" in pattern else {0}:
+                for path in glob.glob(pattern.format(pid=pid, tag=self.tag)):
+                    files.remove(Path(path))
+        files.remove(Path(self.environment()["FLASHCKPT_RUNTIME"]))
+
+
+def wait_until(true: Callable[[], bool], timeout_s: float) -> bool:
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        if true():
+            return True
+        time.sleep(_PERIOD_S)
+    return true()
+
+
+def _memory(pid: int) -> tuple[int, int]:
+    """Bytes of anonymous and of shared memory that are resident."""
+    values = {"RssAnon": 0, "RssShmem": 0}
+    try:
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            name, _, rest = line.partition(":")
+            if name in values:
+                values[name] = int(rest.split()[0]) * 1024
+    except OSError:
+        pass
+    return values["RssAnon"], values["RssShmem"]
+
+
+def _reason(log: Path) -> str:
+    """The last line of a traceback, which names the error."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line or "Exception" in line]
+    return (errors or lines or [""])[-1][:300]
+
+
+if sys.platform != "linux":
+    raise SystemExit("the benchmark reads /proc: it runs on Linux only")

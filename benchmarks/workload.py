@@ -1,0 +1,102 @@
+"""The training loop that everything is measured in: a small GPT with AdamW in fp32. Owns model, optimizer
+and step; knows nothing of checkpoints but the gate that a peer may put before the optimizer.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from benchmarks.settings import Settings
+
+_BYTES_PER_PARAMETER = 12  # fp32 weight, exp_avg and exp_avg_sq
+_HEAD = 64
+
+
+class Gpt(nn.Module):
+    def __init__(self, width: int, layers: int, vocabulary: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                width, width // _HEAD, 4 * width, dropout=0.0, batch_first=True, norm_first=True
+            )
+            for _ in range(layers)
+        )
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+def shape_of(state_bytes: int, layers: int) -> tuple[int, int]:
+    """Width and vocabulary with which the state is at least `state_bytes`, and hardly more: the widest
+    blocks that fit, the rest in the embedding. So the number of tensors does not depend on the size."""
+    parameters = -(-state_bytes // _BYTES_PER_PARAMETER)
+    width = _HEAD
+    while layers * _block(width + _HEAD) <= parameters:
+        width += _HEAD
+    rest = parameters - layers * _block(width)
+    return width, max(64, -(-rest // (2 * width)))
+
+
+def _block(width: int) -> int:
+    return 12 * width * width + 13 * width
+
+
+class Workload:
+    """Model, optimizer and one step of training, on the device of the settings."""
+
+    def __init__(self, settings: Settings) -> None:
+        torch.set_num_threads(settings.threads)
+        torch.manual_seed(0)
+        self.device = torch.device(settings.device)
+        width, vocabulary = shape_of(settings.state_bytes, settings.layers)
+        self.model = Gpt(width, settings.layers, vocabulary).to(self.device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        tokens = torch.randint(0, vocabulary, (settings.batch, settings.length + 1))
+        self._tokens = tokens.to(self.device)
+
+    def step(self, gate: Callable[[], None] | None = None) -> None:
+        """One iteration. `gate` is called before the optimizer changes what a peer may still be reading."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            logits = self.model(self._tokens[:, :-1])
+        loss = functional.cross_entropy(logits.flatten(0, 1).float(), self._tokens[:, 1:].flatten())
+        loss.backward()
+        if gate is not None:
+            gate()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def sync(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def leaves(self) -> dict[str, Tensor]:
+        """All tensors of the state by name. The optimizer's exist after the first step."""
+        found = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        for parameter, state in self.optimizer.state.items():
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    found[f"optimizer.{names[parameter]}.{key}"] = value
+        return found
+
+    def num_bytes(self) -> int:
+        return sum(leaf.numel() * leaf.element_size() for leaf in self.leaves().values())
+
+    def fingerprint(self) -> dict[str, int]:
+        """A checksum of every tensor: two states are equal when their fingerprints are."""
+        return {name: _checksum(leaf) for name, leaf in self.leaves().items()}
+
+
+def _checksum(leaf: Tensor) -> int:
+    flat = leaf.detach().cpu().contiguous().reshape(-1)
+    return zlib.crc32(flat.view(torch.uint8).numpy())
