@@ -1,0 +1,312 @@
+"""The loop as people drive it, well and badly: what is a boundary, what is refused, what is released."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from tests.waiting import until_slots
+
+import flashckpt
+from flashckpt import BoundaryError, OptionError, StateError
+
+pytestmark = pytest.mark.usefixtures("runtime")
+
+
+class Job:
+    """A small model with its optimizer; `train` is one iteration."""
+
+    def __init__(self, width: int = 4) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(width, width)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
+
+    def train(self, x: torch.Tensor) -> None:
+        self.model(x).square().sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @property
+    def named(self) -> dict[str, object]:
+        return {"model": self.model, "optimizer": self.optimizer}
+
+
+def loader(batches: int = 6) -> DataLoader[torch.Tensor]:
+    return DataLoader(torch.arange(batches * 8.0).view(batches * 2, 4), batch_size=2, shuffle=True)  # type: ignore[arg-type]
+
+
+def test_every_iteration_is_one_step_and_the_last_is_committed(tmp_path: Path) -> None:
+    job = Job()
+    batches = flashckpt.loop(loader(), str(tmp_path / "run"), every=1, **job.named)
+    seen = []
+    for x in batches:
+        seen.append(batches.completed)
+        job.train(x)
+    assert seen == list(range(6))
+    assert batches.completed == 6
+    assert flashckpt.steps(str(tmp_path / "run"))[-1] == 6
+
+
+def test_a_finished_run_gives_no_more_batches(tmp_path: Path) -> None:
+    job = Job()
+    for x in flashckpt.loop(loader(), str(tmp_path / "run"), **job.named):
+        job.train(x)
+    weight = job.model.weight.detach().clone()
+    again = Job()
+    assert list(flashckpt.loop(loader(), str(tmp_path / "run"), **again.named)) == []
+    assert torch.equal(again.model.weight, weight)
+
+
+def test_more_epochs_go_on_with_a_finished_run(tmp_path: Path) -> None:
+    first, straight = Job(), Job()
+    torch.manual_seed(5)
+    for x in flashckpt.loop(loader(), str(tmp_path / "run"), epochs=1, **first.named):
+        first.train(x)
+    rest = Job()
+    batches = flashckpt.loop(loader(), str(tmp_path / "run"), epochs=2, **rest.named)
+    assert len(batches) == 6
+    count = 0
+    for x in batches:
+        rest.train(x)
+        count += 1
+    torch.manual_seed(5)
+    for x in flashckpt.loop(loader(), str(tmp_path / "straight"), epochs=2, **straight.named):
+        straight.train(x)
+    assert count == 6
+    assert torch.equal(rest.model.weight, straight.model.weight)
+
+
+def test_steps_repeat_the_loader_and_end_the_run(tmp_path: Path) -> None:
+    job = Job()
+    batches = flashckpt.loop(loader(3), str(tmp_path / "run"), steps=8, **job.named)
+    assert len(batches) == 8
+    for x in batches:
+        job.train(x)
+    assert batches.completed == 8
+    with pytest.raises(BoundaryError, match="epochs"):
+        iter(batches)
+
+
+def test_break_captures_nothing_and_lets_the_run_go(tmp_path: Path) -> None:
+    run = str(tmp_path / "run")
+    job = Job()
+    batches = flashckpt.loop(loader(), run, every=1, **job.named)
+    for x in batches:
+        until_slots(batches.checkpointer)
+        job.train(x)
+        if batches.completed == 2:
+            break  # the third iteration: nobody knows whether its body was done
+    del batches
+    again = Job()
+    batches = flashckpt.loop(loader(), run, every=1, **again.named)
+    assert batches.completed == 2
+    assert batches.checkpointer.resumed is not None
+    assert batches.checkpointer.resumed.tier == "memory"
+    for x in batches:
+        again.train(x)
+    assert batches.completed == 6
+
+
+def test_a_step_marked_before_break_is_captured(tmp_path: Path) -> None:
+    run, job = str(tmp_path / "run"), Job()
+    batches = flashckpt.loop(loader(), run, every=1, **job.named)
+    for x in batches:
+        until_slots(batches.checkpointer)
+        job.train(x)
+        if batches.completed == 2:
+            batches.checkpointer.step()
+            break
+    weight = job.model.weight.detach().clone()
+    del batches
+    again = Job()
+    resumed = flashckpt.attach(run, **again.named)
+    assert resumed.completed == 3
+    assert torch.equal(again.model.weight, weight)
+    resumed.close()
+
+
+def test_a_marked_step_is_not_counted_twice(tmp_path: Path) -> None:
+    job = Job()
+    batches = flashckpt.loop(loader(), str(tmp_path / "run"), **job.named)
+    for x in batches:
+        job.train(x)
+        batches.checkpointer.step()
+    assert batches.completed == 6
+
+
+def test_an_exception_lets_the_run_go(tmp_path: Path) -> None:
+    run, job = str(tmp_path / "run"), Job()
+
+    def body() -> None:
+        for x in flashckpt.loop(loader(), run, every=1, **job.named):
+            job.train(x)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        body()
+    again = Job()
+    batches = flashckpt.loop(loader(), run, **again.named)
+    assert batches.completed == 0
+    del batches
+
+
+def test_stop_ends_the_loop_at_the_next_boundary_and_commits_it(tmp_path: Path) -> None:
+    run, job = str(tmp_path / "run"), Job()
+    batches = flashckpt.loop(loader(), run, every=None, persist_every=None, **job.named)
+    for x in batches:
+        job.train(x)
+        if batches.completed == 3:
+            batches.stop()
+    assert batches.completed == 4
+    assert flashckpt.steps(run) == [4]
+
+
+def test_code_between_epochs_runs_once(tmp_path: Path) -> None:
+    """Stopped in the middle of epoch 1, and again right after its last batch."""
+    run, ran = str(tmp_path / "run"), []
+
+    def train(stop_at: int | None) -> None:
+        job = Job()
+        with flashckpt.attach(run, every=1, **job.named) as checkpointer:
+            for epoch in checkpointer.epochs(3):
+                for x in checkpointer.batches(data):
+                    until_slots(checkpointer)
+                    job.train(x)
+                    if checkpointer.completed == stop_at:
+                        checkpointer.stop()
+                if not checkpointer.stopping:
+                    ran.append(epoch)
+
+    data = loader(3)
+    train(stop_at=5)
+    train(stop_at=6)
+    train(stop_at=None)
+    assert ran == [0, 1, 2]
+
+
+def test_read_ahead_is_refused(tmp_path: Path) -> None:
+    job = Job()
+
+    def prefetched(batches: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
+        held: list[torch.Tensor] = []
+        for x in batches:
+            held.append(x)
+            if len(held) > 1:
+                yield held.pop(0)
+        yield from held
+
+    with pytest.raises(BoundaryError, match="reads ahead"):
+        for x in prefetched(flashckpt.loop(loader(), str(tmp_path / "run"), **job.named)):
+            job.train(x)
+
+
+def test_read_ahead_may_be_insisted_on(tmp_path: Path) -> None:
+    options = flashckpt.Options(read_ahead_check=False)
+    batches = list(flashckpt.loop(loader(), str(tmp_path / "run"), options=options, **Job().named))
+    assert len(batches) == 6
+
+
+def test_a_loop_without_hooks_is_no_read_ahead(tmp_path: Path) -> None:
+    """A body that calls neither module nor optimizer, but changes the state."""
+    job = Job()
+    for _ in flashckpt.loop(loader(), str(tmp_path / "run"), **job.named):
+        job.model.weight.data.numpy()[0, 0] += 1.0
+
+
+def test_another_thread_is_refused(tmp_path: Path) -> None:
+    job, caught = Job(), []
+    batches = flashckpt.loop(loader(), str(tmp_path / "run"), **job.named)
+    job.train(next(batches))
+
+    def ahead() -> None:
+        try:
+            next(batches)
+        except BoundaryError as error:
+            caught.append(str(error))
+
+    thread = threading.Thread(target=ahead)
+    thread.start()
+    thread.join()
+    assert len(caught) == 1
+    assert "another thread" in caught[0]
+
+
+def test_the_same_run_twice_in_one_process_is_refused(tmp_path: Path) -> None:
+    job = Job()
+    held = flashckpt.attach(str(tmp_path / "run"), **job.named)
+    with pytest.raises(flashckpt.RunHeldError, match="this process"):
+        flashckpt.attach(str(tmp_path / "run"), **Job().named)
+    held.close()
+
+
+def test_a_keyword_that_is_neither_option_nor_stateful(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"evry.*neither an option.*nor"):
+        flashckpt.attach(str(tmp_path / "run"), evry=5, **Job().named)
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_model_is_refused_and_left_alone(tmp_path: Path) -> None:
+    run, job = str(tmp_path / "run"), Job()
+    for x in flashckpt.loop(loader(), run, **job.named):
+        job.train(x)
+    other = Job(width=5)
+    before = other.model.weight.detach().clone()
+    with pytest.raises(flashckpt.MismatchError) as caught:
+        flashckpt.attach(run, **other.named)
+    assert any(name == "model.weight" for name, *_ in caught.value.differences)
+    assert torch.equal(other.model.weight, before)
+    assert flashckpt.verify(run).ok
+    resumed = flashckpt.attach(run, **Job().named)
+    assert resumed.completed == 6
+    resumed.close()
+
+
+def test_an_unnamed_scheduler_is_refused(tmp_path: Path) -> None:
+    job = Job()
+    kept = torch.optim.lr_scheduler.StepLR(job.optimizer, 3)
+    with pytest.raises(StateError, match="scheduler"):
+        flashckpt.attach(str(tmp_path / "run"), **job.named)
+    del kept
+
+
+def test_save_outside_a_loop_is_persisted_at_once(tmp_path: Path) -> None:
+    run, job = str(tmp_path / "run"), Job()
+    with flashckpt.attach(run, every=None, persist_every=None, **job.named) as checkpointer:
+        job.train(torch.ones(2, 4))
+        checkpointer.save()
+        checkpointer.wait()
+        assert flashckpt.steps(run) == [1]
+        job.train(torch.ones(2, 4))
+        checkpointer.save()
+    assert flashckpt.steps(run) == [1, 2]
+
+
+def test_save_in_an_iteration_is_of_the_next_boundary(tmp_path: Path) -> None:
+    run, job = str(tmp_path / "run"), Job()
+    batches = flashckpt.loop(loader(), run, every=None, persist_every=None, **job.named)
+    weights = {}
+    for x in batches:
+        until_slots(batches.checkpointer)
+        if batches.completed == 2:
+            batches.checkpointer.save()
+        job.train(x)
+        weights[batches.completed + 1] = job.model.weight.detach().clone()
+    assert flashckpt.steps(run) == [3, 6]
+    for step in (3, 6):
+        assert torch.equal(flashckpt.load(run, step)["model.weight"], weights[step])
+
+
+def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(flashckpt.RunError, match="file"):
+        flashckpt.attach(str(tmp_path / "file" / "run"), **Job().named)
+
+
+def test_a_scheme_that_is_not_there_yet() -> None:
+    with pytest.raises(OptionError, match="s3"):
+        flashckpt.attach("s3://bucket/run", **Job().named)

@@ -1,0 +1,44 @@
+"""Runs one recipe in a process of its own: `python trainer.py RECIPE RUN LOG [HOLD_AT] [OPTIONS-JSON]`.
+
+Each record is one line of LOG, flushed before the next instruction. In iteration HOLD_AT the recipe
+prints "held STEP" and stands still: the parent kills it there.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.resume.recipes import RECIPES, seed
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.waiting import until_slots  # noqa: E402
+
+
+def main() -> None:
+    recipe, run, log_path, hold_at = sys.argv[1:5]
+    options = json.loads(sys.argv[5]) if len(sys.argv) > 5 else {}
+    torch.set_num_threads(1)
+    seed()
+
+    def hold(step: int) -> None:
+        if step == int(hold_at):
+            print(f"held {step}", flush=True)
+            signal.pause()
+
+    with open(log_path, "a", buffering=1) as log:
+
+        def record(looped: Any, value: object) -> None:
+            until_slots(getattr(looped, "checkpointer", looped))
+            print(json.dumps([looped.completed, value]), file=log, flush=True)
+
+        RECIPES[recipe](record, hold, run, options)
+    print("finished", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Public names are promises: a change here is a change that users see."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import flashckpt
+from flashckpt import errors
+
+NAMES = {
+    "loop", "attach", "Checkpointer", "Resumed", "load", "steps", "branch", "verify", "Report", "Keep", "Options",
+    "FlashckptError", "UsageError", "OptionError", "StateError", "BoundaryError", "MismatchError", "RunError",
+    "RunHeldError", "SupersededError", "FormatError", "NoSuchStepError", "UnusableRunError", "DamagedError",
+    "OutOfRoomError", "KeeperError", "PersistError", "__version__",
+}  # fmt: skip
+
+
+def test_names_are_these_and_no_others() -> None:
+    assert set(flashckpt.__all__) == NAMES
+    assert all(getattr(flashckpt, name) is not None for name in NAMES)
+
+
+def test_every_error_is_public_and_of_one_tree() -> None:
+    defined = {
+        name
+        for name, value in vars(errors).items()
+        if inspect.isclass(value) and issubclass(value, Exception)
+    }
+    assert defined <= NAMES
+    assert all(issubclass(getattr(errors, name), errors.FlashckptError) for name in defined)
+
+
+def test_what_a_checkpointer_offers() -> None:
+    offered = {name for name in vars(flashckpt.Checkpointer) if not name.startswith("_")}
+    assert offered == {
+        "batches", "epochs", "step", "completed", "save", "wait", "stop", "stopping", "close", "report",
+    }  # fmt: skip
+
+
+def test_options_and_their_defaults() -> None:
+    signature = inspect.signature(flashckpt.attach)
+    defaults = {name: p.default for name, p in signature.parameters.items() if p.default is not p.empty}
+    assert defaults["every"] == "auto"
+    assert defaults["persist_every"] == "5min"
+    loop = inspect.signature(flashckpt.loop).parameters
+    assert set(signature.parameters) <= set(loop)
+    assert {"loader", "epochs", "steps"} <= set(loop)
+    assert flashckpt.Keep() == flashckpt.Keep(last=3, every_steps=None)
+    options = flashckpt.Options()
+    assert (options.overhead, options.slots, options.linger, options.grace) == (0.01, None, "30min", "60s")
+
+
+def test_the_keepers_half_imports_without_torch() -> None:
+    """A keeper without torch starts in a moment and stays under its memory."""
+    modules = "flashckpt, flashckpt.keeper.__main__, flashckpt.keeper.client, flashckpt.commit.verification"
+    code = f"import sys, {modules}; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.split() == ["False", "False"]

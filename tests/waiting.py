@@ -1,0 +1,24 @@
+"""Standing still until something is so. Never a sleep that hopes: each has a condition and a limit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import flashckpt
+
+
+def until(condition: Callable[[], object], what: str, limit_s: float = 60.0) -> None:
+    """Wait until the condition holds; fail with `what` if it does not within the limit."""
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, f"waited {limit_s:.0f} s for {what}"
+        time.sleep(0.001)
+
+
+def until_slots(checkpointer: flashckpt.Checkpointer) -> None:
+    """Stand still in an iteration until slots are ready: from the next boundary on snapshots are taken.
+    They are asked for at the first boundary after the first step, so that one passes at once."""
+    attendant = checkpointer._attendant
+    if attendant.preparing:
+        until(lambda: attendant._ready is not None, "slots")
