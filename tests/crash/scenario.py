@@ -6,12 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from flashckpt.commit.branching import branch
-from flashckpt.commit.lineage import visible
+from flashckpt.commit.lineage import everything, visible
 from flashckpt.commit.reading import check_usable
 from flashckpt.commit.retention import doomed, prune
 from flashckpt.commit.run import open_run
-from flashckpt.commit.steps import commit, publish_part
+from flashckpt.commit.steps import commit, missing_files, publish_part, read_manifest
 from flashckpt.format.names import AttemptName
+from flashckpt.format.records import Manifest
 from flashckpt.options import Keep
 from flashckpt.store.base import Store
 from flashckpt.store.local import LocalStore
@@ -87,6 +88,7 @@ class Expected:
             faults.append(f"committed and not visible: {sorted(self.must - steps)}")
         if steps - self.may:
             faults.append(f"visible and never committed: {sorted(steps - self.may)}")
+        faults += [f"a manifest without its files: {missing}" for missing in _bereft(store)]
         if not faults and go_on:
             faults += self._go_on(store, found)
         return faults
@@ -106,3 +108,11 @@ class Expected:
         if left != expected or not all(is_whole(store, each.step, each.attempt) for each in visible(store)):
             return [f"the next attempt has {left}, not {expected}"]
         return []
+
+
+def _bereft(store: Store) -> list[list[str]]:
+    """What manifests name that is not there. Nothing in this life damages a file, so it is always none."""
+    found = (read_manifest(store, each.step, each.attempt) for each in everything(store))
+    return [
+        missing for each in found if isinstance(each, Manifest) and (missing := missing_files(store, each))
+    ]
