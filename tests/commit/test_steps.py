@@ -13,6 +13,7 @@ from flashckpt.commit.steps import Committed, commit, is_committed, publish_part
 from flashckpt.errors import DamagedError, NoSuchStepError, SupersededError
 from flashckpt.format.names import AttemptName, manifest_path, step_attempt_folder
 from flashckpt.format.records import Manifest, Tombstone
+from flashckpt.store.base import Entry
 from flashckpt.store.local import LocalStore
 from tests.commit import runs
 from tests.commit.runs import HOLDER, attempt_at, is_whole, new_run, part_of, publish
@@ -121,14 +122,21 @@ def test_a_missing_part_is_no_commit(store: LocalStore, attempt: AttemptName) ->
 
 
 def test_two_who_commit_write_the_same_bytes(tmp_path: Path) -> None:
+    class Backwards(LocalStore):
+        def list(self, folder: str) -> list[Entry]:
+            return super().list(folder)[::-1]
+
     stores = [new_run(tmp_path / "a"), new_run(tmp_path / "b")]
     name, data = AttemptName(1, "00000001"), []
-    for store, keepers in zip(stores, [(0, 1, 2), (2, 0, 1)], strict=True):
+    for store, kind, keepers in zip(stores, [LocalStore, Backwards], [(0, 1, 2), (2, 0, 1)], strict=True):
         for keeper in keepers:
             publish(store, 100, name, ranks=(2 - keeper,), world=3, keeper=keeper, nonce="0000")
-        assert commit(store, 100, name, world=3)
+        assert commit(kind(store.url), 100, name, world=3)
         data.append(store.read(manifest_path(100, name), 1 << 20))
     assert data[0] == data[1]
+    found = Manifest.from_bytes(data[0], "file")
+    assert [each.file for each in found.parts] == [f"part-{keeper:05d}.json" for keeper in range(3)]
+    assert [each.file for each in found.shards] == [f"shard-{rank:05d}-0000.safetensors" for rank in range(3)]
 
 
 def test_many_commit_at_once(store: LocalStore, attempt: AttemptName) -> None:
