@@ -55,6 +55,7 @@ class Flights:
         self._on_lost, self._on_changed = on_lost, on_changed
         self._flying: list[Flight] = []
         self._landed: dict[int, _Landed] = {}
+        self._failures: dict[int, str] = {}
         self.sealed = 0
         self.lost = 0
         self.newest_step: int | None = None
@@ -124,13 +125,18 @@ class Flights:
             self._on_changed()
 
     def _refused(self, flight: Flight, arrangement: Arrangement) -> None:
+        """Not sealed, or sealed and discarded by the keeper's audit before this was asked."""
         target = flight.target
-        torn = target.empty_entries()
-        reasons = {reason for word, reason in self._sealer.failures() if word == target.slot.word_address}
-        if not torn:
-            log.error("The snapshot of step %d was not sealed: %s.", flight.step, "; ".join(reasons) or "unknown")
+        self._failures.update(self._sealer.failures())
+        reason = self._failures.pop(target.slot.word_address, None)
+        generation, found = target.slot.torn
+        torn = target.empty_entries() if reason else list(found) if generation == flight.generation else []
+        if reason and not torn:
+            log.error("The snapshot of step %d was not sealed: %s.", flight.step, reason)
         target.forget()
-        self._tear(_Landed(flight, target, arrangement.names, arrangement.ways), torn)
+        names = arrangement.names
+        leaves = [leaf for leaf in torn if leaf < len(names)]
+        self._tear(_Landed(flight, target, names, arrangement.ways), leaves)
         self._lose(flight)
 
     def _listen(self, landed: _Landed) -> None:

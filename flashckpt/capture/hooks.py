@@ -143,7 +143,9 @@ class StepHooks:
         if record is None:
             return
         self._stepped = record.fired = True
-        gradients = [g for group in optimizer.param_groups for p in group["params"] if (g := p.grad) is not None]
+        gradients = [
+            g for group in optimizer.param_groups for p in group["params"] if (g := p.grad) is not None
+        ]
         record.gradients = list(map(weakref.ref, gradients))
         record.versions = [g._version for g in gradients]
         self._used_up = None
@@ -152,4 +154,4 @@ class StepHooks:
 def _weak(call: Callable[[], None] | None) -> Callable[[], Callable[[], None] | None]:
     if call is None:
         return lambda: None
-    return weakref.WeakMethod(call) if hasattr(call, "__self__") else weakref.ref(call)  # type: ignore[arg-type]
+    return weakref.WeakMethod(call) if hasattr(call, "__self__") else weakref.ref(call)

@@ -45,8 +45,10 @@ class HostCopies:
         """Copy everything; returns constants that are none (their bytes are copied all the same)."""
         if len(self._plain):
             np.add(self._offsets, np.uint64(target.image_address), out=self._destinations)
-            out = target.table_address if self._whole else _native.address_of(self._digests)
-            _native.copy_digest(self._sources, self._destinations, self._sizes, out, self._threads)
+            out = target.table_address if self._whole else _native.address_of(self._digests.data)
+            _native.copy_digest(
+                self._sources.data, self._destinations.data, self._sizes.data, out, self._threads
+            )
             if not self._whole:
                 target.table[self._plain] = self._digests
         for index in self._odd:
@@ -61,8 +63,8 @@ class HostCopies:
     def _capture_constants(self, target: Target) -> list[int]:
         digests, changed = self._constant_digests, []
         sources = self._plan.addresses[self._constants]
-        address = _native.address_of(digests)
-        _native.digest_many(sources, self._constant_sizes, address, self._threads)
+        address = _native.address_of(digests.data)
+        _native.digest_many(sources.data, self._constant_sizes.data, address, self._threads)
         target.table[self._constants] = digests
         for index, digest in zip(self._constants.tolist(), digests.tolist(), strict=True):
             kept = target.kept.get(index)
@@ -74,12 +76,11 @@ class HostCopies:
         return changed
 
     def _copy_one(self, target: Target, index: int) -> None:
-        one = np.array([index])
+        one = slice(index, index + 1)
         destination = self._plan.offsets[one] + np.uint64(target.image_address)
         table = target.table_address + 8 * index
-        _native.copy_digest(
-            self._plan.addresses[one], destination, self._plan.sizes[one], table, self._threads
-        )
+        source, size = self._plan.addresses[one], self._plan.sizes[one]
+        _native.copy_digest(source.data, destination.data, size.data, table, self._threads)
 
 
 def _elsewhere(plan: Plan, index: int) -> bool:

@@ -117,7 +117,9 @@ class Pace:
         self._due = False
         self._persist_steps = persist_every if isinstance(persist_every, int) else None
         _check_number(self._persist_steps, "persist_every")
-        self._persist_s = duration_s(persist_every, "persist_every") if isinstance(persist_every, str) else None
+        self._persist_s = (
+            duration_s(persist_every, "persist_every") if isinstance(persist_every, str) else None
+        )
         self._persist_due = False
         self._asked = False
         self._asked_at_s = clock()
@@ -160,4 +162,3 @@ class Pace:
 def _check_number(number: object, option: str) -> None:
     if isinstance(number, int) and number < 1:
         raise OptionError(f"{option}={number}: a number of steps must be positive. Nothing was changed.")
-

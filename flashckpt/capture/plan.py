@@ -72,7 +72,9 @@ class Plan:
 
     def __init__(self, walk: Walked) -> None:
         by_name = {live.name: live for live in walk.leaves}
-        self.layout = Layout.of(leaf_of(live.name, local(live.tensor), tuple(live.aliases)) for live in walk.leaves)
+        self.layout = Layout.of(
+            leaf_of(live.name, local(live.tensor), tuple(live.aliases)) for live in walk.leaves
+        )
         self.json = plan_bytes(self.layout)
         self.plan_id = _native.xxh3_64(self.json)
         self.lives = [by_name[leaf.name] for leaf in self.layout.leaves]
@@ -105,7 +107,7 @@ class Plan:
         if not self._stands() or self._gradient_states(used_up) != self._gradients:
             return Change.REBUILD, []
         assert self._watch is not None
-        changed = self._watch.changed(self._watched_addresses)
+        changed = self._watch.changed(self._watched_addresses.data)
         indexes = sorted({self._watched[i] for i in changed})
         if not all(self._patch(index) for index in indexes):
             return Change.REBUILD, []

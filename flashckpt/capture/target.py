@@ -124,8 +124,8 @@ class Target:
         )
 
     def state(self, generation: int) -> State:
-        """Of one snapshot: WRITING while the seal is to come, SEALED after it (whatever became of the slot since), FREE if
-        it was refused."""
+        """Of one snapshot: WRITING while the seal is to come, FREE if it was refused or discarded, SEALED
+        otherwise, even where the slot has been written again since."""
         try:
             word = self.slot.state()
         except DamagedError:

@@ -163,7 +163,9 @@ def _direct(plan: Plan, index: int) -> bool:
 
 def _table_runs(indexes: Sequence[int]) -> tuple[Addresses, Addresses, Addresses]:
     """Copies of a packed table (sorted by image order) to its entries in the slot's: offsets in bytes."""
-    sources, places, counts = [], [], []
+    sources: list[int] = []
+    places: list[int] = []
+    counts: list[int] = []
     for position, index in enumerate(indexes):
         if places and places[-1] + counts[-1] == index:
             counts[-1] += 1

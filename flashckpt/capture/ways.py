@@ -148,4 +148,3 @@ def describe(plan: Plan, ways: Iterable[Way]) -> list[tuple[str, int, int]]:
         count, num_bytes = totals.get(way, (0, 0))
         totals[way] = (count + 1, num_bytes + size)
     return [(way.value, *totals[way]) for way in Way if way in totals]
-

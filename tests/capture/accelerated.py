@@ -143,7 +143,7 @@ class Accelerated:
         self.capture._flights.poll()
 
     def result(self) -> str:
-        """"exact", "torn" (the keeper's audit discards it), or "none". Anything else fails here."""
+        """ "exact", "torn" (the keeper's audit discards it), or "none". Anything else fails here."""
         self.finish()
         found = self.ring.newest_sealed()
         if found is None or found[1].step != self.step:

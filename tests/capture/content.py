@@ -112,7 +112,9 @@ class State:
         return leaves
 
 
-def _module(walk: Walk, name: str, module: torch.nn.Module, used_up: Callable[[Tensor, Tensor], bool]) -> None:
+def _module(
+    walk: Walk, name: str, module: torch.nn.Module, used_up: Callable[[Tensor, Tensor], bool]
+) -> None:
     for path, inner in module.named_modules():
         prefix = f"{name}.{path}." if path else f"{name}."
         for kind, holder in (("parameter", inner._parameters), ("buffer", inner._buffers)):
@@ -122,7 +124,9 @@ def _module(walk: Walk, name: str, module: torch.nn.Module, used_up: Callable[[T
                     continue
                 walk.leaves.append(Live(prefix + key, tensor, kind, inner, holder, key))
                 if kind == "parameter" and tensor.grad is not None and not used_up(tensor, tensor.grad):
-                    walk.leaves.append(Live(prefix + key + ".grad", tensor.grad, "gradient", inner, tensor, "grad"))
+                    walk.leaves.append(
+                        Live(prefix + key + ".grad", tensor.grad, "gradient", inner, tensor, "grad")
+                    )
 
 
 def _optimizer(walk: Walk, name: str, optimizer: torch.optim.Optimizer) -> None:

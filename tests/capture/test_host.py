@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from .content import Content, State, bytes_of, exact, newest
 
 from flashckpt import _native
 from flashckpt.capture import Capture, Outcome, Verdict
 from flashckpt.memory.slots import SlotRing
 from flashckpt.options import Options
+
+from .content import Content, State, bytes_of, exact, newest
 
 
 def model(frozen: bool = False) -> torch.nn.Module:
@@ -100,7 +101,10 @@ def test_record_and_metadata_are_what_the_trainer_said(run: Run, ring: SlotRing)
 
 def test_leaves_that_are_not_row_major_are_stored_row_major(run: Run, ring: SlotRing) -> None:
     run.model.to(memory_format=torch.channels_last)
-    run.state.named["more"] = {"t": torch.arange(12.0).view(3, 4).t(), "half": torch.ones(3, dtype=torch.bfloat16)}
+    run.state.named["more"] = {
+        "t": torch.arange(12.0).view(3, 4).t(),
+        "half": torch.ones(3, dtype=torch.bfloat16),
+    }
     run.iterate()
     content = check(run, ring)
     assert content.leaf("model.0.weight").stride == tuple(run.model[0].weight.stride())
@@ -191,7 +195,9 @@ def test_zero_size_and_scalar_leaves(run: Run, ring: SlotRing) -> None:
     check(run, ring)
 
 
-def test_without_slots_a_boundary_is_skipped_and_room_is_known(sealer: _native.Sealer, ring: SlotRing) -> None:
+def test_without_slots_a_boundary_is_skipped_and_room_is_known(
+    sealer: _native.Sealer, ring: SlotRing
+) -> None:
     run = Run(None, sealer)
     assert run.capture.room_needed() is None
     assert run.iterate().verdict is Verdict.SKIPPED

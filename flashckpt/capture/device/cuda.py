@@ -26,7 +26,7 @@ class CudaMark:
     """A CUDA event; recorded by `CudaDevice.mark`."""
 
     def __init__(self, device: int, *, timing: bool) -> None:
-        self.event = torch.cuda.Event(enable_timing=timing)
+        self.event: Any = torch.cuda.Event(enable_timing=timing)  # type: ignore[no-untyped-call]
         self._device = device
         self._handle: int | None = None
 
@@ -51,7 +51,7 @@ class CudaDevice:
         self.index = index
         self.name = f"cuda:{index}"
         self._device = torch.device("cuda", index)
-        self._side = torch.cuda.Stream(device=self._device)
+        self._side: Any = torch.cuda.Stream(device=self._device)  # type: ignore[no-untyped-call]
         self._streams: list[Any] = [each for each in streams if getattr(each, "device", None) == self._device]
         with torch.cuda.device(self._device):
             self._pool = _make_pool()
@@ -86,7 +86,7 @@ class CudaDevice:
     def copy_to_host(self, sources: Addresses, destinations: Addresses, sizes: Addresses) -> None:
         if len(sizes):
             _native.cuda_copy_to_host(
-                self._side.cuda_stream, sources, destinations, sizes, PIECE_BYTES, self.index
+                self._side.cuda_stream, sources.data, destinations.data, sizes.data, PIECE_BYTES, self.index
             )
 
     def register(self, address: int, num_bytes: int) -> None:

@@ -127,7 +127,9 @@ class SimulatedMark:
 
     def wait(self) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: self._passed == self._set, _LONG_S), "a mark was never passed"
+            assert self._changed.wait_for(lambda: self._passed == self._set, _LONG_S), (
+                "a mark was never passed"
+            )
 
     def _place(self) -> int:
         with self._changed:

@@ -1,0 +1,205 @@
+"""Step hooks: qualification of boundaries, used-up gradients, and the order among other people's hooks."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+
+from flashckpt.capture.hooks import StepHooks, unwrapped
+
+
+def parameter() -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.randn(3))
+
+
+def backward(p: torch.nn.Parameter) -> None:
+    (p * 2).sum().backward()
+
+
+def used_up(hooks: StepHooks, p: torch.nn.Parameter) -> bool:
+    assert p.grad is not None
+    return hooks.used_up(p, p.grad)
+
+
+def test_a_gradient_is_used_up_by_the_step_that_saw_it() -> None:
+    p = parameter()
+    optimizer = torch.optim.SGD([p], lr=0.1)
+    hooks = StepHooks([optimizer])
+    backward(p)
+    assert not used_up(hooks, p)
+    optimizer.step()
+    assert used_up(hooks, p)
+
+
+def test_accumulation_after_the_step_makes_it_a_leaf_again() -> None:
+    p = parameter()
+    optimizer = torch.optim.SGD([p], lr=0.1)
+    hooks = StepHooks([optimizer])
+    backward(p)
+    optimizer.step()
+    backward(p)  # the same object, another version
+    assert not used_up(hooks, p)
+
+
+def test_another_gradient_in_its_place_is_not_used_up() -> None:
+    p = parameter()
+    optimizer = torch.optim.SGD([p], lr=0.1)
+    hooks = StepHooks([optimizer])
+    for _ in range(50):  # a new object may get the memory, and the identity, of the one before
+        backward(p)
+        optimizer.step()
+        optimizer.zero_grad()
+        gc.collect()
+        backward(p)
+        assert not used_up(hooks, p)
+        optimizer.zero_grad()
+
+
+def test_gradients_are_not_kept_alive() -> None:
+    p = parameter()
+    optimizer = torch.optim.SGD([p], lr=0.1)
+    hooks = StepHooks([optimizer])
+    backward(p)
+    optimizer.step()
+    gradient = weakref.ref(p.grad)
+    optimizer.zero_grad()
+    gc.collect()
+    assert gradient() is None
+    assert hooks.fired
+
+
+def test_the_other_optimizers_gradients_are_its_own() -> None:
+    p, q = parameter(), parameter()
+    first, second = torch.optim.SGD([p], lr=0.1), torch.optim.SGD([q], lr=0.1)
+    hooks = StepHooks([first, second])
+    backward(p)
+    backward(q)
+    first.step()
+    assert used_up(hooks, p)
+    assert not used_up(hooks, q)
+
+
+def test_boundaries_qualify_when_some_optimizer_stepped() -> None:
+    p = parameter()
+    optimizer = torch.optim.SGD([p], lr=0.1)
+    hooks = StepHooks([optimizer])
+    said = []
+    for iteration in range(8):
+        backward(p)
+        if iteration % 4 == 3:
+            optimizer.step()
+        said.append(hooks.boundary())
+    assert [each.qualifies for each in said] == [False] * 3 + [True] + [False] * 3 + [True]
+    assert said[3].gated
+
+
+def test_missing_hooks_only_delay() -> None:
+    p = parameter()
+    optimizer = torch.optim.SGD([p], lr=0.1)
+    hooks = StepHooks([optimizer])
+    said = [hooks.boundary() for _ in range(12)]
+    assert [each.qualifies for each in said] == [False] * 7 + [True] * 5
+    assert not any(each.gated for each in said)
+    optimizer.step()
+    assert hooks.boundary().gated  # they came back
+    for _ in range(25):
+        assert not hooks.boundary().qualifies  # twice the longest gap seen, 13
+    assert hooks.boundary().qualifies
+
+
+def test_a_state_without_optimizers_always_qualifies() -> None:
+    said = StepHooks([]).boundary()
+    assert said.qualifies
+    assert not said.gated
+
+
+def test_our_hook_comes_before_the_users_earlier_one() -> None:
+    p = parameter()
+    optimizer = torch.optim.SGD([p], lr=0.1)
+    order = []
+    optimizer.register_step_pre_hook(lambda *_: order.append("user"))
+
+    def close() -> None:
+        order.append("gate")
+
+    hooks = StepHooks([optimizer], close)
+    backward(p)
+    optimizer.step()
+    assert order == ["gate", "user"]
+    hooks.close()
+    optimizer.step()
+    assert order == ["gate", "user", "user"]
+
+
+def test_hooks_keep_nothing_alive_and_end_with_their_owner() -> None:
+    p = parameter()
+    optimizer = torch.optim.SGD([p], lr=0.1)
+    hooks = StepHooks([optimizer])
+    alive = weakref.ref(hooks)
+    del hooks
+    gc.collect()
+    assert alive() is None
+    backward(p)
+    optimizer.step()  # the hooks are still there, and do nothing
+
+
+def test_hooks_are_silent_in_graphs_and_compilation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    p = parameter()
+    optimizer = torch.optim.SGD([p], lr=0.1)
+    called, capturing = [], [True]
+
+    def close() -> None:
+        called.append(1)
+
+    hooks = StepHooks([optimizer], close, lambda: capturing[0])
+    backward(p)
+    optimizer.step()
+    assert not called
+    assert not hooks.fired
+    capturing[0] = False
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    optimizer.step()
+    assert not called
+
+
+def test_wrappers_are_looked_into() -> None:
+    optimizer = torch.optim.SGD([parameter()], lr=0.1)
+
+    class Wrapper:
+        def __init__(self, inner: object) -> None:
+            self.optimizer = inner
+
+    assert unwrapped(Wrapper(Wrapper(optimizer))) is optimizer
+    loop = Wrapper(None)
+    loop.optimizer = loop
+    assert unwrapped(loop) is loop
+
+
+def test_a_step_that_a_scaler_skips_is_no_step() -> None:
+    p = parameter()
+    optimizer = torch.optim.SGD([p], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    hooks = StepHooks([optimizer])
+    (scaler.scale((p * float("inf")).sum())).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert not hooks.boundary().qualifies
+    assert not used_up(hooks, p)
+    optimizer.zero_grad()
+    scaler.scale((p * 2).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert hooks.boundary().qualifies
+
+
+def test_optimizers_can_still_be_copied() -> None:
+    optimizer = torch.optim.SGD([parameter()], lr=0.1)
+    hooks = StepHooks([optimizer])
+    copy.deepcopy(optimizer)
+    hooks.close()

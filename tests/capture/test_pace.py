@@ -1,0 +1,151 @@
+"""When snapshots are due: pure arithmetic over times that the test gives."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashckpt.capture.pace import Budget, Pace
+from flashckpt.errors import OptionError
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def run(budget: Budget, steps: int, plain_s: float, cost_s: float) -> int:
+    """A loop whose iterations take `plain_s`, and `cost_s` more with a snapshot. Snapshots taken."""
+    taken = 0
+    for _ in range(steps):
+        if budget.allows():
+            budget.taken(ordered=False)
+            budget.burdened(plain_s + cost_s, 0.0, ordered=False)
+            taken += 1
+        else:
+            budget.plain(plain_s)
+    return taken
+
+
+@pytest.mark.parametrize("cost_s", [0.001, 0.01, 0.1, 2.0])
+def test_what_captures_cost_stays_within_the_share(cost_s: float) -> None:
+    budget = Budget(0.01)
+    steps, plain_s = 20_000, 0.1
+    for _ in range(3):
+        budget.plain(plain_s)
+    taken = run(budget, steps, plain_s, cost_s)
+    loop_s = steps * plain_s + taken * cost_s
+    assert taken * cost_s <= 0.01 * loop_s + 2 * cost_s  # the first is the measurement
+    if cost_s > 0.001:
+        assert taken * cost_s >= 0.0095 * loop_s - 2 * cost_s  # and the share is used
+    else:
+        assert taken > 0.95 * steps  # at most every step
+
+
+def test_a_free_snapshot_is_taken_at_every_step_but_for_a_few_that_measure() -> None:
+    budget = Budget(0.01)
+    assert run(budget, 1000, 0.1, 0.0) >= 970
+
+
+def test_nothing_more_is_allowed_before_the_first_was_measured() -> None:
+    budget = Budget(0.01)
+    assert budget.allows()
+    budget.taken(ordered=False)
+    assert not budget.allows()
+
+
+def test_a_loop_that_slows_down_is_not_taken_for_costs_for_ever() -> None:
+    budget = Budget(0.01)
+    run(budget, 500, 0.1, 0.0005)
+    assert run(budget, 3000, 0.3, 0.0005) >= 2000
+
+
+def test_one_long_pause_does_not_stop_captures() -> None:
+    budget = Budget(0.01)
+    run(budget, 500, 0.1, 0.01)
+    budget.taken(ordered=False)
+    budget.burdened(60.0, 0.0, ordered=False)  # a validation in that iteration
+    assert run(budget, 200, 0.1, 0.01) >= 10
+
+
+def test_the_host_copy_is_charged_at_least_its_own_time() -> None:
+    budget = Budget(0.01)
+    for _ in range(5):
+        budget.plain(0.1)
+    budget.taken(ordered=False)
+    budget.burdened(0.1, 0.02, ordered=False)
+    assert budget.cost_s == pytest.approx(0.02)
+
+
+def test_a_copy_that_outlasts_its_iteration_is_charged_on() -> None:
+    def allowed(trailing_s: float) -> int:
+        budget = Budget(0.01)
+        run(budget, 100, 0.1, 0.01)
+        for _ in range(5):
+            budget.trailing(trailing_s)
+        return run(budget, 100, 0.1, 0.01)
+
+    assert allowed(0.11) < allowed(0.1)
+
+
+def test_what_was_ordered_is_not_charged() -> None:
+    budget = Budget(0.01)
+    run(budget, 100, 0.1, 0.01)
+    before = run(budget, 50, 0.1, 0.01)
+    for _ in range(20):
+        budget.taken(ordered=True)
+        budget.burdened(0.11, 0.0, ordered=True)
+    assert run(budget, 50, 0.1, 0.01) >= before - 1
+
+
+def test_a_number_of_steps_is_an_order_that_stays_due() -> None:
+    pace = Pace(3)
+    assert [step for step in range(1, 6) if pace.due(step)] == [3, 4, 5]
+    pace.captured(ordered=False)
+    assert [step for step in range(6, 7) if pace.due(step)] == [6]
+    pace.captured(ordered=False)
+    assert not pace.due(7)
+    pace.lost()
+    assert pace.due(8)
+
+
+def test_none_leaves_it_to_orders() -> None:
+    pace = Pace(None)
+    assert not any(pace.due(step) for step in range(1, 100))
+    pace.lost()
+    assert not pace.due(100)
+
+
+def test_persisting_by_steps_makes_a_capture_due() -> None:
+    pace = Pace(None, 4)
+    assert [step for step in range(1, 6) if pace.due(step)] == [4, 5]
+    assert pace.persist_due(5)
+    pace.persist_asked()
+    assert not pace.due(8)  # one unfulfilled request at a time, and this one stays due
+    pace.persist_ended(fulfilled=True)
+    assert pace.due(9)
+    assert pace.persist_due(9)
+
+
+def test_persisting_by_time() -> None:
+    clock = Clock()
+    pace = Pace("auto", "5min", clock=clock)
+    assert not pace.persist_due(1)
+    clock.now_s = 301
+    assert pace.persist_due(2)
+    pace.persist_asked()
+    clock.now_s = 700
+    assert not pace.persist_due(3)
+    pace.persist_ended(fulfilled=True)
+    assert pace.persist_due(4)
+    pace.persist_asked()
+    pace.persist_ended(fulfilled=False)
+    assert pace.persist_due(5)  # one that failed is tried again with the next snapshot
+
+
+@pytest.mark.parametrize(("every", "persist"), [(0, None), (-3, None), ("auto", 0), ("auto", "often")])
+def test_what_cannot_be_is_refused(every: object, persist: object) -> None:
+    with pytest.raises(OptionError):
+        Pace(every, persist)  # type: ignore[arg-type]
