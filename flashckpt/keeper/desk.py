@@ -91,8 +91,11 @@ class Desk:
                 "flashckpt on one run. Nothing was changed. Use one, or wait until the older keeper has left."
             )
         lock, attempt = text(message, "lock", 64), AttemptName.parse(text(message, "attempt", 64))
-        check_name(lock)
         environment = message.get("environment")
+        try:
+            check_name(lock)
+        except KeeperError as error:
+            raise ProtocolError(str(error)) from error
         if attempt is None or not lock.startswith("trainer-") or not isinstance(environment, dict):
             raise ProtocolError("A trainer's name is none. The connection was closed.")
         every = number(message, "keep_every")

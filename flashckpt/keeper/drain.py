@@ -7,6 +7,7 @@ the slot's own words are changed on the way.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 from array import array
@@ -21,7 +22,7 @@ from flashckpt.errors import DamagedError, FlashckptError, SupersededError
 from flashckpt.events import log
 from flashckpt.format.checked_json import strict_loads
 from flashckpt.format.metadata import Metadata
-from flashckpt.format.names import AttemptName, part_name, step_attempt_folder
+from flashckpt.format.names import RUN, AttemptName, part_name, step_attempt_folder
 from flashckpt.format.records import CHUNK_BYTES, Part, RankRecord, ShardRecord
 from flashckpt.keeper.audit import differing, unlike
 from flashckpt.memory.page import Word
@@ -141,6 +142,8 @@ class Drain:
 
     def _persist_pinned(self, order: Order, sealed: Sealed, outcome: Outcome) -> Outcome:
         metadata = _checked(order.slot, sealed)
+        if not self._store.exists(RUN):
+            raise FileNotFoundError(errno.ENOENT, "the run is not there any more", self._store.url)
         attempt, own = self._attempt_of(order.slot, sealed)
         outcome = replace(outcome, attempt=str(attempt), num_bytes=sealed.record.image_bytes)
         if self._is_done(sealed.step, attempt, loaded=not own):

@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 from flashckpt.events import Event, log
+from flashckpt.format.names import RUN
 from flashckpt.store.base import Store
 
 FOLDER = "events"
@@ -67,6 +68,9 @@ class Ledger:
         try:
             descriptor = self._open(path)
         except FileNotFoundError:
+            if not self._store.exists(RUN):
+                # A run that was deleted is not begun again by its ledger.
+                return
             self._store.make_folder(FOLDER)
             descriptor = self._open(path)
         try:

@@ -26,8 +26,9 @@ MAX_SLOTS = 64
 
 @dataclass
 class Held:
-    """A slot on the shelf. `user` is the life lock of the trainer that has it; `retired` is one that no trainer uses any more; `given_up` is a generation
-    that will never be persisted (superseded); `audited` one that was found sound."""
+    """A slot on the shelf. `user` is the life lock of the trainer that has it; `retired` is one that no
+    trainer uses any more; `given_up` is a generation that will never be persisted (superseded);
+    `audited` one that was found sound."""
 
     slot: Slot
     kind: str

@@ -1,0 +1,209 @@
+"""One keeper a run, nobody's child, small; it leaves when it should and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from flashckpt.format.layout import PAGE
+from flashckpt.keeper import start
+from flashckpt.memory.region import is_region_name
+from flashckpt.memory.runtime import join, trainer_lock_name
+from tests.conftest import keepers_of
+from tests.keeper.driver import Process, committed, eventually, ledger, runtime_of
+from tests.keeper.fake import FakeTrainer, keeper_pid, open_runtime
+
+
+def test_of_two_started_at_once_one_stays(tmp_path: Path, runtime: Path) -> None:
+    run = tmp_path / "run"
+    _, identity = open_runtime(run, runtime)
+    folder, life = join(str(runtime), identity, trainer_lock_name(0))
+    for _ in range(4):
+        start.start(str(run), folder)
+    pid = eventually(lambda: keeper_pid(folder))
+    eventually(lambda: keepers_of(runtime) == [pid])
+    trainers = [Process(run, runtime) for _ in range(2)]
+    assert keepers_of(runtime) == [pid]
+    for trainer in trainers:
+        trainer.do("end")
+        trainer.gone()
+    eventually(lambda: keepers_of(runtime) == [])
+    life.release(folder)
+
+
+def test_the_keeper_is_nobodys_child_and_holds_nothing_of_its_starter(tmp_path: Path, runtime: Path) -> None:
+    reading, writing = os.pipe()
+    os.set_inheritable(writing, True)
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    try:
+        trainer = FakeTrainer(tmp_path / "run", runtime)
+    finally:
+        os.sched_setaffinity(0, range(4096))
+    pid = keeper_pid(trainer.folder)
+    assert pid is not None
+    os.close(writing)
+    # Were the keeper to hold the pipe's other end, `train | tee` would never end.
+    assert os.read(reading, 1) == b""
+    os.close(reading)
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    parent, session = int(fields[1]), int(fields[3])
+    assert parent != os.getpid()
+    assert session not in (os.getsid(0), pid)
+    assert int(fields[16]) >= 5
+    assert os.sched_getaffinity(pid) == os.sched_getaffinity(0)
+    for stream in (1, 2):
+        assert os.readlink(f"/proc/{pid}/fd/{stream}").endswith("keeper.log")
+    assert os.readlink(f"/proc/{pid}/fd/0") == "/dev/null"
+    trainer.end()
+
+
+def test_the_keeper_stays_small_and_maps_no_image(tmp_path: Path, runtime: Path) -> None:
+    trainer = FakeTrainer(tmp_path / "run", runtime, kib=128 << 10)
+    trainer.start()
+    trainer.take_slots()
+    for step in range(1, 4):
+        trainer.snapshot(step, persist=True)
+        trainer.wait_committed(step)
+    trainer.snapshot(4)
+    trainer.wait_for(lambda status: status.counts.get("audited"))
+    pid = keeper_pid(trainer.folder)
+    maps = Path(f"/proc/{pid}/maps").read_text()
+    assert "torch" not in maps
+    assert "numpy" not in maps
+    shared = [line.split()[0].split("-") for line in maps.splitlines() if "slot-00000" in line]
+    sizes = [int(end, 16) - int(begin, 16) for begin, end in shared]
+    assert len(sizes) == 3
+    assert max(sizes) <= 2 * PAGE
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    own = int(status["RssAnon"].split()[0])
+    assert own < 60 << 10, f"{own} kB of its own"
+    assert int(status["VmRSS"].split()[0]) < 60 << 10
+    trainer.end()
+
+
+def test_twenty_runs_leave_nothing(tmp_path: Path, runtime: Path) -> None:
+    """Descriptors, regions, processes, mappings: none grows, here or in the runtime folder."""
+    import gc
+
+    def counts() -> tuple[int, int]:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("slot-00000")
+
+    before = None
+    for cycle in range(20):
+        run = tmp_path / "run"
+        trainer = FakeTrainer(run, runtime)
+        trainer.start(None, 0)
+        trainer.take_slots()
+        trainer.snapshot(cycle + 1, persist=True)
+        trainer.wait_committed(cycle + 1)
+        trainer.end()
+        trainer.folder.close()
+        before = before or counts()
+        assert counts() == before
+    eventually(lambda: keepers_of(runtime) == [])
+    user = runtime / f"flashckpt-{os.geteuid()}"
+    assert [entry.name for entry in user.iterdir()] == ["room.lock"]
+
+
+def test_many_attempts_on_one_keeper_reuse_its_slots(tmp_path: Path, runtime: Path) -> None:
+    run = tmp_path / "run"
+    parent, pid, regions = None, None, None
+    for cycle in range(8):
+        trainer = Process(run, runtime)
+        trainer.do("start", parent, cycle, None)
+        trainer.do("slots", 3, 2)
+        trainer.do("snapshot", cycle + 1, False)
+        folder = runtime_of(run, runtime)
+        pid = pid or keeper_pid(folder)
+        assert keeper_pid(folder) == pid
+        named = {name for name in folder.names() if is_region_name(name)}
+        regions = regions or named
+        assert named == regions
+        descriptors = os.listdir(f"/proc/{pid}/fd")
+        assert len(descriptors) < 40
+        trainer.kill()
+        parent = trainer.attempt
+        eventually(lambda step=cycle + 1: step in committed(run))
+        folder.close()
+
+
+def test_it_lingers_after_a_death_and_not_after_a_close(tmp_path: Path, runtime: Path) -> None:
+    run = tmp_path / "run"
+    trainer = Process(run, runtime, linger_s=1.0)
+    trainer.do("start", None, 0, None)
+    trainer.do("slots", 3, 2)
+    trainer.do("snapshot", 1, False)
+    folder = runtime_of(run, runtime)
+    pid = keeper_pid(folder)
+    trainer.kill()
+    eventually(lambda: committed(run) == [1])
+    assert keeper_pid(folder) == pid
+    eventually(lambda: not Path(folder.path).exists())
+    assert [line["kept"] for line in ledger(run) if line["event"] == "close" and "kept" in line] == [[]]
+
+
+def test_a_run_that_is_deleted_takes_its_keeper_along(tmp_path: Path, runtime: Path) -> None:
+    run = tmp_path / "run"
+    trainer = Process(run, runtime, linger_s=3600)
+    trainer.do("start", None, 0, None)
+    trainer.do("slots", 3, 2)
+    trainer.do("snapshot", 1, False)
+    folder = runtime_of(run, runtime)
+    trainer.kill()
+    eventually(lambda: committed(run) == [1])
+    shutil.rmtree(run)
+    eventually(lambda: keepers_of(runtime) == [])
+    eventually(lambda: not Path(folder.path).exists())
+    assert not run.exists(), "a run that was deleted is not made again"
+
+
+def test_a_schedulers_signal_ends_the_lingering_not_the_work(tmp_path: Path, runtime: Path) -> None:
+    run = tmp_path / "run"
+    trainer = Process(run, runtime, linger_s=3600)
+    trainer.do("start", None, 0, None)
+    trainer.do("slots", 3, 2)
+    pid = keeper_pid(runtime_of(run, runtime))
+    assert pid is not None
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(pid, number)
+    trainer.do("snapshot", 1, False)
+    trainer.kill()
+    eventually(lambda: keepers_of(runtime) == [])
+    assert committed(run) == [1]
+
+
+def test_a_keeper_that_nobody_speaks_to_ends(tmp_path: Path, runtime: Path) -> None:
+    """`python -m flashckpt.keeper` in the foreground: a second one returns at once."""
+    run = tmp_path / "run"
+    trainer = FakeTrainer(run, runtime)
+    second = subprocess.run(
+        [sys.executable, "-m", "flashckpt.keeper", str(run), trainer.folder.path],
+        timeout=60,
+        capture_output=True,
+    )
+    assert second.returncode == 0
+    assert second.stderr == b""
+    trainer.end()
+
+
+def test_the_import_path_of_the_trainer_is_the_keepers(tmp_path: Path, runtime: Path) -> None:
+    """From a folder of its own, without PYTHONPATH: the library is found where the trainer found it, and a
+    module of the working directory never stands in for one of Python's."""
+    (tmp_path / "json.py").write_text("raise SystemExit('imported from the working directory')")
+    run = tmp_path / "run"
+    code = (
+        "import sys; sys.path[:] = [p for p in sys.path if p != sys.argv[3]] + [sys.argv[4]]\n"
+        "from pathlib import Path; from tests.keeper.fake import FakeTrainer\n"
+        "t = FakeTrainer(Path(sys.argv[1]), Path(sys.argv[2])); t.end(); print('served')"
+    )
+    root, flag = str(Path(__file__).resolve().parents[2]), "-P" if sys.version_info >= (3, 11) else "-s"
+    found = subprocess.run(
+        [sys.executable, flag, "-c", code, str(run), str(runtime), str(tmp_path), root],
+        cwd=tmp_path, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert found.stdout.strip() == "served", found.stderr

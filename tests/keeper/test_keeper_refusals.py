@@ -1,0 +1,181 @@
+"""What comes over the socket, or stands where the socket should be, and is not ours."""
+
+from __future__ import annotations
+
+import array
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashckpt.errors import KeeperError
+from flashckpt.keeper import protocol
+from flashckpt.keeper.client import connect_or_start
+from flashckpt.memory.runtime import join, trainer_lock_name
+from tests.keeper.driver import eventually
+from tests.keeper.fake import FakeTrainer, keeper_pid, open_runtime
+
+HELLO = {
+    "op": "hello", "protocol": 1, "rank": 0, "world": 1, "attempt": "000001-0123abcd",
+    "lock": "trainer-x.lock", "keep_last": 3, "keep_every": 0, "linger_s": 1.0, "environment": {},
+}  # fmt: skip
+
+
+@pytest.fixture
+def trainer(tmp_path: Path, runtime: Path) -> Iterator[FakeTrainer]:
+    made = FakeTrainer(tmp_path / "run", runtime)
+    made.start()
+    made.take_slots()
+    yield made
+    # Whatever was thrown at the keeper, it still serves its trainer.
+    made.snapshot(1, persist=True)
+    made.wait_committed(1)
+    assert made.client.restarts == 0
+    made.end()
+
+
+def connected(trainer: FakeTrainer) -> socket.socket:
+    peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    peer.settimeout(30)
+    peer.connect(trainer.folder.reachable(protocol.SOCKET_NAME))
+    return peer
+
+
+def answer(peer: socket.socket) -> dict[str, Any] | None:
+    """The next answer, None where the connection was closed."""
+    data = peer.recv(1 << 20)
+    return json.loads(data) if data else None
+
+
+MALFORMED: list[bytes] = [
+    b"{", b"[]", b"null", b"\xff\xfe", b'{"op":1}', b'{"op":"nothing"}', b"[" * 60_000, b"9" * 60_000,
+    b"x" * (protocol.MAX_MESSAGE_BYTES + 1),
+    b'{"op":"slots","count":1,"minimum":1,"metadata_bytes":1,"image_bytes":1}', b'{"op":"closing"}',
+    *(json.dumps({**HELLO, **change}).encode() for change in (
+        {"lock": "../../etc/passwd"}, {"lock": "keeper.lock"}, {"lock": ""}, {"lock": "trainer-" + "x" * 99},
+        {"attempt": "1"}, {"attempt": "000001-0123abcd/../.."}, {"rank": -1}, {"rank": True}, {"rank": 1e400},
+        {"world": 0}, {"keep_last": 0}, {"linger_s": "1"}, {"linger_s": -1}, {"environment": []},
+        {"protocol": "x"},
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("data", MALFORMED, ids=lambda data: data[:40].decode(errors="replace"))
+def test_a_malformed_message_closes_its_connection_and_no_other(trainer: FakeTrainer, data: bytes) -> None:
+    peer = connected(trainer)
+    peer.send(data)
+    told = answer(peer)
+    assert told is None or told["ok"] is False
+    assert told is None or answer(peer) is None
+    peer.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"count": 0}, {"count": 10**9}, {"minimum": 4}, *({"image_bytes": size} for size in (0, 1 << 62, 1.5))],
+)  # fmt: skip
+def test_a_request_for_slots_is_bounded(trainer: FakeTrainer, change: dict[str, Any]) -> None:
+    peer = connected(trainer)
+    peer.send(json.dumps({**HELLO, "lock": trainer.life.name}).encode())
+    assert answer(peer) == {"ok": True}
+    asked = {"op": "slots", "count": 3, "minimum": 2, "metadata_bytes": 1, "image_bytes": 1}
+    peer.send(json.dumps({**asked, **change}).encode())
+    told = answer(peer)
+    assert told is not None
+    assert told["ok"] is False
+    peer.close()
+
+
+def test_descriptors_that_nobody_asked_for_are_closed(trainer: FakeTrainer) -> None:
+    pid = keeper_pid(trainer.folder)
+    trainer.client.status()
+
+    def count() -> int:
+        return len(os.listdir(f"/proc/{pid}/fd"))
+
+    before = count()
+    peer = connected(trainer)
+    extra = [os.open("/dev/null", os.O_RDONLY) for _ in range(8)]
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", extra))]
+    for op in ("ping", "status", "nothing"):
+        peer.sendmsg([json.dumps({"op": op}).encode()], rights)
+        answer(peer)
+    peer.close()
+    peer = connected(trainer)
+    # As slots they are refused: a device, a file, a pipe, an empty memfd.
+    wrong = [extra[0], os.open(__file__, os.O_RDONLY), os.memfd_create("slot")]
+    for descriptor in wrong:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor, extra[1]]))]
+        peer.sendmsg([b'{"op":"adopt"}'], rights)
+        told = answer(peer)
+        assert told is not None
+        assert told["ok"] is False
+    peer.close()
+    eventually(lambda: count() == before)
+    for descriptor in {*extra, *wrong}:
+        os.close(descriptor)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_users_process_is_refused(trainer: FakeTrainer) -> None:
+    peer = connected(trainer)
+    assert peer.getpeername() is not None
+    # It is let through to the socket by a parent of our own; its credentials are still its own.
+    for folder in (trainer.folder.path, os.path.dirname(trainer.folder.path)):
+        os.chmod(folder, 0o711)
+    os.chmod(os.path.dirname(os.path.dirname(trainer.folder.path)), 0o711)
+    os.chmod(os.path.join(trainer.folder.path, protocol.SOCKET_NAME), 0o666)
+    code = (
+        "import os, socket, sys; os.setresuid(12345, 12345, 12345);"
+        "s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.settimeout(30); s.connect(sys.argv[1]);"
+        'print(s.send(b\'{"op":"status"}\') and s.recv(100))'
+    )
+    path = os.path.join(trainer.folder.path, protocol.SOCKET_NAME)
+    found = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True)
+    assert "committed" not in found.stdout
+    assert found.stdout.strip() in ("b''", "") or "Error" in found.stderr
+    for folder in (trainer.folder.path, os.path.dirname(trainer.folder.path)):
+        os.chmod(folder, 0o700)
+    os.chmod(os.path.join(trainer.folder.path, protocol.SOCKET_NAME), 0o600)
+    peer.close()
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "folder", "open socket"])
+def test_a_planted_socket_is_refused_and_left_alone(tmp_path: Path, runtime: Path, kind: str) -> None:
+    run = tmp_path / "run"
+    _, identity = open_runtime(run, runtime)
+    folder, life = join(str(runtime), identity, trainer_lock_name(0))
+    path = Path(folder.path) / protocol.SOCKET_NAME
+    other = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if kind == "file":
+        path.write_text("x")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        target = path if kind == "open socket" else runtime / "elsewhere"
+        other.bind(str(target))
+        other.listen(1)
+        target.chmod(0o666 if kind == "open socket" else 0o600)
+        if kind == "link":
+            path.symlink_to(target)
+    before = os.lstat(path)
+    with pytest.raises(KeeperError, match="left as it is"):
+        connect_or_start(str(run), folder, life)
+    assert os.lstat(path).st_ino == before.st_ino
+    other.close()
+    life.release(folder)
+
+
+def test_a_keeper_of_another_protocol_is_told_so(trainer: FakeTrainer) -> None:
+    peer = connected(trainer)
+    peer.send(json.dumps({**HELLO, "protocol": 2}).encode())
+    told = answer(peer)
+    assert told is not None
+    assert "two versions" in told["error"]
+    peer.close()
