@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -61,28 +62,26 @@ def test_probing_ones_own_lock_says_alive_and_does_not_drop_it(runtime: Path) ->
 
 
 def test_a_lock_dies_with_its_process_and_is_not_inherited(runtime: Path) -> None:
+    """A loader's worker has the descriptor and outlives the trainer: for it, too, the trainer is dead."""
     folder = RuntimeFolder.open(str(runtime), IDENTITY)
-    reading, writing = os.pipe()
-    done_reading, done_writing = os.pipe()
+    told, telling = os.pipe()
+    asked, asking = os.pipe()
     holder = os.fork()
     if holder == 0:
-        life = LifeLock.acquire(folder, LOCK)
-        worker = os.fork()
-        if worker == 0:
-            # Like a loader's worker: it has the descriptor, and outlives the trainer.
-            os.write(writing, b"x" if not is_alive(folder, LOCK) or life is None else b".")
-            os.close(done_writing)
-            os.read(done_reading, 1)
+        if LifeLock.acquire(folder, LOCK) is not None and os.fork() == 0:
+            os.write(telling, b"alive" if is_alive(folder, LOCK) else b"dead")
+            os.read(asked, 1)
+            os.write(telling, b"alive" if is_alive(folder, LOCK) else b"dead")
             os._exit(0)
-        os.kill(os.getpid(), 19)
-        os._exit(0)
-    assert os.read(reading, 1) == b"."
-    os.waitpid(holder, os.WUNTRACED)
+        signal.pause()
+    assert os.read(told, 5) == b"alive"
     assert is_alive(folder, LOCK)
-    os.kill(holder, 9)
+    os.kill(holder, signal.SIGKILL)
     os.waitpid(holder, 0)
     assert not is_alive(folder, LOCK)
-    for descriptor in (reading, writing, done_reading, done_writing):
+    os.write(asking, b"?")
+    assert os.read(told, 5) == b"dead"
+    for descriptor in (told, telling, asked, asking):
         os.close(descriptor)
 
 
