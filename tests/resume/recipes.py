@@ -158,7 +158,7 @@ def amp(record: Record, hold: Hold, path: str, options: dict[str, Any]) -> None:
     """Autocast with a GradScaler that skips steps when it finds inf, and frozen weights."""
     net = Net()
     net.inner.requires_grad_(False)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**19, growth_interval=3)
     optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.01)
     loader = DataLoader(Noisy(), batch_size=4, shuffle=True)
     batches = flashckpt.loop(loader, path, epochs=2, model=net, optimizer=optimizer, scaler=scaler, **options)

@@ -20,7 +20,7 @@ from tests.waiting import until
 
 import flashckpt
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 HOLDS = {"plain": 10, "workers": 9, "epochs": 7, "accumulation": 11, "amp": 7, "closure": 7, "marked": 8}
 
 
@@ -33,13 +33,14 @@ class Trainer:
         self.options = {"every": 1, "persist_every": 3, **options}
 
     def start(self, hold_at: int = -1) -> subprocess.Popen[str]:
-        command = [sys.executable, str(HERE / "trainer.py"), self.recipe, str(self.run), str(self.log)]
+        command = [sys.executable, "-m", "tests.resume.trainer", self.recipe, str(self.run), str(self.log)]
         return subprocess.Popen(
             [*command, str(hold_at), json.dumps(self.options)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             env=self.environment,
+            cwd=ROOT,
         )
 
     def finish(self) -> str:

@@ -1,4 +1,4 @@
-"""Runs one recipe in a process of its own: `python trainer.py RECIPE RUN LOG [HOLD_AT] [OPTIONS-JSON]`.
+"""Runs one recipe in a process of its own: `python -m tests.resume.trainer RECIPE RUN LOG [HOLD_AT] [OPTIONS-JSON]`.
 
 Each record is one line of LOG, flushed before the next instruction. In iteration HOLD_AT the recipe
 prints "held STEP" and stands still: the parent kills it there.
@@ -9,14 +9,12 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
-from tests.resume.recipes import RECIPES, seed
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.waiting import until_slots  # noqa: E402
+from tests.resume.recipes import RECIPES, seed
+from tests.waiting import until_slots
 
 
 def main() -> None:
