@@ -84,6 +84,14 @@ class AskedSource(EpochSource):
             self._between, self._left = to_plain(self._loader.state_dict()), True
         self._iterator = None
 
+    def _is_last(self) -> bool:
+        # A state of its own may look the same after the last batch and before the first one.
+        if self._iterator is None or self._makes_ahead:
+            return False
+        if isinstance(self._loader, DatasetState):
+            return bool(getattr(getattr(self._iterator, "_dataset_fetcher", None), "ended", False))
+        return self._taken == self._length
+
     def _parts(self, over: bool) -> dict[str, Any]:
         if self._iterator is None:
             return {"state": self._between, "left": self._left}

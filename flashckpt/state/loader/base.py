@@ -87,6 +87,7 @@ class EpochSource:
         if position.epoch != epoch:
             self._leave()
             self._enter(epoch)
+        self._restore(position.now)
         self._due = position.now
 
     def next(self) -> Any:
@@ -96,7 +97,7 @@ class EpochSource:
                 "is not known. Snapshots taken before are whole. Start the loop again to go on from them."
             )
         if self._due is not None:
-            # The last thing before the fetch: whatever was drawn since the process began is undone.
+            # Again, as the last thing before the fetch: what was drawn since `begin` is no part of the run.
             due, self._due = self._due, None
             self._restore(due)
         if self._over:

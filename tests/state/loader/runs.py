@@ -1,0 +1,318 @@
+"""Loaders of every kind, by name, and runs over them that record every batch, every random number and
+every item that was loaded. Imported by the tests and by the fresh processes that resume."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import random
+import warnings
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from flashckpt.state import rng
+from flashckpt.state.loader import source_of
+
+ITEMS = 22
+Key = tuple[int, int | str]
+
+
+class Items(Dataset[Any]):
+    """Items made of their index and of all three generators; each load writes a byte to a file."""
+
+    def __init__(self, loads: str, count: int = ITEMS) -> None:
+        self.loads = loads
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Any:
+        with open(self.loads, "ab") as file:
+            file.write(b".")
+        return index, random.random(), float(np.random.randn()), torch.randn(1).item()
+
+
+class Owning(Items):
+    """With generators of its own, which draw in the main process where there are no workers."""
+
+    def __init__(self, loads: str) -> None:
+        super().__init__(loads)
+        self.own = [random.Random(1), np.random.default_rng(2), torch.Generator().manual_seed(3)]
+
+    def __getitem__(self, index: int) -> Any:
+        python, numpy, own = self.own
+        drawn = torch.rand(1, generator=own).item()
+        return super().__getitem__(index) + (python.random(), float(numpy.random()), drawn)
+
+
+class Eager(Sampler[int]):
+    """Draws in `iter()` itself, from the global generators."""
+
+    def __init__(self, count: int = ITEMS) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(self.count).tolist()
+        random.shuffle(order)
+        return iter(order)
+
+    def __len__(self) -> int:
+        return self.count
+
+
+class EagerBatches(Sampler[list[int]]):
+    """Batches of uneven size, drawn in `iter()` from generators of its own; does not know its length."""
+
+    def __init__(self) -> None:
+        self.sizes = random.Random(4)
+        self.order = np.random.default_rng(5)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = self.order.permutation(ITEMS).tolist()
+        cuts = sorted(self.sizes.sample(range(1, ITEMS), 5))
+        return iter([order[a:b] for a, b in zip([0, *cuts], [*cuts, ITEMS], strict=True)])
+
+
+class LazyOwn(Sampler[int]):
+    """Draws from a generator of its own for every single index."""
+
+    def __init__(self) -> None:
+        self.random = random.Random(6)
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(ITEMS):
+            yield self.random.randrange(ITEMS)
+
+    def __len__(self) -> int:
+        return ITEMS
+
+
+class LazyGlobal(LazyOwn):
+    """Draws from the global generator for every single index: cannot be exact."""
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(ITEMS):
+            yield random.randrange(ITEMS)
+
+
+Pair = namedtuple("Pair", ["index", "numbers"])
+
+
+def collate(samples: list[Any]) -> Pair:
+    noise = random.random() + float(np.random.rand()) + torch.rand(1).item()
+    index = torch.tensor([sample[0] for sample in samples])
+    return Pair(index, torch.tensor([sample[1:] for sample in samples]) + noise)
+
+
+def reseed(worker: int) -> None:
+    np.random.seed((torch.initial_seed() + worker) % 2**32)
+
+
+def owned(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def loader(items: Dataset[Any], workers: int, *, batch_size: int | None = 4, **options: Any) -> Any:
+    with warnings.catch_warnings():
+        # torch warns of more workers than cores.
+        warnings.simplefilter("ignore")
+        options = {"batch_size": batch_size, **options}
+        if "batch_sampler" in options:
+            del options["batch_size"]
+        return DataLoader(items, num_workers=workers, **options)
+
+
+def _shuffled_own(loads: str, workers: int, **options: Any) -> Any:
+    return loader(Items(loads), workers, shuffle=True, generator=owned(7), **options)
+
+
+Make = Callable[[str], Any]
+LOADERS: dict[str, Make] = {
+    "main": lambda loads: loader(Items(loads), 0),
+    "main, shuffled": lambda loads: loader(Items(loads), 0, shuffle=True),
+    "main, shuffled by its own": lambda loads: _shuffled_own(loads, 0),
+    "main, own replacement": lambda loads: loader(
+        Items(loads), 0, sampler=RandomSampler(range(ITEMS), replacement=True, num_samples=40, generator=owned(8))
+    ),
+    "main, replacement": lambda loads: loader(
+        Items(loads), 0, sampler=RandomSampler(range(ITEMS), replacement=True, num_samples=40)
+    ),
+    "main, weighted": lambda loads: loader(
+        Items(loads), 0, sampler=WeightedRandomSampler([1.0 + i for i in range(ITEMS)], 19)
+    ),
+    "main, eager": lambda loads: loader(Items(loads), 0, sampler=Eager()),
+    "main, uneven batches": lambda loads: loader(Items(loads), 0, batch_sampler=EagerBatches()),
+    "main, lazy": lambda loads: loader(Items(loads), 0, sampler=LazyOwn()),
+    "main, single items": lambda loads: loader(Items(loads, 6), 0, batch_size=None, shuffle=True),
+    "main, data with generators": lambda loads: loader(Owning(loads), 0, shuffle=True),
+    "main, collate": lambda loads: loader(Items(loads), 0, shuffle=True, collate_fn=collate),
+    "1 worker": lambda loads: loader(Items(loads), 1, shuffle=True),
+    "2 workers": lambda loads: loader(Items(loads), 2),
+    "2 workers, shuffled": lambda loads: loader(Items(loads), 2, shuffle=True, prefetch_factor=1),
+    "2 workers, shuffled by its own": lambda loads: _shuffled_own(loads, 2),
+    "2 workers, drop last": lambda loads: loader(Items(loads), 2, shuffle=True, drop_last=True),
+    "2 workers, weighted": lambda loads: loader(
+        Items(loads), 2, sampler=WeightedRandomSampler([1.0 + i for i in range(ITEMS)], 19)
+    ),
+    "2 workers, subset": lambda loads: loader(Items(loads), 2, sampler=SubsetRandomSampler(range(3, 21))),
+    "2 workers, distributed": lambda loads: loader(
+        Items(loads, 30), 2, sampler=DistributedSampler(range(30), num_replicas=2, rank=1, seed=9), batch_size=3
+    ),
+    "2 workers, eager": lambda loads: loader(Items(loads), 2, sampler=Eager()),
+    "2 workers, lazy": lambda loads: loader(Items(loads), 2, sampler=LazyOwn(), prefetch_factor=1),
+    "2 workers, uneven batches": lambda loads: loader(Items(loads), 2, batch_sampler=EagerBatches()),
+    "2 workers, single items": lambda loads: loader(Items(loads, 7), 2, batch_size=None, shuffle=True),
+    "2 workers, collate, init": lambda loads: loader(
+        Items(loads), 2, shuffle=True, collate_fn=collate, worker_init_fn=reseed
+    ),
+    "3 workers, shuffled": lambda loads: loader(Items(loads), 3, shuffle=True),
+    "2 persistent": lambda loads: loader(Items(loads, 18), 2, shuffle=True, persistent_workers=True),
+    "2 persistent by its own": lambda loads: _shuffled_own(loads, 2, persistent_workers=True),
+    "2 persistent, eager": lambda loads: loader(
+        Items(loads), 2, sampler=Eager(), persistent_workers=True, worker_init_fn=reseed
+    ),
+    "3 persistent": lambda loads: loader(Items(loads), 3, persistent_workers=True, prefetch_factor=3),
+    "3 persistent, one idle": lambda loads: loader(
+        Items(loads, 6), 3, shuffle=True, persistent_workers=True, worker_init_fn=reseed
+    ),
+    "2 persistent, batch sampler": lambda loads: loader(
+        Items(loads), 2, batch_sampler=BatchSampler(SequentialSampler(range(ITEMS)), 5, True),
+        persistent_workers=True,
+    ),
+}  # fmt: skip
+
+
+def seed(number: int) -> None:
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
+
+
+def loop_draws() -> None:
+    """What a loop's body draws between two batches."""
+    random.random()
+    np.random.randn()
+    torch.randn(3)
+
+
+def numbers_now() -> str:
+    return hashlib.blake2b(repr(rng.capture()).encode(), digest_size=8).hexdigest()
+
+
+def plain(batch: Any) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return batch.tolist()
+    if isinstance(batch, list | tuple):
+        return [type(batch).__name__, *(plain(item) for item in batch)]
+    return batch
+
+
+class Record:
+    """What a run saw: batches with the random numbers after each, and its position at each boundary."""
+
+    def __init__(self) -> None:
+        self.seen: dict[Key, Any] = {}
+        self.positions: dict[Key, bytes] = {}
+        self.sizes: dict[Key, int] = {}
+
+
+def run(
+    source: Any, epochs: range, resume: dict[str, Any] | None = None, *, leave_after: int = 1 << 30
+) -> Record:
+    """Go through epochs. A boundary's key is (epoch, batches taken); (epoch, "end") when there is no more;
+    (epoch, "after") when the code between two epochs is done as well."""
+    record = Record()
+    for epoch in epochs:
+        source.begin(epoch, resume if epoch == epochs.start else None)
+        while source.batches_taken < leave_after:
+            key = epoch, source.batches_taken
+            record.positions[key] = to_wire(source.position())
+            try:
+                batch = source.next()
+            except StopIteration:
+                break
+            record.seen[key] = plain(batch), numbers_now()
+            record.sizes[key] = len(batch[0]) if isinstance(batch[0], torch.Tensor) else 1
+            loop_draws()
+        record.seen[epoch, "end"] = numbers_now()
+        record.positions[epoch, "end"] = to_wire(source.position())
+        loop_draws()
+        record.positions[epoch, "after"] = to_wire(source.position())
+    source.close()
+    return record
+
+
+def resume(make: Callable[[], Any], position: bytes, epochs: range, **options: Any) -> Record:
+    """A fresh loader goes on from a position, with other random numbers around."""
+    seed(987)
+    source = source_of(make())
+    seed(654)
+    return run(source, epochs, from_wire(position), **options)
+
+
+def bare(loader: Any, epochs: range) -> dict[Key, Any]:
+    """The same loop over the loader alone."""
+    seen: dict[Key, Any] = {}
+    for epoch in epochs:
+        for sampler in (loader.sampler, loader.batch_sampler):
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+        for taken, batch in enumerate(loader):
+            seen[epoch, taken] = plain(batch), numbers_now()
+            loop_draws()
+        seen[epoch, "end"] = numbers_now()
+        loop_draws()
+    return seen
+
+
+def loads_in(path: str) -> int:
+    return os.path.getsize(path) if os.path.exists(path) else 0
+
+
+def to_wire(value: Any) -> bytes:
+    """Bytes that hold nothing but JSON: what is not plain Python cannot pass."""
+    return json.dumps(_tag(value), allow_nan=False).encode()
+
+
+def from_wire(data: bytes) -> Any:
+    return _untag(json.loads(data))
+
+
+def _tag(value: Any) -> Any:
+    if type(value) is dict:
+        return {"d": [[_tag(key), _tag(item)] for key, item in value.items()]}
+    if type(value) in (list, tuple):
+        return {"l" if type(value) is list else "t": [_tag(item) for item in value]}
+    if type(value) is bytes:
+        return {"b": base64.b64encode(value).decode()}
+    assert value is None or type(value) in (bool, int, float, str), type(value)
+    return value
+
+
+def _untag(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    ((kind, inner),) = value.items()
+    if kind == "b":
+        return base64.b64decode(inner)
+    if kind == "d":
+        return {_untag(key): _untag(item) for key, item in inner}
+    return (list if kind == "l" else tuple)(_untag(item) for item in inner)

@@ -1,0 +1,132 @@
+"""A loader that is taken up in another process gives the batches and the random numbers, bit for bit, of a
+run that was never stopped, and loads no item twice but those of the open round."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import pytest
+import runs
+from fresh import in_fresh_process
+
+from flashckpt.state.loader import source_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+FOREVER = 1 << 30
+EVERY_CUT = ("2 workers, shuffled", "2 persistent by its own", "3 persistent, one idle")
+
+
+def epochs_of(name: str) -> int:
+    return 3 if "persistent" in name else 2
+
+
+@functools.cache
+def whole(name: str, leave_after: int = FOREVER) -> runs.Record:
+    """The run that is never stopped."""
+    with tempfile.TemporaryDirectory() as folder:
+        runs.seed(3)
+        source = source_of(runs.LOADERS[name](f"{folder}/loads"))
+        return runs.run(source, range(epochs_of(name)), leave_after=leave_after)
+
+
+def resumed(
+    name: str, folder: str, positions: dict[runs.Key, bytes], leave_after: int
+) -> dict[runs.Key, tuple[runs.Record, int]]:
+    """From each cut, to the end of the epoch after it; with the number of items loaded."""
+    results = {}
+    for number, (cut, position) in enumerate(positions.items()):
+        loads = f"{folder}/{number}"
+        first = cut[0] + (cut[1] == "after")
+        epochs = range(first, min(cut[0] + 2, epochs_of(name)))
+        record = runs.resume(partial(runs.LOADERS[name], loads), position, epochs, leave_after=leave_after)
+        results[cut] = record, runs.loads_in(loads)
+    return results
+
+
+def cuts(name: str) -> list[runs.Key]:
+    """The start of a run, inside a round and at its end, the last batch, the end of an epoch, and later."""
+    last = max(taken for epoch, taken in whole(name).seen if epoch == 0 and isinstance(taken, int))
+    end = epochs_of(name) - 1
+    few: list[runs.Key] = [(0, 1), (0, last + 1), (0, "after"), (1, 3), (end, last)]
+    more: list[runs.Key] = [
+        (0, 0),
+        (0, 2),
+        (0, 3),
+        (0, last),
+        (0, "end"),
+        (1, 0),
+        (1, 1),
+        (end, 2),
+        (end, "end"),
+    ]
+    wanted = few + more if name in EVERY_CUT or "main" in name else few
+    return [key for key in dict.fromkeys(wanted) if key in whole(name).positions]
+
+
+def rest(record: runs.Record, cut: runs.Key, seen: dict[runs.Key, object]) -> dict[runs.Key, object]:
+    """What the whole run saw from the cut on, as far as the resumed run went."""
+    order = list(record.seen)
+    epoch, taken = cut
+    place = (epoch + 1, 0) if taken == "after" else cut if cut in record.seen else (epoch, "end")
+    return {key: record.seen[key] for key in order[order.index(place) :] if key[0] <= list(seen)[-1][0]}
+
+
+def loads_wanted(record: runs.Record, cut: runs.Key, workers: int, until: int) -> int:
+    """Items of all batches from the beginning of the cut's round on."""
+    epoch, taken = cut
+    sizes = {key: size for key, size in record.sizes.items() if epoch <= key[0] <= until}
+    if taken in ("end", "after") or (epoch, taken) not in sizes:
+        first = (epoch + 1, 0)
+    else:
+        first = epoch, int(taken) - int(taken) % max(1, workers)
+    return sum(size for key, size in sizes.items() if key >= first)
+
+
+@pytest.mark.parametrize("name", runs.LOADERS)
+def test_a_resumed_run_is_the_run_that_was_never_stopped(name: str, tmp_path: Path) -> None:
+    record = whole(name)
+    positions = {cut: record.positions[cut] for cut in cuts(name)}
+    workers = 0 if "main" in name else int(name[0])
+    results = in_fresh_process(resumed, name, str(tmp_path), positions, FOREVER)
+    for cut, (got, loads) in results.items():
+        assert got.seen == rest(record, cut, got.seen), cut
+        # It saves what the whole run saves; but after an epoch's end it knows that no batch follows, which
+        # the whole run did not know yet at the boundary of this name.
+        first = next(iter(got.positions)) if cut[1] == "end" else None
+        wrong = [key for key in got.positions if got.positions[key] != record.positions[key] and key != first]
+        assert not wrong, cut
+        assert loads == loads_wanted(record, cut, workers, list(got.seen)[-1][0]), cut
+
+
+@pytest.mark.parametrize("name", runs.LOADERS)
+def test_a_run_is_what_the_bare_loader_gives(name: str, tmp_path: Path) -> None:
+    runs.seed(3)
+    loader = runs.LOADERS[name](str(tmp_path / "loads"))
+    bare = runs.bare(loader, range(2))
+    assert bare == {key: value for key, value in whole(name).seen.items() if key[0] < 2}
+
+
+@pytest.mark.parametrize("name", ["2 workers, shuffled", "2 persistent by its own", "2 persistent, eager"])
+def test_epochs_that_are_left_early(name: str, tmp_path: Path) -> None:
+    """Workers that live on have loaded ahead of where the loop left."""
+    record = whole(name, leave_after=3)
+    wanted: list[runs.Key] = [(0, 2), (0, "end"), (0, "after"), (1, 0), (1, 1), (1, "after")]
+    positions = {cut: record.positions[cut] for cut in wanted if cut in record.positions}
+    for cut, (got, _) in in_fresh_process(resumed, name, str(tmp_path), positions, 3).items():
+        assert got.seen == rest(record, cut, got.seen), cut
+
+
+def test_workers_started_by_spawn(tmp_path: Path) -> None:
+    """What is wrapped around the user's functions must travel through pickle."""
+    make = partial(
+        runs.loader, runs.Items(str(tmp_path / "loads")), 1, shuffle=True, worker_init_fn=runs.reseed
+    )
+    spawned = partial(make, multiprocessing_context="spawn")
+    runs.seed(3)
+    record = runs.run(source_of(make()), range(1))
+    got = runs.resume(spawned, record.positions[0, 2], range(1))
+    assert got.seen == rest(record, (0, 2), got.seen)

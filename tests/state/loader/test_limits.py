@@ -1,0 +1,229 @@
+"""What a source says and does where exactness ends, and what it never does to the user's loader."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+import torch
+from torch.utils.data import default_collate
+
+from flashckpt.errors import BoundaryError, DamagedError, MismatchError
+from flashckpt.state import rng
+from flashckpt.state.loader import source_of
+from flashckpt.state.loader.generators import Generators
+from flashckpt.state.loader.workers import Reported, Reporting, Restoring, Rounds
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+@pytest.fixture(autouse=True)
+def _warnings_seen(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, logger="flashckpt")
+
+
+def taken(make: Any, batches: int) -> tuple[Any, dict[str, Any]]:
+    runs.seed(3)
+    source = source_of(make())
+    source.begin(0)
+    for _ in range(batches):
+        source.next()
+        runs.loop_draws()
+    position = source.position()
+    source.close()
+    return source, position
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sampler_that_draws_global_numbers_later_is_not_exact_and_says_so(
+    workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def make() -> Any:
+        ahead = {"prefetch_factor": 1} if workers else {}
+        return runs.loader(runs.Items("/dev/null"), workers, sampler=runs.LazyGlobal(), **ahead)
+
+    source, position = taken(make, 3)
+    source.begin(0, position)
+    assert "Not exact" in caplog.text
+    assert "python" in caplog.text
+    source.close()
+
+
+@pytest.mark.parametrize("name", ["main, lazy", "main, own replacement", "2 workers, lazy", "main, shuffled"])
+def test_exact_ones_say_nothing(name: str, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    source, position = taken(lambda: runs.LOADERS[name](str(tmp_path / "loads")), 3)
+    source.begin(0, position)
+    assert caplog.text == ""
+    source.close()
+
+
+def test_what_is_drawn_between_begin_and_next_is_undone() -> None:
+    def make() -> Any:
+        return runs.LOADERS["main, shuffled"]("/dev/null")
+
+    runs.seed(3)
+    source = source_of(make())
+    source.begin(0)
+    source.next()
+    position = source.position()
+    expected = runs.plain(source.next()), runs.numbers_now()
+    again = source_of(make())
+    again.begin(0, position)
+    runs.seed(5)
+    assert (runs.plain(again.next()), runs.numbers_now()) == expected
+
+
+def test_other_workers_than_saved(caplog: pytest.LogCaptureFixture) -> None:
+    runs.seed(3)
+    source = source_of(runs.loader(runs.Items("/dev/null"), 2, shuffle=True))
+    source.begin(0)
+    for _ in range(3):
+        source.next()
+    position, expected = source.position(), source.next()[0].tolist()
+    source.close()
+    for workers in (0, 3):
+        again = source_of(runs.loader(runs.Items("/dev/null"), workers, shuffle=True))
+        again.begin(0, position)
+        assert f"has {workers} workers and had 2" in caplog.text
+        assert again.next()[0].tolist() == expected
+        again.close()
+
+
+def test_another_length_is_said_and_a_shorter_loader_ends(caplog: pytest.LogCaptureFixture) -> None:
+    for workers in (0, 2):
+        _, position = taken(lambda w=workers: runs.loader(runs.Items("/dev/null"), w), 5)
+        shorter = source_of(runs.loader(runs.Items("/dev/null", 12), workers))
+        shorter.begin(0, position)
+        assert "has 3 batches an epoch and had 6" in caplog.text
+        with pytest.raises(StopIteration):
+            shorter.next()
+        shorter.close()
+
+
+def test_the_users_loader_is_left_as_it_was(tmp_path: Path) -> None:
+    for name in ("2 persistent by its own", "2 workers, collate, init", "main, shuffled"):
+        loader = runs.LOADERS[name](str(tmp_path / "loads"))
+        before = copy.copy(vars(loader))
+        source = source_of(loader)
+        source.begin(0)
+        source.next()
+        position = source.position()
+        source.begin(0, position)
+        source.next()
+        source.close()
+        assert all(vars(loader)[key] is value for key, value in before.items())
+        assert vars(loader).keys() == before.keys()
+
+
+def test_close_ends_the_workers(tmp_path: Path) -> None:
+    for name in ("2 persistent", "2 workers"):
+        source = source_of(runs.LOADERS[name](str(tmp_path / "loads")))
+        source.begin(0)
+        source.next()
+        workers = list(source._iterator._workers)  # type: ignore[attr-defined]
+        assert all(worker.is_alive() for worker in workers)
+        source.close()
+        assert not any(worker.is_alive() for worker in workers)
+
+
+class Failing(runs.Items):
+    def __getitem__(self, index: int) -> Any:
+        if index == 9:
+            raise ValueError("item nine")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_after_a_failure_the_place_is_not_known(workers: int) -> None:
+    source = source_of(runs.loader(Failing("/dev/null"), workers))
+    source.begin(0)
+    source.next(), source.next()
+    with pytest.raises(ValueError, match="item nine"):
+        source.next()
+    with pytest.raises(BoundaryError, match="Start the loop again"):
+        source.next()
+    source.begin(1)
+    source.next()
+    source.close()
+
+
+def test_batches_are_what_the_loader_gives(tmp_path: Path) -> None:
+    source = source_of(runs.LOADERS["2 workers, collate, init"](str(tmp_path / "loads")))
+    source.begin(0)
+    batch = source.next()
+    assert type(batch) is runs.Pair
+    assert source.batches_taken == 1
+    assert len(source) == 6
+    source.close()
+
+
+def test_an_unknown_length() -> None:
+    with pytest.raises(TypeError, match="number of batches"):
+        len(source_of(runs.loader(runs.Items("/dev/null"), 0, batch_sampler=runs.EagerBatches())))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        {"batches_taken": "3"},
+        {"batches_taken": -1},
+        {"over": None},
+        {"now": {}},
+        {"kind": "unheard of"},
+        {"parts": {}},
+        {"start": {"global": {}, "own": {}}},
+        {"extra": 1},
+    ],
+)
+def test_a_malformed_position_is_refused(spoil: dict[str, Any]) -> None:
+    _, position = taken(lambda: runs.loader(runs.Items("/dev/null"), 0, shuffle=True), 2)
+    with pytest.raises(DamagedError, match=r"[Rr]esume from an older step"):
+        source_of(runs.loader(runs.Items("/dev/null"), 0)).begin(0, {**position, **spoil})
+
+
+def test_a_position_of_another_kind_of_loader_is_refused() -> None:
+    _, position = taken(lambda: runs.loader(runs.Items("/dev/null"), 0), 2)
+    with pytest.raises(MismatchError, match="Nothing was changed") as caught:
+        source_of([1, 2, 3]).begin(0, position)
+    assert caught.value.differences == (("loader", "dataloader", "replayed"),)
+
+
+def test_wrappers_travel_and_ship_only_what_moved() -> None:
+    reporting = pickle.loads(pickle.dumps(Reporting(default_collate)))
+    first, second = reporting([torch.tensor(1)]), reporting([torch.tensor(1)])
+    assert {type(value) for value in first[1:]} == {bytes}
+    assert second[1:] == (None, None, None)
+    torch.rand(1)
+    third = reporting([torch.tensor(1)])
+    assert third.python is None
+    assert third.torch == rng.capture_cpu()["torch"]
+    restoring = pickle.loads(pickle.dumps(Restoring(runs.reseed, [None, rng.capture_cpu()])))
+    expected = torch.rand(1)
+    restoring(1)
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_rounds_keep_the_last_whole_one() -> None:
+    rounds = Rounds(2)
+    for index in range(3):
+        rounds.take(index, Reported("batch", f"p{index}", "n" if index < 2 else None, "t"))
+    assert rounds.whole == [
+        {"python": "p0", "numpy": "n", "torch": "t"},
+        {"python": "p1", "numpy": "n", "torch": "t"},
+    ]
+    assert rounds.newest[0] == {"python": "p2", "numpy": "n", "torch": "t"}
+
+
+def test_generators_are_found_once_and_the_global_ones_left_out() -> None:
+    own = torch.Generator()
+    holder = type("Holder", (), {})()
+    holder.first, holder.nested, holder.default = own, type("Inner", (), {})(), torch.default_generator
+    holder.nested.again, holder.nested.back = own, holder
+    found = Generators({"sampler": holder})
+    assert list(found.capture()) == ["sampler.first"]
+    assert found.strangers({"other": b""}) == ["other", "sampler.first"]

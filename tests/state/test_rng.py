@@ -1,0 +1,137 @@
+"""Random numbers come back exactly, compactly, and as plain values."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from flashckpt.errors import DamagedError
+from flashckpt.state import rng
+
+
+def draws() -> list[object]:
+    return [
+        [random.random() for _ in range(3)],
+        random.gauss(0, 1),
+        np.random.rand(3).tolist(),
+        np.random.randn(3).tolist(),
+        torch.rand(3).tolist(),
+        torch.randn(20).tolist(),
+        torch.randperm(9).tolist(),
+    ]
+
+
+def scramble(number: int) -> None:
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
+
+
+# In the middle of a twister's block and of a pair of normal numbers: both halves are state.
+@pytest.mark.parametrize("drawn_before", [0, 1, 2, 3, 700])
+def test_the_same_numbers_again(drawn_before: int) -> None:
+    scramble(1)
+    for _ in range(drawn_before):
+        random.gauss(0, 1), np.random.randn(), torch.randn(1), torch.randn((), dtype=torch.float64)
+    state = rng.capture()
+    expected = draws()
+    scramble(2)
+    rng.restore(state)
+    assert rng.capture() == state
+    assert draws() == expected
+
+
+def test_states_are_plain_and_compact() -> None:
+    state = rng.capture_cpu()
+    assert all(type(value) is bytes for value in state.values())
+    assert sum(len(value) for value in state.values()) < 8192
+
+
+def test_capture_draws_nothing() -> None:
+    assert rng.capture() == rng.capture()
+
+
+def test_a_default_device_does_not_matter() -> None:
+    state = rng.capture()
+    torch.set_default_device("meta")
+    try:
+        rng.restore(state)
+        assert rng.capture() == state
+    finally:
+        torch.set_default_device(None)
+
+
+def test_another_bit_generator_behind_numpys_global_functions() -> None:
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(5))
+    try:
+        np.random.randn(3)
+        state = rng.capture()
+        expected = np.random.randn(5).tolist()
+        rng.restore(state)
+        assert np.random.randn(5).tolist() == expected
+    finally:
+        np.random.set_bit_generator(before)
+
+
+@pytest.mark.parametrize(
+    "generator",
+    [
+        torch.Generator().manual_seed(1),
+        random.Random(1),
+        np.random.RandomState(1),
+        np.random.default_rng(1),
+        np.random.Generator(np.random.MT19937(1)),
+        np.random.Generator(np.random.Philox(1)),
+    ],
+    ids=["torch", "python", "numpy legacy", "pcg64", "mt19937", "philox"],
+)
+def test_a_single_generator(generator: object) -> None:
+    def draw() -> list[float]:
+        if isinstance(generator, torch.Generator):
+            return torch.randn(5, generator=generator).tolist()
+        name = "gauss" if isinstance(generator, random.Random) else "normal"
+        return [float(getattr(generator, name)(0, 1)) for _ in range(5)]
+
+    draw()
+    assert rng.is_generator(generator)
+    assert not rng.is_global(generator)
+    state = rng.capture_one(generator)
+    expected = draw()
+    rng.restore_one(generator, state)
+    assert draw() == expected
+
+
+def test_the_global_generators_are_known() -> None:
+    for generator in (torch.default_generator, random._inst, np.random.mtrand._rand):  # type: ignore[attr-defined]
+        assert rng.is_generator(generator)
+        assert rng.is_global(generator)
+
+
+@pytest.mark.parametrize("name", ["python", "numpy", "torch"])
+@pytest.mark.parametrize("wrong", [b"", b"x" * 100, 5, None, "text"])
+def test_a_wrong_state_changes_no_generator(name: str, wrong: object) -> None:
+    before = rng.capture()
+    with pytest.raises(DamagedError, match="Resume from an older step"):
+        rng.restore({**before, name: wrong})
+    assert rng.capture() == before
+
+
+def test_a_missing_state_is_refused() -> None:
+    with pytest.raises(DamagedError):
+        rng.restore({})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_numbers_come_back() -> None:
+    torch.rand(1, device="cuda")
+    state = rng.capture()
+    assert len(state["cuda"]) == torch.cuda.device_count()
+    expected = torch.rand(5, device="cuda").tolist()
+    torch.cuda.manual_seed_all(3)
+    rng.restore(state)
+    assert torch.rand(5, device="cuda").tolist() == expected
