@@ -29,13 +29,16 @@ console = Console()
 def main() -> int:
     args = arguments()
     reference, killed = args.output / "reference", args.output / "killed"
-    shutil.rmtree(args.output, ignore_errors=True)
+    for folder in (reference, killed):
+        shutil.rmtree(folder, ignore_errors=True)
     try:
         killed_at_s, lines_before = train_three_times(reference, killed, steps=args.steps, kill=args.kill)
+        result = compare(
+            reference, killed, kill=args.kill, killed_at_s=killed_at_s, lines_before=lines_before
+        )
     except TrainingFailed as failure:
         console.print(str(failure), style="red", markup=False)
         return 1
-    result = compare(reference, killed, kill=args.kill, killed_at_s=killed_at_s, lines_before=lines_before)
     losses = read_losses(killed)
     draw(
         args.output / "loss.png",
@@ -95,7 +98,7 @@ def compare(
         "steps_lost": lines_before - resumed["step"],
         "seconds_to_resume": resumed["seconds"],
         "seconds_from_kill_to_first_batch": report["first_batch_monotonic_s"] - killed_at_s,
-        "seconds_of_captures": cost["capture_seconds"],
+        "seconds_of_captures": cost["capture_call_seconds"],
         "seconds_of_loop": cost["loop_seconds"],
         "snapshots": cost["snapshots"],
         "losses_compared": len(losses),

@@ -52,9 +52,10 @@ def run_until_killed(folder: Path, hold: int, *arguments: str, follow: Callable[
             raise TrainingFailed(_last_words(folder, process.wait()))
         process.send_signal(signal.SIGKILL)
         killed_at_s = time.monotonic()
-        process.wait()
     finally:
         os.close(read_fd)
+        process.kill()  # it holds still for ever if this demo is interrupted
+        process.wait()
     _report(folder, follow)
     return killed_at_s
 

@@ -1,0 +1,28 @@
+"""The demo, as `make demo` runs it but shorter: it ends with 0 only if every bit is equal."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+DEMO = Path(__file__).parents[2] / "examples" / "tiny_gpt" / "demo.py"
+
+
+def test_a_killed_training_ends_bit_for_bit_as_one_that_was_not(tmp_path: Path, runtime: Path) -> None:
+    output = tmp_path / "output"
+    done = subprocess.run(
+        [sys.executable, str(DEMO), "--steps", "16", "--kill", "11", "--output", str(output)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((output / "result.json").read_text())
+    assert result["completed_before_the_kill"] == 10, "the kill was not in the middle of step 11"
+    assert 0 < result["resumed_from_step"] <= 10
+    assert result["losses_compared"] == 16 + result["steps_lost"]
+    assert result["losses_equal"]
+    assert result["weights_equal"]
+    assert (output / "loss.png").read_bytes().startswith(b"\x89PNG")
