@@ -144,16 +144,20 @@ def _shuffled_own(loads: str, workers: int, **options: Any) -> Any:
     return loader(Items(loads), workers, shuffle=True, generator=owned(7), **options)
 
 
+def _replacing(**options: Any) -> RandomSampler:
+    return RandomSampler(range(ITEMS), replacement=True, num_samples=40, **options)
+
+
 Make = Callable[[str], Any]
 LOADERS: dict[str, Make] = {
     "main": lambda loads: loader(Items(loads), 0),
     "main, shuffled": lambda loads: loader(Items(loads), 0, shuffle=True),
     "main, shuffled by its own": lambda loads: _shuffled_own(loads, 0),
     "main, own replacement": lambda loads: loader(
-        Items(loads), 0, sampler=RandomSampler(range(ITEMS), replacement=True, num_samples=40, generator=owned(8))
+        Items(loads), 0, sampler=_replacing(generator=owned(8))
     ),
     "main, replacement": lambda loads: loader(
-        Items(loads), 0, sampler=RandomSampler(range(ITEMS), replacement=True, num_samples=40)
+        Items(loads), 0, sampler=_replacing()
     ),
     "main, weighted": lambda loads: loader(
         Items(loads), 0, sampler=WeightedRandomSampler([1.0 + i for i in range(ITEMS)], 19)
@@ -174,7 +178,7 @@ LOADERS: dict[str, Make] = {
     ),
     "2 workers, subset": lambda loads: loader(Items(loads), 2, sampler=SubsetRandomSampler(range(3, 21))),
     "2 workers, distributed": lambda loads: loader(
-        Items(loads, 30), 2, sampler=DistributedSampler(range(30), num_replicas=2, rank=1, seed=9), batch_size=3
+        Items(loads, 30), 2, batch_size=3, sampler=DistributedSampler(range(30), num_replicas=2, rank=1)
     ),
     "2 workers, eager": lambda loads: loader(Items(loads), 2, sampler=Eager()),
     "2 workers, lazy": lambda loads: loader(Items(loads), 2, sampler=LazyOwn(), prefetch_factor=1),
