@@ -19,7 +19,7 @@ from flashckpt.keeper.departure import Departure
 from flashckpt.keeper.desk import Desk
 from flashckpt.keeper.drain import Drain
 from flashckpt.keeper.ledger import Ledger
-from flashckpt.keeper.protocol import ELECTION_LOCK, Status
+from flashckpt.keeper.protocol import ELECTION_LOCK
 from flashckpt.keeper.server import Server
 from flashckpt.keeper.shelf import Shelf
 from flashckpt.keeper.tally import Tally
@@ -64,7 +64,7 @@ class Keeper:
         self._maker = Worker("maker", self._wake)
         self._chores = Chores(store)
         self._chores_worker = Worker("chores", self._wake)
-        self._desk = Desk(self.shelf, self.roster, self.ledger, self._maker, self._status)
+        self._desk = Desk(self.shelf, self.roster, self.ledger, self._maker, self.work.status)
         self._server = Server(folder, self._desk.answer)
         self._departure = Departure(self, store)
         self._ended: dict[AttemptName, End] = {}
@@ -175,9 +175,6 @@ class Keeper:
                 self.tally.count("chores_failed")
 
         self._chores_worker.submit(lambda: self._chores.round(living, saved), done)
-
-    def _status(self) -> Status:
-        return self.tally.status(self.work.waiting())
 
     def ask_to_go(self) -> None:
         self._departure.asked = True

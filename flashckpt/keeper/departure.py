@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from flashckpt.errors import FlashckptError
 from flashckpt.events import log
-from flashckpt.format.names import AttemptName
 from flashckpt.keeper import chores
+from flashckpt.keeper.drain import attempt_of
 from flashckpt.keeper.protocol import LOG_NAME, SOCKET_NAME
 from flashckpt.keeper.trainers import Trainer
 from flashckpt.memory.region import is_region_name
@@ -53,8 +53,7 @@ class Departure:
         for held in self._keeper.shelf.all():
             sealed = held.sealed()
             if sealed is not None and held.slot.persisted != sealed.generation:
-                record = sealed.record
-                attempt = AttemptName(record.attempt_number, f"{record.attempt_nonce:08x}")
+                attempt = attempt_of(sealed)
                 survivors.append(chores.Survivor(slot=held.slot.name, attempt=attempt, step=sealed.step))
         try:
             return chores.needed(self._store, survivors) if survivors else set()

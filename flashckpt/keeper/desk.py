@@ -40,7 +40,12 @@ class Desk:
     """Answers one message at a time, in the keeper's loop."""
 
     def __init__(
-        self, shelf: Shelf, roster: Roster, ledger: Ledger, maker: Worker, status: Callable[[], Status]
+        self,
+        shelf: Shelf,
+        roster: Roster,
+        ledger: Ledger,
+        maker: Worker,
+        status: Callable[[AttemptName | None], Status],
     ) -> None:
         self._shelf = shelf
         self._roster = roster
@@ -73,7 +78,8 @@ class Desk:
             case "closing":
                 return self._closing(self._who(connection))
             case "status":
-                return {"status": self._status().to_dict()}, ()
+                known = self._roster.get(connection.lock)
+                return {"status": self._status(known.attempt if known else None).to_dict()}, ()
             case "ping":
                 return {}, ()
         raise ProtocolError(f"{str(op)[:40]!r} is no request. The connection was closed.")

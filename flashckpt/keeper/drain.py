@@ -88,6 +88,12 @@ class Drain:
         self._nonce = nonce
         self._threads = threads
         self._files = 0
+        self._progress = array("Q", [0])
+
+    @property
+    def progress_bytes(self) -> int:
+        """Bytes written so far, by all orders; it moves while one is written."""
+        return self._progress[0]
 
     def persist(self, order: Order) -> Outcome:
         """Persist a sealed snapshot and commit its step. Never raises: failure is an outcome."""
@@ -100,7 +106,7 @@ class Drain:
             return _discarded(slot, outcome, word, _Torn(str(error)))
         if sealed is None or sealed.generation != order.generation:
             return outcome
-        outcome = replace(outcome, step=sealed.step)
+        outcome = replace(outcome, step=sealed.step, attempt=str(attempt_of(sealed)))
         pinned = slot.pin(order.owner, sealed.word)
         if pinned is None:
             return outcome
@@ -129,7 +135,7 @@ class Drain:
             sealed = slot.sealed()
             if sealed is None or sealed.word != word or sealed.generation != order.generation:
                 return outcome
-            outcome = replace(outcome, step=sealed.step)
+            outcome = replace(outcome, step=sealed.step, attempt=str(attempt_of(sealed)))
             metadata = slot.metadata(sealed)
             leaves = differing(slot, metadata)
         except DamagedError as error:
@@ -167,8 +173,7 @@ class Drain:
     def _attempt_of(self, slot: Slot, sealed: Sealed) -> tuple[AttemptName, bool]:
         """Whose step a snapshot is, and whether its own attempt's. The slot that a started attempt says
         it was loaded from counts as that attempt's: it is never relabelled."""
-        record = sealed.record
-        own = AttemptName(record.attempt_number, f"{record.attempt_nonce:08x}")
+        record, own = sealed.record, attempt_of(sealed)
         newest = attempts.newest_started(self._store)
         if newest is not None and newest.number > own.number:
             start = attempts.read_start(self._store, newest)
@@ -202,6 +207,7 @@ class Drain:
             leaf_offsets=array("Q", [layout.data_start + leaf.offset for leaf in layout.leaves]),
             leaf_sizes=array("Q", [leaf.num_bytes for leaf in layout.leaves]),
             threads=self._threads,
+            progress=_native.address_of(self._progress),
         )
         published = False
         try:
@@ -236,6 +242,11 @@ class Drain:
         except (OSError, FlashckptError) as error:
             return replace(outcome, prune_error=str(error))
         return replace(outcome, pruned=tuple(each.step for each in gone))
+
+
+def attempt_of(sealed: Sealed) -> AttemptName:
+    """The attempt that captured a snapshot."""
+    return AttemptName(sealed.record.attempt_number, f"{sealed.record.attempt_nonce:08x}")
 
 
 def _checked(slot: Slot, sealed: Sealed) -> Metadata:

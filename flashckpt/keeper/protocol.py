@@ -54,8 +54,10 @@ class Torn:
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """What the keeper has done. Steps in `committed` are the newest 64 that it committed, oldest first;
-    `persisting` is being written now; `waiting` were asked for and are not done (failed ones included)."""
+    """What the keeper has done for the attempt of who asks. Steps in `committed` are the newest 64, oldest
+    first; `persisting` is being written now; `waiting` were asked for and are not done (failed ones
+    included). `progress_bytes` only grows: as long as it does, the keeper is writing. `counts` are of
+    all attempts."""
 
     keeper: str = ""
     committed: tuple[int, ...] = ()
@@ -65,6 +67,7 @@ class Status:
     failures: tuple[Failure, ...] = ()
     torn: tuple[Torn, ...] = ()
     superseded_by: str | None = None
+    progress_bytes: int = 0
     counts: dict[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -83,6 +86,7 @@ class Status:
                 failures=tuple(Failure(**each) for each in data["failures"]),
                 torn=tuple(Torn(**{**each, "leaves": tuple(each["leaves"])}) for each in data["torn"]),
                 superseded_by=data["superseded_by"],
+                progress_bytes=int(data["progress_bytes"]),
                 counts=dict(data["counts"]),
             )
         except (KeyError, TypeError, ValueError) as error:

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from flashckpt.keeper.drain import Outcome
 from flashckpt.keeper.protocol import Failure, Status, Torn
 
 _MOST_COMMITTED = 64
 _MOST_FAILURES = 16
+_MOST_TORN = 4
 _MOST_TEXT = 400
 _MOST_LEAVES = 22
 
 
 class Tally:
-    """Bounded memory of outcomes, newest last."""
+    """Bounded memory of outcomes, newest last, each with the attempt that it belongs to: a branch may
+    train on from an older step, and what another attempt committed is not what it waits for."""
 
     def __init__(self, keeper: str) -> None:
         self._keeper = keeper
-        self._committed: list[int] = []
-        self._failures: dict[tuple[str, int], Failure] = {}
-        self._torn: list[Torn] = []
+        self._committed: list[tuple[str, int]] = []
+        self._failures: dict[tuple[str, int], tuple[str, Failure]] = {}
+        self._torn: list[tuple[str, Torn]] = []
         self._counts: Counter[str] = Counter()
         self.persisting: int | None = None
         self.superseded_by: str | None = None
@@ -29,23 +32,25 @@ class Tally:
         self._counts[name] += number
 
     def commit(self, outcome: Outcome) -> None:
-        """A committed step settles the failures of all steps up to it."""
+        """A committed step settles its attempt's failures of all steps up to it."""
         self.count("committed")
         self.count("persisted_bytes", outcome.num_bytes)
-        if outcome.step in self._committed:
-            self._committed.remove(outcome.step)
-        self._committed = [*self._committed, outcome.step][-_MOST_COMMITTED:]
-        kept = {key: each for key, each in self._failures.items() if each.step > outcome.step}
-        self._failures = kept
+        row = (outcome.attempt, outcome.step)
+        others = [each for each in self._committed if each != row]
+        self._committed = [*others, row][-_MOST_COMMITTED:]
+        self._failures = {
+            key: (attempt, each)
+            for key, (attempt, each) in self._failures.items()
+            if each.step > outcome.step or attempt != outcome.attempt
+        }
 
     def fail(self, outcome: Outcome) -> bool:
         """Note a failure. Returns whether it is the first of this snapshot: said once, counted always."""
         self.count("failed")
         key = (outcome.slot, outcome.generation)
         first = key not in self._failures
-        self._failures[key] = Failure(
-            outcome.step, outcome.generation, outcome.message[:_MOST_TEXT], outcome.errno
-        )
+        failure = Failure(outcome.step, outcome.generation, outcome.message[:_MOST_TEXT], outcome.errno)
+        self._failures[key] = (outcome.attempt, failure)
         while len(self._failures) > _MOST_FAILURES:
             del self._failures[next(iter(self._failures))]
         return first
@@ -55,20 +60,26 @@ class Tally:
         self._failures.pop((outcome.slot, outcome.generation), None)
         names = tuple(name[:_MOST_TEXT] for _, name in outcome.leaves[:_MOST_LEAVES])
         torn = Torn(outcome.step, outcome.generation, outcome.slot, names)
-        self._torn = [*self._torn, torn][-_MOST_FAILURES // 4 :]
+        self._torn = [*self._torn, (outcome.attempt, torn)][-_MOST_TORN:]
 
-    def forget_failure(self, slot: str, generation: int) -> None:
-        self._failures.pop((slot, generation), None)
+    def status(
+        self, attempt: str | None, *, waiting: Iterable[int], committed: Iterable[int], progress_bytes: int
+    ) -> Status:
+        """What concerns an attempt (None: all). `committed` are steps of it that slots say are."""
 
-    def status(self, waiting: list[int]) -> Status:
+        def concerns(owner: str) -> bool:
+            return attempt is None or owner in (attempt, "")
+
+        steps = {step for owner, step in self._committed if concerns(owner)} | set(committed)
         return Status(
             keeper=self._keeper,
-            committed=tuple(self._committed),
-            newest_committed=max(self._committed, default=None),
+            committed=tuple(sorted(steps)[-_MOST_COMMITTED:]),
+            newest_committed=max(steps, default=None),
             persisting=self.persisting,
             waiting=tuple(sorted(waiting)[:_MOST_COMMITTED]),
-            failures=tuple(self._failures.values()),
-            torn=tuple(self._torn),
+            failures=tuple(each for owner, each in self._failures.values() if concerns(owner)),
+            torn=tuple(each for owner, each in self._torn if concerns(owner)),
             superseded_by=self.superseded_by,
+            progress_bytes=progress_bytes,
             counts=dict(self._counts),
         )

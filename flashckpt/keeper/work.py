@@ -13,8 +13,9 @@ from functools import partial
 
 from flashckpt.events import Event, log
 from flashckpt.format.names import AttemptName
-from flashckpt.keeper.drain import Drain, Order, Outcome, Result
+from flashckpt.keeper.drain import Drain, Order, Outcome, Result, attempt_of
 from flashckpt.keeper.ledger import Ledger
+from flashckpt.keeper.protocol import Status
 from flashckpt.keeper.shelf import Held, Shelf
 from flashckpt.keeper.tally import Tally
 from flashckpt.keeper.trainers import Trainer
@@ -70,13 +71,25 @@ class Work:
         elif time.monotonic() >= self._audit_at:
             self._audit_newest()
 
-    def waiting(self) -> list[int]:
-        """Steps that are to be persisted and are not yet."""
-        return [sealed.step for _, sealed in self._due()]
+    def status(self, attempt: AttemptName | None) -> Status:
+        """What concerns an attempt. Slots know of commits of an earlier keeper, too."""
+        committed = [
+            sealed.step
+            for held in self._shelf.all()
+            if (sealed := held.sealed()) is not None
+            and held.slot.persisted == sealed.generation
+            and attempt in (None, attempt_of(sealed))
+        ]
+        return self._tally.status(
+            str(attempt) if attempt else None,
+            waiting=[sealed.step for _, sealed in self._due()],
+            committed=committed,
+            progress_bytes=self._drain.progress_bytes,
+        )
 
     def is_pending(self, attempt: AttemptName | None = None) -> bool:
         """Whether something of an attempt (of any) is still to be persisted."""
-        return any(attempt is None or _attempt(sealed) == attempt for _, sealed in self._due())
+        return any(attempt is None or attempt_of(sealed) == attempt for _, sealed in self._due())
 
     def tidy(self) -> None:
         """Remove retired slots that hold nothing which is still to be persisted or the newest."""
@@ -266,7 +279,3 @@ class Work:
         word = held.word()
         if word is not None and word.state is State.PINNED and word.owner == owner:
             held.slot.unpin(word)
-
-
-def _attempt(sealed: Sealed) -> AttemptName:
-    return AttemptName(sealed.record.attempt_number, f"{sealed.record.attempt_nonce:08x}")

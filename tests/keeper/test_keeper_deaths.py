@@ -209,7 +209,7 @@ def test_the_slot_that_was_loaded_becomes_the_new_attempts(tmp_path: Path, runti
         first.kill()
         # The keeper cannot save it: the disk is full. The next attempt goes on from memory.
         second = FakeTrainer(run, runtime)
-        second.wait_for(lambda status: any(each.step == 9 for each in status.failures))
+        eventually(lambda: any(line.get("what") == "persist" for line in ledger(run)))
         [(name, step)] = second.survivors()
         assert step == 9
         second.start(AttemptName.parse(first.attempt), 9, name)

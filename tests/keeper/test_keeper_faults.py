@@ -280,3 +280,27 @@ def test_a_killed_trainer_on_a_full_disk_keeps_its_keeper_and_its_snapshot(
         eventually(lambda: keeper_pid(folder) is None)
         assert committed(run) == [3]
         eventually(lambda: not Path(folder.path).exists())
+
+
+def test_a_trainer_is_told_of_its_own_attempts_commits_only(tmp_path: Path, runtime: Path) -> None:
+    """A branch trains on from an older step: the old attempt's later steps are not what it waits for."""
+    run = tmp_path / "run"
+    first = Process(run, runtime)
+    first.do("start", None, 0, None)
+    first.do("slots", 3, 2)
+    first.do("snapshot", 5, True)
+    first.do("snapshot", 90, True)
+    first.do("committed", 90)
+    first.kill()
+    second = FakeTrainer(run, runtime)
+    parent = attempts.attempts(second.store)[0].name
+    second.start(parent, 5)
+    second.take_slots()
+    assert second.client.status().newest_committed is None
+    second.snapshot(6, persist=True)
+    second.wait_committed(6)
+    assert second.client.status().newest_committed == 6
+    # The next keeper has committed nothing itself, and still says what is.
+    kill_keeper(second.folder)
+    assert second.client.status().committed == (6,)
+    second.end()

@@ -180,7 +180,8 @@ def test_the_nodes_lock_is_held_by_one(runtime: Path) -> None:
     folder = RuntimeFolder.open(str(runtime), IDENTITY)
     other = RuntimeFolder.open(str(runtime), "f" * 32)
     with (
-        room.node_lock(folder), pytest.raises(OutOfRoomError, match="another job|Another job"),
+        room.node_lock(folder),
+        pytest.raises(OutOfRoomError, match="another job|Another job"),
         room.node_lock(other, timeout_s=0),
     ):
         pass

@@ -182,8 +182,9 @@ def test_two_processes_begin_one_slot_once(slot: Slot) -> None:
     """Many begins at once: every generation is given to exactly one."""
     code = (
         "import sys; from flashckpt.memory.slot import Slot; owner=int(sys.argv[2]);"
-        "slot=Slot.open(int(sys.argv[1]), map_image=False); won=[];\n"
-        "while len(won) < 400:\n"
+        "slot=Slot.open(int(sys.argv[1]), map_image=False); won=[];"
+        "print('ready', flush=True); sys.stdin.read(1)\n"
+        "while len(won) < 20000:\n"
         "    g = slot.begin(owner)\n"
         "    if g is not None:\n"
         "        won.append(g); assert slot.abandon(owner, g)\n"
@@ -192,13 +193,19 @@ def test_two_processes_begin_one_slot_once(slot: Slot) -> None:
     children = [
         subprocess.Popen(
             [sys.executable, "-c", code, str(slot.descriptor), str(owner)],
-            stdout=subprocess.PIPE, pass_fds=[slot.descriptor], text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[slot.descriptor], text=True,
         )
         for owner in (1, 2)
     ]  # fmt: skip
-    won = [int(each) for child in children for each in child.communicate(timeout=60)[0].split()]
-    assert len(won) == 800
-    assert sorted(won) == list(range(1, 801))
+    for child in children:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+    for child in children:
+        assert child.stdin is not None
+        child.stdin.write("x")
+        child.stdin.flush()
+    won = [int(each) for child in children for each in child.communicate(timeout=100)[0].split()]
+    assert sorted(won) == list(range(1, 40001))
 
 
 def test_owners_are_given_indexes_and_the_dead_are_replaced(slot: Slot) -> None:
