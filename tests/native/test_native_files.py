@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -226,16 +227,25 @@ def test_a_file_system_without_direct_io(no_direct: Path) -> None:
     assert _native.check_file(no_direct / "shard", **same) == (digests, [], False)
 
 
+def open_in(folder: Path) -> list[str]:
+    found = []
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(f"/proc/self/fd/{entry}"))
+    return [name for name in found if name.startswith(str(folder))]
+
+
 def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
     region = Region(100_003)
-    before = sorted(os.listdir("/proc/self/fd"))
     _, checksums, _ = write(tmp_path / "shard", region)
     _native.check_file(tmp_path / "shard", num_bytes=100_003, checksums=checksums, **leaves_of(100_003))
     with pytest.raises(FileExistsError):
         write(tmp_path / "shard", region)
     with pytest.raises(ValueError, match="has 100003 bytes"):
         _native.check_file(tmp_path / "shard", num_bytes=5, checksums=bytes(16), **leaves_of(5))
-    assert sorted(os.listdir("/proc/self/fd")) == before
+    with open(tmp_path / "shard"):
+        assert open_in(tmp_path) == [str(tmp_path / "shard")]
+    assert open_in(tmp_path) == []
 
 
 def test_a_shard_is_what_safetensors_reads(tmp_path: Path) -> None:
