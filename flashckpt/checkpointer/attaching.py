@@ -16,6 +16,8 @@ import torch
 from flashckpt import _native
 from flashckpt.capture import Capture
 from flashckpt.capture.device import devices_of
+from flashckpt.capture.pace import Every
+from flashckpt.checkpointer.ages import Ages, limits_s
 from flashckpt.checkpointer.attendant import Attendant
 from flashckpt.checkpointer.environment import log_differences
 from flashckpt.checkpointer.facade import Checkpointer, Resumed
@@ -33,14 +35,13 @@ from flashckpt.restore.memory_tier import Held
 from flashckpt.state import rng
 from flashckpt.state.tree import Tree
 
-Every = int | str | None
 
 
 def attach(
     path: str | os.PathLike[str],
     *,
     every: Every = "auto",
-    persist_every: Every = "5min",
+    persist_every: str | int | None = "5min",
     keep: Keep | None = None,
     options: Options | None = None,
     state: Mapping[str, object] | None = None,
@@ -77,13 +78,15 @@ def _state_of(state: Mapping[str, object] | None, named: Mapping[str, object]) -
     for name, value in named.items():
         if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
             raise OptionError(
-                f"{name}={type(value).__name__}: neither an option of this call nor something with state_dict "
-                "and load_state_dict. Nothing was started. Correct the keyword's name, or give plain values "
+                f"{name}={type(value).__name__}: neither an option of this call nor something with "
+                "state_dict and load_state_dict. Nothing was started. Correct the keyword's name, or give plain values "
                 "inside an object that has both methods."
             )
     twice = sorted(set(state or {}) & set(named))
     if twice:
-        raise OptionError(f"{', '.join(twice)}: named twice, in state= and as a keyword. Nothing was started.")
+        raise OptionError(
+            f"{', '.join(twice)}: named twice, in state= and as a keyword. Nothing was started."
+        )
     return {**(state or {}), **named}
 
 
@@ -129,7 +132,9 @@ def _take_up(
     fill(tree, snapshot, threads)
     progress.restore(snapshot.section("progress"))
     rng.restore(snapshot.section("rng"))
-    session.start(snapshot.attempt, snapshot.step, loaded.held.slot.name)
+    # Only a snapshot that may be nowhere but in memory is named: one from disk is committed already.
+    slot = loaded.held.slot.name if snapshot.tier == "memory" else None
+    session.start(snapshot.attempt, snapshot.step, slot)
     log_differences(snapshot.values.get("environment"))
     resumed = Resumed(
         step=snapshot.step,
@@ -175,7 +180,7 @@ def _checkpointer(
     progress: Progress,
     options: Options,
     every: Every,
-    persist_every: Every,
+    persist_every: str | int | None,
     resumed: Resumed | None,
 ) -> Checkpointer:
     """Everything that runs beside the loop, started."""
@@ -198,7 +203,7 @@ def _checkpointer(
         return [leaf.name for leaf in leaves], digest_tensors([leaf.tensor for leaf in leaves], threads)
 
     use = Use(tree, digest, check=options.read_ahead_check)
-    attendant = Attendant(session, capture, options)
+    attendant = Attendant(session, capture, options, Ages(limits_s(every, persist_every)))
     checkpointer = Checkpointer(
         tree=tree,
         progress=progress,

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flashckpt.capture import Capture
+from flashckpt.checkpointer.ages import Ages
 from flashckpt.checkpointer.session import Session
 from flashckpt.commit.attempts import newest_claimed
 from flashckpt.errors import FlashckptError, KeeperError, OutOfRoomError, PersistError
@@ -34,7 +35,7 @@ class Attendant:
     """Looks after one session. `status` is the keeper's newest answer, `superseded_by` the attempt that
     claimed the run after ours, `slots_error` why slots could not be had the last time."""
 
-    def __init__(self, session: Session, capture: Capture, options: Options) -> None:
+    def __init__(self, session: Session, capture: Capture, options: Options, ages: Ages) -> None:
         self._session, self._capture, self._options = session, capture, options
         self.status = Status()
         self.superseded_by: str | None = None
@@ -50,7 +51,10 @@ class Attendant:
         self._waiting = 0
         self._ended = False
         self._looked_s = 0.0
+        self._ages = ages
+        self._told: dict[str, float] = {}
         self._said: set[str] = set()
+        self._plan: list[tuple[str, int, int]] = []
         self._thread = threading.Thread(target=self._run, name="flashckpt-attendant", daemon=True)
 
     # ---- called by the training thread
@@ -132,7 +136,14 @@ class Attendant:
 
     def report(self) -> dict[str, float]:
         newest = self.status.newest_committed
-        return {"newest_committed_step": -1 if newest is None else newest, "keeper_restarts": self._session.keeper.restarts}
+        sealed = self.newest_sealed_step()
+        return {
+            "slots": 0 if self._ring is None else len(self._ring.slots),
+            "newest_sealed_step": -1 if sealed is None else sealed,
+            "newest_committed_step": -1 if newest is None else newest,
+            **self._ages.report(),
+            "keeper_restarts": self._session.keeper.restarts,
+        }
 
     def close(self, *, closed: bool) -> None:
         """End the thread. In order (`closed`), the keeper is told that nothing more comes."""
@@ -170,8 +181,11 @@ class Attendant:
         if keeper.tend():
             log.warning("the keeper had died and was started again; what it was writing is written again")
         self._prepare_slots()
+        self._tell_what_was_captured()
         self._send_events()
         self.status = keeper.status()
+        for warning in self._ages.look(self.newest_sealed_step(), self.status.newest_committed):
+            log.warning("%s", warning)
         for failure in self.status.failures:
             self._say_once(f"step {failure.step} could not be persisted: {failure.message}; training goes on")
         if time.monotonic() - self._looked_s >= _CLAIM_LOOK_S:
@@ -217,6 +231,27 @@ class Attendant:
             self._say_once(
                 "shared memory that outlives every process is too small here: slots survive the death of "
                 "trainer or keeper, not of both; then the run goes on from disk"
+            )
+
+    def _tell_what_was_captured(self) -> None:
+        """One line for all snapshots and skips since the last round: a step may take a millisecond."""
+        now, before = self._capture.report(), self._told
+        for event, count in (
+            (Event.SNAPSHOT, "snapshots"),
+            (Event.SKIP, "snapshots_skipped"),
+            (Event.TORN, "snapshots_lost"),
+        ):
+            if now[count] > before.get(count, 0.0):
+                self.event(
+                    event, step=self.newest_sealed_step(), count=int(now[count] - before.get(count, 0.0))
+                )
+        self._told = now
+        plan = self._capture.describe()
+        if plan and plan != self._plan:
+            self._plan = plan
+            self.event(Event.PLAN, ways=[list(row) for row in plan])
+            log.info(
+                "snapshots: %s", ", ".join(f"{n} leaves, {size:,} bytes by {way}" for way, n, size in plan)
             )
 
     def _send_events(self) -> None:
@@ -276,4 +311,10 @@ class Attendant:
 
     def _progress(self) -> object:
         status = self.status
-        return (status.keeper, status.committed, status.persisting, status.waiting, sorted(status.counts.items()))
+        return (
+            status.keeper,
+            status.committed,
+            status.persisting,
+            status.waiting,
+            sorted(status.counts.items()),
+        )

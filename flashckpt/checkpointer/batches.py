@@ -6,6 +6,7 @@ body were done, and nobody knows whether it was. Owns when a boundary is; never 
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -82,13 +83,13 @@ class Batches(Iterator[Any]):
             )
         if self._ended:
             raise StopIteration
-        checkpointer = self.checkpointer
-        if self._in_body:
+        checkpointer, holds_one = self.checkpointer, self._in_body
+        if holds_one:
             self._in_body = False
             checkpointer._end_of_iteration()
         if checkpointer.stopping or (self._steps is not None and self.completed >= self._steps):
             self._end(exhausted=False)
-        checkpointer._before_batch()
+        checkpointer._before_batch(holds_one=holds_one)
         batch = self._draw()
         self._in_body = True
         checkpointer._begin_iteration()
@@ -130,7 +131,9 @@ class Batches(Iterator[Any]):
 
     def _finished_epochs(self) -> bool:
         """A whole run taken up after its last epoch has nothing more to give."""
-        return self._whole_run and self._epochs is not None and self.checkpointer._progress.epoch >= self._epochs
+        return (
+            self._whole_run and self._epochs is not None and self.checkpointer._progress.epoch >= self._epochs
+        )
 
     def _last_epoch(self) -> bool:
         return self._epochs is not None and self.checkpointer._progress.epoch + 1 >= self._epochs
@@ -150,8 +153,9 @@ class Batches(Iterator[Any]):
         raise StopIteration
 
     def __del__(self) -> None:
-        # break, an exception, garbage collection: no capture, nobody knows whether the body was done.
-        if getattr(self, "_ended", True):
+        # break, an exception, garbage collection: no capture, nobody knows whether the body was done. At
+        # the interpreter's end nothing can be asked any more: to the keeper it is a death like any other.
+        if getattr(self, "_ended", True) or sys.is_finalizing():
             return
         self._ended = True
         if self._whole_run:

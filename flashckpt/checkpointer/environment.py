@@ -32,6 +32,8 @@ def log_differences(saved: object) -> None:
     if not isinstance(saved, dict):
         return
     now = describe_environment()
-    changed = [f"{key} {saved[key]!r} -> {now[key]!r}" for key in now if key in saved and saved[key] != now[key]]
+    changed = [
+        f"{key} {saved[key]!r} -> {now[key]!r}" for key in now if key in saved and saved[key] != now[key]
+    ]
     if changed:
         log.warning("resumed in another environment, numbers may differ from here on: %s", ", ".join(changed))

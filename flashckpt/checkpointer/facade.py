@@ -8,6 +8,7 @@ the normal end of a loop and a `.save()` outside of one wait for storage, becaus
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -66,6 +67,7 @@ class Checkpointer:
         self._environment = describe_environment()
         self._in_iteration = self._marked = self._stopping = self._closed = False
         self._began_s = time.perf_counter()
+        self._last_report: dict[str, float] | None = None
 
     # ---- what a training script calls
 
@@ -145,7 +147,10 @@ class Checkpointer:
 
     def report(self) -> dict[str, float]:
         """What checkpoints cost so far: seconds of the loop and of the captures in it, snapshots taken
-        and skipped, age in seconds of the newest sealed and of the newest committed snapshot."""
+        and skipped, age in seconds of the newest sealed and of the newest committed snapshot. After the
+        run was let go: as it stood then."""
+        if self._last_report is not None:
+            return dict(self._last_report)
         return {
             "loop_seconds": time.perf_counter() - self._began_s,
             **self._capture.report(),
@@ -154,8 +159,8 @@ class Checkpointer:
 
     # ---- what the iterators call
 
-    def _before_batch(self) -> None:
-        self._use.before_batch()
+    def _before_batch(self, *, holds_one: bool) -> None:
+        self._use.before_batch(holds_one=holds_one)
 
     def _begin_iteration(self) -> None:
         self._in_iteration, self._marked = True, False
@@ -250,6 +255,8 @@ class Checkpointer:
         """Let the run go. What is sealed stays with the keeper, which persists it."""
         if self._closed:
             return
+        # Slots are unmapped below: nothing may look into them afterwards.
+        self._last_report = self.report()
         self._closed = True
         self._use.close()
         self._capture.close()
@@ -266,5 +273,5 @@ class Checkpointer:
             )
 
     def __del__(self) -> None:
-        if not getattr(self, "_closed", True):
+        if not getattr(self, "_closed", True) and not sys.is_finalizing():
             self._release()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from flashckpt.capture.pace import Every
 from flashckpt.checkpointer.attaching import attach
 from flashckpt.checkpointer.batches import Batches
 from flashckpt.errors import OptionError
@@ -13,11 +15,11 @@ from flashckpt.options import Keep, Options
 
 def loop(
     loader: Iterable[Any],
-    path: str,
+    path: str | os.PathLike[str],
     *,
     epochs: int | None = None,
     steps: int | None = None,
-    every: int | str | None = "auto",
+    every: Every = "auto",
     persist_every: int | str | None = "5min",
     keep: Keep | None = None,
     options: Options | None = None,

@@ -37,7 +37,7 @@ class Progress:
 
     def restore(self, value: dict[str, Any]) -> None:
         """Take up saved progress. Raises DamagedError if it is none."""
-        counts = [value.get(name) for name in ("step", "epoch", "phase")]
+        counts: list[Any] = [value.get(name) for name in ("step", "epoch", "phase")]
         positions = value.get("positions")
         if not all(type(count) is int and count >= 0 for count in counts) or not isinstance(positions, dict):
             raise DamagedError(

@@ -53,15 +53,15 @@ class Use:
     def at_boundary(self) -> None:
         self._since_boundary = False
 
-    def before_batch(self) -> None:
-        """Called before each batch is drawn. Raises BoundaryError for one that is drawn before the
-        attached state was used at all."""
+    def before_batch(self, *, holds_one: bool) -> None:
+        """Called before each batch is drawn; `holds_one` says that the loop was given one before. Raises
+        BoundaryError if the attached state was not used at all since then."""
         if self._left == 0:
             return
         self._left -= 1
         used, self._since_batch = self._since_batch, False
         now = None if used else self._digest()
-        if now is not None and now == self._before:
+        if holds_one and now is not None and now == self._before:
             raise BoundaryError(
                 "A batch was drawn before anything of the attached state was used since the last one: no "
                 "module ran forward, no optimizer stepped, and the state is bit for bit what it was. "

@@ -107,7 +107,9 @@ def _claimed(store: Store, identity: str, environment: Environment, keep: Keep, 
             runtime.path, life.name, job_id=environment.job_id, restart_count=environment.restart_count
         )
         # The check runs before each try: who loses a race for the number looks at the winner.
-        attempt = attempts.claim(store, holder, lambda: check(store, holder, lambda _, name: is_alive(runtime, name)))
+        attempt = attempts.claim(
+            store, holder, lambda: check(store, holder, lambda _, name: is_alive(runtime, name))
+        )
         keeper = connect_or_start(store.url, runtime, life)
         keeper.hello(
             rank=environment.rank,

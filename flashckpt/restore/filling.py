@@ -46,14 +46,18 @@ def table_of(differences: list[tuple[str, str, str]]) -> str:
     """What differs, as an aligned table of (name, in the checkpoint, in the live state)."""
     rows = [("", "in the checkpoint", "in the live state"), *differences[:_ROWS_SHOWN]]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines = [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows
+    ]
     if len(differences) > _ROWS_SHOWN:
         lines.append(f"  … and {len(differences) - _ROWS_SHOWN} more")
     return "\n".join(line.rstrip() for line in lines)
 
 
 def _check_arrived(snapshot: Snapshot, filled: list[tuple[str, torch.Tensor]], threads: int) -> None:
-    expected = {leaf.name: digest for leaf, digest in zip(snapshot.layout.leaves, snapshot.digests, strict=True)}
+    expected = {
+        leaf.name: digest for leaf, digest in zip(snapshot.layout.leaves, snapshot.digests, strict=True)
+    }
     found = digest_tensors([tensor for _, tensor in filled], threads)
     wrong = [name for (name, _), digest in zip(filled, found, strict=True) if expected[name] != digest]
     if wrong:

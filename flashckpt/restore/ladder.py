@@ -51,7 +51,9 @@ class Ladder:
     sentence for each candidate that could not be used.
     """
 
-    def __init__(self, store: Store, survived: list[Held], rank: int, slot_for: SlotFor, threads: int) -> None:
+    def __init__(
+        self, store: Store, survived: list[Held], rank: int, slot_for: SlotFor, threads: int
+    ) -> None:
         self._store, self._survived, self._rank = store, survived, rank
         self._slot_for, self._threads = slot_for, threads
         self.refused: list[str] = []

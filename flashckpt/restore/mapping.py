@@ -34,7 +34,8 @@ def _mapped(path: str, contents: Contents, step: int) -> dict[str, torch.Tensor]
     status, detail = verify_file(path, contents)
     if status != "ok":
         raise DamagedError(
-            f"{path} is {status}: {detail}. Nothing was loaded. Load an older step (`flashckpt ls` lists them).",
+            f"{path} is {status}: {detail}. Nothing was loaded. Load an older step: "
+            "`flashckpt ls` lists them.",
             step=step,
             path=path,
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from flashckpt.errors import DamagedError
 from flashckpt.format.records import AttemptName
 from flashckpt.format.typed import decode_json
-from flashckpt.memory.page import Word
+from flashckpt.memory.page import State, Word
 from flashckpt.memory.slot import Sealed, Slot
 from flashckpt.restore.filling import audit
 from flashckpt.restore.snapshot import Snapshot
@@ -52,15 +52,24 @@ def load(held: Held, threads: int) -> Snapshot:
     """
     assert held.sealed is not None
     held.pinned = held.slot.pin(held.owner, held.slot.state())
-    if held.pinned is None:
+    # A keeper that is persisting or auditing this very snapshot has it pinned, and only reads: so may we.
+    # Nobody but a trainer of this rank, which is this process, overwrites a slot.
+    if held.pinned is None and not _is_still(held):
         raise DamagedError(
-            f"The slot {held.slot.name} is in use by another process. It is passed over.", step=held.step
+            f"The slot {held.slot.name} no longer holds the snapshot of step {held.step}. It is passed over.",
+            step=held.step,
         )
     try:
         return _audited(held, threads)
     except BaseException:
         held.unpin()
         raise
+
+
+def _is_still(held: Held) -> bool:
+    assert held.sealed is not None
+    word = held.slot.state()
+    return word.state in (State.SEALED, State.PINNED) and word.generation == held.sealed.generation
 
 
 def _audited(held: Held, threads: int) -> Snapshot:
@@ -76,7 +85,7 @@ def _audited(held: Held, threads: int) -> Snapshot:
         image=held.slot.image_view,
     )
     changed = audit(snapshot, threads)
-    if changed:
+    if changed or not _is_still(held):
         raise DamagedError(
             f"{len(changed)} leaves of the snapshot of step {held.step} in memory are not what was captured "
             f"({', '.join(changed[:5])}). It is passed over and never persisted.",

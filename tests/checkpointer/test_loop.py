@@ -310,3 +310,27 @@ def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:
 def test_a_scheme_that_is_not_there_yet() -> None:
     with pytest.raises(OptionError, match="s3"):
         flashckpt.attach("s3://bucket/run", **Job().named)
+
+
+def test_a_snapshot_that_the_keeper_is_persisting_is_resumed_from(tmp_path: Path) -> None:
+    """The keeper pins what it writes. A new trainer reads it beside the keeper, and goes back no step."""
+    run, job = str(tmp_path / "run"), Job()
+    batches = flashckpt.loop(loader(), run, every=1, persist_every=None, **job.named)
+    for x in batches:
+        until_slots(batches.checkpointer)
+        job.train(x)
+        if batches.completed == 3:
+            break
+    ring = batches.checkpointer._attendant._ring
+    assert ring is not None
+    newest = ring.newest_sealed()
+    assert newest is not None
+    slot, sealed = newest
+    pinned = slot.pin(15, sealed.word)
+    assert pinned is not None
+    del ring, newest, slot, batches
+    resumed = flashckpt.attach(run, **Job().named)
+    assert resumed.completed == 3
+    assert resumed.resumed is not None
+    assert resumed.resumed.tier == "memory"
+    resumed.close()
