@@ -13,7 +13,7 @@ import pytest
 import runs
 import torch
 from fresh import in_fresh_process
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset
 
 from flashckpt.errors import BoundaryError, OptionError, StateError
 from flashckpt.state.loader import source_of
