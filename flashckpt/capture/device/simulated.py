@@ -31,7 +31,7 @@ class SimulatedStream:
         self._work: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._allowed: int | None = None
-        self._busy = self._closed = False
+        self._busy = self._closed = self._waiting = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -66,6 +66,20 @@ class SimulatedStream:
         with self._changed:
             return len(self._work)
 
+    def settle(self) -> None:
+        """Until it has nothing to run, or waits for a mark of another stream."""
+        with self._changed:
+            self._wait_for(lambda: self._waiting or (not self._work and not self._busy))
+
+    def wait_on_stream(self, wait: Callable[[Callable[[], bool]], None]) -> None:
+        """Run in this stream: a wait for another one. `wait` is told how to know that it is given up."""
+        with self._changed:
+            self._waiting = True
+            self._changed.notify_all()
+        wait(lambda: self._closed)
+        with self._changed:
+            self._waiting = False
+
     def drain(self) -> None:
         """The host waits until nothing is left; raises what the work raised."""
         with self._changed:
@@ -80,10 +94,6 @@ class SimulatedStream:
             self._work.clear()
             self._changed.notify_all()
         self._thread.join(_LONG_S)
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
 
     def _wait_for(self, condition: Callable[[], bool]) -> None:
         assert self._changed.wait_for(condition, _LONG_S), "the simulated stream is stuck"
@@ -130,6 +140,10 @@ class SimulatedMark:
             assert self._changed.wait_for(lambda: self._passed == self._set, _LONG_S), (
                 "a mark was never passed"
             )
+
+    def reached(self, number: int) -> bool:
+        with self._changed:
+            return self._passed >= number
 
     def _place(self) -> int:
         with self._changed:
@@ -277,7 +291,12 @@ class SimulatedDevice:
     def _hold(self, stream: SimulatedStream, mark: Mark) -> None:
         assert isinstance(mark, SimulatedMark)
         number = mark._set
-        stream.enqueue(lambda: mark._wait_until(number, lambda: stream.closed))
+
+        def wait() -> None:
+            if not mark.reached(number):
+                stream.wait_on_stream(lambda given_up: mark._wait_until(number, given_up))
+
+        stream.enqueue(wait)
 
     def _refuse_in_graph(self) -> None:
         # A real device breaks the graph that is being captured.

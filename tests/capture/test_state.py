@@ -1,0 +1,262 @@
+"""The capture over the real tree: gradients, masks, several optimizers, dynamic leaves, DTensors."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from flashckpt import _native
+from flashckpt.capture import Capture, Verdict
+from flashckpt.capture.plan import Change, Plan, local
+from flashckpt.format.typed import encode_json
+from flashckpt.memory.slots import SlotRing
+from flashckpt.options import Options
+from flashckpt.state.tree import Tree
+
+from .content import Content, bytes_of, newest
+
+
+class Loop:
+    """Two linear layers, each with an optimizer of its own."""
+
+    def __init__(self, ring: SlotRing, sealer: _native.Sealer, **named: Any) -> None:
+        torch.manual_seed(0)
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
+        self.one = torch.optim.AdamW(self.first.parameters())
+        self.two = torch.optim.SGD(self.second.parameters(), lr=0.1, momentum=0.9)
+        named = {"first": self.first, "second": self.second, "one": self.one, "two": self.two, **named}
+        self.tree, self.ring, self.sealer, self.step = Tree(named), ring, sealer, 0
+        optimizers = self.tree.optimizers
+        self.capture = Capture(self.tree, ring, sealer, Options(), optimizers=optimizers, every=1)
+
+    def backward(self) -> None:
+        self.second(self.first(torch.randn(3, 4))).sum().backward()
+
+    def values(self) -> bytes:
+        return encode_json(self.tree.values())
+
+    def boundary(self, **how: Any) -> Content:
+        self.step += 1
+        outcome = self.capture.boundary(self.step, self.values, **how)
+        assert outcome.captured, outcome
+        assert self.sealer.drain(10)
+        content = newest(self.ring)
+        assert content.step == self.step
+        assert content.torn == []
+        for live in self.tree.current.leaves:
+            assert content.leaves[live.name] == bytes_of(live.tensor), live.name
+        return content
+
+
+@pytest.fixture
+def loop(ring: SlotRing, sealer: _native.Sealer) -> Iterator[Loop]:
+    loop = Loop(ring, sealer)
+    yield loop
+    loop.capture.close()
+
+
+def gradients(content: Content) -> set[str]:
+    return {name for name in content.leaves if name.startswith("gradients.")}
+
+
+def mask(content: Content) -> str:
+    text = json.loads(content.values)
+    found: list[str] = []
+
+    def look(value: Any) -> None:
+        if isinstance(value, dict):
+            if isinstance(value.get("kinds"), str):
+                found.append(value["kinds"])
+            for inner in value.values():
+                look(inner)
+        elif isinstance(value, list):
+            for inner in value:
+                look(inner)
+
+    look(text)
+    assert len(found) == 1, content.values
+    return found[0]
+
+
+def test_gradients_of_the_optimizer_that_did_not_step_are_leaves(loop: Loop) -> None:
+    loop.backward()
+    loop.one.step()
+    content = loop.boundary()
+    assert gradients(content) == {"gradients.second.weight", "gradients.second.bias"}
+    loop.two.step()
+    loop.one.step()
+    assert gradients(loop.boundary()) == set()
+
+
+def test_accumulation_that_is_ordered_holds_every_gradient(loop: Loop) -> None:
+    loop.backward()
+    assert len(gradients(loop.boundary(ordered=True))) == 4
+    loop.backward()  # onto the same gradients, by the same objects
+    assert len(gradients(loop.boundary(ordered=True))) == 4
+
+
+def test_gradients_after_the_step_are_leaves_again(loop: Loop) -> None:
+    loop.backward()
+    loop.one.step()
+    loop.two.step()
+    assert gradients(loop.boundary()) == set()
+    loop.one.step()
+    loop.two.step()
+    loop.backward()
+    assert len(gradients(loop.boundary())) == 4
+
+
+def test_the_mask_is_that_of_this_boundary(loop: Loop) -> None:
+    """zero_grad(set_to_none=False): an idle expert's decay depends on whether it has a gradient."""
+    loop.backward()
+    loop.one.step()
+    loop.two.step()
+    assert mask(loop.boundary()) == "dddd"
+    loop.first.bias.grad = None
+    loop.one.step()
+    loop.two.step()
+    assert mask(loop.boundary()) == "d-dd"
+    loop.backward()
+    loop.one.step()
+    loop.two.step()
+    assert mask(loop.boundary()) == "dddd"
+    loop.one.step()
+    loop.two.step()
+    loop.second.zero_grad(set_to_none=True)
+    assert mask(loop.boundary()) == "dd--"
+
+
+def test_accumulation_is_not_captured_unless_it_was_ordered(loop: Loop) -> None:
+    loop.backward()
+    outcome = loop.capture.boundary(1, loop.values)
+    assert outcome.verdict is Verdict.NOT_QUALIFIED
+    loop.step = 1
+    loop.one.step()
+    loop.boundary()
+
+
+class Meter:
+    """State that is made anew at each `state_dict`."""
+
+    def __init__(self) -> None:
+        self.total = torch.zeros(3)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self.total.clone(), "scale": 2}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.total = state["total"]
+
+
+def test_leaves_that_are_made_anew_are_those_of_this_boundary(ring: SlotRing, sealer: _native.Sealer) -> None:
+    meter = Meter()
+    loop = Loop(ring, sealer, meter=meter)
+    for step in range(5):
+        meter.total = torch.full((3 + step // 3,), float(step))
+        loop.backward()
+        loop.one.step()
+        loop.two.step()
+        content = loop.boundary()
+        assert content.leaves["meter.total"] == bytes_of(meter.total)
+    loop.capture.close()
+
+
+def test_optimizer_state_that_grows_changes_the_plan(ring: SlotRing, sealer: _native.Sealer) -> None:
+    """LBFGS's history is a list that grows."""
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2, history_size=4)
+    tree = Tree({"model": model, "optimizer": optimizer})
+    capture = Capture(tree, ring, sealer, Options(), optimizers=tree.optimizers, every=1)
+    inputs = torch.randn(8, 3)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (model(inputs) - 1).pow(2).sum()
+        loss.backward()
+        return loss
+
+    counts = []
+    for step in range(1, 5):
+        optimizer.step(closure)
+        assert capture.boundary(step, lambda: encode_json(tree.values())).captured
+        assert sealer.drain(10)
+        content = newest(ring)
+        assert content.step == step
+        for live in tree.current.leaves:
+            assert content.leaves[live.name] == bytes_of(live.tensor)
+        counts.append(len(content.leaves))
+    assert counts[-1] > counts[0]
+    capture.close()
+
+
+def test_a_tie_that_is_undone_is_seen(ring: SlotRing, sealer: _native.Sealer) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False))
+    model[1].weight = model[0].weight
+    tree = Tree({"model": model})
+    capture = Capture(tree, ring, sealer, Options(), every=1)
+    for step in (1, 2):
+        assert capture.boundary(step, lambda: encode_json(tree.values())).captured
+        assert sealer.drain(10)
+    assert len(newest(ring).leaves) == 1
+    assert newest(ring).layout.leaves[0].aliases
+    model[1].weight = torch.nn.Parameter(torch.randn(3, 3))
+    assert capture.boundary(3, lambda: encode_json(tree.values())).captured
+    assert sealer.drain(10)
+    assert len(newest(ring).leaves) == 2
+    capture.close()
+
+
+class Sharded(torch.Tensor):
+    """As a DTensor: a tensor without memory of its own around a local one."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Sharded:
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made._local_tensor = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(f"{func} must not be called: it could be a collective")
+
+
+def test_of_a_sharded_tensor_the_local_one_is_copied_and_watched() -> None:
+    from .content import Live, Walk
+
+    sharded = Sharded(torch.arange(4.0))
+    box = {"w": sharded}
+    assert local(sharded).data_ptr() != 0
+    live = Live("w", sharded, "parameter", None, box, "w")
+    plan = Plan(Walk([live], [], []))
+    assert int(plan.addresses[0]) == sharded._local_tensor.data_ptr()
+    plan.parameters.clear()
+    assert plan.follow(lambda p, g: True) == (Change.NONE, [])
+    sharded._local_tensor = torch.arange(4.0) + 1
+    assert plan.follow(lambda p, g: True) == (Change.PATCHED, [0])
+    assert int(plan.addresses[0]) == sharded._local_tensor.data_ptr()
+    plan.release()
+
+
+def test_a_boundary_allocates_nothing_once_the_plan_stands(ring: SlotRing, sealer: _native.Sealer) -> None:
+    """Small objects of the interpreter come and go; nothing stays, and nothing of the size of a leaf comes."""
+    loop = Loop(ring, sealer, more=torch.nn.Linear(500, 500))
+    loop.backward()
+    loop.one.step()
+    loop.two.step()
+    values = loop.values()
+    for step in range(1, 6):
+        assert loop.capture.boundary(step, lambda: values, ordered=True).captured
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    for step in range(6, 30):
+        assert loop.capture.boundary(step, lambda: values, ordered=True).captured
+    after, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert after - before < 20_000
+    assert peak - before < 100_000  # a leaf of the model has a million bytes
+    loop.capture.close()
