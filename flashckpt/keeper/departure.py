@@ -1,7 +1,8 @@
 """When the keeper goes, and what stays behind. Owns the rule; the loop does the going.
 
 It goes after the last trainer of its node has closed; after an abnormal death when nothing is left to
-persist and `linger` has passed without a new attempt; and when the run itself is gone.
+persist and `linger` has passed without a new attempt; and when the run itself is gone, after `linger`
+if something was still to be saved.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class Departure:
         if not keeper.is_idle:
             return False
         if keeper.run_is_gone:
-            return True
+            # A disk that is away looks like a run that was deleted: what is saved nowhere waits for it.
+            return now >= self._until or not keeper.work.is_pending()
         return (now >= self._until or self.asked) and not keeper.work.is_pending()
 
     def kept(self) -> set[str]:
