@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from flashckpt.commit.branching import branch
 from flashckpt.commit.reading import resolve
 from flashckpt.commit.steps import commit as commit_step
 from flashckpt.commit.steps import publish_part, read_step
-from flashckpt.commit.verification import verify
+from flashckpt.commit.verification import verify, verify_file
 from flashckpt.errors import NoSuchStepError, RunError
 from flashckpt.format.names import manifest_path, step_attempt_folder
 from flashckpt.format.records import Part, RankRecord
@@ -123,6 +124,15 @@ def test_a_digest_that_the_bytes_do_not_have(store: LocalStore) -> None:
     commit_step(store, 300, attempt, world=1)
     (row,) = verify(store).damaged
     assert row.detail == "not the bytes that were captured: b"
+
+
+def test_a_checksum_that_the_bytes_do_not_have(store: LocalStore) -> None:
+    """Digests and header agree with the file; the chunk's checksum does not."""
+    record = resolve(store, 200)
+    contents = record.rank(0).contents
+    shard = replace(contents.shard, checksums=bytes(len(contents.shard.checksums)))
+    status, detail = verify_file(record.shard_path(0), replace(contents, shard=shard))
+    assert (status, detail) == ("damaged", "chunk 0 does not have its checksum")
 
 
 def test_a_header_that_is_not_the_parts(store: LocalStore) -> None:

@@ -32,6 +32,8 @@ GOOD = {"a": leaf(), "b": leaf("I16", (3,), (8, 14))}
 
 BAD = {
     "overlap": ({"a": leaf(), "b": leaf("F32", (2,), (4, 12))}, 12),
+    "overlap, lengths add up": ({"a": leaf(), "b": leaf("F32", (2,), (4, 12))}, 16),
+    "hole, lengths add up": ({"a": leaf(), "b": leaf("F32", (2,), (12, 20))}, 16),
     "hole": ({"a": leaf(), "b": leaf("F32", (2,), (12, 20))}, 20),
     "hole at the start": ({"a": leaf("F32", (2,), (8, 16))}, 16),
     "hole at the end": ({"a": leaf()}, 16),
