@@ -63,6 +63,10 @@ class Attendant:
         self._thread.start()
 
     @property
+    def has_slots(self) -> bool:
+        return self._ring is not None or self._ready is not None
+
+    @property
     def preparing(self) -> bool:
         """Whether slots were asked for that the capture does not have yet."""
         return self._wanted is not None or self._ready is not None

@@ -206,6 +206,7 @@ class Checkpointer:
                 "on from it. This process must end; start only one job on a run.",
                 step=self.completed,
             )
+        self._check_slots()
         self._progress.step += 1
         self._adopt_slots()
         self._capture.boundary(self._progress.step, self._values)
@@ -218,6 +219,14 @@ class Checkpointer:
             wanted = self._capture.room_wanted(ordered=ordered)
             if wanted is not None:
                 self._attendant.prepare(*wanted)
+
+    def _check_slots(self) -> None:
+        """A run that cannot hold a single snapshot is stopped in its first steps, not found out about
+        after a crash. Later shortages are skips and warnings: training has snapshots to fall back on."""
+        error = self._attendant.slots_error
+        if error is not None and not self._attendant.has_slots:
+            self._release()
+            raise error
 
     def _adopt_slots(self) -> None:
         ready = self._attendant.take_ready()

@@ -1,0 +1,162 @@
+"""What can be wrong with a run, a disk or a machine: a named error that says what, and nothing changed."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import flashckpt
+from flashckpt._native import xxh3_128
+from tests.checkpointer.test_loop import Job, loader
+from tests.waiting import until
+
+MAP_NORESERVE = 0x4000  # of Linux; Python names it from 3.13 on
+pytestmark = pytest.mark.usefixtures("runtime")
+
+
+def trained(run: Path, steps: list[int]) -> None:
+    """A run with these committed steps and nothing in memory: its keeper has ended."""
+    job = Job()
+    with flashckpt.attach(run, every=None, persist_every=None, **job.named) as checkpointer:
+        while checkpointer.completed < steps[-1]:
+            job.train(torch.ones(2, 4) * checkpointer.completed)
+            checkpointer.step()
+            if checkpointer.completed in steps:
+                checkpointer.save()
+                checkpointer.wait()
+    assert flashckpt.steps(run) == steps
+
+
+def shard(run: Path, step: int) -> Path:
+    [path] = run.glob(f"steps/{step:012d}/*/shard-*")
+    return path
+
+
+def flip(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_damaged_step_is_named_and_the_older_one_taken(
+    tmp_path: Path, kill_keepers: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tmp_path / "run"
+    trained(run, [2, 4])
+    kill_keepers(remove_regions=True)  # type: ignore[operator]
+    flip(shard(run, 4), -5)
+    with caplog.at_level(logging.ERROR, "flashckpt"):
+        resumed = flashckpt.attach(run, **Job().named)
+    assert resumed.completed == 2
+    assert any("step 4" in record.getMessage() for record in caplog.records)
+    resumed.close()
+    assert list(run.glob("steps/000000000004/*/mark-*")), (
+        "the damaged step is marked, and nothing of it deleted"
+    )
+    assert shard(run, 4).exists()
+
+
+def huge() -> torch.Tensor:
+    """Twice as large as the machine's memory, of pages that nobody ever writes."""
+    num_bytes = 2 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return torch.frombuffer(mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | MAP_NORESERVE), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("harm", ["flipped", "truncated", "missing"])
+def test_a_run_of_which_nothing_can_be_used_is_no_fresh_start(
+    harm: str, tmp_path: Path, kill_keepers: object
+) -> None:
+    run = tmp_path / "run"
+    trained(run, [2])
+    kill_keepers(remove_regions=True)  # type: ignore[operator]
+    path = shard(run, 2)
+    if harm == "flipped":
+        flip(path, -9)
+    elif harm == "truncated":
+        path.write_bytes(path.read_bytes()[:-1])
+    else:
+        path.unlink()
+    job = Job()
+    before = job.model.weight.detach().clone()
+    with pytest.raises(flashckpt.UnusableRunError):
+        flashckpt.attach(run, **job.named)
+    assert torch.equal(job.model.weight, before)
+
+
+def test_a_newer_format_is_refused(tmp_path: Path, kill_keepers: object) -> None:
+    run = tmp_path / "run"
+    trained(run, [2])
+    head, between, _ = (run / "run.json").read_bytes().rpartition(b',"checksum":"')
+    newer = head.replace(b'"format":1', b'"format":2')
+    (run / "run.json").write_bytes(newer + between + xxh3_128(newer).hex().encode() + b'"}\n')
+    with pytest.raises(flashckpt.FormatError, match="Upgrade"):
+        flashckpt.steps(run)
+    with pytest.raises(flashckpt.FormatError):
+        flashckpt.attach(run, **Job().named)
+
+
+def test_a_run_that_another_process_holds_is_refused_with_its_pid(tmp_path: Path) -> None:
+    code = (
+        "import sys, torch, flashckpt; m = torch.nn.Linear(4, 4)\n"
+        "c = flashckpt.attach(sys.argv[1], model=m); print('held', flush=True); sys.stdin.read(); c.close()"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "run")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(flashckpt.RunHeldError, match=str(holder.pid)):
+        flashckpt.attach(tmp_path / "run", **Job().named)
+    holder.communicate()
+    flashckpt.attach(tmp_path / "run", model=nn.Linear(4, 4)).close()
+
+
+def test_too_little_memory_says_how_much_and_what_helps(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.register_buffer("huge", huge())
+    with pytest.raises(flashckpt.OutOfRoomError, match="slots=2") as caught:
+        with flashckpt.attach(tmp_path / "run", every=None, model=model) as checkpointer:
+            checkpointer.save()
+    assert caught.value.needed > caught.value.available
+    assert caught.value.available > 0
+
+
+def test_a_loop_that_can_hold_no_snapshot_ends_in_its_first_steps(tmp_path: Path) -> None:
+    job = Job()
+    job.model.register_buffer("huge", huge())
+    options = flashckpt.Options(read_ahead_check=False)
+    batches = flashckpt.loop(loader(10**4), str(tmp_path / "run"), options=options, **job.named)
+    with pytest.raises(flashckpt.OutOfRoomError):
+        for x in batches:
+            job.train(x)
+            attendant = batches.checkpointer._attendant
+            if batches.completed:
+                until(lambda: attendant.slots_error is not None, "the keeper's answer")
+    assert batches.completed < 5
+
+
+def test_a_full_disk_is_told_at_wait_and_the_next_save_works(tmp_path: Path, small_disk: Path) -> None:
+    """A real file system of a few MiB: training goes on, wait() raises, room is made, wait() is well."""
+    run = small_disk / "run"
+    model = nn.Linear(512, 512)
+    with flashckpt.attach(run, every=None, persist_every=None, model=model) as checkpointer:
+        filler = small_disk / "filler"
+        checkpointer.step()
+        filler.write_bytes(b"x" * (7 << 20))
+        checkpointer.save()
+        with pytest.raises(flashckpt.PersistError, match="No space"):
+            checkpointer.wait()
+        filler.unlink()
+        checkpointer.wait()
+    assert flashckpt.verify(run).ok
