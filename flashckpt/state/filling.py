@@ -19,7 +19,7 @@ from flashckpt.format.typed import Hole, LeafRef
 from flashckpt.state import rng
 from flashckpt.state.subclasses import assemble, dress, is_wrapper, kind_of, part_name
 from flashckpt.state.survey import _MAPPINGS, _SEQUENCES, join, rebuild, resequence
-from flashckpt.state.tensors import fill, fits, make, memory_key, strides
+from flashckpt.state.tensors import fill, fits, make, same_memory, strides
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Filling:
         self._saved = saved
         self._canonical = canonical_names(saved)
         self._live: dict[str, Tensor] = {}
-        self._taken: dict[tuple[object, ...], str] = {}
+        self._taken: dict[int, list[Tensor]] = {}
         self.filled: list[tuple[str, Tensor]] = []
 
     def leaf(self, name: str) -> Leaf:
@@ -67,9 +67,7 @@ class Filling:
 
     def _settle(self, leaf: Leaf, live: Tensor) -> None:
         self._live[leaf.name] = live
-        key = memory_key(live)
-        if key is not None:
-            self._taken[key] = leaf.name
+        self._taken.setdefault(live.data_ptr(), []).append(live)
         self.filled.append((leaf.name, live))
 
     def place(
@@ -105,8 +103,9 @@ class Filling:
             return False
         if recorded_class not in ("", kind_of(live)) or (not recorded_class and type(live) is not Tensor):
             return False
-        key = memory_key(live)
-        return live.device.type == device.type and strides(live) == leaf.stride and key not in self._taken
+        if live.device.type != device.type or strides(live) != leaf.stride:
+            return False
+        return not any(same_memory(live, taken) for taken in self._taken.get(live.data_ptr(), ()))
 
     def _place_wrapper(
         self, ref: LeafRef, name: str, live: object, home: torch.device, like: Tensor | None

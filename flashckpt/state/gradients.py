@@ -33,12 +33,14 @@ def kind_of(parameter: Tensor, gradient: Tensor | None, used_up: UsedUp) -> str:
     """The character that stands for a gradient."""
     if gradient is None:
         return NONE
-    sparse = gradient.layout is torch.sparse_coo
-    if used_up(parameter, gradient) and (sparse or gradient.layout is torch.strided):
-        return str(gradient.sparse_dim()) if sparse else ZEROS
-    if sparse:
-        return COALESCED if gradient.is_coalesced() else SPARSE
-    return LEAF
+    used = used_up(parameter, gradient)
+    if gradient.layout is torch.strided:
+        return ZEROS if used else LEAF
+    if gradient.layout is not torch.sparse_coo:
+        return LEAF  # refused, with its name, when it is taken
+    if used:
+        return str(gradient.sparse_dim())
+    return COALESCED if gradient.is_coalesced() else SPARSE
 
 
 class Gradients:

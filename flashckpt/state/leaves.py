@@ -8,15 +8,15 @@ between two walks. Never copies a tensor's bytes.
 from __future__ import annotations
 
 from collections.abc import Sized
-from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from flashckpt.format.typed import LeafRef
 from flashckpt.state.subclasses import flatten, is_wrapper, kind_of, part_name
-from flashckpt.state.tensors import check, memory_key, refuse, span, strides
+from flashckpt.state.tensors import check, refuse, same_memory, span, strides
 
 Kind = Literal["parameter", "buffer", "gradient", "optimizer", "other"]
 
@@ -25,8 +25,10 @@ class Restructured(Exception):
     """The state has other tensors, or tensors in other places, than at the last walk: walk again."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+_CPU = torch.device("cpu")
+
+
+class Place(NamedTuple):
     """Where a tensor was found: `container[key]` or `getattr(container, key)`, None where it is made
     anew each time it is asked for. `home` is the device a tensor here is on if nothing is recorded."""
 
@@ -34,7 +36,7 @@ class Place:
     owner: object
     container: object = None
     key: object = None
-    home: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    home: torch.device = _CPU
 
 
 @dataclass(slots=True)
@@ -69,7 +71,7 @@ class Leaves:
         self.named: dict[str, LiveLeaf] = {}
         self.refs: dict[str, LeafRef] = {}
         self._by_id: dict[int, LiveLeaf] = {}
-        self._by_memory: dict[tuple[object, ...], LiveLeaf] = {}
+        self._by_address: dict[int, tuple[LiveLeaf, ...]] = {}
 
     def guard(self, container: Sized) -> None:
         """The plan stands only while the container keeps its length."""
@@ -95,7 +97,7 @@ class Leaves:
         self._claim(name)
         if known is None:
             check(tensor, name)
-            known = self._same_memory(tensor)
+            known = self._tied(tensor)
             if known is not None:
                 about["shares"] = True
         if known is not None:
@@ -108,15 +110,17 @@ class Leaves:
         self.named[name] = known
         return LeafRef(name, about)
 
-    def _same_memory(self, tensor: Tensor) -> LiveLeaf | None:
-        key = memory_key(tensor)
-        return None if key is None else self._by_memory.get(key)
+    def _tied(self, tensor: Tensor) -> LiveLeaf | None:
+        """The leaf that is the same memory under another object."""
+        for leaf in self._by_address.get(tensor.data_ptr(), ()):
+            if same_memory(leaf.tensor, tensor):
+                return leaf
+        return None
 
     def _remember(self, leaf: LiveLeaf) -> None:
         self._by_id[id(leaf.tensor)] = leaf
-        key = memory_key(leaf.tensor)
-        if key is not None:
-            self._by_memory[key] = leaf
+        address = leaf.tensor.data_ptr()
+        self._by_address[address] = (*self._by_address.get(address, ()), leaf)
 
     def _add_wrapper(self, name: str, tensor: Tensor, place: Place) -> LeafRef:
         parts, context = flatten(tensor, name)
@@ -172,7 +176,7 @@ class Refresh:
                 raise Restructured(name)
             check(tensor, name)
             leaf.tensor = tensor
-        elif leaf.tensor is not tensor and memory_key(leaf.tensor) != memory_key(tensor):
+        elif leaf.tensor is not tensor and not same_memory(leaf.tensor, tensor):
             raise Restructured(name)
         return ref
 
@@ -188,7 +192,7 @@ class Refresh:
 def facts(tensor: Tensor, place: Place) -> dict[str, object]:
     """What has to be known to make a plain tensor anew, beyond its leaf."""
     about: dict[str, object] = {}
-    if tensor.device.type != place.home.type:
+    if tensor.device != place.home and tensor.device.type != place.home.type:
         about["device"] = tensor.device.type
     if type(tensor) is not Tensor:
         about["class"] = kind_of(tensor)

@@ -39,6 +39,7 @@ class OptimizerEntry:
         self.name, self.target = name, target
         self._record: dict[str, Any] = {}
         self._holes: list[tuple[Any, Any]] = []
+        self._shared_keys: list[Any] = []
         self._full_names: list[list[str]] = []
         self._short_names: list[list[str]] = []
         self._unowned: list[tuple[str, Tensor]] = []
@@ -54,6 +55,7 @@ class OptimizerEntry:
             for g, group in enumerate(groups)
         ]
         self._take_unowned(leaves, owners)
+        self._shared_keys = [key for key in self.target.state if not isinstance(key, Tensor)]
         self._holes = []
         state = self._take_state(leaves)
         self._record = {
@@ -87,9 +89,10 @@ class OptimizerEntry:
         """State that belongs to no parameter."""
         home, state = _home(self.target.param_groups), self.target.state
         return {
-            key: survey(value, join(f"{self.name}.shared", key), self._place(state, key, home), sink)
-            for key, value in state.items()
-            if not isinstance(key, Tensor)
+            key: survey(
+                _read(state, key), join(f"{self.name}.shared", key), self._place(state, key, home), sink
+            )
+            for key in self._shared_keys
         }
 
     def _place(self, container: object, key: object, home: torch.device) -> Place:

@@ -27,9 +27,7 @@ def register_tensor_class(kind: type[Tensor]) -> None:
 
 def kind_of(tensor: Tensor) -> str:
     """The class of a tensor as it is recorded; `Parameter` for parameters."""
-    if isinstance(tensor, torch.nn.Parameter) and type(tensor) in _PLAIN:
-        return "Parameter"
-    return _name(type(tensor))
+    return "Parameter" if type(tensor) is torch.nn.Parameter else _name(type(tensor))
 
 
 def _name(kind: type) -> str:

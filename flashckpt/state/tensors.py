@@ -17,6 +17,7 @@ from flashckpt.format.layout import DTYPES, Leaf
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES if hasattr(torch, name)}
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+PLAIN = frozenset((Tensor, torch.nn.Parameter))
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -30,14 +31,8 @@ def refuse(location: str, why: str, remedy: str) -> NoReturn:
 
 def check(tensor: Tensor, location: str) -> None:
     """Raise StateError unless the tensor's own memory holds all there is to it."""
-    if type(tensor).__name__ == "FakeTensor" and _is_fake(tensor):
-        refuse(location, "is a fake tensor without data", "Build the model outside FakeTensorMode.")
-    if isinstance(tensor, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)):
-        refuse(
-            location,
-            "belongs to a lazy module that has not seen an input yet",
-            "Run one forward pass before the state is attached.",
-        )
+    if type(tensor) not in PLAIN:
+        _check_subclass(tensor, location)
     if tensor.is_nested:
         refuse(location, "is a nested tensor", "Keep its values and offsets as plain tensors.")
     if tensor.layout is not torch.strided:
@@ -50,6 +45,17 @@ def check(tensor: Tensor, location: str) -> None:
         refuse(location, "is a lazily conjugated or negated view", "Use resolve_conj() or resolve_neg().")
     if not tensor.is_contiguous() and _overlaps(tensor):
         refuse(location, "has elements that share memory", "Clone it: tensor.clone().")
+
+
+def _check_subclass(tensor: Tensor, location: str) -> None:
+    if type(tensor).__name__ == "FakeTensor" and _is_fake(tensor):
+        refuse(location, "is a fake tensor without data", "Build the model outside FakeTensorMode.")
+    if isinstance(tensor, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)):
+        refuse(
+            location,
+            "belongs to a lazy module that has not seen an input yet",
+            "Run one forward pass before the state is attached.",
+        )
 
 
 def _is_fake(tensor: Tensor) -> bool:
@@ -80,11 +86,16 @@ def strides(tensor: Tensor) -> tuple[int, ...] | None:
     return None
 
 
-def memory_key(tensor: Tensor) -> tuple[object, ...] | None:
-    """Equal for tensors that are the same elements of the same memory; None where there are none."""
-    if tensor.numel() == 0:
-        return None
-    return (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
+def same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are the same elements of the same memory. Those without elements never are."""
+    return (
+        a.data_ptr() == b.data_ptr()
+        and a.numel() > 0
+        and a.shape == b.shape
+        and a.dtype == b.dtype
+        and a.stride() == b.stride()
+        and a.device == b.device
+    )
 
 
 def span(tensor: Tensor) -> tuple[int, int]:
@@ -92,6 +103,8 @@ def span(tensor: Tensor) -> tuple[int, int]:
     start = tensor.data_ptr()
     if tensor.numel() == 0:
         return start, start
+    if tensor.is_contiguous():
+        return start, start + tensor.numel() * tensor.element_size()
     last = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
     return start, start + (last + 1) * tensor.element_size()
 

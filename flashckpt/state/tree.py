@@ -6,7 +6,9 @@ nothing live changes before everything fits, and what a plan has to watch. Never
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Sized
+import contextlib
+import gc
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,10 +88,11 @@ class Tree:
         """Every leaf and value of the state, now. `used_up(parameter, gradient)` says of a gradient that
         the optimizer has used it and it is not needed again. Raises StateError."""
         leaves, owners = Leaves(), Owners()
-        found = {entry.name: entry.walk(leaves, owners) for entry in self._in_order()}
-        gradients = Gradients(self._parameters())
-        mask = gradients.walk(leaves, used_up)
-        leaves.check_shared_memory()
+        with _no_collection():
+            found = {entry.name: entry.walk(leaves, owners) for entry in self._in_order()}
+            gradients = Gradients(self._parameters())
+            mask = gradients.walk(leaves, used_up)
+            leaves.check_shared_memory()
         value = {"entries": {name: found[name] for name in self._entries}, NAMESPACE: mask}
         self._leaves, self._gradients, self._used_up = leaves, gradients, used_up
         self.current = Walk(leaves.leaves, value, leaves.guards, leaves.anchors, gradients.kinds)
@@ -178,6 +181,18 @@ class Tree:
             _finish(entry, values[entry.name], filling)
         self._forget()
         return filling.filled
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """A walk makes many small objects and no garbage: collections would be most of its time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _all_used_up(parameter: object, gradient: Tensor) -> bool:

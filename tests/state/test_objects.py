@@ -330,8 +330,8 @@ VALUES: list[Any] = [
     np.random.RandomState(3), random.Random(3), np.float64(0.1), np.float32("nan"), np.int64(-3),
     np.bool_(True), np.str_("ä"), np.str_(""), np.bytes_(b"ab"), np.datetime64("2024-01-01", "D"),
     np.longdouble("1.1"), np.complex64(1j), np.arange(6).reshape(2, 3), np.asfortranarray(np.ones((2, 3))),
-    np.empty((0, 3)), np.array(3.5), np.array(["a", "bcd"]), np.array([True]), np.dtype("float32"), np.dtype("<U5"),
-    Counter({30: 1}), OrderedDict(a=1), {torch.float32: 1, torch.device("cpu"): 2, np.int64(3): 4},
+    np.empty((0, 3)), np.array(3.5), np.array(["a", "bcd"]), np.array([True]),
+    np.dtype("float32"), np.dtype("<U5"), Counter({30: 1}), OrderedDict(a=1), {torch.float32: 1, torch.device("cpu"): 2, np.int64(3): 4},
 ]  # fmt: skip
 
 
