@@ -29,8 +29,11 @@ class Source(Protocol):
     def batches_taken(self) -> int: ...
 
     def begin(self, epoch: int, resume: Mapping[str, Any] | None = None) -> None:
-        """Enter an epoch at its start, or where `resume` (a position) was taken. A position of an earlier
-        epoch is carried into `epoch`: its random numbers are put back and the epoch starts."""
+        """Enter an epoch at its start, or where `resume` (a position) was taken.
+
+        A position of the same epoch puts the global random numbers back, here and again just before the
+        next batch is fetched. One of an earlier epoch is carried into `epoch`, which starts afresh: the
+        loader's own generators and workers are put back, the global random numbers are left alone."""
 
     def next(self) -> Any:
         """The next batch. Raises StopIteration at the epoch's end."""
@@ -83,10 +86,10 @@ class EpochSource:
         position = Position.read(resume, self.kind)
         self._check(position)
         self.close()
-        self._take_up(position, carried=position.epoch != epoch)
         if position.epoch != epoch:
-            self._leave()
-            self._enter(epoch)
+            self._carry(position, epoch)
+            return
+        self._take_up(position, carried=False)
         self._restore(position.now)
         self._due = position.now
 
@@ -142,6 +145,17 @@ class EpochSource:
         self._start = self._due = None
         self._length = self._known_length()
         set_epoch(self._loader, epoch)
+
+    def _carry(self, position: Position, epoch: int) -> None:
+        # Other loops may have run since the position was taken: the global numbers are theirs.
+        around = rng.capture()
+        try:
+            self._take_up(position, carried=True)
+            self._leave()
+        finally:
+            rng.restore(around)
+        self._generators.restore(position.now["own"])
+        self._enter(epoch)
 
     def _take_up(self, position: Position, *, carried: bool) -> None:
         """Stand where `position` was taken. `carried`: only to go on into a later epoch."""

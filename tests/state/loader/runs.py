@@ -265,11 +265,14 @@ def run(
 
 
 def resume(make: Callable[[], Any], position: bytes, epochs: range, **options: Any) -> Record:
-    """A fresh loader goes on from a position, with other random numbers around."""
+    """A fresh loader goes on from a position, with other random numbers around. Between two epochs the
+    global numbers are put back by who resumes, as `attach` does."""
     seed(987)
-    source = source_of(make())
+    source, saved = source_of(make()), from_wire(position)
     seed(654)
-    return run(source, epochs, from_wire(position), **options)
+    if saved["epoch"] != epochs.start:
+        rng.restore(saved["now"]["global"])
+    return run(source, epochs, saved, **options)
 
 
 def bare(loader: Any, epochs: range) -> dict[Key, Any]:

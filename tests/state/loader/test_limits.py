@@ -78,6 +78,17 @@ def test_what_is_drawn_between_begin_and_next_is_undone() -> None:
     assert (runs.plain(again.next()), runs.numbers_now()) == expected
 
 
+@pytest.mark.parametrize("name", ["2 persistent", "main, shuffled by its own"])
+def test_what_is_carried_into_a_later_epoch_leaves_the_global_numbers(name: str, tmp_path: Path) -> None:
+    """Another loop may have run since the position was taken (validation after training)."""
+    source, position = taken(lambda: runs.LOADERS[name](str(tmp_path / "loads")), 3)
+    runs.seed(5)
+    expected = runs.numbers_now()
+    source.begin(1, position)
+    assert runs.numbers_now() == expected
+    source.close()
+
+
 def test_other_workers_than_saved(caplog: pytest.LogCaptureFixture) -> None:
     runs.seed(3)
     source = source_of(runs.loader(runs.Items("/dev/null"), 2, shuffle=True))
