@@ -334,3 +334,33 @@ def test_a_snapshot_that_the_keeper_is_persisting_is_resumed_from(tmp_path: Path
     assert resumed.resumed is not None
     assert resumed.resumed.tier == "memory"
     resumed.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_numbers_are_those_of_a_plain_loop(workers: int, tmp_path: Path) -> None:
+    """Dropout, shuffling and workers draw exactly what they would without checkpoints."""
+
+    def run(batches: Iterable[torch.Tensor], model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        losses = []
+        for x in batches:
+            loss = model(x).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss))
+        return losses
+
+    def fresh() -> tuple[DataLoader[torch.Tensor], nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        data = torch.randn(24, 4)
+        made = DataLoader(data, batch_size=4, shuffle=True, num_workers=workers)  # type: ignore[arg-type]
+        return made, model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    plain_loader, model, optimizer = fresh()
+    expected = run(plain_loader, model, optimizer) + run(plain_loader, model, optimizer)
+    looped_loader, model, optimizer = fresh()
+    looped = flashckpt.loop(
+        looped_loader, str(tmp_path / "run"), epochs=2, every=1, model=model, optimizer=optimizer
+    )
+    assert run(looped, model, optimizer) == expected

@@ -1,0 +1,49 @@
+"""Going back to an older step, and being killed before and after: never a step of the branch that was left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import flashckpt
+from flashckpt.commit.attempts import attempts
+from flashckpt.commit.lineage import bounds
+from flashckpt.store.base import open_store
+from tests.resume.training import Trainer, last_of_each
+from tests.waiting import until
+
+
+def newest_started(run: Path) -> str:
+    return str(bounds(attempts(open_store(run)))[0].attempt)
+
+
+def test_a_branch_is_what_every_later_start_sees(tmp_path: Path, runtime: Path) -> None:
+    """Twice over: branch, be killed before the first commit of the branch, go on, be killed after one."""
+    (tmp_path / "reference").mkdir()
+    reference = Trainer(tmp_path / "reference", runtime, "plain")
+    reference.finish()
+    job = Trainer(tmp_path, runtime, "plain", persist_every=3)
+    job.kill_in_step(11)
+    until(lambda: flashckpt.steps(job.run)[-1:] == [11], "the dead trainer's newest snapshot to be committed")
+
+    for back, before_commit, after_commit in ((9, 10, 13), (9, 11, 14)):
+        made = flashckpt.branch(job.run, back)
+        assert newest_started(job.run) == made
+        assert flashckpt.steps(job.run)[-1] == back, "what the abandoned branch has done is not seen"
+        job.log.unlink()
+        job.kill_in_step(before_commit)
+        assert first_step(job) == back
+        job.kill_in_step(after_commit)
+        assert back <= job.resumed_steps()[-1] <= before_commit
+        until(lambda last=after_commit: flashckpt.steps(job.run)[-1:] == [last], "the branch's newest commit")
+        assert last_of_each(job.records()).items() <= last_of_each(reference.records()).items()
+    job.finish()
+    assert flashckpt.steps(job.run)[-1] == reference_steps(reference)
+    assert flashckpt.verify(job.run).ok
+
+
+def first_step(job: Trainer) -> int:
+    return int(str(job.records()[0][0]))
+
+
+def reference_steps(reference: Trainer) -> int:
+    return flashckpt.steps(reference.run)[-1]
