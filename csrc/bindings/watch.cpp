@@ -46,6 +46,17 @@ nb::object current_of(const Item& item) {
     return nb::steal(found);
 }
 
+class Busy {
+  public:
+    explicit Busy(bool& flag) : flag_(flag) { flag_ = true; }
+    ~Busy() { flag_ = false; }
+    Busy(const Busy&) = delete;
+    Busy& operator=(const Busy&) = delete;
+
+  private:
+    bool& flag_;
+};
+
 class Watch {
   public:
     Watch(nb::handle items, nb::handle tensors);
@@ -100,7 +111,10 @@ Watch::Watch(nb::handle items, nb::handle tensors) {
 bool Watch::holds(const Item& item, std::uint64_t& address) const {
     nb::object now = current_of(item);
     if (!now.is_valid()) {
-        PyErr_Clear(); // gone is an answer, not an error
+        // Gone is an answer, not an error; but Ctrl-C in a property is not for us to swallow.
+        if (PyErr_Occurred() != nullptr && PyErr_ExceptionMatches(PyExc_Exception) == 0)
+            throw nb::python_error();
+        PyErr_Clear();
         return false;
     }
     if (now.is(item.tensor)) return item.look.holds(now, address);
@@ -112,7 +126,7 @@ nb::list Watch::changed(nb::handle addresses_out) {
     U64View out(addresses_out, true);
     if (out.size() < items_.size()) raise_value("addresses_out is shorter than the list of items");
     if (busy_) raise_value("this watch is being asked already");
-    busy_ = true;
+    Busy busy(busy_);
     nb::list indexes;
     for (std::size_t i = 0; i < items_.size(); ++i) {
         std::uint64_t address = 0;
@@ -120,7 +134,6 @@ nb::list Watch::changed(nb::handle addresses_out) {
         out.data()[i] = address;
         if (!same) indexes.append(i);
     }
-    busy_ = false;
     return indexes;
 }
 

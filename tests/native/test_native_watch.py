@@ -62,13 +62,15 @@ def test_a_dtype_of_the_same_size_and_place() -> None:
 
 
 def test_in_place_transposes_and_resizes() -> None:
-    a, b = torch.ones(3, 2), torch.ones(8)
-    watch, _, out = watch_of(a=a, b=b)
+    a, b, square = torch.ones(3, 2), torch.ones(8), torch.ones(3, 3)
+    watch, _, out = watch_of(a=a, b=b, square=square)
     a.t_()
     b.resize_(4)
-    assert watch.changed(out) == [0, 1]
+    square.t_()  # the same pointer and shape
+    assert watch.changed(out) == [0, 1, 2]
     a.t_()
     b.resize_(8)
+    square.t_()
     assert watch.changed(out) == []
 
 
@@ -116,18 +118,26 @@ def test_tensors_that_dlpack_does_not_describe() -> None:
 
 def test_what_runs_while_it_looks_cannot_hurt() -> None:
     class Owner:
+        error: BaseException = RuntimeError("no")
+
         @property
         def tensor(self) -> torch.Tensor:
-            with pytest.raises(ValueError, match="being asked"):
-                watch.release()
-            with pytest.raises(ValueError, match="being asked"):
-                watch.changed(out)
-            raise RuntimeError("no")
+            for call in (watch.release, lambda: watch.changed(out)):
+                try:
+                    call()
+                except ValueError as refused:
+                    heard.append("being asked" in str(refused))
+            raise self.error
 
-    out = array("Q", [1])
+    out, heard = array("Q", [1]), []
     watch = _native.Watch([(Owner(), "tensor")], [torch.ones(1)])
     assert watch.changed(out) == [0]
     assert out[0] == 0
+    Owner.error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        watch.changed(out)
+    assert heard == [True] * 4
+    watch.release()
 
 
 def test_release_and_the_garbage_collector_let_go() -> None:
