@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from flashckpt.commit.attempts import newest_started
 from flashckpt.commit.branching import branch
 from flashckpt.commit.lineage import everything, visible
 from flashckpt.commit.reading import check_usable
 from flashckpt.commit.retention import doomed, prune
 from flashckpt.commit.run import open_run
 from flashckpt.commit.steps import commit, missing_files, publish_part, read_manifest
-from flashckpt.format.names import AttemptName
-from flashckpt.format.records import Manifest
+from flashckpt.format.names import PART, AttemptName, step_attempt_folder
+from flashckpt.format.records import Manifest, Part
 from flashckpt.options import Keep
 from flashckpt.store.base import Store
 from flashckpt.store.local import LocalStore
@@ -88,7 +89,7 @@ class Expected:
             faults.append(f"committed and not visible: {sorted(self.must - steps)}")
         if steps - self.may:
             faults.append(f"visible and never committed: {sorted(steps - self.may)}")
-        faults += [f"a manifest without its files: {missing}" for missing in _bereft(store)]
+        faults += [f"a manifest or part without its files: {missing}" for missing in _bereft(store)]
         if not faults and go_on:
             faults += self._go_on(store, found)
         return faults
@@ -111,8 +112,23 @@ class Expected:
 
 
 def _bereft(store: Store) -> list[list[str]]:
-    """What manifests name that is not there. Nothing in this life damages a file, so it is always none."""
-    found = (read_manifest(store, each.step, each.attempt) for each in everything(store))
-    return [
-        missing for each in found if isinstance(each, Manifest) and (missing := missing_files(store, each))
-    ]
+    """What manifests, and parts without one, name that is not there. Nothing in this life damages a file,
+    so it is always none."""
+    bereft, newest = [], newest_started(store)
+    for each in everything(store):
+        found = read_manifest(store, each.step, each.attempt)
+        if isinstance(found, Manifest):
+            bereft.append(missing_files(store, found))
+        elif found is None and each.attempt == newest:
+            # Of older attempts a sweep may have left anything: they can commit nothing any more.
+            bereft.append(_without_shards(store, step_attempt_folder(each.step, each.attempt)))
+    return [missing for missing in bereft if missing]
+
+
+def _without_shards(store: Store, folder: str) -> list[str]:
+    there = {entry.name: entry.num_bytes for entry in store.list(folder)}
+    missing = []
+    for name in filter(PART.fullmatch, there):
+        part = Part.from_bytes(store.read(f"{folder}/{name}", Part.MAX_BYTES), name)
+        missing += [r.shard.file for r in part.ranks if there.get(r.shard.file) != r.shard.num_bytes]
+    return missing
