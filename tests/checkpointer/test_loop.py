@@ -355,7 +355,7 @@ def test_numbers_are_those_of_a_plain_loop(workers: int, tmp_path: Path) -> None
         model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
         data = torch.randn(24, 4)
         made = DataLoader(data, batch_size=4, shuffle=True, num_workers=workers)  # type: ignore[arg-type]
-        return made, model, torch.optim.SGD(model.parameters(), lr=0.1)
+        return made, model, torch.optim.SGD(model.parameters(), lr=1e-3)
 
     plain_loader, model, optimizer = fresh()
     expected = run(plain_loader, model, optimizer) + run(plain_loader, model, optimizer)
