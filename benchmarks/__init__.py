@@ -1,1 +1,1 @@
-"""Measures flashckpt against its peers: one training loop, one process a peer, the machine's limits beside."""
+"""Measures flashckpt against its peers: one loop, one process a peer, the machine's limits beside."""

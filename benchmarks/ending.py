@@ -21,9 +21,8 @@ def reporting(job: Job) -> Iterator[None]:
         yield
     except BaseException as error:
         traceback.print_exc()
-        job.report(
-            {"failed": f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"}
-        )
+        lines = str(error).strip().splitlines() or [""]
+        job.report({"failed": f"{type(error).__name__}: {lines[0]}"})
         code = 1
     finally:
         sys.stdout.flush()

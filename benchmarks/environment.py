@@ -1,7 +1,7 @@
-"""The environment that the peers are installed in: `.venv-bench`, which stands on the one that runs the bench.
+"""The peers' environment: `.venv-bench`, which stands on the one that runs the bench.
 
 So torch, numpy and flashckpt are the same for all, and nothing of the peers reaches the environment that
-people work in. A peer that cannot be installed here is reported with pip's reason; it stops none of the others.
+people work in. A peer that cannot be installed here is reported with pip's reason; it stops no other.
 """
 
 from __future__ import annotations

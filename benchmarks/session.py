@@ -22,6 +22,11 @@ from benchmarks import files
 
 _TAG = "FLASHCKPT_BENCH_TAG"
 _PERIOD_S = 0.05
+# Resource trackers clean up after their process if they are given the time.
+_GRACE_S = 2.0
+# Named after a pid or a tag of this session, so that nothing of others can match: shared tensors of torch,
+# DLRover's regions and sockets, flashckpt's runtime folder.
+_LITTER = ("/dev/shm/torch_{pid}_*", "/dev/shm/*{tag}*", "/tmp/ckpt_sock/*{tag}*")
 _ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -49,12 +54,16 @@ class Session:
     folder: Path
     tag: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
     samples: list[Sample] = field(default_factory=list)
+    keeper_peak: int = 0
     _pids: set[int] = field(default_factory=set)
+    _keepers: set[int] = field(default_factory=set)
     _strangers: set[int] = field(default_factory=set)
+    _semaphores: set[str] = field(default_factory=lambda: _semaphores())
 
     def run(self, arguments: list[str], *, timeout_s: float, may_die: bool = False) -> float:
         """Run `python -m …` to its end. Returns seconds. Raises ProcessFailed with its reason."""
         log = self.folder / f"{arguments[0]}.log"
+        os.makedirs(self._runtime, mode=0o700, exist_ok=True)
         began = time.monotonic()
         with open(log, "w") as output:
             process = subprocess.Popen(
@@ -73,12 +82,17 @@ class Session:
             raise ProcessFailed(_reason(log) or f"exit code {code}")
         return time.monotonic() - began
 
+    @property
+    def _runtime(self) -> str:
+        """Regions in a folder of the session's own, so that they can be told from those of others."""
+        return f"/dev/shm/flashckpt-bench-{self.tag}"
+
     def environment(self) -> dict[str, str]:
         return {
             **os.environ,
             _TAG: self.tag,
             "PYTHONPATH": str(_ROOT),
-            "FLASHCKPT_RUNTIME": f"/dev/shm/flashckpt-bench-{self.tag}",
+            "FLASHCKPT_RUNTIME": self._runtime,
             "TORCHELASTIC_RUN_ID": self.tag,
         }
 
@@ -95,9 +109,11 @@ class Session:
     def sample(self) -> None:
         own, shared = 0, 0
         for pid in self.processes():
-            anonymous, mapped = _memory(pid)
+            anonymous, of_files, mapped = _memory(pid)
             own += anonymous
             shared = max(shared, mapped)
+            if pid in self._keepers:
+                self.keeper_peak = max(self.keeper_peak, anonymous + of_files)
         self.samples.append(Sample(time.monotonic(), own, shared))
 
     def peak(self, phase: tuple[float, float]) -> int:
@@ -112,6 +128,7 @@ class Session:
         self._strangers &= living
         found = [pid for pid in living - self._strangers if self._is_ours(pid)]
         self._strangers |= living.difference(found)
+        self._keepers.update(pid for pid in set(found) - self._pids if _is_keeper(pid))
         self._pids.update(found)
         return found
 
@@ -135,14 +152,33 @@ class Session:
                     continue
             time.sleep(_PERIOD_S)
 
-    def clean(self, litter: tuple[str, ...]) -> None:
-        """End what is left and remove what only this peer can have made outside of its folder."""
+    def clean(self) -> None:
+        """End what is left and remove what only processes of this session can have made elsewhere."""
+        wait_until(lambda: not self.processes(), _GRACE_S)
         self.end_processes()
-        for pattern in litter:
+        for pattern in _LITTER:
             for pid in self._pids if "{pid}" in pattern else {0}:
                 for path in glob.glob(pattern.format(pid=pid, tag=self.tag)):
                     files.remove(Path(path))
-        files.remove(Path(self.environment()["FLASHCKPT_RUNTIME"]))
+        for path in _semaphores() - self._semaphores - _mapped():
+            files.remove(Path(path))
+
+
+def _semaphores() -> set[str]:
+    """multiprocessing's, whose names say nothing of whose they are."""
+    return set(glob.glob("/dev/shm/sem.mp-*"))
+
+
+def _mapped() -> set[str]:
+    """Those that a living process of anybody still uses."""
+    used: set[str] = set()
+    for maps in glob.glob("/proc/[0-9]*/maps"):
+        try:
+            lines = Path(maps).read_text().splitlines()
+        except OSError:
+            continue
+        used.update(line.split(maxsplit=5)[-1] for line in lines if "/dev/shm/sem.mp-" in line)
+    return used
 
 
 def wait_until(true: Callable[[], bool], timeout_s: float) -> bool:
@@ -154,9 +190,9 @@ def wait_until(true: Callable[[], bool], timeout_s: float) -> bool:
     return true()
 
 
-def _memory(pid: int) -> tuple[int, int]:
-    """Bytes of anonymous and of shared memory that are resident."""
-    values = {"RssAnon": 0, "RssShmem": 0}
+def _memory(pid: int) -> tuple[int, int, int]:
+    """Bytes of anonymous memory, of files (its program and libraries) and of shared memory, all resident."""
+    values = {"RssAnon": 0, "RssFile": 0, "RssShmem": 0}
     try:
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             name, _, rest = line.partition(":")
@@ -164,7 +200,14 @@ def _memory(pid: int) -> tuple[int, int]:
                 values[name] = int(rest.split()[0]) * 1024
     except OSError:
         pass
-    return values["RssAnon"], values["RssShmem"]
+    return values["RssAnon"], values["RssFile"], values["RssShmem"]
+
+
+def _is_keeper(pid: int) -> bool:
+    try:
+        return b"flashckpt/keeper" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def _reason(log: Path) -> str:

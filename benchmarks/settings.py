@@ -69,13 +69,13 @@ def quick(settings: Settings) -> Settings:
         settings,
         state_bytes=64 * MIB,
         batch=1,
-        length=32,
-        every=4,
+        length=16,
+        every=2,
         checkpoints=1,
-        rounds=2,
-        repetitions=2,
-        pairs=6,
-        auto_seconds=3.0,
+        rounds=1,
+        repetitions=1,
+        pairs=2,
+        auto_seconds=2.0,
     )
 
 

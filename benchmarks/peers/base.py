@@ -14,7 +14,7 @@ class Peer(Protocol):
     """title: for the table. packages: distributions whose versions are reported. tier: where `load` reads.
     dies: whether the saving process is killed at its end, so that a load from memory can be measured.
     commits: whether a checkpoint of this adapter ends on disk; False for one that ends in host memory.
-    litter: glob patterns of what it may leave outside of its folder; `{pid}` and `{tag}` are filled in.
+    loads: whether a new process can load what this one saved.
     """
 
     title: str
@@ -22,7 +22,7 @@ class Peer(Protocol):
     tier: str
     dies: bool
     commits: bool
-    litter: tuple[str, ...]
+    loads: bool
 
     def setup(self, workload: Workload, folder: Path, every: int) -> None:
         """Once, after the loop is warm."""
@@ -48,7 +48,7 @@ class Saver:
     tier = "disk"
     dies = False
     commits = True
-    litter: tuple[str, ...] = ()
+    loads = True
     workload: Workload
     folder: Path
 

@@ -19,7 +19,6 @@ _WRITER_THREADS = 4
 
 class _Dcp(Saver):
     packages = ("torch",)
-    litter = ("/dev/shm/torch_{pid}_*",)
 
     def setup(self, workload: Workload, folder: Path, every: int) -> None:
         super().setup(workload, folder, every)

@@ -22,7 +22,6 @@ _TIMEOUT_S = 120.0
 class ToDisk(Saver):
     title = "DLRover, to disk"
     packages = ("dlrover",)
-    litter = ("/dev/shm/*{tag}*", "/tmp/ckpt_sock/*{tag}*")
     _storage = StorageType.DISK
 
     def __init__(self) -> None:
@@ -60,9 +59,7 @@ class ToDisk(Saver):
 class ToMemory(ToDisk):
     title = "DLRover, to memory"
     commits = False
+    loads = False  # its memory is gone with the process that saved, without its launcher
     _storage = StorageType.MEMORY
 
     def wait(self) -> None: ...
-
-    def load(self, workload: Workload, folder: Path, step: int) -> dict[str, float]:
-        raise NotImplementedError("its memory is gone with the process that saved, without its launcher")

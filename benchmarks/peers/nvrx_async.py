@@ -15,7 +15,6 @@ from benchmarks.workload import Workload
 class AsyncCheckpoint(Saver):
     title = "NVRx TorchAsyncCheckpoint"
     packages = ("nvidia-resiliency-ext",)
-    litter = ("/dev/shm/torch_{pid}_*",)
 
     def __init__(self) -> None:
         self._checkpoint: Any = None

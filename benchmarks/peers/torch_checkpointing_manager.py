@@ -24,7 +24,6 @@ from benchmarks.workload import Workload
 class Manager(Saver):
     title = "torch_checkpointing, async, buffered"
     packages = ("torch_checkpointing",)
-    litter = ("/dev/shm/torch_{pid}_*",)
 
     def __init__(self) -> None:
         self._manager: Any = None

@@ -1,0 +1,156 @@
+"""How fast a new process has its state back, beside what that takes at least: from memory a digest, a copy
+and a digest again; from disk the O_DIRECT read, or the checksum where that is slower.
+
+`extra`: `dies` leaves by SIGKILL, so that the next process finds the snapshot in memory; without it the run
+is closed in order, and the next one reads the disk.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flashckpt
+from benchmarks import direct_io, files
+from benchmarks.ending import reporting
+from benchmarks.settings import MIB, Job
+from benchmarks.workload import Workload
+from flashckpt import _native
+from flashckpt.restore.digesting import digest_tensors
+from flashckpt.restore.ladder import Ladder, Loaded
+
+_BLOCK = 16 * MIB
+
+
+def resume(job: Job) -> tuple[flashckpt.Checkpointer, dict[str, Any]]:
+    workload = Workload(job.settings)
+    workload.step()
+    workload.sync()
+    run = Path(job.folder, "run")
+    files.forget(run)
+    with _timed() as stages:
+        began = time.perf_counter()
+        checkpointer = flashckpt.attach(run, every=None, model=workload.model, optimizer=workload.optimizer)
+        attach_s = time.perf_counter() - began
+    resumed = checkpointer.resumed
+    result: dict[str, Any] = {"num_bytes": workload.num_bytes(), "attach_s": attach_s, **stages}
+    if resumed is not None:
+        result |= {"tier": resumed.tier, "resumed_s": resumed.seconds}
+        result |= _rates(job, workload, run)
+    workload.step()
+    checkpointer.save()
+    checkpointer.wait()
+    return checkpointer, result
+
+
+@contextmanager
+def _timed() -> Iterator[dict[str, float]]:
+    """Seconds until the snapshot is verified in its slot (`verified_s`, the slot's own making included) and
+    of reading the file alone (`read_file_s`)."""
+    stages: dict[str, float] = {}
+    climb, read_file = Ladder.climb, _native.read_file
+
+    def timed_climb(ladder: Ladder) -> Loaded | None:
+        loaded = climb(ladder)
+        if loaded is not None:
+            stages["verified_s"] = loaded.seconds
+        return loaded
+
+    def timed_read(*arguments: Any, **options: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return read_file(*arguments, **options)
+        finally:
+            stages["read_file_s"] = time.perf_counter() - began
+
+    Ladder.climb, _native.read_file = timed_climb, timed_read  # type: ignore[method-assign]
+    try:
+        yield stages
+    finally:
+        Ladder.climb, _native.read_file = climb, read_file  # type: ignore[method-assign]
+
+
+def _rates(job: Job, workload: Workload, run: Path) -> dict[str, Any]:
+    """Seconds for the bytes of the state, the better of three: these are limits."""
+    leaves = [leaf.detach() for leaf in workload.leaves().values()]
+    threads = torch.get_num_threads()
+    rates: dict[str, Any] = {
+        "digest_s": _best(workload, lambda: digest_tensors(leaves, threads)),
+        "copy_s": _best(workload, _filler(workload, leaves)),
+        "checksum_s": _best(workload, _checksum(leaves, threads)),
+    }
+    read_s = _read_s(run, workload.num_bytes())
+    return rates if read_s is None else {**rates, "direct_read_s": read_s}
+
+
+def _filler(workload: Workload, leaves: list[Tensor]) -> Callable[[], None]:
+    """Into the live tensors, from host memory that the device may read by itself."""
+    cuda = workload.device.type == "cuda"
+    host = [leaf.cpu().pin_memory() if cuda else leaf.clone() for leaf in leaves]
+
+    def copy() -> None:
+        for leaf, source in zip(leaves, host, strict=True):
+            leaf.copy_(source, non_blocking=True)
+
+    return copy
+
+
+def _checksum(leaves: list[Tensor], threads: int) -> Callable[[], None]:
+    """XXH3 of as many bytes, by as many threads as read the file."""
+    host = [leaf.cpu() for leaf in leaves]
+    pieces = [(leaf.data_ptr(), leaf.numel() * leaf.element_size()) for leaf in host]
+
+    def checksum() -> None:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(lambda piece: _native.xxh3_128_at(*piece), pieces))
+
+    return checksum
+
+
+def _best(workload: Workload, run: Callable[[], object]) -> float:
+    seconds = array("d")
+    for _ in range(3):
+        workload.sync()
+        began = time.perf_counter()
+        run()
+        workload.sync()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
+
+
+def _read_s(run: Path, num_bytes: int) -> float | None:
+    """O_DIRECT of the newest shard itself, in whole blocks, told for all of it."""
+    shards = sorted(run.rglob("*.safetensors"), key=lambda path: path.stat().st_mtime)
+    if not shards:
+        return None
+    whole = shards[-1].stat().st_size // _BLOCK * _BLOCK
+    try:
+        seconds = [direct_io.read_s(shards[-1], whole, shape) for shape in direct_io.SHAPES for _ in range(2)]
+    except direct_io.DirectRefused:
+        return None
+    return min(seconds) * num_bytes / whole
+
+
+def main() -> None:
+    job = Job.read(sys.argv[1])
+    with reporting(job):
+        checkpointer, result = resume(job)
+        job.report(result)
+        if job.extra["dies"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        checkpointer.close()
+
+
+if __name__ == "__main__":
+    main()
