@@ -347,7 +347,7 @@ def test_numbers_are_those_of_a_plain_loop(workers: int, tmp_path: Path) -> None
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(float(loss))
+            losses.append(float(loss.detach()))
         return losses
 
     def fresh() -> tuple[DataLoader[torch.Tensor], nn.Module, torch.optim.Optimizer]:
