@@ -96,15 +96,16 @@ class Plan:
         return len(self.lives)
 
     def note_gradients(self, used_up: UsedUp) -> None:
-        """Remember which gradients were leaves, which used up and which absent when the walk was made."""
-        self._gradients = self._gradient_states(used_up)
+        """Remember which gradients were leaves when the walk was made. Which of the others are absent is
+        a value, not a leaf: it may change at every step (experts that idle) and the plan stands."""
+        self._gradients = self._gradient_leaves(used_up)
 
     def follow(self, used_up: UsedUp) -> tuple[Change, list[int]]:
         """Compare the live state with the plan; take over new memory of the same leaves.
 
         Returns the indexes that were patched. REBUILD: the walk must be made again.
         """
-        if not self._stands() or self._gradient_states(used_up) != self._gradients:
+        if not self._stands() or self._gradient_leaves(used_up) != self._gradients:
             return Change.REBUILD, []
         assert self._watch is not None
         changed = self._watch.changed(self._watched_addresses.data)
@@ -194,9 +195,9 @@ class Plan:
         self._watched_addresses: Addresses = np.zeros(len(items), dtype=np.uint64)
         self._watch = _native.Watch(items, tensors)
 
-    def _gradient_states(self, used_up: UsedUp) -> bytes:
+    def _gradient_leaves(self, used_up: UsedUp) -> bytes:
         return bytes(
-            0 if (gradient := parameter.grad) is None else 1 if used_up(parameter, gradient) else 2
+            (gradient := parameter.grad) is not None and not used_up(parameter, gradient)
             for parameter in self.parameters
         )
 

@@ -52,6 +52,7 @@ def test_another_gradient_in_its_place_is_not_used_up() -> None:
     for _ in range(50):  # a new object may get the memory, and the identity, of the one before
         backward(p)
         optimizer.step()
+        assert used_up(hooks, p)
         optimizer.zero_grad()
         gc.collect()
         backward(p)
