@@ -1,7 +1,7 @@
 """torch's DataLoader over a data set with a length, taken up exactly: no batch is loaded twice but those of
 the open round of workers, and all random numbers, also those inside the workers, are as they were.
 
-Works on a private shallow copy of the loader. What it relies on in torch's DataLoader (2.6 to 2.13):
+Works on a private shallow copy of the loader. What it relies on in torch's DataLoader (as of 2.13):
 - Making an iterator calls `iter()` on the index sampler, draws the workers' base seed from
   `loader.generator` (or the global generator), starts the workers, calls `iter()` on the index sampler once
   more, and draws `prefetch_factor * num_workers` indices; then one index for each batch that is taken.
