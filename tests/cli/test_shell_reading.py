@@ -152,7 +152,7 @@ def test_a_folder_that_is_no_run_ends_with_3_in_one_paragraph(
     assert ended.err.startswith("flashckpt: ")
     assert ended.err.count("\n") == 1
     assert "Traceback" not in ended.err
-    assert shell(command, tmp_path, "--json").json["error"]["kind"] == "RunError"
+    assert shell(command, tmp_path, "--json").json["error"]["kind"] == "NoSuchStepError"
 
 
 @pytest.mark.parametrize("command", ["show", "verify", "branch"])
