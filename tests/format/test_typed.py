@@ -80,6 +80,20 @@ def test_round_trip(value: Any) -> None:
     check_roundtrip(value, "x")
 
 
+@pytest.mark.parametrize(
+    "key", [30, -1, True, None, 1.5, (1, "a"), b"a", "!x", "", "ä", "\ud800", "a", 1j], ids=repr
+)
+def test_a_dict_with_keys_of_one_type(key: Any) -> None:
+    assert same({key: [1]}, there_and_back({key: [1]}))
+    assert same([{key: 1}], there_and_back([{key: 1}]))
+
+
+@given(st.dictionaries(st.integers(), VALUES, min_size=1, max_size=3))
+@settings(max_examples=50, deadline=None)
+def test_integer_keys(value: dict[int, Any]) -> None:
+    assert same(value, there_and_back(value))
+
+
 @given(st.lists(st.sampled_from([True, 1, 1.0, "1", None, 0, -0.0]), min_size=17, max_size=40))
 def test_long_lists_keep_their_types(items: list[Any]) -> None:
     """Long lists of one type take a shorter way."""

@@ -141,6 +141,25 @@ def test_gradients_keep_their_layout() -> None:
         assert conv2.weight.grad.stride() == conv.weight.grad.stride() != conv.weight.stride()
 
 
+def test_new_gradients_and_state_have_the_strides_they_had() -> None:
+    def build() -> tuple[Tree, nn.Conv2d, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        conv = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+        optimizer = torch.optim.Adam(conv.parameters())
+        return Tree({"conv": conv, "optimizer": optimizer}), conv, optimizer
+
+    tree, conv, optimizer = build()
+    conv(torch.ones(1, 2, 4, 4)).sum().backward()
+    optimizer.step()
+    conv.weight.grad = conv.weight.grad.contiguous(memory_format=torch.channels_last)
+    again, conv2, optimizer2 = build()
+    restore(again, capture(tree, none_used_up))
+    strides = conv.weight.stride()
+    assert strides != conv.weight.contiguous().stride()
+    assert conv2.weight.grad.stride() == strides
+    assert optimizer2.state[conv2.weight]["exp_avg"].stride() == strides
+
+
 def test_the_mask_is_read_again_between_walks() -> None:
     tree, model, optimizer = build()
     train(model, optimizer, range(2), True, lambda step: step % 2)

@@ -75,21 +75,22 @@ def test_tensors_made_anew_are_read_again_with_the_values() -> None:
 
 def test_objects_come_last() -> None:
     """A load_state_dict may look at the rest of the state: it is there already."""
-    model = nn.Linear(1, 1)
+    model, held = nn.Linear(1, 1), {"count": 1}
 
     class Looking(Metric):
         def load_state_dict(self, state: dict[str, Any]) -> None:
             super().load_state_dict(state)
-            self.saw = model.weight.item()
+            self.saw = (model.weight.item(), held["count"])
 
     looking = Looking()
-    tree = Tree({"looking": looking, "model": model})
+    tree = Tree({"looking": looking, "held": held, "model": model})
     image = capture(tree)
     weight = model.weight.item()
     with torch.no_grad():
         model.weight.add_(1)
+    held["count"] = 2
     restore(tree, image)
-    assert looking.saw == weight
+    assert looking.saw == (weight, 1)
 
 
 def test_an_object_that_refuses_its_state_is_named() -> None:
@@ -331,7 +332,8 @@ VALUES: list[Any] = [
     np.bool_(True), np.str_("ä"), np.str_(""), np.bytes_(b"ab"), np.datetime64("2024-01-01", "D"),
     np.longdouble("1.1"), np.complex64(1j), np.arange(6).reshape(2, 3), np.asfortranarray(np.ones((2, 3))),
     np.empty((0, 3)), np.array(3.5), np.array(["a", "bcd"]), np.array([True]),
-    np.dtype("float32"), np.dtype("<U5"), Counter({30: 1}), OrderedDict(a=1), {torch.float32: 1, torch.device("cpu"): 2, np.int64(3): 4},
+    np.dtype("float32"), np.dtype("<U5"), Counter({30: 1}), OrderedDict(a=1),
+    {torch.float32: 1, torch.device("cpu"): 2, np.int64(3): 4},
 ]  # fmt: skip
 
 
@@ -433,3 +435,14 @@ def test_values_of_another_form_are_damaged_and_change_nothing(value: Any) -> No
     saved = capture(tree).saved()
     with pytest.raises((DamagedError, MismatchError)):
         tree.restore(type(saved)(saved.leaves, value, saved.tensor))
+
+
+def test_tensors_made_in_inference_mode_are_filled() -> None:
+    with torch.inference_mode():
+        held = {"average": torch.ones(3)}
+    tree = Tree({"held": held})
+    image = capture(tree)
+    with torch.inference_mode():
+        held["average"].zero_()
+    restore(tree, image)
+    assert held["average"].tolist() == [1.0, 1.0, 1.0]
