@@ -13,7 +13,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if not sys.platform.startswith("linux"):
-    raise ImportError(f"flashckpt runs on Linux only (this is {sys.platform}): it needs memfd, O_DIRECT, fcntl.")
+    raise ImportError(
+        f"flashckpt runs on Linux only (this is {sys.platform}): it needs memfd, O_DIRECT, fcntl."
+    )
 
 __version__ = "0.1.0"
 
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from flashckpt.checkpointer import Checkpointer as Checkpointer
     from flashckpt.checkpointer import Resumed as Resumed
     from flashckpt.checkpointer import attach as attach
+    from flashckpt.checkpointer import loop as loop
     from flashckpt.commit.verification import Report as Report
     from flashckpt.errors import BoundaryError as BoundaryError
     from flashckpt.errors import DamagedError as DamagedError
@@ -62,7 +65,6 @@ if TYPE_CHECKING:
     from flashckpt.errors import SupersededError as SupersededError
     from flashckpt.errors import UnusableRunError as UnusableRunError
     from flashckpt.errors import UsageError as UsageError
-    from flashckpt.checkpointer import loop as loop
     from flashckpt.options import Keep as Keep
     from flashckpt.options import Options as Options
     from flashckpt.runs import branch as branch

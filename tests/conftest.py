@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
 from tests.processes import end, keepers_of
 
 
@@ -40,7 +41,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A real file system of 8 MiB. Skipped where mounting is not allowed."""
     folder = tmp_path / "small"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)], capture_output=True)
+    command = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
+    mounted = subprocess.run(command, capture_output=True)
     if mounted.returncode != 0:
         pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode().strip()}")
     yield folder

@@ -10,7 +10,8 @@ import flashckpt
 from flashckpt import errors
 
 NAMES = {
-    "loop", "attach", "Checkpointer", "Resumed", "load", "steps", "branch", "verify", "Report", "Keep", "Options",
+    "loop", "attach", "Checkpointer", "Resumed", "load", "steps", "branch", "verify", "Report", "Keep",
+    "Options",
     "FlashckptError", "UsageError", "OptionError", "StateError", "BoundaryError", "MismatchError", "RunError",
     "RunHeldError", "SupersededError", "FormatError", "NoSuchStepError", "UnusableRunError", "DamagedError",
     "OutOfRoomError", "KeeperError", "PersistError", "__version__",

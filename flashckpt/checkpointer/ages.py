@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 
 from flashckpt.options import duration_s
 
-
 _SEALED_LIMIT_S = 600.0
 _COMMITTED_LIMIT_S = 3600.0
 _INTERVALS = 3.0

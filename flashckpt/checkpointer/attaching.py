@@ -36,7 +36,6 @@ from flashckpt.state import rng
 from flashckpt.state.tree import Tree
 
 
-
 def attach(
     path: str | os.PathLike[str],
     *,
@@ -79,8 +78,8 @@ def _state_of(state: Mapping[str, object] | None, named: Mapping[str, object]) -
         if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
             raise OptionError(
                 f"{name}={type(value).__name__}: neither an option of this call nor something with "
-                "state_dict and load_state_dict. Nothing was started. Correct the keyword's name, or give plain values "
-                "inside an object that has both methods."
+                "state_dict and load_state_dict. Nothing was started. Correct the keyword's name, or give "
+                "plain values inside an object that has both methods."
             )
     twice = sorted(set(state or {}) & set(named))
     if twice:

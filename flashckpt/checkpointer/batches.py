@@ -6,6 +6,7 @@ body were done, and nobody knows whether it was. Owns when a boundary is; never 
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -104,14 +105,10 @@ class Batches(Iterator[Any]):
             if not self._begun:
                 self._begun = True
                 self._source = progress.open_phase(self._loader)
-            drew = False
             if self._source is not None:
-                try:
-                    batch, drew = self._source.next(), True
-                except StopIteration:
-                    pass
-            if drew:
-                return batch
+                # Only the drawing is tried: the end of the run below ends with a StopIteration of its own.
+                with contextlib.suppress(StopIteration):
+                    return self._source.next()
             self._next_phase()
 
     def _next_phase(self) -> None:

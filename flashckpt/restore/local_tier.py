@@ -79,7 +79,8 @@ def _read(record: StepRecord, mine: RankRecord, layout: Layout, held: Held, thre
         where = f"chunks {bad_chunks[:5]}" if bad_chunks else f"leaves {', '.join(wrong[:5])}"
         raise DamagedError(
             f"{path} is not what was committed ({where}; a chunk is {mine.shard.chunk_bytes} bytes). "
-            "Nothing of it was loaded; an older step is taken. Keep the file if the disk's fault is to be found.",
+            "Nothing of it was loaded; an older step is taken. Keep the file if the disk's fault is to be "
+            "found.",
             step=record.step,
             path=path,
         )

@@ -125,9 +125,9 @@ def test_a_run_that_another_process_holds_is_refused_with_its_pid(tmp_path: Path
 def test_too_little_memory_says_how_much_and_what_helps(tmp_path: Path) -> None:
     model = nn.Module()
     model.register_buffer("huge", huge())
+    checkpointer = flashckpt.attach(tmp_path / "run", every=None, model=model)
     with pytest.raises(flashckpt.OutOfRoomError, match="slots=2") as caught:
-        with flashckpt.attach(tmp_path / "run", every=None, model=model) as checkpointer:
-            checkpointer.save()
+        checkpointer.save()
     assert caught.value.needed > caught.value.available
     assert caught.value.available > 0
 
@@ -137,12 +137,16 @@ def test_a_loop_that_can_hold_no_snapshot_ends_in_its_first_steps(tmp_path: Path
     job.model.register_buffer("huge", huge())
     options = flashckpt.Options(read_ahead_check=False)
     batches = flashckpt.loop(loader(10**4), str(tmp_path / "run"), options=options, **job.named)
-    with pytest.raises(flashckpt.OutOfRoomError):
+    attendant = batches.checkpointer._attendant
+
+    def train() -> None:
         for x in batches:
             job.train(x)
-            attendant = batches.checkpointer._attendant
             if batches.completed:
                 until(lambda: attendant.slots_error is not None, "the keeper's answer")
+
+    with pytest.raises(flashckpt.OutOfRoomError):
+        train()
     assert batches.completed < 5
 
 

@@ -1,8 +1,8 @@
 """Training recipes, each a small script of the kind people write. Every random source is used.
 
 A recipe is a function (record, hold, path, options) that trains through flashckpt. `record(run, value)`
-writes one line under the run's step; `hold(step)` may be called anywhere inside an iteration and stands still in the one
-where the kill is to come.
+writes one line under the run's step; `hold(step)` may be called anywhere inside an iteration and stands
+still in the one where the kill is to come.
 """
 
 from __future__ import annotations

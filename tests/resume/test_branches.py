@@ -1,4 +1,4 @@
-"""Going back to an older step, and being killed before and after: never a step of the branch that was left."""
+"""Going back to an older step, and being killed before and after: no step of what was left is seen again."""
 
 from __future__ import annotations
 

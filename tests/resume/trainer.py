@@ -1,4 +1,6 @@
-"""Runs one recipe in a process of its own: `python -m tests.resume.trainer RECIPE RUN LOG [HOLD_AT] [OPTIONS-JSON]`.
+"""Runs one recipe in a process of its own.
+
+`python -m tests.resume.trainer RECIPE RUN LOG [HOLD_AT] [OPTIONS-JSON]`
 
 Each record is one line of LOG, flushed before the next instruction. In iteration HOLD_AT the recipe
 prints "held STEP" and stands still: the parent kills it there.
