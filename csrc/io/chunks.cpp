@@ -32,7 +32,7 @@ void report_progress(std::uint64_t address, std::uint64_t num_bytes) {
 }
 
 int requests_in_flight(int threads) {
-    return std::clamp(threads, 1, 16) * 2;
+    return std::clamp(threads, 1, 16) * 3;
 }
 
 } // namespace flashckpt

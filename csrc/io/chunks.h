@@ -19,7 +19,7 @@ Error each_chunk(std::uint64_t num_chunks, int threads, const std::function<Chun
 void report_progress(std::uint64_t address, std::uint64_t num_bytes);
 
 // While one request is under way its thread computes nothing: so there are more requests than `threads`
-// that compute.
+// that compute. Measured on a busy machine: with two for each, the disk waits for checksums.
 int requests_in_flight(int threads);
 
 } // namespace flashckpt

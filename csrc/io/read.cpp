@@ -87,7 +87,10 @@ Error read_chunks(const ReadRequest& request, BlockFile& file, Audit& audit, std
             return {};
         };
     };
-    return each_chunk(geometry.num_chunks(), requests_in_flight(request.threads), make);
+    // Buffers of our own are memory that counts; windows of a region are not.
+    bool buffered = request.target_fd < 0;
+    int workers = buffered ? request.threads * 2 : requests_in_flight(request.threads);
+    return each_chunk(geometry.num_chunks(), workers, make);
 }
 
 } // namespace
