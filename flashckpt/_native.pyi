@@ -78,8 +78,8 @@ def write_file(
     """Writes a range of a region to a new file (mode 0644) and audits it in the same pass.
 
     `source_offset` is a multiple of the page; `chunk_bytes` too. Leaves are ranges (u64 arrays, offsets from
-    `source_offset`) that do not overlap. `threads` is how many compute; three times as many requests are in flight.
-    `progress`, an address or 0, is a u64 that grows by the bytes done.
+    `source_offset`) that do not overlap. `threads` is how many compute; three times as many
+    requests are in flight. `progress`, an address or 0, is a u64 that grows by the bytes done.
 
     Returns (digests, checksums, direct): u64 digest of each leaf and 16-byte XXH3-128 of each chunk, of the
     very bytes that were written, and whether the page cache was bypassed all the way (`direct`, where the

@@ -9,8 +9,8 @@
 namespace flashckpt {
 namespace {
 
-// Digest and checksum take turns on blocks that stay in the first-level cache, the digest first: its loop asks
-// memory ahead, and the checksum finds what it brought.
+// Digest and checksum take turns on blocks that stay in the first-level cache, the digest first: its loop
+// asks memory ahead, and the checksum finds what it brought.
 constexpr std::uint64_t kBlockBytes = 16 << 10;
 
 std::vector<std::size_t> by_offset(const Geometry& geometry) {
