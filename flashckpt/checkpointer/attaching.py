@@ -35,14 +35,16 @@ from flashckpt.restore.memory_tier import Held
 from flashckpt.state import rng
 from flashckpt.state.tree import Tree
 
+_KEEP, _OPTIONS = Keep(last=3), Options()
+
 
 def attach(
     path: str | os.PathLike[str],
     *,
     every: Every = "auto",
     persist_every: str | int | None = "5min",
-    keep: Keep | None = None,
-    options: Options | None = None,
+    keep: Keep = _KEEP,
+    options: Options = _OPTIONS,
     state: Mapping[str, object] | None = None,
     **named: object,
 ) -> Checkpointer:
@@ -59,7 +61,6 @@ def attach(
     changed), UnusableRunError, OutOfRoomError, FormatError, KeeperError. In all of them the live state is
     as it was.
     """
-    keep, options = keep or Keep(), options or Options()
     tree = Tree(_state_of(state, named))
     progress = Progress()
     began = time.perf_counter()

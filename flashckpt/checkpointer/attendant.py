@@ -174,10 +174,14 @@ class Attendant:
                 self._round()
             except (FlashckptError, OSError) as error:
                 self._say_once(f"the keeper cannot be asked: {error}")
+            except Exception as error:  # a fault of ours must not leave the run without an attendant
+                self._say_once(f"the attendant met {error!r} and goes on")
+                log.debug("in the attendant", exc_info=True)
             with self._answered:
                 self._rounds += 1
                 self._answered.notify_all()
-            self._woken.wait(_WAITING_TICK_S if self._waiting else _TICK_S)
+            hurried = self._waiting or self._wanted is not None
+            self._woken.wait(_WAITING_TICK_S if hurried else _TICK_S)
             self._woken.clear()
 
     def _round(self) -> None:
@@ -206,11 +210,13 @@ class Attendant:
             return
         count = self._options.slots or _SLOTS
         try:
-            grants = self._session.keeper.slots(count, *wanted, minimum=min(2, count))
+            grants = self._session.keeper.ask_slots(count, *wanted, minimum=min(2, count))
         except OutOfRoomError as error:
             self.slots_error = error
             self._say_once(str(error))
             return
+        if grants is None:
+            return  # they are being made ready: asked again in the next round
         slots = [grant.open() for grant in grants]
         self._say_what_slots_mean(grants, count)
         self._capture.register(slots)

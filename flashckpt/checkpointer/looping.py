@@ -12,6 +12,8 @@ from flashckpt.checkpointer.batches import Batches
 from flashckpt.errors import OptionError
 from flashckpt.options import Keep, Options
 
+_KEEP, _OPTIONS = Keep(last=3), Options()
+
 
 def loop(
     loader: Iterable[Any],
@@ -21,8 +23,8 @@ def loop(
     steps: int | None = None,
     every: Every = "auto",
     persist_every: int | str | None = "5min",
-    keep: Keep | None = None,
-    options: Options | None = None,
+    keep: Keep = _KEEP,
+    options: Options = _OPTIONS,
     state: Mapping[str, object] | None = None,
     **named: object,
 ) -> Batches:

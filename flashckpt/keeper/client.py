@@ -125,6 +125,22 @@ class KeeperClient:
         Blocks while memory is taken (about a second a GiB); the keeper serves others meanwhile. Raises
         OutOfRoomError with bytes needed and available.
         """
+        until = time.monotonic() + timeout_s
+        while True:
+            grants = self.ask_slots(count, metadata_bytes, image_bytes, minimum=minimum)
+            if grants is not None:
+                return grants
+            if time.monotonic() > until:
+                raise KeeperError(
+                    f"The keeper did not get {count} slots ready within {timeout_s:.0f} s. No snapshot is "
+                    "taken until it does; training is not touched."
+                )
+            time.sleep(_RETRY_S)
+
+    def ask_slots(
+        self, count: int, metadata_bytes: int, image_bytes: int, *, minimum: int = 2
+    ) -> list[SlotGrant] | None:
+        """The same without waiting: None while the keeper is still making them ready. Ask again."""
         asked = {
             "op": "slots",
             "count": count,
@@ -132,18 +148,11 @@ class KeeperClient:
             "metadata_bytes": metadata_bytes,
             "image_bytes": image_bytes,
         }
-        until = time.monotonic() + timeout_s
-        while True:
-            answer, descriptors = self._call_with_descriptors(asked)
-            if not answer.get("preparing"):
-                return self._granted(answer, descriptors)
-            close_all(descriptors)
-            if time.monotonic() > until:
-                raise KeeperError(
-                    f"The keeper did not get {count} slots ready within {timeout_s:.0f} s. No snapshot is "
-                    "taken until it does; training is not touched."
-                )
-            time.sleep(_RETRY_S)
+        answer, descriptors = self._call_with_descriptors(asked)
+        if not answer.get("preparing"):
+            return self._granted(answer, descriptors)
+        close_all(descriptors)
+        return None
 
     def surviving(self) -> list[SlotGrant]:
         """This rank's slots that hold a sealed snapshot: of an earlier attempt, or of this one."""
