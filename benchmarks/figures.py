@@ -211,11 +211,10 @@ def _describe_kill(part: dict[str, Any]) -> list[Figure]:
     one = part["resumes"][len(beyond) // 2]
     per_gib = median(beyond) * GIB / one["num_bytes"]
     resumed = one["resumed"] or {"tier": "nothing", "seconds": 0.0}
-    detail = (
-        f"in all {one['first_batch_s'] - one['asked_s']:.2f} s from the kill: interpreter "
-        f"{one['started_s'] - one['asked_s']:.2f} s, imports {one['imported_s'] - one['started_s']:.2f} s, "
-        f"model {one['built_s'] - one['imported_s']:.2f} s, then {one['first_batch_s'] - one['built_s']:.2f} s "
-        f"(resumed from {resumed['tier']} in {resumed['seconds']:.2f} s)"
+    names = ("asked_s", "started_s", "imported_s", "built_s", "first_batch_s")
+    spent = [one[after] - one[before] for before, after in zip(names, names[1:], strict=False)]
+    detail = "in all {:.2f} s: interpreter {:.2f} s, imports {:.2f} s, model {:.2f} s, then {:.2f} s".format(
+        sum(spent), *spent
     )
     return [
         Figure(
@@ -223,7 +222,7 @@ def _describe_kill(part: dict[str, Any]) -> list[Figure]:
             f"{per_gib:.2f} s a GiB",
             "≤ 1 s a GiB",
             per_gib <= 1.0,
-            detail,
+            f"{detail} (resumed from {resumed['tier']} in {resumed['seconds']:.2f} s)",
         )
     ]
 

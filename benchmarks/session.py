@@ -91,7 +91,7 @@ class Session:
         return {
             **os.environ,
             _TAG: self.tag,
-            "PYTHONPATH": str(_ROOT),
+            "PYTHONPATH": os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
             "FLASHCKPT_RUNTIME": self._runtime,
             "TORCHELASTIC_RUN_ID": self.tag,
         }

@@ -68,6 +68,7 @@ def quick(settings: Settings) -> Settings:
     return replace(
         settings,
         state_bytes=64 * MIB,
+        layers=4,
         batch=1,
         length=16,
         every=2,

@@ -24,7 +24,7 @@ def small(job: Job) -> dict[str, Any]:
     torch.set_num_threads(job.settings.threads)
     device = torch.device(job.settings.device)
     model = nn.ParameterList(torch.randn(256 + index % 512, device=device) for index in range(_PARAMETERS))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     calls, quiet, copies = [], [], []
     with flashckpt.attach(
         Path(job.folder, "run"), every=_EVERY, persist_every=None, model=model, optimizer=optimizer

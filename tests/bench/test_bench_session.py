@@ -1,0 +1,98 @@
+"""A peer's session: what it starts is found wherever it went, and ended; nothing else is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks.session import ProcessFailed, Session, wait_until
+
+_DAEMON = """
+import os, sys, time
+tag = os.environ["FLASHCKPT_BENCH_TAG"]
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        open(f"/dev/shm/left_{tag}", "w").close()
+        open(sys.argv[1], "w").write(str(os.getpid()))
+        time.sleep(600)
+    os._exit(0)
+while not os.path.exists(sys.argv[1]) or not os.path.getsize(sys.argv[1]):
+    time.sleep(0.01)
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Makes a module of a source, for `python -m`."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def make(source: str) -> str:
+        (tmp_path / "benched.py").write_text(source)
+        return "benched"
+
+    return make
+
+
+def test_a_daemon_in_a_session_of_its_own_is_found_and_ended(
+    tmp_path: Path, module: Callable[[str], str]
+) -> None:
+    pid_file = tmp_path / "pid"
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        session = Session(sys.executable, tmp_path)
+        session.run([module(_DAEMON), str(pid_file)], timeout_s=60)
+        daemon = int(pid_file.read_text())
+        assert session.processes() == [daemon]
+        session.clean()
+        assert wait_until(lambda: not os.path.exists(f"/proc/{daemon}/environ") or _is_dead(daemon), 10)
+        assert not os.path.exists(f"/dev/shm/left_{session.tag}")
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+def test_a_process_that_does_not_end_is_ended_and_said_so(
+    tmp_path: Path, module: Callable[[str], str]
+) -> None:
+    session = Session(sys.executable, tmp_path)
+    with pytest.raises(ProcessFailed, match="did not end within"):
+        session.run([module("import time; time.sleep(600)")], timeout_s=0.5)
+    assert session.processes() == []
+
+
+def test_the_reason_is_the_line_that_names_the_error(tmp_path: Path, module: Callable[[str], str]) -> None:
+    session = Session(sys.executable, tmp_path)
+    with pytest.raises(ProcessFailed, match="RuntimeError: no such device"):
+        session.run([module("raise RuntimeError('no such device')")], timeout_s=60)
+
+
+def test_shared_memory_is_counted_once(tmp_path: Path, module: Callable[[str], str]) -> None:
+    """Two processes that map the same 64 MiB have 64 MiB of it together."""
+    session = Session(sys.executable, tmp_path)
+    session.run([module(_SHARED)], timeout_s=60)
+    most = max(sample.shared for sample in session.samples)
+    assert 64 << 20 <= most < 100 << 20
+
+
+_SHARED = """
+import mmap, os, time
+memory = mmap.mmap(-1, 64 << 20)
+memory[:] = b"x" * (64 << 20)
+child = os.fork()
+if child == 0:
+    memory[:] = b"y" * (64 << 20)
+    time.sleep(1)
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+
+
+def _is_dead(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
