@@ -104,6 +104,7 @@ def test_long_lists_keep_their_types(items: list[Any]) -> None:
 @pytest.mark.parametrize("item", [math.inf, math.nan, 1 << 9000, "\ud800", "ä", True, 2.5, None, -0.0])
 def test_lists_of_one_kind(item: Any, size: int) -> None:
     assert same([item] * size, there_and_back([item] * size))
+    assert same([1, item] * size, there_and_back([1, item] * size))
 
 
 def test_the_types_that_plain_json_loses() -> None:
@@ -227,6 +228,7 @@ HOSTILE = [
     b"[" * 100_000,
     b"[" * 2000 + b"]" * 2000,
     b'{"!tuple":[' * 300 + b"]}" * 300,
+    b"[" * 450 + b"]" * 450,
     b"9" * 5000,
     b"\xff\xfe",
 ]

@@ -173,6 +173,9 @@ def test_the_mask_is_read_again_between_walks() -> None:
     assert tree.current is not first
     assert value["gradients"]["kinds"] == "LL--"
     assert encode_json(tree.values(none_used_up)) == encode_json(value)
+    second = tree.current
+    assert tree.values(all_used_up)["gradients"]["kinds"] == "dd--"
+    assert tree.current is not second, "gradients that are leaves no more leave the plan"
 
 
 def test_gradients_of_parameters_that_only_an_optimizer_knows() -> None:
