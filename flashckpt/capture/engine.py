@@ -22,20 +22,16 @@ from flashckpt.capture.intervals import Intervals
 from flashckpt.capture.outcome import Outcome, Verdict
 from flashckpt.capture.pace import Every, Pace
 from flashckpt.capture.plan import Change, Plan, UsedUp, Walked
+from flashckpt.capture.room import arena_room, slot_room, with_slack
 from flashckpt.capture.target import Target
 from flashckpt.capture.ways import Ways, describe
-from flashckpt.format.metadata import geometry
-from flashckpt.memory.page import round_up
 from flashckpt.memory.slot import Slot
 from flashckpt.memory.slots import SlotRing
 from flashckpt.options import Options
 
-# Headroom in a slot for what a patch may add, beside a page: a sixteenth of the image, half of the metadata.
-_IMAGE_SLACK = 16
-_METADATA_SLACK = 2
-_LEAST_SLACK_BYTES = 1 << 20
 # What a device may take is known once the loop has gone round twice.
 _WARM_BOUNDARIES = 2
+_NO_MEMORY = "the device has no memory left for a snapshot's buffers"
 
 
 class Walkable(Protocol):
@@ -89,16 +85,19 @@ class Capture:
         self._step = -1
         self._hooks = Boundary(qualifies=False, gated=False)
         self._needed = (0, 0)
-        self._outgrown = False
         self._threads = options.threads or torch.get_num_threads()
         if ring is not None:
             self.set_slots(ring, owner)
 
     # ---- slots
 
+    with_slack = staticmethod(with_slack)
+
     def set_slots(self, ring: SlotRing | None, owner: int | Mapping[int, int] = 1) -> None:
         """Write to these slots from now on (None: to none). owner: this process's index in the owner
-        tables, by slot where they differ. The old ones must not be in use: call `wait` before."""
+        tables, by slot where they differ. Waits for the copies into the old ones and for their seals:
+        whoever unmaps those next must not take the memory away under them."""
+        self._flights.wait()
         self._release_targets()
         self._ring, self._needed = ring, (0, 0)
         for slot in ring.slots if ring is not None else ():
@@ -121,24 +120,14 @@ class Capture:
             return self._needed if self._needed != (0, 0) else None
         return self.room_needed(ordered=ordered)
 
-    @staticmethod
-    def with_slack(metadata_bytes: int, image_bytes: int) -> tuple[int, int]:
-        """Room for a state of these sizes, in whole pages, with headroom for what a patch may add."""
-        return (
-            round_up(metadata_bytes + metadata_bytes // _METADATA_SLACK + _LEAST_SLACK_BYTES),
-            round_up(image_bytes + image_bytes // _IMAGE_SLACK + _LEAST_SLACK_BYTES),
-        )
-
     def room_needed(self, values_bytes: int = 1 << 16, *, ordered: bool = False) -> tuple[int, int] | None:
         """(metadata, image) bytes that a slot needs, in whole pages, with slack. None before optimizers
         have state, which comes with the first step, unless a capture is ordered before it."""
         if not ordered and not self._has_state():
             return None
         plan = Plan(self._tree.walk(self.hooks.used_up))
-        metadata = geometry(len(plan.json), len(plan), values_bytes).num_bytes
-        image = plan.layout.num_bytes
+        needed = slot_room(plan, values_bytes)
         plan.release()
-        needed = self.with_slack(metadata, image)
         return max(needed[0], self._needed[0]), max(needed[1], self._needed[1])
 
     # ---- boundaries
@@ -245,18 +234,22 @@ class Capture:
             arrangement, data = self._follow(values)
         except torch.OutOfMemoryError:
             self._room_is_gone()
-            return _skipped(step, "the device has no memory left for a snapshot's buffers")
+            return _skipped(step, _NO_MEMORY)
         slot = self._ring.take()
         if slot is None:
             return _skipped(step, "every slot is in use")
         target = self._targets[slot.index]
         if not target.fits(arrangement.plan, len(data)):
-            self._grow(arrangement.plan, len(data))
+            self._needed = slot_room(arrangement.plan, len(data))
             return _skipped(step, "the state has outgrown the slots")
         if not target.begin():
             return _skipped(step, "the slot was taken by the keeper")
         persist = persist or self.pace.persist_due(step)
-        self._fill(target, arrangement, data, step, hooks, persist)
+        try:
+            self._fill(target, arrangement, data, step, hooks, persist)
+        except torch.OutOfMemoryError:
+            self._room_is_gone()
+            return _skipped(step, _NO_MEMORY)
         call_s = time.perf_counter() - began_s
         self._call_s += call_s
         self.pace.captured(ordered=ordered)
@@ -266,23 +259,26 @@ class Capture:
     def _fill(
         self, target: Target, arrangement: Arrangement, data: bytes, step: int, hooks: Boundary, persist: bool
     ) -> None:
-        target.prepare(arrangement.plan, data)
         try:
+            target.prepare(arrangement.plan, data)
             handles, changed = arrangement.capture(target, gated=hooks.gated)
+            if persist:
+                target.slot.request_persist(target.generation)
+            target.seal(self._sealer, handles, step, self._attempt)
         except BaseException:
+            # What was enqueued still writes to the slot: nobody may have it before that has ended.
+            for device in self._devices:
+                device.synchronize()
             target.forget()
             target.abandon()
             raise
-        if persist:
-            target.slot.request_persist(target.generation)
-        target.seal(self._sealer, handles, step, self._attempt)
         flight = Flight(step, target, target.generation, persist, arrangement)
         self._flights.add(flight)
         if persist:
             self.pace.persist_asked()
             self._asked = flight
         for index in changed:
-            self._ways.no_constant(arrangement.plan.layout.leaves[index].name)
+            self._ways.no_constant(arrangement.names[index])
         if changed:
             self._rearrange()
 
@@ -318,15 +314,9 @@ class Capture:
         return self.hooks.fired, not self._devices or self._boundaries >= _WARM_BOUNDARIES
 
     def _room(self, held: Mapping[str, int]) -> dict[str, int]:
-        """Bytes that arenas may take, by device; held: what the arenas just let go of had."""
-        if not self._ground()[1] and self._options.device_memory is None:
-            return {}
-        room = {}
-        for device in self._devices:
-            free = device.room_bytes() + held.get(device.name, 0)
-            limit = self._options.device_memory
-            room[device.name] = max(0, free // 2 if limit is None else min(free, limit))
-        return room
+        limit = self._options.device_memory
+        known = self._ground()[1] or limit is not None
+        return arena_room(self._devices, limit, held) if known else {}
 
     def _give_way(self) -> None:
         """Where headroom has fallen, arenas go, and smaller ones or none are made."""
@@ -382,11 +372,6 @@ class Capture:
             return True
         return all(optimizer.state or id(optimizer) in self.hooks.fired for optimizer in self._optimizers)
 
-    def _grow(self, plan: Plan, values_bytes: int) -> None:
-        metadata = geometry(len(plan.json), len(plan), values_bytes).num_bytes
-        image = plan.layout.num_bytes
-        self._needed = self.with_slack(metadata, image)
-
     def _drop_arrangement(self) -> None:
         # Flights hold their own arrangement, and with it the tensors, until their copies have ended.
         if self._arrangement is not None:
@@ -402,6 +387,10 @@ class Capture:
             target.release()
         self._targets.clear()
         self._flights.forget()
+        if self._asked is not None:
+            # Nobody here looks at those slots again: whether it was persisted is not known.
+            self._asked = None
+            self.pace.persist_ended(fulfilled=False)
 
 
 def _skipped(step: int, reason: str) -> Outcome:

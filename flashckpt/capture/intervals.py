@@ -40,7 +40,6 @@ class Intervals:
         self._open: _Interval | None = None
         self._pending: deque[_Interval] = deque()
         self._spare: list[tuple[Mark, ...]] = []
-        self.loop_s = 0.0
 
     def boundary(self, *, trailing: bool, marking: bool = True) -> None:
         """A boundary is entered; `trailing`: the copy of an earlier snapshot is still running.
@@ -49,7 +48,6 @@ class Intervals:
         marks = self._mark() if marking else ()
         if self._open is not None:
             self._open.end_s, self._open.ends = now, marks
-            self.loop_s += now - self._open.start_s
             self._pending.append(self._open)
         self._open = _Interval(now, marks, trailing=trailing)
         self._poll()

@@ -246,3 +246,19 @@ def test_an_order_waits_for_no_pace(ring: SlotRing, sealer: _native.Sealer) -> N
     assert slot.wants_persist(outcome.generation)
     assert run.iterate().verdict is Verdict.NOT_DUE
     run.capture.close()
+
+
+def test_slots_that_were_let_go_of_are_not_looked_at(run: Run, ring: SlotRing) -> None:
+    from .conftest import make_slot
+
+    assert run.iterate(persist=True).captured
+    fresh = SlotRing([make_slot(i, 1 << 20, 16 << 20) for i in range(3)])
+    run.capture.set_slots(fresh)
+    for slot in ring.slots:
+        slot.close()
+    for _ in range(3):
+        assert run.iterate().captured
+        check(run, fresh)
+    run.capture.set_slots(None)
+    for slot in fresh.slots:
+        slot.close()

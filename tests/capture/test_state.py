@@ -243,7 +243,7 @@ def test_of_a_sharded_tensor_the_local_one_is_copied_and_watched() -> None:
 
 
 def test_a_boundary_allocates_nothing_once_the_plan_stands(ring: SlotRing, sealer: _native.Sealer) -> None:
-    """Small objects of the interpreter come and go; nothing stays, and nothing of the size of a leaf comes."""
+    """Small objects of the interpreter come and go; nothing stays, nothing as large as a leaf comes."""
     loop = Loop(ring, sealer, more=torch.nn.Linear(500, 500))
     loop.backward()
     loop.one.step()

@@ -1,0 +1,40 @@
+"""How much room a snapshot needs in a slot, and how much an arena may take of a device. Sums only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from flashckpt.capture.device.base import Device
+from flashckpt.capture.plan import Plan
+from flashckpt.format.metadata import geometry
+from flashckpt.memory.page import round_up
+
+# Headroom in a slot for what a patch may add, beside a mebibyte: a sixteenth of the image, half of the
+# metadata.
+_IMAGE_SLACK = 16
+_METADATA_SLACK = 2
+_LEAST_SLACK_BYTES = 1 << 20
+
+
+def with_slack(metadata_bytes: int, image_bytes: int) -> tuple[int, int]:
+    """Room for a state of these sizes, in whole pages, with headroom for what a patch may add."""
+    return (
+        round_up(metadata_bytes + metadata_bytes // _METADATA_SLACK + _LEAST_SLACK_BYTES),
+        round_up(image_bytes + image_bytes // _IMAGE_SLACK + _LEAST_SLACK_BYTES),
+    )
+
+
+def slot_room(plan: Plan, values_bytes: int) -> tuple[int, int]:
+    """(metadata, image) bytes of a slot for this plan, with slack."""
+    metadata = geometry(len(plan.json), len(plan), values_bytes).num_bytes
+    return with_slack(metadata, plan.layout.num_bytes)
+
+
+def arena_room(devices: Sequence[Device], limit: int | None, held: Mapping[str, int]) -> dict[str, int]:
+    """Bytes that arenas may take, by device: at most half of what is free, or what the user set.
+    held: what arenas that were just let go of had, which their pools still hold."""
+    room = {}
+    for device in devices:
+        free = device.room_bytes() + held.get(device.name, 0)
+        room[device.name] = max(0, free // 2 if limit is None else min(free, limit))
+    return room
