@@ -16,13 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
     RandomSampler,
     Sampler,
-    SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
@@ -64,7 +62,7 @@ class Owning(Items):
 
 
 class Eager(Sampler[int]):
-    """Draws in `iter()` itself, from the global generators."""
+    """Draws in `iter()` itself, from the global generators (behind a BatchSampler: at the first index)."""
 
     def __init__(self, count: int = ITEMS) -> None:
         self.count = count
@@ -197,9 +195,11 @@ LOADERS: dict[str, Make] = {
     "3 persistent, one idle": lambda loads: loader(
         Items(loads, 6), 3, shuffle=True, persistent_workers=True, worker_init_fn=reseed
     ),
-    "2 persistent, batch sampler": lambda loads: loader(
-        Items(loads), 2, batch_sampler=BatchSampler(SequentialSampler(range(ITEMS)), 5, True),
-        persistent_workers=True,
+    "2 persistent, eager batches": lambda loads: loader(
+        Items(loads), 2, batch_sampler=EagerBatches(), persistent_workers=True
+    ),
+    "2 persistent, eager items": lambda loads: loader(
+        Items(loads, 7), 2, batch_size=None, sampler=Eager(7), persistent_workers=True
     ),
 }  # fmt: skip
 

@@ -219,6 +219,30 @@ def test_wrappers_travel_and_ship_only_what_moved() -> None:
     assert torch.equal(torch.rand(1), expected)
 
 
+class Pinnable(list[int]):
+    def pin_memory(self) -> str:
+        return "pinned"
+
+
+def test_torch_pins_the_batch_inside_a_report() -> None:
+    """torch's pinning thread sees the report; it must reach the batch as if there were none."""
+    report = Reported({"images": Pinnable()}, b"p", None, b"t")
+    pinned = torch.utils.data._utils.pin_memory.pin_memory(report)
+    assert type(pinned) is Reported
+    assert pinned == ({"images": "pinned"}, b"p", None, b"t")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_batches_are_pinned_where_the_loader_pins() -> None:
+    source = source_of(runs.loader(runs.Items("/dev/null"), 2, collate_fn=runs.collate, pin_memory=True))
+    source.begin(0)
+    batch = source.next()
+    assert type(batch) is runs.Pair
+    assert batch.index.is_pinned()
+    source.close()
+
+
 def test_rounds_keep_the_last_whole_one() -> None:
     rounds = Rounds(2)
     for index in range(3):
