@@ -104,6 +104,9 @@ class Desk:
             raise ProtocolError(str(error)) from error
         if attempt is None or not lock.startswith("trainer-") or not isinstance(environment, dict):
             raise ProtocolError("A trainer's name is none. The connection was closed.")
+        known = self._roster.get(lock)
+        if known is not None and known.attempt not in (None, attempt):
+            raise ProtocolError(f"{lock} is of attempt {known.attempt}. The connection was closed.")
         every = number(message, "keep_every")
         trainer = Trainer(
             lock=lock,

@@ -242,7 +242,7 @@ def test_the_counter_moves_while_a_trainer_lives_and_says_closed(tmp_path: Path,
     last = count()
     trainer.client.tend()
     # A new keeper counts on: a watcher that saw the old number must see it move.
-    eventually(lambda: count() > last)
+    assert eventually(lambda: count() != last and count()) > last
     trainer.end()
     eventually(lambda: attempts.alive(trainer.store, trainer.attempt).ended == "closed")  # type: ignore[union-attr]
 

@@ -82,7 +82,8 @@ def test_a_malformed_message_closes_its_connection_and_no_other(trainer: FakeTra
 )  # fmt: skip
 def test_a_request_for_slots_is_bounded(trainer: FakeTrainer, change: dict[str, Any]) -> None:
     peer = connected(trainer)
-    peer.send(json.dumps({**HELLO, "lock": trainer.life.name}).encode())
+    hello = {**HELLO, "lock": trainer.life.name, "attempt": str(trainer.attempt)}
+    peer.send(json.dumps(hello).encode())
     assert answer(peer) == {"ok": True}
     asked = {"op": "slots", "count": 3, "minimum": 2, "metadata_bytes": 1, "image_bytes": 1}
     peer.send(json.dumps({**asked, **change}).encode())
@@ -178,4 +179,14 @@ def test_a_keeper_of_another_protocol_is_told_so(trainer: FakeTrainer) -> None:
     told = answer(peer)
     assert told is not None
     assert "two versions" in told["error"]
+    peer.close()
+
+
+def test_nobody_changes_the_attempt_of_a_living_trainer(trainer: FakeTrainer) -> None:
+    peer = connected(trainer)
+    peer.send(json.dumps({**HELLO, "lock": trainer.life.name}).encode())
+    told = answer(peer)
+    assert told is not None
+    assert told["ok"] is False
+    assert answer(peer) is None
     peer.close()
