@@ -131,9 +131,8 @@ def main() -> None:
     if options.json:
         print(json.dumps(rows, indent=1))
         return
-    print(
-        f"{options.threads} threads, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores, best of {options.rounds}"
-    )
+    load = os.getloadavg()[0]
+    print(f"{options.threads} threads, load {load:.1f} on {os.cpu_count()} cores, best of {options.rounds}")
     for row in rows:
         print(
             f"{row['state']:>22}: copy_ {row['copy_ms']:8.2f} ms, call {row['call_ms']:8.2f} ms, "
