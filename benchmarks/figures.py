@@ -133,11 +133,8 @@ def _describe_auto(part: dict[str, Any]) -> list[Figure]:
         f"{part['snapshots']:.0f} snapshots in {looped_s:.0f} s; their calls are "
         f"{part['call_s'] / looped_s:.2%} of it; pairs of blocks from {losses[0]:+.2%} to {losses[-1]:+.2%}"
     )
-    return [
-        Figure(
-            'the loop\'s loss with every="auto"', f"{loss:+.2%}", "≤ 1 %", loss <= part["overhead"], detail
-        )
-    ]
+    reached = loss <= part["overhead"] if part["snapshots"] else None
+    return [Figure('the loop\'s loss with every="auto"', f"{loss:+.2%}", "≤ 1 %", reached, detail)]
 
 
 def _describe_small(part: dict[str, Any]) -> list[Figure]:

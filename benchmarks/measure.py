@@ -163,7 +163,6 @@ def measure(settings: Settings, name: str, folder: Path) -> tuple[Peer, dict[str
         measured = run.rounds()
         alone = [run.alone() for _ in range(settings.repetitions)]
     result: dict[str, Any] = {
-        "title": peer.title,
         "tier": peer.tier,
         "commits": peer.commits,
         "loads": peer.loads,

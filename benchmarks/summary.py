@@ -75,7 +75,7 @@ def limits_of(results: dict[str, Any]) -> Limits:
 
 def row_of(peer: dict[str, Any]) -> Row:
     if "failed" in peer:
-        return Row(name=peer["name"], title=peer["name"], reason=peer["failed"])
+        return Row(name=peer["name"], title=peer["title"], reason=peer["failed"])
     costs = [
         (block["with_s"] - block["plain_s"]) / block["taken"] for block in peer["rounds"] if block["taken"]
     ]

@@ -1,5 +1,5 @@
 """What the benchmark asks of a peer. An adapter does what its library's documentation tells people to do
-(the options are named in its title), and nothing to make it slower or faster than that.
+(options that are not the default are named in its title), and nothing to make it slower or faster than that.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from benchmarks.workload import Workload
 
 
 class Peer(Protocol):
-    """title: for the table. packages: distributions whose versions are reported. tier: where `load` reads.
+    """packages: distributions whose versions are reported. tier: where `load` reads.
     dies: whether the saving process is killed at its end, so that a load from memory can be measured.
     commits: whether a checkpoint of this adapter ends on disk; False for one that ends in host memory.
     loads: whether a new process can load what this one saved.
     """
 
-    title: str
     packages: tuple[str, ...]
     tier: str
     dies: bool

@@ -31,16 +31,12 @@ class _Dcp(Saver):
 
 
 class Save(_Dcp):
-    title = "DCP save, 4 threads"
-
     def save(self, step: int) -> None:
         writer = dcp.FileSystemWriter(self.folder / str(step), thread_count=_WRITER_THREADS)
         dcp.save(self.workload.leaves(), storage_writer=writer)
 
 
 class AsyncSave(_Dcp):
-    title = "DCP async_save, default"
-
     def __init__(self) -> None:
         self._upload: Future[Any] | None = None
 
@@ -56,8 +52,6 @@ class AsyncSave(_Dcp):
 
 
 class AsyncSaveKeptStager(_Dcp):
-    title = "DCP async_save, stager kept"
-
     def __init__(self) -> None:
         self._stager: DefaultStager | None = None
         self._response: Any = None
@@ -65,7 +59,6 @@ class AsyncSaveKeptStager(_Dcp):
     def setup(self, workload: Workload, folder: Path, every: int) -> None:
         super().setup(workload, folder, every)
         cuda = workload.device.type == "cuda"
-        self.title += ", pinned" if cuda else ", shared memory"
         self._stager = DefaultStager(
             StagingOptions(
                 use_pinned_memory=cuda,

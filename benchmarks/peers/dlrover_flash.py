@@ -20,7 +20,6 @@ _TIMEOUT_S = 120.0
 
 
 class ToDisk(Saver):
-    title = "DLRover, to disk"
     packages = ("dlrover",)
     _storage = StorageType.DISK
 
@@ -57,7 +56,6 @@ class ToDisk(Saver):
 
 
 class ToMemory(ToDisk):
-    title = "DLRover, to memory"
     commits = False
     loads = False  # its memory is gone with the process that saved, without its launcher
     _storage = StorageType.MEMORY

@@ -17,7 +17,6 @@ _TIMEOUT_S = 60.0
 
 
 class ToDisk(Saver):
-    title = "flashckpt, to disk"
     packages = ("flashckpt",)
     _persists = True
 
@@ -63,7 +62,6 @@ class ToDisk(Saver):
 class ToMemory(ToDisk):
     """Snapshots that a new process finds in this node's memory after the old one was killed."""
 
-    title = "flashckpt, to memory"
     tier = "memory"
     commits = False
     dies = True

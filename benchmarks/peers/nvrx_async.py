@@ -13,7 +13,6 @@ from benchmarks.workload import Workload
 
 
 class AsyncCheckpoint(Saver):
-    title = "NVRx TorchAsyncCheckpoint"
     packages = ("nvidia-resiliency-ext",)
 
     def __init__(self) -> None:

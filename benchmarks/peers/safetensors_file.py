@@ -12,7 +12,6 @@ from benchmarks.workload import Workload
 
 
 class SafetensorsFile(Saver):
-    title = "safetensors save_file"
     packages = ("safetensors",)
 
     def save(self, step: int) -> None:

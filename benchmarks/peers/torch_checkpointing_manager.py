@@ -22,7 +22,6 @@ from benchmarks.workload import Workload
 
 
 class Manager(Saver):
-    title = "torch_checkpointing, async, buffered"
     packages = ("torch_checkpointing",)
 
     def __init__(self) -> None:

@@ -12,7 +12,6 @@ from benchmarks.workload import Workload
 
 
 class TorchSave(Saver):
-    title = "torch.save + fsync"
     packages = ("torch",)
 
     def save(self, step: int) -> None:

@@ -12,7 +12,6 @@ from benchmarks.workload import Workload
 
 
 class AsyncTake(Saver):
-    title = "torchsnapshot async_take"
     packages = ("torchsnapshot",)
 
     def __init__(self) -> None:
