@@ -130,13 +130,13 @@ class Attendant:
         if step is None:
             return
         self.request_persist()
-        failures = {(each.step, each.generation) for each in self.status.failures}
+        before = self.status
 
         def decided() -> bool:
-            return self._committed(step) or self._failure(step, failures) is not None
+            return self._committed(step) or self._refusal(step, before) is not None
 
         if not self._wait_until(decided, self._patience()) or not self._committed(step):
-            raise self._failed(self._failure(step, set()) or "the keeper makes no progress", step)
+            raise self._failed(self._refusal(step, Status()) or "the keeper makes no progress", step)
 
     def report(self) -> dict[str, float]:
         newest = self.status.newest_committed
@@ -283,10 +283,15 @@ class Attendant:
         newest = self.status.newest_committed
         return step in self.status.committed or (newest is not None and newest >= step)
 
-    def _failure(self, step: int, before: set[tuple[int, int]]) -> str | None:
-        for each in self.status.failures:
-            if each.step == step and (each.step, each.generation) not in before:
-                return each.message
+    def _refusal(self, step: int, before: Status) -> str | None:
+        """Why the step could not be persisted, in words, if it was tried in vain after `before`."""
+        tried = self.status.counts.get("failed", 0) > before.counts.get("failed", 0)
+        for failure in self.status.failures:
+            if failure.step == step and (tried or failure not in before.failures):
+                return failure.message
+        for torn in self.status.torn:
+            if torn.step == step and torn not in before.torn:
+                return f"its bytes are not those of its boundary ({', '.join(torn.leaves) or 'metadata'})"
         return None
 
     def _failed(self, reason: str, step: int | None = None) -> PersistError:
@@ -321,10 +326,4 @@ class Attendant:
 
     def _progress(self) -> object:
         status = self.status
-        return (
-            status.keeper,
-            status.committed,
-            status.persisting,
-            status.waiting,
-            sorted(status.counts.items()),
-        )
+        return status.keeper, status.committed, status.progress_bytes

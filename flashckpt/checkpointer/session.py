@@ -7,20 +7,28 @@ the claim is taken before anything is read, so that from here on older attempts 
 from __future__ import annotations
 
 import os
-import secrets
 import threading
 from dataclasses import dataclass
 
+from flashckpt.checkpointer.environment import describe_environment
 from flashckpt.commit import attempts
 from flashckpt.commit.holder import check, here
 from flashckpt.commit.run import open_run
-from flashckpt.errors import KeeperError, RunError, RunHeldError
+from flashckpt.errors import RunError, RunHeldError
 from flashckpt.events import log
 from flashckpt.format.names import RUN
 from flashckpt.format.records import AttemptName
 from flashckpt.keeper.client import KeeperClient, connect_or_start
 from flashckpt.keeper.start import survival_warnings
-from flashckpt.memory.runtime import LifeLock, RuntimeFolder, base_folder, identity_of, is_alive
+from flashckpt.memory.runtime import (
+    LifeLock,
+    RuntimeFolder,
+    base_folder,
+    identity_of,
+    is_alive,
+    join,
+    trainer_lock_name,
+)
 from flashckpt.options import Environment, Keep, Options
 from flashckpt.store.base import Store, open_store
 
@@ -97,12 +105,9 @@ def _opened(store: Store, path: str | os.PathLike[str]) -> str:
 
 
 def _claimed(store: Store, identity: str, environment: Environment, keep: Keep, options: Options) -> Session:
-    runtime = RuntimeFolder.open(base_folder(environment.runtime_folder), identity)
-    life: LifeLock | None = None
+    lock = trainer_lock_name(environment.rank)
+    runtime, life = join(base_folder(environment.runtime_folder), identity, lock)
     try:
-        life = LifeLock.acquire(runtime, f"trainer-{secrets.token_hex(8)}.lock")
-        if life is None:
-            raise KeeperError("A lock file with a fresh random name is held. Nothing was changed. Try again.")
         holder = here(
             runtime.path, life.name, job_id=environment.job_id, restart_count=environment.restart_count
         )
@@ -117,10 +122,10 @@ def _claimed(store: Store, identity: str, environment: Environment, keep: Keep, 
             attempt=str(attempt),
             keep=keep,
             linger_s=options.linger_s,
+            environment=describe_environment(),
         )
     except BaseException:
-        if life is not None:
-            life.release(runtime)
+        life.release(runtime)
         runtime.close()
         raise
     for warning in survival_warnings():
