@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -21,13 +21,16 @@ from flashckpt.capture.hooks import Boundary, StepHooks, unwrapped
 from flashckpt.capture.intervals import Intervals
 from flashckpt.capture.outcome import Outcome, Verdict
 from flashckpt.capture.pace import Every, Pace
-from flashckpt.capture.plan import Change, Plan, UsedUp, Walked
+from flashckpt.capture.plan import Change, Plan, UsedUp
 from flashckpt.capture.room import arena_room, slot_room, with_slack
 from flashckpt.capture.target import Target
 from flashckpt.capture.ways import Ways, describe
 from flashckpt.memory.slot import Slot
 from flashckpt.memory.slots import SlotRing
 from flashckpt.options import Options
+
+if TYPE_CHECKING:
+    from flashckpt.state.tree import Walk
 
 # What a device may take is known once the loop has gone round twice.
 _WARM_BOUNDARIES = 2
@@ -38,10 +41,10 @@ class Walkable(Protocol):
     """The state as a capture needs it (flashckpt.state.tree.Tree)."""
 
     @property
-    def current(self) -> Walked | None:
+    def current(self) -> Walk | None:
         """The last walk, as long as it stands; asking for values may replace it."""
 
-    def walk(self, used_up: UsedUp) -> Walked: ...
+    def walk(self, used_up: UsedUp) -> Walk: ...
 
 
 class Capture:
@@ -75,7 +78,7 @@ class Capture:
         self._intervals = Intervals(self.pace.budget, devices)
         self._boundaries = self._skipped = 0
         self._arrangement: Arrangement | None = None
-        self._walk: Walked | None = None
+        self._walk: Walk | None = None
         self._chosen = self._ground()
         self._targets: dict[int, Target] = {}
         self._ring: SlotRing | None = None

@@ -6,9 +6,9 @@ addresses that native code reads. Decides nothing about ways, copies nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import Enum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,31 +18,14 @@ from torch import Tensor
 from flashckpt import _native
 from flashckpt.format.layout import Layout
 from flashckpt.format.metadata import plan_bytes
+
+if TYPE_CHECKING:
+    from flashckpt.state.tree import Walk
 from flashckpt.state.tensors import DTYPE_NAMES, leaf_of, strides
 
 Addresses = NDArray[np.uint64]
-UsedUp = Callable[[Tensor, Tensor], bool]
+UsedUp = Callable[[Any, Tensor], bool]
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
-
-
-class Live(Protocol):
-    """A leaf as the walk of the state found it (flashckpt.state.tree.LiveLeaf)."""
-
-    name: str
-    tensor: Tensor
-    aliases: Sequence[str]
-    kind: str
-    owner: Any
-    container: Any
-    key: Any
-
-
-class Walked(Protocol):
-    """One walk of the state (flashckpt.state.tree.Walk)."""
-
-    leaves: Sequence[Live]
-    guards: Sequence[tuple[Any, int]]
-    anchors: Sequence[tuple[Any, Any, Any]]
 
 
 class Change(Enum):
@@ -70,7 +53,7 @@ class Plan:
     """One walk's leaves, in image order. Every array has one entry a leaf; offsets are in bytes from the
     image's first byte, and addresses are those of the live tensors."""
 
-    def __init__(self, walk: Walked) -> None:
+    def __init__(self, walk: Walk) -> None:
         by_name = {live.name: live for live in walk.leaves}
         self.layout = Layout.of(
             leaf_of(live.name, local(live.tensor), tuple(live.aliases)) for live in walk.leaves
