@@ -1,4 +1,4 @@
-"""DLRover's flash checkpoint, without its launcher: the training process starts its saver itself. A save
+"""DLRover's flash checkpoint, without its launcher: the training process starts the saver itself. A save
 while the last one is being written would be skipped without a word, so the adapter waits for that one first.
 """
 
@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer, StorageType
+from dlrover.trainer.torch.flash_checkpoint.engine import start_saver_process
 
 from benchmarks.peers.base import Saver, join_alone, put_back
 from benchmarks.workload import Workload
 
 _TRACKER = "dlrover_latest.txt"
 _TIMEOUT_S = 120.0
+_SAVER_START_S = 2.0
 
 
 class ToDisk(Saver):
@@ -31,6 +33,11 @@ class ToDisk(Saver):
         super().setup(workload, folder, every)
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
         join_alone(workload.device.type)
+        # Its saver loses what it is told before it is quite there, and the trainer then waits in vain. So
+        # the saver first, as its launcher does it, and the trainer told that it was launched.
+        start_saver_process()
+        time.sleep(_SAVER_START_S)
+        os.environ["ROLE_NAME"] = "dlrover-trainer"
         self._checkpointer = DdpCheckpointer(str(folder), comm_backend="gloo")
 
     def save(self, step: int) -> None:
