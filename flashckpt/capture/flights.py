@@ -86,9 +86,14 @@ class Flights:
     def wait(self) -> None:
         """Until nothing is on its way: the only place where the host waits for copies."""
         while self._flying:
-            if not self._sealer.drain(_WAIT_SLICE_S):
+            drained = self._sealer.drain(_WAIT_SLICE_S)
+            if not drained:
                 log.warning("The copies of step %d have been running for a minute.", self._flying[0].step)
             self.poll()
+            for flight in list(self._flying) if drained else ():
+                # The sealer has nothing left, and this one is not decided: nobody will ever decide it.
+                flight.target.slot.abandon(flight.target.owner, flight.generation)
+                self.poll()
 
     def forget(self) -> None:
         """The slots are others from here on."""

@@ -198,11 +198,12 @@ def _checkpointer(
     )
     threads = options.threads or torch.get_num_threads()
 
-    def digest() -> object:
+    def digests() -> dict[str, int]:
         leaves = tree.walk(capture.hooks.used_up).leaves
-        return [leaf.name for leaf in leaves], digest_tensors([leaf.tensor for leaf in leaves], threads)
+        found = digest_tensors([leaf.tensor for leaf in leaves], threads)
+        return {leaf.name: digest for leaf, digest in zip(leaves, found, strict=True)}
 
-    use = Use(tree, digest, check=options.read_ahead_check)
+    use = Use(tree, digests, check=options.read_ahead_check, used=progress.step == 0)
     attendant = Attendant(session, capture, options, Ages(limits_s(every, persist_every)))
     checkpointer = Checkpointer(
         tree=tree,

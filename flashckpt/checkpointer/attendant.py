@@ -17,8 +17,9 @@ from flashckpt.capture import Capture
 from flashckpt.checkpointer.ages import Ages
 from flashckpt.checkpointer.session import Session
 from flashckpt.commit.attempts import newest_claimed
-from flashckpt.errors import FlashckptError, KeeperError, OutOfRoomError, PersistError
+from flashckpt.errors import DamagedError, FlashckptError, KeeperError, OutOfRoomError, PersistError
 from flashckpt.events import Event, log
+from flashckpt.format.metadata import Metadata
 from flashckpt.keeper.client import SlotGrant
 from flashckpt.keeper.protocol import Status
 from flashckpt.memory.slots import SlotRing
@@ -98,20 +99,43 @@ class Attendant:
 
     def ensure_slots(self) -> None:
         """Wait until there are slots. Raises OutOfRoomError or KeeperError where none can be had."""
+        if self._wanted is None:
+            return
         self.slots_error = None
-        self._wait_until(lambda: not self._wanted or self.slots_error is not None, self._options.grace_s)
-        if self._ring is None and self._ready is None:
+        self._wait_until(lambda: not self._wanted or self.slots_error is not None, self.patience_s)
+        if self._wanted is not None:
             raise self.slots_error or KeeperError(
                 f"No slot was ready within {self._options.grace:s}: no snapshot could be taken. The live "
                 "state is as it was. The keeper's log stands in the runtime folder."
             )
 
     def wait_for_room(self) -> None:
-        """Wait until a slot can be written again: the keeper is still busy with all of them."""
-        ring = self._ring
-        assert ring is not None
-        if not self._wait_until(lambda: ring.take() is not None, self._patience()):
+        """Wait until a slot can be written again (the keeper is still busy with all of them), one round
+        of this thread at least. Raises PersistError where the keeper makes no progress."""
+        ring, rounds = self._ring, self._rounds
+        if not self._wait_until(
+            lambda: self._rounds > rounds and (ring is None or ring.take() is not None), self.patience_s
+        ):
             raise self._failed("every slot is still to be persisted, and the keeper makes no progress")
+
+    def not_captured(self, step: int, reason: str) -> PersistError:
+        """The error for a boundary that was to be captured and could not be."""
+        newest = self.newest_sealed_step()
+        held = "none is" if newest is None else f"step {newest} is the newest that is"
+        return PersistError(
+            f"Step {step} could not be captured: {reason}. {held} sealed in memory; the live state is as it "
+            "was. Call save() again, or end the run knowing what is lost.",
+            step=step,
+            path=self._session.store.url,
+        )
+
+    def newest_metadata(self) -> Metadata | None:
+        """The metadata of the newest sealed snapshot; None where there is none that can be read."""
+        newest = self._ring.newest_sealed() if self._ring is not None else None
+        try:
+            return newest[0].metadata(newest[1]) if newest is not None else None
+        except DamagedError:
+            return None
 
     def request_persist(self) -> None:
         """Ask for the newest sealed snapshot of this attempt to be persisted."""
@@ -135,7 +159,7 @@ class Attendant:
         def decided() -> bool:
             return self._committed(step) or self._refusal(step, before) is not None
 
-        if not self._wait_until(decided, self._patience()) or not self._committed(step):
+        if not self._wait_until(decided, self.patience_s) or not self._committed(step):
             raise self._failed(self._refusal(step, Status()) or "the keeper makes no progress", step)
 
     def report(self) -> dict[str, float]:
@@ -276,7 +300,9 @@ class Attendant:
 
     # ---- waiting
 
-    def _patience(self) -> float:
+    @property
+    def patience_s(self) -> float:
+        """How long the ends of a run wait for a keeper, or a copy, that makes no progress."""
         return max(self._options.grace_s, 1.0)
 
     def _committed(self, step: int) -> bool:

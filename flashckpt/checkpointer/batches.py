@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from flashckpt.errors import BoundaryError
+from flashckpt.events import log
 
 if TYPE_CHECKING:
     from flashckpt.checkpointer.facade import Checkpointer
@@ -41,6 +42,8 @@ class Batches(Iterator[Any]):
         self._thread = threading.get_ident()
         self._source: Any = None
         self._begun = self._ended = self._in_body = False
+        if whole_run:
+            checkpointer._progress.manages_epochs = True
 
     @property
     def completed(self) -> int:
@@ -84,13 +87,23 @@ class Batches(Iterator[Any]):
             )
         if self._ended:
             raise StopIteration
+        try:
+            return self._next()
+        except StopIteration:
+            raise
+        except BaseException:
+            # A notebook keeps the traceback, and with it this frame: the run must not be held by it.
+            self._leave()
+            raise
+
+    def _next(self) -> Any:
         checkpointer, holds_one = self.checkpointer, self._in_body
+        checkpointer._before_boundary(holds_one=holds_one)
         if holds_one:
             self._in_body = False
             checkpointer._end_of_iteration()
         if checkpointer.stopping or (self._steps is not None and self.completed >= self._steps):
             self._end(exhausted=False)
-        checkpointer._before_batch(holds_one=holds_one)
         batch = self._draw()
         self._in_body = True
         checkpointer._begin_iteration()
@@ -105,6 +118,11 @@ class Batches(Iterator[Any]):
             if not self._begun:
                 self._begun = True
                 self._source = progress.open_phase(self._loader)
+                if self._source is None:
+                    log.warning(
+                        "this .batches() had given its last batch before the restart and gives none; the "
+                        "code after it runs again (Checkpointer.epochs is for code that must run once)"
+                    )
             if self._source is not None:
                 # Only the drawing is tried: the end of the run below ends with a StopIteration of its own.
                 with contextlib.suppress(StopIteration):
@@ -142,6 +160,7 @@ class Batches(Iterator[Any]):
         if self._whole_run:
             checkpointer._finish()
         elif exhausted and self._source is not None:
+            checkpointer._end_of_batches()
             checkpointer._progress.close_phase()
         elif not exhausted and checkpointer.stopping:
             checkpointer._capture_now(persist=True)
@@ -152,7 +171,11 @@ class Batches(Iterator[Any]):
     def __del__(self) -> None:
         # break, an exception, garbage collection: no capture, nobody knows whether the body was done. At
         # the interpreter's end nothing can be asked any more: to the keeper it is a death like any other.
-        if getattr(self, "_ended", True) or sys.is_finalizing():
+        if not getattr(self, "_ended", True) and not sys.is_finalizing():
+            self._leave()
+
+    def _leave(self) -> None:
+        if self._ended:
             return
         self._ended = True
         if self._whole_run:
@@ -170,6 +193,7 @@ class Epochs(Iterator[int]):
     def __init__(self, checkpointer: Checkpointer, epochs: int) -> None:
         self._checkpointer, self._epochs = checkpointer, epochs
         self._in_body = False
+        checkpointer._progress.manages_epochs = True
 
     def __iter__(self) -> Epochs:
         return self
@@ -179,6 +203,7 @@ class Epochs(Iterator[int]):
 
     def __next__(self) -> int:
         checkpointer, progress = self._checkpointer, self._checkpointer._progress
+        checkpointer._restore_rng()
         if self._in_body:
             self._in_body = False
             if checkpointer.stopping and not checkpointer._epoch_complete():

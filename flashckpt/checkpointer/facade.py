@@ -8,6 +8,7 @@ the normal end of a loop and a `.save()` outside of one wait for storage, becaus
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Iterable
@@ -17,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from flashckpt.checkpointer.batches import Batches, Epochs
 from flashckpt.checkpointer.environment import describe_environment
-from flashckpt.errors import BoundaryError, SupersededError
-from flashckpt.events import Event
-from flashckpt.format.typed import encode_json
+from flashckpt.errors import BoundaryError, StateError, SupersededError
+from flashckpt.events import Event, log
+from flashckpt.format.typed import check_roundtrip, encode_json
 from flashckpt.state import rng
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from flashckpt.checkpointer.read_ahead import Use
     from flashckpt.checkpointer.session import Session
     from flashckpt.state.tree import Tree
+
+# Captures of one boundary that are found torn before it is given up: each finds a safer way.
+_TRIES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +70,10 @@ class Checkpointer:
         self.resumed = resumed
         self._environment = describe_environment()
         self._in_iteration = self._marked = self._stopping = self._closed = False
+        # Whatever is drawn between here and the loop is no part of the run: put back once more there.
+        self._due_rng = rng.capture() if resumed is not None else None
+        self._looped: list[object] = []
+        self._unencodable: StateError | None = None
         self._began_s = time.perf_counter()
         self._last_report: dict[str, float] | None = None
 
@@ -78,8 +86,22 @@ class Checkpointer:
         return self._progress.step
 
     def batches(self, loader: Iterable[Any]) -> Batches:
-        """An iterator over the loader's batches, from where the run stands, with a boundary after each."""
+        """An iterator over the loader's batches, from where the run stands, with a boundary after each.
+
+        Going over one loader again and again is what `.epochs` is for: outside of it a second call with
+        the same loader raises BoundaryError.
+        """
         self._check_open()
+        if not self._progress.manages_epochs:
+            if any(each is loader for each in self._looped):
+                raise BoundaryError(
+                    "This loader was looped over before, and not inside Checkpointer.epochs: a resumed run "
+                    "could not tell which of the code between the loops has run. Nothing was captured since "
+                    "the last boundary. Write `for epoch in checkpointer.epochs(n):` around "
+                    "`for batch in checkpointer.batches(loader):`.",
+                    step=self.completed,
+                )
+            self._looped.append(loader)
         return Batches(self, loader)
 
     def epochs(self, epochs: int) -> Epochs:
@@ -98,21 +120,26 @@ class Checkpointer:
 
     def save(self) -> None:
         """Take a snapshot that is persisted: of the next boundary when called in an iteration of
-        `.batches`, at once anywhere else, where it marks a boundary if the state was used since the
-        last one."""
+        `.batches`, at once anywhere else. There it is a boundary of its own, with a step of its own,
+        unless the state is bit for bit what was captured last."""
         self._check_open()
         if self._in_iteration and not self._marked:
             self._capture.order()
             return
-        if not self._in_iteration and self._use.since_boundary():
+        self._capture.wait()
+        captured = self._attendant.newest_sealed_step() == self.completed
+        if self._use.since_boundary() or (captured and not self._is_as_captured()):
             self._progress.step += 1
         self._capture_now(persist=True)
 
     def wait(self) -> None:
-        """Wait until what is captured is committed. Raises PersistError if it could not be."""
+        """Wait until what is captured is committed. Raises PersistError if it could not be, StateError if
+        the newest boundaries hold something that cannot be saved."""
         self._check_open()
         self._capture.wait()
         self._attendant.wait_committed()
+        if self._unencodable is not None:
+            raise self._unencodable
 
     def stop(self) -> None:
         """End the loop at the next boundary; that boundary is captured and committed."""
@@ -159,8 +186,15 @@ class Checkpointer:
 
     # ---- what the iterators call
 
-    def _before_batch(self, *, holds_one: bool) -> None:
+    def _before_boundary(self, *, holds_one: bool) -> None:
+        """Before the boundary, not after it: one that is a lie must not have been captured."""
         self._use.before_batch(holds_one=holds_one)
+        self._restore_rng()
+
+    def _restore_rng(self) -> None:
+        due, self._due_rng = self._due_rng, None
+        if due is not None:
+            rng.restore(due)
 
     def _begin_iteration(self) -> None:
         self._in_iteration, self._marked = True, False
@@ -179,6 +213,12 @@ class Checkpointer:
         """The code after an epoch's batches is done: a boundary, and of the last epoch one to keep."""
         self._boundary()
         self._capture_now(persist=last)
+
+    def _end_of_batches(self) -> None:
+        """A loader has given its last batch. Inside `.epochs` the epoch's own end is captured; elsewhere
+        nobody may come after, and what follows is no part of this boundary."""
+        if not self._progress.manages_epochs and self.completed > 0:
+            self._capture_now(persist=False)
 
     def _finish(self) -> None:
         """The normal end of a whole run: its last boundary is captured and committed, then the run is
@@ -209,7 +249,14 @@ class Checkpointer:
         self._check_slots()
         self._progress.step += 1
         self._adopt_slots()
-        self._capture.boundary(self._progress.step, self._values)
+        try:
+            if self._capture.boundary(self._progress.step, self._values).captured:
+                self._unencodable = None
+        except StateError as error:
+            # It trains well, it only cannot be saved: said once, raised where the user waits.
+            if self._unencodable is None:
+                log.error("step %d cannot be saved, training goes on: %s", self.completed, error)
+            self._unencodable = error
         self._ask_for_slots()
         self._use.at_boundary()
 
@@ -234,31 +281,58 @@ class Checkpointer:
             self._capture.set_slots(*ready)
 
     def _capture_now(self, *, persist: bool) -> None:
-        """Capture the present boundary, whatever the pace, unless it has been captured already."""
+        """Capture the present boundary, whatever the pace, and see it sealed, unless it is already.
+
+        Raises PersistError where it cannot be sealed, OutOfRoomError where there is no memory for it,
+        StateError where it holds what cannot be saved.
+        """
         self._capture.wait()
-        if self._attendant.newest_sealed_step() != self._progress.step:
+        step, attendant = self._progress.step, self._attendant
+        tries, until_s = 0, time.monotonic() + attendant.patience_s
+        while attendant.newest_sealed_step() != step:
             self._ask_for_slots(ordered=True)
-            self._attendant.ensure_slots()
+            attendant.ensure_slots()
             self._adopt_slots()
-            while not self._capture.boundary(self._progress.step, self._values, ordered=True).captured:
-                self._ask_for_slots(ordered=True)
-                self._attendant.wait_for_room()
-                self._adopt_slots()
-            self._capture.wait()
-            self._use.at_boundary()
+            outcome = self._capture.boundary(step, self._values, ordered=True)
+            if outcome.captured:
+                self._capture.wait()
+                tries += 1
+            else:
+                attendant.wait_for_room()
+            if attendant.newest_sealed_step() != step and (tries >= _TRIES or time.monotonic() > until_s):
+                raise attendant.not_captured(step, outcome.reason or "its copies were torn, each time")
+        self._unencodable = None
+        self._use.at_boundary()
         if persist:
-            self._attendant.request_persist()
+            attendant.request_persist()
+
+    def _is_as_captured(self) -> bool:
+        """Whether the newest sealed snapshot holds exactly the state as it is now."""
+        metadata = self._attendant.newest_metadata()
+        if metadata is None:
+            return False
+        then = {
+            leaf.name: digest for leaf, digest in zip(metadata.layout.leaves, metadata.digests, strict=True)
+        }
+        values = json.loads(encode_json(self._tree.values(self._capture.hooks.used_up)))
+        return self._use.digests() == then and json.loads(metadata.values)["state"] == values
 
     def _values(self) -> bytes:
-        """What is not a tensor, as it is now, in typed JSON."""
-        return encode_json(
-            {
-                "state": self._tree.values(self._capture.hooks.used_up),
-                "rng": rng.capture(),
-                "progress": self._progress.value(),
-                "environment": self._environment,
-            }
-        )
+        """What is not a tensor, as it is now, in typed JSON. Raises StateError with the path in the state."""
+        state = self._tree.values(self._capture.hooks.used_up)
+        try:
+            return encode_json(
+                {
+                    "state": state,
+                    "rng": rng.capture(),
+                    "progress": self._progress.value(),
+                    "environment": self._environment,
+                }
+            )
+        except StateError:
+            for name, value in state["entries"].items():
+                check_roundtrip(value, name)
+            raise
 
     def _release(self, *, closed: bool = False) -> None:
         """Let the run go. What is sealed stays with the keeper, which persists it."""

@@ -22,6 +22,7 @@ class Progress:
         self.step = 0
         self.epoch = 0
         self.phase = 0
+        self.manages_epochs = False  # inside .epochs() or loop(): the epoch's number is known
         self._calls = 0  # of batches() in this epoch, in this process
         self._open: Source | None = None
         self._by_phase: dict[str, Source] = {}

@@ -23,17 +23,16 @@ _BATCHES_CHECKED = 8  # more than any sensible read-ahead draws before it trains
 class Use:
     """Watches the attached state from the first batch on.
 
-    `digest` reads the whole state and returns something that compares equal while no byte of it has
-    changed; it is called at the first batch, and at the next few where no hook fired.
+    `digests` reads the whole state: by leaf, equal as long as no byte has changed. It is called at the
+    first batch, and at the next few where no hook fired. `used`: the state is at no boundary yet.
     """
 
-    def __init__(self, tree: Tree, digest: Callable[[], object], *, check: bool) -> None:
-        self._digest = digest
+    def __init__(self, tree: Tree, digests: Callable[[], dict[str, int]], *, check: bool, used: bool) -> None:
+        self.digests = digests
         self._left = _BATCHES_CHECKED if check else 0
-        self._before: object = None
+        self._before: dict[str, int] | None = None
         self._since_batch = False
-        self._since_boundary = True
-        self._watched = bool(tree.modules or tree.optimizers)
+        self._since_boundary = used
         mine = weakref.ref(self)
 
         def seen(*_: object) -> None:
@@ -47,8 +46,8 @@ class Use:
         self._handles += [optimizer.register_step_post_hook(seen) for optimizer in tree.optimizers]
 
     def since_boundary(self) -> bool:
-        """Whether the state may have changed since the last boundary."""
-        return self._since_boundary or not self._watched
+        """Whether a hook saw use since the last boundary; use that calls none is not seen."""
+        return self._since_boundary
 
     def at_boundary(self) -> None:
         self._since_boundary = False
@@ -60,7 +59,7 @@ class Use:
             return
         self._left -= 1
         used, self._since_batch = self._since_batch, False
-        now = None if used else self._digest()
+        now = None if used else self.digests()
         if holds_one and now is not None and now == self._before:
             raise BoundaryError(
                 "A batch was drawn before anything of the attached state was used since the last one: no "

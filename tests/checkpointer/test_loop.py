@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import flashckpt
-from flashckpt import BoundaryError, OptionError, StateError
+from flashckpt import BoundaryError, OptionError, StateError, _native
+from flashckpt.capture.target import Target
 from tests.waiting import until_slots
 
 pytestmark = pytest.mark.usefixtures("runtime")
@@ -366,3 +367,127 @@ def test_numbers_are_those_of_a_plain_loop(workers: int, tmp_path: Path) -> None
         looped_loader, str(tmp_path / "run"), epochs=2, every=1, model=model, optimizer=optimizer
     )
     assert run(looped, model, optimizer) == expected
+
+
+def test_save_after_a_change_that_no_hook_sees_saves_the_change(tmp_path: Path) -> None:
+    run, job = str(tmp_path / "run"), Job()
+    with flashckpt.attach(run, every=1, **job.named) as checkpointer:
+        for x in checkpointer.batches(loader()):
+            job.train(x)
+        with torch.no_grad():
+            job.model.weight.fill_(42.0)
+        checkpointer.save()
+        checkpointer.wait()
+        assert torch.equal(flashckpt.load(run)["model.weight"], job.model.weight)
+        saved = checkpointer.completed
+        checkpointer.save()
+        assert checkpointer.completed == saved, "nothing changed: the same snapshot"
+
+
+def test_a_final_snapshot_that_cannot_be_sealed_is_no_normal_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A seal refuses a table with an empty entry: here every one after step 3 has one."""
+    run, job = str(tmp_path / "run"), Job()
+    seal = Target.seal
+
+    def spoiled(target: Target, sealer: object, waits: object, step: int, attempt: object) -> None:
+        if step > 3:
+            target.table[0] = _native.EMPTY_DIGEST
+        seal(target, sealer, waits, step, attempt)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Target, "seal", spoiled)
+    batches = flashckpt.loop(loader(), run, every=1, **job.named)
+
+    def train() -> None:
+        for x in batches:
+            until_slots(batches.checkpointer)
+            job.train(x)
+
+    with pytest.raises(flashckpt.PersistError, match="6"):
+        train()
+    again = flashckpt.attach(run, **Job().named)
+    assert again.completed == 3
+    again.close()
+
+
+def test_a_state_that_cannot_be_saved_any_more_is_told_at_the_end(tmp_path: Path) -> None:
+    class Notes:
+        def __init__(self) -> None:
+            self.held: list[object] = []
+
+        def state_dict(self) -> dict[str, object]:
+            return {"held": list(self.held)}
+
+        def load_state_dict(self, state: dict[str, object]) -> None:
+            self.held = list(state["held"])  # type: ignore[call-overload]
+
+    job, notes = Job(), Notes()
+    batches = flashckpt.loop(loader(), str(tmp_path / "run"), every=1, notes=notes, **job.named)
+
+    def train() -> None:
+        for x in batches:
+            until_slots(batches.checkpointer)
+            job.train(x)
+            if batches.completed == 3:
+                notes.held.append(object())
+
+    with pytest.raises(StateError, match="notes"):
+        train()
+    assert batches.completed == 6, "training went on"
+
+
+def test_a_loader_that_fails_lets_the_run_go(tmp_path: Path) -> None:
+    """The kept exception holds the frame of the iterator, as a notebook's traceback does."""
+    run, job = str(tmp_path / "run"), Job()
+
+    def failing() -> Iterable[torch.Tensor]:
+        yield torch.ones(2, 4)
+        raise KeyboardInterrupt
+
+    kept: list[BaseException] = []
+    try:
+        for x in flashckpt.loop(failing(), run, **job.named):
+            job.train(x)
+    except KeyboardInterrupt as error:
+        kept.append(error)
+    assert kept
+    flashckpt.attach(run, **Job().named).close()
+
+
+def test_the_last_boundary_is_captured_where_the_batches_end(tmp_path: Path) -> None:
+    run, job = str(tmp_path / "run"), Job()
+    with flashckpt.attach(run, **job.named) as checkpointer:
+        for x in checkpointer.batches(loader()):
+            job.train(x)
+    assert flashckpt.steps(run)[-1] == 6
+
+
+def test_going_over_a_loader_again_wants_epochs(tmp_path: Path) -> None:
+    job, data = Job(), loader()
+    with flashckpt.attach(str(tmp_path / "run"), **job.named) as checkpointer:
+        for x in checkpointer.batches(data):
+            job.train(x)
+        with pytest.raises(BoundaryError, match="epochs"):
+            checkpointer.batches(data)
+
+
+def test_numbers_drawn_before_the_loop_are_undone_between_epochs(tmp_path: Path) -> None:
+    def train(run: str, stop_after: int | None) -> list[torch.Tensor]:
+        torch.manual_seed(11)
+        job, seen = Job(), []
+        with flashckpt.attach(run, **job.named) as checkpointer:
+            torch.rand(3)  # a user's own drawing before the loop
+            for epoch in checkpointer.epochs(2):
+                for x in checkpointer.batches(loader()):
+                    seen.append(x)
+                    job.train(x)
+                if epoch == stop_after:
+                    checkpointer.stop()
+        return seen
+
+    whole = train(str(tmp_path / "whole"), None)
+    first = train(str(tmp_path / "cut"), 0)
+    rest = train(str(tmp_path / "cut"), None)
+    assert len(first) == len(rest) == 6
+    assert all(map(torch.equal, whole, first + rest))
