@@ -22,6 +22,7 @@ class Panel:
     value: Callable[[Row], float | None]
     limit: Callable[[Limits], float | None]
     limit_name: str
+    spread: Callable[[Row], tuple[float, float] | None] = lambda row: None
 
 
 def _gib(num_bytes: int | None) -> float | None:
@@ -32,7 +33,12 @@ def _panels(limits: Limits) -> list[Panel]:
     copy = "device to host" if limits.to_host_s is not None else "memcpy"
     return [
         Panel(
-            "What one checkpoint adds to the loop", "s", lambda row: row.loop_s, lambda it: it.loop_s, copy
+            "What one checkpoint adds to the loop\n(line: least and most of all rounds)",
+            "s",
+            lambda row: row.loop_s,
+            lambda it: it.loop_s,
+            copy,
+            lambda row: row.loop_range_s,
         ),
         Panel("The loop stands still (call)", "s", lambda row: row.call_s, lambda it: it.loop_s, copy),
         Panel("Durable", "s", lambda row: row.durable_s, lambda it: it.write_s, "O_DIRECT write"),
@@ -70,21 +76,25 @@ def draw(results: dict[str, Any], title: str, path: Path) -> bool:
 def _draw_panel(axis: Any, panel: Panel, rows: list[Row], limits: Limits) -> None:
     values = [panel.value(row) for row in rows]
     limit = panel.limit(limits)
-    widest = max([value for value in values if value is not None] + [limit or 0.0, 1e-9])
+    ends = [end for row in rows for end in panel.spread(row) or ()]
+    known = [value for value in values if value is not None] + ends + [limit or 0.0]
+    widest = max([*known, 1e-9])
     for place, (row, value) in enumerate(zip(rows, values, strict=True)):
         if value is None:
             text = "cannot run here" if row.reason else "—"
             axis.text(0.01 * widest, place, text, va="center", fontsize=8, color="#777777")
             continue
+        least, most = panel.spread(row) or (value, value)
         axis.barh(place, value, height=0.66, color=_OURS if row.name.startswith("flashckpt") else _PEER)
-        axis.text(max(value, 0.0) + 0.01 * widest, place, _number(value), va="center", fontsize=8)
+        axis.plot([least, most], [place, place], color="black", linewidth=1.0)
+        right = max(value, most, 0.0) + 0.01 * widest
+        axis.text(right, place, _number(value), va="center", fontsize=8)
+    axis.set_xlabel(panel.unit)
     if limit is not None:
         axis.axvline(limit, color=_LIMIT, linewidth=1.4, linestyle="--")
-        axis.set_xlabel(
-            f"{panel.unit}      - - {panel.limit_name} {_number(limit)} {panel.unit}", color=_LIMIT
-        )
+        axis.set_xlabel(f"{panel.unit}  (dashed: {panel.limit_name}, {_number(limit)} {panel.unit})")
     axis.set_title(panel.title, fontsize=10)
-    axis.set_xlim(min(0.0, *(value for value in values if value is not None), 0.0), 1.18 * widest)
+    axis.set_xlim(min(0.0, *known), 1.2 * widest)
     axis.spines[["top", "right"]].set_visible(False)
 
 

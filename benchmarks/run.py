@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -107,13 +108,11 @@ class Run:
         self._choose_interval(limits[0])
         measured = []
         for name in names:
-            measured.append(self._shown(name, lambda name=name: self._peer(name)))
+            measured.append(self._shown(name, partial(self._peer, name)))
             # Between all peers, so that a disk that slows down in the middle of the run is seen to.
             if not self.settings.quick:
                 limits.append(self._limits())
-        flashckpt = {
-            part: self._shown(f"flashckpt: {part}", lambda part=part: self._part(part)) for part in parts
-        }
+        flashckpt = {part: self._shown(f"flashckpt: {part}", partial(self._part, part)) for part in parts}
         return {
             "machine": described,
             "command": [os.path.basename(sys.executable), "-m", "benchmarks", *sys.argv[1:]],

@@ -33,7 +33,8 @@ class Gpt(nn.Module):
         hidden = self.embedding(tokens)
         for block in self.blocks:
             hidden = block(hidden)
-        return self.head(hidden)
+        logits: Tensor = self.head(hidden)
+        return logits
 
 
 def shape_of(state_bytes: int, layers: int) -> tuple[int, int]:
@@ -69,7 +70,7 @@ class Workload:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             logits = self.model(self._tokens[:, :-1])
         loss = functional.cross_entropy(logits.flatten(0, 1).float(), self._tokens[:, 1:].flatten())
-        loss.backward()
+        torch.autograd.backward(loss)
         if gate is not None:
             gate()
         self.optimizer.step()
@@ -82,7 +83,7 @@ class Workload:
     def leaves(self) -> dict[str, Tensor]:
         """All tensors of the state by name. The optimizer's exist after the first step."""
         found = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
-        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        names: dict[Tensor, str] = {leaf: name for name, leaf in self.model.named_parameters()}
         for parameter, state in self.optimizer.state.items():
             for key, value in state.items():
                 if isinstance(value, Tensor):
@@ -99,4 +100,4 @@ class Workload:
 
 def _checksum(leaf: Tensor) -> int:
     flat = leaf.detach().cpu().contiguous().reshape(-1)
-    return zlib.crc32(flat.view(torch.uint8).numpy())
+    return zlib.crc32(memoryview(flat.view(torch.uint8).numpy()))

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -74,11 +75,11 @@ def _timed() -> Iterator[dict[str, float]]:
         finally:
             stages["read_file_s"] = time.perf_counter() - began
 
-    Ladder.climb, _native.read_file = timed_climb, timed_read  # type: ignore[method-assign]
-    try:
+    with (
+        mock.patch.object(Ladder, "climb", timed_climb),
+        mock.patch.object(_native, "read_file", timed_read),
+    ):
         yield stages
-    finally:
-        Ladder.climb, _native.read_file = climb, read_file  # type: ignore[method-assign]
 
 
 def _rates(job: Job, workload: Workload, run: Path) -> dict[str, Any]:

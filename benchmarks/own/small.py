@@ -25,7 +25,9 @@ def small(job: Job) -> dict[str, Any]:
     device = torch.device(job.settings.device)
     model = nn.ParameterList(torch.randn(256 + index % 512, device=device) for index in range(_PARAMETERS))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    calls, quiet, copies = [], [], []
+    calls: list[float] = []
+    quiet: list[float] = []
+    copies: list[float] = []
     with flashckpt.attach(
         Path(job.folder, "run"), every=_EVERY, persist_every=None, model=model, optimizer=optimizer
     ) as checkpointer:

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -73,7 +72,11 @@ def warm(workload: Workload, checkpointer: flashckpt.Checkpointer, snapshots: in
 def _on_cpu(
     job: Job, workload: Workload, checkpointer: flashckpt.Checkpointer, copy: Callable[[], float]
 ) -> dict[str, Any]:
-    costs, calls, quiet, copies, plain = [], [], [], [], []
+    costs: list[float] = []
+    calls: list[float] = []
+    quiet: list[float] = []
+    copies: list[float] = []
+    plain: list[float] = []
     for _ in range(job.settings.pairs):
         iterations = []
         for _ in range(_EVERY):
@@ -96,7 +99,11 @@ def _on_cpu(
 def _on_gpu(
     job: Job, workload: Workload, checkpointer: flashckpt.Checkpointer, copy: Callable[[], float]
 ) -> dict[str, Any]:
-    costs, calls, quiet, copies, plain = [], [], [], [], []
+    costs: list[float] = []
+    calls: list[float] = []
+    quiet: list[float] = []
+    copies: list[float] = []
+    plain: list[float] = []
     steps = 4 * _EVERY
     for _ in range(max(2, job.settings.pairs // 4)):
         plain_s = _block(workload, steps, None, [], [])
@@ -135,11 +142,6 @@ def _block(
             (calls if checkpointer.completed % _EVERY == 0 else quiet).append(ended - called)
     workload.sync()
     return time.perf_counter() - began
-
-
-def report(result: dict[str, Any]) -> float:
-    """Median seconds of a snapshot."""
-    return median(result["cost_s"])
 
 
 def main() -> None:

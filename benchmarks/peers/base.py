@@ -85,7 +85,8 @@ def put_back(workload: Workload, state: dict[str, dict[str, object]]) -> None:
 def join_alone(device: str) -> None:
     """A process group of one, for peers that ask for it. No port: an in-process store is enough."""
     import torch.distributed as dist
+    from torch._C._distributed_c10d import HashStore
 
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)

@@ -4,12 +4,13 @@ kept from save to save (pinned and asynchronous where there is CUDA, without whi
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from benchmarks.peers.base import Saver, join_alone
 from benchmarks.workload import Workload
@@ -25,24 +26,24 @@ class _Dcp(Saver):
         join_alone(workload.device.type)
 
     def load(self, workload: Workload, folder: Path, step: int) -> dict[str, float]:
-        dcp.load(dict(workload.leaves()), checkpoint_id=folder / str(step), no_dist=True)
+        load(dict(workload.leaves()), checkpoint_id=folder / str(step), no_dist=True)
         workload.sync()
         return {}
 
 
 class Save(_Dcp):
     def save(self, step: int) -> None:
-        writer = dcp.FileSystemWriter(self.folder / str(step), thread_count=_WRITER_THREADS)
-        dcp.save(self.workload.leaves(), storage_writer=writer)
+        writer = FileSystemWriter(self.folder / str(step), thread_count=_WRITER_THREADS)
+        save(self.workload.leaves(), storage_writer=writer)
 
 
 class AsyncSave(_Dcp):
     def __init__(self) -> None:
-        self._upload: Future[Any] | None = None
+        self._upload: Any = None
 
     def save(self, step: int) -> None:
         self.wait()
-        self._upload = dcp.async_save(self.workload.leaves(), checkpoint_id=self.folder / str(step))
+        self._upload = async_save(self.workload.leaves(), checkpoint_id=self.folder / str(step))
 
     def wait(self) -> None:
         # One at a time, as the documentation asks: a second save would share what the first still reads.
@@ -70,9 +71,9 @@ class AsyncSaveKeptStager(_Dcp):
 
     def save(self, step: int) -> None:
         self.wait()
-        self._response = dcp.async_save(
+        self._response = async_save(
             self.workload.leaves(),
-            storage_writer=dcp.FileSystemWriter(self.folder / str(step), thread_count=_WRITER_THREADS),
+            storage_writer=FileSystemWriter(self.folder / str(step), thread_count=_WRITER_THREADS),
             async_stager=self._stager,
         )
 

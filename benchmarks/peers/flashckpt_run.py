@@ -38,7 +38,7 @@ class ToDisk(Saver):
     def boundary(self, step: int, due: bool) -> bool:
         self._checkpointer.step()
         spent_s = self._checkpointer.report()["capture_call_seconds"]
-        taken = spent_s != self._spent_s
+        taken: bool = spent_s != self._spent_s
         self._spent_s = spent_s
         return taken
 

@@ -1,0 +1,63 @@
+"""The benchmark compares what a peer loads with what it saved: a peer that loads something else is told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import load, measure
+from benchmarks.settings import MIB, Job, Settings, for_machine, quick
+from benchmarks.workload import Workload, shape_of
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Job:
+    """A checkpoint of torch.save, and the job that loads and compares it."""
+    settings = replace(quick(for_machine(tmp_path, cuda=False, threads=1)), state_bytes=4 * MIB)
+    _, result = measure.measure(settings, "torch_save", tmp_path)
+    return Job(
+        settings=settings,
+        peer="torch_save",
+        folder=str(tmp_path),
+        result=str(tmp_path / "result.json"),
+        extra=result["last"],
+    )
+
+
+def test_what_was_saved_is_exact(saved: Job) -> None:
+    result = load.load(saved)
+    assert result["exact"] is True
+    assert result["differ"] == 0
+
+
+def test_one_flipped_bit_is_told(saved: Job) -> None:
+    [path] = Path(saved.folder).glob("*.pt")
+    state: dict[str, Any] = torch.load(path)
+    moment = state["optimizer"]["state"][0]["exp_avg"]
+    moment.view(torch.int32)[0, 0] ^= 1
+    torch.save(state, path)
+    result = load.load(saved)
+    assert result["exact"] is False
+    assert result["differ"] == 1
+
+
+@pytest.mark.parametrize("state_bytes", [64 * MIB, 1024 * MIB, 8192 * MIB])
+def test_the_state_is_as_large_as_asked_and_hardly_larger(state_bytes: int) -> None:
+    layers = 12
+    width, vocabulary = shape_of(state_bytes, layers)
+    made = 12 * (layers * (12 * width**2 + 13 * width) + 2 * vocabulary * width)
+    assert state_bytes <= made < 1.02 * state_bytes
+
+
+def test_the_number_of_tensors_does_not_depend_on_the_size(tmp_path: Path) -> None:
+    def leaves(state_bytes: int) -> int:
+        settings = Settings(folder=str(tmp_path), state_bytes=state_bytes, layers=2, length=8, threads=1)
+        workload = Workload(settings)
+        workload.step()
+        return len(workload.leaves())
+
+    assert leaves(2 * MIB) == leaves(16 * MIB)
