@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from flashckpt.format.fields import Fields
-from flashckpt.format.layout import DTYPES, Leaf
+from flashckpt.format.layout import DTYPES, RESERVED, Leaf
 
 MAX_LEAVES = 10_000_000
 MAX_NAME_CHARS = 4096
 MAX_DIMENSIONS = 64
 MAX_SIZE = 1 << 48
 MAX_LEAF_BYTES = 1 << 50
-# The one name that means something else in a safetensors header.
-RESERVED = "__metadata__"
 
 
 def leaf_columns(leaves: Sequence[Leaf]) -> dict[str, Any]:

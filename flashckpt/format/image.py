@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 
 from flashckpt.errors import DamagedError
 from flashckpt.format.checked_json import strict_loads
-from flashckpt.format.columns import MAX_DIMENSIONS, MAX_LEAF_BYTES, MAX_NAME_CHARS, MAX_SIZE, RESERVED
+from flashckpt.format.columns import MAX_DIMENSIONS, MAX_LEAF_BYTES, MAX_NAME_CHARS, MAX_SIZE
 from flashckpt.format.fields import MAX_INTEGER
-from flashckpt.format.layout import DTYPES, PAGE, Layout, Leaf
+from flashckpt.format.layout import DTYPES, PAGE, RESERVED, Layout, Leaf
 
 # What the stock library reads at most.
 MAX_HEADER_BYTES = 100_000_000

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 PAGE = 4096
+RESERVED = "__metadata__"
+"""What safetensors keeps for itself: no leaf can have this name."""
 
 # True dtype (torch's own name) -> bytes an element, safetensors' name or None where it has none:
 # those are stored as U8 with their bytes as the only dimension, and the part keeps the true dtype.
@@ -73,9 +75,14 @@ class Layout:
 
 
 def header_bytes(leaves: Sequence[Leaf]) -> bytes:
-    """The safetensors header of placed leaves, its length prefix included, padded to a page."""
+    """The safetensors header of placed leaves, its length prefix included, padded to a page.
+
+    ValueError for a leaf with the one name that safetensors keeps for itself.
+    """
     table: dict[str, object] = {}
     for leaf in leaves:
+        if leaf.name == RESERVED:
+            raise ValueError(f"{RESERVED} cannot be a leaf's name: safetensors keeps it for itself")
         size, stored = DTYPES[leaf.dtype]
         end = leaf.offset + leaf.num_bytes
         shape = list(leaf.shape) if stored else [leaf.num_bytes]

@@ -174,3 +174,8 @@ def test_parts_are_checked_as_a_whole() -> None:
         Part.from_bytes(part(ranks=part().ranks * 2).to_bytes(), "file")
     with pytest.raises(DamagedError, match="'rank'"):
         Part.from_bytes(part(world=1).to_bytes(), "file")
+
+
+def test_the_name_that_safetensors_keeps_is_no_leafs() -> None:
+    with pytest.raises(ValueError, match="__metadata__"):
+        Layout.of([Leaf(name="__metadata__", dtype="uint8", shape=(1,))])
