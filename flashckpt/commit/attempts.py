@@ -14,12 +14,15 @@ from typing import Literal
 from flashckpt.errors import DamagedError, SupersededError
 from flashckpt.format.names import (
     ATTEMPTS,
+    STEPS,
     AttemptName,
     alive_path,
     attempt_folder,
     claim_number,
     claim_path,
     start_path,
+    step_folder,
+    step_number,
 )
 from flashckpt.format.records import Alive, Claim, Holder, Start
 from flashckpt.store.base import Store
@@ -43,6 +46,7 @@ class AttemptInfo:
 def claim(store: Store, holder: Holder, check: Callable[[], None] | None = None) -> AttemptName:
     """Take the next number, exclusively. `check` (the one-job check) runs before each try, so that who
     loses a race looks at the winner; what it raises ends the claiming."""
+    store.make_folder(ATTEMPTS)
     while True:
         if check is not None:
             check()
@@ -135,6 +139,12 @@ def started_after(store: Store, name: AttemptName) -> AttemptName | None:
     return None
 
 
+def attempt_folders(store: Store, folder: str) -> list[AttemptName]:
+    """The attempts that have a folder in `folder`: that of all attempts, or one of a step."""
+    names = (AttemptName.parse(entry.name) for entry in store.list(folder) if entry.is_folder)
+    return [name for name in names if name is not None]
+
+
 def read_claim(store: Store, name: AttemptName) -> Claim:
     """The claim of an attempt. FileNotFoundError where there is none, DamagedError."""
     record = _read_claim(store, name.number)
@@ -199,9 +209,8 @@ def _by_folder(store: Store) -> dict[int, AttemptName]:
     """Attempts by their folders alone; a number with several folders names none."""
     found: dict[int, AttemptName] = {}
     doubled = set()
-    for entry in store.list(ATTEMPTS):
-        name = AttemptName.parse(entry.name) if entry.is_folder else None
-        if name is not None and found.setdefault(name.number, name) != name:
+    for name in attempt_folders(store, ATTEMPTS):
+        if found.setdefault(name.number, name) != name:
             doubled.add(name.number)
     return {number: name for number, name in found.items() if number not in doubled}
 
@@ -225,5 +234,10 @@ def _names(store: Store, least: int = 1) -> dict[int, AttemptName]:
 
 
 def _highest_number(store: Store) -> int:
-    folders = (AttemptName.parse(entry.name) for entry in store.list(ATTEMPTS) if entry.is_folder)
-    return max([0, *_claimed_numbers(store), *(name.number for name in folders if name is not None)])
+    """Also of attempts of which only steps are left: a number that came again would be older than they."""
+    steps = (entry.name for entry in store.list(STEPS) if entry.is_folder)
+    numbers = (number for number in map(step_number, steps) if number is not None)
+    folders = [*attempt_folders(store, ATTEMPTS)]
+    for number in numbers:
+        folders += attempt_folders(store, step_folder(number))
+    return max([0, *_claimed_numbers(store), *(name.number for name in folders)])

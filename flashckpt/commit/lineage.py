@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from flashckpt.commit.attempts import AttemptInfo, attempts
+from flashckpt.commit.attempts import AttemptInfo, attempt_folders, attempts
 from flashckpt.commit.steps import is_committed
 from flashckpt.format.names import MAX_STEP, STEPS, AttemptName, step_folder, step_number
 from flashckpt.store.base import Store
@@ -83,6 +83,5 @@ def everything(store: Store) -> Iterator[VisibleStep]:
     """What any attempt has begun, committed or not, visible or not, newest step first."""
     steps = (step_number(entry.name) for entry in store.list(STEPS) if entry.is_folder)
     for step in sorted((step for step in steps if step is not None), reverse=True):
-        names = (AttemptName.parse(entry.name) for entry in store.list(step_folder(step)) if entry.is_folder)
-        for name in sorted((name for name in names if name is not None), reverse=True):
+        for name in sorted(attempt_folders(store, step_folder(step)), reverse=True):
             yield VisibleStep(step, name)

@@ -1,11 +1,13 @@
 """Marks of steps that failed a verification. A mark puts its step last; it hides and deletes nothing.
 
-The fault may be the host's, so a mark names it, and another host still tries the step.
+The fault may be the host's, so a mark names it: on that host its step comes last, on any other it comes
+in its turn.
 """
 
 from __future__ import annotations
 
 import secrets
+import socket
 
 from flashckpt.commit.lineage import VisibleStep
 from flashckpt.errors import DamagedError
@@ -14,7 +16,13 @@ from flashckpt.format.records import Mark
 from flashckpt.store.base import Store
 
 _MAX_MARKS = 64
+_MAX_HOST_CHARS = 255
 _MAX_REASON_CHARS = 2000
+
+
+def this_host() -> str:
+    """This machine's name, as marks have it."""
+    return socket.gethostname()[:_MAX_HOST_CHARS]
 
 
 def mark(store: Store, step: int, attempt: AttemptName, host: str, reason: str) -> None:
@@ -22,7 +30,7 @@ def mark(store: Store, step: int, attempt: AttemptName, host: str, reason: str) 
     folder = step_attempt_folder(step, attempt)
     if sum(MARK.fullmatch(entry.name) is not None for entry in store.list(folder)) >= _MAX_MARKS:
         return
-    record = Mark(step=step, attempt=attempt, host=host[:255], reason=reason[:_MAX_REASON_CHARS])
+    record = Mark(step=step, attempt=attempt, host=host[:_MAX_HOST_CHARS], reason=reason[:_MAX_REASON_CHARS])
     store.create(f"{folder}/mark-{secrets.token_hex(4)}.json", record.to_bytes())
 
 
@@ -43,3 +51,9 @@ def marks(store: Store, step: int, attempt: AttemptName) -> list[Mark]:
 def is_marked(store: Store, each: VisibleStep) -> bool:
     """Whether a verification of this step failed somewhere."""
     return bool(marks(store, each.step, each.attempt))
+
+
+def marked_here(store: Store, each: VisibleStep) -> Mark | None:
+    """The first mark that this machine put on the step, None where it put none."""
+    found = marks(store, each.step, each.attempt)
+    return next((mark for mark in found if mark.host == this_host()), None)

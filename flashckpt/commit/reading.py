@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashckpt.commit.attempts import attempts
+from flashckpt.commit.attempts import attempt_folders, attempts
 from flashckpt.commit.lineage import (
     VisibleStep,
     bounds,
@@ -11,11 +11,12 @@ from flashckpt.commit.lineage import (
     newest_first,
     visible,
 )
-from flashckpt.commit.marks import is_marked
+from flashckpt.commit.marks import marked_here
 from flashckpt.commit.run import open_run
 from flashckpt.commit.steps import StepRecord, is_committed, read_manifest, read_step
 from flashckpt.errors import DamagedError, NoSuchStepError, UnusableRunError
-from flashckpt.format.names import AttemptName
+from flashckpt.events import log
+from flashckpt.format.names import ATTEMPTS, AttemptName, start_path
 from flashckpt.format.records import Manifest
 from flashckpt.store.base import Store
 
@@ -29,19 +30,30 @@ def steps(store: Store) -> list[int]:
 
 
 def candidates(store: Store) -> list[VisibleStep]:
-    """What a resume should try, in this order: newest first, those marked as damaged last."""
+    """What a resume should try, in this order: newest first, and last those that this machine has marked
+    as damaged. That it passes over a newer step is said in the log."""
     newest = list(newest_first(store))
-    marked = [each for each in newest if is_marked(store, each)]
-    return [each for each in newest if each not in marked] + marked
+    marks = {each: mark for each in newest if (mark := marked_here(store, each)) is not None}
+    others = [each for each in newest if each not in marks]
+    for each, mark in marks.items():
+        if others and others[0] < each:
+            log.warning(
+                "step %d of attempt %s is passed over, marked by host %s: %s. An older step comes first. If "
+                "its files are whole again (`flashckpt verify`), delete the mark-*.json beside them.",
+                each.step, each.attempt, mark.host, mark.reason,
+            )  # fmt: skip
+    return others + list(marks)
 
 
 def resolve(store: Store, step: int | None = None, at: AttemptName | None = None) -> StepRecord:
     """A committed step, read: the best candidate, the visible `step`, or `step` of the attempt `at`.
 
-    NoSuchStepError, with what there is, where it is not there.
+    NoSuchStepError, with what there is, where it is not there; UnusableRunError where it cannot be known
+    which step is the best.
     """
     open_run(store, create=False)
     if step is None:
+        check_records(store)
         found = candidates(store)
         if not found:
             raise _no_step(store, "no committed step", None)
@@ -56,8 +68,35 @@ def resolve(store: Store, step: int | None = None, at: AttemptName | None = None
     raise _no_step(store, f"no visible committed step {step}", step)
 
 
+def check_records(store: Store) -> None:
+    """UnusableRunError where an attempt that is newer than all that have claim and start.json has left
+    steps, or a start.json: then one of its records is lost, and an older lineage would win.
+
+    Of attempts before the newest started one nothing is asked: it has gone on from what it found, and
+    their records may have been swept.
+    """
+    # Looked at before the claims are: an attempt that starts meanwhile is then known, not suspected.
+    begun = list(everything(store))
+    folders = attempt_folders(store, ATTEMPTS)
+    with_start = [name for name in folders if store.exists(start_path(name))]
+    started = {info.name for info in attempts(store) if info.start is not None}
+    newest = max((name.number for name in started), default=0)
+    lost = {name for name in with_start if name.number >= newest} - started
+    suspects = [each for each in begun if each.attempt.number >= newest and each.attempt not in started]
+    steps = [each for each in suspects if _has_manifest(store, each)]
+    lost |= {each.attempt for each in steps}
+    if lost:
+        raise UnusableRunError(
+            f"{store.url} has lost records: attempt {max(lost)} has been trained, and its claim "
+            f"{ATTEMPTS}/{max(lost).number:06d}.json or its {start_path(max(lost))} is missing. Nothing was "
+            "changed, and neither an older step nor a fresh start is taken instead. Put the files back, or "
+            f"name a step to go on from with `flashckpt branch {store.url} STEP@ATTEMPT`{_named(steps)}.",
+            path=store.url,
+        )
+
+
 def check_usable(store: Store) -> None:
-    """UnusableRunError where the lineage has manifests and not one committed step that is complete.
+    """UnusableRunError where there are manifests and not one visible committed step that is complete.
 
     A run that died before its first commit has no manifest: it is a fresh one.
     """
@@ -70,6 +109,20 @@ def check_usable(store: Store) -> None:
             "files back, or use another folder.",
             path=store.url,
         )
+
+    steps = [each for each in everything(store) if _has_manifest(store, each)]
+    if steps:
+        raise UnusableRunError(
+            f"{store.url} has committed steps, and its newest attempt went on from none of them. Nothing was "
+            "changed, and it is not taken for a fresh run. Name the step to go on from with "
+            f"`flashckpt branch {store.url} STEP@ATTEMPT`{_named(steps)}, or use another folder.",
+            path=store.url,
+        )
+
+
+def _named(steps: list[VisibleStep]) -> str:
+    names = ", ".join(f"{each.step}@{each.attempt}" for each in steps[:_SHOWN])
+    return f" ({names})" if names else ""
 
 
 def _has_manifest(store: Store, each: VisibleStep) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,10 @@ import pytest
 from flashckpt.commit.attempts import claim, newest_started, start
 from flashckpt.commit.branching import branch
 from flashckpt.commit.lineage import newest_first, visible
-from flashckpt.commit.marks import mark, marks
-from flashckpt.commit.reading import candidates, check_usable, resolve, steps
+from flashckpt.commit.marks import mark, marks, this_host
+from flashckpt.commit.reading import candidates, check_records, check_usable, resolve, steps
 from flashckpt.errors import NoSuchStepError, RunHeldError, UnusableRunError
-from flashckpt.format.names import manifest_path, step_attempt_folder
+from flashckpt.format.names import claim_path, manifest_path, start_path, step_attempt_folder
 from flashckpt.store.base import Store
 from tests.commit.runs import HOLDER, attempt_at, commit, new_run, publish
 
@@ -150,15 +151,72 @@ def test_the_newest_is_found_without_the_rest(store: Store) -> None:
     assert sum("manifest" in path for path in read) == 1
 
 
-def test_a_mark_puts_a_step_last_and_hides_nothing(store: Store) -> None:
+def test_a_mark_of_this_host_puts_a_step_last_and_hides_nothing(store: Store) -> None:
     first = attempt_at(store)
     train(store, first, 100, 200, 300)
-    mark(store, 300, first, "node-7", "chunk 3")
+    mark(store, 300, first, this_host(), "chunk 3")
     assert [each.step for each in candidates(store)] == [200, 100, 300]
     assert steps(store) == [100, 200, 300]
     assert resolve(store).step == 200
     assert resolve(store, 300).step == 300
-    assert [(each.host, each.reason) for each in marks(store, 300, first)] == [("node-7", "chunk 3")]
+    assert [(each.host, each.reason) for each in marks(store, 300, first)] == [(this_host(), "chunk 3")]
+
+
+def test_a_mark_of_another_host_changes_no_order(store: Store) -> None:
+    first = attempt_at(store)
+    train(store, first, 100, 200)
+    mark(store, 200, first, "node-7", "chunk 3")
+    assert [each.step for each in candidates(store)] == [200, 100]
+    assert resolve(store).step == 200
+
+
+@pytest.mark.parametrize("lost", ["claim", "start", "claim of one without steps", "both"])
+def test_an_older_lineage_does_not_win_when_records_are_lost(store: Store, lost: str) -> None:
+    first = attempt_at(store)
+    train(store, first, 100, 200)
+    second = attempt_at(store, first, 100)
+    if lost != "claim of one without steps":
+        train(store, second, 150)
+    check_records(store)
+    if lost != "start":
+        Path(store.local_path(claim_path(2))).unlink()
+    if lost in ("start", "both"):
+        Path(store.local_path(start_path(second))).unlink()
+    assert shown(store) == [(100, 1), (200, 1)]
+    with pytest.raises(UnusableRunError, match=str(second)):
+        check_records(store)
+    with pytest.raises(UnusableRunError):
+        resolve(store)
+    # To say where to go on is the way out, and it stays said.
+    branch(store, 200, first, watch_s=0)
+    check_records(store)
+    assert shown(store) == [(100, 1), (200, 1)]
+
+
+def test_what_a_sweep_leaves_of_an_older_attempt_is_no_lost_record(store: Store) -> None:
+    first = attempt_at(store)
+    second = attempt_at(store)
+    train(store, second, 100)
+    # A power loss may keep the later of two removals and undo the earlier one.
+    Path(store.local_path(claim_path(first.number))).unlink()
+    check_records(store)
+    assert resolve(store).step == 100
+
+
+def test_a_claim_comes_after_all_whose_steps_are_there(store: Store) -> None:
+    first = attempt_at(store)
+    train(store, first, 100)
+    second = attempt_at(store, first, 100)
+    train(store, second, 200)
+    shutil.rmtree(store.local_path("attempts"))
+    assert claim(store, HOLDER).number == 3
+
+
+def test_steps_that_the_newest_attempt_did_not_go_on_from_are_no_fresh_start(store: Store) -> None:
+    train(store, attempt_at(store), 100)
+    attempt_at(store)
+    with pytest.raises(UnusableRunError, match="100@000001"):
+        check_usable(store)
 
 
 def test_a_run_of_which_nothing_can_be_used_is_an_error(store: Store) -> None:
