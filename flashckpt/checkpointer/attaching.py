@@ -24,14 +24,16 @@ from flashckpt.checkpointer.facade import Checkpointer, Resumed
 from flashckpt.checkpointer.progress import Progress
 from flashckpt.checkpointer.read_ahead import Use
 from flashckpt.checkpointer.session import Session, open_session
-from flashckpt.errors import DamagedError, FlashckptError, OptionError
+from flashckpt.errors import DamagedError, FlashckptError, FormatError, OptionError
 from flashckpt.events import Event, log
+from flashckpt.format.layout import RESERVED
 from flashckpt.keeper.client import SlotGrant
 from flashckpt.options import Keep, Options
 from flashckpt.restore.digesting import digest_tensors
-from flashckpt.restore.filling import fill
+from flashckpt.restore.filling import check_fits, fill
 from flashckpt.restore.ladder import Ladder, Loaded
 from flashckpt.restore.memory_tier import Held
+from flashckpt.restore.snapshot import Snapshot
 from flashckpt.state import rng
 from flashckpt.state.tree import Tree
 
@@ -75,6 +77,10 @@ def attach(
 
 def _state_of(state: Mapping[str, object] | None, named: Mapping[str, object]) -> dict[str, object]:
     """The state under its names. Raises OptionError for a keyword that is neither option nor state."""
+    if RESERVED in {*(state or {}), *named}:
+        raise OptionError(
+            f"{RESERVED}: safetensors keeps this name for itself. Nothing was started. Rename it."
+        )
     for name, value in named.items():
         if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
             raise OptionError(
@@ -105,9 +111,12 @@ def _resume(
         extra.append(held)
         return held
 
+    def fits(snapshot: Snapshot) -> None:
+        _check(tree, snapshot)
+
     threads = options.threads or torch.get_num_threads()
     try:
-        ladder = Ladder(session.store, mapped, session.environment.rank, slot_for, threads)
+        ladder = Ladder(session.store, mapped, session.environment.rank, slot_for, fits, threads)
         loaded = ladder.climb()
         if loaded is None:
             session.start(None, 0, None)
@@ -117,6 +126,18 @@ def _resume(
         for held in [*mapped, *extra]:
             held.unpin()
             held.slot.close()
+
+
+def _check(tree: Tree, snapshot: Snapshot) -> None:
+    """Whether all of a snapshot can be taken up. Changes nothing; DamagedError, MismatchError."""
+    Progress().restore(snapshot.section("progress"))
+    check_fits(tree, snapshot)
+    # Last: of what is read here, only this is put in its place for a moment.
+    before = rng.capture()
+    try:
+        rng.restore(snapshot.section("rng"))
+    finally:
+        rng.restore(before)
 
 
 def _take_up(
@@ -160,6 +181,9 @@ def _held(grant: SlotGrant) -> Held | None:
     """A surviving slot, mapped. None, said in the log, for one that cannot be read."""
     try:
         slot = grant.open()
+    except FormatError:
+        # A newer version's snapshot is whole: to pass it over would leave it behind for good.
+        raise
     except (FlashckptError, OSError) as error:
         log.error("a slot in memory cannot be used and is passed over: %s", error)
         return None

@@ -19,15 +19,12 @@ from flashckpt.state.tree import Saved, Tree
 _ROWS_SHOWN = 40
 
 
-def fill(tree: Tree, snapshot: Snapshot, threads: int) -> None:
-    """Make the live state that of the snapshot.
+def check_fits(tree: Tree, snapshot: Snapshot) -> None:
+    """Whether the live state can be made that of the snapshot. Changes nothing.
 
-    Raises MismatchError, with nothing changed, if it does not fit; DamagedError if a live tensor is not
-    bit for bit what was saved after it was filled (the live state is then not to be trusted).
+    Raises MismatchError if it does not fit, DamagedError if the snapshot's values are not whole.
     """
-    leaves = {leaf.name: leaf for leaf in snapshot.layout.leaves}
-    saved = Saved(leaves=leaves, value=snapshot.section("state"), tensor=snapshot.tensor)
-    differences = tree.differences(saved)
+    differences = tree.differences(_saved(snapshot))
     if differences:
         raise MismatchError(
             f"The checkpoint of step {snapshot.step} is of another model: {len(differences)} things differ. "
@@ -37,9 +34,22 @@ def fill(tree: Tree, snapshot: Snapshot, threads: int) -> None:
             differences=tuple(differences),
             step=snapshot.step,
         )
+
+
+def fill(tree: Tree, snapshot: Snapshot, threads: int) -> None:
+    """Make the live state that of a snapshot that fits.
+
+    Raises DamagedError if a live tensor is not bit for bit what was saved after it was filled (the live
+    state is then not to be trusted).
+    """
     with torch.no_grad():
-        filled = tree.restore(saved)
+        filled = tree.restore(_saved(snapshot))
     _check_arrived(snapshot, filled, threads)
+
+
+def _saved(snapshot: Snapshot) -> Saved:
+    leaves = {leaf.name: leaf for leaf in snapshot.layout.leaves}
+    return Saved(leaves=leaves, value=snapshot.section("state"), tensor=snapshot.tensor)
 
 
 def table_of(differences: list[tuple[str, str, str]]) -> str:

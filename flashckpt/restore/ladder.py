@@ -1,20 +1,23 @@
 """Where a run goes on from: the visible steps, newest first, at each the nearest tier first.
 
 Owns the order of candidates and what is said of those that cannot be used. Down the ladder goes only
-what is unreadable or damaged. A state that does not fit stops the resume: an older step that happens to
-fit is not what the user wants, and a run whose steps cannot be used is never taken for a fresh one.
+what is damaged or missing: nothing will bring that back. A state that does not fit, storage that fails,
+a newer format or a fault of this node's memory stops the resume: the step may be whole, and going on from
+an older one would leave it behind for good. A run whose steps cannot be used is never taken for a fresh
+one.
 """
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 from flashckpt.commit import attempts, lineage, marks, reading
 from flashckpt.commit.steps import read_step
-from flashckpt.errors import DamagedError, FlashckptError, OutOfRoomError, UnusableRunError
+from flashckpt.errors import DamagedError, RunError, UnusableRunError
 from flashckpt.events import log
 from flashckpt.format.records import AttemptName
 from flashckpt.restore import local_tier, memory_tier
@@ -24,6 +27,14 @@ from flashckpt.store.base import Store
 
 SlotFor = Callable[[int, int], Held]
 """Takes bytes of metadata and of image; gives a slot of at least that size to read into."""
+
+Fits = Callable[[Snapshot], None]
+"""Raises DamagedError for a snapshot that is none, MismatchError for one that is of another model; changes
+nothing."""
+
+_Found = TypeVar("_Found")
+_PAUSES_S = (0.1, 0.5, 2.0)
+"""Before each further try of a read that failed: a server's hiccup is over by then, a dead disk is not."""
 
 
 @dataclass(frozen=True)
@@ -48,33 +59,33 @@ class Ladder:
     """The candidates of one run, and the reasons why some were passed over.
 
     `survived` are the slots in which this node's keeper found sealed snapshots. `refused` gathers one
-    sentence for each candidate that could not be used.
+    sentence for each candidate that could not be used. `fits` is asked of each that is whole.
     """
 
     def __init__(
-        self, store: Store, survived: list[Held], rank: int, slot_for: SlotFor, threads: int
+        self, store: Store, survived: list[Held], rank: int, slot_for: SlotFor, fits: Fits, threads: int
     ) -> None:
         self._store, self._survived, self._rank = store, survived, rank
-        self._slot_for, self._threads = slot_for, threads
+        self._slot_for, self._fits, self._threads = slot_for, fits, threads
         self.refused: list[str] = []
 
     def climb(self) -> Loaded | None:
-        """The first candidate that is whole. None for a run that has no step at all.
+        """The first candidate that is whole and fits. None for a run that has no step at all.
 
-        Raises UnusableRunError where there are steps and none can be used, OutOfRoomError where there is
-        no memory to read one into.
+        Raises UnusableRunError where there are steps and none can be used, or records of attempts are
+        lost; MismatchError where the newest that is whole does not fit; RunError where storage fails
+        again and again; NoSuchStepError, FormatError, OutOfRoomError, KeeperError.
         """
-        candidates = self.candidates()
+        self._patiently("its attempts", partial(reading.check_records, self._store))
+        candidates = self._patiently("its steps", self.candidates)
         for candidate in candidates:
             began = time.perf_counter()
             try:
-                loaded = self._load(candidate)
-            except OutOfRoomError:
-                raise
-            except (FlashckptError, OSError) as error:
+                snapshot, held = self._patiently(_named(candidate), partial(self._load, candidate))
+                self._check(snapshot, held)
+            except (DamagedError, FileNotFoundError) as error:
                 self._refuse(candidate, error)
                 continue
-            snapshot, held = loaded
             return Loaded(snapshot, held, time.perf_counter() - began)
         if candidates:
             reasons = "\n".join(f"  {reason}" for reason in self.refused)
@@ -84,13 +95,13 @@ class Ladder:
                 "put back what is missing, or start in another folder.",
                 path=self._store.url,
             )
-        reading.check_usable(self._store)
+        self._patiently("its steps", partial(reading.check_usable, self._store))
         return None
 
     def candidates(self) -> list[Candidate]:
-        """Newest step first, memory before local; steps that a verification has marked come last."""
+        """Newest step first, memory before local; steps that this machine has marked come last."""
         at_rest = reading.candidates(self._store)
-        marked = {each for each in at_rest if marks.is_marked(self._store, each)}
+        marked = {each for each in at_rest if marks.marked_here(self._store, each) is not None}
         found = [Candidate(held.step, held.attempt, held) for held in self._visible_slots()]
         found += [Candidate(each.step, each.attempt) for each in at_rest if each not in marked]
         found.sort(key=lambda each: (each.step, each.attempt.number, each.held is not None), reverse=True)
@@ -108,10 +119,48 @@ class Ladder:
         record = read_step(self._store, candidate.step, candidate.attempt)
         return local_tier.load(record, self._rank, self._slot_for, self._threads)
 
+    def _check(self, snapshot: Snapshot, held: Held) -> None:
+        try:
+            self._fits(snapshot)
+        except BaseException:
+            held.unpin()
+            raise
+
+    def _patiently(self, what: str, read: Callable[[], _Found]) -> _Found:
+        """What `read` gives. A failure of storage is tried again; RunError when it does not end."""
+        for pause_s in _PAUSES_S:
+            try:
+                return read()
+            except FileNotFoundError:
+                raise
+            except OSError as error:
+                log.warning("%s: %s cannot be read (%s); trying again", self._store.url, what, error)
+                time.sleep(pause_s)
+        try:
+            return read()
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise RunError(
+                f"{self._store.url}: {what} cannot be read ({error}), in {1 + len(_PAUSES_S)} tries. Nothing "
+                "was loaded, nothing was changed and nothing was marked: the files may be whole. Start again "
+                "when the storage answers; to go on from an older step instead, say so with "
+                f"`flashckpt branch {self._store.url} STEP`.",
+                path=self._store.url,
+            ) from error
+
     def _refuse(self, candidate: Candidate, error: Exception) -> None:
-        tier = "local" if candidate.held is None else "memory"
-        reason = f"step {candidate.step} of attempt {candidate.attempt} ({tier}): {error}"
+        reason = f"{_named(candidate)}: {error}"
         self.refused.append(reason)
         log.error("cannot resume from %s", reason)
         if candidate.held is None and isinstance(error, DamagedError):
-            marks.mark(self._store, candidate.step, candidate.attempt, socket.gethostname(), str(error))
+            try:
+                marks.mark(self._store, candidate.step, candidate.attempt, marks.this_host(), str(error))
+            except OSError as failure:
+                # It is passed over now all the same; without the mark it is only tried again.
+                log.warning("%s could not be marked: %s", _named(candidate), failure)
+
+
+def _named(candidate: Candidate) -> str:
+    tier = "local" if candidate.held is None else "memory"
+    return f"step {candidate.step} of attempt {candidate.attempt} ({tier})"

@@ -1,0 +1,192 @@
+"""Which step a real run goes on from, and what stops it from going on from an older one."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import flashckpt
+from flashckpt._native import xxh3_128
+from flashckpt.commit import marks
+from flashckpt.commit.lineage import newest_first
+from flashckpt.commit.steps import StepRecord, read_step
+from flashckpt.errors import DamagedError
+from flashckpt.format.names import manifest_path, step_attempt_folder
+from flashckpt.format.records import PartRecord
+from flashckpt.memory.slot import Slot
+from flashckpt.restore import ladder
+from flashckpt.store.base import open_store
+from flashckpt.store.local import LocalStore
+from tests.checkpointer.test_bad_input import trained
+from tests.checkpointer.test_loop import Job
+
+pytestmark = pytest.mark.usefixtures("runtime")
+
+
+@pytest.fixture
+def run(tmp_path: Path, kill_keepers: Callable[..., None]) -> Path:
+    """A run with the committed steps 2 and 4, and nothing of it in memory."""
+    folder = tmp_path / "run"
+    trained(folder, [2, 4])
+    kill_keepers(remove_regions=True)
+    return folder
+
+
+def newest(run: Path) -> StepRecord:
+    store = open_store(run)
+    each = next(newest_first(store))
+    return read_step(store, each.step, each.attempt)
+
+
+def rewrite_part(run: Path, change: Callable[[bytes], bytes]) -> None:
+    """Another part for the newest step, which its manifest names with the right length and checksum."""
+    record = newest(run)
+    [part] = record.parts
+    path = run / step_attempt_folder(record.step, record.attempt) / part.file
+    data = change(path.read_bytes())
+    path.write_bytes(data)
+    row = PartRecord(file=part.file, num_bytes=len(data), checksum=xxh3_128(data).hex())
+    manifest = replace(record.manifest, parts=(row,))
+    (run / manifest_path(record.step, record.attempt)).write_bytes(manifest.to_bytes())
+
+
+def marked(run: Path) -> list[Path]:
+    return list(run.glob("steps/*/*/mark-*"))
+
+
+def refused(run: Path, error: type[flashckpt.FlashckptError], match: str) -> None:
+    """attach stops with this error, and changes, marks and starts nothing."""
+    job, starts = Job(), set(run.glob("attempts/*/start.json"))
+    weight, numbers = job.model.weight.detach().clone(), (random.getstate(), torch.get_rng_state())
+    with pytest.raises(error, match=match):
+        flashckpt.attach(run, **job.named)
+    assert torch.equal(job.model.weight, weight)
+    assert random.getstate() == numbers[0]
+    assert torch.equal(torch.get_rng_state(), numbers[1])
+    assert not marked(run)
+    assert set(run.glob("attempts/*/start.json")) == starts
+
+
+def resumed_at(run: Path) -> int:
+    with flashckpt.attach(run, **Job().named) as checkpointer:
+        return checkpointer.completed
+
+
+@pytest.mark.parametrize("lost", ["start", "claim", "attempts"])
+def test_lost_records_are_no_fresh_start_and_branch_gets_the_run_back(run: Path, lost: str) -> None:
+    attempt = str(newest(run).attempt)
+    if lost == "attempts":
+        shutil.rmtree(run / "attempts")
+    else:
+        [path] = run.glob("attempts/*/start.json" if lost == "start" else "attempts/*.json")
+        path.unlink()
+    refused(run, flashckpt.UnusableRunError, f"4@{attempt}")
+    with pytest.raises(flashckpt.UnusableRunError):
+        flashckpt.load(run)
+    flashckpt.branch(run, 4, attempt)
+    assert resumed_at(run) == 4
+
+
+def test_a_mark_of_another_host_rolls_nothing_back(run: Path) -> None:
+    record = newest(run)
+    marks.mark(open_store(run), 4, record.attempt, "some-other-host", "its memory was bad")
+    assert resumed_at(run) == 4
+
+
+def test_a_step_that_is_passed_over_for_its_mark_is_said(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    record = newest(run)
+    marks.mark(open_store(run), 4, record.attempt, marks.this_host(), "chunk 3 is not what was written")
+    with caplog.at_level(logging.WARNING, "flashckpt"):
+        assert resumed_at(run) == 2
+    said = [each.getMessage() for each in caplog.records if "passed over" in each.getMessage()]
+    assert any("step 4" in each and marks.this_host() in each and "chunk 3" in each for each in said)
+
+
+def test_a_slot_that_is_taken_for_a_moment_costs_no_step(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin, calls = Slot.begin, []
+
+    def late(slot: Slot, owner: int) -> int | None:
+        calls.append(owner)
+        return begin(slot, owner) if len(calls) > 1 else None
+
+    monkeypatch.setattr(Slot, "begin", late)
+    assert resumed_at(run) == 4
+    assert not marked(run)
+
+
+def test_a_fault_of_memory_is_not_the_steps(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(slot: Slot, owner: int) -> int | None:
+        raise DamagedError("the slot's word is none")
+
+    monkeypatch.setattr(Slot, "begin", broken)
+    refused(run, flashckpt.KeeperError, "not in doubt")
+
+
+class Failing:
+    """Storage that answers EIO for the newest step's part, so many times."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+        self.left, self._read = times, LocalStore.read
+        monkeypatch.setattr(LocalStore, "read", lambda *arguments: self.read(*arguments))
+        monkeypatch.setattr(ladder, "_PAUSES_S", (0.0, 0.0, 0.0))
+
+    def read(self, store: LocalStore, path: str, max_bytes: int) -> bytes:
+        if self.left and "000000000004" in path and "part-" in path:
+            self.left -= 1
+            raise OSError(errno.EIO, "Input/output error", path)
+        return self._read(store, path, max_bytes)
+
+
+def test_storage_that_fails_once_costs_no_step(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = Failing(monkeypatch, times=1)
+    assert resumed_at(run) == 4
+    assert not failing.left
+
+
+def test_storage_that_goes_on_failing_stops_the_resume(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Failing(monkeypatch, times=10**6)
+    refused(run, flashckpt.RunError, "flashckpt branch")
+    monkeypatch.undo()
+
+
+def test_a_step_of_a_newer_format_is_not_left_behind(run: Path) -> None:
+    def newer(data: bytes) -> bytes:
+        head, between, _ = data.rpartition(b',"checksum":"')
+        head = head.replace(b'"format":1', b'"format":2', 1)
+        return head + between + xxh3_128(head).hex().encode() + b'"}\n'
+
+    rewrite_part(run, newer)
+    refused(run, flashckpt.FormatError, "Upgrade")
+
+
+@pytest.mark.parametrize(
+    ("section", "value"),
+    [("progress", {"step": -1}), ("rng", {"python": "x"}), ("rng", None), ("state", {})],
+)
+def test_values_that_are_damaged_lead_to_the_older_step(run: Path, section: str, value: object) -> None:
+    [part] = newest(run).parts
+    [rank] = part.ranks
+    harmed = replace(part, ranks=(replace(rank, values={**rank.values, section: value}),))
+    rewrite_part(run, lambda data: harmed.to_bytes())
+    assert resumed_at(run) == 2
+    assert len(marked(run)) == 1
+
+
+def test_another_model_stops_the_resume(run: Path) -> None:
+    with pytest.raises(flashckpt.MismatchError, match="no older step"):
+        flashckpt.attach(run, **Job(width=5).named)
+    assert not marked(run)
+
+
+def test_the_name_that_safetensors_keeps_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    with pytest.raises(flashckpt.OptionError, match="__metadata__"):
+        flashckpt.attach(tmp_path / "run", state={"__metadata__": Job().model})
+    assert not (tmp_path / "run").exists()
