@@ -6,10 +6,12 @@ handed out by a snapshot are views of memory that goes: they are copied and neve
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -142,6 +144,25 @@ def _names(value: object) -> list[str]:
     return value
 
 
+def _refill(live: Any, value: Any) -> bool:
+    """Give an array, a set, a counter or a bytearray that is there the saved contents, if it can be."""
+    if type(live) is np.ndarray:
+        if live.dtype != value.dtype or live.shape != value.shape or not live.flags.writeable:
+            return False
+        np.copyto(live, value)
+    elif type(live) in (set, Counter):
+        live.clear()
+        live.update(value)
+    elif type(live) is bytearray:
+        try:
+            live[:] = value
+        except BufferError:  # something looks at its memory, which therefore keeps its length
+            return False
+    else:
+        return False
+    return True
+
+
 class Settling:
     """Puts a saved nested value back, keeping the containers and tensors that exist."""
 
@@ -156,6 +177,8 @@ class Settling:
     ) -> None:
         self._filling, self._home, self._like = filling, home, like
         self._holes = holes
+        # One object in two places, where two were saved: only the first may take its contents.
+        self._kept: dict[int, object] = {}
         # Step counters of a run on a CPU: they stay there when its parameters move to a device.
         self._scalars_on_cpu = scalars_on_cpu and home.type != "cpu"
 
@@ -172,6 +195,9 @@ class Settling:
             return self._settle_sequence(value, live, name)
         if rng.is_generator(live) and type(live) is kind:
             rng.restore_one(live, rng.capture_one(value))
+            return live
+        if type(live) is kind and id(live) not in self._kept and _refill(live, value):
+            self._kept[id(live)] = live
             return live
         return value
 

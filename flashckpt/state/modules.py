@@ -1,8 +1,8 @@
 """Modules: parameters, buffers, extra state. Owns how they are found, named and put back.
 
 Buffers that `state_dict` leaves out (persistent=False) are saved too: a resume to the bit needs those
-that change. Attributes that are neither are not state, as in torch. Never calls `state_dict` of a module:
-hooks there gather, copy and rename.
+that change. Attributes that are neither are not state, as in torch. Never calls `state_dict` of a module
+after it was attached (own_saving.py looks into it once): hooks there gather, copy and rename.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flashckpt.format.typed import LeafRef
+from flashckpt.events import log
+from flashckpt.format.typed import Encoded, LeafRef
 from flashckpt.state.entry import MISSING, Row
 from flashckpt.state.filling import Filling, Saved, Settling, canonical_names
 from flashckpt.state.leaves import Leaves, Place, Refresh, Sink
 from flashckpt.state.naming import Owners, step_name
-from flashckpt.state.references import references
+from flashckpt.state.references import leaf_names, references
 from flashckpt.state.survey import join, survey
 from flashckpt.state.tensors import described, fits, refuse
 
@@ -32,21 +33,26 @@ class ModuleEntry:
 
     def __init__(self, name: str, target: nn.Module) -> None:
         self.name, self.target = name, target
-        self._modules: dict[str, nn.Module] = {}
+        self.modules: dict[str, nn.Module] = {}
         self._extras: list[tuple[str, nn.Module]] = []
         self._transient: list[str] = []
         self._parameters: list[tuple[str, Tensor]] = []
+        self._in_extra: set[str] = set()
+        self._frozen: list[str] = []
+        self._frozen_record = Encoded(self._frozen)
 
     def walk(self, leaves: Leaves, owners: Owners) -> dict[str, Any]:
-        self._modules, self._extras, self._transient, self._parameters = {}, [], [], []
+        self.modules, self._extras, self._transient, self._parameters = {}, [], [], []
         self._visit(self.target, self.name, leaves, owners, ())
-        return self._values(leaves)
+        value = self._values(leaves)
+        self._in_extra = self._extra_leaves(value)
+        return value
 
     def values(self, refresh: Refresh) -> dict[str, Any]:
         return self._values(refresh)
 
     def _values(self, sink: Sink) -> dict[str, Any]:
-        value: dict[str, Any] = {"kind": self.kind}
+        value: dict[str, Any] = {"kind": self.kind, "frozen": self._frozen_now()}
         if self._transient:
             value["transient"] = self._transient
         if self._extras:
@@ -56,6 +62,18 @@ class ModuleEntry:
             }
         return value
 
+    @property
+    def has_extra_state(self) -> bool:
+        """Whether a module here has a get_extra_state, as of the last walk."""
+        return bool(self._extras)
+
+    def _frozen_now(self) -> Encoded:
+        """The parameters that need no gradient; written again only when they are others."""
+        frozen = [name for name, parameter in self._parameters if not parameter.requires_grad]
+        if frozen != self._frozen:
+            self._frozen, self._frozen_record = frozen, Encoded(frozen)
+        return self._frozen_record
+
     def parameters(self) -> list[tuple[str, Tensor]]:
         return self._parameters
 
@@ -64,8 +82,7 @@ class ModuleEntry:
     ) -> None:
         if id(module) in above:
             refuse(path, "is a module inside itself", "Hold the outer module in a list or a weak reference.")
-        _check_own_saving(module, path)
-        self._modules.setdefault(path, module)
+        self.modules.setdefault(path, module)
         self._take_parameters(module, path, leaves, owners)
         self._take_buffers(module, path, leaves)
         if type(module).get_extra_state is not nn.Module.get_extra_state:
@@ -105,8 +122,9 @@ class ModuleEntry:
 
     def differences(self, value: dict[str, Any], saved: Saved, live: Leaves) -> list[Row]:
         names = canonical_names(saved)
-        recorded = {name: saved.leaves[names[name]] for name in names if self._is_mine(name)}
-        here = {name: leaf.tensor for name, leaf in live.named.items() if self._is_mine(name)}
+        in_extra = self._extra_leaves(value)
+        recorded = {n: saved.leaves[leaf] for n, leaf in names.items() if self._is_mine(n, in_extra)}
+        here = {n: leaf.tensor for n, leaf in live.named.items() if self._is_mine(n, self._in_extra)}
         rows: list[Row] = []
         for name, leaf in recorded.items():
             if (name not in here or not fits(leaf, here[name])) and not self._may_make(name, value):
@@ -119,29 +137,49 @@ class ModuleEntry:
             rows.append((join(path, _EXTRA), *sides))
         return rows
 
-    def _is_mine(self, name: str) -> bool:
-        return name.startswith(self.name + ".") and f".{_EXTRA}" not in name
+    def _is_mine(self, name: str, in_extra: set[str]) -> bool:
+        return name.startswith(self.name + ".") and name not in in_extra
+
+    def _extra_leaves(self, value: dict[str, Any]) -> set[str]:
+        """Exactly the leaves that extra state names: a parameter may be called `_extra_state_too`."""
+        return {leaf for place, ref in self.references(value) for leaf in leaf_names(place, ref)}
 
     def _may_make(self, name: str, value: dict[str, Any]) -> bool:
         """Whether a buffer may come from the snapshot as it is: one that the module declares and has not
         filled yet, or one that is no part of its state_dict (a cache that grew)."""
         path, _, key = name.rpartition(".")
-        module = self._modules.get(path)
+        module = self.modules.get(path)
         if module is None or key in module._parameters or key in module._modules:
             return False
         return name in value.get("transient", ()) or module._buffers.get(key, module) is None
 
     def restore(self, value: dict[str, Any], filling: Filling, live: Leaves) -> None:
-        for name in filter(self._is_mine, filling.names_under(self.name)):
+        in_extra = self._extra_leaves(value)
+        for name in filling.names_under(self.name):
+            if name in in_extra:
+                continue
             leaf = live.named.get(name)
             if leaf is not None and fits(filling.leaf(name), leaf.tensor):
                 filling.fill(name, leaf.tensor)
             else:
                 self._make(name, name in value.get("transient", ()), filling)
+        if "frozen" in value:
+            self._freeze(set(value["frozen"]))
+
+    def _freeze(self, frozen: set[str]) -> None:
+        """What was frozen or thawed in the course of the run is so again."""
+        changed = [(n, p) for n, p in self._parameters if p.requires_grad == (n in frozen)]
+        for name, parameter in changed:
+            parameter.requires_grad_(name not in frozen)
+        if changed:
+            log.info(
+                "requires_grad of %d parameters of %s was set as it was saved (%s, …)",
+                len(changed), self.name, changed[0][0],
+            )  # fmt: skip
 
     def _make(self, name: str, transient: bool, filling: Filling) -> None:
         path, _, key = name.rpartition(".")
-        module = self._modules[path]
+        module = self.modules[path]
         before = module._buffers.get(key)
         beside = before if before is not None else next(self.target.parameters(), None)
         home = torch.device("cpu") if beside is None else beside.device
@@ -155,21 +193,6 @@ class ModuleEntry:
             if path in value.get("extra", {}):
                 settling = Settling(filling, torch.device("cpu"))
                 module.set_extra_state(settling.settle(value["extra"][path], None, join(path, _EXTRA)))
-
-
-def _check_own_saving(module: nn.Module, path: str) -> None:
-    """Refuse a module whose own saving holds more than parameters, buffers and extra state."""
-    if type(module)._save_to_state_dict is nn.Module._save_to_state_dict:
-        return
-    found: dict[str, Any] = {}
-    module._save_to_state_dict(found, "", True)
-    further = found.keys() - module._parameters.keys() - module._buffers.keys() - {_EXTRA}
-    if further:
-        refuse(
-            join(path, min(further)),
-            f"is put into the state_dict of a {type(module).__name__} by its own code",
-            "Make it a buffer, or give the module get_extra_state and set_extra_state.",
-        )
 
 
 def tie_differences(saved: Saved, live: Leaves) -> list[Row]:

@@ -1,7 +1,7 @@
 """Objects known only by `state_dict` and `load_state_dict`: schedulers, metrics, self-saving optimizers.
 
-Owns asking them at every boundary and giving back copies of their own. They come last, after all else is
-filled. What their methods do is theirs.
+Owns asking them at every boundary, giving back copies of their own, and asking once more whether they hold
+what they were given. They come last, after all else is filled. What their methods do is theirs.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from flashckpt.format.typed import LeafRef
+from flashckpt.state.arrival import changed_values, refuse_arrival
 from flashckpt.state.entry import Row
 from flashckpt.state.filling import Filling, Saved, Settling
 from flashckpt.state.leaves import Leaves, Place, Refresh, Sink
@@ -77,3 +78,49 @@ class ObjectEntry:
     def finish(self, value: dict[str, Any], filling: Filling) -> None:
         state = Settling(filling, torch.device("cpu")).settle(value["state"], None, self.name)
         self.target.load_state_dict(state)
+        if isinstance(self.target, Optimizer) and saves_as_torch(self.target):
+            given = Settling(filling, torch.device("cpu")).settle(value["state"], None, self.name)
+            _undo_casts(self.target, given)
+
+    def holds(self, value: dict[str, Any]) -> Leaves:
+        """The tensors that the object holds after `finish`. Raises StateError if its values are others
+        than were saved."""
+        live = Leaves()
+        now = self._values(live)["state"]
+        changed = changed_values(value["state"], now, self.name)
+        if changed:
+            # What differs from one call to the next (a clock) says nothing about what was loaded.
+            changing = changed_values(now, self._values(Leaves())["state"], self.name)
+            wrong = [f"{path} is {found}" for path, found in changed.items() if path not in changing]
+            if wrong:
+                refuse_arrival(self.name, wrong)
+        return live
+
+
+def saves_as_torch(target: Optimizer) -> bool:
+    """Whether both of an optimizer's methods are torch's own: at most it has hooks."""
+    kind = type(target)
+    return kind.state_dict is Optimizer.state_dict and kind.load_state_dict is Optimizer.load_state_dict
+
+
+def _undo_casts(target: Optimizer, given: Any) -> None:
+    """torch casts state to its parameter's dtype as it loads. Where `state_dict` hands out the very
+    tensor that the optimizer holds, no hook makes another of it, and it can be put back as saved."""
+    handed: Any = target.state_dict()
+    parameters = [p for group in target.param_groups for p in group["params"]]
+    for index, parameter in enumerate(parameters):
+        shown, recorded = _state_at(handed, index), _state_at(given, index)
+        live: Any = target.state.get(parameter)
+        for key in recorded.keys() & shown.keys() if isinstance(live, dict) else ():
+            saved, held = recorded[key], shown[key]
+            if not isinstance(saved, Tensor) or not isinstance(held, Tensor) or live.get(key) is not held:
+                continue
+            if held.dtype != saved.dtype and held.shape == saved.shape:
+                live[key] = saved.to(held.device)
+
+
+def _state_at(packed: Any, index: int) -> dict[Any, Any]:
+    """The state of one parameter in what torch's own state_dict gives, empty in any other form."""
+    states = packed.get("state") if isinstance(packed, dict) else None
+    state = states.get(index) if isinstance(states, dict) else None
+    return state if isinstance(state, dict) else {}

@@ -16,17 +16,21 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from flashckpt.errors import DamagedError
+from flashckpt.events import log
 from flashckpt.format.typed import Encoded, LeafRef, encode_json
 from flashckpt.state.entry import Row
 from flashckpt.state.filling import Filling, Saved, Settling
 from flashckpt.state.leaves import Leaves, Place, Refresh, Restructured, Sink
 from flashckpt.state.naming import Owners, unowned
+from flashckpt.state.objects import saves_as_torch
 from flashckpt.state.references import references
 from flashckpt.state.subclasses import can_make
 from flashckpt.state.survey import holds_tensor, join, rebuild, resequence, survey
 from flashckpt.state.tensors import described, fits
 
 _ROWS_A_GROUP = 20
+_TORCHS_ATTRIBUTES = ("defaults", "state", "param_groups")
+_MAY_CHANGE = (int, float, list, dict, set, deque, Tensor)
 _NOT_OPTIONS = ("params", "param_names")
 
 
@@ -270,8 +274,26 @@ def _name_rows(group: str, recorded: list[str], live: list[str]) -> list[Row]:
 
 def has_own_saving(target: Optimizer) -> bool:
     """Whether an optimizer saves or loads in its own way, by overriding or by hooks."""
-    kind = type(target)
-    if kind.state_dict is not Optimizer.state_dict or kind.load_state_dict is not Optimizer.load_state_dict:
+    if not saves_as_torch(target):
         return True
     hooks = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
     return any(getattr(target, f"_optimizer_{hook}_hooks", None) for hook in hooks)
+
+
+def warn_of_attributes(name: str, target: Optimizer) -> None:
+    """Say so if an optimizer that saves as torch's do keeps values in attributes of its own."""
+    if has_own_saving(target) or type(target).__module__.startswith("torch."):
+        return
+    own = [
+        key
+        for key, value in vars(target).items()
+        if key not in _TORCHS_ATTRIBUTES and not key.startswith(("_optimizer_", "_opt_called", "_warned"))
+        if isinstance(value, _MAY_CHANGE) and not isinstance(value, bool)
+        if key not in target.defaults
+    ]
+    if own:
+        log.warning(
+            "%s: attributes of a %s are not saved (%s). If they change in training, keep them in its groups "
+            "or its state, or give it state_dict and load_state_dict.",
+            name, type(target).__name__, ", ".join(own[:5]),
+        )  # fmt: skip

@@ -83,3 +83,12 @@ class ScalerEntry:
 
     def finish(self, value: dict[str, Any], filling: Filling) -> None:
         """Nothing here is the user's own code."""
+
+
+def is_torch_scaler(target: object) -> bool:
+    """Whether this is a GradScaler that saves as torch's does: one with methods of its own is asked."""
+    kind = type(target)
+    return isinstance(target, GradScaler) and (
+        kind.state_dict is GradScaler.state_dict  # type: ignore[attr-defined]
+        and kind.load_state_dict is GradScaler.load_state_dict  # type: ignore[attr-defined]
+    )

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 import flashckpt.state.adapters  # noqa: F401  (registers the types that torch and NumPy add)
 from flashckpt.errors import DamagedError, MismatchError, StateError
 from flashckpt.format.typed import check_roundtrip
+from flashckpt.state.arrival import tensors_held
 from flashckpt.state.containers import ContainerEntry, is_container
 from flashckpt.state.drivers import check_backward_optimizers, check_schedulers, unwrapped
 from flashckpt.state.entry import MISSING, Entry, Row
@@ -28,9 +28,10 @@ from flashckpt.state.leaves import Leaves, LiveLeaf, Refresh, Restructured
 from flashckpt.state.modules import ModuleEntry, tie_differences
 from flashckpt.state.naming import Owners
 from flashckpt.state.objects import ObjectEntry
-from flashckpt.state.optimizers import OptimizerEntry, has_own_saving
+from flashckpt.state.optimizers import OptimizerEntry, has_own_saving, warn_of_attributes
+from flashckpt.state.own_saving import check_own_saving
 from flashckpt.state.references import leaf_names
-from flashckpt.state.scaler import ScalerEntry
+from flashckpt.state.scaler import ScalerEntry, is_torch_scaler
 
 __all__ = ["LiveLeaf", "Saved", "Tree", "Walk"]
 
@@ -70,6 +71,9 @@ class Tree:
         self.current: Walk | None = None
         walk = self.walk(_all_used_up)
         check_backward_optimizers(self._parameters(), self.optimizers)
+        for name, optimizer in optimizers.items():
+            warn_of_attributes(name, optimizer)
+        check_own_saving(self._all_modules(), walk.leaves)
         for name, value in walk.value["entries"].items():
             check_roundtrip(value, name)
         self._forget()
@@ -83,6 +87,10 @@ class Tree:
 
     def _parameters(self) -> list[tuple[str, Tensor]]:
         return [pair for entry in self._in_order() for pair in entry.parameters()]
+
+    def _all_modules(self) -> dict[str, nn.Module]:
+        entries = [entry for entry in self._entries.values() if isinstance(entry, ModuleEntry)]
+        return {path: module for entry in entries for path, module in entry.modules.items()}
 
     def walk(self, used_up: UsedUp) -> Walk:
         """Every leaf and value of the state, now. `used_up(parameter, gradient)` says of a gradient that
@@ -163,7 +171,8 @@ class Tree:
         """Make the live state the saved one; (leaf name, live tensor) of everything that was filled.
 
         Raises MismatchError or DamagedError with nothing changed; what a `load_state_dict` of the
-        user's own raises comes as StateError, when all else was filled."""
+        user's own raises, or does not take back, comes as StateError, when all else was filled. A leaf
+        that has no place in the live state is a DamagedError then."""
         rows = self.differences(saved)
         if rows:
             raise MismatchError(
@@ -177,10 +186,21 @@ class Tree:
         for entry in self._in_order():
             entry.restore(values[entry.name], filling, live)
         self._gradients.restore(saved.value[NAMESPACE], filling)
+        filled = list(filling.filled)
         for entry in self._in_order():
-            _finish(entry, values[entry.name], filling)
+            filled += _finish(entry, values[entry.name], filling, saved)
         self._forget()
-        return filling.filled
+        _check_complete(saved, filled)
+        return filled
+
+    @property
+    def own_code(self) -> list[str]:
+        """The names of what takes its state back by methods of the program's own."""
+        return [
+            entry.name
+            for entry in self._entries.values()
+            if isinstance(entry, ObjectEntry) or (isinstance(entry, ModuleEntry) and entry.has_extra_state)
+        ]
 
 
 @contextlib.contextmanager
@@ -199,15 +219,30 @@ def _all_used_up(parameter: object, gradient: Tensor) -> bool:
     return True
 
 
-def _finish(entry: Entry, value: dict[str, Any], filling: Filling) -> None:
+def _check_complete(saved: Saved, filled: list[tuple[str, Tensor]]) -> None:
+    left = sorted(saved.leaves.keys() - {name for name, _ in filled})
+    if left:
+        raise DamagedError(
+            f"{len(left)} tensors of the snapshot belong to nothing that its values name "
+            f"({', '.join(left[:5])}), so they were not loaded. The rest was: this process must not train "
+            "on. Resume from another step."
+        )
+
+
+def _finish(entry: Entry, value: dict[str, Any], filling: Filling, saved: Saved) -> list[tuple[str, Tensor]]:
+    """Run the user's own code; the tensors to be digested: of an object those that it holds then,
+    instead of the copies that it was given."""
+    before = len(filling.filled)
     try:
         entry.finish(value, filling)
+        held = entry.holds(value) if isinstance(entry, ObjectEntry) else None
     except Exception as error:
         raise StateError(
             f"{entry.name} did not take its state back: {type(error).__name__}: {error}. The rest of the "
             "state was loaded already, so this process must not train on. The checkpoint is intact.",
             location=entry.name,
         ) from error
+    return filling.filled[before:] if held is None else tensors_held(entry.name, held, saved)
 
 
 def _entry(name: str, target: Any) -> Entry:
@@ -215,7 +250,7 @@ def _entry(name: str, target: Any) -> Entry:
         return ModuleEntry(name, target)
     if isinstance(target, Optimizer) and not has_own_saving(target):
         return OptimizerEntry(name, target)
-    if isinstance(target, GradScaler):
+    if is_torch_scaler(target):
         return ScalerEntry(name, target)
     if callable(getattr(target, "state_dict", None)) and callable(getattr(target, "load_state_dict", None)):
         return ObjectEntry(name, target)

@@ -1,0 +1,241 @@
+"""What objects hold after they took their state back, and objects that are changed where they are."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from array import array
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from flashckpt import _native
+from flashckpt.errors import DamagedError, StateError
+from flashckpt.format.records import AttemptName
+from flashckpt.restore.filling import fill
+from flashckpt.restore.snapshot import Snapshot
+from flashckpt.state.tree import Tree
+from tests.state.image import Image, assert_same, capture, restore
+
+
+class Meter:
+    """Takes back what it gave, unless told otherwise."""
+
+    def __init__(self, loses: str = "") -> None:
+        self.loses = loses
+        self.total, self.count, self.names = torch.zeros(3), 0, {"b", "a"}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self.total, "count": self.count, "names": self.names, "nested": [self.count * 1.5]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.loses != "count":
+            self.count = state["count"]
+        self.names = state["names"]
+        self.total = state["total"]
+        if self.loses == "dtype":
+            self.total = self.total.half()
+        if self.loses == "bytes":
+            self.total.mul_(2)
+
+
+def moved() -> Meter:
+    meter = Meter()
+    meter.total += 1.25
+    meter.count = 3
+    return meter
+
+
+def snapshot_of(image: Image) -> Snapshot:
+    data = bytearray(image.layout.data_start) + bytearray(image.data) + bytearray(64)
+    saved = image.saved()
+    digests = []
+    for leaf in image.layout.leaves:
+        start = image.layout.data_start + leaf.offset
+        digests.append(_native.digest(_native.address_of(data) + start, leaf.num_bytes))
+    return Snapshot(
+        step=4,
+        attempt=AttemptName(1, "00000000"),
+        tier="memory",
+        layout=image.layout,
+        digests=array("Q", digests),
+        values={"state": saved.value},
+        image=memoryview(data),
+    )
+
+
+@pytest.mark.parametrize(
+    ("loses", "message"),
+    [
+        ("count", "meter.count is 0; meter.nested.0"),
+        ("dtype", r"meter.total was float32 \(3,\) and is float16"),
+    ],
+)
+def test_an_object_that_does_not_take_its_state_back_is_told(loses: str, message: str) -> None:
+    image = capture(Tree({"meter": moved()}))
+    with pytest.raises(StateError, match=message) as caught:
+        Tree({"meter": Meter(loses)}).restore(image.saved())
+    assert caught.value.location == "meter"
+
+
+def test_what_an_object_holds_is_digested_not_what_it_was_given() -> None:
+    model = nn.Linear(2, 2)
+    image = capture(Tree({"meter": moved(), "model": model}))
+    with pytest.raises(StateError, match=r"step 4 .*\(meter.total\): either load_state_dict") as caught:
+        fill(Tree({"meter": Meter("bytes"), "model": nn.Linear(2, 2)}), snapshot_of(image), 1)
+    assert caught.value.location == "meter"
+    other = Meter()
+    fill(Tree({"meter": other, "model": nn.Linear(2, 2)}), snapshot_of(image), 1)
+    assert other.total.tolist() == [1.25] * 3
+
+
+def test_an_object_that_changes_another_is_named_as_a_cause() -> None:
+    class Meddling(Meter):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            super().load_state_dict(state)
+            model.weight.data.zero_()
+
+    model = nn.Linear(2, 2)
+    image = capture(Tree({"meter": Meddling(), "model": model}))
+    with pytest.raises(DamagedError, match="of meter made something else of them, or the copy"):
+        fill(Tree({"meter": Meddling(), "model": model}), snapshot_of(image), 1)
+
+
+def test_values_that_differ_at_each_call_are_no_loss() -> None:
+    class Clock(Meter):
+        ticks = itertools.count()
+
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), "now": next(self.ticks)}
+
+    image = capture(Tree({"meter": Clock()}))
+    restore(Tree({"meter": Clock()}), image)
+
+
+class Momentum(Optimizer):
+    """Keeps its momentum in float32 whatever its parameters are."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.steps = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        for parameter in self.param_groups[0]["params"]:
+            held = self.state[parameter].get("m", torch.zeros(parameter.shape))
+            self.state[parameter]["m"] = held * 0.9 + 0.3337
+
+
+class Casting(Momentum):
+    def load_state_dict(self, state: Any) -> None:
+        super().load_state_dict(state)
+
+
+def trained(kind: type[Momentum], hook: bool) -> tuple[nn.Module, Momentum, Tree]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1).bfloat16()
+    optimizer = kind(model.parameters())
+    if hook:
+        optimizer.register_state_dict_post_hook(lambda *_: None)
+    return model, optimizer, Tree({"model": model, "optimizer": optimizer})
+
+
+def test_hooks_alone_cost_no_precision() -> None:
+    _, optimizer, tree = trained(Momentum, hook=True)
+    optimizer.step()
+    image = capture(tree)
+    _, _, again = trained(Momentum, hook=True)
+    restore(again, image)
+    assert_same(tree, again)
+
+
+def test_a_load_state_dict_that_casts_is_refused() -> None:
+    _, optimizer, tree = trained(Casting, hook=False)
+    optimizer.step()
+    with pytest.raises(StateError, match="was float32 .* and is bfloat16"):
+        trained(Casting, hook=False)[2].restore(capture(tree).saved())
+
+
+def test_attributes_of_an_optimizer_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "flashckpt"):
+        trained(Momentum, hook=False)
+    assert "attributes of a Momentum are not saved (steps)" in caplog.text
+    caplog.clear()
+    model = nn.Linear(2, 2)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(sgd, 2)
+    Tree({"model": model, "optimizer": sgd, "scheduler": scheduler})
+    assert caplog.text == ""
+
+
+def test_a_scaler_with_values_of_its_own_keeps_them() -> None:
+    class Scaler(torch.amp.GradScaler):
+        mine = 0
+
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), "mine": self.mine}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            state = dict(state)
+            self.mine = state.pop("mine")
+            super().load_state_dict(state)
+
+    scaler, other = Scaler("cpu"), Scaler("cpu")
+    scaler.mine = 7
+    restore(Tree({"scaler": other}), capture(Tree({"scaler": scaler})))
+    assert other.mine == 7
+
+
+def test_what_can_be_changed_in_place_stays_the_same_object() -> None:
+    def build() -> dict[str, Any]:
+        return {
+            "array": np.zeros((2, 3)),
+            "grows": np.zeros(2),
+            "readonly": np.frombuffer(bytes(8), np.uint8),
+            "set": {1, 2},
+            "bytes": bytearray(4),
+            "counter": Counter(a=1),
+            "tuple": (np.zeros(2, np.int16),),
+        }
+
+    state, other = build(), build()
+    state["array"][1] = [np.nan, -0.0, 3]
+    state["grows"] = np.ones(5)
+    state["readonly"] = np.frombuffer(b"abcdefgh", np.uint8)
+    state["set"] = {"x"}
+    state["bytes"] += b"tail"
+    state["counter"].update("bb")
+    state["tuple"][0][:] = 5
+    tree, again = Tree({"state": state}), Tree({"state": other})
+    before, inner = dict(other), other["tuple"][0]
+    restore(again, capture(tree))
+    assert_same(tree, again)
+    kept = {key for key in other if other[key] is before[key]}
+    assert kept == {"array", "set", "bytes", "counter"}
+    assert other["tuple"][0] is inner
+
+
+def test_a_named_counter_is_changed_where_it_is() -> None:
+    counter, other = Counter(a=3), Counter(b=1)
+    restore(Tree({"seen": other}), capture(Tree({"seen": counter})))
+    assert other == counter
+
+
+def test_one_array_in_two_places_of_two_saved_ones() -> None:
+    shared: Any = np.zeros(2)
+    other = {"a": shared, "b": shared}
+    restore(Tree({"s": other}), capture(Tree({"s": {"a": np.zeros(2), "b": np.ones(2)}})))
+    assert (other["a"].tolist(), other["b"].tolist()) == ([0, 0], [1, 1])
+
+
+def test_a_leaf_that_nothing_names_is_told() -> None:
+    held: dict[str, Tensor | int] = {"x": torch.ones(2)}
+    saved = capture(Tree({"s": held})).saved()
+    saved.value["entries"]["s"]["content"]["x"] = 1
+    with pytest.raises(DamagedError, match="belong to nothing"):
+        Tree({"s": held}).restore(saved)
