@@ -7,11 +7,12 @@ tensor is digested where it is and compared with the digest taken at its boundar
 from __future__ import annotations
 
 from array import array
+from typing import NoReturn
 
 import torch
 
 from flashckpt import _native
-from flashckpt.errors import DamagedError, MismatchError
+from flashckpt.errors import DamagedError, MismatchError, StateError
 from flashckpt.restore.digesting import digest_tensors
 from flashckpt.restore.snapshot import Snapshot
 from flashckpt.state.tree import Saved, Tree
@@ -39,12 +40,13 @@ def check_fits(tree: Tree, snapshot: Snapshot) -> None:
 def fill(tree: Tree, snapshot: Snapshot, threads: int) -> None:
     """Make the live state that of a snapshot that fits.
 
-    Raises DamagedError if a live tensor is not bit for bit what was saved after it was filled (the live
-    state is then not to be trusted).
+    Raises DamagedError if a live tensor is not bit for bit what was saved after it was filled, StateError
+    if the program's own code took its part back as something else (the live state is then not to be
+    trusted).
     """
     with torch.no_grad():
         filled = tree.restore(_saved(snapshot))
-    _check_arrived(snapshot, filled, threads)
+    _check_arrived(snapshot, filled, threads, tree.own_code)
 
 
 def _saved(snapshot: Snapshot) -> Saved:
@@ -64,20 +66,37 @@ def table_of(differences: list[tuple[str, str, str]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _check_arrived(snapshot: Snapshot, filled: list[tuple[str, torch.Tensor]], threads: int) -> None:
+def _check_arrived(
+    snapshot: Snapshot, filled: list[tuple[str, torch.Tensor]], threads: int, own_code: list[str]
+) -> None:
     expected = {
         leaf.name: digest for leaf, digest in zip(snapshot.layout.leaves, snapshot.digests, strict=True)
     }
     found = digest_tensors([tensor for _, tensor in filled], threads)
     wrong = [name for (name, _), digest in zip(filled, found, strict=True) if expected[name] != digest]
     if wrong:
+        _refuse_arrived(snapshot.step, wrong, own_code)
+
+
+def _refuse_arrived(step: int, wrong: list[str], own_code: list[str]) -> NoReturn:
+    what = (
+        f"{len(wrong)} tensors are not what step {step} holds after they were loaded ({', '.join(wrong[:5])})"
+    )
+    copied = "the copy went wrong between host memory and the device"
+    after = "The live state is not to be trusted; the checkpoint is intact."
+    if not own_code:
         raise DamagedError(
-            f"{len(wrong)} tensors are not what step {snapshot.step} holds after they were loaded "
-            f"({', '.join(wrong[:5])}): the copy went wrong between host memory and the device. The live "
-            "state is not to be trusted; the checkpoint is intact. Start again, on another device if it "
-            "happens twice.",
-            step=snapshot.step,
+            f"{what}: {copied}. {after} Start again, on another device if it happens twice.", step=step
         )
+    theirs = [name for name in own_code if any(leaf.startswith(f"{name}.") for leaf in wrong)]
+    message = (
+        f"{what}: either load_state_dict or set_extra_state of {', '.join(theirs or own_code)} made "
+        f"something else of them, or {copied}. {after} Let these methods keep every value as it is; if they "
+        "do, start again, on another device if it happens twice."
+    )
+    if theirs:
+        raise StateError(message, location=theirs[0], step=step)
+    raise DamagedError(message, step=step)
 
 
 def audit(snapshot: Snapshot, threads: int) -> list[str]:
