@@ -2,8 +2,7 @@
 
 An epoch has one phase for each call of `.batches()`. Progress is saved as it stands at a boundary and
 put back before anything is drawn, so a phase that had ended gives no batch, the one that was open goes
-on at its batch, and later ones start afresh. Owns the sources (one a loader, kept over epochs because
-persistent workers live in them); never touches the state of the model.
+on at its batch, and later ones start afresh. Owns the count of phases; never touches the state of the model.
 """
 
 from __future__ import annotations
@@ -11,42 +10,50 @@ from __future__ import annotations
 from typing import Any
 
 from flashckpt.errors import BoundaryError, DamagedError
-from flashckpt.state.loader import Source, source_of
+from flashckpt.state.loader import ReplayLog, Source, Sources
 
 
 class Progress:
     """`step` counts boundaries since the run began; `epoch` and `phase` (phases that have ended in this
-    epoch) count from zero."""
+    epoch) count from zero. `manages_epochs`: epochs are told from one another here (`.epochs()`, a whole
+    run); otherwise `epoch` stays 0, and samplers are not told one."""
 
     def __init__(self) -> None:
         self.step = 0
         self.epoch = 0
         self.phase = 0
-        self.manages_epochs = False  # inside .epochs() or loop(): the epoch's number is known
+        self.manages_epochs = False
         self._calls = 0  # of batches() in this epoch, in this process
         self._open: Source | None = None
-        self._by_phase: dict[str, Source] = {}
-        self._restored: dict[str, dict[str, Any]] = {}  # by phase, not yet taken up
-        self._sources: dict[int, tuple[object, Source]] = {}
+        self._resumes_in_phase = False  # and not between two
+        self._sources = Sources(ReplayLog())
 
     def value(self) -> dict[str, Any]:
         """What is saved at a boundary: plain Python values. Phases that have ended keep their positions:
         the workers of a persistent loader carry their random numbers into the next epoch."""
-        positions = dict(self._restored)
-        positions.update((phase, source.position()) for phase, source in self._by_phase.items())
-        return {"step": self.step, "epoch": self.epoch, "phase": self.phase, "positions": positions}
+        return {
+            "step": self.step,
+            "epoch": self.epoch,
+            "phase": self.phase,
+            "open": self._open is not None or self._resumes_in_phase,
+            "sources": self._sources.value(),
+        }
 
     def restore(self, value: dict[str, Any]) -> None:
-        """Take up saved progress. Raises DamagedError if it is none."""
+        """Take up saved progress. Raises DamagedError if it is none, and then has changed nothing."""
         counts: list[Any] = [value.get(name) for name in ("step", "epoch", "phase")]
-        positions = value.get("positions")
-        if not all(type(count) is int and count >= 0 for count in counts) or not isinstance(positions, dict):
+        try:
+            if not all(type(count) is int and count >= 0 for count in counts):
+                raise ValueError("step, epoch and phase are no counts")
+            if type(value.get("open")) is not bool:
+                raise ValueError("it does not say whether a phase was open")
+            self._sources.restore(value.get("sources"))
+        except ValueError as error:
             raise DamagedError(
-                "The saved progress is none: its step, epoch, phase or positions cannot be read. Nothing was "
-                "loaded."
-            )
+                f"The saved progress is none ({error}). No loader was touched. Resume from an older step."
+            ) from error
         self.step, self.epoch, self.phase = counts
-        self._restored = dict(positions)
+        self._resumes_in_phase = value["open"]
 
     @property
     def phase_is_open(self) -> bool:
@@ -57,8 +64,7 @@ class Progress:
         """Batches taken in the phase that is open, or that a restored position stands in."""
         if self._open is not None:
             return self._open.batches_taken
-        restored = self._restored.get(str(self.phase), {})
-        return int(restored.get("batches_taken", 0)) if restored.get("epoch") == self.epoch else 0
+        return int(self._sources.saved_position(self.phase)["batches_taken"]) if self._stands_in_phase else 0
 
     def open_phase(self, loader: object) -> Source | None:
         """The source of the next call of `.batches()` in this epoch; None if that phase had ended."""
@@ -68,17 +74,22 @@ class Progress:
                 "Boundaries of two loops in one another cannot be told apart: put the inner loader into "
                 "the outer one, or leave the inner loop to run without .batches()."
             )
-        self._calls += 1
-        if self._calls <= self.phase:
+        phase, self._calls = self._calls, self._calls + 1
+        if phase < self.phase:
+            self._sources.skip(loader, phase)
             return None
-        phase = str(self._calls - 1)
-        source = self._source(loader)
-        source.begin(self.epoch, self._restored.pop(phase, None))
-        self._open = self._by_phase[phase] = source
+        source = self._sources.open(
+            loader, self.epoch, phase, in_place=self._stands_in_phase, tell_epoch=self.manages_epochs
+        )
+        self._open, self._resumes_in_phase = source, False
+        if not self.manages_epochs:
+            self._sources.retire(self.epoch, phase)
         return source
 
     def close_phase(self) -> None:
         """The open phase has given its last batch."""
+        if self._open is not None:
+            self._sources.ended(self._calls - 1)
         self._open = None
         self.phase = self._calls
 
@@ -91,17 +102,18 @@ class Progress:
         """The epoch has ended; its phases begin anew."""
         self.epoch += 1
         self.phase = self._calls = 0
+        self._resumes_in_phase = False
+        self._sources.retire(self.epoch)
 
     def close(self) -> None:
         """End the workers of all sources."""
         self._open = None
-        self._by_phase.clear()
-        for _, source in self._sources.values():
-            source.close()
-        self._sources.clear()
+        self._sources.close()
 
-    def _source(self, loader: object) -> Source:
-        known = self._sources.get(id(loader))
-        if known is None:
-            known = self._sources[id(loader)] = (loader, source_of(loader))
-        return known[1]
+    @property
+    def _stands_in_phase(self) -> bool:
+        """Whether the next phase is one that was open when the run was saved."""
+        if not self._resumes_in_phase:
+            return False
+        saved = self._sources.saved_position(self.phase)
+        return type(saved.get("batches_taken")) is int and saved.get("epoch") == self.epoch

@@ -2,5 +2,7 @@
 
 from flashckpt.state.loader.base import OnReplay, Source
 from flashckpt.state.loader.choice import source_of
+from flashckpt.state.loader.kept import Sources
+from flashckpt.state.loader.replayed import ReplayLog
 
-__all__ = ["OnReplay", "Source", "source_of"]
+__all__ = ["OnReplay", "ReplayLog", "Source", "Sources", "source_of"]

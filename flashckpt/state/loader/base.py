@@ -14,7 +14,7 @@ from flashckpt.events import log
 from flashckpt.state import rng
 from flashckpt.state.loader.generators import Generators
 from flashckpt.state.loader.position import Position
-from flashckpt.state.loader.samplers import set_epoch
+from flashckpt.state.loader.samplers import length_of, made_of, set_epoch
 
 OnReplay = Callable[[int, int], None]
 
@@ -28,12 +28,30 @@ class Source(Protocol):
     @property
     def batches_taken(self) -> int: ...
 
-    def begin(self, epoch: int, resume: Mapping[str, Any] | None = None) -> None:
+    def own(self) -> dict[str, Any]:
+        """The states of the generators that the loader's parts own, by path."""
+
+    def put_own(self, states: Mapping[str, Any]) -> None:
+        """Put back those of them that are named. Raises DamagedError."""
+
+    def begin(
+        self,
+        epoch: int,
+        resume: Mapping[str, Any] | None = None,
+        *,
+        carry: bool = False,
+        leave: frozenset[str] = frozenset(),
+        tell_epoch: bool = True,
+    ) -> None:
         """Enter an epoch at its start, or where `resume` (a position) was taken.
 
         A position of the same epoch puts the global random numbers back, here and again just before the
         next batch is fetched. One of an earlier epoch is carried into `epoch`, which starts afresh: the
-        loader's own generators and workers are put back, the global random numbers are left alone."""
+        loader's own generators and workers are put back, the global random numbers are left alone.
+
+        carry: the same for a position of this epoch, which an earlier phase has left. leave: paths of own
+        generators that are not carried. tell_epoch: samplers with `set_epoch` are told `epoch`.
+        """
 
     def next(self) -> Any:
         """The next batch. Raises StopIteration at the epoch's end."""
@@ -67,7 +85,9 @@ class EpochSource:
         self._iterator: Iterator[Any] | None = None
         self._start: dict[str, Any] | None = None
         self._due: dict[str, Any] | None = None
-        self._length = self._known_length()
+        self._length = length_of(loader)
+        self._made_of = made_of(loader)
+        self._tell_epoch = True
 
     @property
     def batches_taken(self) -> int:
@@ -78,7 +98,22 @@ class EpochSource:
             raise TypeError(f"{type(self._loader).__name__} does not know its number of batches")
         return self._length
 
-    def begin(self, epoch: int, resume: Mapping[str, Any] | None = None) -> None:
+    def own(self) -> dict[str, Any]:
+        return self._generators.capture()
+
+    def put_own(self, states: Mapping[str, Any]) -> None:
+        self._generators.restore(states)
+
+    def begin(
+        self,
+        epoch: int,
+        resume: Mapping[str, Any] | None = None,
+        *,
+        carry: bool = False,
+        leave: frozenset[str] = frozenset(),
+        tell_epoch: bool = True,
+    ) -> None:
+        self._tell_epoch = tell_epoch
         if resume is None:
             self._leave()
             self._enter(epoch)
@@ -86,8 +121,8 @@ class EpochSource:
         position = Position.read(resume, self.kind)
         self._check(position)
         self.close()
-        if position.epoch != epoch:
-            self._carry(position, epoch)
+        if carry or position.epoch != epoch:
+            self._carry(position, epoch, leave)
             return
         self._take_up(position, carried=False)
         self._restore(position.now)
@@ -124,6 +159,7 @@ class EpochSource:
             batches_taken=self._taken,
             over=over,
             length=self._length,
+            made_of=self._made_of,
             start=None if over else self._start,
             now=self._capture() if self._due is None else self._due,
             parts=parts,
@@ -143,18 +179,20 @@ class EpochSource:
     def _enter(self, epoch: int) -> None:
         self._epoch, self._taken, self._over, self._broken = epoch, 0, False, False
         self._start = self._due = None
-        self._length = self._known_length()
-        set_epoch(self._loader, epoch)
+        self._length, self._made_of = length_of(self._loader), made_of(self._loader)
+        if self._tell_epoch:
+            set_epoch(self._loader, epoch)
 
-    def _carry(self, position: Position, epoch: int) -> None:
+    def _carry(self, position: Position, epoch: int, leave: frozenset[str]) -> None:
         # Other loops may have run since the position was taken: the global numbers are theirs.
-        around = rng.capture()
+        around, own = rng.capture(), self.own()
         try:
             self._take_up(position, carried=True)
             self._leave()
         finally:
             rng.restore(around)
-        self._generators.restore(position.now["own"])
+        carried = {path: own[path] if path in leave else state for path, state in position.now["own"].items()}
+        self._generators.restore({**own, **carried})
         self._enter(epoch)
 
     def _take_up(self, position: Position, *, carried: bool) -> None:
@@ -176,9 +214,20 @@ class EpochSource:
                 position.length,
                 position.batches_taken,
             )
+        self._check_made_of(position)
         strangers = self._generators.strangers(position.now["own"])
         if strangers:
             log.warning("Not exact: these generators are only in the checkpoint or only here: %s", strangers)
+
+    def _check_made_of(self, position: Position) -> None:
+        then, now = position.made_of, self._made_of
+        if changed := [name for name in then if name in now and then[name] != now[name]]:
+            log.warning(
+                "Not exact: the loader is made otherwise than when the checkpoint was taken (%s). It goes on "
+                "after %d batches, but those to come are not those of a run that was never stopped.",
+                ", ".join(f"{name} is {now[name]} and was {then[name]}" for name in changed),
+                position.batches_taken,
+            )
 
     def _capture(self) -> dict[str, Any]:
         return {"global": rng.capture(), "own": self._generators.capture()}
@@ -186,12 +235,6 @@ class EpochSource:
     def _restore(self, marks: Mapping[str, Any]) -> None:
         rng.restore(marks["global"])
         self._generators.restore(marks["own"])
-
-    def _known_length(self) -> int | None:
-        try:
-            return len(self._loader)
-        except (TypeError, NotImplementedError):
-            return None
 
     def _open(self) -> Iterator[Any]:
         """The iterator of a fresh epoch."""

@@ -21,6 +21,7 @@ class Position:
 
     kind: which kind of source saved it. epoch: None before the first. batches_taken: of this epoch.
     over: the epoch has no more batches. length: batches of an epoch, None where unknown.
+    made_of: batch size and the like, which must not change.
     start: random numbers at the epoch's start, None where nothing was drawn yet or nothing will be redrawn.
     now: random numbers at the boundary. parts: what this kind of source needs beside that.
     """
@@ -30,6 +31,7 @@ class Position:
     batches_taken: int
     over: bool
     length: int | None
+    made_of: dict[str, Any]
     start: dict[str, Any] | None
     now: dict[str, Any]
     parts: dict[str, Any] = field(default_factory=dict)
@@ -44,7 +46,8 @@ class Position:
         if saved_kind in _EXPLAINED and saved_kind != kind:
             raise MismatchError(
                 f"The checkpoint was taken with {_EXPLAINED[saved_kind]}, and the loop now has "
-                f"{_EXPLAINED[kind]}. Nothing was changed. Resume with the kind of loader that was saved.",
+                f"{_EXPLAINED[kind]}. The model and the rest of the state were put back already; no "
+                "batch was drawn. Start again with the kind of loader that was saved.",
                 differences=(("loader", saved_kind, kind),),
             )
         problem = _problem(saved)
@@ -63,6 +66,7 @@ def _problem(saved: Mapping[str, Any]) -> str:
         "batches_taken": int,
         "over": bool,
         "length": (int, type(None)),
+        "made_of": dict,
         "start": (dict, type(None)),
         "now": dict,
         "parts": dict,

@@ -6,15 +6,22 @@ Says so once, with its progress. Exact where the iterable gives the same batches
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader
 
+from flashckpt.errors import BoundaryError, MismatchError
 from flashckpt.events import log
 from flashckpt.state.loader.base import EpochSource, OnReplay
 from flashckpt.state.loader.generators import Generators
+from flashckpt.state.loader.identity import Notes
 from flashckpt.state.loader.position import Position
+
+_SECONDS_BETWEEN_LINES = 5.0
+# Iterators that are their own `iter()`, and were drawn from here: they cannot begin again.
+_drawn_from = Notes()
 
 
 class ReplayedSource(EpochSource):
@@ -31,11 +38,27 @@ class ReplayedSource(EpochSource):
         self._on_replay = on_replay
 
     def _open(self) -> Iterator[Any]:
-        return iter(self._loader)
+        iterator: Iterator[Any] = iter(self._loader)
+        if iterator is self._loader:
+            if _drawn_from.get(iterator):
+                log.warning(
+                    "%s can be gone through once, and batches were drawn from it before: this epoch has only "
+                    "what is left of it, so a run of more epochs or steps ends early. Pass an iterable that "
+                    "begins anew at each iter(), such as a DataLoader or a list.",
+                    type(iterator).__name__,
+                )
+            _drawn_from.set(iterator, True)
+        return iterator
 
     def _reopen(self, position: Position) -> None:
         assert position.start is not None
         total = position.batches_taken
+        self._restore(position.start)
+        iterator: Iterator[Any] = iter(self._loader)
+        if iterator is self._loader:
+            if _drawn_from.get(iterator):
+                raise _half_used(iterator, total)
+            _drawn_from.set(iterator, True)
         log.warning(
             "%s keeps no state, so %d batches of epoch %d are drawn again and dropped. Not exact if it draws "
             "random numbers batch by batch. Give it state_dict and load_state_dict to go on at once.",
@@ -43,13 +66,45 @@ class ReplayedSource(EpochSource):
             total,
             position.epoch,
         )
-        self._restore(position.start)
-        self._iterator = iter(self._loader)
+        self._iterator = iterator
         for done in range(1, total + 1):
             try:
-                next(self._iterator)
+                next(iterator)
             except StopIteration:
-                self._over = True
-                return
+                raise _too_short(iterator, done - 1, total) from None
             if self._on_replay is not None:
                 self._on_replay(done, total)
+
+
+class ReplayLog:
+    """An `on_replay` that logs a line every few seconds. `clock` gives seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._due: float | None = None
+
+    def __call__(self, done: int, total: int) -> None:
+        now = self._clock()
+        if done == 1 or self._due is None:
+            self._due = now + _SECONDS_BETWEEN_LINES
+        if now >= self._due:
+            self._due = now + _SECONDS_BETWEEN_LINES
+            log.info("%d of %d batches drawn again.", done, total)
+
+
+def _half_used(iterator: object, total: int) -> BoundaryError:
+    return BoundaryError(
+        f"The loop goes on after batch {total} of an iterator ({type(iterator).__name__}) from which this "
+        "process has already drawn: dropping that many more would lose batches. The model and the rest of "
+        "the state were put back; no batch was drawn. Make a new iterator, or pass an iterable that begins "
+        "anew at each iter()."
+    )
+
+
+def _too_short(iterator: object, done: int, total: int) -> MismatchError:
+    return MismatchError(
+        f"{type(iterator).__name__} ended after {done} batches, and the checkpoint was taken after {total}: "
+        "it does not give what it gave. The model and the rest of the state were put back; the loop was not "
+        "begun. Pass the data that the run was begun with.",
+        differences=(("batches of the loader", str(total), str(done)),),
+    )

@@ -199,7 +199,7 @@ def test_a_malformed_position_is_refused(spoil: dict[str, Any]) -> None:
 
 def test_a_position_of_another_kind_of_loader_is_refused() -> None:
     _, position = taken(lambda: runs.loader(runs.Items("/dev/null"), 0), 2)
-    with pytest.raises(MismatchError, match="Nothing was changed") as caught:
+    with pytest.raises(MismatchError, match="put back already; no batch was drawn") as caught:
         source_of([1, 2, 3]).begin(0, position)
     assert caught.value.differences == (("loader", "dataloader", "replayed"),)
 

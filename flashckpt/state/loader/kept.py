@@ -1,0 +1,210 @@
+"""The sources of a run, from phase to phase: one a loader, since persistent workers live in them.
+
+Owns which loader a saved position belongs to, and which sources are closed because nothing has used them
+for long. Positions are kept by source: two phases over one loader have one position. Never draws.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from flashckpt.state.loader.base import OnReplay, Source
+from flashckpt.state.loader.choice import source_of
+from flashckpt.state.loader.identity import reference_to
+from flashckpt.state.loader.seeding import Marks, Seeding, marks_of
+
+_IDLE_PHASES = 8
+_KEYS = {"phases", "position", "seeding", "renewed"}
+
+
+@dataclass(eq=False)
+class _Kept:
+    """source: None while the loader was not used since the run was taken up, or is not used any more; it
+    then goes on from `position`. left: its generators at the end of its newest phase in this process.
+    placed: its source, not begun, whose generators were put back already.
+    renewed: the phase had another loader in the epoch before, so workers do not live on."""
+
+    loader: Callable[[], Any] | None = None
+    source: Source | None = None
+    position: dict[str, Any] | None = None
+    placed: Source | None = None
+    retired: bool = False
+    renewed: bool = False
+    seeding: Seeding = field(default_factory=Seeding)
+    left: Marks | None = None
+    epoch: int = 0
+    phase: int = 0
+
+
+class Sources:
+    """All sources of a run. `_by_phase` has the one that each phase used when it was last open."""
+
+    def __init__(self, on_replay: OnReplay | None = None) -> None:
+        self._on_replay = on_replay
+        self._all: list[_Kept] = []
+        self._by_phase: dict[int, _Kept] = {}
+
+    def __len__(self) -> int:
+        """Sources that may hold worker processes."""
+        return sum(kept.source is not None for kept in self._all)
+
+    def value(self) -> list[dict[str, Any]]:
+        """Plain values: each source that a phase may go on with, and the phases it belongs to."""
+        phases: dict[int, tuple[_Kept, list[int]]] = {}
+        for phase, kept in sorted(self._by_phase.items(), key=lambda item: item[0]):
+            phases.setdefault(id(kept), (kept, []))[1].append(phase)
+        return [
+            {
+                "phases": numbers,
+                "position": kept.position if kept.source is None else kept.source.position(),
+                "seeding": kept.seeding.plain(),
+                "renewed": kept.renewed,
+            }
+            for kept, numbers in phases.values()
+        ]
+
+    def restore(self, saved: Any) -> None:
+        """Take up what `value` gave. Raises ValueError if it is none."""
+        by_phase: dict[int, _Kept] = {}
+        for entry in saved if isinstance(saved, list) else [None]:
+            if not isinstance(entry, dict) or entry.keys() != _KEYS:
+                raise ValueError("a loader's entry cannot be read")
+            numbers, position = entry["phases"], entry["position"]
+            if not isinstance(position, dict) or not isinstance(numbers, list):
+                raise ValueError("a loader's entry cannot be read")
+            if not all(type(number) is int and number >= 0 for number in numbers):
+                raise ValueError("a loader's phases are no numbers")
+            renewed = entry["renewed"] is True
+            kept = _Kept(position=position, seeding=Seeding.read(entry["seeding"]), renewed=renewed)
+            by_phase.update(dict.fromkeys(numbers, kept))
+        self.close()
+        self._by_phase = by_phase
+        self._all = list(dict.fromkeys(by_phase.values()))
+
+    def saved_position(self, phase: int) -> dict[str, Any]:
+        """The position that a phase has not yet taken up; empty if there is none."""
+        kept = self._by_phase.get(phase)
+        return kept.position or {} if kept is not None and kept.source is None else {}
+
+    def skip(self, loader: object, phase: int) -> None:
+        """A phase that had ended was asked for again: says which loader its position belongs to. The loader's
+        generators are put back here, where the code after the phase and other loaders draw from them."""
+        kept = self._by_phase.get(phase)
+        if kept is None or kept.position is None or kept.loader is not None or self._of(loader) is not None:
+            return
+        source = source_of(loader, on_replay=self._on_replay)
+        source.put_own(kept.position.get("now", {}).get("own", {}))
+        kept.loader, kept.placed = reference_to(loader), source
+
+    def open(self, loader: object, epoch: int, phase: int, *, in_place: bool, tell_epoch: bool) -> Source:
+        """Begin a phase. in_place: it is the one that was open when the run was saved."""
+        kept = self._chosen(loader, phase, in_place=in_place)
+        source = kept.placed if kept.source is None else kept.source
+        if source is None:
+            source = source_of(loader, on_replay=self._on_replay)
+        try:
+            _begin(source, kept, epoch, in_place=in_place, tell_epoch=tell_epoch)
+        except BaseException:
+            if kept.source is None:
+                source.close()
+            raise
+        kept.source, kept.position, kept.retired, kept.loader = source, None, False, lambda: loader
+        kept.placed = None
+        kept.epoch, kept.phase = epoch, phase
+        self._take(phase, kept)
+        return source
+
+    def ended(self, phase: int) -> None:
+        """A phase is over, or was left."""
+        kept = self._by_phase.get(phase)
+        if kept is not None and kept.source is not None:
+            kept.left = marks_of(kept.source.own())
+
+    def retire(self, epoch: int, phase: int | None = None) -> None:
+        """Close sources that neither this epoch nor the one before has used. phase: epochs are not known,
+        and those are meant that the newest phases have not used. A loader that is used again after all goes
+        on from its position; one that is gone, and no phase will come back to, is forgotten."""
+        for kept in list(self._all):
+            idle = kept.epoch < epoch - 1 if phase is None else phase - kept.phase > _IDLE_PHASES
+            if kept.source is not None and idle:
+                kept.position, kept.retired = kept.source.position(), True
+                kept.source.close()
+                kept.source = None
+                kept.loader = reference_to(kept.loader() if kept.loader is not None else None)
+            gone = kept.retired and (not isinstance(kept.loader, weakref.ref) or kept.loader() is None)
+            if gone and (phase is not None or kept not in self._by_phase.values()):
+                self._forget(kept)
+
+    def close(self) -> None:
+        """End the workers of all sources."""
+        for kept in self._all:
+            if kept.source is not None:
+                kept.source.close()
+        self._all.clear()
+        self._by_phase.clear()
+
+    def _chosen(self, loader: object, phase: int, *, in_place: bool) -> _Kept:
+        before = self._by_phase.get(phase)
+        if in_place and before is not None:
+            return before
+        known = self._of(loader)
+        if known is not None:
+            return known
+        if before is None:
+            return _Kept()
+        unclaimed = before.loader is None or before.loader() is None
+        if before.source is None and not before.retired and unclaimed:
+            return before
+        # Another loader than this phase had in the epoch before: it may draw from the same generators.
+        seeding = Seeding(dict(before.seeding.first), dict(before.seeding.goes_on))
+        return _Kept(seeding=seeding, left=before.left, renewed=True)
+
+    def _of(self, loader: object) -> _Kept | None:
+        return next((k for k in self._all if k.loader is not None and k.loader() is loader), None)
+
+    def _take(self, phase: int, kept: _Kept) -> None:
+        loader = kept.loader() if kept.loader is not None else None
+        for other in list(self._all):
+            if other is not kept and other.loader is not None and other.loader() is loader:
+                # Older than what this loader was taken up from.
+                for number in [n for n, used in self._by_phase.items() if used is other]:
+                    self._by_phase[number] = kept
+                self._forget(other)
+        if kept not in self._all:
+            self._all.append(kept)
+        replaced = self._by_phase.get(phase)
+        self._by_phase[phase] = kept
+        if replaced is None or replaced in self._by_phase.values() or replaced not in self._all:
+            return
+        if replaced.source is None and not replaced.retired:
+            self._forget(replaced)
+
+    def _forget(self, kept: _Kept) -> None:
+        self._all.remove(kept)
+        for number in [n for n, used in self._by_phase.items() if used is kept]:
+            del self._by_phase[number]
+
+
+def _begin(source: Source, kept: _Kept, epoch: int, *, in_place: bool, tell_epoch: bool) -> None:
+    position = None if kept.source is not None else kept.position
+    if in_place and position is not None:
+        source.begin(epoch, position, tell_epoch=tell_epoch)
+        return
+    now = marks_of(source.own())
+    if position is None or kept.retired:
+        kept.seeding.see(kept.left, now)
+    if position is None or (kept.retired and position["kind"] != "dataloader"):
+        source.begin(epoch, tell_epoch=tell_epoch)
+        return
+    # Of a source that was retired nothing was lost but the workers.
+    done = kept.retired or kept.placed is not None
+    leave = frozenset(now) if done else kept.seeding.left_alone(now)
+    if kept.renewed and not kept.retired:
+        source.begin(epoch, tell_epoch=tell_epoch)
+        own = position.get("now", {}).get("own", {})
+        source.put_own({path: state for path, state in own.items() if path not in leave})
+        return
+    source.begin(epoch, position, carry=True, leave=leave, tell_epoch=tell_epoch)

@@ -1,0 +1,252 @@
+"""Progress over epochs and phases: what goes on where a run is taken up, and what the program's own seeding,
+epochs and loaders are left to be. Each "process" here is a new Progress over new loaders."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+from flashckpt.checkpointer.progress import Progress
+from flashckpt.errors import DamagedError
+
+ITEMS = 8
+Seen = dict[tuple[int, int], list[int]]
+
+
+def shuffled(generator: torch.Generator | None = None, **options: Any) -> DataLoader[Any]:
+    return DataLoader(range(ITEMS), batch_size=1, shuffle=True, generator=generator, **options)  # type: ignore[arg-type]
+
+
+def seeded(number: int) -> torch.Generator:
+    return torch.Generator().manual_seed(number)
+
+
+class Run:
+    """`.epochs()` as a program has it: `loaders(epoch)` gives the loaders of its phases. Keeps what was saved
+    at every boundary: (epoch, phase, batches) within a phase, (epoch, phase, None) after it."""
+
+    def __init__(self, loaders: Callable[[int], Iterable[Any]], *, managed: bool = True) -> None:
+        self.loaders = loaders
+        self.managed = managed
+        self.seen: Seen = {}
+        self.saved: dict[tuple[int, int, int | None], Any] = {}
+
+    def go(self, epochs: int, saved: Any = None) -> Seen:
+        progress = self.progress = Progress()
+        progress.manages_epochs = self.managed
+        if saved is not None:
+            progress.restore(copy.deepcopy(saved))
+        while progress.epoch < epochs:
+            epoch = progress.epoch
+            for phase, loader in enumerate(self.loaders(epoch)):
+                source = progress.open_phase(loader)
+                if source is None:
+                    continue
+                while True:
+                    try:
+                        batch = source.next()
+                    except StopIteration:
+                        break
+                    self.seen.setdefault((epoch, phase), []).append(int(batch))
+                    self.saved[epoch, phase, source.batches_taken] = copy.deepcopy(progress.value())
+                progress.close_phase()
+                self.saved[epoch, phase, None] = copy.deepcopy(progress.value())
+            progress.next_epoch()
+        return self.seen
+
+
+def check_every_boundary(program: Callable[[], Callable[[int], Iterable[Any]]], epochs: int = 3) -> None:
+    straight = Run(program())
+    straight.go(epochs)
+    straight.progress.close()
+    for boundary, saved in straight.saved.items():
+        run = Run(program())
+        got = run.go(epochs, saved)
+        run.progress.close()
+        for key, values in got.items():
+            assert values == straight.seen[key][-len(values) :], (boundary, key)
+        epoch, phase, taken = boundary
+        expected = {key for key in straight.seen if key > (epoch, phase)}
+        if taken is not None and taken < ITEMS:
+            expected.add((epoch, phase))
+        assert got.keys() == expected, boundary
+
+
+def one_loader(phases: int) -> Callable[[int], Iterable[Any]]:
+    loader = shuffled(seeded(3))
+    return lambda epoch: [loader] * phases
+
+
+def reseeded_by_epoch() -> Callable[[int], Iterable[Any]]:
+    generator = torch.Generator()
+    loader = shuffled(generator)
+
+    def loaders(epoch: int) -> Iterable[Any]:
+        generator.manual_seed(100 + epoch)
+        return [loader]
+
+    return loaders
+
+
+def shared_by_two() -> Callable[[int], Iterable[Any]]:
+    generator = seeded(4)
+    loaders = [shuffled(generator), shuffled(generator)]
+    return lambda epoch: loaders
+
+
+def shared_by_new_ones() -> Callable[[int], Iterable[Any]]:
+    generator = seeded(4)
+    return lambda epoch: [shuffled(generator)]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda: one_loader(1),
+        lambda: one_loader(2),
+        reseeded_by_epoch,
+        lambda: lambda epoch: [shuffled(seeded(100 + epoch))],
+        shared_by_two,
+        shared_by_new_ones,
+    ],
+    ids=["one", "one in two phases", "reseeded", "new and seeded", "two share one", "new ones share one"],
+)
+def test_generators_of_loaders_are_as_if_never_stopped(program: Any) -> None:
+    """The program's seeding for an epoch is not undone, and a generator that goes on does."""
+    check_every_boundary(program, epochs=4)
+
+
+def test_seeding_with_the_same_number_is_learnt_from_the_second_epoch() -> None:
+    def program() -> Callable[[int], Iterable[Any]]:
+        return lambda epoch: [shuffled(seeded(5))]
+
+    straight = Run(program())
+    straight.go(4)
+    for epoch in (1, 2):
+        got = Run(program()).go(4, straight.saved[epoch, 0, None])
+        assert got == {key: value for key, value in straight.seen.items() if key[0] > epoch}
+
+
+def distributed() -> tuple[DistributedSampler[Any], DataLoader[Any]]:
+    sampler: DistributedSampler[Any] = DistributedSampler(range(ITEMS), num_replicas=1, rank=0)  # type: ignore[arg-type]
+    return sampler, DataLoader(range(ITEMS), batch_size=1, sampler=sampler)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("managed", [False, True])
+def test_a_samplers_epoch_that_the_program_sets_is_left_alone(managed: bool) -> None:
+    sampler, loader = distributed()
+    progress = Progress()
+    progress.manages_epochs = managed
+    for epoch in range(3):
+        sampler.set_epoch(7 * epoch)
+        expected = list(sampler)
+        source = progress.open_phase(loader)
+        assert source is not None
+        assert [int(source.next()) for _ in range(ITEMS)] == expected
+        progress.close_phase()
+        if managed:
+            progress.next_epoch()
+
+
+def test_a_sampler_is_told_its_epoch_also_by_loaders_made_anew() -> None:
+    sampler, _ = distributed()
+    told = []
+    progress = Progress()
+    progress.manages_epochs = True
+    for _ in range(4):
+        assert progress.open_phase(DataLoader(range(ITEMS), sampler=sampler)) is not None  # type: ignore[arg-type]
+        told.append(sampler.epoch)
+        progress.close_phase()
+        progress.next_epoch()
+    assert told == [0, 1, 2, 3]
+
+
+def workers_of(progress: Progress) -> int:
+    return len(progress._sources)
+
+
+@pytest.mark.parametrize("managed", [False, True])
+def test_a_loader_for_each_epoch_keeps_no_workers_of_the_old_ones(managed: bool) -> None:
+    progress = Progress()
+    progress.manages_epochs = managed
+    pids: list[list[int]] = []
+    for _ in range(12):
+        source: Any = progress.open_phase(shuffled(num_workers=1, persistent_workers=True))
+        source.next()
+        pids.append([worker.pid for worker in source._iterator._workers])
+        progress.abandon_phase()
+        if managed:
+            progress.next_epoch()
+    alive = {child.pid for child in torch.multiprocessing.active_children()}
+    still = [pid for epoch in pids for pid in epoch if pid in alive]
+    assert len(still) <= (2 if managed else 9)
+    assert not alive.intersection(pids[0])
+    assert len(progress.value()["sources"]) <= (1 if managed else 12)
+    progress.close()
+
+
+def test_a_loader_whose_workers_were_ended_goes_on_with_their_numbers() -> None:
+    """Used in every fourth epoch only: its workers are ended, and their random numbers are not lost."""
+
+    def batches(loader: Any, source: Any) -> list[Any]:
+        got = []
+        while True:
+            try:
+                got.append(source.next())
+            except StopIteration:
+                return got
+
+    def make() -> DataLoader[Any]:
+        return DataLoader(Noise(), batch_size=2, num_workers=1, persistent_workers=True)
+
+    torch.manual_seed(1)
+    bare = make()
+    expected = [torch.cat(list(bare)).tolist() for _ in range(2)]
+    torch.manual_seed(1)
+    loader, progress = make(), Progress()
+    progress.manages_epochs = True
+    got = []
+    for epoch in range(5):
+        if epoch % 4 == 0:
+            got.append(torch.cat(batches(loader, progress.open_phase(loader))).tolist())
+            progress.close_phase()
+        progress.next_epoch()
+        assert len(progress._sources) == (epoch in (0, 4))
+    progress.close()
+    assert got == expected
+
+
+class Noise(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.rand(1)
+
+
+def test_an_ended_iterator_is_said_where_more_epochs_were_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    batches = (torch.tensor(number) for number in range(3))
+    assert Run(lambda epoch: [batches]).go(2) == {(0, 0): [0, 1, 2]}
+    assert "can be gone through once" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["step", "open", "sources"])
+def test_what_is_no_progress_is_refused_and_changes_nothing(name: str) -> None:
+    good = Run(one_loader(1))
+    good.go(1)
+    saved = {**good.saved[0, 0, 2], name: [{"phases": "x"}]}
+    progress = Progress()
+    with pytest.raises(DamagedError, match="No loader was touched"):
+        progress.restore(saved)
+    assert (progress.step, progress.epoch, len(progress.value()["sources"])) == (0, 0, 0)
+
+
+@pytest.fixture(autouse=True)
+def _logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="flashckpt")

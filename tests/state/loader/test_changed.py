@@ -1,0 +1,98 @@
+"""A loader that is not what it was when the checkpoint was taken: said, or refused, and never silent."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import runs
+import torch
+
+from flashckpt.errors import BoundaryError, MismatchError
+from flashckpt.state.loader import ReplayLog, source_of
+
+
+@pytest.fixture(autouse=True)
+def _logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="flashckpt")
+
+
+def position_of(loader: Any, batches: int) -> dict[str, Any]:
+    source = source_of(loader)
+    source.begin(0)
+    for _ in range(batches):
+        source.next()
+    position = source.position()
+    source.close()
+    return position
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"count": 8, "batch_size": 2}, "batch_size is 2 and was 1"),
+        ({"count": 4, "batch_size": 1, "drop_last": True}, "drop_last is True and was False"),
+        ({"count": 8, "batch_size": 2}, "dataset_length is 8 and was 4"),
+        (
+            {"count": 4, "batch_size": 1, "shuffle": True},
+            "sampler is RandomSampler and was SequentialSampler",
+        ),
+    ],
+)
+def test_another_make_with_as_many_batches_is_said(
+    options: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    position = position_of(runs.loader(runs.Items("/dev/null", 4), 0, batch_size=1), 2)
+    items = runs.Items("/dev/null", options.pop("count"))
+    again = source_of(runs.loader(items, 0, **options))
+    again.begin(0, position)
+    assert "Not exact" in caplog.text
+    assert said in caplog.text
+    assert again.batches_taken == 2
+
+
+def numbers(count: int) -> Iterator[int]:
+    yield from range(count)
+
+
+@pytest.mark.parametrize("make", [numbers, lambda count: iter(list(range(count)))])
+def test_an_iterator_that_was_drawn_from_is_not_replayed(make: Any) -> None:
+    batches = make(20)
+    position = position_of(batches, 5)
+    with pytest.raises(BoundaryError, match="already drawn"):
+        source_of(batches).begin(0, position)
+    assert next(batches) == 5
+    fresh = source_of(make(20))
+    fresh.begin(0, position)
+    assert fresh.next() == 5
+
+
+def test_an_iterator_that_ends_in_its_replay_is_no_end_of_the_epoch() -> None:
+    position = position_of(numbers(20), 5)
+    with pytest.raises(MismatchError, match="ended after 3 batches") as caught:
+        source_of(numbers(3)).begin(0, position)
+    assert caught.value.differences == (("batches of the loader", "5", "3"),)
+
+
+def test_a_replay_logs_a_line_every_few_seconds(caplog: pytest.LogCaptureFixture) -> None:
+    seconds = iter(range(100))
+    log = ReplayLog(clock=lambda: float(next(seconds)))
+    for done in range(1, 13):
+        log(done, 12)
+    assert [entry.message for entry in caplog.records] == [
+        "6 of 12 batches drawn again.",
+        "11 of 12 batches drawn again.",
+    ]
+
+
+def test_named_generators_are_not_carried() -> None:
+    generator = torch.Generator().manual_seed(3)
+    position = position_of(runs.loader(runs.Items("/dev/null"), 0, shuffle=True, generator=generator), 2)
+    for leave in (frozenset(), frozenset({"generator"})):
+        generator.manual_seed(9)
+        before = generator.get_state()
+        source = source_of(runs.loader(runs.Items("/dev/null"), 0, shuffle=True, generator=generator))
+        source.begin(1, position, leave=leave)
+        assert torch.equal(generator.get_state(), before) == bool(leave)
