@@ -26,7 +26,6 @@ from flashckpt.checkpointer.read_ahead import Use
 from flashckpt.checkpointer.session import Session, open_session
 from flashckpt.errors import DamagedError, FlashckptError, FormatError, OptionError
 from flashckpt.events import Event, log
-from flashckpt.format.layout import RESERVED
 from flashckpt.keeper.client import SlotGrant
 from flashckpt.options import Keep, Options
 from flashckpt.restore.digesting import digest_tensors
@@ -77,10 +76,6 @@ def attach(
 
 def _state_of(state: Mapping[str, object] | None, named: Mapping[str, object]) -> dict[str, object]:
     """The state under its names. Raises OptionError for a keyword that is neither option nor state."""
-    if RESERVED in {*(state or {}), *named}:
-        raise OptionError(
-            f"{RESERVED}: safetensors keeps this name for itself. Nothing was started. Rename it."
-        )
     for name, value in named.items():
         if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
             raise OptionError(

@@ -187,6 +187,6 @@ def test_another_model_stops_the_resume(run: Path) -> None:
 
 
 def test_the_name_that_safetensors_keeps_is_refused_before_anything_is_made(tmp_path: Path) -> None:
-    with pytest.raises(flashckpt.OptionError, match="__metadata__"):
+    with pytest.raises(flashckpt.StateError, match="__metadata__"):
         flashckpt.attach(tmp_path / "run", state={"__metadata__": Job().model})
     assert not (tmp_path / "run").exists()
