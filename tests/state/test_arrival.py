@@ -41,7 +41,7 @@ class Meter:
         if self.loses == "dtype":
             self.total = self.total.half()
         if self.loses == "bytes":
-            self.total.mul_(2)
+            self.total = self.total * 2
 
 
 def moved() -> Meter:
