@@ -19,9 +19,10 @@ from flashckpt.errors import DamagedError
 from flashckpt.format.layout import Leaf
 from flashckpt.format.typed import Hole, LeafRef
 from flashckpt.state import rng
+from flashckpt.state.copies import Copies
 from flashckpt.state.subclasses import assemble, dress, is_wrapper, kind_of, part_name
 from flashckpt.state.survey import _MAPPINGS, _SEQUENCES, join, rebuild, resequence
-from flashckpt.state.tensors import fill, fits, make, same_memory, strides
+from flashckpt.state.tensors import fits, make, same_memory, strides
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class Saved:
 
 
 class Filling:
-    """One restore: what is filled already, under which leaf's name."""
+    """One restore: what is filled already, under which leaf's name. Elements of plain host tensors are
+    there after `copies.make()`."""
 
     def __init__(self, saved: Saved) -> None:
         self._saved = saved
@@ -43,6 +45,7 @@ class Filling:
         self._live: dict[str, Tensor] = {}
         self._taken: dict[int, list[Tensor]] = {}
         self.filled: list[tuple[str, Tensor]] = []
+        self.copies = Copies()
 
     def leaf(self, name: str) -> Leaf:
         """The leaf that is stored under a name or one of its further names. Raises DamagedError."""
@@ -64,7 +67,7 @@ class Filling:
         leaf = self.leaf(name)
         if leaf.name in self._live:
             return
-        fill(live, self._saved.tensor(leaf.name))
+        self.copies.add(live, self._saved.tensor(leaf.name))
         self._settle(leaf, live)
 
     def _settle(self, leaf: Leaf, live: Tensor) -> None:
@@ -91,7 +94,7 @@ class Filling:
             self.fill(name, live)
             return live
         plain = make(leaf, device)
-        fill(plain, self._saved.tensor(leaf.name))
+        self.copies.add(plain, self._saved.tensor(leaf.name))
         made = dress(plain, about, like)
         self._settle(leaf, made)
         return made

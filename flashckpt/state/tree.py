@@ -186,6 +186,8 @@ class Tree:
         for entry in self._in_order():
             entry.restore(values[entry.name], filling, live)
         self._gradients.restore(saved.value[NAMESPACE], filling)
+        # From here on code of the program's own reads what it is given: nothing is put off any more.
+        filling.copies.make()
         filled = list(filling.filled)
         for entry in self._in_order():
             filled += _finish(entry, values[entry.name], filling, saved)
