@@ -105,6 +105,6 @@ def write(results: dict[str, Any], folder: Path) -> list[Path]:
     numbers, picture = folder / f"{name}.json", folder / f"{name}.png"
     numbers.write_text(json.dumps(results, indent=1) + "\n")
     written = [numbers]
-    if chart.draw(results, title(results), picture):
+    if results["peers"] and chart.draw(results, title(results), picture):
         written.append(picture)
     return written

@@ -39,7 +39,7 @@ _LIMIT_REPETITIONS = 2
 
 @app.command()
 def bench(
-    only: Annotated[str, typer.Option("--peers", help="comma-separated; default: all")] = "",
+    only: Annotated[str, typer.Option("--peers", help="comma-separated, or none; default: all")] = "",
     gib: Annotated[float, typer.Option(help="GiB of state; default: 1 on a CPU, 8 on a GPU")] = 0.0,
     device: Annotated[str, typer.Option(help="cpu or cuda; default: what is there")] = "",
     every: Annotated[int, typer.Option(help="steps between checkpoints; default: from the disk's rate")] = 0,
@@ -52,7 +52,7 @@ def bench(
     timeout: Annotated[float, typer.Option(help="seconds for one process")] = 900.0,
 ) -> None:
     """Measure flashckpt against its peers on this machine."""
-    names = only.split(",") if only else list(peers.PEERS)
+    names = list(peers.PEERS) if not only else [name for name in only.split(",") if name != "none"]
     unknown = [name for name in names if name not in peers.PEERS]
     if unknown:
         raise typer.BadParameter(f"no such peer: {', '.join(unknown)}; there are {', '.join(peers.PEERS)}")

@@ -100,4 +100,4 @@ class Workload:
 
 def _checksum(leaf: Tensor) -> int:
     flat = leaf.detach().cpu().contiguous().reshape(-1)
-    return zlib.crc32(memoryview(flat.view(torch.uint8).numpy()))
+    return zlib.crc32(flat.view(torch.uint8).numpy().data)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,6 +28,13 @@ while not os.path.exists(sys.argv[1]) or not os.path.getsize(sys.argv[1]):
 
 
 @pytest.fixture
+def session(tmp_path: Path) -> Iterator[Session]:
+    made = Session(sys.executable, tmp_path)
+    yield made
+    made.clean()
+
+
+@pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
     """Makes a module of a source, for `python -m`."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -42,10 +49,9 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], s
 def test_a_daemon_in_a_session_of_its_own_is_found_and_ended(
     tmp_path: Path, module: Callable[[str], str]
 ) -> None:
-    pid_file = tmp_path / "pid"
+    pid_file = session.folder / "pid"
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
-        session = Session(sys.executable, tmp_path)
         session.run([module(_DAEMON), str(pid_file)], timeout_s=60)
         daemon = int(pid_file.read_text())
         assert session.processes() == [daemon]
@@ -61,21 +67,18 @@ def test_a_daemon_in_a_session_of_its_own_is_found_and_ended(
 def test_a_process_that_does_not_end_is_ended_and_said_so(
     tmp_path: Path, module: Callable[[str], str]
 ) -> None:
-    session = Session(sys.executable, tmp_path)
     with pytest.raises(ProcessFailed, match="did not end within"):
         session.run([module("import time; time.sleep(600)")], timeout_s=0.5)
     assert session.processes() == []
 
 
-def test_the_reason_is_the_line_that_names_the_error(tmp_path: Path, module: Callable[[str], str]) -> None:
-    session = Session(sys.executable, tmp_path)
+def test_the_reason_is_the_line_that_names_the_error(session: Session, module: Callable[[str], str]) -> None:
     with pytest.raises(ProcessFailed, match="RuntimeError: no such device"):
         session.run([module("raise RuntimeError('no such device')")], timeout_s=60)
 
 
-def test_shared_memory_is_counted_once(tmp_path: Path, module: Callable[[str], str]) -> None:
+def test_shared_memory_is_counted_once(session: Session, module: Callable[[str], str]) -> None:
     """Two processes that map the same 64 MiB have 64 MiB of it together."""
-    session = Session(sys.executable, tmp_path)
     session.run([module(_SHARED)], timeout_s=60)
     most = max(sample.shared for sample in session.samples)
     assert 64 << 20 <= most < 100 << 20
