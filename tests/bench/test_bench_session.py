@@ -47,7 +47,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], s
 
 
 def test_a_daemon_in_a_session_of_its_own_is_found_and_ended(
-    tmp_path: Path, module: Callable[[str], str]
+    session: Session, module: Callable[[str], str]
 ) -> None:
     pid_file = session.folder / "pid"
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -65,7 +65,7 @@ def test_a_daemon_in_a_session_of_its_own_is_found_and_ended(
 
 
 def test_a_process_that_does_not_end_is_ended_and_said_so(
-    tmp_path: Path, module: Callable[[str], str]
+    session: Session, module: Callable[[str], str]
 ) -> None:
     with pytest.raises(ProcessFailed, match="did not end within"):
         session.run([module("import time; time.sleep(600)")], timeout_s=0.5)
