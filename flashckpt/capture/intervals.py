@@ -54,11 +54,15 @@ class Intervals:
 
     def captured(self, call_s: float, *, ordered: bool) -> None:
         """The boundary that was entered last was captured; the host itself copied for `call_s`."""
-        if self._open is not None:
+        if self._open is None:
+            self._budget.dropped()
+        else:
             self._open.captured, self._open.ordered, self._open.call_s = True, ordered, call_s
 
     def pause(self) -> None:
         """What comes until the next boundary is no iteration (the host waited for storage)."""
+        if self._open is not None and self._open.captured:
+            self._budget.dropped()
         self._open = None
 
     def _mark(self) -> tuple[Mark, ...]:

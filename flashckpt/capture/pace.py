@@ -81,6 +81,10 @@ class Budget:
             self._credit_s -= self._costs_s[-1] - before
         self._earn(seconds)
 
+    def dropped(self) -> None:
+        """A snapshot was begun whose iteration is no iteration: it will never be measured."""
+        self._unmeasured = max(0, self._unmeasured - 1)
+
     def trailing(self, seconds: float) -> None:
         """An iteration beside the copy of a snapshot that was begun before it: the rest of its price."""
         plain = self.plain_s

@@ -248,6 +248,21 @@ def test_an_order_waits_for_no_pace(ring: SlotRing, sealer: _native.Sealer) -> N
     run.capture.close()
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_save_before_the_loop_leaves_automatic_snapshots_on(
+    ring: SlotRing, sealer: _native.Sealer, waits: bool
+) -> None:
+    run = Run(ring, sealer, every="auto")
+    assert run.iterate(ordered=True).captured
+    if waits:
+        run.capture.wait()
+    else:
+        assert run.capture.boundary(run.step, lambda: b"{}", ordered=True).captured
+    run.landed()
+    assert run.iterate().captured
+    run.capture.close()
+
+
 def test_slots_that_were_let_go_of_are_not_looked_at(run: Run, ring: SlotRing) -> None:
     from .conftest import make_slot
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from flashckpt.capture.intervals import Intervals
 from flashckpt.capture.pace import Budget, Pace
 from flashckpt.errors import OptionError
 
@@ -54,6 +55,28 @@ def test_nothing_more_is_allowed_before_the_first_was_measured() -> None:
     assert budget.allows()
     budget.taken(ordered=False)
     assert not budget.allows()
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_a_snapshot_whose_iteration_is_not_one_stops_nothing(outside: bool) -> None:
+    """save() after a loop, wait() after a boundary, the end of an epoch: nobody measures that snapshot."""
+    clock = Clock()
+    budget = Budget(0.01)
+    intervals = Intervals(budget, (), clock)
+    intervals.boundary(trailing=False)
+    if outside:
+        intervals.pause()
+    budget.taken(ordered=True)
+    intervals.captured(0.0, ordered=True)
+    intervals.pause()
+    assert budget.allows()
+    budget.taken(ordered=False)  # and the next one is measured as ever
+    intervals.boundary(trailing=False)
+    intervals.captured(0.5, ordered=False)
+    assert not budget.allows()
+    clock.now_s += 1.0
+    intervals.boundary(trailing=False)
+    assert budget.cost_s == 0.5
 
 
 def test_a_loop_that_slows_down_is_not_taken_for_costs_for_ever() -> None:
