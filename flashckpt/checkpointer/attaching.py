@@ -100,7 +100,8 @@ def _resume(
     extra: list[Held] = []
 
     def slot_for(metadata_bytes: int, image_bytes: int) -> Held:
-        room = Capture.with_slack(metadata_bytes, image_bytes)
+        # As much as a capture will ask for, so that the slot is one of the ring's and no fourth one.
+        room = Capture.with_slack(metadata_bytes + (1 << 16), image_bytes)
         [grant] = session.keeper.slots(1, *room, minimum=1)
         held = Held(grant.open(), grant.owner, grant.outlives_both)
         extra.append(held)
@@ -223,7 +224,8 @@ def _checkpointer(
         return {leaf.name: digest for leaf, digest in zip(leaves, found, strict=True)}
 
     use = Use(tree, digests, check=options.read_ahead_check, used=progress.step == 0)
-    attendant = Attendant(session, capture, options, Ages(limits_s(every, persist_every)))
+    loaded_step = resumed.step if resumed is not None and resumed.tier == "memory" else None
+    attendant = Attendant(session, capture, options, Ages(limits_s(every, persist_every)), loaded_step)
     checkpointer = Checkpointer(
         tree=tree,
         progress=progress,

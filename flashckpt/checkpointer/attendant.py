@@ -17,18 +17,21 @@ from flashckpt import _native
 from flashckpt.capture import Capture
 from flashckpt.checkpointer.ages import Ages
 from flashckpt.checkpointer.session import Session
+from flashckpt.commit import reading
 from flashckpt.commit.attempts import newest_claimed
 from flashckpt.errors import DamagedError, FlashckptError, KeeperError, OutOfRoomError, PersistError
 from flashckpt.events import Event, log
 from flashckpt.format.metadata import Metadata
 from flashckpt.keeper.client import SlotGrant
-from flashckpt.keeper.protocol import Status
+from flashckpt.keeper.protocol import Status, close_all
+from flashckpt.memory.slot import Slot
 from flashckpt.memory.slots import SlotRing
 from flashckpt.options import Options
 
 _TICK_S = 0.5
 _WAITING_TICK_S = 0.02
 _CLAIM_LOOK_S = 2.0
+_RETRY_S = 5.0
 _SLOTS = 3
 _EVENTS_KEPT = 1000
 
@@ -37,7 +40,9 @@ class Attendant:
     """Looks after one session. `status` is the keeper's newest answer, `superseded_by` the attempt that
     claimed the run after ours, `slots_error` why slots could not be had the last time."""
 
-    def __init__(self, session: Session, capture: Capture, options: Options, ages: Ages) -> None:
+    def __init__(
+        self, session: Session, capture: Capture, options: Options, ages: Ages, loaded_step: int | None
+    ) -> None:
         self._session, self._capture, self._options = session, capture, options
         self.status = Status()
         self.superseded_by: str | None = None
@@ -53,7 +58,8 @@ class Attendant:
         self._waiting = 0
         self._ended = False
         self._looked_s = 0.0
-        self._ages = ages
+        self._retry_s = 0.0
+        self._ages, self._loaded_step = ages, loaded_step
         self._told: dict[str, float] = {}
         self._said: set[str] = set()
         self._plan: list[tuple[str, int, int]] = []
@@ -75,8 +81,13 @@ class Attendant:
 
     def prepare(self, metadata_bytes: int, image_bytes: int) -> None:
         """Ask for slots of at least these capacities, in bytes: they are made ready beside the loop."""
-        self._wanted = (metadata_bytes, image_bytes)
+        self._wanted, self._retry_s = (metadata_bytes, image_bytes), 0.0
         self._woken.set()
+
+    def fits(self) -> None:
+        """The state fits the slots there are: larger ones that were asked for are not needed any more."""
+        if self._ring is not None:
+            self._wanted = None
 
     def take_ready(self) -> tuple[SlotRing, dict[int, int]] | None:
         """Slots that are ready, with this process's owner index in each, for the capture to write to from
@@ -153,6 +164,7 @@ class Attendant:
         """
         step = self.newest_sealed_step()
         if step is None:
+            self._wait_loaded()
             return
         self.request_persist()
         before = self.status
@@ -162,6 +174,16 @@ class Attendant:
 
         if not self._wait_until(decided, self.patience_s) or not self._committed(step):
             raise self._failed(self._refusal(step, Status()) or "the keeper makes no progress", step)
+
+    def _wait_loaded(self) -> None:
+        """Nothing newer is captured than what was resumed from: it may be in memory alone until the
+        keeper has committed it as this attempt's."""
+        step = self._loaded_step
+        if step is not None and not self._wait_until(lambda: self._is_visible(step), self.patience_s):
+            raise self._failed("the keeper makes no progress", step)
+
+    def _is_visible(self, step: int) -> bool:
+        return self._committed(step) or step in reading.steps(self._session.store)
 
     def report(self) -> dict[str, float]:
         newest = self.status.newest_committed
@@ -180,6 +202,11 @@ class Attendant:
         self._woken.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout=self._options.grace_s)
+        if self._thread.is_alive():
+            # It hangs in the keeper or in memory being taken, and will look into the slots once more: they
+            # stay mapped until the process ends.
+            log.warning("the attendant does not come to an end; the run is let go without it")
+            return
         try:
             self._send_events()
             if closed:
@@ -205,7 +232,7 @@ class Attendant:
             with self._answered:
                 self._rounds += 1
                 self._answered.notify_all()
-            hurried = self._waiting or self._wanted is not None
+            hurried = self._waiting or (self._wanted is not None and time.monotonic() >= self._retry_s)
             self._woken.wait(_WAITING_TICK_S if hurried else _TICK_S)
             self._woken.clear()
 
@@ -213,10 +240,9 @@ class Attendant:
         keeper = self._session.keeper
         if keeper.tend():
             log.warning("the keeper had died and was started again; what it was writing is written again")
-        self._prepare_slots()
+        self.status = keeper.status()
         self._tell_what_was_captured()
         self._send_events()
-        self.status = keeper.status()
         for warning in self._ages.look(self.newest_sealed_step(), self.status.newest_committed):
             log.warning("%s", warning)
         for failure in self.status.failures:
@@ -226,38 +252,57 @@ class Attendant:
             newest = newest_claimed(self._session.store)
             if newest is not None and newest.number > self._session.attempt.number:
                 self.superseded_by = str(newest)
+        self._prepare_slots()
 
     def _prepare_slots(self) -> None:
         """Get the slots that are wanted: taken, faulted in and known to the devices before they are used."""
         self._let_go_of_outgrown()
         wanted = self._wanted
-        if wanted is None:
+        if wanted is None or time.monotonic() < self._retry_s:
             return
         count = self._options.slots or _SLOTS
         try:
             grants = self._session.keeper.ask_slots(count, *wanted, minimum=min(2, count))
         except OutOfRoomError as error:
-            self.slots_error = error
-            self._say_once(str(error))
+            self._no_slots(error)
             return
-        if grants is None:
+        if grants is None or self._ended:
+            close_all([grant.descriptor for grant in grants or ()])
             return  # they are being made ready: asked again in the next round
-        slots = [grant.open() for grant in grants]
+        slots: list[Slot] = []
+        try:
+            slots.extend(grant.open() for grant in grants)
+            self._make_usable(slots)
+        except Exception as error:
+            for slot in slots:
+                slot.close()
+            close_all([grant.descriptor for grant in grants[len(slots) :]])
+            self._no_slots(KeeperError(f"Slots could not be made usable: {error!r}. No snapshot is taken."))
+            return
         self._say_what_slots_mean(grants, count)
-        for slot in slots:
-            # Faulted in here, beside the loop: a first touch by a capture would cost it twenty times a copy.
-            _native.populate(slot.metadata_address, slot.metadata_capacity + slot.image_capacity, threads=1)
-        self._capture.register(slots)
         owners = {slot.index: grant.owner for slot, grant in zip(slots, grants, strict=True)}
         self._ready, self._wanted, self.slots_error = (SlotRing(slots), owners), None, None
 
+    def _make_usable(self, slots: list[Slot]) -> None:
+        """Faulted in and registered here, beside the loop: a first touch by a capture would cost it twenty
+        times a copy."""
+        for slot in slots:
+            _native.populate(slot.metadata_address, slot.metadata_capacity + slot.image_capacity, threads=1)
+        self._capture.register(slots)
+
+    def _no_slots(self, error: FlashckptError) -> None:
+        self.slots_error = error
+        self._retry_s = time.monotonic() + _RETRY_S
+        self._say_once(str(error), key=type(error).__name__)
+
     def _let_go_of_outgrown(self) -> None:
-        old, self._outgrown = self._outgrown, None
+        old = self._outgrown
         if old is not None:
             kept = {slot.name for slot in self._ring.slots} if self._ring is not None else set()
             self._session.keeper.release([slot.name for slot in old.slots if slot.name not in kept])
             for slot in old.slots:
                 slot.close()
+            self._outgrown = None
 
     def _say_what_slots_mean(self, grants: list[SlotGrant], count: int) -> None:
         if len(grants) < count:
@@ -294,12 +339,16 @@ class Attendant:
 
     def _send_events(self) -> None:
         while self._events:
-            self._session.keeper.event(self._events[0])
-            self._events.popleft()
+            event = self._events.popleft()
+            try:
+                self._session.keeper.event(event)
+            except BaseException:
+                self._events.appendleft(event)
+                raise
 
-    def _say_once(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
+    def _say_once(self, text: str, key: str = "") -> None:
+        if (key or text) not in self._said:
+            self._said.add(key or text)
             log.warning("%s", text)
 
     # ---- waiting
@@ -329,8 +378,8 @@ class Attendant:
         held = "none is committed" if newest is None else f"the newest committed step is {newest}"
         what = "what was captured" if step is None else f"step {step}"
         return PersistError(
-            f"{what} could not be persisted: {reason}. It is still sealed in this node's memory, where "
-            f"the keeper tries again; on disk, {held}. Make room or mend the storage, and wait() again.",
+            f"{what} could not be persisted: {reason}. It is sealed in this node's memory unless it was "
+            f"torn, and the keeper tries again; on disk, {held}. Make room or mend the storage.",
             step=step,
             path=self._session.store.url,
         )

@@ -178,6 +178,7 @@ class Batches(Iterator[Any]):
         if self._ended:
             return
         self._ended = True
+        self.checkpointer._abandon_iteration()
         if self._whole_run:
             self.checkpointer._release()
         elif self._source is not None:
@@ -209,7 +210,7 @@ class Epochs(Iterator[int]):
             if checkpointer.stopping and not checkpointer._epoch_complete():
                 raise StopIteration  # the loop was stopped in the middle of the epoch: it is not over
             progress.next_epoch()
-            checkpointer._end_of_epoch(last=progress.epoch >= self._epochs)
+            checkpointer._end_of_epoch(last=checkpointer.stopping or progress.epoch >= self._epochs)
         if checkpointer.stopping or progress.epoch >= self._epochs:
             raise StopIteration
         self._in_body = True

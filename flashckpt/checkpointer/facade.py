@@ -8,7 +8,9 @@ the normal end of a loop and a `.save()` outside of one wait for storage, becaus
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Iterable
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashckpt.checkpointer.batches import Batches, Epochs
 from flashckpt.checkpointer.environment import describe_environment
-from flashckpt.errors import BoundaryError, StateError, SupersededError
+from flashckpt.errors import BoundaryError, FlashckptError, StateError, SupersededError
 from flashckpt.events import Event, log
 from flashckpt.format.typed import check_roundtrip, encode_json
 from flashckpt.state import rng
@@ -73,7 +75,9 @@ class Checkpointer:
         # Whatever is drawn between here and the loop is no part of the run: put back once more there.
         self._due_rng = rng.capture() if resumed is not None else None
         self._looped: list[object] = []
-        self._unencodable: StateError | None = None
+        self._unsaved: FlashckptError | None = None  # why the newest boundary that was due is not captured
+        self._ordered_at: int | None = None
+        self._process = os.getpid()
         self._began_s = time.perf_counter()
         self._last_report: dict[str, float] | None = None
 
@@ -124,6 +128,7 @@ class Checkpointer:
         unless the state is bit for bit what was captured last."""
         self._check_open()
         if self._in_iteration and not self._marked:
+            self._ordered_at = self.completed
             self._capture.order()
             return
         self._capture.wait()
@@ -133,13 +138,17 @@ class Checkpointer:
         self._capture_now(persist=True)
 
     def wait(self) -> None:
-        """Wait until what is captured is committed. Raises PersistError if it could not be, StateError if
-        the newest boundaries hold something that cannot be saved."""
+        """Wait until what is captured is committed. Raises PersistError if it could not be, and whatever
+        kept a boundary that was due from being captured (StateError, OutOfRoomError)."""
         self._check_open()
         self._capture.wait()
         self._attendant.wait_committed()
-        if self._unencodable is not None:
-            raise self._unencodable
+        if self._unsaved is not None:
+            raise self._unsaved
+        if self._ordered_at is not None and not self._in_iteration:
+            raise self._attendant.not_captured(
+                self._ordered_at + 1, "the iteration in which save() was called was left before its boundary"
+            )
 
     def stop(self) -> None:
         """End the loop at the next boundary; that boundary is captured and committed."""
@@ -210,15 +219,24 @@ class Checkpointer:
         return not self._progress.phase_is_open
 
     def _end_of_epoch(self, *, last: bool) -> None:
-        """The code after an epoch's batches is done: a boundary, and of the last epoch one to keep."""
-        self._boundary()
-        self._capture_now(persist=last)
+        """The code after an epoch's batches is done: a boundary, and the last one is to be kept."""
+        self._boundary(ordered=True)
+        if last:
+            self._capture_now(persist=True)
+
+    def _abandon_iteration(self) -> None:
+        """An iteration was left by `break` or an exception: what follows is in none."""
+        self._in_iteration = self._marked = False
 
     def _end_of_batches(self) -> None:
         """A loader has given its last batch. Inside `.epochs` the epoch's own end is captured; elsewhere
         nobody may come after, and what follows is no part of this boundary."""
-        if not self._progress.manages_epochs and self.completed > 0:
+        if self._progress.manages_epochs or self.completed == 0:
+            return
+        try:
             self._capture_now(persist=False)
+        except FlashckptError as error:
+            self._not_saved(error)
 
     def _finish(self) -> None:
         """The normal end of a whole run: its last boundary is captured and committed, then the run is
@@ -234,8 +252,9 @@ class Checkpointer:
 
     # ---- boundaries
 
-    def _boundary(self) -> None:
-        """Count the step and let the capture decide whether this boundary is taken."""
+    def _boundary(self, *, ordered: bool = False) -> None:
+        """Count the step and let the capture decide whether this boundary is taken, or order it. Whatever
+        goes wrong with the capture does not stop training: it is raised where the user waits."""
         self._check_open()
         newer = self._attendant.superseded_by
         if newer is not None:
@@ -250,15 +269,28 @@ class Checkpointer:
         self._progress.step += 1
         self._adopt_slots()
         try:
-            if self._capture.boundary(self._progress.step, self._values).captured:
-                self._unencodable = None
-        except StateError as error:
-            # It trains well, it only cannot be saved: said once, raised where the user waits.
-            if self._unencodable is None:
-                log.error("step %d cannot be saved, training goes on: %s", self.completed, error)
-            self._unencodable = error
+            if self._capture.boundary(self.completed, self._values, ordered=ordered).captured:
+                self._saved()
+        except Exception as error:
+            self._not_saved(error)
         self._ask_for_slots()
         self._use.at_boundary()
+
+    def _saved(self) -> None:
+        self._unsaved = self._ordered_at = None
+        self._attendant.fits()
+
+    def _not_saved(self, error: Exception) -> None:
+        """Said once; the next boundary tries again."""
+        if self._unsaved is None:
+            log.error("step %d is not saved, and training goes on: %s", self.completed, error)
+        if not isinstance(error, FlashckptError):
+            # Code of the user's own (a state_dict), or ours: the loop must not pay for either.
+            found = StateError(f"The state of step {self.completed} could not be read: {error!r}.")
+            found.__cause__ = error
+            self._unsaved = found
+        else:
+            self._unsaved = error
 
     def _ask_for_slots(self, *, ordered: bool = False) -> None:
         """Once the size of the state is known, and again when it has outgrown its slots."""
@@ -287,21 +319,23 @@ class Checkpointer:
         StateError where it holds what cannot be saved.
         """
         self._capture.wait()
-        step, attendant = self._progress.step, self._attendant
+        step, attendant, outgrown = self.completed, self._attendant, False
         tries, until_s = 0, time.monotonic() + attendant.patience_s
         while attendant.newest_sealed_step() != step:
-            self._ask_for_slots(ordered=True)
-            attendant.ensure_slots()
+            if outgrown or not attendant.has_slots:
+                self._ask_for_slots(ordered=True)
+                attendant.ensure_slots()
             self._adopt_slots()
             outcome = self._capture.boundary(step, self._values, ordered=True)
+            outgrown = self._capture.room_wanted() is not None
             if outcome.captured:
                 self._capture.wait()
                 tries += 1
-            else:
+            elif not outgrown:
                 attendant.wait_for_room()
             if attendant.newest_sealed_step() != step and (tries >= _TRIES or time.monotonic() > until_s):
                 raise attendant.not_captured(step, outcome.reason or "its copies were torn, each time")
-        self._unencodable = None
+        self._saved()
         self._use.at_boundary()
         if persist:
             attendant.request_persist()
@@ -338,15 +372,18 @@ class Checkpointer:
         """Let the run go. What is sealed stays with the keeper, which persists it."""
         if self._closed:
             return
-        # Slots are unmapped below: nothing may look into them afterwards.
-        self._last_report = self.report()
         self._closed = True
-        self._use.close()
-        self._capture.close()
-        self._attendant.event(Event.CLOSE, step=self.completed, normal=closed)
-        self._attendant.close(closed=closed)
-        self._session.close()
-        self._progress.close()
+        if os.getpid() != self._process:
+            return  # a forked child unwinds: the run, its lock and its slots are the parent's
+        with contextlib.ExitStack() as ends:  # each of them, whatever the others raise; last in, first out
+            ends.callback(self._progress.close)
+            ends.callback(self._session.close)
+            ends.callback(self._attendant.close, closed=closed)
+            ends.callback(self._attendant.event, Event.CLOSE, step=self.completed, normal=closed)
+            ends.callback(self._capture.close)
+            ends.callback(self._use.close)
+            # Slots are unmapped by these: nothing may look into them afterwards.
+            self._last_report = self.report()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -215,6 +215,8 @@ class LifeLock:
     def release(self, folder: RuntimeFolder) -> None:
         """Remove the name, then drop the lock: whoever finds the name finds it held."""
         with _held.guard:
+            if self.inode not in _held.locks:
+                return  # released before, or a forked child that never had it
             if self.stands(folder):
                 folder.remove(self.name)
             if _held.locks.pop(self.inode, None) is not None:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 import flashckpt
 from flashckpt import BoundaryError, OptionError, StateError, _native
 from flashckpt.capture.target import Target
-from tests.waiting import until_slots
+from tests.waiting import until, until_slots
 
 pytestmark = pytest.mark.usefixtures("runtime")
 
@@ -324,6 +324,7 @@ def test_a_snapshot_that_the_keeper_is_persisting_is_resumed_from(tmp_path: Path
             break
     ring = batches.checkpointer._attendant._ring
     assert ring is not None
+    until(lambda: ring.newest_sealed() and ring.newest_sealed()[1].step == 3, "the newest seal")
     newest = ring.newest_sealed()
     assert newest is not None
     slot, sealed = newest
