@@ -120,7 +120,8 @@ class KeeperClient:
     ) -> list[SlotGrant]:
         """Slots of at least these capacities: `count` of them, or as many as memory allows, `minimum` at
         least. What survived of this rank is among them where it is large enough. Slots that this trainer
-        had and that are not among them go once nothing in them is needed: drop them.
+        was given before stay until it releases them. A single slot is one to read a step into: it holds
+        nothing that is committed nowhere.
 
         Blocks while memory is taken (about a second a GiB); the keeper serves others meanwhile. Raises
         OutOfRoomError with bytes needed and available.

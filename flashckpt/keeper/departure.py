@@ -2,7 +2,8 @@
 
 It goes after the last trainer of its node has closed; after an abnormal death when nothing is left to
 persist and `linger` has passed without a new attempt; and when the run itself is gone, after `linger`
-if something was still to be saved.
+if something was still to be saved, however its trainer ended. A run that is gone may be a disk that is
+away: what is committed nowhere stays in memory, for `recover`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from flashckpt.errors import FlashckptError
 from flashckpt.events import log
+from flashckpt.format.names import AttemptName
 from flashckpt.keeper import chores
 from flashckpt.keeper.drain import attempt_of
 from flashckpt.keeper.protocol import LOG_NAME, SOCKET_NAME
@@ -30,13 +32,14 @@ class Departure:
     def __init__(self, keeper: Keeper, store: Store) -> None:
         self._keeper = keeper
         self._store = store
-        self._until = time.monotonic() + _FIRST_TRAINER_S
+        self._until = self._gone_until = time.monotonic() + _FIRST_TRAINER_S
         self.asked = False
 
     def saw_end(self, trainer: Trainer) -> None:
         """A trainer has ended. The latest end decides how long to wait for another attempt."""
         linger_s = 0.0 if trainer.closing else trainer.linger_s
         self._until = time.monotonic() + linger_s
+        self._gone_until = time.monotonic() + trainer.linger_s
 
     def is_due(self, now: float) -> bool:
         keeper = self._keeper
@@ -44,13 +47,13 @@ class Departure:
             return False
         if keeper.run_is_gone:
             # A disk that is away looks like a run that was deleted: what is saved nowhere waits for it.
-            return now >= self._until or not keeper.work.is_pending()
+            return now >= self._gone_until or not keeper.work.is_pending()
         return (now >= self._until or self.asked) and not keeper.work.is_pending()
 
     def kept(self) -> set[str]:
         """Slots that stay for the next attempt, or for recover, though no process is left."""
         if self._keeper.run_is_gone:
-            return set()
+            return self._newest_uncommitted()
         survivors = []
         for held in self._keeper.shelf.all():
             sealed = held.sealed()
@@ -62,6 +65,17 @@ class Departure:
         except (OSError, FlashckptError) as error:
             log.warning("the run cannot be read (%s): slots stay as they are", error)
             return {each.slot for each in survivors}
+
+    def _newest_uncommitted(self) -> set[str]:
+        """By the slots alone: of each rank and attempt what is newer than all that is committed."""
+        newest: dict[tuple[int, AttemptName], tuple[int, bool, str]] = {}
+        for held in self._keeper.shelf.all():
+            sealed = held.sealed()
+            if sealed is not None:
+                key = (held.slot.rank, attempt_of(sealed))
+                row = (sealed.step, held.slot.persisted == sealed.generation, held.slot.name)
+                newest[key] = max(row, newest.get(key, row))
+        return {name for _, is_committed, name in newest.values() if not is_committed}
 
     def remove_names(self) -> None:
         """The socket, and the log where no region needs it for an explanation."""

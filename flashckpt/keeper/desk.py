@@ -134,8 +134,14 @@ class Desk:
             if held.slot.metadata_capacity >= metadata_bytes and held.slot.image_capacity >= image_bytes
         ]
         refusal = self._refusals.pop(trainer.rank, None)
+        reading = count == 1
+        if reading:
+            fit = self._overwritable(fit, in_need=refusal is not None)
+        else:
+            # What the trainer writes already comes first: it must not be asked to change without need.
+            fit.sort(key=lambda held: held.writer != trainer.lock)
         if len(fit) >= count or refusal is not None and len(fit) >= minimum:
-            return self._granted(trainer, fit[:count], mine)
+            return self._granted(trainer, fit[:count], () if reading else mine)
         if refusal is not None:
             num_bytes = PAGE + round_up(metadata_bytes) + round_up(image_bytes)
             raise self._refused(refusal, fit, num_bytes, minimum)
@@ -143,12 +149,29 @@ class Desk:
             self._make(trainer.rank, count - len(fit), mine, fit, metadata_bytes, image_bytes)
         return {"preparing": True}, ()
 
+    def _overwritable(self, fit: list[Held], *, in_need: bool) -> list[Held]:
+        """Slots that a resume may read a step into: empty ones, then those whose snapshot is committed,
+        since the resume may yet come down to another. Without room for a new slot (`in_need`) also one
+        that is neither the newest nor asked for."""
+        empty = [held for held in fit if held.state() is State.FREE]
+        sealed = [(held, each) for held in fit if (each := held.sealed()) is not None]
+        free = [pair for pair in sealed if pair[1].word.state is State.SEALED]
+        done = [held for held, each in free if held.slot.persisted == each.generation]
+        if not in_need or empty or done:
+            return empty + done
+        newest = max((each.age for _, each in sealed), default=None)
+        return [
+            held
+            for held, each in sorted(free, key=lambda pair: pair[1].age)
+            if each.age != newest and not held.slot.wants_persist(each.generation)
+        ]
+
     def _make(
         self, rank: int, count: int, mine: list[Held], fit: list[Held], metadata_bytes: int, image_bytes: int
     ) -> None:
         for held in mine:
             # What is too small, empty and nobody's goes first: its room may be what the new one needs.
-            if held not in fit and held.state() is State.FREE and not self._is_used(held):
+            if held not in fit and held.state() is State.FREE and not self._shelf.is_used(held):
                 self._shelf.remove(held)
         taken = {held.slot.index for held in self._shelf.of_rank(rank)}
         indexes = [index for index in range(len(taken) + count) if index not in taken][:count]
@@ -166,18 +189,21 @@ class Desk:
 
     def _refused(self, refusal: Exception, fit: list[Held], num_bytes: int, minimum: int) -> Exception:
         for held in fit:
-            if held.state() is State.FREE and not self._is_used(held):
+            if held.state() is State.FREE and not self._shelf.is_used(held):
                 self._shelf.remove(held)
         if isinstance(refusal, OutOfRoomError):
             return room.out_of_room(minimum * num_bytes, len(fit) * num_bytes + refusal.available)
         return KeeperError(f"Slots could not be made: {refusal}. No snapshot is kept until they are.")
 
-    def _is_used(self, held: Held) -> bool:
-        return not held.retired and self._roster.get(held.user) is not None
-
-    def _granted(self, trainer: Trainer, given: list[Held], mine: list[Held]) -> Reply:
+    def _granted(self, trainer: Trainer, given: list[Held], mine: Sequence[Held]) -> Reply:
         for held in mine:
-            held.retired = held not in given
+            # A trainer takes new slots up later than it is given them: until it releases the ones it has,
+            # it writes those.
+            if held not in given and not self._shelf.is_written(held):
+                held.retired = True
+        for held in given:
+            held.retired = False
+            held.writer = trainer.lock if mine else held.writer
         rows = [self._shelf.row(held, trainer.pid, trainer.lock) for held in given]
         return {"slots": rows}, [held.slot.descriptor for held in given]
 
@@ -219,7 +245,7 @@ class Desk:
         for name in names:
             held = self._shelf.get(name) if isinstance(name, str) else None
             if held is not None:
-                held.retired = True
+                held.retired, held.writer = True, ""
         return {}, ()
 
     def _event(self, trainer: Trainer, message: dict[str, Any]) -> Reply:

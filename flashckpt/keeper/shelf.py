@@ -26,13 +26,14 @@ MAX_SLOTS = 64
 
 @dataclass
 class Held:
-    """A slot on the shelf. `user` is the life lock of the trainer that has it; `retired` is one that no
-    trainer uses any more; `given_up` is a generation that will never be persisted (superseded);
-    `audited` one that was found sound."""
+    """A slot on the shelf. `user` is the life lock of the trainer that has it, `writer` of the one that may
+    write it until it says that it does not; `retired` is one that no trainer uses any more; `given_up` is
+    a generation that will never be persisted (superseded); `audited` one that was found sound."""
 
     slot: Slot
     kind: str
     user: str = ""
+    writer: str = ""
     retired: bool = False
     given_up: int = -1
     audited: int = -1
@@ -137,6 +138,9 @@ class Shelf:
                 raise KeeperError(f"{slot.name}: this keeper already holds {MAX_SLOTS} slots.")
             return known
         held = Held(slot, found.kind)
+        # After a keeper's restart a living owner may be writing it, though it has not spoken yet.
+        for _, lock in self.living_owners(held):
+            held.user = held.writer = lock
         self._held[slot.name] = held
         return held
 
@@ -217,6 +221,14 @@ class Shelf:
         """(pid, lock) of the trainers in a slot's owner table that are alive."""
         owners = (held.slot.owner(index) for index in range(1, 17))
         return [each for each in owners if each and not _is_keeper(each[1]) and self._lives(each[1])]
+
+    def is_used(self, held: Held) -> bool:
+        """Whether a living trainer has it."""
+        return not held.retired and bool(held.user) and self._lives(held.user)
+
+    def is_written(self, held: Held) -> bool:
+        """Whether a living trainer may write it at any time."""
+        return bool(held.writer) and self._lives(held.writer)
 
     # Going
 

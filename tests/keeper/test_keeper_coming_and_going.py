@@ -9,10 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from flashckpt.format.layout import PAGE
 from flashckpt.keeper import start
 from flashckpt.memory.region import is_region_name
-from flashckpt.memory.runtime import join, trainer_lock_name
+from flashckpt.memory.runtime import RuntimeFolder, join, trainer_lock_name
 from tests.conftest import keepers_of
 from tests.keeper.driver import Process, committed, eventually, ledger, runtime_of
 from tests.keeper.fake import FakeTrainer, keeper_pid, open_runtime
@@ -160,6 +162,47 @@ def test_a_run_that_is_deleted_takes_its_keeper_along(tmp_path: Path, runtime: P
     eventually(lambda: keepers_of(runtime) == [])
     eventually(lambda: not Path(folder.path).exists())
     assert not run.exists(), "a run that was deleted is not made again"
+
+
+def test_a_disk_that_is_away_at_the_end_takes_no_snapshot_along(tmp_path: Path, runtime: Path) -> None:
+    run, away = tmp_path / "run", tmp_path / "away"
+    trainer = Process(run, runtime, linger_s=3600)
+    trainer.do("start", None, 0, None)
+    trainer.do("slots", 3, 2)
+    folder = runtime_of(run, runtime)
+    pid = keeper_pid(folder)
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    name, _ = trainer.do("snapshot", 1, True)
+    run.rename(away)
+    os.kill(pid, signal.SIGCONT)
+    trainer.do("end")
+    trainer.gone()
+    gone = eventually(lambda: [pid] if "Errno 2" in log_of(folder) else None)
+    with pytest.raises(AssertionError):
+        eventually(lambda: name not in folder.names() or keepers_of(runtime) != gone, timeout_s=5)
+    away.rename(run)
+    eventually(lambda: keepers_of(runtime) == [])
+    assert committed(run) == [1]
+
+
+def test_a_run_that_is_gone_for_good_leaves_what_was_committed_nowhere(tmp_path: Path, runtime: Path) -> None:
+    run = tmp_path / "run"
+    trainer = Process(run, runtime, linger_s=0)
+    trainer.do("start", None, 0, None)
+    trainer.do("slots", 3, 2)
+    folder = runtime_of(run, runtime)
+    trainer.do("snapshot", 1, False)
+    name, _ = trainer.do("snapshot", 2, False)
+    shutil.rmtree(run)
+    trainer.do("end")
+    trainer.gone()
+    eventually(lambda: keepers_of(runtime) == [])
+    assert [each for each in folder.names() if is_region_name(each)] == [name]
+
+
+def log_of(folder: RuntimeFolder) -> str:
+    return (Path(folder.path) / "keeper.log").read_text()
 
 
 def test_a_schedulers_signal_ends_the_lingering_not_the_work(tmp_path: Path, runtime: Path) -> None:

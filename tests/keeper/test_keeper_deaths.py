@@ -289,3 +289,37 @@ def test_a_pin_of_the_dead_is_taken_away(tmp_path: Path, runtime: Path, pinned_b
     eventually(lambda: slot.state().state is State.SEALED)
     assert slot.state().generation == generation
     trainer.end()
+
+
+def test_slots_stay_until_the_trainer_releases_them(tmp_path: Path, runtime: Path) -> None:
+    """It takes larger ones up later than it is given them, and a keeper may be started anew meanwhile."""
+    trainer = attached(tmp_path / "run", runtime)
+    old = [slot.name for slot in trainer.slots]
+    larger = trainer.layout.num_bytes * 2
+    kill_keeper(trainer.folder)
+    for grant in trainer.client.slots(3, 8192, larger):
+        grant.open().close()
+    for step in (1, 2, 3, 4):
+        slot, generation = trainer.snapshot(step, persist=step == 4)
+    trainer.wait_committed(4)
+    assert slot.persisted == generation
+    assert set(old) <= set(trainer.folder.names())
+    trainer.client.release(old)
+    eventually(lambda: len(set(old) & set(trainer.folder.names())) == 1)
+    assert slot.name in trainer.folder.names(), "the newest stays until a newer one is sealed"
+    trainer.end()
+
+
+def test_no_step_is_read_into_a_slot_whose_snapshot_is_committed_nowhere(
+    tmp_path: Path, runtime: Path
+) -> None:
+    trainer = attached(tmp_path / "run", runtime)
+    for step in (1, 2, 3):
+        trainer.snapshot(step)
+    named = {slot.name for slot in trainer.slots}
+    size = trainer.layout.num_bytes
+    [grant] = trainer.client.slots(1, 4096, size, minimum=1)
+    grant.open().close()
+    assert grant.name not in named
+    assert len(trainer.survivors()) == 3
+    trainer.end()
