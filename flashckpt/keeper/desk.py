@@ -221,7 +221,7 @@ class Desk:
         self._ledger.add(attempt, Event.RESUME, step=step, slot=loaded or None, rank=rank)
         if held is not None and sealed is not None and sealed.step == step:
             # It counts as the new attempt's now: who was too late for the old one is not for this one.
-            held.given_up = -1
+            held.given_up, held.retry_at = -1, 0.0
             held.slot.request_persist(sealed.generation)
         return {}, ()
 

@@ -1,4 +1,4 @@
-"""From a sealed slot to a committed step: pin, check, write with audit, part, manifest, retention.
+"""From a sealed slot to a committed step: pin, check, write with audit, part, manifest.
 
 Owns the order of these for one slot. Runs in a worker thread; what it did is in its Outcome, and only
 the slot's own words are changed on the way.
@@ -18,7 +18,7 @@ from typing import Any
 
 from flashckpt import _native
 from flashckpt.commit import attempts, lineage, retention, steps
-from flashckpt.errors import DamagedError, FlashckptError, SupersededError
+from flashckpt.errors import DamagedError, FlashckptError, KeeperError, SupersededError
 from flashckpt.events import log
 from flashckpt.format.checked_json import strict_loads
 from flashckpt.format.metadata import Metadata
@@ -29,6 +29,8 @@ from flashckpt.memory.page import Word
 from flashckpt.memory.slot import Sealed, Slot
 from flashckpt.options import Keep
 from flashckpt.store.base import Store
+
+_PIN_LOST = "the slot was taken from this keeper while it was written; another keeper has it now"
 
 
 class Result(Enum):
@@ -70,8 +72,6 @@ class Outcome:
     leaves: tuple[tuple[int, str], ...] = ()
     message: str = ""
     errno: int = 0
-    pruned: tuple[int, ...] = ()
-    prune_error: str = ""
 
 
 class _Torn(Exception):
@@ -111,18 +111,18 @@ class Drain:
         if pinned is None:
             return outcome
         try:
-            outcome = self._persist_pinned(order, sealed, outcome)
+            outcome = self._persist_pinned(order, sealed, pinned, outcome)
         except _Torn as torn:
             return _discarded(slot, outcome, pinned, torn)
         except SupersededError as error:
             outcome = replace(outcome, result=Result.SUPERSEDED, message=str(error))
         except (OSError, FlashckptError, ValueError) as error:
             outcome = _failure(outcome, error)
-        if outcome.result is Result.COMMITTED:
+        if outcome.result is Result.COMMITTED and slot.holds(pinned):
             # Before the pin goes: a trainer that sees the slot sealed must see that it is done with.
             slot.set_persisted(order.generation)
         if not slot.unpin(pinned):
-            outcome = replace(outcome, message="the pin was taken away meanwhile")
+            outcome = replace(outcome, result=Result.FAILED, message=_PIN_LOST)
         return replace(outcome, seconds=time.monotonic() - began)
 
     def audit(self, order: Order) -> Outcome:
@@ -146,11 +146,35 @@ class Drain:
             return _discarded(slot, outcome, word, _torn(metadata, leaves))
         return replace(outcome, result=Result.SOUND)
 
-    def _persist_pinned(self, order: Order, sealed: Sealed, outcome: Outcome) -> Outcome:
+    def prune(self, attempt: AttemptName, keep: Keep) -> list[int]:
+        """Delete what is to be kept no longer, after a commit of `attempt`. Returns the steps that went.
+        Raises OSError or FlashckptError."""
+        return [each.step for each in retention.prune(self._store, attempt, keep)]
+
+    def _persist_pinned(self, order: Order, sealed: Sealed, pinned: Word, outcome: Outcome) -> Outcome:
         metadata = _checked(order.slot, sealed)
         if not self._store.exists(RUN):
             raise FileNotFoundError(errno.ENOENT, "the run is not there any more", self._store.url)
         attempt, own = self._attempt_of(order.slot, sealed)
+        while True:
+            try:
+                return self._persist_as(order, sealed, pinned, metadata, attempt, own, outcome)
+            except SupersededError:
+                # An attempt may have started meanwhile that went on from this very slot: then it is its.
+                before, (attempt, own) = attempt, self._attempt_of(order.slot, sealed)
+                if attempt == before:
+                    raise
+
+    def _persist_as(
+        self,
+        order: Order,
+        sealed: Sealed,
+        pinned: Word,
+        metadata: Metadata,
+        attempt: AttemptName,
+        own: bool,
+        outcome: Outcome,
+    ) -> Outcome:
         outcome = replace(outcome, attempt=str(attempt), num_bytes=sealed.record.image_bytes)
         if self._is_done(sealed.step, attempt, loaded=not own):
             return replace(outcome, result=Result.COMMITTED, num_bytes=0)
@@ -162,13 +186,12 @@ class Drain:
         # A part that stands was written by this keeper in an earlier try, or by the one before it.
         if not self._store.exists(f"{folder}/{part_name(0)}"):
             self._store.make_folder(folder)
-            direct = self._write(order, sealed, metadata, folder, attempt)
+            direct = self._write(order, sealed, pinned, metadata, folder, attempt)
         found = steps.commit(self._store, sealed.step, attempt, order.world)
         if found is steps.Committed.BURIED:
             raise SupersededError(f"step {sealed.step} of attempt {attempt} was pruned meanwhile.")
         result = Result.COMMITTED if found else Result.WAITING
-        outcome = replace(outcome, result=result, direct=direct)
-        return self._pruned(order, attempt, outcome) if found else outcome
+        return replace(outcome, result=result, direct=direct)
 
     def _attempt_of(self, slot: Slot, sealed: Sealed) -> tuple[AttemptName, bool]:
         """Whose step a snapshot is, and whether its own attempt's. The slot that a started attempt says
@@ -191,7 +214,13 @@ class Drain:
         return found is not None and found.step == step
 
     def _write(
-        self, order: Order, sealed: Sealed, metadata: Metadata, folder: str, attempt: AttemptName
+        self,
+        order: Order,
+        sealed: Sealed,
+        pinned: Word,
+        metadata: Metadata,
+        folder: str,
+        attempt: AttemptName,
     ) -> bool:
         """Shard and part. Returns whether the page cache was bypassed. Leaves nothing behind on failure."""
         slot, layout = order.slot, metadata.layout
@@ -214,6 +243,9 @@ class Drain:
             leaves = unlike(metadata, array("Q", digests))
             if leaves:
                 raise _torn(metadata, leaves)
+            # The disk reads the region after the digests did: without the pin, perhaps something else.
+            if not slot.holds(pinned):
+                raise KeeperError(_PIN_LOST)
             shard = ShardRecord(
                 file=name, num_bytes=layout.num_bytes, data_start=layout.data_start, checksums=checksums
             )
@@ -233,15 +265,6 @@ class Drain:
                 if any(rank.shard.file == name for rank in part.ranks):
                     return
             self._store.remove(f"{folder}/{name}")
-
-    def _pruned(self, order: Order, attempt: AttemptName, outcome: Outcome) -> Outcome:
-        if order.keep is None:
-            return outcome
-        try:
-            gone = retention.prune(self._store, attempt, order.keep)
-        except (OSError, FlashckptError) as error:
-            return replace(outcome, prune_error=str(error))
-        return replace(outcome, pruned=tuple(each.step for each in gone))
 
 
 def attempt_of(sealed: Sealed) -> AttemptName:

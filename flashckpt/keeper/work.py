@@ -22,6 +22,7 @@ from flashckpt.keeper.trainers import Trainer
 from flashckpt.keeper.worker import Worker
 from flashckpt.memory.page import State
 from flashckpt.memory.slot import Sealed
+from flashckpt.options import Keep
 
 _LONGEST_WAIT_S = 300.0
 # An audit may take this share of the time, so that idle means idle for the trainer too.
@@ -170,8 +171,26 @@ class Work:
                     message=f"{type(outcome).__name__}: {outcome}",
                 )  # fmt: skip
             self._follow(held, outcome)
+            if outcome.result is Result.COMMITTED and order.keep is not None:
+                self._prune(AttemptName.parse(outcome.attempt), order.keep)
 
         self.worker.submit(partial(self._drain.persist, order), done)
+
+    def _prune(self, attempt: AttemptName | None, keep: Keep) -> None:
+        """After the commit was told: nobody waits for deletions."""
+        if attempt is None:
+            return
+
+        def done(gone: list[int] | BaseException) -> None:
+            if isinstance(gone, BaseException):
+                log.debug("pruning failed", exc_info=gone)
+                self._tally.count("prune_failed")
+                self._ledger.add(str(attempt), Event.ERROR, what="prune", message=str(gone))
+            elif gone:
+                self._tally.count("pruned", len(gone))
+                self._ledger.add(str(attempt), Event.PRUNE, steps=gone)
+
+        self.worker.submit(partial(self._drain.prune, attempt, keep), done)
 
     def _audit_newest(self) -> None:
         self._audit_at = time.monotonic() + _LOOK_PAUSE_S
@@ -222,12 +241,6 @@ class Work:
             )  # fmt: skip
             self._tally.count("direct" if outcome.direct else "buffered")
         self._ledger.add(outcome.attempt, Event.COMMIT, **fields)
-        if outcome.pruned:
-            self._tally.count("pruned", len(outcome.pruned))
-            self._ledger.add(outcome.attempt, Event.PRUNE, steps=list(outcome.pruned))
-        if outcome.prune_error:
-            self._tally.count("prune_failed")
-            self._ledger.add(outcome.attempt, Event.ERROR, what="prune", message=outcome.prune_error)
         self._release_older(outcome)
 
     def _release_older(self, outcome: Outcome) -> None:

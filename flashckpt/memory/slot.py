@@ -202,6 +202,10 @@ class Slot:
         """PINNED -> SEALED. False if somebody took the pin away: then the slot is not ours any more."""
         return self.change(pinned, Word(State.SEALED, 0, pinned.generation))
 
+    def holds(self, word: Word) -> bool:
+        """Whether the word is exactly this one."""
+        return _native.load(self.word_address) == word.packed()
+
     def free(self, word: Word) -> bool:
         """Drop a sealed or pinned snapshot: -> FREE, if the word is still that one."""
         return self.change(word, Word(State.FREE, 0, word.generation))

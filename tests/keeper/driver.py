@@ -15,6 +15,7 @@ from typing import Any
 
 from flashckpt.commit import lineage
 from flashckpt.commit.steps import read_step
+from flashckpt.errors import DamagedError, NoSuchStepError
 from flashckpt.format.names import step_attempt_folder
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.store.base import open_store
@@ -86,7 +87,18 @@ def kill_keeper(folder: RuntimeFolder) -> int:
 
 
 def committed(run: Path) -> list[int]:
-    """Visible steps, each verified: its shard holds, byte for byte, what the step had."""
+    """Visible steps, each verified: its shard holds, byte for byte, what the step had. Old steps go after
+    the commit was told: one that goes meanwhile is looked for again."""
+    while True:
+        seen = lineage.visible(open_store(str(run)))
+        try:
+            return _verified(run)
+        except (NoSuchStepError, DamagedError, FileNotFoundError):
+            if lineage.visible(open_store(str(run))) == seen:
+                raise
+
+
+def _verified(run: Path) -> list[int]:
     store = open_store(str(run))
     found = []
     for each in lineage.visible(store):

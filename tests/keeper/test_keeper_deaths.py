@@ -140,6 +140,7 @@ def test_a_stopped_keeper_goes_on_after_its_replacement_wrote(tmp_path: Path, ru
     for later in range(200, 206):
         trainer.snapshot(later, persist=True)
     trainer.wait_committed(205)
+    eventually(lambda: len(committed(trainer.run)) == 3)
     before = committed(trainer.run)
     os.kill(stopped[0], signal.SIGCONT)
     eventually(lambda: not Path(f"/proc/{stopped[0]}").exists())

@@ -1,0 +1,91 @@
+"""One order at a time, in this process: what happens to a snapshot while its bytes are on their way."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashckpt import _native
+from flashckpt.commit import attempts, holder, lineage
+from flashckpt.keeper.drain import Drain, Order, Outcome, Result
+from flashckpt.memory.page import Word
+from flashckpt.memory.slot import Slot
+from tests.keeper.driver import committed, eventually, ledger
+from tests.keeper.fake import FakeTrainer
+
+
+@pytest.fixture
+def trainer(tmp_path: Path, runtime: Path) -> Iterator[FakeTrainer]:
+    made = FakeTrainer(tmp_path / "run", runtime, keep=1)
+    made.start()
+    made.take_slots()
+    yield made
+    made.end()
+
+
+def persisted(
+    trainer: FakeTrainer, monkeypatch: pytest.MonkeyPatch, after_write: Callable[[Slot, Word], object]
+) -> Outcome:
+    """Persist step 1, with something that happens when its bytes are on the disk for the first time."""
+    slot, generation = trainer.snapshot(1)
+    write = _native.write_file
+    happened: list[bool] = []
+
+    def write_file(*arguments: Any, **named: Any) -> Any:
+        result = write(*arguments, **named)
+        if not happened:
+            happened.append(True)
+            after_write(slot, slot.state())
+        return result
+
+    monkeypatch.setattr(_native, "write_file", write_file)
+    # Pinned in this trainer's name: the node's keeper takes no pin away whose owner lives.
+    order = Order(slot=slot, generation=generation, owner=trainer.owners[slot.name])
+    return Drain(trainer.store, "0123abcd").persist(order)
+
+
+def test_a_snapshot_whose_attempt_goes_on_meanwhile_is_the_next_attempts(
+    trainer: FakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claimed = []
+
+    def restart(slot: Slot, pinned: Word) -> None:
+        claimed.append(attempts.claim(trainer.store, holder.here(trainer.folder.path, trainer.life.name)))
+        attempts.start(trainer.store, claimed[0], trainer.attempt, 1, 1, slot.name)
+
+    outcome = persisted(trainer, monkeypatch, restart)
+    assert (outcome.result, outcome.attempt) == (Result.COMMITTED, str(claimed[0])), outcome.message
+    assert [each.attempt for each in lineage.visible(trainer.store)] == claimed
+    assert committed(trainer.run) == [1]
+
+
+def test_what_was_not_pinned_to_the_end_is_not_published(
+    trainer: FakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A keeper that was stopped: another one took the pin away, and the trainer wrote the slot anew."""
+    outcome = persisted(trainer, monkeypatch, lambda slot, pinned: slot.unpin(pinned))
+    assert outcome.result is Result.FAILED
+    assert all(slot.persisted == 0 for slot in trainer.slots)
+    assert committed(trainer.run) == []
+    assert [name for _, _, names in os.walk(trainer.run / "steps") for name in names] == []
+
+
+def test_old_steps_go_after_the_commit_was_told(trainer: FakeTrainer) -> None:
+    for step in range(1, 5):
+        trainer.snapshot(step, persist=True)
+        trainer.wait_committed(step)
+    eventually(lambda: committed(trainer.run) == [3, 4])
+    pruned = eventually(
+        lambda: (
+            (found := [line for line in ledger(trainer.run) if line["event"] == "prune"])
+            and found[-1]["steps"] == [2]
+            and found
+        )
+    )
+    events = [line["event"] for line in ledger(trainer.run)]
+    assert events.index("prune") > events.index("commit")
+    assert len(pruned) == 2
