@@ -5,9 +5,9 @@ Made anew when leaves come or go or a way changes; patched when only memory move
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from flashckpt.capture.device.base import Device
+from flashckpt.capture.device.base import Device, Mark, On
 from flashckpt.capture.host import HostCopies
 from flashckpt.capture.plan import Plan
 from flashckpt.capture.target import Target
@@ -30,7 +30,11 @@ class Arrangement:
         self.ways: list[Way] = ways.choose(plan, self._devices, fired, room)
         host = [i for i, device in enumerate(self._devices) if device is None]
         constants = [i for i in host if self.ways[i] is Way.CONSTANT]
-        self.host = HostCopies(plan, host, constants, threads)
+        suspects = [i for i in host if ways.suspect(plan.layout.leaves[i].name)]
+        self.host = HostCopies(plan, host, constants, suspects, threads)
+        self._choice = ways
+        self._feeders: dict[int, tuple[Device, Mark]] = {}
+        self._find_feeders(host)
         self.transfers = [self._transfer(device, ways) for device in _distinct(self._devices)]
         self.captures = 0
         self.names = [leaf.name for leaf in plan.layout.leaves]
@@ -40,8 +44,10 @@ class Arrangement:
         """What the arenas take, by device name."""
         return {t.device.name: t.arena.num_bytes for t in self.transfers if t.arena is not None}
 
-    def moved(self) -> None:
+    def moved(self, indexes: Iterable[int]) -> None:
+        """The plan was patched: these leaves lie elsewhere now."""
         self.host.moved()
+        self._find_feeders(i for i in indexes if self._devices[i] is None)
         for transfer in self.transfers:
             transfer.moved()
 
@@ -52,8 +58,13 @@ class Arrangement:
         """
         check = self.captures < _CHECKED
         self.captures += 1
+        for device, mark in self._feeders.values():
+            device.gather(On.COMPUTE)
+            device.mark(On.COMPUTE, mark)
         handles = [t.capture(target, gated=gated, check=check) for t in self.transfers]
-        return handles, self.host.capture(target)
+        for _, mark in self._feeders.values():
+            mark.wait()
+        return handles, self.host.capture(target, check=check)
 
     def gate(self) -> None:
         for transfer in self.transfers:
@@ -61,6 +72,11 @@ class Arrangement:
 
     def device_constants(self) -> list[int]:
         return [index for transfer in self.transfers for index in transfer.constants()]
+
+    def _find_feeders(self, host: Iterable[int]) -> None:
+        """Devices that write leaves in host memory: these are read after the kernels of the boundary."""
+        for device in self._choice.feeders(self.plan.tensors[i] for i in host):
+            self._feeders.setdefault(id(device), (device, device.new_mark()))
 
     def _transfer(self, device: Device, ways: Ways) -> Transfer:
         indexes = [i for i, owner in enumerate(self._devices) if owner is device]

@@ -295,9 +295,9 @@ class Capture:
         arrangement, walk = self._arrangement, self._tree.current
         assert walk is not None
         if arrangement is not None and self._walk is walk and self._chosen == self._ground():
-            change = arrangement.plan.follow(self.hooks.used_up)[0]
+            change, indexes = arrangement.plan.follow(self.hooks.used_up)
             if change is Change.PATCHED:
-                arrangement.moved()
+                arrangement.moved(indexes)
             if change is not Change.REBUILD:
                 return arrangement, data
         return self._rebuild(), values()

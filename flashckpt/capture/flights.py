@@ -158,9 +158,8 @@ class Flights:
         self._lose(flight)
 
     def _tear(self, landed: _Landed, leaves: list[int]) -> None:
-        for leaf in leaves:
-            self._ways.tear(landed.names[leaf], landed.ways[leaf])
-        if leaves:
+        # A list, so that every one of them is told.
+        if any([self._ways.tear(landed.names[leaf], landed.ways[leaf]) for leaf in leaves]):
             self._on_changed()
 
     def _lose(self, flight: Flight) -> None:

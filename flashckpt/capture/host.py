@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from flashckpt import _native
 from flashckpt.capture.plan import Addresses, Plan
@@ -16,9 +18,17 @@ from flashckpt.capture.target import Target
 
 
 class HostCopies:
-    """Copies of one plan's host leaves. `indexes` are in image order; those of `constants` are among them."""
+    """Copies of one plan's host leaves. `indexes` are in image order; those of `constants` are among them,
+    and so are `suspects`, whose sources are checked in every capture."""
 
-    def __init__(self, plan: Plan, indexes: Iterable[int], constants: Iterable[int], threads: int) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        indexes: Iterable[int],
+        constants: Iterable[int],
+        suspects: Iterable[int],
+        threads: int,
+    ) -> None:
         self._plan, self._threads = plan, threads
         chosen = list(indexes)
         # Leaves of a device that this library has no streams for are copied, and waited for, by torch.
@@ -26,6 +36,8 @@ class HostCopies:
         self._constants = np.array(sorted(set(constants) - set(self._odd)), dtype=np.int64)
         apart = {*self._odd, *self._constants.tolist()}
         self._plain = np.array([i for i in chosen if i not in apart], dtype=np.int64)
+        self._suspects = frozenset(suspects)
+        self._plain_suspects = np.array([i for i in self._plain if i in self._suspects], dtype=np.int64)
         count = len(self._plain)
         self._sources: Addresses = plan.addresses[self._plain]
         self._offsets: Addresses = plan.offsets[self._plain]
@@ -41,8 +53,12 @@ class HostCopies:
         """Read the addresses again: the plan was patched."""
         np.take(self._plan.addresses, self._plain, out=self._sources)
 
-    def capture(self, target: Target) -> list[int]:
-        """Copy everything; returns constants that are none (their bytes are copied all the same)."""
+    def capture(self, target: Target, *, check: bool) -> list[int]:
+        """Copy everything; returns constants that are none (their bytes are copied all the same).
+
+        check: read the sources again after the copy, and let the seal refuse a difference: digests are of
+        the bytes that were copied, and do not see a thread that writes a leaf while it is copied.
+        """
         if len(self._plain):
             np.add(self._offsets, np.uint64(target.image_address), out=self._destinations)
             out = target.table_address if self._whole else _native.address_of(self._digests.data)
@@ -52,13 +68,29 @@ class HostCopies:
             if not self._whole:
                 target.table[self._plain] = self._digests
         for index in self._odd:
-            self._capture_odd(target, index)
-        return self._capture_constants(target) if len(self._constants) else []
+            self._capture_odd(target, index, check=check or index in self._suspects)
+        changed = self._capture_constants(target) if len(self._constants) else []
+        checked = self._plain if check else self._plain_suspects
+        if len(checked):
+            self._check(target, checked)
+        return changed
 
-    def _capture_odd(self, target: Target, index: int) -> None:
-        target.image_of(index).copy_(self._plan.tensors[index].detach())
-        address = target.image_address + int(self._plan.offsets[index])
-        target.table[index] = _native.digest(address, int(self._plan.sizes[index]))
+    def _check(self, target: Target, indexes: NDArray[np.int64]) -> None:
+        sources, sizes = self._plan.addresses[indexes], self._plan.sizes[indexes]
+        digests: Addresses = np.empty(len(indexes), dtype=np.uint64)
+        _native.digest_many(sources.data, sizes.data, _native.address_of(digests.data), self._threads)
+        target.table[indexes[digests != target.table[indexes]]] = _native.EMPTY_DIGEST
+
+    def _capture_odd(self, target: Target, index: int, *, check: bool) -> None:
+        tensor, size = self._plan.tensors[index].detach(), int(self._plan.sizes[index])
+        place = target.image_of(index)
+        place.copy_(tensor)
+        digest = _native.digest(target.image_address + int(self._plan.offsets[index]), size)
+        if check:
+            again = torch.empty(place.shape, dtype=place.dtype).copy_(tensor)
+            if _native.digest(again.data_ptr(), size) != digest:
+                digest = _native.EMPTY_DIGEST
+        target.table[index] = digest
 
     def _capture_constants(self, target: Target) -> list[int]:
         digests, changed = self._constant_digests, []
@@ -70,7 +102,10 @@ class HostCopies:
             kept = target.kept.get(index)
             if kept != digest:
                 self._copy_one(target, index)
-                target.kept[index] = int(target.table[index])
+                if int(target.table[index]) == digest:
+                    target.kept[index] = digest
+                else:
+                    target.table[index] = _native.EMPTY_DIGEST
                 if kept is not None:
                     changed.append(index)
         return changed

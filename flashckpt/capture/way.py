@@ -16,7 +16,8 @@ class Way(str, Enum):
 
 
 # A leaf found torn by a way is copied by this one from then on. WAIT has none: there the host waits for
-# the whole device first, and what is torn even so is discarded by its digest, every time.
+# the whole device first, and what is torn even so is discarded by its digest, every time. HOST has none
+# either: nothing holds back a thread that writes, so the source is checked in every capture from then on.
 SAFER = {
     Way.CONSTANT: Way.WAIT,
     Way.CLONE: Way.WAIT,

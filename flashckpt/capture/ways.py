@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from flashckpt.capture.device.base import Device
 from flashckpt.capture.plan import Plan
 from flashckpt.capture.way import SAFER, Way
@@ -23,6 +25,7 @@ class Ways:
     def __init__(self, optimizers: Sequence[Any], devices: Sequence[Device]) -> None:
         self._optimizers, self._devices = optimizers, devices
         self._torn: dict[str, Way] = {}
+        self._suspects: set[str] = set()
         self._ordinary: set[str] = set()
         self._equal: dict[str, tuple[int, int]] = {}
         self._constants: set[str] = set()
@@ -33,6 +36,13 @@ class Ways:
         for tensor, size in zip(plan.tensors, plan.sizes.tolist(), strict=True):
             owner = next((device for device in self._devices if device.owns(tensor)), None)
             found.append(owner if size else None)
+        return found
+
+    def feeders(self, tensors: Iterable[Tensor]) -> list[Device]:
+        """Devices whose streams write some of these tensors, that are in host memory."""
+        found: list[Device] = []
+        for tensor in tensors if self._devices else ():
+            found += [device for device in self._devices if device not in found and device.feeds(tensor)]
         return found
 
     def choose(
@@ -53,8 +63,10 @@ class Ways:
                     ways[i] = self._by_room(plan, i, device, left, protected)
         return [way or Way.HOST for way in ways]
 
-    def tear(self, name: str, way: Way) -> None:
-        """The leaf was found torn: the next safer way from now on, for good."""
+    def tear(self, name: str, way: Way) -> bool:
+        """The leaf was found torn: the next safer way from now on, for good. False if it is in use."""
+        if way is Way.HOST:
+            return self._tear_host(name)
         safer = SAFER[way]
         self._constants.discard(name)
         self._ordinary.add(name)
@@ -64,6 +76,22 @@ class Ways:
             "%s was written while it was copied (way: %s). That snapshot was discarded; the state is not "
             "touched. From now on it is copied by the way: %s.", name, way.value, safer.value,
         )  # fmt: skip
+        return True
+
+    def _tear_host(self, name: str) -> bool:
+        if name in self._suspects:
+            return False
+        self._suspects.add(name)
+        log.warning(
+            "%s, in host memory, was written while it was copied. That snapshot was discarded; the state is "
+            "not touched. From now on it is checked in every snapshot, and those that it tears are not kept: "
+            "let whatever writes it end before the boundary.", name,
+        )  # fmt: skip
+        return True
+
+    def suspect(self, name: str) -> bool:
+        """Whether this leaf in host memory was torn before."""
+        return name in self._suspects
 
     def synchronised(self, name: str) -> bool:
         """Whether the host waits for the whole device before this leaf is copied."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -277,3 +278,65 @@ def test_slots_that_were_let_go_of_are_not_looked_at(run: Run, ring: SlotRing) -
     run.capture.set_slots(None)
     for slot in fresh.slots:
         slot.close()
+
+
+class Writer:
+    """A thread that writes leaves at the worst moment, made repeatable: after the copy of the bytes and
+    before a capture has returned."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, copying: str) -> None:
+        self.tensor: torch.Tensor | None = None
+        self.checks = 0
+        copy, check = getattr(_native, copying), _native.digest_many
+
+        def written(*arguments: Any) -> Any:
+            result = copy(*arguments)
+            if self.tensor is not None:
+                tensor, self.tensor = self.tensor, None
+                tensor.data.add_(1)
+            return result
+
+        def checked(*arguments: Any) -> None:
+            self.checks += 1
+            check(*arguments)
+
+        monkeypatch.setattr(_native, copying, written)
+        monkeypatch.setattr(_native, "digest_many", checked)
+
+
+@pytest.mark.parametrize(("leaf", "copying"), [("ema", "copy_digest"), ("odd", "digest")])
+def test_a_host_leaf_that_is_written_while_it_is_copied_is_not_sealed(
+    ring: SlotRing,
+    sealer: _native.Sealer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    leaf: str,
+    copying: str,
+) -> None:
+    run = Run(ring, sealer)
+    more = run.state.named["more"] = {"ema": torch.zeros(3000), "odd": torch.zeros(30, 50).t()}
+    run.iterate()
+    check(run, ring)
+    caplog.set_level("WARNING", "flashckpt")
+    for times in (1, 2):
+        with monkeypatch.context() as patched:
+            Writer(patched, copying).tensor = more[leaf]
+            assert run.iterate().captured
+        run.landed()
+        assert newest(ring).step == run.step - 1
+        for _ in range(5):  # beyond the captures in which every leaf is checked
+            assert run.iterate().captured
+            check(run, ring)
+        assert run.capture.report()["snapshots_lost"] == times
+    assert [r.getMessage().split(",")[0] for r in caplog.records] == [f"more.{leaf}"]
+    run.capture.close()
+
+
+def test_host_leaves_are_read_twice_in_the_first_captures_only(
+    run: Run, ring: SlotRing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = Writer(monkeypatch, "copy_digest")
+    for checks in (1, 2, 3, 3, 3, 3):
+        run.iterate()
+        check(run, ring)
+        assert writer.checks == checks

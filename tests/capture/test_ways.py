@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -13,6 +14,7 @@ from flashckpt.capture.device.simulated import SimulatedStream
 from flashckpt.memory.slots import SlotRing
 
 from .accelerated import LARGE, Accelerated
+from .content import bytes_of, newest
 
 NO_ROOM = 0
 Maker = Callable[..., Accelerated]
@@ -249,8 +251,6 @@ def test_named_streams_are_waited_for_and_held(make: Maker, room: int) -> None:
     named.release()
     named.drain()
     loop.finish()
-    from .content import bytes_of, newest
-
     content = newest(loop.ring)
     assert content.step == loop.step
     assert content.torn == []
@@ -310,3 +310,25 @@ def test_slots_are_known_to_the_device_while_they_are_used(make: Maker, ring: Sl
     assert set(loop.device.registered) == {address for pair in addresses for address in pair}
     loop.capture.set_slots(None)
     assert loop.device.registered == {}
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_host_memory_that_the_device_writes_is_read_after_its_kernels(make: Maker, moved: bool) -> None:
+    """copy_(non_blocking=True) into pinned memory: the host is ahead of the bytes."""
+    loop = make()
+    offloaded = torch.zeros(5000)
+    loop.state.named["more"] = {"offloaded": offloaded}
+    if not moved:
+        loop.device.pin(offloaded)
+    warm(loop)
+    if moved:
+        offloaded = loop.state.named["more"]["offloaded"] = torch.zeros(5000)
+        loop.device.pin(offloaded)
+    loop.device.compute.hold()
+    loop.kernel(lambda: offloaded.add_(7))
+    released = threading.Timer(0.2, loop.device.compute.release)
+    released.start()
+    assert loop.iterate().captured
+    released.join()
+    loop.finish()
+    assert newest(loop.ring).leaves["more.offloaded"] == bytes_of(torch.full((5000,), 7.0))

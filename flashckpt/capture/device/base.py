@@ -46,6 +46,9 @@ class Device(Protocol):
 
     def owns(self, tensor: Tensor) -> bool: ...
 
+    def feeds(self, tensor: Tensor) -> bool:
+        """Whether the tensor is in host memory that the device's streams write without the host waiting."""
+
     def launch(self, on: On, work: Callable[[], None]) -> None:
         """Enqueue torch operations. What `work` reads must stay as it is until they have run."""
 

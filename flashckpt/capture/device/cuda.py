@@ -60,6 +60,9 @@ class CudaDevice:
     def owns(self, tensor: Tensor) -> bool:
         return tensor.device == self._device
 
+    def feeds(self, tensor: Tensor) -> bool:
+        return tensor.device.type == "cpu" and tensor.is_pinned()
+
     def launch(self, on: On, work: Callable[[], None]) -> None:
         with torch.cuda.device(self._device), self._on(on), torch.no_grad():
             work()

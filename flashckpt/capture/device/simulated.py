@@ -191,12 +191,21 @@ class SimulatedDevice:
         self._piece_bytes = piece_bytes
         self._clock = clock
         self._adopted: dict[int, torch.UntypedStorage] = {}
+        self._pinned: dict[int, torch.UntypedStorage] = {}
 
     def adopt(self, *tensors: Tensor) -> None:
         """These tensors' memory is this device's from here on."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             self._adopted[storage.data_ptr()] = storage
+
+    def pin(self, tensor: Tensor) -> None:
+        """This tensor stays in host memory, and the device's streams write it."""
+        storage = tensor.untyped_storage()
+        self._pinned[storage.data_ptr()] = storage
+
+    def feeds(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._pinned
 
     def owns(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self._adopted
