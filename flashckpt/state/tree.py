@@ -185,9 +185,10 @@ class Tree:
         filling, values = Filling(saved), saved.value["entries"]
         for entry in self._in_order():
             entry.restore(values[entry.name], filling, live)
-        self._gradients.restore(saved.value[NAMESPACE], filling)
-        # From here on code of the program's own reads what it is given: nothing is put off any more.
+        # From here on what was filled is read (indices of sparse gradients, code of the program's own):
+        # nothing is put off any more.
         filling.copies.make()
+        self._gradients.restore(saved.value[NAMESPACE], filling)
         filled = list(filling.filled)
         for entry in self._in_order():
             filled += _finish(entry, values[entry.name], filling, saved)
