@@ -77,6 +77,7 @@ class KeeperClient:
         self._elected: tuple[int, int] | None = None
         self._said: dict[str, dict[str, Any]] = {}
         self._memfds: dict[str, int] = {}
+        self._lent: set[str] = set()
         self.restarts = 0
 
     # What a trainer says
@@ -151,14 +152,14 @@ class KeeperClient:
         }
         answer, descriptors = self._call_with_descriptors(asked)
         if not answer.get("preparing"):
-            return self._granted(answer, descriptors)
+            return self._granted(answer, descriptors, lent=count == 1)
         close_all(descriptors)
         return None
 
     def surviving(self) -> list[SlotGrant]:
         """This rank's slots that hold a sealed snapshot: of an earlier attempt, or of this one."""
         answer, descriptors = self._call_with_descriptors({"op": "surviving"})
-        return self._granted(answer, descriptors)
+        return self._granted(answer, descriptors, lent=True)
 
     def started(self, *, loaded: str | None, step: int) -> None:
         """`start.json` of this trainer's attempt is written: it went on from `step`, out of the slot named
@@ -243,8 +244,16 @@ class KeeperClient:
             return self._peer
         until = time.monotonic() + _START_TIMEOUT_S
         tried_at = -_START_AGAIN_S
+        mute, mute_since = self._runtime.inode(ELECTION_LOCK), time.monotonic()
         while (peer := self._reach()) is None:
             now = time.monotonic()
+            elected = self._runtime.inode(ELECTION_LOCK)
+            if elected is None or elected != mute or not is_alive(self._runtime, ELECTION_LOCK):
+                mute, mute_since = elected, now
+            elif now - mute_since > self._patience_s + _START_AGAIN_S:
+                # Elected and without a socket for so long: it hangs, and would keep others out for ever.
+                self._elected = elected
+                self._depose()
             if now > until:
                 raise _unreachable(self._runtime, f"it did not answer within {_START_TIMEOUT_S:.0f} s")
             if now - tried_at > _START_AGAIN_S and not is_alive(self._runtime, ELECTION_LOCK):
@@ -304,7 +313,9 @@ class KeeperClient:
                 self._peer.close()
             self._peer = None
 
-    def _granted(self, answer: dict[str, Any], descriptors: list[int]) -> list[SlotGrant]:
+    def _granted(self, answer: dict[str, Any], descriptors: list[int], *, lent: bool) -> list[SlotGrant]:
+        """What was granted. Memfds that were only `lent`, to be looked at, are held for a new keeper until
+        slots to be written are granted."""
         rows = answer.get("slots")
         if not isinstance(rows, list) or len(rows) != len(descriptors):
             close_all(descriptors)
@@ -314,6 +325,11 @@ class KeeperClient:
             for grant in grants:
                 if grant.kind == MEMFD and grant.name not in self._memfds:
                     self._memfds[grant.name] = os.dup(grant.descriptor)
+                    self._lent |= {grant.name} if lent else set()
+            if not lent:
+                self._lent -= {grant.name for grant in grants}
+                close_all([self._memfds.pop(name) for name in self._lent if name in self._memfds])
+                self._lent.clear()
         return grants
 
 

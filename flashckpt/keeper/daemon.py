@@ -70,6 +70,7 @@ class Keeper:
         self._ended: dict[AttemptName, End] = {}
         self._looks_without_run = 0
         self._swept_at = self._round_at = 0.0
+        self._ended_pidfds: set[int] = set()
 
     def run(self) -> None:
         """Serve until it is time to go. Returns when the keeper has left in order, or was deposed."""
@@ -82,9 +83,9 @@ class Keeper:
             if now - self._swept_at >= _SWEEP_S:
                 self._swept_at = now
                 if not self._election.stands(self.folder):
-                    log.warning("another keeper was elected while this one did not answer: it ends")
-                    self._life.release(self.folder)
+                    self._yield()
                     return
+                self._server.mend()
                 self._sweep()
                 if self._departure.is_due(now):
                     self._leave()
@@ -114,7 +115,8 @@ class Keeper:
         ready = [descriptor for descriptor, _ in poll.poll(_TICK_MS if len(self.roster) else _IDLE_TICK_MS)]
         if self._wake in ready:
             os.eventfd_read(self._wake)
-        if any(pidfd in ready for pidfd in self.roster.pidfds()):
+        self._ended_pidfds = {pidfd for pidfd in self.roster.pidfds() if pidfd in ready}
+        if self._ended_pidfds:
             self._swept_at = 0.0
         return ready
 
@@ -137,6 +139,7 @@ class Keeper:
 
     def _sweep(self) -> None:
         dead = self.roster.bury()
+        self.roster.forget(self._ended_pidfds)
         self.shelf.reclaim()
         for trainer in dead:
             self._departure.saw_end(trainer)
@@ -181,11 +184,18 @@ class Keeper:
 
     def _leave(self) -> None:
         """Regions go, but those that hold what is committed nowhere; then the names, the lock last: a
-        keeper that is started meanwhile finds it held, or finds everything gone."""
+        keeper that is started meanwhile finds it held, or finds everything gone. A look at storage may
+        hang, and another keeper be elected meanwhile: then all of it is that one's."""
         kept = self._departure.kept()
         for held in self.shelf.all():
+            if not self._election.stands(self.folder):
+                self._yield()
+                return
             if held.slot.name not in kept:
                 self.shelf.remove(held)
+        if not self._election.stands(self.folder):
+            self._yield()
+            return
         self.ledger.add(None, Event.CLOSE, keeper=self.nonce, kept=sorted(kept))
         self.ledger.close()
         self._server.close()
@@ -193,6 +203,10 @@ class Keeper:
         self._life.release(self.folder)
         self._election.release(self.folder)
         self.folder.discard()
+
+    def _yield(self) -> None:
+        log.warning("another keeper was elected while this one did not answer: it ends")
+        self._life.release(self.folder)
 
 
 def _newer(claimed: AttemptName | None, living: list[AttemptName]) -> str | None:

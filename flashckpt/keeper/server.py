@@ -46,17 +46,12 @@ Answer = Callable[[Connection, dict[str, Any], list[int]], tuple[dict[str, Any],
 class Server:
     def __init__(self, folder: RuntimeFolder, answer: Answer) -> None:
         self._answer = answer
+        self._folder = folder
         self._connections: dict[int, Connection] = {}
         # What a dead keeper left under the name goes; anything that is not ours is refused.
         if folder.check_socket(SOCKET_NAME):
             folder.remove(SOCKET_NAME)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-        before = os.umask(0o177)
-        try:
-            self._listener.bind(folder.reachable(SOCKET_NAME))
-        finally:
-            os.umask(before)
-        self._listener.listen(_BACKLOG)
+        self._listener = self._listening()
 
     def __len__(self) -> int:
         return len(self._connections)
@@ -73,6 +68,23 @@ class Server:
                 self._accept()
             elif descriptor in self._connections:
                 self._serve(self._connections[descriptor])
+
+    def mend(self) -> None:
+        """Be found again where the socket's name was removed. To be called by the elected keeper alone."""
+        if self._folder.inode(SOCKET_NAME) is None:
+            log.warning("the keeper's socket was removed: it is made again")
+            self._listener.close()
+            self._listener = self._listening()
+
+    def _listening(self) -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        before = os.umask(0o177)
+        try:
+            listener.bind(self._folder.reachable(SOCKET_NAME))
+        finally:
+            os.umask(before)
+        listener.listen(_BACKLOG)
+        return listener
 
     def close(self) -> None:
         self._listener.close()

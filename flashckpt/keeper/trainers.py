@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +69,14 @@ class Roster:
 
     def pidfds(self) -> list[int]:
         return [trainer.pidfd for trainer in self._trainers.values() if trainer.pidfd >= 0]
+
+    def forget(self, pidfds: Collection[int]) -> None:
+        """Close the pidfds among these whose trainers live all the same: they are of other processes (a
+        pid used again, or of another namespace), and would wake the loop for ever."""
+        for trainer in self._trainers.values():
+            if trainer.pidfd in pidfds:
+                os.close(trainer.pidfd)
+                trainer.pidfd = -1
 
     def bury(self) -> list[Trainer]:
         """Take out those that are dead, and remove their locks."""

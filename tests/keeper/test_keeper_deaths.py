@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +14,15 @@ import pytest
 
 from flashckpt.commit import attempts, lineage
 from flashckpt.format.names import AttemptName
+from flashckpt.keeper.daemon import Keeper
+from flashckpt.keeper.protocol import ELECTION_LOCK, SOCKET_NAME
+from flashckpt.keeper.trainers import Roster, Trainer
 from flashckpt.memory.page import State
 from flashckpt.memory.region import is_region_name
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.store.base import open_store
 from tests.keeper.driver import Process, committed, eventually, kill_keeper, ledger, runtime_of
-from tests.keeper.fake import FakeTrainer, keeper_pid
+from tests.keeper.fake import FakeTrainer, keeper_pid, open_runtime
 from tests.memory.mounts import small_tmpfs
 
 
@@ -152,6 +156,54 @@ def test_a_stopped_keeper_goes_on_after_its_replacement_wrote(tmp_path: Path, ru
     trainer.end()
 
 
+@pytest.mark.parametrize("stopped", [False, True], ids=["runs", "stopped"])
+def test_a_keeper_without_a_socket_is_found_again_or_replaced(
+    tmp_path: Path, runtime: Path, stopped: bool
+) -> None:
+    trainer = attached(tmp_path / "run", runtime, patience_s=1.0)
+    pid = keeper_pid(trainer.folder)
+    assert pid is not None
+    if stopped:
+        os.kill(pid, signal.SIGSTOP)
+    trainer.folder.remove(SOCKET_NAME)
+    trainer.client.close()
+    trainer.snapshot(1, persist=True)
+    trainer.wait_committed(1)
+    assert (keeper_pid(trainer.folder) != pid) == stopped
+    os.kill(pid, signal.SIGCONT)
+    trainer.end()
+
+
+def test_a_keeper_that_was_deposed_while_it_left_removes_nothing(tmp_path: Path, runtime: Path) -> None:
+    run = tmp_path / "run"
+    _, identity = open_runtime(run, runtime)
+    folder = RuntimeFolder.open(str(runtime), identity)
+    keeper = Keeper.elected(str(run), folder)
+    assert keeper is not None
+    [region] = keeper.shelf.make(0, [0], 4096, 4096).regions
+    keeper.shelf.put(region)
+    folder.remove(ELECTION_LOCK)
+    keeper._leave()
+    assert {region.name, SOCKET_NAME} <= set(folder.names())
+    keeper._server.close()
+    keeper._election.release(folder)
+
+
+def test_a_pidfd_of_another_process_does_not_keep_the_keeper_awake(tmp_path: Path, runtime: Path) -> None:
+    trainer = FakeTrainer(tmp_path / "run", runtime)
+    child = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    roster = Roster(trainer.folder)
+    roster.watch(Trainer(lock=trainer.life.name, rank=0, pid=child.pid))
+    assert select.select(roster.pidfds(), [], [], 10)[0] == roster.pidfds() != []
+    assert roster.bury() == []
+    roster.forget(roster.pidfds())
+    assert roster.pidfds() == []
+    assert len(roster) == 1
+    child.wait()
+    trainer.end()
+
+
 def test_memfds_survive_the_keeper_and_fall_with_both(tmp_path: Path, runtime: Path) -> None:
     run = tmp_path / "run"
     with small_tmpfs(1 << 20) as base:
@@ -166,6 +218,12 @@ def test_memfds_survive_the_keeper_and_fall_with_both(tmp_path: Path, runtime: P
         assert slot.persisted == generation
         assert trainer.client.restarts == 1
         assert [step for _, step in sorted(trainer.survivors(), key=lambda row: row[1])] == [1, 2]
+        [lent] = trainer.client.slots(1, 1 << 20, trainer.layout.num_bytes, minimum=1)
+        os.close(lent.descriptor)
+        assert lent.name in trainer.client._memfds
+        for grant in trainer.client.slots(3, 4096, trainer.layout.num_bytes):
+            os.close(grant.descriptor)
+        assert set(trainer.client._memfds) == {slot.name for slot in trainer.slots}
         kill_keeper(trainer.folder)
         trainer.client.close()
         for each in trainer.slots:
