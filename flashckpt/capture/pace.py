@@ -23,6 +23,13 @@ _PLAIN_NEEDED = 3
 _LONGEST_SERIES = 64
 # One odd iteration (a validation, a stalled loader) is charged as at most this many usual snapshots.
 _OUTLIER = 4.0
+# Fewer measurements than this may all be odd ones: the least is believed, and after so long, or after as
+# long as it says a snapshot takes, one more is made whatever the credit.
+_COSTS_NEEDED = 3
+_MEASURE_AGAIN_S = 60.0
+
+# A keeper that has not answered a request by then is not waited for: it may have lost it.
+_PATIENCE_S = 600.0
 
 
 class Budget:
@@ -38,11 +45,15 @@ class Budget:
         self._costs_s: deque[float] = deque(maxlen=_COSTS_KEPT)
         self._unmeasured = 0
         self._series = 0
+        self._since_s = 0.0
+        self._floor_s = 0.0
 
     @property
     def cost_s(self) -> float | None:
         """What one snapshot costs the loop, in seconds; None before one was measured."""
-        return median(self._costs_s) if self._costs_s else None
+        if len(self._costs_s) < _COSTS_NEEDED:
+            return min(self._costs_s, default=None)
+        return median(self._costs_s)
 
     @property
     def plain_s(self) -> float | None:
@@ -55,18 +66,22 @@ class Budget:
             return self._unmeasured == 0
         if self._series and len(self._plain_s) < _PLAIN_NEEDED:
             return False
+        if self._doubted(cost):
+            return True
         return self._series < _LONGEST_SERIES and self._credit_s >= cost
 
     def taken(self, *, ordered: bool) -> None:
         """A snapshot was begun. One that was ordered is not charged: it was not this budget's choice."""
         self._series += 1
         self._unmeasured += 1
+        self._since_s = 0.0
         if not ordered:
             self._credit_s -= self.cost_s or 0.0
 
     def plain(self, seconds: float) -> None:
         """An iteration without a snapshot, and without the copy of one beside it."""
         self._series = 0
+        self._since_s += seconds
         self._plain_s.append(seconds)
         self._earn(seconds)
 
@@ -74,6 +89,7 @@ class Budget:
         """An iteration with a snapshot that certainly cost `floor_s` (the call, where the host copies)."""
         self._unmeasured = max(0, self._unmeasured - 1)
         plain, before = self.plain_s, self.cost_s
+        self._floor_s = floor_s
         cost = max(floor_s, seconds - plain) if plain is not None else floor_s
         ceiling = _OUTLIER * max(floor_s, before or 0.0)
         self._costs_s.append(min(cost, ceiling) if ceiling > 0.0 else max(cost, 0.0))
@@ -84,6 +100,12 @@ class Budget:
     def dropped(self) -> None:
         """A snapshot was begun whose iteration is no iteration: it will never be measured."""
         self._unmeasured = max(0, self._unmeasured - 1)
+
+    def _doubted(self, cost: float) -> bool:
+        """Whether what is known of the cost is to be measured once more: where the host copies, the time
+        of the call bounds it well enough."""
+        known = len(self._costs_s) >= _COSTS_NEEDED or self._unmeasured > 0
+        return not known and cost > _OUTLIER * self._floor_s and self._since_s >= max(_MEASURE_AGAIN_S, cost)
 
     def trailing(self, seconds: float) -> None:
         """An iteration beside the copy of a snapshot that was begun before it: the rest of its price."""
@@ -142,7 +164,11 @@ class Pace:
             self._persist_due = True
         if self._persist_s is not None and self._clock() - self._asked_at_s >= self._persist_s:
             self._persist_due = True
-        return self._persist_due and not self._asked
+        return self._persist_due and not self._awaited()
+
+    def _awaited(self) -> bool:
+        patience_s = max(_PATIENCE_S, 2 * (self._persist_s or 0.0))
+        return self._asked and self._clock() - self._asked_at_s < patience_s
 
     def captured(self, *, ordered: bool) -> None:
         self._due = False
@@ -153,7 +179,8 @@ class Pace:
         self._due = isinstance(self._every, int)
 
     def persist_asked(self) -> None:
-        """From here on nothing more is asked for until `persist_ended`."""
+        """From here on nothing more is asked for until `persist_ended`, or until the keeper's answer has
+        been missing for ten minutes and for twice the interval."""
         self._asked, self._persist_due = True, False
         self._asked_at_s = self._clock()
 

@@ -93,6 +93,35 @@ def test_one_long_pause_does_not_stop_captures() -> None:
     assert run(budget, 200, 0.1, 0.01) >= 10
 
 
+@pytest.mark.parametrize("odd_s", [20.0, 60.0, 300.0])
+def test_one_odd_first_measurement_does_not_stop_captures(odd_s: float) -> None:
+    """A recompile or a validation in the first iteration with a snapshot of a device: no call bounds it."""
+    budget = Budget(0.01)
+    for _ in range(5):
+        budget.plain(0.2)
+    budget.taken(ordered=False)
+    budget.burdened(odd_s, 0.0, ordered=False)
+    assert not budget.allows()
+    assert run(budget, int(max(odd_s, 60.0) / 0.2) + 2000, 0.2, 0.01) >= 100
+
+
+def test_a_dear_snapshot_is_measured_three_times_and_no_more() -> None:
+    """What is doubted is measured with bounded frequency, and paid back later."""
+    budget = Budget(0.01)
+    for _ in range(5):
+        budget.plain(0.2)
+    assert run(budget, 5 * 600, 0.2, 20.0) == 3
+
+
+def test_a_host_copy_is_not_measured_again_for_doubt() -> None:
+    budget = Budget(0.01)
+    for _ in range(5):
+        budget.plain(0.2)
+    budget.taken(ordered=False)
+    budget.burdened(20.2, 20.0, ordered=False)
+    assert run(budget, 5 * 600, 0.2, 20.0) == 0
+
+
 def test_the_host_copy_is_charged_at_least_its_own_time() -> None:
     budget = Budget(0.01)
     for _ in range(5):
@@ -166,6 +195,24 @@ def test_persisting_by_time() -> None:
     pace.persist_asked()
     pace.persist_ended(fulfilled=False)
     assert pace.persist_due(5)  # one that failed is tried again with the next snapshot
+
+
+@pytest.mark.parametrize(("interval", "patience_s"), [("1min", 600), ("10min", 1200)])
+def test_a_request_that_is_never_answered_does_not_stop_the_next(interval: str, patience_s: int) -> None:
+    """Slot and keeper may be gone together: then nobody ever says what became of it."""
+    clock = Clock()
+    pace = Pace("auto", interval, clock=clock)
+    clock.now_s = start_s = 1000.0
+    assert pace.persist_due(1)
+    pace.persist_asked()
+    clock.now_s = start_s + patience_s - 1
+    assert not pace.persist_due(2)
+    clock.now_s = start_s + patience_s
+    assert pace.persist_due(3)
+    pace.persist_asked()
+    assert not pace.persist_due(4)
+    pace.persist_ended(fulfilled=True)
+    assert not pace.persist_due(5)
 
 
 @pytest.mark.parametrize(("every", "persist"), [(0, None), (-3, None), ("auto", 0), ("auto", "often")])
