@@ -63,7 +63,7 @@ class Capture:
         *,
         optimizers: Sequence[object] = (),
         attempt: tuple[int, int] = (0, 0),
-        owner: int | Mapping[int, int] = 1,
+        owner: int | Mapping[str, int] = 1,
         every: Every = "auto",
         persist_every: str | int | None = None,
     ) -> None:
@@ -80,7 +80,7 @@ class Capture:
         self._arrangement: Arrangement | None = None
         self._walk: Walk | None = None
         self._chosen = self._ground()
-        self._targets: dict[int, Target] = {}
+        self._targets: dict[str, Target] = {}
         self._ring: SlotRing | None = None
         self._ordered = False
         self._asked: Flight | None = None
@@ -96,16 +96,16 @@ class Capture:
 
     with_slack = staticmethod(with_slack)
 
-    def set_slots(self, ring: SlotRing | None, owner: int | Mapping[int, int] = 1) -> None:
+    def set_slots(self, ring: SlotRing | None, owner: int | Mapping[str, int] = 1) -> None:
         """Write to these slots from now on (None: to none). owner: this process's index in the owner
-        tables, by slot where they differ. Waits for the copies into the old ones and for their seals:
+        tables, by slot name where they differ. Waits for the copies into the old ones and for their seals:
         whoever unmaps those next must not take the memory away under them."""
         self._flights.wait()
         self._release_targets()
         self._ring, self._needed = ring, (0, 0)
         for slot in ring.slots if ring is not None else ():
-            index = owner if isinstance(owner, int) else owner[slot.index]
-            self._targets[slot.index] = Target(slot, index)
+            index = owner if isinstance(owner, int) else owner[slot.name]
+            self._targets[slot.name] = Target(slot, index)
         self.register(ring.slots if ring is not None else ())
 
     def register(self, slots: Sequence[Slot]) -> None:
@@ -241,7 +241,7 @@ class Capture:
         slot = self._ring.take()
         if slot is None:
             return _skipped(step, "every slot is in use")
-        target = self._targets[slot.index]
+        target = self._targets[slot.name]
         if not target.fits(arrangement.plan, len(data)):
             self._needed = slot_room(arrangement.plan, len(data))
             return _skipped(step, "the state has outgrown the slots")

@@ -54,7 +54,7 @@ class Flights:
         self._ways, self._sealer = ways, sealer
         self._on_lost, self._on_changed = on_lost, on_changed
         self._flying: list[Flight] = []
-        self._landed: dict[int, _Landed] = {}
+        self._landed: dict[str, _Landed] = {}
         self._failures: dict[int, str] = {}
         self.sealed = 0
         self.lost = 0
@@ -124,7 +124,7 @@ class Flights:
             self.sealed -= 1
             self._lose(flight)
             return
-        self._landed[target.slot.index] = landed
+        self._landed[target.slot.name] = landed
         digests = {i: int(target.table[i]) for i in arrangement.candidates}
         if self._ways.note(arrangement.plan, digests):
             self._on_changed()
@@ -152,7 +152,7 @@ class Flights:
         generation, leaves = target.slot.torn
         if generation != flight.generation:
             return
-        del self._landed[target.slot.index]
+        del self._landed[target.slot.name]
         target.forget()
         self._tear(landed, [leaf for leaf in leaves if leaf < len(landed.names)])
         self._lose(flight)

@@ -49,7 +49,7 @@ class Attendant:
         self.slots_error: FlashckptError | None = None
         self._ring: SlotRing | None = None
         self._wanted: tuple[int, int] | None = None
-        self._ready: tuple[SlotRing, dict[int, int]] | None = None
+        self._ready: tuple[SlotRing, dict[str, int]] | None = None
         self._outgrown: SlotRing | None = None
         self._events: deque[dict[str, Any]] = deque(maxlen=_EVENTS_KEPT)
         self._answered = threading.Condition()
@@ -89,7 +89,7 @@ class Attendant:
         if self._ring is not None:
             self._wanted = None
 
-    def take_ready(self) -> tuple[SlotRing, dict[int, int]] | None:
+    def take_ready(self) -> tuple[SlotRing, dict[str, int]] | None:
         """Slots that are ready, with this process's owner index in each, for the capture to write to from
         now on. The training thread calls this at a boundary: slots never change under a copy."""
         ready, self._ready = self._ready, None
@@ -280,7 +280,7 @@ class Attendant:
             self._no_slots(KeeperError(f"Slots could not be made usable: {error!r}. No snapshot is taken."))
             return
         self._say_what_slots_mean(grants, count)
-        owners = {slot.index: grant.owner for slot, grant in zip(slots, grants, strict=True)}
+        owners = {slot.name: grant.owner for slot, grant in zip(slots, grants, strict=True)}
         self._ready, self._wanted, self.slots_error = (SlotRing(slots), owners), None, None
 
     def _make_usable(self, slots: list[Slot]) -> None:

@@ -14,7 +14,7 @@ from flashckpt.memory.slots import SlotRing
 IDENTITY = bytes(16)
 
 
-def make_slot(index: int, metadata_bytes: int, image_bytes: int) -> Slot:
+def make_slot(index: int, metadata_bytes: int, image_bytes: int, *, nonce: int = 7) -> Slot:
     descriptor = os.memfd_create(f"slot-{index}")
     os.ftruncate(descriptor, 4096 + metadata_bytes + image_bytes)
     Slot.format(
@@ -22,7 +22,7 @@ def make_slot(index: int, metadata_bytes: int, image_bytes: int) -> Slot:
         identity=IDENTITY,
         rank=0,
         index=index,
-        nonce=7,
+        nonce=nonce,
         metadata_capacity=metadata_bytes,
         image_capacity=image_bytes,
     )

@@ -61,9 +61,8 @@ def test_a_constant_is_copied_once_a_slot(loop: Accelerated) -> None:
     iterate_begins(loop)
     pieces = [loop.device.side.pending()]
     # Without its copy there are fewer pieces by those of the leaf: 1.2 MB in pieces of 128 KiB.
-    loop.capture._targets[0].kept.clear()
-    loop.capture._targets[1].kept.clear()
-    loop.capture._targets[2].kept.clear()
+    for target in loop.capture._targets.values():
+        target.kept.clear()
     loop.finish()
     loop.device.side.hold()
     iterate_begins(loop)

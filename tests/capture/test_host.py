@@ -116,7 +116,7 @@ def test_a_slot_is_not_sealed_before_a_digest_is_there(ring: SlotRing, sealer: _
     run = Run(ring, sealer)
     run.iterate()
     run.landed()
-    target = run.capture._targets[0]
+    target = run.capture._targets[ring.slots[0].name]
     plan = run.capture._arrangement.plan
     assert target.begin()
     target.prepare(plan, b"{}")
@@ -247,6 +247,26 @@ def test_an_order_waits_for_no_pace(ring: SlotRing, sealer: _native.Sealer) -> N
     assert slot.wants_persist(outcome.generation)
     assert run.iterate().verdict is Verdict.NOT_DUE
     run.capture.close()
+
+
+def test_slots_that_have_one_index_are_told_apart(sealer: _native.Sealer) -> None:
+    """A keeper that adopts what its predecessor left may hold two slots with the same index."""
+    from .conftest import make_slot
+
+    ring = SlotRing([make_slot(0, 1 << 20, 16 << 20, nonce=nonce) for nonce in (7, 8, 9)])
+    owners = {slot.name: owner for owner, slot in enumerate(ring.slots, 1)}
+    run = Run(ring, sealer, owner=owners)
+    written = set()
+    for _ in range(6):
+        assert run.iterate().captured
+        check(run, ring)
+        found = ring.newest_sealed()
+        assert found is not None
+        written.add(found[0].name)
+    assert len(written) > 1
+    run.capture.close()
+    for slot in ring.slots:
+        slot.close()
 
 
 @pytest.mark.parametrize("waits", [False, True])
