@@ -90,6 +90,8 @@ class Keeper:
                 if self._departure.is_due(now):
                     self._leave()
                     return
+            # Before each order: what a trainer has just said (world, what to keep) holds for it already.
+            self.work.know(self.roster.all())
             self.work.next()
             if now - self._round_at >= _ROUND_S and not self._chores_worker.busy:
                 self._round_at = now
