@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -313,6 +314,10 @@ def test_a_scheme_that_is_not_there_yet() -> None:
         flashckpt.attach("s3://bucket/run", **Job().named)
 
 
+def has_sealed(checkpointer: flashckpt.Checkpointer, step: int) -> bool:
+    return checkpointer._attendant.newest_sealed_step() == step
+
+
 def test_a_snapshot_that_the_keeper_is_persisting_is_resumed_from(tmp_path: Path) -> None:
     """The keeper pins what it writes. A new trainer reads it beside the keeper, and goes back no step."""
     run, job = str(tmp_path / "run"), Job()
@@ -324,7 +329,7 @@ def test_a_snapshot_that_the_keeper_is_persisting_is_resumed_from(tmp_path: Path
             break
     ring = batches.checkpointer._attendant._ring
     assert ring is not None
-    until(lambda: ring.newest_sealed() and ring.newest_sealed()[1].step == 3, "the newest seal")
+    until(partial(has_sealed, batches.checkpointer, 3), "the newest seal")
     newest = ring.newest_sealed()
     assert newest is not None
     slot, sealed = newest
