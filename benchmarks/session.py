@@ -25,7 +25,8 @@ _PERIOD_S = 0.05
 # Resource trackers clean up after their process if they are given the time.
 _GRACE_S = 2.0
 # Named after a pid or a tag of this session, so that nothing of others can match: shared tensors of torch,
-# DLRover's regions and sockets, flashckpt's runtime folder.
+# DLRover's regions and sockets, flashckpt's runtime folder. multiprocessing's semaphores stay: their names do
+# not say whose they are, and one that nobody has open yet may be about to be opened.
 _LITTER = ("/dev/shm/torch_{pid}_*", "/dev/shm/*{tag}*", "/tmp/ckpt_sock/*{tag}*")
 _ROOT = Path(__file__).resolve().parent.parent
 
@@ -58,7 +59,6 @@ class Session:
     _pids: set[int] = field(default_factory=set)
     _keepers: set[int] = field(default_factory=set)
     _strangers: set[int] = field(default_factory=set)
-    _semaphores: set[str] = field(default_factory=lambda: _semaphores())
 
     def run(self, arguments: list[str], *, timeout_s: float, may_die: bool = False) -> float:
         """Run `python -m …` to its end. Returns seconds. Raises ProcessFailed with its reason."""
@@ -160,25 +160,6 @@ class Session:
             for pid in self._pids if "{pid}" in pattern else {0}:
                 for path in glob.glob(pattern.format(pid=pid, tag=self.tag)):
                     files.remove(Path(path))
-        for path in _semaphores() - self._semaphores - _mapped():
-            files.remove(Path(path))
-
-
-def _semaphores() -> set[str]:
-    """multiprocessing's, whose names say nothing of whose they are."""
-    return set(glob.glob("/dev/shm/sem.mp-*"))
-
-
-def _mapped() -> set[str]:
-    """Those that a living process of anybody still uses."""
-    used: set[str] = set()
-    for maps in glob.glob("/proc/[0-9]*/maps"):
-        try:
-            lines = Path(maps).read_text().splitlines()
-        except OSError:
-            continue
-        used.update(line.split(maxsplit=5)[-1] for line in lines if "/dev/shm/sem.mp-" in line)
-    return used
 
 
 def wait_until(true: Callable[[], bool], timeout_s: float) -> bool:
