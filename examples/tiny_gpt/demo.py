@@ -144,7 +144,7 @@ def verdict(equal: bool) -> str:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train, kill, go on, compare.")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--kill", type=int, help="the step to die in (default: a little past the middle)")
     parser.add_argument("--output", type=Path, default=Path("demo-output"))
     args = parser.parse_args()
