@@ -216,8 +216,10 @@ def test_read_ahead_may_be_insisted_on(tmp_path: Path) -> None:
 def test_a_loop_without_hooks_is_no_read_ahead(tmp_path: Path) -> None:
     """A body that calls neither module nor optimizer, but changes the state."""
     job = Job()
-    for _ in flashckpt.loop(loader(), str(tmp_path / "run"), **job.named):
+    batches = flashckpt.loop(loader(), str(tmp_path / "run"), **job.named)
+    for _ in batches:
         job.model.weight.data.numpy()[0, 0] += 1.0
+    assert batches.completed == 6
 
 
 def test_another_thread_is_refused(tmp_path: Path) -> None:
