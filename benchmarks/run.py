@@ -129,7 +129,7 @@ class Run:
         if self.settings.every:
             return
         disk_s = median(limits["write_s"]) if "write_s" in limits else limits["num_bytes"] / GIB
-        steps = math.ceil(_INTERVAL * disk_s / median(limits["step_s"]))
+        steps = math.ceil(_INTERVAL * disk_s / min(limits["step_s"]))
         self.settings = replace(self.settings, every=max(2, steps))
 
     def _limits(self) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class Settings:
     repetitions: int = 5
     threads: int = 2
     pairs: int = 24
-    auto_seconds: float = 60.0
+    auto_seconds: float = 160.0
 
     @property
     def quick(self) -> bool:

@@ -26,7 +26,8 @@ def auto(job: Job) -> dict[str, Any]:
         Path(job.folder, "run"), model=workload.model, optimizer=workload.optimizer
     ) as checkpointer:
         _warm(workload, checkpointer)
-        steps = max(2, math.ceil(job.settings.auto_seconds / _BLOCKS / _plain(workload, 2) * 2))
+        step_s = min(_plain(workload, 1) for _ in range(3))
+        steps = max(2, math.ceil(job.settings.auto_seconds / _BLOCKS / step_s))
         before = checkpointer.report()
         blocks = [_pair(workload, checkpointer, steps, index) for index in range(_BLOCKS // 2)]
         after = checkpointer.report()
