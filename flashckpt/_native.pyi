@@ -103,12 +103,16 @@ def read_file(
     threads: int = 2,
     direct: bool = True,
     progress: int = 0,
+    growing: int = 0,
 ) -> tuple[bytes, list[int], bool]:
     """Reads a file into a region and verifies every chunk in the same pass.
 
     The file must be a regular one (links are not followed) of exactly `file_offset` + `num_bytes` bytes, else
     ValueError and nothing is read. Chunks and leaves count from `file_offset`, a multiple of 4096;
     `checksums` holds 16 bytes a chunk. The region's last page may be overwritten to its end.
+
+    `growing`: 0, or the address of a u64: the region is still being made, and its size is what it has so
+    far. Each chunk waits until its place is there; OSError (ECANCELED) once the word is not 0.
 
     Returns (digests, bad_chunks, direct): u64 digest of each leaf as read, indexes of the chunks whose
     checksum is not the one given, and whether the page cache was bypassed.

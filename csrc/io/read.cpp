@@ -11,14 +11,29 @@
 namespace flashckpt {
 namespace {
 
-Error check_target(const ReadRequest& request) {
-    if (request.target_fd < 0) return {};
-    std::uint64_t size = 0;
-    if (Error error = regular_size(request.target_fd, "", size)) return error;
-    if (request.target_offset > size || request.geometry.num_bytes > size - request.target_offset) {
-        return os_error(EIO, "the target region ends before the bytes that are to be read", request.path);
+constexpr ::useconds_t kLookAgainUs = 500;
+
+// Whether the region has the bytes up to `end`: one that is growing is waited for.
+Error await_target(const ReadRequest& request, std::uint64_t end) {
+    for (;;) {
+        std::uint64_t size = 0;
+        if (Error error = regular_size(request.target_fd, "", size)) return error;
+        if (end <= size) return {};
+        if (request.growing == 0) {
+            return os_error(EIO, "the target region ends before the bytes that are to be read", request.path);
+        }
+        if (__atomic_load_n(reinterpret_cast<std::uint64_t*>(request.growing), __ATOMIC_ACQUIRE) != 0) {
+            return os_error(ECANCELED, "the target region did not come to its size", request.path);
+        }
+        ::usleep(kLookAgainUs);
     }
-    return {};
+}
+
+Error check_target(const ReadRequest& request) {
+    if (request.target_fd < 0 || request.growing != 0) return {};
+    std::uint64_t end = request.target_offset + request.geometry.num_bytes;
+    if (end < request.target_offset) return value_error("target_offset is too large");
+    return await_target(request, end);
 }
 
 Error check_request(const ReadRequest& request) {
@@ -60,8 +75,9 @@ class Landing {
   private:
     Error map(std::uint64_t chunk, std::uint64_t num_bytes) {
         if (request_.target_fd >= 0) {
-            if (Error error = check_target(request_)) return error;
             std::uint64_t offset = request_.target_offset + chunk * request_.geometry.chunk_bytes;
+            if (Error error = await_target(request_, offset + request_.geometry.bytes_of(chunk)))
+                return error;
             return Mapping::shared(request_.target_fd, offset, num_bytes, true, memory_);
         }
         if (memory_.size() >= num_bytes) return {};

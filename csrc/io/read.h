@@ -19,6 +19,9 @@ struct ReadRequest {
     std::uint64_t progress = 0; // 0, or an address whose u64 grows by the bytes done
     int target_fd = -1;         // -1: bytes are verified and kept nowhere
     std::uint64_t target_offset = 0;
+    // 0, or the address of a u64: the target is still growing to its size, and each chunk waits until it has
+    // its place, as long as that word is 0.
+    std::uint64_t growing = 0;
 };
 
 struct ReadResult {

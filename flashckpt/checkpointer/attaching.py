@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -99,10 +99,10 @@ def _resume(
     mapped = [held for held in survived if held is not None]
     extra: list[Held] = []
 
-    def slot_for(metadata_bytes: int, image_bytes: int) -> Held:
+    def slot_for(metadata_bytes: int, image_bytes: int, early: Callable[[int, int], None]) -> Held:
         # As much as a capture will ask for, so that the slot is one of the ring's and no fourth one.
         room = Capture.with_slack(metadata_bytes + (1 << 16), image_bytes)
-        [grant] = session.keeper.slots(1, *room, minimum=1)
+        [grant] = session.keeper.slots(1, *room, minimum=1, early=early)
         held = Held(grant.open(), grant.owner, grant.outlives_both)
         extra.append(held)
         return held

@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,7 @@ from flashckpt.options import Keep
 _START_TIMEOUT_S = 60.0
 _PATIENCE_S = 30.0
 _START_AGAIN_S = 5.0
-_RETRY_S = 0.05
+_RETRY_S, _SOON_S = 0.05, 0.005
 
 
 @dataclass(frozen=True)
@@ -118,43 +118,57 @@ class KeeperClient:
         *,
         minimum: int = 2,
         timeout_s: float = 3600.0,
+        early: Callable[[int, int], None] | None = None,
     ) -> list[SlotGrant]:
         """Slots of at least these capacities: `count` of them, or as many as memory allows, `minimum` at
         least. What survived of this rank is among them where it is large enough. Slots that this trainer
         was given before stay until it releases them. A single slot is one to read a step into: it holds
-        nothing that is committed nowhere.
+        nothing that is committed nowhere. `early` is for that one: it is given a descriptor, to be closed by
+        it, and the offset of the image in the region that is being made, to begin with what has its place
+        already. The slot that is granted in the end may be another one.
 
         Blocks while memory is taken (about a second a GiB); the keeper serves others meanwhile. Raises
         OutOfRoomError with bytes needed and available.
         """
         until = time.monotonic() + timeout_s
         while True:
-            grants = self.ask_slots(count, metadata_bytes, image_bytes, minimum=minimum)
+            grants, growing = self._ask(count, metadata_bytes, image_bytes, minimum, early is not None)
             if grants is not None:
                 return grants
+            if early is not None and growing is not None:
+                early(*growing)
+                early = None
             if time.monotonic() > until:
                 raise KeeperError(
                     f"The keeper did not get {count} slots ready within {timeout_s:.0f} s. No snapshot is "
                     "taken until it does; training is not touched."
                 )
-            time.sleep(_RETRY_S)
+            time.sleep(_SOON_S)
 
     def ask_slots(
         self, count: int, metadata_bytes: int, image_bytes: int, *, minimum: int = 2
     ) -> list[SlotGrant] | None:
         """The same without waiting: None while the keeper is still making them ready. Ask again."""
+        return self._ask(count, metadata_bytes, image_bytes, minimum, early=False)[0]
+
+    def _ask(
+        self, count: int, metadata_bytes: int, image_bytes: int, minimum: int, early: bool
+    ) -> tuple[list[SlotGrant] | None, tuple[int, int] | None]:
         asked = {
             "op": "slots",
             "count": count,
             "minimum": minimum,
             "metadata_bytes": metadata_bytes,
             "image_bytes": image_bytes,
+            "early": early,
         }
         answer, descriptors = self._call_with_descriptors(asked)
         if not answer.get("preparing"):
-            return self._granted(answer, descriptors, lent=count == 1)
+            return self._granted(answer, descriptors, lent=count == 1), None
+        if len(descriptors) == 1 and isinstance(offset := answer.get("image_offset"), int):
+            return None, (descriptors[0], offset)
         close_all(descriptors)
-        return None
+        return None, None
 
     def surviving(self) -> list[SlotGrant]:
         """This rank's slots that hold a sealed snapshot: of an earlier attempt, or of this one."""

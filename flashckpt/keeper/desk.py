@@ -3,6 +3,7 @@ memory is taken by a worker, and who asks is told to ask again."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,6 +54,8 @@ class Desk:
         self._maker = maker
         self._status = status
         self._refusals: dict[int, Exception] = {}
+        # The region that is being made for a rank to read into. Written by the maker's thread, closed here.
+        self._growing: dict[int, int] = {}
 
     def answer(self, connection: Connection, message: dict[str, Any], descriptors: list[int]) -> Reply:
         """Raises ProtocolError for what is no request, KeeperError or OutOfRoomError for what cannot be."""
@@ -147,7 +150,10 @@ class Desk:
             raise self._refused(refusal, fit, num_bytes, minimum)
         if not self._maker.busy:
             self._make(trainer.rank, count - len(fit), mine, fit, metadata_bytes, image_bytes)
-        return {"preparing": True}, ()
+        growing = self._growing.get(trainer.rank)
+        if not reading or message.get("early") is not True or growing is None:
+            return {"preparing": True}, ()
+        return {"preparing": True, "image_offset": PAGE + round_up(metadata_bytes)}, (growing,)
 
     def _overwritable(self, fit: list[Held], *, in_need: bool) -> list[Held]:
         """Slots that a resume may read a step into: empty ones, then those whose snapshot is committed,
@@ -176,7 +182,14 @@ class Desk:
         taken = {held.slot.index for held in self._shelf.of_rank(rank)}
         indexes = [index for index in range(len(taken) + count) if index not in taken][:count]
 
+        def begun(descriptor: int) -> None:
+            if count == 1 and rank not in self._growing:
+                self._growing[rank] = os.dup(descriptor)
+
         def done(made: Made | BaseException) -> None:
+            growing = self._growing.pop(rank, None)
+            if growing is not None:
+                os.close(growing)
             if isinstance(made, BaseException):
                 self._refusals[rank] = KeeperError(f"Slots could not be made: {made}")
                 return
@@ -185,7 +198,9 @@ class Desk:
             if made.error is not None:
                 self._refusals[rank] = made.error
 
-        self._maker.submit(lambda: self._shelf.make(rank, indexes, metadata_bytes, image_bytes), done)
+        self._maker.submit(
+            lambda: self._shelf.make(rank, indexes, metadata_bytes, image_bytes, begun=begun), done
+        )
 
     def _refused(self, refusal: Exception, fit: list[Held], num_bytes: int, minimum: int) -> Exception:
         for held in fit:

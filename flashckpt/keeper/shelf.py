@@ -98,8 +98,10 @@ class Shelf:
         metadata_bytes: int,
         image_bytes: int,
         available: Callable[[], int] = room.available_bytes,
+        begun: Callable[[int], None] | None = None,
     ) -> Made:
-        """Allocate regions, in a worker thread: nothing of the shelf is touched. See `put`."""
+        """Allocate regions, in a worker thread: nothing of the shelf is touched. See `put`. `begun` is given
+        the descriptor of each region before it is allocated."""
         metadata_capacity, image_capacity = round_up(max(metadata_bytes, 1)), round_up(max(image_bytes, 1))
         num_bytes = PAGE + metadata_capacity + image_capacity
         indexes, made = list(indexes), []
@@ -108,7 +110,7 @@ class Shelf:
             nonce = secrets.randbits(64)
             name = region.region_name(rank, index, nonce)
             try:
-                found = region.create(self._folder, name, num_bytes, kind, available=available)
+                found = region.create(self._folder, name, num_bytes, kind, available=available, begun=begun)
                 made.append(found)
                 Slot.format(
                     found.descriptor,

@@ -63,20 +63,22 @@ def create(
     kind: str,
     *,
     available: Callable[[], int] = room.available_bytes,
+    begun: Callable[[int], None] | None = None,
 ) -> Region:
     """Make a region of `num_bytes`, every byte of it allocated: touching it can never be SIGBUS.
 
-    Takes the node's lock. A named region that its file system has no room for becomes a memfd. Raises
-    OutOfRoomError with nothing left behind.
+    Takes the node's lock. A named region that its file system has no room for becomes a memfd. `begun` is
+    given the descriptor before anything is allocated: until then the region is as long as what it has.
+    Raises OutOfRoomError with nothing left behind.
     """
     with room.node_lock(folder):
         if kind == NAMED:
             try:
-                return _named(folder, name, num_bytes, available)
+                return _named(folder, name, num_bytes, available, begun)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                     raise
-        return _memfd(name, num_bytes, available)
+        return _memfd(name, num_bytes, available, begun)
 
 
 def open_named(folder: RuntimeFolder, name: str) -> Region:
@@ -85,9 +87,17 @@ def open_named(folder: RuntimeFolder, name: str) -> Region:
     return Region(name, NAMED, descriptor, os.fstat(descriptor).st_size)
 
 
-def _named(folder: RuntimeFolder, name: str, num_bytes: int, available: Callable[[], int]) -> Region:
+def _named(
+    folder: RuntimeFolder,
+    name: str,
+    num_bytes: int,
+    available: Callable[[], int],
+    begun: Callable[[int], None] | None,
+) -> Region:
     descriptor = folder.open_file(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
+        if begun is not None:
+            begun(descriptor)
         room.take(descriptor, num_bytes, available=available)
     except BaseException:
         folder.remove(name)
@@ -96,9 +106,13 @@ def _named(folder: RuntimeFolder, name: str, num_bytes: int, available: Callable
     return Region(name, NAMED, descriptor, num_bytes)
 
 
-def _memfd(name: str, num_bytes: int, available: Callable[[], int]) -> Region:
+def _memfd(
+    name: str, num_bytes: int, available: Callable[[], int], begun: Callable[[int], None] | None
+) -> Region:
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
+        if begun is not None:
+            begun(descriptor)
         room.take(descriptor, num_bytes, available=available)
         # Nobody who is handed the descriptor can cut the region under the others' mappings.
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)

@@ -25,9 +25,6 @@ from flashckpt.restore.memory_tier import Held
 from flashckpt.restore.snapshot import Snapshot
 from flashckpt.store.base import Store
 
-SlotFor = Callable[[int, int], Held]
-"""Takes bytes of metadata and of image; gives a slot of at least that size to read into."""
-
 Fits = Callable[[Snapshot], None]
 """Raises DamagedError for a snapshot that is none, MismatchError for one that is of another model; changes
 nothing."""
@@ -63,7 +60,13 @@ class Ladder:
     """
 
     def __init__(
-        self, store: Store, survived: list[Held], rank: int, slot_for: SlotFor, fits: Fits, threads: int
+        self,
+        store: Store,
+        survived: list[Held],
+        rank: int,
+        slot_for: local_tier.SlotFor,
+        fits: Fits,
+        threads: int,
     ) -> None:
         self._store, self._survived, self._rank = store, survived, rank
         self._slot_for, self._fits, self._threads = slot_for, fits, threads

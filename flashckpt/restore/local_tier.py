@@ -5,11 +5,11 @@ The slot then holds what the file held, and is sealed as the first snapshot of t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from array import array
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 from flashckpt import _native
 from flashckpt.commit.steps import StepRecord
@@ -20,14 +20,17 @@ from flashckpt.format.records import RankRecord
 from flashckpt.format.typed import decode
 from flashckpt.memory.page import Record, State, Word
 from flashckpt.restore.memory_tier import Held
+from flashckpt.restore.shard_reading import ShardReading
 from flashckpt.restore.snapshot import Snapshot
+
+SlotFor = Callable[[int, int, Callable[[int, int], None]], Held]
+"""Takes bytes of metadata and of image; gives a slot of at least that size to read into. The third is told
+of the region before it is whole: a descriptor, to be closed by it, and the offset of the image."""
 
 _PATIENCE_S, _LOOK_S = 60.0, 0.05
 
 
-def load(
-    record: StepRecord, rank: int, slot_for: Callable[[int, int], Held], threads: int
-) -> tuple[Snapshot, Held]:
+def load(record: StepRecord, rank: int, slot_for: SlotFor, threads: int) -> tuple[Snapshot, Held]:
     """Read one rank's shard of a committed step into a slot, verified, sealed and pinned.
 
     Raises DamagedError where a byte is not what was committed, OSError where it cannot be read,
@@ -37,16 +40,18 @@ def load(
     mine = record.rank(rank)
     layout = mine.layout()
     plan, values = plan_bytes(layout), json.dumps(dict(mine.values), separators=(",", ":")).encode()
-    held = slot_for(geometry(len(plan), len(layout.leaves), len(values)).num_bytes, layout.num_bytes)
-    with _slot_faults(held):
-        generation = _begin(held)
-    try:
-        _read(record, mine, layout, held, threads)
+    with contextlib.closing(ShardReading(record, mine, layout, threads)) as reading:
+        room = geometry(len(plan), len(layout.leaves), len(values)).num_bytes, layout.num_bytes
+        held = slot_for(*room, reading.begin)
         with _slot_faults(held):
-            _seal(record, mine, layout, held, generation, plan, values)
-    except BaseException:
-        held.slot.abandon(held.owner, generation)
-        raise
+            generation = _begin(held)
+        try:
+            reading.into(held)
+            with _slot_faults(held):
+                _seal(record, mine, layout, held, generation, plan, values)
+        except BaseException:
+            held.slot.abandon(held.owner, generation)
+            raise
     with _slot_faults(held):
         held.sealed = held.slot.sealed()
         held.pinned = held.slot.pin(held.owner, held.slot.state())
@@ -62,7 +67,7 @@ def load(
     return snapshot, held
 
 
-@contextmanager
+@contextlib.contextmanager
 def _slot_faults(held: Held) -> Iterator[None]:
     """What is damaged here is this node's memory: it must not be taken for damage of the step."""
     try:
@@ -87,47 +92,6 @@ def _unusable(held: Held, why: str) -> KeeperError:
         "loaded or changed; the step itself is not in doubt. Start again; if it happens twice, end the run's "
         "keeper first, or look at this host's memory."
     )
-
-
-def _read(record: StepRecord, mine: RankRecord, layout: Layout, held: Held, threads: int) -> None:
-    path = record.shard_path(mine.rank)
-    try:
-        digests, bad_chunks, _ = _native.read_file(
-            path,
-            held.slot.descriptor,
-            held.slot.image_offset,
-            num_bytes=mine.shard.num_bytes,
-            chunk_bytes=mine.shard.chunk_bytes,
-            checksums=mine.shard.checksums,
-            leaf_offsets=array("Q", [layout.data_start + leaf.offset for leaf in layout.leaves]),
-            leaf_sizes=array("Q", [leaf.num_bytes for leaf in layout.leaves]),
-            threads=threads,
-        )
-    except ValueError as error:
-        # The native reader's word for a file of another length, which it had when the step was listed.
-        raise DamagedError(
-            f"{path}: {error}. Nothing of it was loaded.", step=record.step, path=path
-        ) from error
-    wrong = [
-        leaf.name
-        for leaf, found, expected in zip(layout.leaves, array("Q", digests), mine.digests, strict=True)
-        if found != expected
-    ]
-    if bad_chunks or wrong:
-        where = f"chunks {bad_chunks[:5]}" if bad_chunks else f"leaves {', '.join(wrong[:5])}"
-        raise DamagedError(
-            f"{path} is not what was committed ({where}; a chunk is {mine.shard.chunk_bytes} bytes). "
-            "Nothing of it was loaded; an older step is taken. Keep the file if the disk's fault is to be "
-            "found.",
-            step=record.step,
-            path=path,
-        )
-    if bytes(held.slot.image_view[: layout.data_start]) != layout.header:
-        raise DamagedError(
-            f"{path}'s header is not that of its leaves. Nothing of it was loaded; an older step is taken.",
-            step=record.step,
-            path=path,
-        )
 
 
 def _seal(

@@ -9,6 +9,7 @@ import os
 import resource
 import stat
 import subprocess
+import threading
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -297,3 +298,51 @@ def test_arguments_that_cannot_be(tmp_path: Path, change: dict[str, object], mes
             leaf_sizes=array("Q"),
         )
     assert list(tmp_path.iterdir()) == []
+
+
+def written_shard(path: Path, num_bytes: int) -> tuple[Region, dict[str, object]]:
+    source = Region(num_bytes, seed=11)
+    _, checksums, _ = write(path, source)
+    return source, {"num_bytes": num_bytes, "checksums": checksums, **leaves_of(num_bytes)}
+
+
+def test_a_region_is_read_into_while_it_grows(tmp_path: Path) -> None:
+    source, request = written_shard(tmp_path / "shard", 9 * (4 << 20) + 77)
+    target = os.memfd_create("growing")
+    given_up, progress = array("Q", [0]), array("Q", [0])
+    found: list[tuple[bytes, list[int], bool]] = []
+
+    def read() -> None:
+        addresses = {"growing": _native.address_of(given_up), "progress": _native.address_of(progress)}
+        found.append(_native.read_file(tmp_path / "shard", target, 0, **request, **addresses))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    for size in (PAGE, 4 << 20, (8 << 20) + PAGE, 40 << 20):
+        os.posix_fallocate(target, 0, size)
+        assert progress[0] <= size, "no chunk is read before its place is there"
+    thread.join()
+    os.lseek(target, 0, os.SEEK_SET)
+    with open(target, "rb", buffering=0) as file:
+        assert file.read(source.num_bytes) == source.data
+    [(digests, bad, _)] = found
+    assert bad == []
+    assert list(array("Q", digests)) == expected_digests(source.data, leaves_of(source.num_bytes))
+
+
+def test_a_region_that_never_grows_is_given_up(tmp_path: Path) -> None:
+    _, request = written_shard(tmp_path / "shard", 5 << 20)
+    target, given_up = os.memfd_create("growing"), array("Q", [0])
+    seen: list[int | None] = []
+
+    def read() -> None:
+        with pytest.raises(OSError, match="did not come to its size") as caught:
+            _native.read_file(tmp_path / "shard", target, 0, **request, growing=_native.address_of(given_up))
+        seen.append(caught.value.errno)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    _native.store(_native.address_of(given_up), 1)
+    thread.join()
+    os.close(target)
+    assert seen == [errno.ECANCELED]
