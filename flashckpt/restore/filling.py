@@ -15,7 +15,7 @@ from flashckpt import _native
 from flashckpt.errors import DamagedError, MismatchError, StateError
 from flashckpt.restore.digesting import digest_tensors
 from flashckpt.restore.snapshot import Snapshot
-from flashckpt.state.tree import Saved, Tree
+from flashckpt.state.tree import Tree
 
 _ROWS_SHOWN = 40
 
@@ -25,7 +25,7 @@ def check_fits(tree: Tree, snapshot: Snapshot) -> None:
 
     Raises MismatchError if it does not fit, DamagedError if the snapshot's values are not whole.
     """
-    differences = tree.differences(_saved(snapshot))
+    differences = tree.differences(snapshot.saved)
     if differences:
         raise MismatchError(
             f"The checkpoint of step {snapshot.step} is of another model: {len(differences)} things differ. "
@@ -45,13 +45,8 @@ def fill(tree: Tree, snapshot: Snapshot, threads: int) -> None:
     trusted).
     """
     with torch.no_grad():
-        filled = tree.restore(_saved(snapshot))
+        filled = tree.restore(snapshot.saved)
     _check_arrived(snapshot, filled, threads, tree.own_code)
-
-
-def _saved(snapshot: Snapshot) -> Saved:
-    leaves = {leaf.name: leaf for leaf in snapshot.layout.leaves}
-    return Saved(leaves=leaves, value=snapshot.section("state"), tensor=snapshot.tensor)
 
 
 def table_of(differences: list[tuple[str, str, str]]) -> str:

@@ -13,6 +13,7 @@ import torch
 from flashckpt.errors import DamagedError
 from flashckpt.format.layout import Layout, Leaf
 from flashckpt.format.records import AttemptName
+from flashckpt.state.tree import Saved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,11 @@ class Snapshot:
         """A view of one leaf's bytes in the image, row-major, in its true dtype. Not to be kept: the
         image is overwritten by a later snapshot."""
         return leaf_view(self.image, self.layout, self._by_name[name])
+
+    @cached_property
+    def saved(self) -> Saved:
+        """What the live state is compared with and filled from: the same object each time."""
+        return Saved(leaves=self._by_name, value=self.section("state"), tensor=self.tensor)
 
     @cached_property
     def _by_name(self) -> dict[str, Leaf]:

@@ -69,6 +69,7 @@ class Tree:
         self._gradients = Gradients([])
         self._used_up: UsedUp = _all_used_up
         self.current: Walk | None = None
+        self._found_to_fit: Saved | None = None
         walk = self.walk(_all_used_up)
         check_backward_optimizers(self._parameters(), self.optimizers)
         for name, optimizer in optimizers.items():
@@ -135,7 +136,9 @@ class Tree:
         live, self._leaves, self.current = self._leaves, None, None
         assert live is not None
         try:
-            return self._differences(saved, live)
+            rows = self._differences(saved, live)
+            self._found_to_fit = None if rows else saved
+            return rows
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise DamagedError(
                 f"The values of the snapshot do not have the form they were written in ({error!r}). It "
@@ -172,8 +175,10 @@ class Tree:
 
         Raises MismatchError or DamagedError with nothing changed; what a `load_state_dict` of the
         user's own raises, or does not take back, comes as StateError, when all else was filled. A leaf
-        that has no place in the live state is a DamagedError then."""
-        rows = self.differences(saved)
+        that has no place in the live state is a DamagedError then. What `differences` found to fit last is
+        not compared again: nothing of the live state may have changed since."""
+        rows = [] if self._found_to_fit is saved else self.differences(saved)
+        self._found_to_fit = None
         if rows:
             raise MismatchError(
                 f"The live state does not fit the checkpoint: {len(rows)} differences. Nothing was loaded.",
