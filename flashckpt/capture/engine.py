@@ -238,6 +238,8 @@ class Capture:
         except torch.OutOfMemoryError:
             self._room_is_gone()
             return _skipped(step, _NO_MEMORY)
+        # The first plan is made once in a run: it says nothing of what the next snapshot costs.
+        once_s = 0.0 if self._call_s else time.perf_counter() - began_s
         slot = self._ring.take()
         if slot is None:
             return _skipped(step, "every slot is in use")
@@ -256,7 +258,8 @@ class Capture:
         call_s = time.perf_counter() - began_s
         self._call_s += call_s
         self.pace.captured(ordered=ordered)
-        self._intervals.captured(0.0 if arrangement.transfers else call_s, ordered=ordered)
+        copied_s = 0.0 if arrangement.transfers else call_s - once_s
+        self._intervals.captured(copied_s, ordered=ordered, once_s=once_s)
         return Outcome(Verdict.CAPTURED, step, "", slot.index, target.generation, persist)
 
     def _fill(

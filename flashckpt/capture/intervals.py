@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from flashckpt.capture.device.base import Device, Mark, On
 from flashckpt.capture.pace import Budget
@@ -27,7 +27,8 @@ class _Interval:
     captured: bool = False
     ordered: bool = False
     trailing: bool = False
-    call_s: float = field(default=0.0)
+    call_s: float = 0.0
+    once_s: float = 0.0
 
 
 class Intervals:
@@ -52,12 +53,14 @@ class Intervals:
         self._open = _Interval(now, marks, trailing=trailing)
         self._poll()
 
-    def captured(self, call_s: float, *, ordered: bool) -> None:
-        """The boundary that was entered last was captured; the host itself copied for `call_s`."""
+    def captured(self, call_s: float, *, ordered: bool, once_s: float = 0.0) -> None:
+        """The boundary that was entered last was captured; the host itself copied for `call_s`, and was
+        busy for `once_s` more with what no later capture does again."""
         if self._open is None:
             self._budget.dropped()
         else:
-            self._open.captured, self._open.ordered, self._open.call_s = True, ordered, call_s
+            self._open.captured, self._open.ordered = True, ordered
+            self._open.call_s, self._open.once_s = call_s, once_s
 
     def pause(self) -> None:
         """What comes until the next boundary is no iteration (the host waited for storage)."""
@@ -95,7 +98,8 @@ class Intervals:
 
     def _feed(self, interval: _Interval, seconds: float) -> None:
         if interval.captured:
-            self._budget.burdened(seconds, interval.call_s, ordered=interval.ordered)
+            usual_s = max(interval.call_s, seconds - interval.once_s)
+            self._budget.burdened(usual_s, interval.call_s, ordered=interval.ordered)
         elif interval.trailing:
             self._budget.trailing(seconds)
         else:

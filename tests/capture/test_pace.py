@@ -79,6 +79,21 @@ def test_a_snapshot_whose_iteration_is_not_one_stops_nothing(outside: bool) -> N
     assert budget.cost_s == 0.5
 
 
+def test_what_is_done_once_is_not_taken_for_the_cost_of_a_snapshot() -> None:
+    """The first capture makes the plan."""
+    clock = Clock()
+    budget = Budget(0.01)
+    intervals = Intervals(budget, (), clock)
+    for _ in range(4):
+        clock.now_s += 0.1
+        intervals.boundary(trailing=False)
+    budget.taken(ordered=False)
+    intervals.captured(0.002, ordered=False, once_s=0.5)
+    clock.now_s += 0.602
+    intervals.boundary(trailing=False)
+    assert budget.cost_s == pytest.approx(0.002)
+
+
 def test_a_loop_that_slows_down_is_not_taken_for_costs_for_ever() -> None:
     budget = Budget(0.01)
     run(budget, 500, 0.1, 0.0005)
