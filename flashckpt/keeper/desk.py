@@ -149,7 +149,8 @@ class Desk:
             num_bytes = PAGE + round_up(metadata_bytes) + round_up(image_bytes)
             raise self._refused(refusal, fit, num_bytes, minimum)
         if not self._maker.busy:
-            self._make(trainer.rank, count - len(fit), mine, fit, metadata_bytes, image_bytes)
+            missing = count - len(fit)
+            self._make(trainer.rank, missing, mine, fit, metadata_bytes, image_bytes, reading=reading)
         growing = self._growing.get(trainer.rank)
         if not reading or message.get("early") is not True or growing is None:
             return {"preparing": True}, ()
@@ -173,7 +174,15 @@ class Desk:
         ]
 
     def _make(
-        self, rank: int, count: int, mine: list[Held], fit: list[Held], metadata_bytes: int, image_bytes: int
+        self,
+        rank: int,
+        count: int,
+        mine: list[Held],
+        fit: list[Held],
+        metadata_bytes: int,
+        image_bytes: int,
+        *,
+        reading: bool,
     ) -> None:
         for held in mine:
             # What is too small, empty and nobody's goes first: its room may be what the new one needs.
@@ -183,7 +192,7 @@ class Desk:
         indexes = [index for index in range(len(taken) + count) if index not in taken][:count]
 
         def begun(descriptor: int) -> None:
-            if count == 1 and rank not in self._growing:
+            if reading and rank not in self._growing:
                 self._growing[rank] = os.dup(descriptor)
 
         def done(made: Made | BaseException) -> None:
