@@ -112,14 +112,18 @@ class Flights:
             if target.kept.setdefault(index, digest) != digest:
                 wrong.append(index)
         landed = _Landed(flight, target, arrangement.names, arrangement.ways)
+        digests = {i: int(target.table[i]) for i in arrangement.constants()}
+        changed = [i for i, digest in digests.items() if self._ways.differs(landed.names[i], digest)]
+        for index in {*wrong, *changed}:
+            self._ways.no_constant(landed.names[index])
+        if changed:
+            self._on_changed()
         if wrong:
             # Its bytes are those of an earlier step: the digest would have it discarded, later.
             word = target.slot.state()
             if word.generation == flight.generation:
                 target.slot.free(word)
             target.forget()
-            for index in wrong:
-                self._ways.no_constant(landed.names[index])
             self._on_changed()
             self.sealed -= 1
             self._lose(flight)
