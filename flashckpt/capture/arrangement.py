@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
+
 from flashckpt.capture.device.base import Device, Mark, On
 from flashckpt.capture.host import HostCopies
-from flashckpt.capture.plan import Plan
+from flashckpt.capture.plan import Addresses, Plan
 from flashckpt.capture.target import Target
 from flashckpt.capture.transfer import Transfer
 from flashckpt.capture.way import Way
@@ -39,6 +41,7 @@ class Arrangement:
         self.captures = 0
         self.names = [leaf.name for leaf in plan.leaves]
         self.candidates = ways.candidates(plan)
+        self._expected = np.array(ways.expected(self.names[plan.first_constant :]), dtype=np.uint64)
 
     def arena_bytes(self) -> dict[str, int]:
         """What the arenas take, by device name."""
@@ -71,8 +74,10 @@ class Arrangement:
         for transfer in self.transfers:
             transfer.gate()
 
-    def constants(self) -> range:
-        return range(self.plan.first_constant, len(self.plan))
+    def changed_constants(self, table: Addresses) -> list[int]:
+        """Those whose digests in a slot's table are not the ones that made them constants."""
+        first = self.plan.first_constant
+        return [first + int(i) for i in np.flatnonzero(table[first:] != self._expected)]
 
     def device_constants(self) -> list[int]:
         """Those whose bytes are copied into a slot only once."""

@@ -112,8 +112,7 @@ class Flights:
             if target.kept.setdefault(index, digest) != digest:
                 wrong.append(index)
         landed = _Landed(flight, target, arrangement.names, arrangement.ways)
-        digests = {i: int(target.table[i]) for i in arrangement.constants()}
-        changed = [i for i, digest in digests.items() if self._ways.differs(landed.names[i], digest)]
+        changed = arrangement.changed_constants(target.table)
         for index in {*wrong, *changed}:
             self._ways.no_constant(landed.names[index])
         if changed:

@@ -51,8 +51,8 @@ def is_plain(tensor: Tensor) -> bool:
 
 class Plan:
     """One walk's leaves, in the order of the digest table: ordinary ones in image order, then those of
-    `constants` (names; one that is not row-major is an ordinary leaf). Every array has one entry a leaf;
-    offsets are in bytes from the slot image's first byte, and addresses are those of the live tensors."""
+    `constants` (names). Every array has one entry a leaf; offsets are in bytes from the slot image's first
+    byte, and addresses are those of the live tensors."""
 
     def __init__(self, walk: Walk, constants: frozenset[str] = frozenset()) -> None:
         by_name = {live.name: live for live in walk.leaves}
@@ -190,9 +190,8 @@ def _image(walk: Walk, constants: frozenset[str]) -> SlotImage:
     ordinary: list[Leaf] = []
     fixed: list[Leaf] = []
     for live in walk.leaves:
-        tensor = local(live.tensor)
-        leaf = leaf_of(live.name, tensor, tuple(live.aliases))
-        (fixed if live.name in constants and is_plain(tensor) else ordinary).append(leaf)
+        leaf = leaf_of(live.name, local(live.tensor), tuple(live.aliases))
+        (fixed if live.name in constants else ordinary).append(leaf)
     return SlotImage(Layout.of(ordinary), Layout.of(fixed) if fixed else None)
 
 

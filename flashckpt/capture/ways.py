@@ -119,9 +119,9 @@ class Ways:
                     self._constants[live.name] = known[live.name]
         return frozenset(self._constants)
 
-    def differs(self, name: str, digest: int) -> bool:
-        """Whether a constant has another digest than the one that made it a constant."""
-        return self._constants.get(name, digest) != digest
+    def expected(self, names: Iterable[str]) -> list[int]:
+        """The digests that made these leaves constants."""
+        return [self._constants[name] for name in names]
 
     def no_constant(self, name: str) -> None:
         self._constants.pop(name, None)
@@ -149,9 +149,7 @@ class Ways:
         """Parameters without a gradient and in no optimizer, that are not yet known to change."""
         owned = self._owners()
         return [
-            i
-            for i, live in enumerate(plan.lives)
-            if i not in plan.odd and plan.sizes[i] and self._may_be_constant(live, owned)
+            i for i, live in enumerate(plan.lives) if plan.sizes[i] and self._may_be_constant(live, owned)
         ]
 
     def _may_be_constant(self, live: LiveLeaf, owned: Mapping[int, int]) -> bool:

@@ -201,3 +201,33 @@ def test_one_that_changes_before_its_slot_comes_round_again_is_seen(
     assert constants_of(captured(capture, ring, sealer, 3)) == []
     assert captured(capture, ring, sealer, 4).leaves["frozen.w"] == bytes_of(state.weight)
     capture.close()
+
+
+def test_one_that_is_not_row_major_is_a_constant_too(ring: SlotRing, sealer: _native.Sealer) -> None:
+    weight = torch.randn(8, 5).t()
+    state = Frozen(weight)
+    capture = Capture(state, ring, sealer, Options(), every=1)
+    for step in range(1, 12):
+        if step == 8:
+            weight[2, 2] = 9.0
+        content = captured(capture, ring, sealer, step)
+        assert content.leaves["frozen.w"] == bytes_of(weight)
+        assert constants_of(content) == (["frozen.w"] if 3 < step <= 8 else [])
+    capture.close()
+
+
+def test_on_a_device_too(loop: Accelerated) -> None:
+    odd = torch.nn.Parameter(torch.randn(500, 300).t(), requires_grad=False)
+    bytewise = torch.nn.Parameter(torch.arange(7, dtype=torch.uint8), requires_grad=False)
+    for name, each in (("odd", odd), ("bytewise", bytewise)):
+        loop.model.register_parameter(name, each)
+        loop.device.adopt(each)
+    constant(loop)
+    assert {loop.ways()["model.odd"], loop.ways()["model.bytewise"]} == {"constant"}
+    loop.kernel(lambda: odd.data.mul_(2))
+    # Its bytes are copied each time: the snapshot in which the change is seen is exact.
+    assert iterate(loop) == "exact"
+    for _ in range(8):
+        assert iterate(loop) == "exact"
+    assert loop.ways()["model.odd"] == "clone"
+    assert loop.ways()["model.bytewise"] == "constant"
