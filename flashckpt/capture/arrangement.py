@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
+
 from flashckpt.capture.device.base import Device, Mark, On
 from flashckpt.capture.host import HostCopies
-from flashckpt.capture.plan import Plan
+from flashckpt.capture.plan import Addresses, Plan
 from flashckpt.capture.target import Target
 from flashckpt.capture.transfer import Transfer
 from flashckpt.capture.way import Way
@@ -30,15 +32,16 @@ class Arrangement:
         self.ways: list[Way] = ways.choose(plan, self._devices, fired, room)
         host = [i for i, device in enumerate(self._devices) if device is None]
         constants = [i for i in host if self.ways[i] is Way.CONSTANT]
-        suspects = [i for i in host if ways.suspect(plan.layout.leaves[i].name)]
+        suspects = [i for i in host if ways.suspect(plan.leaves[i].name)]
         self.host = HostCopies(plan, host, constants, suspects, threads)
         self._choice = ways
         self._feeders: dict[int, tuple[Device, Mark]] = {}
         self._find_feeders(host)
         self.transfers = [self._transfer(device, ways) for device in _distinct(self._devices)]
         self.captures = 0
-        self.names = [leaf.name for leaf in plan.layout.leaves]
+        self.names = [leaf.name for leaf in plan.leaves]
         self.candidates = ways.candidates(plan)
+        self._expected = np.array(ways.expected(self.names[plan.first_constant :]), dtype=np.uint64)
 
     def arena_bytes(self) -> dict[str, int]:
         """What the arenas take, by device name."""
@@ -51,8 +54,8 @@ class Arrangement:
         for transfer in self.transfers:
             transfer.moved()
 
-    def capture(self, target: Target, *, gated: bool) -> tuple[list[int], list[int]]:
-        """Start every copy. (handles that a seal waits for, host constants that turned out to be none).
+    def capture(self, target: Target, *, gated: bool) -> list[int]:
+        """Start every copy. Returns the handles that a seal waits for.
 
         Devices first: their copies run while the host copies its own.
         """
@@ -64,13 +67,20 @@ class Arrangement:
         handles = [t.capture(target, gated=gated, check=check) for t in self.transfers]
         for _, mark in self._feeders.values():
             mark.wait()
-        return handles, self.host.capture(target, check=check)
+        self.host.capture(target, check=check)
+        return handles
 
     def gate(self) -> None:
         for transfer in self.transfers:
             transfer.gate()
 
+    def changed_constants(self, table: Addresses) -> list[int]:
+        """Those whose digests in a slot's table are not the ones that made them constants."""
+        first = self.plan.first_constant
+        return [first + int(i) for i in np.flatnonzero(table[first:] != self._expected)]
+
     def device_constants(self) -> list[int]:
+        """Those whose bytes are copied into a slot only once."""
         return [index for transfer in self.transfers for index in transfer.constants()]
 
     def _find_feeders(self, host: Iterable[int]) -> None:
@@ -80,7 +90,7 @@ class Arrangement:
 
     def _transfer(self, device: Device, ways: Ways) -> Transfer:
         indexes = [i for i, owner in enumerate(self._devices) if owner is device]
-        names = [self.plan.layout.leaves[i].name for i in indexes]
+        names = [self.plan.leaves[i].name for i in indexes]
         synchronised = any(ways.synchronised(name) for name in names)
         return Transfer(device, self.plan, indexes, self.ways, synchronised)
 

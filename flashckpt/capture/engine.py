@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -50,7 +51,8 @@ class Walkable(Protocol):
 class Capture:
     """Snapshots of one state into slots.
 
-    attempt is (number, nonce) of this attempt; optimizers are those of the state, wrapped or not.
+    attempt is (number, nonce) of this attempt; optimizers are those of the state, wrapped or not; constants
+    are the digests, by name, of leaves that were constants in the snapshot that the state was restored from.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Capture:
         owner: int | Mapping[str, int] = 1,
         every: Every = "auto",
         persist_every: str | int | None = None,
+        constants: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self._tree, self._sealer, self._options, self._devices = tree, sealer, options, devices
         self._attempt = attempt
@@ -73,7 +76,7 @@ class Capture:
         self._optimizers: list[Any] = [o for o in inner if isinstance(o, torch.optim.Optimizer)]
         self.hooks = StepHooks(self._optimizers, self._close_gates, self._capturing)
         self.pace = Pace(every, persist_every, overhead=options.overhead)
-        self._ways = Ways(self._optimizers, devices)
+        self._ways = Ways(self._optimizers, devices, constants)
         self._flights = Flights(self._ways, sealer, self._lost, self._rearrange)
         self._intervals = Intervals(self.pace.budget, devices)
         self._boundaries = self._skipped = 0
@@ -104,8 +107,7 @@ class Capture:
         self._release_targets()
         self._ring, self._needed = ring, (0, 0)
         for slot in ring.slots if ring is not None else ():
-            index = owner if isinstance(owner, int) else owner[slot.name]
-            self._targets[slot.name] = Target(slot, index)
+            self._targets[slot.name] = Target(slot, owner if isinstance(owner, int) else owner[slot.name])
         self.register(ring.slots if ring is not None else ())
 
     def register(self, slots: Sequence[Slot]) -> None:
@@ -128,7 +130,8 @@ class Capture:
         have state, which comes with the first step, unless a capture is ordered before it."""
         if not ordered and not self._has_state():
             return None
-        plan = Plan(self._tree.walk(self.hooks.used_up))
+        walk = self._tree.walk(self.hooks.used_up)
+        plan = Plan(walk, self._ways.constants(walk.leaves))
         needed = slot_room(plan, values_bytes)
         plan.release()
         return max(needed[0], self._needed[0]), max(needed[1], self._needed[1])
@@ -267,7 +270,7 @@ class Capture:
     ) -> None:
         try:
             target.prepare(arrangement.plan, data)
-            handles, changed = arrangement.capture(target, gated=hooks.gated)
+            handles = arrangement.capture(target, gated=hooks.gated)
             if persist:
                 target.slot.request_persist(target.generation)
             target.seal(self._sealer, handles, step, self._attempt)
@@ -283,10 +286,6 @@ class Capture:
         if persist:
             self.pace.persist_asked()
             self._asked = flight
-        for index in changed:
-            self._ways.no_constant(arrangement.names[index])
-        if changed:
-            self._rearrange()
 
     def _follow(self, values: Callable[[], bytes]) -> tuple[Arrangement, bytes]:
         """The arrangement of the state as it is now, with its values. Values are asked first: that is
@@ -309,7 +308,7 @@ class Capture:
         held = self._arrangement.arena_bytes() if self._arrangement is not None else {}
         self._drop_arrangement()
         self._walk = self._tree.walk(self.hooks.used_up)
-        plan = Plan(self._walk)
+        plan = Plan(self._walk, self._ways.constants(self._walk.leaves))
         plan.note_gradients(self.hooks.used_up)
         self._chosen = self._ground()
         self._arrangement = Arrangement(plan, self._ways, self.hooks.fired, self._room(held), self._threads)

@@ -112,14 +112,17 @@ class Flights:
             if target.kept.setdefault(index, digest) != digest:
                 wrong.append(index)
         landed = _Landed(flight, target, arrangement.names, arrangement.ways)
+        changed = arrangement.changed_constants(target.table)
+        for index in {*wrong, *changed}:
+            self._ways.no_constant(landed.names[index])
+        if changed:
+            self._on_changed()
         if wrong:
             # Its bytes are those of an earlier step: the digest would have it discarded, later.
             word = target.slot.state()
             if word.generation == flight.generation:
                 target.slot.free(word)
             target.forget()
-            for index in wrong:
-                self._ways.no_constant(landed.names[index])
             self._on_changed()
             self.sealed -= 1
             self._lose(flight)

@@ -53,8 +53,8 @@ class HostCopies:
         """Read the addresses again: the plan was patched."""
         np.take(self._plan.addresses, self._plain, out=self._sources)
 
-    def capture(self, target: Target, *, check: bool) -> list[int]:
-        """Copy everything; returns constants that are none (their bytes are copied all the same).
+    def capture(self, target: Target, *, check: bool) -> None:
+        """Copy everything, of constants what does not stand in the slot as it is now.
 
         check: read the sources again after the copy, and let the seal refuse a difference: digests are of
         the bytes that were copied, and do not see a thread that writes a leaf while it is copied.
@@ -69,11 +69,11 @@ class HostCopies:
                 target.table[self._plain] = self._digests
         for index in self._odd:
             self._capture_odd(target, index, check=check or index in self._suspects)
-        changed = self._capture_constants(target) if len(self._constants) else []
+        if len(self._constants):
+            self._capture_constants(target)
         checked = self._plain if check else self._plain_suspects
         if len(checked):
             self._check(target, checked)
-        return changed
 
     def _check(self, target: Target, indexes: NDArray[np.int64]) -> None:
         sources, sizes = self._plan.addresses[indexes], self._plan.sizes[indexes]
@@ -92,23 +92,19 @@ class HostCopies:
                 digest = _native.EMPTY_DIGEST
         target.table[index] = digest
 
-    def _capture_constants(self, target: Target) -> list[int]:
-        digests, changed = self._constant_digests, []
+    def _capture_constants(self, target: Target) -> None:
+        digests = self._constant_digests
         sources = self._plan.addresses[self._constants]
         address = _native.address_of(digests.data)
         _native.digest_many(sources.data, self._constant_sizes.data, address, self._threads)
         target.table[self._constants] = digests
         for index, digest in zip(self._constants.tolist(), digests.tolist(), strict=True):
-            kept = target.kept.get(index)
-            if kept != digest:
+            if target.kept.get(index) != digest:
                 self._copy_one(target, index)
                 if int(target.table[index]) == digest:
                     target.kept[index] = digest
                 else:
                     target.table[index] = _native.EMPTY_DIGEST
-                if kept is not None:
-                    changed.append(index)
-        return changed
 
     def _copy_one(self, target: Target, index: int) -> None:
         one = slice(index, index + 1)

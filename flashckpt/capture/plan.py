@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flashckpt import _native
-from flashckpt.format.layout import Layout
+from flashckpt.format.layout import Layout, Leaf, SlotImage
 from flashckpt.format.metadata import plan_bytes
 
 if TYPE_CHECKING:
@@ -50,21 +50,22 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 class Plan:
-    """One walk's leaves, in image order. Every array has one entry a leaf; offsets are in bytes from the
-    image's first byte, and addresses are those of the live tensors."""
+    """One walk's leaves, in the order of the digest table: ordinary ones in image order, then those of
+    `constants` (names). Every array has one entry a leaf; offsets are in bytes from the slot image's first
+    byte, and addresses are those of the live tensors."""
 
-    def __init__(self, walk: Walk) -> None:
+    def __init__(self, walk: Walk, constants: frozenset[str] = frozenset()) -> None:
         by_name = {live.name: live for live in walk.leaves}
-        self.layout = Layout.of(
-            leaf_of(live.name, local(live.tensor), tuple(live.aliases)) for live in walk.leaves
-        )
-        self.json = plan_bytes(self.layout)
-        self.plan_id = _native.xxh3_64(self.json)
-        self.lives = [by_name[leaf.name] for leaf in self.layout.leaves]
+        self.image = _image(walk, constants)
+        self.leaves = self.image.leaves
+        self.first_constant = len(self.image.shard.leaves)
+        self.json = plan_bytes(self.image.shard)
+        self.constants_json = plan_bytes(self.image.constants) if self.image.constants is not None else b""
+        self.plan_id = _native.xxh3_64(self.json + self.constants_json)
+        self.lives = [by_name[leaf.name] for leaf in self.leaves]
         self.tensors = [local(live.tensor) for live in self.lives]
-        self.sizes: Addresses = np.array([leaf.num_bytes for leaf in self.layout.leaves], dtype=np.uint64)
-        starts = [self.layout.data_start + leaf.offset for leaf in self.layout.leaves]
-        self.offsets: Addresses = np.array(starts, dtype=np.uint64)
+        self.sizes: Addresses = np.array([leaf.num_bytes for leaf in self.leaves], dtype=np.uint64)
+        self.offsets: Addresses = np.array(self.image.starts(), dtype=np.uint64)
         self.odd = frozenset(i for i, tensor in enumerate(self.tensors) if not is_plain(tensor))
         self._dynamic = [i for i, live in enumerate(self.lives) if live.container is None]
         self.addresses: Addresses = np.zeros(len(self.lives), dtype=np.uint64)
@@ -132,7 +133,7 @@ class Plan:
         old = self.tensors[index]
         if tensor is old:
             # In-place changes of geometry (resize_, t_, .data=) keep the object: compare with the plan.
-            leaf = self.layout.leaves[index]
+            leaf = self.leaves[index]
             known = (leaf.shape, leaf.stride, leaf.dtype, index not in self.odd)
             dtype = DTYPE_NAMES.get(tensor.dtype)
             return (tuple(tensor.shape), strides(tensor), dtype, is_plain(tensor)) == known
@@ -183,6 +184,15 @@ class Plan:
             (gradient := parameter.grad) is not None and not used_up(parameter, gradient)
             for parameter in self.parameters
         )
+
+
+def _image(walk: Walk, constants: frozenset[str]) -> SlotImage:
+    ordinary: list[Leaf] = []
+    fixed: list[Leaf] = []
+    for live in walk.leaves:
+        leaf = leaf_of(live.name, local(live.tensor), tuple(live.aliases))
+        (fixed if live.name in constants else ordinary).append(leaf)
+    return SlotImage(Layout.of(ordinary), Layout.of(fixed) if fixed else None)
 
 
 def _holds(container: Any, key: Any, value: Any) -> bool:

@@ -26,8 +26,8 @@ def with_slack(metadata_bytes: int, image_bytes: int) -> tuple[int, int]:
 
 def slot_room(plan: Plan, values_bytes: int) -> tuple[int, int]:
     """(metadata, image) bytes of a slot for this plan, with slack."""
-    metadata = geometry(len(plan.json), len(plan), values_bytes).num_bytes
-    return with_slack(metadata, plan.layout.num_bytes)
+    metadata = geometry(len(plan.json), len(plan), values_bytes, len(plan.constants_json)).num_bytes
+    return with_slack(metadata, plan.image.num_bytes)
 
 
 def arena_room(devices: Sequence[Device], limit: int | None, held: Mapping[str, int]) -> dict[str, int]:

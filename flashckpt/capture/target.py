@@ -37,7 +37,7 @@ class Target:
         self._plan_id: int | None = None
         self._metadata = slot.metadata_view
         self._image: Tensor = torch.frombuffer(slot.image_view, dtype=torch.uint8)
-        self._places = Geometry(0, 0, 0, 0)
+        self._places = Geometry(0, 0, 0, 0, 0)
         self._odd_views: dict[int, Tensor] = {}
 
     @property
@@ -45,10 +45,10 @@ class Target:
         return self.slot.image_address
 
     def fits(self, plan: Plan, values_bytes: int) -> bool:
-        places = geometry(len(plan.json), len(plan), values_bytes)
+        places = geometry(len(plan.json), len(plan), values_bytes, len(plan.constants_json))
         return (
             places.num_bytes <= self.slot.metadata_capacity
-            and plan.layout.num_bytes <= self.slot.image_capacity
+            and plan.image.num_bytes <= self.slot.image_capacity
         )
 
     def begin(self) -> bool:
@@ -64,18 +64,20 @@ class Target:
 
     def prepare(self, plan: Plan, values: bytes) -> None:
         """Write all of the metadata but the digests; the table is filled with what a seal refuses."""
-        places = geometry(len(plan.json), len(plan), len(values))
+        sizes = (len(plan.json), len(plan), len(values), len(plan.constants_json))
+        places = geometry(*sizes)
         data = self._metadata
         if self._plan_id != plan.plan_id:
             self._plan_id = None
             data[places.plan : places.plan + len(plan.json)] = plan.json
-            self._image.numpy()[: plan.layout.data_start] = np.frombuffer(plan.layout.header, dtype=np.uint8)
+            data[places.constants : places.constants + len(plan.constants_json)] = plan.constants_json
+            self._write_headers(plan)
             self.table = np.frombuffer(data[places.table : places.values], dtype=np.uint64)
             self.table_address = self.slot.metadata_address + places.table
             self.kept.clear()
             self._odd_views.clear()
             self._plan_id = plan.plan_id
-        data[: HEADER.size] = header(len(plan.json), len(plan), len(values))
+        data[: HEADER.size] = header(*sizes)
         self.table.fill(_native.EMPTY_DIGEST)
         data[places.values : places.num_bytes] = values
         self.plan, self._places = plan, places
@@ -85,7 +87,7 @@ class Target:
         view = self._odd_views.get(index)
         if view is None:
             assert self.plan is not None
-            leaf, tensor = self.plan.layout.leaves[index], self.plan.tensors[index]
+            leaf, tensor = self.plan.leaves[index], self.plan.tensors[index]
             start = int(self.plan.offsets[index])
             place = self._image[start : start + leaf.num_bytes]
             view = self._odd_views[index] = place.view(tensor.dtype).view(leaf.shape)
@@ -95,6 +97,7 @@ class Target:
         """Hand the slot to the native thread: it seals once every wait is over and every digest is there."""
         assert self.plan is not None
         plan, places = self.plan, self._places
+        constants = plan.image.constants
         self.slot.write_record(
             Record(
                 attempt_number=attempt[0],
@@ -106,9 +109,11 @@ class Target:
                 table_count=len(plan),
                 values_bytes=places.num_bytes - places.values,
                 metadata_bytes=places.num_bytes,
-                image_bytes=plan.layout.num_bytes,
-                data_start=plan.layout.data_start,
+                image_bytes=plan.image.shard.num_bytes,
+                data_start=plan.image.shard.data_start,
                 captured_ns=time.time_ns(),
+                constants_start=plan.image.constants_start,
+                constants_bytes=constants.num_bytes if constants is not None else 0,
             )
         )
         sealer.submit(
@@ -151,6 +156,15 @@ class Target:
         self._image = torch.empty(0, dtype=torch.uint8)
         self._metadata.release()
         self.plan = None
+
+    def _write_headers(self, plan: Plan) -> None:
+        image = plan.image
+        layouts = [(0, image.shard)]
+        if image.constants is not None:
+            layouts.append((image.constants_start, image.constants))
+        for start, layout in layouts:
+            place = self._image.numpy()[start : start + layout.data_start]
+            place[:] = np.frombuffer(layout.header, dtype=np.uint8)
 
     def _word(self, state: State) -> Word:
         return Word(state, self.owner, self.generation)

@@ -6,7 +6,8 @@ Learned things outlive plans, since a leaf that was torn once is not tried again
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -15,20 +16,31 @@ from flashckpt.capture.plan import Plan
 from flashckpt.capture.way import SAFER, Way
 from flashckpt.events import log
 
+if TYPE_CHECKING:
+    from flashckpt.state.leaves import LiveLeaf
+
 SMALL_BYTES = 1 << 20
 _EQUAL_CAPTURES = 3
 
 
 class Ways:
-    """The choice for every leaf of a plan. optimizers are torch's own, already unwrapped."""
+    """The choice for every leaf of a plan. optimizers are torch's own, already unwrapped; known are digests
+    of leaves, by name, that were found to be constants before and have them now."""
 
-    def __init__(self, optimizers: Sequence[Any], devices: Sequence[Device]) -> None:
+    def __init__(
+        self,
+        optimizers: Sequence[Any],
+        devices: Sequence[Device],
+        known: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
         self._optimizers, self._devices = optimizers, devices
+        # Constants of the snapshot that was resumed from: the live tensors were compared with these digests.
+        self._known = dict(known)
         self._torn: dict[str, Way] = {}
         self._suspects: set[str] = set()
         self._ordinary: set[str] = set()
         self._equal: dict[str, tuple[int, int]] = {}
-        self._constants: set[str] = set()
+        self._constants: dict[str, int] = {}
 
     def device_of(self, plan: Plan) -> list[Device | None]:
         """The device of each leaf, None for host memory. A leaf without bytes needs no device."""
@@ -68,8 +80,7 @@ class Ways:
         if way is Way.HOST:
             return self._tear_host(name)
         safer = SAFER[way]
-        self._constants.discard(name)
-        self._ordinary.add(name)
+        self.no_constant(name)
         if safer is not way:
             self._torn[name] = safer
         log.warning(
@@ -97,15 +108,30 @@ class Ways:
         """Whether the host waits for the whole device before this leaf is copied."""
         return self._torn.get(name) is Way.WAIT
 
+    def constants(self, lives: Iterable[LiveLeaf]) -> frozenset[str]:
+        """Names of the leaves that are constants. Those of an earlier attempt are taken over here, where they
+        still may be ones: a later difference is found by the digest of the first capture."""
+        if self._known:
+            known, self._known = self._known, {}
+            owned = self._owners()
+            for live in lives:
+                if live.name in known and self._may_be_constant(live, owned):
+                    self._constants[live.name] = known[live.name]
+        return frozenset(self._constants)
+
+    def expected(self, names: Iterable[str]) -> list[int]:
+        """The digests that made these leaves constants."""
+        return [self._constants[name] for name in names]
+
     def no_constant(self, name: str) -> None:
-        self._constants.discard(name)
+        self._constants.pop(name, None)
         self._ordinary.add(name)
 
     def note(self, plan: Plan, digests: Mapping[int, int]) -> bool:
         """Digests of a sealed snapshot, of parameters that may be constants. True if one became one."""
         found = False
         for index, digest in digests.items():
-            name = plan.layout.leaves[index].name
+            name = plan.leaves[index].name
             last, times = self._equal.get(name, (digest, 0))
             if name in self._ordinary or name in self._constants:
                 continue
@@ -115,7 +141,7 @@ class Ways:
             else:
                 self._equal[name] = (digest, times + 1)
                 if times + 1 >= _EQUAL_CAPTURES:
-                    self._constants.add(name)
+                    self._constants[name] = digest
                     found = True
         return found
 
@@ -123,19 +149,20 @@ class Ways:
         """Parameters without a gradient and in no optimizer, that are not yet known to change."""
         owned = self._owners()
         return [
-            i
-            for i, live in enumerate(plan.lives)
-            if live.kind == "parameter"
-            and live.name not in self._ordinary
-            and i not in plan.odd
-            and id(live.tensor) not in owned
-            and live.tensor.grad is None
-            and plan.sizes[i]
+            i for i, live in enumerate(plan.lives) if plan.sizes[i] and self._may_be_constant(live, owned)
         ]
 
+    def _may_be_constant(self, live: LiveLeaf, owned: Mapping[int, int]) -> bool:
+        return (
+            live.kind == "parameter"
+            and live.name not in self._ordinary
+            and id(live.tensor) not in owned
+            and live.tensor.grad is None
+        )
+
     def _fixed(self, plan: Plan, index: int, device: Device | None) -> Way | None:
-        name = plan.layout.leaves[index].name
-        if name in self._constants and index not in plan.odd:
+        name = plan.leaves[index].name
+        if index >= plan.first_constant:
             return Way.CONSTANT
         if device is None:
             return Way.HOST

@@ -67,8 +67,8 @@ def attach(
     began = time.perf_counter()
     session = open_session(path, keep, options)
     try:
-        resumed = _resume(session, tree, progress, options, began)
-        return _checkpointer(session, tree, progress, options, every, persist_every, resumed)
+        resumed, constants = _resume(session, tree, progress, options, began)
+        return _checkpointer(session, tree, progress, options, every, persist_every, resumed, constants)
     except BaseException:
         session.close()
         raise
@@ -93,8 +93,8 @@ def _state_of(state: Mapping[str, object] | None, named: Mapping[str, object]) -
 
 def _resume(
     session: Session, tree: Tree, progress: Progress, options: Options, began: float
-) -> Resumed | None:
-    """Restore the newest usable step and write start.json."""
+) -> tuple[Resumed | None, dict[str, int]]:
+    """Restore the newest usable step and write start.json. Returns also the digests of its constants."""
     survived = [_held(grant) for grant in session.keeper.surviving()]
     mapped = [held for held in survived if held is not None]
     extra: list[Held] = []
@@ -116,8 +116,9 @@ def _resume(
         loaded = ladder.climb()
         if loaded is None:
             session.start(None, 0, None)
-            return None
-        return _take_up(session, tree, progress, loaded, ladder.refused, began, threads)
+            return None, {}
+        resumed = _take_up(session, tree, progress, loaded, ladder.refused, began, threads)
+        return resumed, loaded.snapshot.constants
     finally:
         for held in [*mapped, *extra]:
             held.unpin()
@@ -202,6 +203,7 @@ def _checkpointer(
     every: Every,
     persist_every: str | int | None,
     resumed: Resumed | None,
+    constants: dict[str, int],
 ) -> Checkpointer:
     """Everything that runs beside the loop, started."""
     attempt = session.attempt
@@ -215,6 +217,7 @@ def _checkpointer(
         attempt=(attempt.number, int(attempt.nonce, 16)),
         every=every,
         persist_every=persist_every,
+        constants=constants,
     )
     threads = options.threads or torch.get_num_threads()
 

@@ -345,9 +345,7 @@ class Checkpointer:
         metadata = self._attendant.newest_metadata()
         if metadata is None:
             return False
-        then = {
-            leaf.name: digest for leaf, digest in zip(metadata.layout.leaves, metadata.digests, strict=True)
-        }
+        then = {leaf.name: digest for leaf, digest in zip(metadata.leaves, metadata.digests, strict=True)}
         values = json.loads(encode_json(self._tree.values(self._capture.hooks.used_up)))
         return self._use.digests() == then and json.loads(metadata.values)["state"] == values
 

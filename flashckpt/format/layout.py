@@ -74,6 +74,39 @@ class Layout:
         return cls(tuple(placed), header, len(header), len(header) + offset)
 
 
+@dataclass(frozen=True, slots=True)
+class SlotImage:
+    """What the image of a slot holds: the bytes of a shard and, where there are constants, from the next
+    page on those of a constants shard. Sizes and starts are in bytes from the image's first."""
+
+    shard: Layout
+    constants: Layout | None = None
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """All leaves in the order of the digest table: the shard's, then the constants'."""
+        return self.shard.leaves + (self.constants.leaves if self.constants is not None else ())
+
+    @property
+    def constants_start(self) -> int:
+        """Where the constants' image begins, 0 where there is none."""
+        return -(-self.shard.num_bytes // PAGE) * PAGE if self.constants is not None else 0
+
+    @property
+    def num_bytes(self) -> int:
+        if self.constants is None:
+            return self.shard.num_bytes
+        return self.constants_start + self.constants.num_bytes
+
+    def starts(self) -> list[int]:
+        """Where each leaf begins, in the order of `leaves`."""
+        found = [self.shard.data_start + leaf.offset for leaf in self.shard.leaves]
+        if self.constants is not None:
+            first = self.constants_start + self.constants.data_start
+            found += [first + leaf.offset for leaf in self.constants.leaves]
+        return found
+
+
 def header_bytes(leaves: Sequence[Leaf]) -> bytes:
     """The safetensors header of placed leaves, its length prefix included, padded to a page.
 

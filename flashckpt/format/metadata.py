@@ -1,4 +1,4 @@
-"""A slot's metadata: plan JSON | digest table | values JSON, in one contiguous block.
+"""A slot's metadata: plan JSON | constants JSON | digest table | values JSON, in one contiguous block.
 
 Owns the block's geometry and the plan's encoding. Never touches a region: it works on bytes that it is
 given, and believes none of them. See docs/memory.md.
@@ -16,11 +16,13 @@ from flashckpt.errors import DamagedError, FormatError
 from flashckpt.format.checked_json import strict_loads
 from flashckpt.format.columns import MAX_LEAVES, leaf_columns, leaves_from_columns
 from flashckpt.format.fields import Fields
-from flashckpt.format.layout import Layout, header_bytes
+from flashckpt.format.layout import Layout, Leaf, SlotImage, header_bytes
 
 MAGIC = b"FLCKMETA"
+# A block without constants is one of the first version, which every later one reads.
 VERSION = 1
-HEADER = struct.Struct("<8sIIQQQ24x")
+VERSION_WITH_CONSTANTS = 2
+HEADER = struct.Struct("<8sIIQQQQ16x")
 ALIGNMENT = 64
 MAX_PLAN_BYTES = 1 << 30
 
@@ -32,21 +34,29 @@ class Geometry(NamedTuple):
     """Where the parts of a block start, in bytes from the block's first, and how long it is."""
 
     plan: int
+    constants: int
     table: int
     values: int
     num_bytes: int
 
 
-def geometry(plan_len: int, count: int, values_len: int) -> Geometry:
-    """Offsets in a block with `plan_len` bytes of plan, `count` digests, `values_len` bytes of values."""
-    table = HEADER.size + -(-plan_len // ALIGNMENT) * ALIGNMENT
+def geometry(plan_len: int, count: int, values_len: int, constants_len: int = 0) -> Geometry:
+    """Offsets in a block with `plan_len` bytes of plan, `count` digests (those of constants included),
+    `values_len` bytes of values and `constants_len` bytes of the constants' plan."""
+    constants = HEADER.size + _aligned(plan_len)
+    table = constants + _aligned(constants_len)
     values = table + 8 * count
-    return Geometry(HEADER.size, table, values, values + values_len)
+    return Geometry(HEADER.size, constants, table, values, values + values_len)
 
 
-def header(plan_len: int, count: int, values_len: int) -> bytes:
+def header(plan_len: int, count: int, values_len: int, constants_len: int = 0) -> bytes:
     """The 64 bytes that a block begins with."""
-    return HEADER.pack(MAGIC, VERSION, 0, plan_len, count, values_len)
+    version = VERSION_WITH_CONSTANTS if constants_len else VERSION
+    return HEADER.pack(MAGIC, version, 0, plan_len, count, values_len, constants_len)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def plan_bytes(layout: Layout) -> bytes:
@@ -64,11 +74,21 @@ def layout_of(data: Buffer) -> Layout:
 
 @dataclass(slots=True)
 class Metadata:
-    """One block, unpacked: copies, which stay valid when the slot is written again."""
+    """One block, unpacked: copies, which stay valid when the slot is written again. `digests` are those
+    of `leaves`: the layout's, then the constants'."""
 
     layout: Layout
     digests: array[int]
     values: bytes
+    constants: Layout | None = None
+
+    @property
+    def image(self) -> SlotImage:
+        return SlotImage(self.layout, self.constants)
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        return self.image.leaves
 
     @classmethod
     def unpack(cls, buffer: Buffer) -> Metadata:
@@ -76,24 +96,41 @@ class Metadata:
         view = memoryview(buffer).cast("B")
         if len(view) < HEADER.size:
             _damaged("it is shorter than its header")
-        magic, version, _, plan_len, count, values_len = HEADER.unpack_from(view)
+        magic, version, _, plan_len, count, values_len, constants_len = HEADER.unpack_from(view)
         if magic != MAGIC:
             _damaged("it does not begin as metadata does")
-        if version != VERSION:
+        if version not in (VERSION, VERSION_WITH_CONSTANTS):
             raise FormatError(
-                f"A slot's metadata has version {version}; this library reads version {VERSION}. "
-                "The slot was left as it is. Use the version of flashckpt that wrote it."
+                f"A slot's metadata has version {version}; this library reads versions {VERSION} to "
+                f"{VERSION_WITH_CONSTANTS}. The slot was left as it is. Use the version of flashckpt that "
+                "wrote it."
             )
-        if plan_len > MAX_PLAN_BYTES or count > MAX_LEAVES or values_len > len(view):
+        if (version == VERSION) != (constants_len == 0):
+            _damaged("its version and its constants contradict each other")
+        if max(plan_len, constants_len) > MAX_PLAN_BYTES or count > MAX_LEAVES or values_len > len(view):
             _damaged("its lengths are out of bounds")
-        places = geometry(plan_len, count, values_len)
+        places = geometry(plan_len, count, values_len, constants_len)
         if places.num_bytes > len(view):
             _damaged("it is longer than the room it has")
         layout = layout_of(view[places.plan : places.plan + plan_len])
-        if count != len(layout.leaves):
-            _damaged(f"it has {count} digests for {len(layout.leaves)} leaves")
+        constants = None
+        if constants_len:
+            constants = _constants_of(view[places.constants : places.constants + constants_len], layout)
         digests = array("Q", bytes(view[places.table : places.values]))
-        return cls(layout, digests, bytes(view[places.values : places.num_bytes]))
+        found = cls(layout, digests, bytes(view[places.values : places.num_bytes]), constants)
+        if count != len(found.leaves):
+            _damaged(f"it has {count} digests for {len(found.leaves)} leaves")
+        return found
+
+
+def _constants_of(data: Buffer, layout: Layout) -> Layout:
+    constants = layout_of(data)
+    names = {name for leaf in layout.leaves for name in (leaf.name, *leaf.aliases)}
+    if any(name in names for leaf in constants.leaves for name in (leaf.name, *leaf.aliases)):
+        _damaged("a leaf stands in the shard and among the constants")
+    if not constants.leaves:
+        _damaged("its constants are none")
+    return constants
 
 
 def _damaged(reason: str) -> NoReturn:

@@ -7,10 +7,11 @@ the keeper's memory stays small and so does its OOM score. Changes nothing.
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Sequence
 
 from flashckpt import _native
-from flashckpt.format.layout import PAGE
+from flashckpt.format.layout import PAGE, Layout
 from flashckpt.format.metadata import Metadata
 from flashckpt.memory.slot import Slot
 
@@ -19,23 +20,44 @@ _LENGTH_FACTOR = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
 
+class Torn(Exception):
+    """A snapshot that nobody may use; `leaves` are (index, name) of those that differ."""
+
+    def __init__(self, message: str, leaves: tuple[tuple[int, str], ...] = ()) -> None:
+        super().__init__(message)
+        self.leaves = leaves
+
+
+def torn(metadata: Metadata, leaves: list[int]) -> Torn:
+    known = metadata.leaves
+    named = tuple((index, known[index].name) for index in leaves)
+    return Torn(f"{len(leaves)} leaves are not those of their boundary.", named)
+
+
+def check_header(slot: Slot, start: int, layout: Layout) -> None:
+    """Raises Torn unless the image at `start` bytes into the slot's begins as its layout says."""
+    if os.pread(slot.descriptor, layout.data_start, slot.image_offset + start) != layout.header:
+        raise Torn("An image does not begin with the header of its plan.")
+
+
 def differing(slot: Slot, metadata: Metadata) -> list[int]:
-    """Indexes, in image order, of the leaves whose bytes do not have the digest of their boundary.
+    """Indexes, in the order of the table, of the leaves whose bytes do not have the digest of their
+    boundary, constants included.
 
     May run while the slot is written again: then its result means nothing, and the word tells.
     """
     found = []
-    start = slot.image_offset + metadata.layout.data_start
-    for index, leaf in enumerate(metadata.layout.leaves):
-        if _digest_of(slot.descriptor, start + leaf.offset, leaf.num_bytes) != metadata.digests[index]:
+    image = metadata.image
+    for index, (leaf, start) in enumerate(zip(image.leaves, image.starts(), strict=True)):
+        offset = slot.image_offset + start
+        if _digest_of(slot.descriptor, offset, leaf.num_bytes) != metadata.digests[index]:
             found.append(index)
     return found
 
 
-def unlike(metadata: Metadata, digests: Sequence[int]) -> list[int]:
-    """Indexes of the leaves whose digests differ from those in the table."""
-    pairs = zip(metadata.digests, digests, strict=True)
-    return [index for index, (before, now) in enumerate(pairs) if before != now]
+def unlike(metadata: Metadata, digests: Sequence[int], first: int = 0) -> list[int]:
+    """Indexes of the leaves, from `first` on, whose digests differ from those in the table."""
+    return [index for index, now in enumerate(digests, first) if metadata.digests[index] != now]
 
 
 def _digest_of(descriptor: int, offset: int, num_bytes: int) -> int:

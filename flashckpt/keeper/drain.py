@@ -1,4 +1,4 @@
-"""From a sealed slot to a committed step: pin, check, write with audit, part, manifest.
+"""From a sealed slot to a committed step: pin, check, constants, write with audit, part, manifest.
 
 Owns the order of these for one slot. Runs in a worker thread; what it did is in its Outcome, and only
 the slot's own words are changed on the way.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import time
 from array import array
 from collections.abc import Mapping
@@ -23,8 +22,9 @@ from flashckpt.events import log
 from flashckpt.format.checked_json import strict_loads
 from flashckpt.format.metadata import Metadata
 from flashckpt.format.names import RUN, AttemptName, part_name, step_attempt_folder
-from flashckpt.format.records import CHUNK_BYTES, Part, RankRecord, ShardRecord
-from flashckpt.keeper.audit import differing, unlike
+from flashckpt.format.records import CHUNK_BYTES, Contents, Part, RankRecord, ShardRecord
+from flashckpt.keeper.audit import Torn, check_header, differing, torn, unlike
+from flashckpt.keeper.constants import ConstantsShards
 from flashckpt.memory.page import Word
 from flashckpt.memory.slot import Sealed, Slot
 from flashckpt.options import Keep
@@ -74,10 +74,12 @@ class Outcome:
     errno: int = 0
 
 
-class _Torn(Exception):
-    def __init__(self, message: str, leaves: tuple[tuple[int, str], ...] = ()) -> None:
-        super().__init__(message)
-        self.leaves = leaves
+@dataclass(frozen=True)
+class _Written:
+    """What was written of a snapshot. `direct`: the page cache was bypassed."""
+
+    num_bytes: int
+    direct: bool
 
 
 class Drain:
@@ -89,6 +91,7 @@ class Drain:
         self._threads = threads
         self._files = 0
         self._progress = array("Q", [0])
+        self._constants = ConstantsShards(store, threads, _native.address_of(self._progress))
 
     @property
     def progress_bytes(self) -> int:
@@ -103,7 +106,7 @@ class Drain:
         try:
             sealed = slot.sealed()
         except DamagedError as error:
-            return _discarded(slot, outcome, word, _Torn(str(error)))
+            return _discarded(slot, outcome, word, Torn(str(error)))
         if sealed is None or sealed.generation != order.generation:
             return outcome
         outcome = replace(outcome, step=sealed.step, attempt=str(attempt_of(sealed)))
@@ -112,8 +115,8 @@ class Drain:
             return outcome
         try:
             outcome = self._persist_pinned(order, sealed, pinned, outcome)
-        except _Torn as torn:
-            return _discarded(slot, outcome, pinned, torn)
+        except Torn as found:
+            return _discarded(slot, outcome, pinned, found)
         except SupersededError as error:
             outcome = replace(outcome, result=Result.SUPERSEDED, message=str(error))
         except (OSError, FlashckptError, ValueError) as error:
@@ -139,11 +142,11 @@ class Drain:
             metadata = slot.metadata(sealed)
             leaves = differing(slot, metadata)
         except DamagedError as error:
-            return _discarded(slot, outcome, word, _Torn(str(error)))
+            return _discarded(slot, outcome, word, Torn(str(error)))
         if slot.state() != word:
             return outcome
         if leaves:
-            return _discarded(slot, outcome, word, _torn(metadata, leaves))
+            return _discarded(slot, outcome, word, torn(metadata, leaves))
         return replace(outcome, result=Result.SOUND)
 
     def prune(self, attempt: AttemptName, keep: Keep) -> list[int]:
@@ -175,23 +178,23 @@ class Drain:
         own: bool,
         outcome: Outcome,
     ) -> Outcome:
-        outcome = replace(outcome, attempt=str(attempt), num_bytes=sealed.record.image_bytes)
+        outcome = replace(outcome, attempt=str(attempt))
         if self._is_done(sealed.step, attempt, loaded=not own):
-            return replace(outcome, result=Result.COMMITTED, num_bytes=0)
+            return replace(outcome, result=Result.COMMITTED)
         newer = attempts.started_after(self._store, attempt)
         if newer is not None:
             raise SupersededError(f"attempt {newer} has started; attempt {attempt} commits nothing more.")
         folder = step_attempt_folder(sealed.step, attempt)
-        direct = True
+        written = _Written(sealed.record.image_bytes, direct=True)
         # A part that stands was written by this keeper in an earlier try, or by the one before it.
         if not self._store.exists(f"{folder}/{part_name(0)}"):
             self._store.make_folder(folder)
-            direct = self._write(order, sealed, pinned, metadata, folder, attempt)
+            written = self._write(order, sealed, pinned, metadata, folder, attempt)
         found = steps.commit(self._store, sealed.step, attempt, order.world)
         if found is steps.Committed.BURIED:
             raise SupersededError(f"step {sealed.step} of attempt {attempt} was pruned meanwhile.")
         result = Result.COMMITTED if found else Result.WAITING
-        return replace(outcome, result=result, direct=direct)
+        return replace(outcome, result=result, direct=written.direct, num_bytes=written.num_bytes)
 
     def _attempt_of(self, slot: Slot, sealed: Sealed) -> tuple[AttemptName, bool]:
         """Whose step a snapshot is, and whether its own attempt's. The slot that a started attempt says
@@ -221,14 +224,38 @@ class Drain:
         metadata: Metadata,
         folder: str,
         attempt: AttemptName,
-    ) -> bool:
-        """Shard and part. Returns whether the page cache was bypassed. Leaves nothing behind on failure."""
-        slot, layout = order.slot, metadata.layout
+    ) -> _Written:
+        """Constants shard, shard, part. On failure no shard of the step stays behind; a constants shard
+        that is whole does, for the next try."""
+        slot = order.slot
+
+        def check_held() -> None:
+            # The disk reads the region after the digests did: without the pin, perhaps something else.
+            if not slot.holds(pinned):
+                raise KeeperError(_PIN_LOST)
+
+        # Before the part that names it: what is written here is debris until then, and nothing more.
+        constants, constants_bytes = self._constants.shard_for(slot, metadata, attempt, check_held)
         self._files += 1
         name = steps.shard_name(slot.rank, f"{self._nonce}{self._files:04x}")
-        path = self._store.local_path(f"{folder}/{name}")
+        published = False
+        try:
+            shard, direct = self._write_shard(slot, metadata, folder, name)
+            check_held()
+            part = _part(order, sealed, metadata, shard, constants, attempt)
+            published = steps.publish_part(self._store, part)
+        finally:
+            if not published:
+                self._remove_debris(folder, name)
+        return _Written(shard.num_bytes + constants_bytes, direct)
+
+    def _write_shard(
+        self, slot: Slot, metadata: Metadata, folder: str, name: str
+    ) -> tuple[ShardRecord, bool]:
+        """The shard, audited on the way, and whether the page cache was bypassed."""
+        layout = metadata.layout
         digests, checksums, direct = _native.write_file(
-            path,
+            self._store.local_path(f"{folder}/{name}"),
             slot.descriptor,
             slot.image_offset,
             layout.num_bytes,
@@ -238,23 +265,13 @@ class Drain:
             threads=self._threads,
             progress=_native.address_of(self._progress),
         )
-        published = False
-        try:
-            leaves = unlike(metadata, array("Q", digests))
-            if leaves:
-                raise _torn(metadata, leaves)
-            # The disk reads the region after the digests did: without the pin, perhaps something else.
-            if not slot.holds(pinned):
-                raise KeeperError(_PIN_LOST)
-            shard = ShardRecord(
-                file=name, num_bytes=layout.num_bytes, data_start=layout.data_start, checksums=checksums
-            )
-            part = _part(order, sealed, metadata, shard, attempt)
-            published = steps.publish_part(self._store, part)
-        finally:
-            if not published:
-                self._remove_debris(folder, name)
-        return direct
+        leaves = unlike(metadata, array("Q", digests))
+        if leaves:
+            raise torn(metadata, leaves)
+        shard = ShardRecord(
+            file=name, num_bytes=layout.num_bytes, data_start=layout.data_start, checksums=checksums
+        )
+        return shard, direct
 
     def _remove_debris(self, folder: str, name: str) -> None:
         """Remove a shard unless a part stands: an error may have come after the part's own link."""
@@ -277,24 +294,30 @@ def _checked(slot: Slot, sealed: Sealed) -> Metadata:
     try:
         metadata = slot.metadata(sealed)
     except DamagedError as error:
-        raise _Torn(str(error)) from error
-    start = metadata.layout.data_start
-    if os.pread(slot.descriptor, start, slot.image_offset) != metadata.layout.header:
-        raise _Torn("The image does not begin with the header of its plan.")
+        raise Torn(str(error)) from error
+    check_header(slot, 0, metadata.layout)
     return metadata
 
 
-def _part(order: Order, sealed: Sealed, metadata: Metadata, shard: ShardRecord, attempt: AttemptName) -> Part:
+def _part(
+    order: Order,
+    sealed: Sealed,
+    metadata: Metadata,
+    shard: ShardRecord,
+    constants: Contents | None,
+    attempt: AttemptName,
+) -> Part:
     try:
         values = strict_loads(metadata.values, what="a slot's values")
     except DamagedError as error:
-        raise _Torn(str(error)) from error
+        raise Torn(str(error)) from error
     rank = RankRecord(
         rank=order.slot.rank,
         shard=shard,
         leaves=metadata.layout.leaves,
-        digests=tuple(metadata.digests),
+        digests=tuple(metadata.digests[: len(metadata.layout.leaves)]),
         values=values,
+        constants=constants,
     )
     return Part(
         step=sealed.step,
@@ -306,17 +329,12 @@ def _part(order: Order, sealed: Sealed, metadata: Metadata, shard: ShardRecord, 
     )
 
 
-def _torn(metadata: Metadata, leaves: list[int]) -> _Torn:
-    named = tuple((index, metadata.layout.leaves[index].name) for index in leaves)
-    return _Torn(f"{len(leaves)} leaves are not those of their boundary.", named)
-
-
-def _discarded(slot: Slot, outcome: Outcome, word: Word, torn: _Torn) -> Outcome:
+def _discarded(slot: Slot, outcome: Outcome, word: Word, found: Torn) -> Outcome:
     """Free a snapshot that nobody may use, and tell its trainer; unless it is gone already."""
     if not slot.free(word):
         return outcome
-    slot.set_torn(outcome.generation, [index for index, _ in torn.leaves])
-    return replace(outcome, result=Result.TORN, leaves=torn.leaves, message=str(torn))
+    slot.set_torn(outcome.generation, [index for index, _ in found.leaves])
+    return replace(outcome, result=Result.TORN, leaves=found.leaves, message=str(found))
 
 
 def _failure(outcome: Outcome, error: Exception) -> Outcome:

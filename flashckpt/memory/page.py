@@ -42,7 +42,7 @@ RECORD_OFFSET = 768
 RECORD_BYTES = 256
 RECORD_FIELDS_OFFSET = 16
 RECORD_FIELDS_END = 240
-_RECORD = struct.Struct("<13Q")
+_RECORD = struct.Struct("<15Q")
 
 # The owner table: entry i is owner i + 1.
 OWNERS_OFFSET = 1024
@@ -138,7 +138,9 @@ class Fixed:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What a trainer writes about a snapshot before the sealer checksums and seals it."""
+    """What a trainer writes about a snapshot before the sealer checksums and seals it. `image_bytes` are
+    those of the shard; `constants_start` and `constants_bytes` are both 0 where there are no constants, as
+    in every record that was written before there were any."""
 
     attempt_number: int
     attempt_nonce: int
@@ -153,6 +155,21 @@ class Record:
     data_start: int
     captured_ns: int
     flags: int = 0
+    constants_start: int = 0
+    constants_bytes: int = 0
+
+    def fits(self, metadata_capacity: int, image_capacity: int) -> bool:
+        """Whether what it describes can stand in a slot of these capacities."""
+        end = self.image_bytes
+        if self.constants_start or self.constants_bytes:
+            if self.constants_start % PAGE or self.constants_start < end or not self.constants_bytes:
+                return False
+            end = self.constants_start + self.constants_bytes
+        return (
+            self.metadata_bytes <= metadata_capacity
+            and end <= image_capacity
+            and self.data_start <= self.image_bytes
+        )
 
     def packed(self) -> bytes:
         """The fields' bytes [16:240] of the record: the checksums around them are the sealer's."""

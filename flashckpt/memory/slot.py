@@ -229,12 +229,8 @@ class Slot:
         if after.generation != word.generation or after.state not in (State.SEALED, State.PINNED):
             return None
         record = Record.unpacked(data)
-        if (
-            record.generation != word.generation
-            or record.metadata_bytes > self.metadata_capacity
-            or record.image_bytes > self.image_capacity
-            or record.data_start > record.image_bytes
-        ):
+        fits = record.fits(self.metadata_capacity, self.image_capacity)
+        if record.generation != word.generation or not fits:
             raise DamagedError("A slot's record contradicts its region. The snapshot is not used.")
         return Sealed(word, record, data[: page.RECORD_FIELDS_OFFSET])
 
@@ -248,7 +244,10 @@ class Slot:
             )
         metadata = Metadata.unpack(data)
         layout, record = metadata.layout, sealed.record
-        if (layout.data_start, layout.num_bytes) != (record.data_start, record.image_bytes):
+        constants_bytes = metadata.constants.num_bytes if metadata.constants is not None else 0
+        if (layout.data_start, layout.num_bytes, metadata.image.constants_start, constants_bytes) != (
+            record.data_start, record.image_bytes, record.constants_start, record.constants_bytes,
+        ):  # fmt: skip
             raise DamagedError("A slot's plan contradicts its record. It is not used.", step=sealed.step)
         return metadata
 

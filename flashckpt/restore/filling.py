@@ -97,10 +97,10 @@ def _refuse_arrived(step: int, wrong: list[str], own_code: list[str]) -> NoRetur
 def audit(snapshot: Snapshot, threads: int) -> list[str]:
     """Names of the leaves whose bytes in the image are not those that their digests were taken of."""
     leaves = snapshot.layout.leaves
-    base = _native.address_of(snapshot.image) + snapshot.layout.data_start
+    base = _native.address_of(snapshot.image)
     found = array("Q", bytes(8 * len(leaves)))
     _native.digest_many(
-        array("Q", [base + leaf.offset for leaf in leaves]),
+        array("Q", [base + start for start in snapshot.layout.starts()]),
         array("Q", [leaf.num_bytes for leaf in leaves]),
         _native.address_of(found),
         threads,

@@ -1,4 +1,5 @@
-"""Snapshots at rest: a shard read into a slot, every chunk and every leaf verified on the way.
+"""Snapshots at rest: a shard, and the constants that its part names, read into a slot, every chunk and
+every leaf verified on the way.
 
 The slot then holds what the file held, and is sealed as the first snapshot of the new attempt.
 """
@@ -10,17 +11,18 @@ import json
 import time
 from array import array
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from flashckpt import _native
 from flashckpt.commit.steps import StepRecord
 from flashckpt.errors import DamagedError, KeeperError
-from flashckpt.format.layout import Layout
-from flashckpt.format.metadata import geometry, header, plan_bytes
+from flashckpt.format.layout import SlotImage
+from flashckpt.format.metadata import Geometry, geometry, header, plan_bytes
 from flashckpt.format.records import RankRecord
 from flashckpt.format.typed import decode
 from flashckpt.memory.page import Record, State, Word
 from flashckpt.restore.memory_tier import Held
-from flashckpt.restore.shard_reading import ShardReading
+from flashckpt.restore.shard_reading import File, ShardReading
 from flashckpt.restore.snapshot import Snapshot
 
 SlotFor = Callable[[int, int, Callable[[int, int], None]], Held]
@@ -31,24 +33,22 @@ _PATIENCE_S, _LOOK_S = 60.0, 0.05
 
 
 def load(record: StepRecord, rank: int, slot_for: SlotFor, threads: int) -> tuple[Snapshot, Held]:
-    """Read one rank's shard of a committed step into a slot, verified, sealed and pinned.
+    """Read one rank's files of a committed step into a slot, verified, sealed and pinned.
 
     Raises DamagedError where a byte is not what was committed, OSError where it cannot be read,
     OutOfRoomError where there is no memory for it, KeeperError where the memory to read it into fails:
     that says nothing of the step.
     """
     mine = record.rank(rank)
-    layout = mine.layout()
-    plan, values = plan_bytes(layout), json.dumps(dict(mine.values), separators=(",", ":")).encode()
-    with contextlib.closing(ShardReading(record, mine, layout, threads)) as reading:
-        room = geometry(len(plan), len(layout.leaves), len(values)).num_bytes, layout.num_bytes
-        held = slot_for(*room, reading.begin)
+    content = _Content.of(mine)
+    with contextlib.closing(ShardReading(record.step, content.files(record), threads)) as reading:
+        held = slot_for(content.places.num_bytes, content.image.num_bytes, reading.begin)
         with _slot_faults(held):
             generation = _begin(held)
         try:
             reading.into(held)
             with _slot_faults(held):
-                _seal(record, mine, layout, held, generation, plan, values)
+                _seal(record, content, held, generation)
         except BaseException:
             held.slot.abandon(held.owner, generation)
             raise
@@ -59,12 +59,52 @@ def load(record: StepRecord, rank: int, slot_for: SlotFor, threads: int) -> tupl
         step=record.step,
         attempt=record.attempt,
         tier="local",
-        layout=layout,
-        digests=mine.digests,
+        layout=content.image,
+        digests=content.digests,
         values=decode(dict(mine.values)),
         image=held.slot.image_view,
     )
     return snapshot, held
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What a slot gets for one rank: where its files stand in the image, and its metadata."""
+
+    mine: RankRecord
+    image: SlotImage
+    plan: bytes
+    constants_plan: bytes
+    digests: tuple[int, ...]
+    values: bytes
+
+    @classmethod
+    def of(cls, mine: RankRecord) -> _Content:
+        constants = mine.constants
+        image = SlotImage(mine.layout(), constants.layout() if constants is not None else None)
+        return cls(
+            mine=mine,
+            image=image,
+            plan=plan_bytes(image.shard),
+            constants_plan=plan_bytes(image.constants) if image.constants is not None else b"",
+            digests=mine.digests + (constants.digests if constants is not None else ()),
+            values=json.dumps(dict(mine.values), separators=(",", ":")).encode(),
+        )
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        return len(self.plan), len(self.digests), len(self.values), len(self.constants_plan)
+
+    @property
+    def places(self) -> Geometry:
+        return geometry(*self.sizes)
+
+    def files(self, record: StepRecord) -> list[File]:
+        found = [File(0, record.shard_path(self.mine.rank), self.mine.contents)]
+        path = record.constants_path(self.mine.rank)
+        if path is not None and self.mine.constants is not None:
+            found.append(File(self.image.constants_start, path, self.mine.constants))
+        return found
 
 
 @contextlib.contextmanager
@@ -94,37 +134,26 @@ def _unusable(held: Held, why: str) -> KeeperError:
     )
 
 
-def _seal(
-    record: StepRecord,
-    mine: RankRecord,
-    layout: Layout,
-    held: Held,
-    generation: int,
-    plan: bytes,
-    values: bytes,
-) -> None:
+def _seal(record: StepRecord, content: _Content, held: Held, generation: int) -> None:
     """Describe what was read in the slot's metadata and record, and seal it like any other snapshot."""
-    places = geometry(len(plan), len(layout.leaves), len(values))
-    view = held.slot.metadata_view
-    head = header(len(plan), len(layout.leaves), len(values))
-    view[: len(head)] = head
-    view[places.plan : places.plan + len(plan)] = plan
-    view[places.table : places.values] = array("Q", mine.digests).tobytes()
-    view[places.values : places.num_bytes] = values
+    places, image = content.places, content.image
+    _write_metadata(held.slot.metadata_view, content)
     held.slot.write_record(
         Record(
             attempt_number=record.attempt.number,
             attempt_nonce=int(record.attempt.nonce, 16),
             step=record.step,
             generation=generation,
-            plan_id=_native.xxh3_64(plan),
-            plan_bytes=len(plan),
-            table_count=len(layout.leaves),
-            values_bytes=len(values),
+            plan_id=_native.xxh3_64(content.plan + content.constants_plan),
+            plan_bytes=len(content.plan),
+            table_count=len(content.digests),
+            values_bytes=len(content.values),
             metadata_bytes=places.num_bytes,
-            image_bytes=layout.num_bytes,
-            data_start=layout.data_start,
+            image_bytes=image.shard.num_bytes,
+            data_start=image.shard.data_start,
             captured_ns=time.monotonic_ns(),
+            constants_start=image.constants_start,
+            constants_bytes=image.constants.num_bytes if image.constants is not None else 0,
         )
     )
     sealer = _native.Sealer()
@@ -138,9 +167,18 @@ def _seal(
             metadata=held.slot.metadata_address,
             metadata_bytes=places.num_bytes,
             table=held.slot.metadata_address + places.table,
-            table_count=len(layout.leaves),
+            table_count=len(content.digests),
         )
         if not sealer.drain(60.0) or held.slot.state().state is not State.SEALED:
             raise _unusable(held, f"it could not be sealed ({sealer.failures()})")
     finally:
         sealer.close()
+
+
+def _write_metadata(view: memoryview, content: _Content) -> None:
+    places, head = content.places, header(*content.sizes)
+    view[: len(head)] = head
+    view[places.plan : places.plan + len(content.plan)] = content.plan
+    view[places.constants : places.constants + len(content.constants_plan)] = content.constants_plan
+    view[places.table : places.values] = array("Q", content.digests).tobytes()
+    view[places.values : places.num_bytes] = content.values

@@ -49,6 +49,6 @@ def _mapped(path: str, contents: Contents, step: int) -> dict[str, torch.Tensor]
     view = memoryview(image)
     leaves: dict[str, torch.Tensor] = {}
     for leaf in layout.leaves:
-        tensor = leaf_view(view, layout, leaf)
+        tensor = leaf_view(view, leaf, layout.data_start + leaf.offset)
         leaves.update(dict.fromkeys((leaf.name, *leaf.aliases), tensor))
     return leaves

@@ -79,7 +79,7 @@ def _audited(held: Held, threads: int) -> Snapshot:
         step=held.step,
         attempt=held.attempt,
         tier="memory",
-        layout=metadata.layout,
+        layout=metadata.image,
         digests=metadata.digests,
         values=decode_json(metadata.values),
         image=held.slot.image_view,

@@ -1,4 +1,4 @@
-"""One rank's shard on its way into a slot: every chunk and every leaf is verified as it arrives.
+"""One rank's files on their way into a slot: every chunk and every leaf is verified as it arrives.
 
 Begins while the slot's region is still being made, where it can: taking memory is otherwise a third of
 the time that a load from a fast disk takes. Owns the thread that reads; seals nothing.
@@ -9,30 +9,38 @@ from __future__ import annotations
 import os
 import threading
 from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from flashckpt import _native
-from flashckpt.commit.steps import StepRecord
 from flashckpt.errors import DamagedError
-from flashckpt.format.layout import Layout
-from flashckpt.format.records import RankRecord
+from flashckpt.format.records import Contents
 from flashckpt.restore.memory_tier import Held
 
 Read = tuple[bytes, list[int]]
 """The digest of each leaf as it was read, and the chunks whose checksum is not the committed one."""
 
 
+@dataclass(frozen=True)
+class File:
+    """A shard or a constants shard of a committed step, and where it begins in a slot's image."""
+
+    start: int
+    path: str
+    contents: Contents
+
+
 class ShardReading:
-    """`begin` may be called once, with a region that is still growing; `into` gives the whole shard in the
+    """`begin` may be called once, with a region that is still growing; `into` gives the whole files in the
     slot that was granted in the end; `close` ends what was begun in vain."""
 
-    def __init__(self, record: StepRecord, mine: RankRecord, layout: Layout, threads: int) -> None:
-        self._record, self._mine, self._layout, self._threads = record, mine, layout, threads
-        self._path = record.shard_path(mine.rank)
+    def __init__(self, step: int, files: Sequence[File], threads: int) -> None:
+        self._step, self._files, self._threads = step, files, threads
         self._given_up = array("Q", [0])
         self._descriptor = -1
         self._image_offset = 0
         self._thread: threading.Thread | None = None
-        self._found: Read | None = None
+        self._found: list[Read] | None = None
         self._error: Exception | None = None
 
     def begin(self, descriptor: int, image_offset: int) -> None:
@@ -42,7 +50,7 @@ class ShardReading:
         self._thread.start()
 
     def into(self, held: Held) -> None:
-        """The shard, whole and verified, in the image of a slot.
+        """The files, whole and verified, in the image of a slot.
 
         Raises DamagedError where a byte is not what was committed, OSError where it cannot be read.
         """
@@ -50,7 +58,8 @@ class ShardReading:
         if found is None:
             self.close()
             found = self._read(held.slot.descriptor, held.slot.image_offset)
-        self._check(found, held)
+        for file, read in zip(self._files, found, strict=True):
+            self._check(file, read, held)
 
     def close(self) -> None:
         """Stop waiting for a region that will not be whole. Returns when nothing is read any more."""
@@ -62,7 +71,7 @@ class ShardReading:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def _begun_in(self, held: Held) -> Read | None:
+    def _begun_in(self, held: Held) -> list[Read] | None:
         """What was read early, if it was read into this very slot."""
         if self._thread is None or self._image_offset != held.slot.image_offset:
             return None
@@ -81,45 +90,50 @@ class ShardReading:
         except Exception as error:  # raised to whoever asks for the shard
             self._error = error
 
-    def _read(self, descriptor: int, image_offset: int, growing: int = 0) -> Read:
-        shard, leaves = self._mine.shard, self._layout.leaves
+    def _read(self, descriptor: int, image_offset: int, growing: int = 0) -> list[Read]:
+        return [self._read_one(file, descriptor, image_offset + file.start, growing) for file in self._files]
+
+    def _read_one(self, file: File, descriptor: int, offset: int, growing: int) -> Read:
+        layout, shard = file.contents.layout(), file.contents.shard
         try:
             digests, bad_chunks, _ = _native.read_file(
-                self._path,
+                file.path,
                 descriptor,
-                image_offset,
+                offset,
                 num_bytes=shard.num_bytes,
                 chunk_bytes=shard.chunk_bytes,
                 checksums=shard.checksums,
-                leaf_offsets=array("Q", [self._layout.data_start + leaf.offset for leaf in leaves]),
-                leaf_sizes=array("Q", [leaf.num_bytes for leaf in leaves]),
+                leaf_offsets=array("Q", [layout.data_start + leaf.offset for leaf in layout.leaves]),
+                leaf_sizes=array("Q", [leaf.num_bytes for leaf in layout.leaves]),
                 threads=self._threads,
                 growing=growing,
             )
         except ValueError as error:
             # The native reader's word for a file of another length, which it had when the step was listed.
-            raise self._damaged(f"{self._path}: {error}. Nothing of it was loaded.") from error
+            raise self._damaged(file, f"{error}. Nothing of it was loaded.") from error
         return digests, bad_chunks
 
-    def _check(self, found: Read, held: Held) -> None:
+    def _check(self, file: File, found: Read, held: Held) -> None:
         digests, bad_chunks = array("Q", found[0]), found[1]
+        layout = file.contents.layout()
         wrong = [
             leaf.name
-            for leaf, seen, expected in zip(self._layout.leaves, digests, self._mine.digests, strict=True)
+            for leaf, seen, expected in zip(layout.leaves, digests, file.contents.digests, strict=True)
             if seen != expected
         ]
         if bad_chunks or wrong:
             where = f"chunks {bad_chunks[:5]}" if bad_chunks else f"leaves {', '.join(wrong[:5])}"
             raise self._damaged(
-                f"{self._path} is not what was committed ({where}; a chunk is {self._mine.shard.chunk_bytes} "
-                "bytes). Nothing of it was loaded; an older step is taken. Keep the file if the disk's fault "
-                "is to be found."
+                file,
+                f"it is not what was committed ({where}; chunks of {file.contents.shard.chunk_bytes} bytes). "
+                "Nothing of it was loaded; an older step is taken. Keep the file if the disk's fault is to "
+                "be found.",
             )
-        if bytes(held.slot.image_view[: self._layout.data_start]) != self._layout.header:
+        if bytes(held.slot.image_view[file.start : file.start + layout.data_start]) != layout.header:
             raise self._damaged(
-                f"{self._path}'s header is not that of its leaves. Nothing of it was loaded; an older "
-                "step is taken."
+                file,
+                "its header is not that of its leaves. Nothing of it was loaded; an older step is taken.",
             )
 
-    def _damaged(self, message: str) -> DamagedError:
-        return DamagedError(message, step=self._record.step, path=self._path)
+    def _damaged(self, file: File, message: str) -> DamagedError:
+        return DamagedError(f"{file.path}: {message}", step=self._step, path=file.path)

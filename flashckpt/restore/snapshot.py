@@ -11,20 +11,20 @@ from typing import Any
 import torch
 
 from flashckpt.errors import DamagedError
-from flashckpt.format.layout import Layout, Leaf
+from flashckpt.format.layout import Leaf, SlotImage
 from flashckpt.format.records import AttemptName
 from flashckpt.state.tree import Saved
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """One rank's state at one step. `image` is a writable buffer of `layout.num_bytes` bytes at least;
-    `digests` are in image order; `values` is what is not a tensor, decoded."""
+    """One rank's state at one step. `image` is a writable buffer that holds what `layout` says; `digests`
+    are those of `layout.leaves`; `values` is what is not a tensor, decoded."""
 
     step: int
     attempt: AttemptName
     tier: str
-    layout: Layout
+    layout: SlotImage
     digests: Sequence[int]
     values: dict[str, Any]
     image: memoryview = field(repr=False)
@@ -42,22 +42,30 @@ class Snapshot:
     def tensor(self, name: str) -> torch.Tensor:
         """A view of one leaf's bytes in the image, row-major, in its true dtype. Not to be kept: the
         image is overwritten by a later snapshot."""
-        return leaf_view(self.image, self.layout, self._by_name[name])
+        return leaf_view(self.image, *self._places[name])
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """The digests of the leaves that were constants when it was captured, by name."""
+        first = len(self.layout.shard.leaves)
+        leaves = self.layout.leaves[first:]
+        return {leaf.name: digest for leaf, digest in zip(leaves, self.digests[first:], strict=True)}
 
     @cached_property
     def saved(self) -> Saved:
         """What the live state is compared with and filled from: the same object each time."""
-        return Saved(leaves=self._by_name, value=self.section("state"), tensor=self.tensor)
+        leaves = {leaf.name: leaf for leaf in self.layout.leaves}
+        return Saved(leaves=leaves, value=self.section("state"), tensor=self.tensor)
 
     @cached_property
-    def _by_name(self) -> dict[str, Leaf]:
-        return {leaf.name: leaf for leaf in self.layout.leaves}
+    def _places(self) -> dict[str, tuple[Leaf, int]]:
+        placed = zip(self.layout.leaves, self.layout.starts(), strict=True)
+        return {leaf.name: (leaf, start) for leaf, start in placed}
 
 
-def leaf_view(image: memoryview, layout: Layout, leaf: Leaf) -> torch.Tensor:
-    """One leaf's bytes in an image as a tensor of its true dtype and shape, row-major."""
+def leaf_view(image: memoryview, leaf: Leaf, start: int) -> torch.Tensor:
+    """The leaf whose bytes begin at `start`, as a tensor of its true dtype and shape, row-major."""
     dtype: torch.dtype = getattr(torch, leaf.dtype)
     if leaf.num_bytes == 0:
         return torch.empty(leaf.shape, dtype=dtype)
-    start = layout.data_start + leaf.offset
     return torch.frombuffer(image, dtype=dtype, count=math.prod(leaf.shape), offset=start).view(leaf.shape)

@@ -24,12 +24,12 @@ class Content:
         assert sealed is not None, "nothing is sealed in the slot"
         metadata = slot.metadata(sealed)
         self.step, self.values = sealed.step, metadata.values
-        image = bytes(slot.image_view[: sealed.record.image_bytes])
-        self.image, self.layout = image, metadata.layout
+        image = bytes(slot.image_view[: metadata.image.num_bytes])
+        self.image, self.layout = image, metadata.image
         self.leaves: dict[str, bytes] = {}
         self.torn: list[str] = []
-        for leaf, digest in zip(metadata.layout.leaves, metadata.digests, strict=True):
-            start = sealed.record.data_start + leaf.offset
+        placed = zip(self.layout.leaves, self.layout.starts(), metadata.digests, strict=True)
+        for leaf, start, digest in placed:
             data = image[start : start + leaf.num_bytes]
             self.leaves[leaf.name] = data
             buffer = np.frombuffer(data, dtype=np.uint8).copy()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import safetensors.torch
 import torch
 
 from flashckpt import _native
@@ -13,7 +14,7 @@ from flashckpt.memory.slots import SlotRing
 from flashckpt.options import Options
 
 from .accelerated import LARGE, Accelerated
-from .content import Live, State, bytes_of, newest
+from .content import Content, Live, State, bytes_of, newest
 
 
 class Frozen(State):
@@ -118,3 +119,115 @@ def test_another_plan_forgets_what_stands_in_the_slots(ring: SlotRing, sealer: _
         assert content.torn == []
         assert content.leaves["frozen.w"] == bytes_of(state.weight)
     capture.close()
+
+
+def digest_of(tensor: torch.Tensor) -> int:
+    return _native.digest(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+
+def captured(capture: Capture, ring: SlotRing, sealer: _native.Sealer, step: int) -> Content:
+    assert capture.boundary(step, lambda: b"{}").captured
+    assert sealer.drain(10)
+    content = newest(ring)
+    assert (content.step, content.torn) == (step, [])
+    return content
+
+
+def constants_of(content: Content) -> list[str]:
+    constants = content.layout.constants
+    return [leaf.name for leaf in constants.leaves] if constants is not None else []
+
+
+def test_constants_stand_in_an_image_of_their_own(ring: SlotRing, sealer: _native.Sealer) -> None:
+    state = Frozen(torch.randn(1000))
+    state.named["a"] = {"a": torch.ones(3)}
+    capture = Capture(state, ring, sealer, Options(), every=1)
+    for step in range(1, 8):
+        content = captured(capture, ring, sealer, step)
+        assert content.leaves == {"frozen.w": bytes_of(state.weight), "a.a": bytes_of(torch.ones(3))}
+        assert constants_of(content) == (["frozen.w"] if step > 3 else [])
+    constants = content.layout.constants
+    assert constants is not None
+    start = content.layout.constants_start
+    # As it stands there it is a file that the stock library opens.
+    opened = safetensors.torch.load(content.image[start:])
+    assert torch.equal(opened["frozen.w"], state.weight)
+    assert set(safetensors.torch.load(content.image[: content.layout.shard.num_bytes])) == {"a.a"}
+    capture.close()
+
+
+@pytest.mark.parametrize("as_restored", [True, False])
+def test_those_of_the_snapshot_that_was_restored_are_constants_at_once(
+    ring: SlotRing, sealer: _native.Sealer, as_restored: bool
+) -> None:
+    state = Frozen(torch.randn(1000))
+    known = {"frozen.w": digest_of(state.weight), "gone": 3}
+    if not as_restored:
+        state.weight[5] = 0.5
+    capture = Capture(state, ring, sealer, Options(), every=1, constants=known)
+    for step in range(1, 8):
+        content = captured(capture, ring, sealer, step)
+        assert content.leaves["frozen.w"] == bytes_of(state.weight)
+        # One that differs is stored as it is in the first snapshot, and ordinary for good from the next on.
+        assert constants_of(content) == (["frozen.w"] if as_restored or step == 1 else [])
+    capture.close()
+
+
+def test_one_that_is_trained_now_is_none_though_it_was_restored_as_one(
+    ring: SlotRing, sealer: _native.Sealer
+) -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD([model.weight], lr=0.1)
+    model.bias.grad = torch.ones(4)
+    known = {f"model.{name}": digest_of(each) for name, each in model.named_parameters()}
+    state = State(model=model, optimizer=optimizer)
+    capture = Capture(state, ring, sealer, Options(), every=1, optimizers=[optimizer], constants=known)
+    assert capture.boundary(1, lambda: b"{}", ordered=True).captured
+    assert sealer.drain(10)
+    assert constants_of(newest(ring)) == []
+    capture.close()
+
+
+def test_one_that_changes_before_its_slot_comes_round_again_is_seen(
+    ring: SlotRing, sealer: _native.Sealer
+) -> None:
+    """Each of three slots gets its first copy: no slot has an older one to compare with."""
+    state = Frozen(torch.randn(1000))
+    known = {"frozen.w": digest_of(state.weight)}
+    capture = Capture(state, ring, sealer, Options(), every=1, constants=known)
+    assert constants_of(captured(capture, ring, sealer, 1)) == ["frozen.w"]
+    state.weight.numpy()[7] = 2.0
+    assert captured(capture, ring, sealer, 2).leaves["frozen.w"] == bytes_of(state.weight)
+    assert constants_of(captured(capture, ring, sealer, 3)) == []
+    assert captured(capture, ring, sealer, 4).leaves["frozen.w"] == bytes_of(state.weight)
+    capture.close()
+
+
+def test_one_that_is_not_row_major_is_a_constant_too(ring: SlotRing, sealer: _native.Sealer) -> None:
+    weight = torch.randn(8, 5).t()
+    state = Frozen(weight)
+    capture = Capture(state, ring, sealer, Options(), every=1)
+    for step in range(1, 12):
+        if step == 8:
+            weight[2, 2] = 9.0
+        content = captured(capture, ring, sealer, step)
+        assert content.leaves["frozen.w"] == bytes_of(weight)
+        assert constants_of(content) == (["frozen.w"] if 3 < step <= 8 else [])
+    capture.close()
+
+
+def test_on_a_device_too(loop: Accelerated) -> None:
+    odd = torch.nn.Parameter(torch.randn(500, 300).t(), requires_grad=False)
+    bytewise = torch.nn.Parameter(torch.arange(7, dtype=torch.uint8), requires_grad=False)
+    for name, each in (("odd", odd), ("bytewise", bytewise)):
+        loop.model.register_parameter(name, each)
+        loop.device.adopt(each)
+    constant(loop)
+    assert {loop.ways()["model.odd"], loop.ways()["model.bytewise"]} == {"constant"}
+    loop.kernel(lambda: odd.data.mul_(2))
+    # Its bytes are copied each time: the snapshot in which the change is seen is exact.
+    assert iterate(loop) == "exact"
+    for _ in range(8):
+        assert iterate(loop) == "exact"
+    assert loop.ways()["model.odd"] == "clone"
+    assert loop.ways()["model.bytewise"] == "constant"

@@ -16,7 +16,7 @@ from typing import Any
 from flashckpt.commit import lineage
 from flashckpt.commit.steps import read_step
 from flashckpt.errors import DamagedError, NoSuchStepError
-from flashckpt.format.names import step_attempt_folder
+from flashckpt.format.names import attempt_folder, step_attempt_folder
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.store.base import open_store
 from tests.keeper.fake import content, keeper_pid, open_runtime
@@ -104,13 +104,15 @@ def _verified(run: Path) -> list[int]:
     for each in lineage.visible(store):
         record = read_step(store, each.step, each.attempt)
         rank = record.rank(0)
-        path = run / step_attempt_folder(each.step, each.attempt) / rank.shard.file
-        data = path.read_bytes()
-        layout = rank.layout()
-        assert data[: layout.data_start] == layout.header
-        for leaf in layout.leaves:
-            start = layout.data_start + leaf.offset
-            assert data[start : start + leaf.num_bytes] == content(leaf, each.step), (each, leaf.name)
+        files = [(run / step_attempt_folder(each.step, each.attempt), rank.contents)]
+        if rank.constants is not None:
+            files.append((run / attempt_folder(each.attempt), rank.constants))
+        for folder, contents in files:
+            data, layout = (folder / contents.shard.file).read_bytes(), contents.layout()
+            assert data[: layout.data_start] == layout.header
+            for leaf in layout.leaves:
+                start = layout.data_start + leaf.offset
+                assert data[start : start + leaf.num_bytes] == content(leaf, each.step), (each, leaf.name)
         found.append(each.step)
     return found
 

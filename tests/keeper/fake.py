@@ -18,7 +18,7 @@ from flashckpt import _native
 from flashckpt.commit import attempts, holder
 from flashckpt.commit.run import open_run
 from flashckpt.format import metadata
-from flashckpt.format.layout import Layout, Leaf
+from flashckpt.format.layout import Layout, Leaf, SlotImage
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper.client import KeeperClient, SlotGrant, connect_or_start
 from flashckpt.memory.page import Record, State, Word
@@ -50,9 +50,21 @@ def layout_for(kib: int) -> Layout:
     )
 
 
+def constants_for(kib: int) -> Layout | None:
+    """What never changes, of two dtypes: none for 0."""
+    if not kib:
+        return None
+    return Layout.of(
+        [
+            Leaf(name="base.weight", dtype="float32", shape=(kib, 256)),
+            Leaf(name="base.scale", dtype="bfloat16", shape=(9,)),
+        ]
+    )
+
+
 def content(leaf: Leaf, step: int) -> bytes:
-    """The bytes of a leaf at a step: every step differs from every other in every leaf."""
-    unit = f"{leaf.name}@{step};".encode()
+    """The bytes of a leaf at a step: every step differs from every other in every leaf but the constants."""
+    unit = f"{leaf.name}@{0 if leaf.name.startswith('base.') else step};".encode()
     return (unit * (leaf.num_bytes // len(unit) + 1))[: leaf.num_bytes]
 
 
@@ -72,8 +84,10 @@ class FakeTrainer:
         keep: int = 3,
         linger_s: float = 30.0,
         patience_s: float = 30,
+        constants_kib: int = 0,
     ) -> None:
         self.run, self.layout = run, layout_for(kib)
+        self.image = SlotImage(self.layout, constants_for(constants_kib))
         self.store, identity = open_runtime(run, base)
         self.folder: RuntimeFolder
         self.life: LifeLock
@@ -108,10 +122,18 @@ class FakeTrainer:
         attempts.start(self.store, self.attempt, parent, step, 1, loaded)
         self.client.started(loaded=loaded, step=step)
 
+    def plans(self) -> tuple[bytes, bytes]:
+        constants = self.image.constants
+        fixed = metadata.plan_bytes(constants) if constants is not None else b""
+        return metadata.plan_bytes(self.layout), fixed
+
+    def sizes(self) -> tuple[int, int, int, int]:
+        plan, fixed = self.plans()
+        return len(plan), len(self.image.leaves), len(VALUES), len(fixed)
+
     def take_slots(self, count: int = 3, minimum: int = 2) -> None:
-        plan = metadata.plan_bytes(self.layout)
-        size = metadata.geometry(len(plan), len(self.layout.leaves), len(VALUES)).num_bytes
-        self.grants = self.client.slots(count, size, self.layout.num_bytes, minimum=minimum)
+        size = metadata.geometry(*self.sizes()).num_bytes
+        self.grants = self.client.slots(count, size, self.image.num_bytes, minimum=minimum)
         self.slots = [grant.open() for grant in self.grants]
         self.owners = {grant.name: grant.owner for grant in self.grants}
         self.ring = SlotRing(self.slots)
@@ -124,22 +146,26 @@ class FakeTrainer:
         generation = slot.begin(self.owners[slot.name])
         if generation is None:
             return None
-        layout = self.layout
-        plan = metadata.plan_bytes(layout)
-        places = metadata.geometry(len(plan), len(layout.leaves), len(VALUES))
+        layout, constants, leaves = self.layout, self.image.constants, self.image.leaves
+        plan, fixed = self.plans()
+        places = metadata.geometry(*self.sizes())
         block = bytearray(places.num_bytes)
-        block[:64] = metadata.header(len(plan), len(layout.leaves), len(VALUES))
+        block[:64] = metadata.header(*self.sizes())
         block[places.plan : places.plan + len(plan)] = plan
-        block[places.table : places.values] = digest_table(len(layout.leaves)).tobytes()
+        block[places.constants : places.constants + len(fixed)] = fixed
+        block[places.table : places.values] = digest_table(len(leaves)).tobytes()
         block[places.values :] = VALUES
         slot.metadata_view[: len(block)] = block
         slot.image_view[: layout.data_start] = layout.header
-        data = [bytearray(content(leaf, step)) for leaf in layout.leaves]
-        start = slot.image_address + layout.data_start
+        if constants is not None:
+            start = self.image.constants_start
+            slot.image_view[start : start + constants.data_start] = constants.header
+        data = [bytearray(content(leaf, step)) for leaf in leaves]
+        first = slot.image_address
         _native.copy_digest(
-            array("Q", [_native.address_of(each) if each else start for each in data]),
-            array("Q", [start + leaf.offset for leaf in layout.leaves]),
-            array("Q", [leaf.num_bytes for leaf in layout.leaves]),
+            array("Q", [_native.address_of(each) if each else first for each in data]),
+            array("Q", [first + start for start in self.image.starts()]),
+            array("Q", [leaf.num_bytes for leaf in leaves]),
             slot.metadata_address + places.table,
             1,
         )
@@ -151,21 +177,22 @@ class FakeTrainer:
                 generation=generation,
                 plan_id=1,
                 plan_bytes=len(plan),
-                table_count=len(layout.leaves),
+                table_count=len(leaves),
                 values_bytes=len(VALUES),
                 metadata_bytes=places.num_bytes,
                 image_bytes=layout.num_bytes,
                 data_start=layout.data_start,
                 captured_ns=time.monotonic_ns(),
+                constants_start=self.image.constants_start,
+                constants_bytes=constants.num_bytes if constants is not None else 0,
             )
         )
         return slot, generation
 
     def seal(self, slot: Slot, generation: int) -> None:
         owner = self.owners[slot.name]
-        plan = metadata.plan_bytes(self.layout)
-        count = len(self.layout.leaves)
-        places = metadata.geometry(len(plan), count, len(VALUES))
+        count = len(self.image.leaves)
+        places = metadata.geometry(*self.sizes())
         self.sealer.submit(
             waits=[],
             word=slot.word_address,

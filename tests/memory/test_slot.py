@@ -332,17 +332,78 @@ class TestMetadata:
         with pytest.raises(DamagedError, match="1 digests for 2 leaves"):
             metadata.Metadata.unpack(block)
         block = self.block()
-        block[8] = 2
+        block[8] = 3
         with pytest.raises(FormatError):
             metadata.Metadata.unpack(block)
         with pytest.raises(DamagedError):
             metadata.Metadata.unpack(block[:63])
+
+    def with_constants(self, constants: Layout, version: int = 2) -> bytearray:
+        plan, fixed = metadata.plan_bytes(LAYOUT), metadata.plan_bytes(constants)
+        count = len(LAYOUT.leaves) + len(constants.leaves)
+        places = metadata.geometry(len(plan), count, len(VALUES), len(fixed))
+        block = bytearray(places.num_bytes)
+        block[:64] = metadata.header(len(plan), count, len(VALUES), len(fixed))
+        block[8] = version
+        block[places.plan : places.plan + len(plan)] = plan
+        block[places.constants : places.constants + len(fixed)] = fixed
+        block[places.table : places.values] = array("Q", range(count)).tobytes()
+        block[places.values :] = VALUES
+        return block
+
+    def test_constants_come_back_behind_the_leaves(self) -> None:
+        constants = Layout.of([Leaf(name="z", dtype="int64", shape=(2,), aliases=("y",))])
+        found = metadata.Metadata.unpack(self.with_constants(constants))
+        assert (found.layout, found.constants, found.values) == (LAYOUT, constants, VALUES)
+        assert found.leaves == LAYOUT.leaves + constants.leaves
+        assert list(found.digests) == list(range(len(found.leaves)))
+        assert found.image.constants_start == -(-LAYOUT.num_bytes // 4096) * 4096
+        without = metadata.Metadata.unpack(self.block())
+        assert (without.constants, without.image.num_bytes) == (None, LAYOUT.num_bytes)
+        assert self.block()[8] == 1, "a block without constants is one of the first version"
+
+    def test_constants_that_cannot_be_are_refused(self) -> None:
+        own = LAYOUT.leaves[0]
+        for constants, why in (
+            (Layout.of([own]), "among the constants"),
+            (Layout.of([Leaf(name="z", dtype="int64", shape=(2,), aliases=(own.name,))]), "among"),
+            (Layout.of([]), "none"),
+        ):
+            with pytest.raises(DamagedError, match=why):
+                metadata.Metadata.unpack(self.with_constants(constants))
+        with pytest.raises(DamagedError, match="contradict"):
+            metadata.Metadata.unpack(self.with_constants(Layout.of([own]), version=1))
+        block = self.block()
+        block[8] = 2
+        with pytest.raises(DamagedError, match="contradict"):
+            metadata.Metadata.unpack(block)
+        block[40:48] = (1 << 62).to_bytes(8, "little")
+        with pytest.raises(DamagedError, match="bounds"):
+            metadata.Metadata.unpack(block)
 
     def test_strides_and_aliases_come_back(self) -> None:
         leaf = Leaf(name="ä", dtype="complex64", shape=(2, 2), stride=(1, 2), aliases=("z", "y"))
         layout = Layout.of([leaf, replace(leaf, name="0d", shape=(), stride=None, aliases=())])
         assert metadata.layout_of(metadata.plan_bytes(layout)) == layout
         assert metadata.layout_of(metadata.plan_bytes(Layout.of([]))) == Layout.of([])
+
+
+@pytest.mark.parametrize(
+    ("start", "num_bytes", "fits"),
+    [
+        (0, 0, True), (8192, 8192, True), (8192, 8193, False), (8192, 0, False), (0, 4096, False),
+        (4096, 4096, False), (8193, 4096, False), (1 << 63, 1 << 63, False),
+    ],
+)  # fmt: skip
+def test_constants_must_stand_behind_the_image_and_inside_the_slot(
+    start: int, num_bytes: int, fits: bool
+) -> None:
+    names = [name for name in Record.__dataclass_fields__ if not name.startswith("constants")]
+    fields = dict.fromkeys(names, 0) | {"image_bytes": 5000, "metadata_bytes": 4096}
+    record = Record(**fields, constants_start=start, constants_bytes=num_bytes)
+    assert record.fits(4096, 16384) is fits
+    sealed = bytes(16) + record.packed()
+    assert Record.unpacked(sealed + _native.xxh3_128(sealed)) == record
 
 
 def flip(slot: Slot, offset: int, bit: int = 1) -> None:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from flashckpt import _native
 from flashckpt.errors import DamagedError, StateError
+from flashckpt.format.layout import SlotImage
 from flashckpt.format.records import AttemptName
 from flashckpt.restore.filling import fill
 from flashckpt.restore.snapshot import Snapshot
@@ -62,7 +63,7 @@ def snapshot_of(image: Image) -> Snapshot:
         step=4,
         attempt=AttemptName(1, "00000000"),
         tier="memory",
-        layout=image.layout,
+        layout=SlotImage(image.layout),
         digests=array("Q", digests),
         values={"state": saved.value},
         image=memoryview(data),

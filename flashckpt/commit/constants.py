@@ -1,0 +1,88 @@
+"""Constants shards of an attempt: the one that stands already, a name for the next, a link to a parent's.
+
+Owns where they are looked for and what must be true of one before it is used again. Writes no leaf's
+bytes, deletes nothing, and publishes no part: see steps.py. The order is numbered in docs/commit.md.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Sequence
+
+from flashckpt.commit import lineage
+from flashckpt.commit.steps import read_step
+from flashckpt.commit.verification import verify_file
+from flashckpt.errors import FlashckptError
+from flashckpt.events import log
+from flashckpt.format.layout import Layout
+from flashckpt.format.names import CONSTANTS, AttemptName, attempt_folder, constants_name
+from flashckpt.format.records import Contents
+from flashckpt.store.base import Store
+
+# Of one attempt and of the one before it the newest step is asked; no other can be meant.
+_MOST_ATTEMPTS = 2
+
+
+def is_of(contents: Contents, layout: Layout, digests: Sequence[int]) -> bool:
+    """Whether a constants shard holds exactly these leaves with these digests."""
+    return contents.leaves == layout.leaves and list(contents.digests) == list(digests)
+
+
+def is_there(store: Store, attempt: AttemptName, contents: Contents) -> bool:
+    """Whether the file is there with its length."""
+    found = {entry.name: entry.num_bytes for entry in store.list(attempt_folder(attempt))}
+    return found.get(contents.shard.file) == contents.shard.num_bytes
+
+
+def named(store: Store, attempt: AttemptName, rank: int) -> Iterator[tuple[AttemptName, Contents]]:
+    """The constants shards of a rank that the newest committed steps name: that of `attempt` itself, and
+    that of the one which it went on from. A step that cannot be read names none."""
+    seen: set[AttemptName] = set()
+    for each in lineage.newest_first(store):
+        if each.attempt in seen or each.attempt.number > attempt.number:
+            continue
+        seen.add(each.attempt)
+        try:
+            constants = read_step(store, each.step, each.attempt).rank(rank).constants
+        except (FlashckptError, OSError) as error:
+            log.debug("the constants of step %d cannot be looked at: %s", each.step, error)
+            constants = None
+        if constants is not None:
+            yield each.attempt, constants
+        if len(seen) == _MOST_ATTEMPTS or (len(seen) == 1 and each.attempt != attempt):
+            return
+
+
+def fresh_name(store: Store, attempt: AttemptName, rank: int) -> str:
+    """A file name that no constants shard of the attempt has. Whoever creates it first has it."""
+    numbers = [0]
+    for entry in store.list(attempt_folder(attempt)):
+        if CONSTANTS.fullmatch(entry.name):
+            _, of_rank, number = entry.name.removesuffix(".safetensors").split("-")
+            numbers += [int(number)] if int(of_rank) == rank else []
+    return constants_name(rank, max(numbers) + 1)
+
+
+def link(
+    store: Store, source: AttemptName, contents: Contents, attempt: AttemptName, rank: int,
+    *, threads: int, progress_word: int,
+) -> str | None:  # fmt: skip
+    """Give an attempt's file to a later one as a hard link. Returns its name there, None where the file
+    is not whole any more or the file system has no links.
+
+    Every byte is read first: what the later attempt builds on must not have rotted under the earlier.
+    """
+    old = store.local_path(f"{attempt_folder(source)}/{contents.shard.file}")
+    status, detail = verify_file(old, contents, threads=threads, progress_word=progress_word)
+    if status != "ok":
+        log.warning("%s is %s (%s): the constants are written again", old, status, detail)
+        return None
+    name = fresh_name(store, attempt, rank)
+    try:
+        os.link(old, store.local_path(f"{attempt_folder(attempt)}/{name}"), follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS):
+            log.warning("%s could not be linked: %s; the constants are written again", old, error)
+        return None
+    return name

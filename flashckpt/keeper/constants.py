@@ -1,0 +1,132 @@
+"""The constants of a slot, on storage: written once an attempt, or linked from the attempt before.
+
+Owns the choice between using, linking and writing a constants shard, and the audit of the bytes it
+writes. Publishes no part: the drain does, after the shard is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from array import array
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+from flashckpt import _native
+from flashckpt.commit import constants
+from flashckpt.errors import FlashckptError
+from flashckpt.format.layout import Layout
+from flashckpt.format.metadata import Metadata
+from flashckpt.format.names import AttemptName, attempt_folder
+from flashckpt.format.records import CHUNK_BYTES, Contents, ShardRecord
+from flashckpt.keeper.audit import check_header, torn, unlike
+from flashckpt.memory.slot import Slot
+from flashckpt.store.base import Store
+
+# Sets of constants are few: one more each time that a parameter turns out to be none.
+_REMEMBERED = 4
+_NAMES_TRIED = 8
+
+
+class ConstantsShards:
+    """Constants shards that this keeper wrote, linked or found named by a committed step. `progress` is
+    the address of a word that counts bytes."""
+
+    def __init__(self, store: Store, threads: int, progress: int) -> None:
+        self._store = store
+        self._threads = threads
+        self._progress = progress
+        self._known: deque[tuple[AttemptName, int, Contents]] = deque(maxlen=_REMEMBERED)
+
+    def shard_for(
+        self, slot: Slot, metadata: Metadata, attempt: AttemptName, is_held: Callable[[], None]
+    ) -> tuple[Contents | None, int]:
+        """The constants shard of `attempt` that holds this slot's constants, and the bytes written for it:
+        0 where it stood already or was linked. None for a slot without constants.
+
+        The digests in the slot are of the live tensors at its boundary, so a file with the same digests
+        has its bytes. `is_held` raises where the slot is not this keeper's any more. Raises Torn where the
+        slot's own bytes are needed and are not those of the boundary, OSError, FlashckptError.
+        """
+        layout = metadata.constants
+        if layout is None:
+            return None, 0
+        digests = tuple(metadata.digests[len(metadata.layout.leaves) :])
+        found = self._standing(attempt, slot.rank, layout, digests)
+        num_bytes = 0
+        if found is None:
+            found = self._written(slot, metadata, layout, attempt)
+            num_bytes = layout.num_bytes
+            try:
+                is_held()
+            except BaseException:
+                self._remove(attempt, found.shard.file)
+                raise
+        if (attempt, slot.rank, found) not in self._known:
+            self._known.append((attempt, slot.rank, found))
+        return found, num_bytes
+
+    def _standing(
+        self, attempt: AttemptName, rank: int, layout: Layout, digests: tuple[int, ...]
+    ) -> Contents | None:
+        for known_attempt, known_rank, contents in self._known:
+            is_mine = (known_attempt, known_rank) == (attempt, rank)
+            is_equal = is_mine and constants.is_of(contents, layout, digests)
+            if is_equal and constants.is_there(self._store, attempt, contents):
+                return contents
+        for source, contents in constants.named(self._store, attempt, rank):
+            if not constants.is_of(contents, layout, digests):
+                continue
+            if source == attempt:
+                return contents
+            self._store.make_folder(attempt_folder(attempt))
+            name = constants.link(
+                self._store, source, contents, attempt, rank,
+                threads=self._threads, progress_word=self._progress,
+            )  # fmt: skip
+            if name is not None:
+                return replace(contents, shard=replace(contents.shard, file=name))
+        return None
+
+    def _written(self, slot: Slot, metadata: Metadata, layout: Layout, attempt: AttemptName) -> Contents:
+        start = metadata.image.constants_start
+        check_header(slot, start, layout)
+        name, found, checksums = self._create(slot, start, layout, attempt)
+        first = len(metadata.layout.leaves)
+        leaves = unlike(metadata, found, first)
+        if leaves:
+            self._remove(attempt, name)
+            raise torn(metadata, leaves)
+        shard = ShardRecord(
+            file=name, num_bytes=layout.num_bytes, data_start=layout.data_start, checksums=checksums
+        )
+        return Contents(shard=shard, leaves=layout.leaves, digests=tuple(metadata.digests[first:]))
+
+    def _create(
+        self, slot: Slot, start: int, layout: Layout, attempt: AttemptName
+    ) -> tuple[str, array[int], bytes]:
+        """Write the image under a name that nobody has: a keeper that was stopped may still be writing the
+        one it took, and wakes up."""
+        self._store.make_folder(attempt_folder(attempt))
+        for _ in range(_NAMES_TRIED):
+            name = constants.fresh_name(self._store, attempt, slot.rank)
+            try:
+                digests, checksums, _ = _native.write_file(
+                    self._store.local_path(f"{attempt_folder(attempt)}/{name}"),
+                    slot.descriptor,
+                    slot.image_offset + start,
+                    layout.num_bytes,
+                    chunk_bytes=CHUNK_BYTES,
+                    leaf_offsets=array("Q", [layout.data_start + leaf.offset for leaf in layout.leaves]),
+                    leaf_sizes=array("Q", [leaf.num_bytes for leaf in layout.leaves]),
+                    threads=self._threads,
+                    progress=self._progress,
+                )
+            except FileExistsError:
+                continue
+            return name, array("Q", digests), checksums
+        raise FileExistsError(f"{attempt_folder(attempt)}: every name for a constants shard was taken")
+
+    def _remove(self, attempt: AttemptName, name: str) -> None:
+        with contextlib.suppress(OSError, FlashckptError):
+            self._store.remove(f"{attempt_folder(attempt)}/{name}")

@@ -1,0 +1,270 @@
+"""A run with a frozen base, as LoRA has it: its bytes are stored once an attempt, and come back exactly."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import flashckpt
+from flashckpt.checkpointer.facade import Checkpointer
+from flashckpt.commit import lineage
+from flashckpt.commit.steps import read_step
+from flashckpt.format.records import RankRecord
+from flashckpt.memory.slot import Slot
+from flashckpt.store.base import open_store
+from tests.keeper.driver import ledger
+from tests.waiting import until, until_slots
+
+pytestmark = pytest.mark.usefixtures("runtime")
+
+BASE_BYTES = 4 * 512 * 512
+
+
+class Adapted(nn.Module):
+    """A frozen layer and a small trained one beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.base = nn.Linear(512, 512, bias=False)
+        self.base.weight.requires_grad_(False)
+        self.down = nn.Linear(512, 4, bias=False)
+        self.up = nn.Linear(4, 512, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class Job:
+    def __init__(self, *, blank: bool = False) -> None:
+        self.model = Adapted()
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.Adam(trained, lr=0.01)
+        if blank:
+            for parameter in self.model.parameters():
+                nn.init.zeros_(parameter)
+
+    @property
+    def named(self) -> dict[str, object]:
+        return {"model": self.model, "optimizer": self.optimizer}
+
+    def train(self, checkpointer: Checkpointer, steps: int, *, save: bool = False) -> None:
+        for _ in range(steps):
+            generator = torch.Generator().manual_seed(checkpointer.completed)
+            self.model(torch.randn(3, 512, generator=generator)).square().sum().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            checkpointer.step()
+            until_slots(checkpointer)
+            if save:
+                checkpointer.save()
+                checkpointer.wait()
+
+    def bytes(self) -> dict[str, bytes]:
+        return {name: tensor.numpy().tobytes() for name, tensor in self.model.state_dict().items()}
+
+
+def straight(steps: int) -> dict[str, bytes]:
+    """The model of a run that was never stopped."""
+    job = Job()
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        job.model(torch.randn(3, 512, generator=generator)).square().sum().backward()
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+    return job.bytes()
+
+
+def attach(run: Path, job: Job) -> Checkpointer:
+    return flashckpt.attach(run, every=1, persist_every=None, keep=flashckpt.Keep(last=20), **job.named)
+
+
+def record(run: Path, step: int) -> RankRecord:
+    store = open_store(run)
+    each = next(each for each in lineage.newest_first(store) if each.step == step)
+    return read_step(store, each.step, each.attempt).rank(0)
+
+
+def files(run: Path) -> list[Path]:
+    return sorted(run.glob("attempts/*/constants-*"))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Five steps without an order (the base is a constant from the fourth on), then steps 6, 7 and 8."""
+    run, job = tmp_path / "run", Job()
+    with attach(run, job) as checkpointer:
+        job.train(checkpointer, 5)
+        job.train(checkpointer, 3, save=True)
+    assert flashckpt.steps(run) == [6, 7, 8]
+    assert job.bytes() == straight(8)
+    return run
+
+
+def test_a_later_step_writes_the_trained_part_alone(run: Path) -> None:
+    [file] = files(run)
+    assert file.stat().st_size == 4096 + BASE_BYTES
+    for step in (6, 7, 8):
+        each = record(run, step)
+        assert each.constants is not None
+        assert [leaf.name for leaf in each.constants.leaves] == ["model.base.weight"]
+        assert each.constants.shard.file == file.name
+        assert each.shard.num_bytes < BASE_BYTES // 8
+    written = [line["num_bytes"] for line in ledger(run) if line["event"] == "persist"]
+    assert written == [
+        record(run, 6).shard.num_bytes + file.stat().st_size,
+        record(run, 7).shard.num_bytes,
+        record(run, 8).shard.num_bytes,
+    ]
+    assert flashckpt.load(run, 7)["model.base.weight"].numpy().tobytes() == straight(0)["base.weight"]
+
+
+@pytest.mark.parametrize("tier", ["memory", "local"])
+def test_it_comes_back_exactly_and_is_stored_once_more_as_a_link(
+    run: Path, tier: str, kill_keepers: Callable[..., None]
+) -> None:
+    if tier == "memory":
+        job = Job()
+        broken = attach(run, job)
+        job.train(broken, 2)
+        del broken  # as a death would leave it: step 10 is in memory
+    kill_keepers(remove_regions=tier == "local")
+    [old, *_] = files(run)
+    done = 10 if tier == "memory" else 8
+    job = Job(blank=True)
+    with attach(run, job) as checkpointer:
+        assert checkpointer.resumed is not None
+        assert (checkpointer.resumed.tier, checkpointer.completed) == (tier, done)
+        assert job.bytes() == straight(done)
+        # Its first snapshot has constants already: what they are was compared when they were restored.
+        job.train(checkpointer, 1, save=True)
+        job.train(checkpointer, 1, save=True)
+        attempt = str(checkpointer._session.attempt)
+    assert job.bytes() == straight(done + 2)
+    [new] = [file for file in files(run) if file.parent.name == attempt]
+    assert new.stat().st_ino == old.stat().st_ino
+    later = [line for line in ledger(run) if line["event"] == "persist" and line["step"] > done]
+    assert len(later) == 2
+    assert all(line["num_bytes"] < BASE_BYTES // 8 for line in later)
+
+
+def test_one_that_the_user_changes_is_ordinary_from_then_on(
+    run: Path, kill_keepers: Callable[..., None]
+) -> None:
+    job = Job(blank=True)
+    with attach(run, job) as checkpointer:
+        job.train(checkpointer, 2, save=True)
+        job.model.base.weight.data.add_(1)
+        before = straight(0)["base.weight"]
+        now = job.bytes()["base.weight"]
+        job.train(checkpointer, 3, save=True)
+        done = job.bytes()
+    assert now != before
+    bases = {step: flashckpt.load(run, step)["model.base.weight"] for step in flashckpt.steps(run)}
+    assert {step: base.numpy().tobytes() == now for step, base in bases.items()} == {
+        6: False, 7: False, 8: False, 9: False, 10: False, 11: True, 12: True, 13: True,
+    }  # fmt: skip
+    assert all(base.numpy().tobytes() in (before, now) for base in bases.values())
+    assert record(run, 10).constants is not None
+    assert record(run, 13).constants is None
+    assert [leaf.name for leaf in record(run, 13).leaves].count("model.base.weight") == 1
+    kill_keepers(remove_regions=True)
+    again = Job(blank=True)
+    with attach(run, again) as checkpointer:
+        assert checkpointer.completed == 13
+        assert again.bytes() == done
+
+
+def test_one_that_is_changed_before_the_first_snapshot_of_a_resumed_run(run: Path) -> None:
+    job = Job(blank=True)
+    with attach(run, job) as checkpointer:
+        job.model.base.weight.data.mul_(3)
+        now = job.bytes()["base.weight"]
+        job.train(checkpointer, 2, save=True)
+    for step in (9, 10):
+        assert flashckpt.load(run, step)["model.base.weight"].numpy().tobytes() == now
+    assert record(run, 10).constants is None
+
+
+def flip(path: Path, offset: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset, 0 if offset >= 0 else 2)
+        byte = file.read(1)[0]
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 8]))
+
+
+def test_a_flipped_byte_in_the_file_is_found_and_an_older_step_taken(
+    tmp_path: Path, kill_keepers: Callable[..., None]
+) -> None:
+    run, job = tmp_path / "run", Job()
+    with attach(run, job) as checkpointer:
+        job.train(checkpointer, 1)
+        job.train(checkpointer, 1, save=True)  # the base is an ordinary leaf of this one
+        job.train(checkpointer, 4)
+        job.train(checkpointer, 1, save=True)
+    assert [record(run, step).constants is None for step in (2, 7)] == [True, False]
+    kill_keepers(remove_regions=True)
+    [file] = files(run)
+    flip(file, -100)
+    [row] = flashckpt.verify(run).damaged
+    assert (row.file, row.detail) == (
+        str(file.relative_to(run)),
+        "chunk 0 does not have its checksum; not the bytes that were captured: model.base.weight",
+    )
+    with pytest.raises(flashckpt.DamagedError, match="constants-00000-1"):
+        flashckpt.load(run, 7)
+    again = Job(blank=True)
+    with attach(run, again) as checkpointer:
+        assert checkpointer.completed == 2
+        assert again.bytes() == straight(2)
+
+
+def test_a_flipped_byte_in_memory_is_found(
+    run: Path, runtime: Path, kill_keepers: Callable[..., None]
+) -> None:
+    broken = Job()
+    checkpointer = attach(run, broken)
+    broken.train(checkpointer, 3)
+    del checkpointer  # as a death would leave it: its newest snapshot is persisted, and stays in memory
+    until(lambda: flashckpt.steps(run)[-1] == 11, "the newest snapshot")
+    kill_keepers()
+    for path in runtime.glob("*/*/slot-*"):
+        slot = Slot.open(os.open(path, os.O_RDWR), map_image=True)
+        sealed = slot.sealed()
+        if sealed is not None and sealed.step == 11:
+            flip(path, slot.image_offset + sealed.record.constants_start + 4096 + 12345)
+        slot.close()
+    again = Job(blank=True)
+    with attach(run, again) as checkpointer:
+        assert checkpointer.resumed is not None
+        assert (checkpointer.completed, checkpointer.resumed.tier) == (11, "local")
+        assert again.bytes() == straight(11)
+
+
+def test_several_sets_of_constants_in_one_run(tmp_path: Path, kill_keepers: Callable[..., None]) -> None:
+    """Another parameter joins the constants late: a second file, and the steps before it keep the first."""
+    run, job = tmp_path / "run", Job()
+    late = nn.Parameter(torch.randn(64, 64), requires_grad=False)
+    with attach(run, job) as checkpointer:
+        job.train(checkpointer, 5)
+        job.train(checkpointer, 1, save=True)
+        job.model.register_parameter("late", late)
+        job.train(checkpointer, 5)
+        job.train(checkpointer, 1, save=True)
+    constants = [record(run, step).constants for step in (6, 12)]
+    assert all(each is not None for each in constants)
+    assert [[leaf.name for leaf in each.leaves] for each in constants if each] == [
+        ["model.base.weight"], ["model.base.weight", "model.late"],
+    ]  # fmt: skip
+    kill_keepers(remove_regions=True)
+    again = Job(blank=True)
+    again.model.register_parameter("late", nn.Parameter(torch.zeros(64, 64), requires_grad=False))
+    with attach(run, again) as checkpointer:
+        assert checkpointer.completed == 12
+        assert again.bytes() == job.bytes()

@@ -1,0 +1,310 @@
+"""Constants on their way to storage: written once, linked, never torn, whole wherever a keeper is struck."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from flashckpt.commit import attempts, holder, lineage
+from flashckpt.commit.steps import read_step
+from flashckpt.commit.verification import verify
+from flashckpt.format.names import AttemptName, attempt_folder
+from flashckpt.format.records import Contents
+from flashckpt.keeper.drain import Drain, Order, Outcome, Result
+from flashckpt.memory.slot import Slot
+from flashckpt.store.base import open_store
+from tests.keeper.driver import Process, committed, eventually, kill_keeper, ledger, runtime_of
+from tests.keeper.fake import FakeTrainer, keeper_pid
+
+LARGE_KIB = 32 << 10
+
+
+def attached(run: Path, base: Path, **options: object) -> FakeTrainer:
+    trainer = FakeTrainer(run, base, **{"constants_kib": 64, "keep": 20, **options})  # type: ignore[arg-type]
+    trainer.start()
+    trainer.take_slots()
+    return trainer
+
+
+def next_attempt(before: FakeTrainer, base: Path, step: int, **options: object) -> FakeTrainer:
+    trainer = FakeTrainer(before.run, base, **{"constants_kib": 64, "keep": 20, **options})  # type: ignore[arg-type]
+    trainer.start(before.attempt, step)
+    trainer.take_slots()
+    return trainer
+
+
+def saved(trainer: FakeTrainer, step: int) -> None:
+    trainer.snapshot(step, persist=True)
+    trainer.wait_committed(step)
+
+
+def files(trainer: FakeTrainer) -> list[Path]:
+    return sorted((trainer.run / attempt_folder(trainer.attempt)).glob("constants-*"))
+
+
+def named(run: Path, step: int) -> Contents:
+    """The constants that a step's part names."""
+    store = open_store(str(run))
+    each = next(each for each in lineage.newest_first(store) if each.step == step)
+    constants = read_step(store, each.step, each.attempt).rank(0).constants
+    assert constants is not None
+    return constants
+
+
+def flip_constant(trainer: FakeTrainer, slot: Slot) -> None:
+    """Flip one bit of base.weight in a slot."""
+    at = trainer.image.starts()[trainer.image.leaves.index(next(constant_leaves(trainer)))]
+    slot.image_view[at + 1000] ^= 4
+
+
+def constant_leaves(trainer: FakeTrainer) -> Iterator[object]:
+    assert trainer.image.constants is not None
+    return (leaf for leaf in trainer.image.constants.leaves if leaf.name == "base.weight")
+
+
+@pytest.fixture
+def alone(tmp_path: Path, runtime: Path) -> Iterator[FakeTrainer]:
+    """A trainer whose keeper stands still, so that a test's own drain is the only one."""
+    trainer = attached(tmp_path / "run", runtime)
+    pid = keeper_pid(trainer.folder)
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    yield trainer
+    os.kill(pid, signal.SIGCONT)
+    trainer.end()
+
+
+def order(trainer: FakeTrainer, step: int, spoil: Callable[[Slot], object] | None = None) -> Order:
+    slot, generation = trainer.snapshot(step)
+    if spoil is not None:
+        spoil(slot)
+    return Order(slot=slot, generation=generation, owner=trainer.owners[slot.name])
+
+
+def test_the_second_step_and_a_new_attempt_write_no_constants(tmp_path: Path, runtime: Path) -> None:
+    first = attached(tmp_path / "run", runtime)
+    for step in (1, 2):
+        saved(first, step)
+    [old] = files(first)
+    sizes = [line["num_bytes"] for line in ledger(first.run) if line["event"] == "persist"]
+    assert sizes == [first.layout.num_bytes + old.stat().st_size, first.layout.num_bytes]
+    first.end()
+    second = next_attempt(first, runtime, 2)
+    saved(second, 3)
+    [new] = files(second)
+    assert new.stat().st_ino == old.stat().st_ino
+    assert committed(first.run) == [1, 2, 3]
+    second.end()
+
+
+def test_constants_go_with_the_last_step_of_their_attempt_and_no_link_is_harmed(
+    tmp_path: Path, runtime: Path
+) -> None:
+    first = attached(tmp_path / "run", runtime, keep=1)
+    for step in (1, 2):
+        saved(first, step)
+    first.end()
+    second = next_attempt(first, runtime, 2, keep=1)
+    saved(second, 3)
+    eventually(lambda: committed(first.run) == [2, 3])
+    [old], [new] = files(first), files(second)
+    assert old.stat().st_ino == new.stat().st_ino
+    for step in (4, 5):
+        saved(second, step)
+    eventually(lambda: committed(first.run) == [4, 5])
+    eventually(lambda: not files(first))
+    assert new.stat().st_nlink == 1
+    assert verify(open_store(str(first.run))).ok
+    second.end()
+
+
+@pytest.mark.parametrize("at", ["constants", "shard"])
+def test_a_keeper_killed_before_its_part_is_replaced(tmp_path: Path, runtime: Path, at: str) -> None:
+    for tried in range(8):
+        run = tmp_path / f"run-{tried}"
+        trainer = attached(run, runtime, constants_kib=LARGE_KIB, kib=LARGE_KIB)
+        struck = struck_at(trainer, at)
+        if struck:
+            break
+        trainer.end()
+    assert struck, "the keeper was never caught"
+    trainer.wait_committed(1)
+    assert committed(run) == [1]
+    assert verify(open_store(str(run))).ok
+    first, second = files(trainer)
+    assert named(run, 1).shard.file == second.name
+    # What the dead keeper left is named by nobody, and the next step uses what stands.
+    saved(trainer, 2)
+    assert named(run, 2).shard.file == second.name
+    assert files(trainer) == [first, second]
+    assert committed(run) == [1, 2]
+    trainer.end()
+
+
+def struck_at(trainer: FakeTrainer, at: str) -> bool:
+    """Kill the keeper as soon as the file is there. False where its part was there already."""
+    pid = keeper_pid(trainer.folder)
+    assert pid is not None
+    steps = trainer.run / "steps"
+    trainer.snapshot(1, persist=True)
+    until = time.monotonic() + 30
+    while not (files(trainer) if at == "constants" else list(steps.glob("*/*/shard-*"))):
+        assert time.monotonic() < until
+    descriptor = os.pidfd_open(pid)
+    os.kill(pid, signal.SIGKILL)
+    select.select([descriptor], [], [], 30)
+    os.close(descriptor)
+    assert len(files(trainer)) == 1, "a shard is written after the constants"
+    return not list(steps.glob("*/*/part-*"))
+
+
+def test_a_stopped_keeper_that_wakes_up_harms_nothing(tmp_path: Path, runtime: Path) -> None:
+    trainer = attached(tmp_path / "run", runtime, constants_kib=LARGE_KIB, patience_s=1.0)
+    pid = keeper_pid(trainer.folder)
+    assert pid is not None
+    trainer.snapshot(1, persist=True)
+    eventually(lambda: files(trainer))
+    os.kill(pid, signal.SIGSTOP)
+    trainer.wait_committed(1)
+    for step in (2, 3, 4):
+        saved(trainer, step)
+    os.kill(pid, signal.SIGCONT)
+    eventually(lambda: not Path(f"/proc/{pid}").exists())
+    saved(trainer, 5)
+    assert committed(trainer.run) == [1, 2, 3, 4, 5]
+    assert verify(open_store(str(trainer.run))).ok
+    trainer.end()
+
+
+def test_what_a_dead_trainer_and_a_dead_keeper_left_is_saved_whole(tmp_path: Path, runtime: Path) -> None:
+    run = tmp_path / "run"
+    first = Process(run, runtime, constants_kib=64)
+    first.do("start", None, 0, None)
+    first.do("slots", 3, 2)
+    first.do("snapshot", 1, True)
+    first.do("committed", 1)
+    first.do("snapshot", 2, False)
+    kill_keeper(runtime_of(run, runtime))
+    first.kill()
+    second = FakeTrainer(run, runtime, constants_kib=64)
+    [(name, step)] = [each for each in second.survivors() if each[1] == 2]
+    second.start(AttemptName.parse(first.attempt), step, name)
+    second.wait_committed(2)
+    second.take_slots()
+    saved(second, 3)
+    assert committed(run) == [1, 2, 3]
+    [old] = run.glob(f"attempts/{first.attempt}/constants-*")
+    # Step 2 was saved as the first attempt's or as the second's: either way nothing was written again.
+    assert {path.stat().st_ino for path in run.glob("attempts/*/constants-*")} == {old.stat().st_ino}
+    assert verify(open_store(str(run))).ok
+    second.end()
+
+
+def test_a_flipped_constant_is_never_written(alone: FakeTrainer) -> None:
+    spoiled = order(alone, 1, lambda slot: flip_constant(alone, slot))
+    outcome = Drain(alone.store, "0123abcd").persist(spoiled)
+    assert (outcome.result, [name for _, name in outcome.leaves]) == (Result.TORN, ["base.weight"])
+    assert spoiled.slot.torn == (spoiled.generation, (alone.image.leaves.index(*constant_leaves(alone)),))
+    assert files(alone) == []
+    assert not list(alone.run.glob("steps/*/*/*"))
+
+
+def test_a_header_of_constants_that_is_none_is_never_written(alone: FakeTrainer) -> None:
+    def spoil(slot: Slot) -> None:
+        slot.image_view[alone.image.constants_start + 20] ^= 1
+
+    outcome = Drain(alone.store, "0123abcd").persist(order(alone, 1, spoil))
+    assert outcome.result is Result.TORN
+    assert files(alone) == []
+
+
+def test_the_audit_of_an_idle_keeper_covers_the_constants(tmp_path: Path, runtime: Path) -> None:
+    trainer = attached(tmp_path / "run", runtime)
+    saved(trainer, 1)
+    pid = keeper_pid(trainer.folder)
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    slot, generation = trainer.snapshot(2)
+    flip_constant(trainer, slot)
+    os.kill(pid, signal.SIGCONT)
+    eventually(lambda: slot.torn[0] == generation)
+    assert [step for _, step in trainer.survivors()] == [1]
+    trainer.end()
+
+
+def test_a_step_whose_constants_stand_on_storage_does_not_need_those_in_the_slot(
+    alone: FakeTrainer,
+) -> None:
+    """The digests of its boundary are those of the file, so what the file holds is what the step had."""
+    drain = Drain(alone.store, "0123abcd")
+    assert drain.persist(order(alone, 1)).result is Result.COMMITTED
+    [file] = files(alone)
+    outcome = drain.persist(order(alone, 2, lambda slot: flip_constant(alone, slot)))
+    assert outcome.result is Result.COMMITTED
+    assert named(alone.run, 2).shard.file == file.name
+    assert committed(alone.run) == [1, 2]
+    assert files(alone) == [file]
+
+
+def test_other_constants_get_a_file_of_their_own(alone: FakeTrainer) -> None:
+    drain = Drain(alone.store, "0123abcd")
+    assert drain.persist(order(alone, 1)).result is Result.COMMITTED
+    alone.image = type(alone.image)(alone.layout, None)
+    assert drain.persist(order(alone, 2)).result is Result.COMMITTED
+    assert read_step(alone.store, 2, alone.attempt).rank(0).constants is None
+    [file] = files(alone)
+    assert committed(alone.run) == [1, 2]
+    assert named(alone.run, 1).shard.file == file.name
+
+
+def test_a_file_that_was_taken_away_is_written_again_under_another_name(alone: FakeTrainer) -> None:
+    drain = Drain(alone.store, "0123abcd")
+    assert drain.persist(order(alone, 1)).result is Result.COMMITTED
+    [file] = files(alone)
+    (file.parent / "constants-00000-7.safetensors").write_bytes(b"of somebody else")
+    file.unlink()
+    assert drain.persist(order(alone, 2)).result is Result.COMMITTED
+    assert named(alone.run, 2).shard.file == "constants-00000-8.safetensors"
+    assert committed(alone.run) == [2], "step 1 has lost its constants and is not committed any more"
+
+
+def second_attempt(alone: FakeTrainer, befalls: Callable[[Path], object]) -> Outcome:
+    """Persist step 2 as a new attempt's that went on from step 1, after something befell the first's file."""
+    drain = Drain(alone.store, "0123abcd")
+    assert drain.persist(order(alone, 1)).result is Result.COMMITTED
+    [file] = files(alone)
+    befalls(file)
+    before = alone.attempt
+    alone.attempt = attempts.claim(alone.store, holder.here(alone.folder.path, alone.life.name))
+    attempts.start(alone.store, alone.attempt, before, 1, 1)
+    return drain.persist(order(alone, 2))
+
+
+def test_a_file_that_has_rotted_is_not_linked(alone: FakeTrainer) -> None:
+    def rot(file: Path) -> None:
+        data = bytearray(file.read_bytes())
+        data[-3] ^= 1
+        file.write_bytes(data)
+
+    assert second_attempt(alone, rot).result is Result.COMMITTED
+    [file] = files(alone)
+    assert file.stat().st_nlink == 1
+    assert verify(alone.store, 2).ok
+
+
+def test_where_there_are_no_links_it_is_written(alone: FakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def link(*_: object, **__: object) -> None:
+        raise OSError(errno.EPERM, "this file system has no links")
+
+    outcome = second_attempt(alone, lambda file: monkeypatch.setattr(os, "link", link))
+    assert outcome.result is Result.COMMITTED
+    [file] = files(alone)
+    assert file.stat().st_nlink == 1
+    assert committed(alone.run) == [1, 2]
