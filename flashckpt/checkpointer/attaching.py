@@ -7,6 +7,7 @@ an attempt that could not load is as if it had never been.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Mapping
@@ -118,6 +119,11 @@ def _resume(
             session.start(None, 0, None)
             return None
         return _take_up(session, tree, progress, loaded, ladder.refused, began, threads)
+    except BaseException:
+        # The keeper lingers after a failed resume: what survived stays with it, not what was only read into.
+        with contextlib.suppress(FlashckptError, OSError):
+            session.keeper.release([held.slot.name for held in extra])
+        raise
     finally:
         for held in [*mapped, *extra]:
             held.unpin()

@@ -45,7 +45,7 @@ class Desk:
         roster: Roster,
         ledger: Ledger,
         maker: Worker,
-        status: Callable[[AttemptName | None], Status],
+        status: Callable[[AttemptName | None, bool], Status],
     ) -> None:
         self._shelf = shelf
         self._roster = roster
@@ -78,8 +78,8 @@ class Desk:
             case "closing":
                 return self._closing(self._who(connection))
             case "status":
-                known = self._roster.get(connection.lock)
-                return {"status": self._status(known.attempt if known else None).to_dict()}, ()
+                known, awaited = self._roster.get(connection.lock), message.get("awaited") is True
+                return {"status": self._status(known.attempt if known else None, awaited).to_dict()}, ()
             case "ping":
                 return {}, ()
         raise ProtocolError(f"{str(op)[:40]!r} is no request. The connection was closed.")

@@ -39,6 +39,7 @@ class Held:
     audited: int = -1
     tries: int = 0
     tried: int = -1
+    failed_at: float = 0.0
     retry_at: float = 0.0
     urgent: int = -1
 

@@ -25,6 +25,7 @@ from flashckpt.memory.slot import Sealed
 from flashckpt.options import Keep
 
 _LONGEST_WAIT_S = 300.0
+_AWAITED_RETRY_S = 1.0
 # An audit may take this share of the time, so that idle means idle for the trainer too.
 _AUDIT_SHARE = 0.05
 _LEAST_AUDIT_PAUSE_S = 1.0
@@ -72,8 +73,11 @@ class Work:
         elif time.monotonic() >= self._audit_at:
             self._audit_newest()
 
-    def status(self, attempt: AttemptName | None) -> Status:
-        """What concerns an attempt. Slots know of commits of an earlier keeper, too."""
+    def status(self, attempt: AttemptName | None, awaited: bool = False) -> Status:
+        """What concerns an attempt. Slots know of commits of an earlier keeper, too. `awaited`: somebody
+        waits, so what failed is tried again soon, however often it has failed."""
+        for held in self._shelf.all() if awaited else ():
+            held.retry_at = min(held.retry_at, held.failed_at + _AWAITED_RETRY_S)
         committed = [
             sealed.step
             for held in self._shelf.all()
@@ -267,7 +271,8 @@ class Work:
     def _failed(self, held: Held, outcome: Outcome) -> None:
         held.tries = held.tries + 1 if held.tried == outcome.generation else 1
         held.tried = outcome.generation
-        held.retry_at = time.monotonic() + min(2.0 ** (held.tries - 1), _LONGEST_WAIT_S)
+        held.failed_at = time.monotonic()
+        held.retry_at = held.failed_at + min(2.0 ** (held.tries - 1), _LONGEST_WAIT_S)
         if outcome.result is Result.WAITING:
             return
         held.slot.set_failed(outcome.generation, outcome.errno or errno.EIO)
