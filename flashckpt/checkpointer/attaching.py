@@ -120,14 +120,22 @@ def _resume(
             return None
         return _take_up(session, tree, progress, loaded, ladder.refused, began, threads)
     except BaseException:
-        # The keeper lingers after a failed resume: what survived stays with it, not what was only read into.
-        with contextlib.suppress(FlashckptError, OSError):
-            session.keeper.release([held.slot.name for held in extra])
+        _give_back(session, extra)
         raise
     finally:
         for held in [*mapped, *extra]:
             held.unpin()
             held.slot.close()
+
+
+def _give_back(session: Session, extra: list[Held]) -> None:
+    """The keeper lingers after a resume that failed: what survived stays with it, not what was read in."""
+    with contextlib.suppress(FlashckptError, OSError):
+        for held in extra:
+            held.unpin()
+            if held.sealed is not None:
+                held.slot.free(held.slot.state())
+        session.keeper.release([held.slot.name for held in extra])
 
 
 def _check(tree: Tree, snapshot: Snapshot) -> None:

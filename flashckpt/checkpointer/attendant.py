@@ -191,9 +191,7 @@ class Attendant:
         def refusal() -> str | None:
             return awaited.refusal(self.status, self._rounds - began)
 
-        self._hurried = True
-        answered = self._wait_until(lambda: done() or refusal() is not None, self.patience_s)
-        self._hurried = False
+        answered = self._wait_until(lambda: done() or refusal() is not None, self.patience_s, hurried=True)
         if not answered or not done():
             reason = refusal() or awaited.last_failure(self.status) or "the keeper makes no progress"
             raise self._failed(reason, step)
@@ -374,10 +372,11 @@ class Attendant:
             path=self._session.store.url,
         )
 
-    def _wait_until(self, done: Callable[[], bool], patience_s: float) -> bool:
+    def _wait_until(self, done: Callable[[], bool], patience_s: float, *, hurried: bool = False) -> bool:
         """Wait for the thread's rounds until `done`. False after `patience_s` in which the keeper wrote
         nothing (its counts and progress stood still)."""
         self._waiting += 1
+        self._hurried = hurried
         self._woken.set()
         try:
             moved_s, seen = time.monotonic(), self._progress()
@@ -391,6 +390,7 @@ class Attendant:
                         return False
             return True
         finally:
+            self._hurried = False
             self._waiting -= 1
 
     def _progress(self) -> object:
