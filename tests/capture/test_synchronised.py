@@ -100,10 +100,13 @@ def test_a_synchronised_leaf_that_is_written_meanwhile_is_refused_by_its_second_
     rogue, loop = SimulatedStream("rogue"), make(room=NO_ROOM)
     teacher = torn_on_wait(loop, rogue)
     again = Transfer._digest_direct_again
+
+    def written(transfer: Transfer) -> None:
+        teacher.add_(1)
+        again(transfer)
+
     with monkeypatch.context() as patch:
-        patch.setattr(
-            Transfer, "_digest_direct_again", lambda transfer: (teacher.add_(1), again(transfer)) and None
-        )
+        patch.setattr(Transfer, "_digest_direct_again", written)
         for _ in range(2):
             assert loop.boundary().captured
             assert loop.result() == "none"
