@@ -16,13 +16,13 @@ from flashckpt.format.names import AttemptName
 from flashckpt.keeper.drain import Drain, Order, Outcome, Result, attempt_of
 from flashckpt.keeper.ledger import Ledger
 from flashckpt.keeper.protocol import Status
+from flashckpt.keeper.pruner import Pruner
 from flashckpt.keeper.shelf import Held, Shelf
 from flashckpt.keeper.tally import Tally
 from flashckpt.keeper.trainers import Trainer
 from flashckpt.keeper.worker import Worker
 from flashckpt.memory.page import State
 from flashckpt.memory.slot import Sealed
-from flashckpt.options import Keep
 
 _LONGEST_WAIT_S = 300.0
 _AWAITED_RETRY_S = 1.0
@@ -33,7 +33,10 @@ _LOOK_PAUSE_S = 0.2
 
 
 class Work:
-    def __init__(self, shelf: Shelf, tally: Tally, ledger: Ledger, drain: Drain, worker: Worker) -> None:
+    def __init__(
+        self, shelf: Shelf, tally: Tally, ledger: Ledger, drain: Drain, worker: Worker, pruner: Pruner
+    ) -> None:
+        self.pruner = pruner
         self._shelf = shelf
         self._tally = tally
         self._ledger = ledger
@@ -176,25 +179,10 @@ class Work:
                 )  # fmt: skip
             self._follow(held, outcome)
             if outcome.result is Result.COMMITTED and order.keep is not None:
-                self._prune(AttemptName.parse(outcome.attempt), order.keep)
+                # After the commit was told, and beside the next one: nobody waits for deletions.
+                self.pruner.committed(AttemptName.parse(outcome.attempt), order.keep, order.world)
 
         self.worker.submit(partial(self._drain.persist, order), done)
-
-    def _prune(self, attempt: AttemptName | None, keep: Keep) -> None:
-        """After the commit was told: nobody waits for deletions."""
-        if attempt is None:
-            return
-
-        def done(gone: list[int] | BaseException) -> None:
-            if isinstance(gone, BaseException):
-                log.debug("pruning failed", exc_info=gone)
-                self._tally.count("prune_failed")
-                self._ledger.add(str(attempt), Event.ERROR, what="prune", message=str(gone))
-            elif gone:
-                self._tally.count("pruned", len(gone))
-                self._ledger.add(str(attempt), Event.PRUNE, steps=gone)
-
-        self.worker.submit(partial(self._drain.prune, attempt, keep), done)
 
     def _audit_newest(self) -> None:
         self._audit_at = time.monotonic() + _LOOK_PAUSE_S
