@@ -91,7 +91,10 @@ def test_lost_records_are_no_fresh_start_and_branch_gets_the_run_back(run: Path,
     refused(run, flashckpt.UnusableRunError, f"4@{attempt}")
     with pytest.raises(flashckpt.UnusableRunError):
         flashckpt.load(run)
+    with pytest.raises(flashckpt.UnusableRunError, match=f"4@{attempt}"):
+        flashckpt.steps(run)
     flashckpt.branch(run, 4, attempt)
+    assert flashckpt.steps(run) == [2, 4]
     assert resumed_at(run) == 4
 
 
