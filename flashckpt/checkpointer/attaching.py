@@ -179,6 +179,8 @@ def _take_up(
             "event": Event.RESUME.value,
             "step": resumed.step,
             "tier": resumed.tier,
+            "slot": slot,
+            "rank": session.environment.rank,
             "from_attempt": resumed.attempt,
             "seconds": round(resumed.seconds, 4),
             "refused": refused[:20],

@@ -68,7 +68,8 @@ class Desk:
             case "surviving":
                 return self._surviving(self._who(connection))
             case "started":
-                return self._started(self._who(connection), message)
+                self._who(connection)
+                return self._started(message)
             case "adopt":
                 return self._adopt(descriptors)
             case "release":
@@ -212,13 +213,11 @@ class Desk:
         rows = [self._shelf.row(held, trainer.pid, trainer.lock) for held in found[:MAX_DESCRIPTORS]]
         return {"slots": rows}, [held.slot.descriptor for held in found[:MAX_DESCRIPTORS]]
 
-    def _started(self, trainer: Trainer, message: dict[str, Any]) -> Reply:
+    def _started(self, message: dict[str, Any]) -> Reply:
         step = number(message, "step", 0, MAX_STEP)
         loaded = message.get("loaded")
         held = self._shelf.get(loaded) if isinstance(loaded, str) else None
         sealed = held.sealed() if held is not None else None
-        attempt, rank = str(trainer.attempt), trainer.rank
-        self._ledger.add(attempt, Event.RESUME, step=step, slot=loaded or None, rank=rank)
         if held is not None and sealed is not None and sealed.step == step:
             # It counts as the new attempt's now: who was too late for the old one is not for this one.
             held.given_up, held.retry_at = -1, 0.0
