@@ -5,6 +5,7 @@ The slot then holds what the file held, and is sealed as the first snapshot of t
 
 from __future__ import annotations
 
+import errno
 import json
 import time
 from array import array
@@ -23,6 +24,13 @@ from flashckpt.restore.memory_tier import Held
 from flashckpt.restore.snapshot import Snapshot
 
 _PATIENCE_S, _LOOK_S = 60.0, 0.05
+# What a file system answers for a sector, a block or a tree of a file that it cannot give any more. A server
+# that is away, a permission, a time-out are others: those say nothing of the file.
+_LOST_BYTES = frozenset({errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN, errno.EILSEQ})
+
+
+class UnreadableShardError(OSError):
+    """The bytes of one shard cannot be had, as its file system says: of the disk, or of this host."""
 
 
 def load(
@@ -30,9 +38,9 @@ def load(
 ) -> tuple[Snapshot, Held]:
     """Read one rank's shard of a committed step into a slot, verified, sealed and pinned.
 
-    Raises DamagedError where a byte is not what was committed, OSError where it cannot be read,
-    OutOfRoomError where there is no memory for it, KeeperError where the memory to read it into fails:
-    that says nothing of the step.
+    Raises DamagedError where a byte is not what was committed, UnreadableShardError where the disk does not
+    give it, OSError where it cannot be read for another reason, OutOfRoomError where there is no memory for
+    it, KeeperError where the memory to read it into fails: that says nothing of the step.
     """
     mine = record.rank(rank)
     layout = mine.layout()
@@ -108,6 +116,10 @@ def _read(record: StepRecord, mine: RankRecord, layout: Layout, held: Held, thre
         raise DamagedError(
             f"{path}: {error}. Nothing of it was loaded.", step=record.step, path=path
         ) from error
+    except OSError as error:
+        if error.errno in _LOST_BYTES:
+            raise UnreadableShardError(error.errno, error.strerror, path) from error
+        raise
     wrong = [
         leaf.name
         for leaf, found, expected in zip(layout.leaves, array("Q", digests), mine.digests, strict=True)
