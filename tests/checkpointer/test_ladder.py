@@ -233,8 +233,15 @@ def test_storage_that_is_away_is_no_reason_for_an_older_step(
 def test_a_storage_that_goes_away_as_a_whole_stops_the_resume(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The shard is what fails first; then nothing of the run can be read any more."""
-    FaultyShards(monkeypatch, then=lambda: Failing(monkeypatch, times=10**6))
+    """The shard is what fails first, and with its last try everything else of the step."""
+    tries: list[int] = []
+
+    def then() -> None:
+        tries.append(1)
+        if len(tries) == 1 + len(ladder._PAUSES_S):
+            Failing(monkeypatch, times=10**6)
+
+    FaultyShards(monkeypatch, then=then)
     refused(run, flashckpt.RunError, "Start again when the storage answers")
     monkeypatch.undo()
 
