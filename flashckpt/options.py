@@ -48,7 +48,7 @@ class Options:
     device_memory: bytes a device that the clone arena may take; None takes up to half of what is free.
     streams: further device streams that write the state, beside the current and the default ones.
     linger: how long the keeper stays after an abnormal death, waiting for the next attempt.
-    grace: how long the end of a run waits for the last snapshot to be committed.
+    grace: how long `wait()` and the end of a run go on waiting while nothing is written, or writing fails.
     read_ahead_check: refuse a second batch before the first was trained on.
     threads: native threads for copies; None takes torch's own number.
     """

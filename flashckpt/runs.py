@@ -36,7 +36,8 @@ def load(path: Path, step: int | None = None) -> dict[str, torch.Tensor]:
 
 
 def steps(path: Path) -> list[int]:
-    """The committed steps that a resume sees, oldest first. Raises RunError where `path` is no run."""
+    """The committed steps that a resume sees, oldest first. Raises RunError where `path` is no run,
+    UnusableRunError where records of its attempts are lost, so that a resume would be refused."""
     return reading.steps(open_store(path))
 
 

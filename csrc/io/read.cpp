@@ -20,7 +20,8 @@ Error await_target(const ReadRequest& request, std::uint64_t end) {
         if (Error error = regular_size(request.target_fd, "", size)) return error;
         if (end <= size) return {};
         if (request.growing == 0) {
-            return os_error(EIO, "the target region ends before the bytes that are to be read", request.path);
+            return os_error(EFAULT, "the target region ends before the bytes that are to be read",
+                            request.path);
         }
         if (__atomic_load_n(reinterpret_cast<std::uint64_t*>(request.growing), __ATOMIC_ACQUIRE) != 0) {
             return os_error(ECANCELED, "the target region did not come to its size", request.path);

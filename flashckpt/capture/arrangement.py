@@ -90,8 +90,7 @@ class Arrangement:
 
     def _transfer(self, device: Device, ways: Ways) -> Transfer:
         indexes = [i for i, owner in enumerate(self._devices) if owner is device]
-        names = [self.plan.leaves[i].name for i in indexes]
-        synchronised = any(ways.synchronised(name) for name in names)
+        synchronised = [i for i in indexes if ways.synchronised(self.plan.leaves[i].name)]
         return Transfer(device, self.plan, indexes, self.ways, synchronised)
 
 

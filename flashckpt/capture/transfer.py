@@ -27,10 +27,15 @@ class Transfer:
     """The leaves of a plan that live on one device, with the way of each."""
 
     def __init__(
-        self, device: Device, plan: Plan, indexes: Sequence[int], ways: Sequence[Way], synchronised: bool
+        self,
+        device: Device,
+        plan: Plan,
+        indexes: Sequence[int],
+        ways: Sequence[Way],
+        synchronised: Sequence[int],
     ) -> None:
         self.device, self._plan = device, plan
-        self._synchronised = synchronised
+        self._synchronised = frozenset(synchronised)
         cloned = [i for i in indexes if ways[i] is Way.CLONE or not _direct(plan, i)]
         self._direct = [i for i in indexes if i not in set(cloned)]
         self._ways = {i: ways[i] for i in indexes}
@@ -56,8 +61,11 @@ class Transfer:
 
         gated: a hook will close the gate before the next write; else the loop waits for copies that read
         live leaves. check: digest the sources again after the clone, and let the seal refuse a difference.
+        Leaves that were torn before are checked in every capture, and the host waits for their copies: a
+        stream that nobody named, or a graph's, is held back by no event, but by a host that enqueues nothing.
         """
         device, arena = self.device, self.arena
+        check = check or bool(self._synchronised)
         if self._synchronised:
             device.synchronize()
         device.gather(On.COMPUTE)
@@ -72,6 +80,8 @@ class Transfer:
         device.hold_writers(self._read)
         device.hold(On.SIDE, self._read)
         self._copy_direct(target)
+        if self._again_words:
+            device.launch(On.SIDE, self._digest_direct_again)
         device.mark(On.SIDE, self._copied)
         if self._waits or (self._gates and not gated):
             device.hold_writers(self._copied)
@@ -83,6 +93,8 @@ class Transfer:
         device.launch(On.SIDE, self._sort_table)
         self._copy_table(target)
         device.mark(On.SIDE, self._done)
+        if self._synchronised:
+            self._copied.wait()
         return self._done.handle
 
     def gate(self) -> None:
@@ -112,11 +124,24 @@ class Transfer:
     def _sources(self) -> None:
         words = [words_of(self._plan.tensors[i]) for i in self._direct]
         self._words: list[Tensor] = [each for each in words if each is not None]
+        first = len(self._order) - len(self._direct)
+        self._again_words = [
+            (first + place, words)
+            for place, words in enumerate(self._words)
+            if self._direct[place] in self._synchronised
+        ]
 
     def _digest_direct(self) -> None:
         first = len(self._order) - len(self._direct)
         for place, words in enumerate(self._words, first):
             self._leaf_digests.into(words, self._digests[place])
+
+    def _digest_direct_again(self) -> None:
+        """After the copy: bytes and digest may agree, and have been taken in the middle of a write."""
+        for place, words in self._again_words:
+            self._leaf_digests.into(words, self._again[place])
+            again, digest = self._again[place : place + 1], self._digests[place : place + 1]
+            digest.masked_fill_(digest != again, _EMPTY)
 
     def _digest_again(self) -> None:
         assert self.arena is not None

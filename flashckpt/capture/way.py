@@ -15,9 +15,10 @@ class Way(str, Enum):
     CONSTANT = "constant"
 
 
-# A leaf found torn by a way is copied by this one from then on. WAIT has none: there the host waits for
-# the whole device first, and what is torn even so is discarded by its digest, every time. HOST has none
-# either: nothing holds back a thread that writes, so the source is checked in every capture from then on.
+# A leaf found torn by a way is copied by this one from then on. WAIT has none: whatever way it came from, a
+# torn leaf of a device is a synchronised one from then on: the host waits for the whole device before the
+# copy and until it has ended, and what is torn even so is refused, every time. HOST has none either: nothing
+# holds back a thread that writes, so the source is checked in every capture from then on.
 SAFER = {
     Way.CONSTANT: Way.WAIT,
     Way.CLONE: Way.WAIT,

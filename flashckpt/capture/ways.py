@@ -79,13 +79,15 @@ class Ways:
         """The leaf was found torn: the next safer way from now on, for good. False if it is in use."""
         if way is Way.HOST:
             return self._tear_host(name)
-        safer = SAFER[way]
+        if self.synchronised(name):
+            return False
+        self._torn[name] = SAFER[way]
         self.no_constant(name)
-        if safer is not way:
-            self._torn[name] = safer
         log.warning(
             "%s was written while it was copied (way: %s). That snapshot was discarded; the state is not "
-            "touched. From now on it is copied by the way: %s.", name, way.value, safer.value,
+            "touched. From now on it is copied by the way %s, and the loop waits for the whole device before "
+            "that copy and until it has ended: name the stream that writes it in Options(streams=…).",
+            name, way.value, SAFER[way].value,
         )  # fmt: skip
         return True
 
@@ -105,7 +107,8 @@ class Ways:
         return name in self._suspects
 
     def synchronised(self, name: str) -> bool:
-        """Whether the host waits for the whole device before this leaf is copied."""
+        """Whether this leaf was torn on the device: then the host waits for the whole device before it is
+        copied, and for the copy."""
         return self._torn.get(name) is Way.WAIT
 
     def constants(self, lives: Iterable[LiveLeaf]) -> frozenset[str]:

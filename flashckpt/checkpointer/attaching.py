@@ -7,6 +7,7 @@ an attempt that could not load is as if it had never been.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -119,10 +120,23 @@ def _resume(
             return None, {}
         resumed = _take_up(session, tree, progress, loaded, ladder.refused, began, threads)
         return resumed, loaded.snapshot.constants
+    except BaseException:
+        _give_back(session, extra)
+        raise
     finally:
         for held in [*mapped, *extra]:
             held.unpin()
             held.slot.close()
+
+
+def _give_back(session: Session, extra: list[Held]) -> None:
+    """The keeper lingers after a resume that failed: what survived stays with it, not what was read in."""
+    with contextlib.suppress(FlashckptError, OSError):
+        for held in extra:
+            held.unpin()
+            if held.sealed is not None:
+                held.slot.free(held.slot.state())
+        session.keeper.release([held.slot.name for held in extra])
 
 
 def _check(tree: Tree, snapshot: Snapshot) -> None:
@@ -166,6 +180,8 @@ def _take_up(
             "event": Event.RESUME.value,
             "step": resumed.step,
             "tier": resumed.tier,
+            "slot": slot,
+            "rank": session.environment.rank,
             "from_attempt": resumed.attempt,
             "seconds": round(resumed.seconds, 4),
             "refused": refused[:20],

@@ -10,21 +10,22 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from flashckpt import _native
 from flashckpt.capture import Capture
 from flashckpt.checkpointer.ages import Ages
+from flashckpt.checkpointer.awaited import Awaited, is_committed
+from flashckpt.checkpointer.provision import made_usable, what_they_mean
 from flashckpt.checkpointer.session import Session
-from flashckpt.commit import reading
+from flashckpt.checkpointer.telling import Telling
+from flashckpt.commit import lineage
 from flashckpt.commit.attempts import newest_claimed
 from flashckpt.errors import DamagedError, FlashckptError, KeeperError, OutOfRoomError, PersistError
 from flashckpt.events import Event, log
 from flashckpt.format.metadata import Metadata
-from flashckpt.keeper.client import SlotGrant
 from flashckpt.keeper.protocol import Status, close_all
-from flashckpt.memory.slot import Slot
+from flashckpt.memory.slot import Sealed
 from flashckpt.memory.slots import SlotRing
 from flashckpt.options import Options
 
@@ -51,18 +52,20 @@ class Attendant:
         self._wanted: tuple[int, int] | None = None
         self._ready: tuple[SlotRing, dict[str, int]] | None = None
         self._outgrown: SlotRing | None = None
+        # Held for the moment in which ready slots change hands, never while anything is asked.
+        self._handover = threading.Lock()
         self._events: deque[dict[str, Any]] = deque(maxlen=_EVENTS_KEPT)
         self._answered = threading.Condition()
         self._rounds = 0
         self._woken = threading.Event()
         self._waiting = 0
+        self._hurried = False
         self._ended = False
         self._looked_s = 0.0
         self._retry_s = 0.0
         self._ages, self._loaded_step = ages, loaded_step
-        self._told: dict[str, float] = {}
+        self._telling = Telling(capture)
         self._said: set[str] = set()
-        self._plan: list[tuple[str, int, int]] = []
         self._thread = threading.Thread(target=self._run, name="flashckpt-attendant", daemon=True)
 
     # ---- called by the training thread
@@ -92,10 +95,10 @@ class Attendant:
     def take_ready(self) -> tuple[SlotRing, dict[str, int]] | None:
         """Slots that are ready, with this process's owner index in each, for the capture to write to from
         now on. The training thread calls this at a boundary: slots never change under a copy."""
-        ready, self._ready = self._ready, None
-        if ready is not None:
-            old, self._ring = self._ring, ready[0]
-            self._outgrown = old
+        with self._handover:
+            ready, self._ready = self._ready, None
+            if ready is not None:
+                self._outgrown, self._ring = self._ring, ready[0]
         return ready
 
     def event(self, event: Event, **fields: object) -> None:
@@ -104,10 +107,14 @@ class Attendant:
 
     def newest_sealed_step(self) -> int | None:
         """The step of the newest sealed snapshot of this attempt."""
+        newest = self._newest_own()
+        return None if newest is None else newest.step
+
+    def _newest_own(self) -> Sealed | None:
         newest = self._ring.newest_sealed() if self._ring is not None else None
         if newest is None or newest[1].record.attempt_number != self._session.attempt.number:
             return None
-        return newest[1].step
+        return newest[1]
 
     def ensure_slots(self) -> None:
         """Wait until there are slots. Raises OutOfRoomError or KeeperError where none can be had."""
@@ -157,33 +164,42 @@ class Attendant:
             slot.request_persist(sealed.generation)
 
     def wait_committed(self) -> None:
-        """Wait until the newest snapshot of this attempt is committed.
+        """Wait until the newest snapshot of this attempt is committed. A keeper that fails tries again, and
+        is waited for; sooner than it would by itself, since somebody waits.
 
-        Raises PersistError where the keeper could not persist it, or makes no progress for the grace
-        period.
+        Raises PersistError where the snapshot was torn or given up, where the keeper goes on failing for the
+        grace period, or makes no progress for as long.
         """
-        step = self.newest_sealed_step()
-        if step is None:
+        newest = self._newest_own()
+        if newest is None:
             self._wait_loaded()
             return
+        step = newest.step
         self.request_persist()
-        before = self.status
-
-        def decided() -> bool:
-            return self._committed(step) or self._refusal(step, before) is not None
-
-        if not self._wait_until(decided, self.patience_s) or not self._committed(step):
-            raise self._failed(self._refusal(step, Status()) or "the keeper makes no progress", step)
+        self._wait_for(step, newest.generation, lambda: is_committed(self.status, step))
 
     def _wait_loaded(self) -> None:
         """Nothing newer is captured than what was resumed from: it may be in memory alone until the
         keeper has committed it as this attempt's."""
         step = self._loaded_step
-        if step is not None and not self._wait_until(lambda: self._is_visible(step), self.patience_s):
-            raise self._failed("the keeper makes no progress", step)
+        if step is not None:
+            self._wait_for(step, None, lambda: self._is_visible(step))
+
+    def _wait_for(self, step: int, generation: int | None, done: Callable[[], bool]) -> None:
+        awaited, began = Awaited(step, generation, self.patience_s, self.status), self._rounds
+
+        def refusal() -> str | None:
+            return awaited.refusal(self.status, self._rounds - began)
+
+        answered = self._wait_until(lambda: done() or refusal() is not None, self.patience_s, hurried=True)
+        if not answered or not done():
+            reason = refusal() or awaited.last_failure(self.status) or "the keeper makes no progress"
+            raise self._failed(reason, step)
 
     def _is_visible(self, step: int) -> bool:
-        return self._committed(step) or step in reading.steps(self._session.store)
+        if is_committed(self.status, step):
+            return True
+        return any(each.step == step for each in lineage.newest_first(self._session.store))
 
     def report(self) -> dict[str, float]:
         newest = self.status.newest_committed
@@ -207,14 +223,17 @@ class Attendant:
             # stay mapped until the process ends.
             log.warning("the attendant does not come to an end; the run is let go without it")
             return
+        # Nobody will write these, and the keeper may linger with them.
+        with self._handover:
+            untaken, self._ready = self._ready, None
+        self._drop(untaken)
         try:
             self._send_events()
             if closed:
                 self._session.keeper.closing()
         except (FlashckptError, OSError) as error:
             log.warning("the keeper could not be told that the run was let go: %s", error)
-        rings = [self._ring, self._outgrown, self._ready[0] if self._ready is not None else None]
-        for ring in rings:
+        for ring in (self._ring, self._outgrown):
             for slot in ring.slots if ring is not None else ():
                 slot.close()
 
@@ -240,8 +259,9 @@ class Attendant:
         keeper = self._session.keeper
         if keeper.tend():
             log.warning("the keeper had died and was started again; what it was writing is written again")
-        self.status = keeper.status()
-        self._tell_what_was_captured()
+        self.status = keeper.status(awaited=self._hurried)
+        for event, fields in self._telling.news(self.newest_sealed_step()):
+            self.event(event, **fields)
         self._send_events()
         for warning in self._ages.look(self.newest_sealed_step(), self.status.newest_committed):
             log.warning("%s", warning)
@@ -266,29 +286,45 @@ class Attendant:
         except OutOfRoomError as error:
             self._no_slots(error)
             return
-        if grants is None or self._ended:
-            close_all([grant.descriptor for grant in grants or ()])
+        if grants is None:
             return  # they are being made ready: asked again in the next round
-        slots: list[Slot] = []
+        names = [grant.name for grant in grants]
+        if self._ended:
+            close_all([grant.descriptor for grant in grants])
+            self._give_back(names)
+            return
         try:
-            slots.extend(grant.open() for grant in grants)
-            self._make_usable(slots)
+            slots = made_usable(grants, self._capture)
         except Exception as error:
-            for slot in slots:
-                slot.close()
-            close_all([grant.descriptor for grant in grants[len(slots) :]])
+            self._give_back(names)
             self._no_slots(KeeperError(f"Slots could not be made usable: {error!r}. No snapshot is taken."))
             return
-        self._say_what_slots_mean(grants, count)
+        for text in what_they_mean(grants, count):
+            self._say_once(text)
         owners = {slot.name: grant.owner for slot, grant in zip(slots, grants, strict=True)}
-        self._ready, self._wanted, self.slots_error = (SlotRing(slots), owners), None, None
+        with self._handover:
+            replaced, self._ready = self._ready, (SlotRing(slots), owners)
+            self._wanted, self.slots_error = None, None
+        self._drop(replaced)
 
-    def _make_usable(self, slots: list[Slot]) -> None:
-        """Faulted in and registered here, beside the loop: a first touch by a capture would cost it twenty
-        times a copy."""
+    def _drop(self, ready: tuple[SlotRing, dict[str, int]] | None) -> None:
+        """Slots that were made ready and will not be used."""
+        slots = ready[0].slots if ready is not None else ()
+        self._give_back([slot.name for slot in slots])
         for slot in slots:
-            _native.populate(slot.metadata_address, slot.metadata_capacity + slot.image_capacity, threads=1)
-        self._capture.register(slots)
+            slot.close()
+
+    def _give_back(self, names: Sequence[str]) -> None:
+        """Release granted slots that this trainer does not write: their memory is the machine's again."""
+        with self._handover:
+            rings = [self._ring, self._ready[0] if self._ready is not None else None]
+        kept = {slot.name for ring in rings if ring is not None for slot in ring.slots}
+        unused = [name for name in names if name not in kept]
+        try:
+            if unused:
+                self._session.keeper.release(unused)
+        except (FlashckptError, OSError) as error:
+            log.debug("slots could not be released: %s", error)
 
     def _no_slots(self, error: FlashckptError) -> None:
         self.slots_error = error
@@ -303,39 +339,6 @@ class Attendant:
             for slot in old.slots:
                 slot.close()
             self._outgrown = None
-
-    def _say_what_slots_mean(self, grants: list[SlotGrant], count: int) -> None:
-        if len(grants) < count:
-            self._say_once(
-                f"memory allows {len(grants)} slots where {count} are wanted: while one is being persisted, "
-                "snapshots may be skipped"
-            )
-        if not all(grant.outlives_both for grant in grants):
-            self._say_once(
-                "shared memory that outlives every process is too small here: slots survive the death of "
-                "trainer or keeper, not of both; then the run goes on from disk"
-            )
-
-    def _tell_what_was_captured(self) -> None:
-        """One line for all snapshots and skips since the last round: a step may take a millisecond."""
-        now, before = self._capture.report(), self._told
-        for event, count in (
-            (Event.SNAPSHOT, "snapshots"),
-            (Event.SKIP, "snapshots_skipped"),
-            (Event.TORN, "snapshots_lost"),
-        ):
-            if now[count] > before.get(count, 0.0):
-                self.event(
-                    event, step=self.newest_sealed_step(), count=int(now[count] - before.get(count, 0.0))
-                )
-        self._told = now
-        plan = self._capture.describe()
-        if plan and plan != self._plan:
-            self._plan = plan
-            self.event(Event.PLAN, ways=[list(row) for row in plan])
-            log.info(
-                "snapshots: %s", ", ".join(f"{n} leaves, {size:,} bytes by {way}" for way, n, size in plan)
-            )
 
     def _send_events(self) -> None:
         while self._events:
@@ -358,21 +361,6 @@ class Attendant:
         """How long the ends of a run wait for a keeper, or a copy, that makes no progress."""
         return max(self._options.grace_s, 1.0)
 
-    def _committed(self, step: int) -> bool:
-        newest = self.status.newest_committed
-        return step in self.status.committed or (newest is not None and newest >= step)
-
-    def _refusal(self, step: int, before: Status) -> str | None:
-        """Why the step could not be persisted, in words, if it was tried in vain after `before`."""
-        tried = self.status.counts.get("failed", 0) > before.counts.get("failed", 0)
-        for failure in self.status.failures:
-            if failure.step == step and (tried or failure not in before.failures):
-                return failure.message
-        for torn in self.status.torn:
-            if torn.step == step and torn not in before.torn:
-                return f"its bytes are not those of its boundary ({', '.join(torn.leaves) or 'metadata'})"
-        return None
-
     def _failed(self, reason: str, step: int | None = None) -> PersistError:
         newest = self.status.newest_committed
         held = "none is committed" if newest is None else f"the newest committed step is {newest}"
@@ -384,10 +372,11 @@ class Attendant:
             path=self._session.store.url,
         )
 
-    def _wait_until(self, done: Callable[[], bool], patience_s: float) -> bool:
+    def _wait_until(self, done: Callable[[], bool], patience_s: float, *, hurried: bool = False) -> bool:
         """Wait for the thread's rounds until `done`. False after `patience_s` in which the keeper wrote
         nothing (its counts and progress stood still)."""
         self._waiting += 1
+        self._hurried = hurried
         self._woken.set()
         try:
             moved_s, seen = time.monotonic(), self._progress()
@@ -401,6 +390,7 @@ class Attendant:
                         return False
             return True
         finally:
+            self._hurried = False
             self._waiting -= 1
 
     def _progress(self) -> object:

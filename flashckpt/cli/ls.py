@@ -13,25 +13,41 @@ from flashckpt.cli.arguments import AsJson, Run
 from flashckpt.cli.exit_codes import ExitCode
 from flashckpt.cli.history import StepRow, step_rows
 from flashckpt.cli.output import ends, notices, results, write_json
+from flashckpt.commit.reading import check_records
 from flashckpt.commit.run import open_run
-from flashckpt.store.base import open_store
+from flashckpt.errors import UnusableRunError
+from flashckpt.store.base import Store, open_store
 
 AllBranches = Annotated[bool, typer.Option("--all", help="Show the steps of other branches too.")]
 
 
 @ends
 def ls(run: Run, all_branches: AllBranches = False, as_json: AsJson = False) -> ExitCode:
-    """List the committed steps, newest last. Ends with 1 if the records of one are damaged."""
+    """List the committed steps, newest last. Ends with 1 if the records of one are damaged, or if records of
+    attempts are lost: then all branches are listed, and a resume is refused until one is chosen."""
     store = open_store(run)
     run_id = open_run(store, create=False).run_id
-    rows = step_rows(store, all_branches=all_branches)
+    lost = _lost_records(store)
+    rows = step_rows(store, all_branches=all_branches or bool(lost))
     if as_json:
-        write_json({"run": store.url, "run_id": run_id, "steps": [_plain(row) for row in rows]})
+        steps = [_plain(row) for row in rows]
+        write_json({"run": store.url, "run_id": run_id, "steps": steps, "problem": lost or None})
     elif rows:
-        results().print(_table(rows, all_branches))
+        results().print(_table(rows, all_branches or bool(lost)))
     else:
         notices().print(f"{store.url} has no committed step yet.")
-    return ExitCode.DAMAGED if any(row.problem for row in rows) else ExitCode.WELL
+    if lost:
+        notices().print(lost, style="red")
+    return ExitCode.DAMAGED if lost or any(row.problem for row in rows) else ExitCode.WELL
+
+
+def _lost_records(store: Store) -> str:
+    """Why a resume would be refused, empty where it would not."""
+    try:
+        check_records(store)
+    except UnusableRunError as error:
+        return str(error)
+    return ""
 
 
 def _table(rows: list[StepRow], all_branches: bool) -> Table:

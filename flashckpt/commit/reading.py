@@ -24,8 +24,12 @@ _SHOWN = 20
 
 
 def steps(store: Store) -> list[int]:
-    """The visible committed steps, newest last. Opens the run; reads no part."""
+    """The visible committed steps, newest last. Opens the run; reads no part.
+
+    UnusableRunError where records of attempts are lost: what would be listed is not what a resume sees.
+    """
     open_run(store, create=False)
+    check_records(store)
     return [each.step for each in visible(store)]
 
 

@@ -6,13 +6,13 @@ place, durably, before a part or a shard goes: whoever commits late finds it and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from flashckpt.commit.attempts import AttemptInfo, attempts, newest_claimed
 from flashckpt.commit.lineage import Bound, VisibleStep, bounds, everything, in_lineage
 from flashckpt.commit.marks import is_marked
-from flashckpt.commit.steps import is_committed, read_manifest
+from flashckpt.commit.steps import is_committed, read_manifest, shards_of_parts
 from flashckpt.errors import DamagedError
 from flashckpt.format.names import (
     MANIFEST,
@@ -21,6 +21,7 @@ from flashckpt.format.names import (
     attempt_folder,
     claim_path,
     manifest_path,
+    shard_writer,
     step_attempt_folder,
     step_folder,
     step_number,
@@ -34,18 +35,26 @@ ALWAYS_KEPT = 2
 
 @dataclass(frozen=True, slots=True)
 class _Lineage:
-    """The steps of the lineage, newest first: those that are committed, and all that were begun."""
+    """The steps of the lineage, newest first: those that are committed, all that were begun, and those of
+    which nothing is left but a tombstone."""
 
     bounds: list[Bound]
     committed: list[VisibleStep]
     begun: list[VisibleStep]
+    buried: list[VisibleStep]
 
 
-def prune(store: Store, attempt: AttemptName, keep: Keep) -> list[VisibleStep]:
+def prune(
+    store: Store, attempt: AttemptName, keep: Keep, *, in_hand: Collection[int] | None = None
+) -> list[VisibleStep]:
     """Delete the visible steps that `keep` lets go, and debris. Returns the committed ones that went.
 
     Nothing goes unless `attempt` is the newest that claimed, has started, and has committed a step.
     Steps of branches that are not visible stay: `branch` can get them back.
+
+    in_hand: given by a caller who knows that no other process commits steps of this attempt any more: the
+    steps that it may itself still commit. Then the attempt's tombstones of all other steps go too: nobody is
+    left who would have to find them. None where that is not known.
     """
     known = attempts(store)
     mine = next((info for info in known if info.name == attempt), None)
@@ -63,9 +72,13 @@ def prune(store: Store, attempt: AttemptName, keep: Keep) -> list[VisibleStep]:
             continue
         if newest_claimed(store) != attempt:
             return gone
-        if bury(store, each.step, each.attempt) and committed:
-            gone.append(each)
-    sweep_debris(store, attempt)
+        if bury(store, each.step, each.attempt):
+            lineage.buried.append(each)
+            gone += [each] if committed else []
+    newest = max(each.step for each in lineage.committed if each.attempt == attempt)
+    if in_hand is not None:
+        _remove_tombstones(store, lineage.buried, attempt, newest, in_hand)
+    sweep_debris(store, attempt, busy={newest, *(in_hand or ())})
     return gone
 
 
@@ -104,11 +117,36 @@ def bury(store: Store, step: int, attempt: AttemptName) -> bool:
     return True
 
 
-def sweep_debris(store: Store, attempt: AttemptName) -> list[AttemptName]:
+def sweep_unfinished(store: Store, writers: Collection[str]) -> list[str]:
+    """Delete the shards that these keepers began and that no part names, in whatever attempt. Returns their
+    paths.
+
+    writers: nonces of keepers that are certainly dead; a shard's name begins with its keeper's. Only its own
+    writer ever publishes a shard, so that of a dead one will never be named: this needs no newest attempt
+    and no commit. What another keeper writes has another nonce. A step whose parts cannot be read is left
+    alone.
+    """
+    gone: list[str] = []
+    for each in everything(store) if writers else ():
+        folder = step_attempt_folder(each.step, each.attempt)
+        names = [entry.name for entry in store.list(folder) if not entry.is_folder]
+        begun = [name for name in names if shard_writer(name) in writers]
+        try:
+            named = shards_of_parts(store, folder, names) if begun else set()
+        except DamagedError:
+            continue
+        for name in set(begun) - named:
+            store.remove(f"{folder}/{name}")
+            gone.append(f"{folder}/{name}")
+    return sorted(gone)
+
+
+def sweep_debris(store: Store, attempt: AttemptName, *, busy: Collection[int] = ()) -> list[AttemptName]:
     """Delete what is left of attempts that are not the newest and have no step left. Returns them.
 
     Their claim and start.json stay while a lineage leads through them. Call it as the newest attempt,
-    after a commit of its own.
+    after a commit of its own. busy: steps whose empty folders stay, since something may be put into them; so
+    do those of all steps above.
     """
     known = attempts(store)
     with_steps, folders = _attempts_of_steps(store, attempt)
@@ -128,15 +166,20 @@ def sweep_debris(store: Store, attempt: AttemptName) -> list[AttemptName]:
             # Last: as long as it stands, what a crash left of the attempt is found again.
             store.remove(claim_path(name.number))
         swept.append(name)
-    _remove_empty_steps(store)
+    _remove_empty_steps(store, busy)
     return swept
 
 
 def _look(store: Store, known: Sequence[AttemptInfo]) -> _Lineage:
-    lineage = bounds(known)
-    begun = [each for each in in_lineage(store, lineage) if not _is_buried(store, each)]
-    committed = [each for each in begun if is_committed(store, each.step, each.attempt)]
-    return _Lineage(lineage, committed, begun)
+    lineage = _Lineage(bounds(known), [], [], [])
+    for each in in_lineage(store, lineage.bounds):
+        if _is_buried(store, each):
+            lineage.buried.append(each)
+            continue
+        lineage.begun.append(each)
+        if is_committed(store, each.step, each.attempt):
+            lineage.committed.append(each)
+    return lineage
 
 
 def _is_buried(store: Store, each: VisibleStep) -> bool:
@@ -148,6 +191,15 @@ def _is_buried(store: Store, each: VisibleStep) -> bool:
         return isinstance(read_manifest(store, each.step, each.attempt), Tombstone)
     except DamagedError:
         return False
+
+
+def _remove_tombstones(
+    store: Store, buried: Sequence[VisibleStep], attempt: AttemptName, newest: int, in_hand: Collection[int]
+) -> None:
+    """Else each commit leaves a folder that every later look at the steps goes through."""
+    for each in buried:
+        if each.attempt == attempt and each.step < newest and each.step not in in_hand:
+            store.remove_tree(step_attempt_folder(each.step, attempt))
 
 
 def _newest(committed: Sequence[VisibleStep], count: int) -> list[int]:
@@ -223,8 +275,8 @@ def _remove_constants(store: Store, name: AttemptName) -> None:
             store.remove(f"{folder}/{entry.name}")
 
 
-def _remove_empty_steps(store: Store) -> None:
+def _remove_empty_steps(store: Store, busy: Collection[int]) -> None:
     for entry in store.list(STEPS):
         step = step_number(entry.name) if entry.is_folder else None
-        if step is not None:
+        if step is not None and step not in busy and (not busy or step < max(busy)):
             store.remove_empty(step_folder(step))

@@ -6,7 +6,8 @@ the length that it says. Never deletes; see retention.py. The order is numbered 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -35,7 +36,7 @@ from flashckpt.store.base import Store
 
 __all__ = [
     "Committed", "StepRecord", "commit", "is_committed", "publish_part", "read_manifest", "read_step",
-    "shard_name",
+    "shard_name", "shards_of_parts",
 ]  # fmt: skip
 
 
@@ -162,6 +163,16 @@ def read_manifest(store: Store, step: int, attempt: AttemptName) -> Manifest | T
         return None
     if (found.step, found.attempt) != (step, attempt):
         raise _damaged(path, f"it is that of step {found.step} of attempt {found.attempt}", step)
+    return found
+
+
+def shards_of_parts(store: Store, folder: str, names: Iterable[str]) -> set[str]:
+    """The shards that the parts among `names` name as theirs. DamagedError for a part that is none."""
+    found: set[str] = set()
+    for path in (f"{folder}/{name}" for name in names if PART.fullmatch(name)):
+        with suppress(FileNotFoundError):
+            part = Part.from_bytes(store.read(path, Part.MAX_BYTES), path)
+            found |= {rank.shard.file for rank in part.ranks}
     return found
 
 

@@ -16,7 +16,8 @@ MANIFEST = "manifest.json"
 MAX_STEP = 10**12 - 1
 MAX_RANK = 10**6
 
-SHARD = re.compile(r"shard-[0-9]{5,7}-[0-9a-f]{4,32}\.safetensors")
+SHARD = re.compile(r"shard-[0-9]{5,7}-([0-9a-f]{4,32})\.safetensors")
+WRITER_CHARS = 8
 CONSTANTS = re.compile(r"constants-[0-9]{5,7}-[0-9]{1,9}\.safetensors")
 PART = re.compile(r"part-[0-9]{5,7}\.json")
 MARK = re.compile(r"mark-[0-9a-f]{8}\.json")
@@ -89,6 +90,12 @@ def manifest_path(step: int, attempt: AttemptName) -> str:
 
 def part_name(keeper: int) -> str:
     return f"part-{keeper:05d}.json"
+
+
+def shard_writer(file: str) -> str | None:
+    """The nonce of the keeper that wrote a shard: the first characters of its own. None for another file."""
+    match = SHARD.fullmatch(file)
+    return match[1][:WRITER_CHARS] if match is not None else None
 
 
 def shard_name(rank: int, nonce: str) -> str:

@@ -190,8 +190,10 @@ class KeeperClient:
                 os.close(descriptor)
         self._call({"op": "release", "names": list(names)})
 
-    def status(self) -> Status:
-        answer = self._call({"op": "status"})
+    def status(self, *, awaited: bool = False) -> Status:
+        """What the keeper has done. `awaited`: somebody waits for it, so that what failed is tried again
+        soon and not after the pauses that many failures have made long."""
+        answer = self._call({"op": "status", "awaited": awaited})
         found = answer.get("status")
         if not isinstance(found, dict):
             raise ProtocolError("The keeper's answer holds no status.")

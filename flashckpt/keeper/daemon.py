@@ -20,6 +20,7 @@ from flashckpt.keeper.desk import Desk
 from flashckpt.keeper.drain import Drain
 from flashckpt.keeper.ledger import Ledger
 from flashckpt.keeper.protocol import ELECTION_LOCK
+from flashckpt.keeper.pruner import Pruner
 from flashckpt.keeper.server import Server
 from flashckpt.keeper.shelf import Shelf
 from flashckpt.keeper.tally import Tally
@@ -60,7 +61,8 @@ class Keeper:
         self.shelf = Shelf(folder, life)
         self.tally = Tally(self.nonce)
         drain, worker = Drain(store, self.nonce), Worker("drain", self._wake)
-        self.work = Work(self.shelf, self.tally, self.ledger, drain, worker)
+        self.pruner = Pruner(store, self.shelf, self.tally, self.ledger, Worker("pruner", self._wake))
+        self.work = Work(self.shelf, self.tally, self.ledger, drain, worker, self.pruner)
         self._maker = Worker("maker", self._wake)
         self._chores = Chores(store)
         self._chores_worker = Worker("chores", self._wake)
@@ -77,7 +79,7 @@ class Keeper:
         self._adopt()
         while True:
             self._server.serve(self._ready())
-            for worker in (self._maker, self._chores_worker, self.work.worker):
+            for worker in (self._maker, self._chores_worker, self.work.worker, self.pruner.worker):
                 worker.collect()
             now = time.monotonic()
             if now - self._swept_at >= _SWEEP_S:
@@ -93,6 +95,7 @@ class Keeper:
             # Before each order: what a trainer has just said (world, what to keep) holds for it already.
             self.work.know(self.roster.all())
             self.work.next()
+            self.pruner.next(now)
             if now - self._round_at >= _ROUND_S and not self._chores_worker.busy:
                 self._round_at = now
                 self._round()
@@ -105,7 +108,7 @@ class Keeper:
     @property
     def is_idle(self) -> bool:
         """Nobody lives, nothing is under way, and no end is still to be written down."""
-        busy = self.work.worker.busy or self._maker.busy
+        busy = self.work.worker.busy or self._maker.busy or self.pruner.is_pending
         return not (len(self.roster) or busy or (self._ended and not self.run_is_gone))
 
     def _ready(self) -> list[int]:
@@ -207,8 +210,8 @@ class Keeper:
         self.folder.discard()
 
     def _yield(self) -> None:
+        # The life lock's file stays: by it the other keeper learns whose half-written files may go.
         log.warning("another keeper was elected while this one did not answer: it ends")
-        self._life.release(self.folder)
 
 
 def _newer(claimed: AttemptName | None, living: list[AttemptName]) -> str | None:

@@ -46,7 +46,7 @@ class Desk:
         roster: Roster,
         ledger: Ledger,
         maker: Worker,
-        status: Callable[[AttemptName | None], Status],
+        status: Callable[[AttemptName | None, bool], Status],
     ) -> None:
         self._shelf = shelf
         self._roster = roster
@@ -71,7 +71,8 @@ class Desk:
             case "surviving":
                 return self._surviving(self._who(connection))
             case "started":
-                return self._started(self._who(connection), message)
+                self._who(connection)
+                return self._started(message)
             case "adopt":
                 return self._adopt(descriptors)
             case "release":
@@ -81,8 +82,8 @@ class Desk:
             case "closing":
                 return self._closing(self._who(connection))
             case "status":
-                known = self._roster.get(connection.lock)
-                return {"status": self._status(known.attempt if known else None).to_dict()}, ()
+                known, awaited = self._roster.get(connection.lock), message.get("awaited") is True
+                return {"status": self._status(known.attempt if known else None, awaited).to_dict()}, ()
             case "ping":
                 return {}, ()
         raise ProtocolError(f"{str(op)[:40]!r} is no request. The connection was closed.")
@@ -236,13 +237,11 @@ class Desk:
         rows = [self._shelf.row(held, trainer.pid, trainer.lock) for held in found[:MAX_DESCRIPTORS]]
         return {"slots": rows}, [held.slot.descriptor for held in found[:MAX_DESCRIPTORS]]
 
-    def _started(self, trainer: Trainer, message: dict[str, Any]) -> Reply:
+    def _started(self, message: dict[str, Any]) -> Reply:
         step = number(message, "step", 0, MAX_STEP)
         loaded = message.get("loaded")
         held = self._shelf.get(loaded) if isinstance(loaded, str) else None
         sealed = held.sealed() if held is not None else None
-        attempt, rank = str(trainer.attempt), trainer.rank
-        self._ledger.add(attempt, Event.RESUME, step=step, slot=loaded or None, rank=rank)
         if held is not None and sealed is not None and sealed.step == step:
             # It counts as the new attempt's now: who was too late for the old one is not for this one.
             held.given_up, held.retry_at = -1, 0.0

@@ -16,7 +16,7 @@ from enum import Enum
 from typing import Any
 
 from flashckpt import _native
-from flashckpt.commit import attempts, lineage, retention, steps
+from flashckpt.commit import attempts, lineage, steps
 from flashckpt.errors import DamagedError, FlashckptError, KeeperError, SupersededError
 from flashckpt.events import log
 from flashckpt.format.checked_json import strict_loads
@@ -148,11 +148,6 @@ class Drain:
         if leaves:
             return _discarded(slot, outcome, word, torn(metadata, leaves))
         return replace(outcome, result=Result.SOUND)
-
-    def prune(self, attempt: AttemptName, keep: Keep) -> list[int]:
-        """Delete what is to be kept no longer, after a commit of `attempt`. Returns the steps that went.
-        Raises OSError or FlashckptError."""
-        return [each.step for each in retention.prune(self._store, attempt, keep)]
 
     def _persist_pinned(self, order: Order, sealed: Sealed, pinned: Word, outcome: Outcome) -> Outcome:
         metadata = _checked(order.slot, sealed)

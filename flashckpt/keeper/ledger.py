@@ -1,7 +1,7 @@
 """The run's ledger: RUN/events/<attempt>.jsonl, one JSON line an event.
 
-Owns those files and the thread that writes them. A ledger that cannot be written is counted and never
-harms anything: no caller waits for it, none is told.
+Owns those files, their size, and the thread that writes them. A ledger that cannot be written is counted
+and never harms anything: no caller waits for it, none is told.
 """
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ from flashckpt.store.base import Store
 
 FOLDER = "events"
 MAX_LINE_BYTES = 32 << 10
+# An attempt's ledger is three files of at most this size: how it began, and its newest lines in two that
+# take turns. Weeks of a step a second would otherwise fill the storage that checkpoints need.
+FILE_BYTES = 8 << 20
 _MOST_WAITING = 10_000
 
 
 class Ledger:
     """Lines wait in a bounded queue; what does not fit is dropped and counted."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, *, file_bytes: int = FILE_BYTES) -> None:
         self._store = store
+        self._file_bytes = file_bytes
         self._waiting: queue.Queue[tuple[str, bytes] | None] = queue.Queue(_MOST_WAITING)
         self.dropped = 0
         self._said = False
@@ -64,21 +68,43 @@ class Ledger:
                     log.warning("the ledger cannot be written (%s); nothing else is harmed", error)
 
     def _write(self, attempt: str, data: bytes) -> None:
-        path = f"{FOLDER}/{attempt}.jsonl"
         try:
-            descriptor = self._open(path)
+            self._append(attempt, data)
         except FileNotFoundError:
             if not self._store.exists(RUN):
                 # A run that was deleted is not begun again by its ledger.
                 return
             self._store.make_folder(FOLDER)
-            descriptor = self._open(path)
+            self._append(attempt, data)
+
+    def _append(self, attempt: str, data: bytes) -> None:
+        """To the first file while there is room in it, else to the recent one."""
+        first, previous, recent = file_names(attempt)
+        if self._append_to(first, data):
+            return
+        if not self._append_to(recent, data):
+            # Where two keepers turn at once, the second takes lines away that nobody has missed yet.
+            os.rename(self._path(recent), self._path(previous))
+            self._append_to(recent, data)
+
+    def _append_to(self, name: str, data: bytes) -> bool:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(self._path(name), flags, 0o644)
         try:
+            found = os.fstat(descriptor).st_size
+            if found and found + len(data) > self._file_bytes:
+                return False
             # One write of one line: two keepers that append at once do not mix their bytes.
             os.write(descriptor, data)
+            return True
         finally:
             os.close(descriptor)
 
-    def _open(self, path: str) -> int:
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        return os.open(self._store.local_path(path), flags, 0o644)
+    def _path(self, name: str) -> str:
+        return self._store.local_path(f"{FOLDER}/{name}")
+
+
+def file_names(attempt: str) -> tuple[str, str, str]:
+    """An attempt's files in the order of their lines: the first ones, then the newest in two files. Between
+    the first two, lines may be missing. By name they are in that order, too."""
+    return f"{attempt}.jsonl", f"{attempt}.previous.jsonl", f"{attempt}.recent.jsonl"

@@ -39,6 +39,7 @@ class Held:
     audited: int = -1
     tries: int = 0
     tried: int = -1
+    failed_at: float = 0.0
     retry_at: float = 0.0
     urgent: int = -1
 
@@ -171,10 +172,30 @@ class Shelf:
         return adopted
 
     def remove_dead_locks(self) -> None:
-        """Remove the lock files of processes that are gone."""
+        """Remove the lock files of trainers that are gone. Those of keepers go once what they left half
+        written has gone."""
         for name in self._folder.names():
-            if name.endswith(".lock") and name.startswith(("keeper-", "trainer-")) and not self._lives(name):
+            if name.startswith("trainer-") and name.endswith(".lock") and not self._lives(name):
                 self._folder.remove(name)
+
+    def other_keepers(self) -> dict[str, bool]:
+        """Nonces of the keepers that have a lock here, but for this one, and whether each still lives: one of
+        which that cannot be told does."""
+        found = {}
+        for name in self._folder.names():
+            if _is_keeper(name) and name.endswith(".lock") and name != self._life.name:
+                try:
+                    lives = is_alive(self._folder, name)
+                except KeeperError:
+                    lives = True
+                found[name.removeprefix("keeper-").removesuffix(".lock")] = lives
+        return found
+
+    def forget_keeper(self, nonce: str) -> None:
+        """Remove the lock of a keeper that is dead."""
+        lock = f"keeper-{nonce}.lock"
+        if not self._lives(lock):
+            self._folder.remove(lock)
 
     def adopt_memfd(self, descriptor: int) -> Held:
         """Take up a memfd that a trainer hands back to a new keeper. See `put`."""

@@ -16,15 +16,16 @@ from flashckpt.format.names import AttemptName
 from flashckpt.keeper.drain import Drain, Order, Outcome, Result, attempt_of
 from flashckpt.keeper.ledger import Ledger
 from flashckpt.keeper.protocol import Status
+from flashckpt.keeper.pruner import Pruner
 from flashckpt.keeper.shelf import Held, Shelf
 from flashckpt.keeper.tally import Tally
 from flashckpt.keeper.trainers import Trainer
 from flashckpt.keeper.worker import Worker
 from flashckpt.memory.page import State
 from flashckpt.memory.slot import Sealed
-from flashckpt.options import Keep
 
 _LONGEST_WAIT_S = 300.0
+_AWAITED_RETRY_S = 1.0
 # An audit may take this share of the time, so that idle means idle for the trainer too.
 _AUDIT_SHARE = 0.05
 _LEAST_AUDIT_PAUSE_S = 1.0
@@ -32,7 +33,10 @@ _LOOK_PAUSE_S = 0.2
 
 
 class Work:
-    def __init__(self, shelf: Shelf, tally: Tally, ledger: Ledger, drain: Drain, worker: Worker) -> None:
+    def __init__(
+        self, shelf: Shelf, tally: Tally, ledger: Ledger, drain: Drain, worker: Worker, pruner: Pruner
+    ) -> None:
+        self.pruner = pruner
         self._shelf = shelf
         self._tally = tally
         self._ledger = ledger
@@ -72,8 +76,11 @@ class Work:
         elif time.monotonic() >= self._audit_at:
             self._audit_newest()
 
-    def status(self, attempt: AttemptName | None) -> Status:
-        """What concerns an attempt. Slots know of commits of an earlier keeper, too."""
+    def status(self, attempt: AttemptName | None, awaited: bool = False) -> Status:
+        """What concerns an attempt. Slots know of commits of an earlier keeper, too. `awaited`: somebody
+        waits, so what failed is tried again soon, however often it has failed."""
+        for held in self._shelf.all() if awaited else ():
+            held.retry_at = min(held.retry_at, held.failed_at + _AWAITED_RETRY_S)
         committed = [
             sealed.step
             for held in self._shelf.all()
@@ -172,25 +179,10 @@ class Work:
                 )  # fmt: skip
             self._follow(held, outcome)
             if outcome.result is Result.COMMITTED and order.keep is not None:
-                self._prune(AttemptName.parse(outcome.attempt), order.keep)
+                # After the commit was told, and beside the next one: nobody waits for deletions.
+                self.pruner.committed(AttemptName.parse(outcome.attempt), order.keep, order.world)
 
         self.worker.submit(partial(self._drain.persist, order), done)
-
-    def _prune(self, attempt: AttemptName | None, keep: Keep) -> None:
-        """After the commit was told: nobody waits for deletions."""
-        if attempt is None:
-            return
-
-        def done(gone: list[int] | BaseException) -> None:
-            if isinstance(gone, BaseException):
-                log.debug("pruning failed", exc_info=gone)
-                self._tally.count("prune_failed")
-                self._ledger.add(str(attempt), Event.ERROR, what="prune", message=str(gone))
-            elif gone:
-                self._tally.count("pruned", len(gone))
-                self._ledger.add(str(attempt), Event.PRUNE, steps=gone)
-
-        self.worker.submit(partial(self._drain.prune, attempt, keep), done)
 
     def _audit_newest(self) -> None:
         self._audit_at = time.monotonic() + _LOOK_PAUSE_S
@@ -267,7 +259,8 @@ class Work:
     def _failed(self, held: Held, outcome: Outcome) -> None:
         held.tries = held.tries + 1 if held.tried == outcome.generation else 1
         held.tried = outcome.generation
-        held.retry_at = time.monotonic() + min(2.0 ** (held.tries - 1), _LONGEST_WAIT_S)
+        held.failed_at = time.monotonic()
+        held.retry_at = held.failed_at + min(2.0 ** (held.tries - 1), _LONGEST_WAIT_S)
         if outcome.result is Result.WAITING:
             return
         held.slot.set_failed(outcome.generation, outcome.errno or errno.EIO)

@@ -1,10 +1,10 @@
 """Where a run goes on from: the visible steps, newest first, at each the nearest tier first.
 
 Owns the order of candidates and what is said of those that cannot be used. Down the ladder goes only
-what is damaged or missing: nothing will bring that back. A state that does not fit, storage that fails,
-a newer format or a fault of this node's memory stops the resume: the step may be whole, and going on from
-an older one would leave it behind for good. A run whose steps cannot be used is never taken for a fresh
-one.
+what is damaged, missing or, again and again, not given by the disk while the run's records are: one lost
+sector must not keep a job down for the night. A state that does not fit, storage that fails otherwise, a
+newer format or a fault of this node's memory stops the resume: the step may be whole, and going on from an
+older one would leave it behind. A run whose steps cannot be used is never taken for a fresh one.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from flashckpt.events import log
 from flashckpt.format.records import AttemptName
 from flashckpt.restore import local_tier, memory_tier
 from flashckpt.restore.memory_tier import Held
+from flashckpt.restore.shard_reading import UnreadableShardError
 from flashckpt.restore.snapshot import Snapshot
 from flashckpt.store.base import Store
 
@@ -86,6 +87,10 @@ class Ladder:
             try:
                 snapshot, held = self._patiently(_named(candidate), partial(self._load, candidate))
                 self._check(snapshot, held)
+            except UnreadableShardError as error:
+                self._see_that_records_are_there(candidate)
+                self._leave_behind(candidate, error)
+                continue
             except (DamagedError, FileNotFoundError) as error:
                 self._refuse(candidate, error)
                 continue
@@ -130,7 +135,8 @@ class Ladder:
             raise
 
     def _patiently(self, what: str, read: Callable[[], _Found]) -> _Found:
-        """What `read` gives. A failure of storage is tried again; RunError when it does not end."""
+        """What `read` gives. A failure of storage is tried again; RunError when it does not end, unless it is
+        one shard's alone: UnreadableShardError."""
         for pause_s in _PAUSES_S:
             try:
                 return read()
@@ -141,7 +147,7 @@ class Ladder:
                 time.sleep(pause_s)
         try:
             return read()
-        except FileNotFoundError:
+        except (FileNotFoundError, UnreadableShardError):
             raise
         except OSError as error:
             raise RunError(
@@ -151,6 +157,25 @@ class Ladder:
                 f"`flashckpt branch {self._store.url} STEP`.",
                 path=self._store.url,
             ) from error
+
+    def _see_that_records_are_there(self, candidate: Candidate) -> None:
+        """RunError where the fault is not one file's but the storage's: then the resume waits for that."""
+        self._patiently("its attempts", partial(reading.check_records, self._store))
+        read = partial(read_step, self._store, candidate.step, candidate.attempt)
+        self._patiently(_named(candidate), read)
+
+    def _leave_behind(self, candidate: Candidate, error: Exception) -> None:
+        """Not marked: the fault may be this host's. Said with the way back: what goes on from an older step
+        is another branch, and this step is visible no more."""
+        reason = f"{_named(candidate)}: {error}, in {1 + len(_PAUSES_S)} tries"
+        self.refused.append(reason)
+        log.error(
+            "CANNOT READ %s. An older step is taken, if there is one, and the run goes on from there as "
+            "another branch. This step is not marked, nothing of it is deleted, and it is seen no more. If a "
+            "disk or a host was at fault and can be mended, get it back: end this run, then "
+            "`flashckpt branch %s %d@%s`.",
+            reason, self._store.url, candidate.step, candidate.attempt,
+        )  # fmt: skip
 
     def _refuse(self, candidate: Candidate, error: Exception) -> None:
         reason = f"{_named(candidate)}: {error}"

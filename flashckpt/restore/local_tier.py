@@ -35,9 +35,9 @@ _PATIENCE_S, _LOOK_S = 60.0, 0.05
 def load(record: StepRecord, rank: int, slot_for: SlotFor, threads: int) -> tuple[Snapshot, Held]:
     """Read one rank's files of a committed step into a slot, verified, sealed and pinned.
 
-    Raises DamagedError where a byte is not what was committed, OSError where it cannot be read,
-    OutOfRoomError where there is no memory for it, KeeperError where the memory to read it into fails:
-    that says nothing of the step.
+    Raises DamagedError where a byte is not what was committed, UnreadableShardError where the disk does not
+    give it, OSError where it cannot be read for another reason, OutOfRoomError where there is no memory for
+    it, KeeperError where the memory to read it into fails: that says nothing of the step.
     """
     mine = record.rank(rank)
     content = _Content.of(mine)

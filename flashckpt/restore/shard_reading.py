@@ -6,6 +6,7 @@ the time that a load from a fast disk takes. Owns the thread that reads; seals n
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from array import array
@@ -19,6 +20,15 @@ from flashckpt.restore.memory_tier import Held
 
 Read = tuple[bytes, list[int]]
 """The digest of each leaf as it was read, and the chunks whose checksum is not the committed one."""
+
+
+# What a file system answers for a sector, a block or a tree of a file that it cannot give any more. A server
+# that is away, a permission, a time-out are others: those say nothing of the file.
+_LOST_BYTES = frozenset({errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN, errno.EILSEQ})
+
+
+class UnreadableShardError(OSError):
+    """The bytes of one shard cannot be had, as its file system says: of the disk, or of this host."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +62,8 @@ class ShardReading:
     def into(self, held: Held) -> None:
         """The files, whole and verified, in the image of a slot.
 
-        Raises DamagedError where a byte is not what was committed, OSError where it cannot be read.
+        Raises DamagedError where a byte is not what was committed, UnreadableShardError where the disk does
+        not give it, OSError where it cannot be read for another reason.
         """
         found = self._begun_in(held)
         if found is None:
@@ -111,6 +122,10 @@ class ShardReading:
         except ValueError as error:
             # The native reader's word for a file of another length, which it had when the step was listed.
             raise self._damaged(file, f"{error}. Nothing of it was loaded.") from error
+        except OSError as error:
+            if error.errno in _LOST_BYTES:
+                raise UnreadableShardError(error.errno, error.strerror, file.path) from error
+            raise
         return digests, bad_chunks
 
     def _check(self, file: File, found: Read, held: Held) -> None:

@@ -163,7 +163,8 @@ def test_a_full_disk_is_told_at_wait_and_the_next_save_works(tmp_path: Path, sma
     """A real file system of a few MiB: training goes on, wait() raises, room is made, wait() is well."""
     run = small_disk / "run"
     model = nn.Linear(512, 512)
-    with flashckpt.attach(run, every=None, persist_every=None, model=model) as checkpointer:
+    options = flashckpt.Options(grace="1s")
+    with flashckpt.attach(run, every=None, persist_every=None, options=options, model=model) as checkpointer:
         filler = small_disk / "filler"
         checkpointer.step()
         filler.write_bytes(b"x" * (7 << 20))

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import random
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import flashckpt
+from flashckpt import _native
 from flashckpt._native import xxh3_128
 from flashckpt.commit import marks
 from flashckpt.commit.lineage import newest_first
@@ -27,6 +30,7 @@ from flashckpt.store.base import open_store
 from flashckpt.store.local import LocalStore
 from tests.checkpointer.test_bad_input import trained
 from tests.checkpointer.test_loop import Job
+from tests.keeper.driver import ledger
 
 pytestmark = pytest.mark.usefixtures("runtime")
 
@@ -91,7 +95,10 @@ def test_lost_records_are_no_fresh_start_and_branch_gets_the_run_back(run: Path,
     refused(run, flashckpt.UnusableRunError, f"4@{attempt}")
     with pytest.raises(flashckpt.UnusableRunError):
         flashckpt.load(run)
+    with pytest.raises(flashckpt.UnusableRunError, match=f"4@{attempt}"):
+        flashckpt.steps(run)
     flashckpt.branch(run, 4, attempt)
+    assert flashckpt.steps(run) == [2, 4]
     assert resumed_at(run) == 4
 
 
@@ -154,6 +161,88 @@ def test_storage_that_fails_once_costs_no_step(run: Path, monkeypatch: pytest.Mo
 def test_storage_that_goes_on_failing_stops_the_resume(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Failing(monkeypatch, times=10**6)
     refused(run, flashckpt.RunError, "flashckpt branch")
+    monkeypatch.undo()
+
+
+class FaultyShards:
+    """A disk that answers with this errno, so many times, for the shards of steps that `steps` names."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *, steps: str = "000000000004", times: int = 10**6,
+        number: int = errno.EIO, then: Callable[[], object] = lambda: None,
+    ) -> None:  # fmt: skip
+        self.left, read = times, _native.read_file
+
+        def read_file(path: str, *arguments: Any, **named: Any) -> Any:
+            if self.left and steps in path:
+                self.left -= 1
+                then()
+                raise OSError(number, os.strerror(number), path)
+            return read(path, *arguments, **named)
+
+        monkeypatch.setattr(_native, "read_file", read_file)
+        monkeypatch.setattr(ladder, "_PAUSES_S", (0.0, 0.0, 0.0))
+
+
+def test_a_shard_that_is_read_in_the_end_costs_no_step(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    faulty = FaultyShards(monkeypatch, times=3)
+    assert resumed_at(run) == 4
+    assert not faulty.left
+
+
+def test_a_shard_that_the_disk_does_not_give_leads_to_the_older_step_and_back(
+    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    attempt = str(newest(run).attempt)
+    with monkeypatch.context() as patch, caplog.at_level(logging.ERROR, "flashckpt"):
+        FaultyShards(patch)
+        job = Job()
+        with flashckpt.attach(run, every=None, **job.named) as checkpointer:
+            assert checkpointer.completed == 2
+            for _ in range(4):  # past the step that was left behind, and past what is kept
+                job.train(torch.ones(2, 4))
+                checkpointer.step()
+                checkpointer.save()
+                checkpointer.wait()
+    [said] = [each.getMessage() for each in caplog.records if "CANNOT READ" in each.getMessage()]
+    assert "Input/output error" in said
+    assert f"flashckpt branch {run} 4@{attempt}" in said
+    [line] = [line for line in ledger(run) if line["event"] == "resume"]
+    assert "step 4" in line["refused"][0]
+    assert not marked(run)
+    flashckpt.branch(run, 4, attempt)
+    assert flashckpt.steps(run) == [2, 4] or flashckpt.steps(run) == [4]
+    assert resumed_at(run) == 4
+
+
+def test_a_disk_that_gives_no_shard_at_all_is_no_fresh_start(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FaultyShards(monkeypatch, steps="shard-")
+    refused(run, flashckpt.UnusableRunError, "Input/output error")
+
+
+@pytest.mark.parametrize("number", [errno.ETIMEDOUT, errno.ESTALE, errno.EACCES])
+def test_storage_that_is_away_is_no_reason_for_an_older_step(
+    run: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    FaultyShards(monkeypatch, number=number)
+    refused(run, flashckpt.RunError, "flashckpt branch")
+
+
+def test_a_storage_that_goes_away_as_a_whole_stops_the_resume(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shard is what fails first, and with its last try everything else of the step."""
+    tries: list[int] = []
+
+    def then() -> None:
+        tries.append(1)
+        if len(tries) == 1 + len(ladder._PAUSES_S):
+            Failing(monkeypatch, times=10**6)
+
+    FaultyShards(monkeypatch, then=then)
+    refused(run, flashckpt.RunError, "Start again when the storage answers")
     monkeypatch.undo()
 
 

@@ -55,6 +55,24 @@ def test_ls_lists_the_visible_steps_newest_last(branched: MadeRun, shell: Shell)
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", rows[2]["committed_at"])
 
 
+@pytest.mark.parametrize("lost", ["000002.json", "000002-*/start.json"])
+def test_ls_tells_lost_records_and_lists_every_branch(branched: MadeRun, shell: Shell, lost: str) -> None:
+    """A resume is refused; the older branch, all that is left, is not shown as the run."""
+    [path] = (branched.folder / "attempts").glob(lost)
+    path.unlink()
+    ended = shell("ls", branched.folder, "--json")
+    assert ended.code == 1
+    assert [(row["step"], row["attempt"][:6]) for row in ended.json["steps"]][-1] == (30, "000002")
+    newest = ended.json["steps"][-1]["attempt"]
+    assert f"30@{newest}" in ended.json["problem"]
+    ended = shell("ls", branched.folder)
+    assert ended.code == 1
+    assert "lost records" in ended.err
+    assert ended.out.count("other") >= 1
+    assert shell("branch", branched.folder, f"30@{newest}").code == 0
+    assert shell("ls", branched.folder, "--json").json["problem"] is None
+
+
 def test_ls_all_shows_the_other_branch_too(branched: MadeRun, shell: Shell) -> None:
     rows = shell("ls", branched.folder, "--all", "--json").json["steps"]
     seen = [(row["step"], row["attempt"][:6], row["visible"]) for row in rows]

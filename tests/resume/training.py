@@ -71,7 +71,7 @@ class Trainer:
         lines = [
             line for file in sorted((self.run / "events").iterdir()) for line in file.read_text().splitlines()
         ]
-        return [event for event in map(json.loads, lines) if event["event"] == kind and "tier" in event]
+        return [event for event in map(json.loads, lines) if event["event"] == kind]
 
 
 def last_of_each(records: list[list[object]]) -> dict[object, object]:

@@ -1,0 +1,110 @@
+"""Deletions, beside persisting: what is kept no longer, and what dead keepers left half written.
+
+Owns when they are done, and what is known of who else may still write; which files go is commit's to say.
+A deletion may take as long as it likes: nothing waits for it but the next one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashckpt.commit import retention
+from flashckpt.commit.lineage import VisibleStep
+from flashckpt.events import Event, log
+from flashckpt.format.names import AttemptName
+from flashckpt.keeper.ledger import Ledger
+from flashckpt.keeper.shelf import Shelf
+from flashckpt.keeper.tally import Tally
+from flashckpt.keeper.worker import Worker
+from flashckpt.options import Keep
+from flashckpt.store.base import Store
+
+_LOOK_S = 1.0
+_MOST_SWEEPS = 3
+_MOST_NAMED = 20
+
+
+@dataclass(frozen=True)
+class _Wish:
+    attempt: AttemptName
+    keep: Keep
+    world: int
+
+
+class Pruner:
+    """One deletion at a time; of several commits meanwhile the newest decides."""
+
+    def __init__(self, store: Store, shelf: Shelf, tally: Tally, ledger: Ledger, worker: Worker) -> None:
+        self._store, self._shelf, self._tally, self._ledger = store, shelf, tally, ledger
+        self.worker = worker
+        self._wish: _Wish | None = None
+        self._looked_at = 0.0
+        self._seen_dead: set[str] = set()
+        self._dead: set[str] = set()
+        self._sweeps: dict[str, int] = {}
+
+    @property
+    def is_pending(self) -> bool:
+        return self.worker.busy or self._wish is not None or bool(self._seen_dead)
+
+    def committed(self, attempt: AttemptName | None, keep: Keep, world: int) -> None:
+        """A step of this attempt is committed: what `keep` lets go may go."""
+        if attempt is not None:
+            self._wish = _Wish(attempt, keep, world)
+
+    def next(self, now: float) -> None:
+        """Begin the next deletion, if none is under way and there is one."""
+        if self.worker.busy:
+            return
+        if now - self._looked_at >= _LOOK_S:
+            self._looked_at = now
+            dead = {nonce for nonce, lives in self._shelf.other_keepers().items() if not lives}
+            # Twice: the file of a keeper's lock is there a moment before the lock is.
+            self._dead, self._seen_dead = dead & self._seen_dead, dead
+        if self._dead:
+            self._sweep(self._dead)
+            self._dead = set()
+        elif self._wish is not None:
+            wish, self._wish = self._wish, None
+            self._prune(wish)
+
+    def _prune(self, wish: _Wish) -> None:
+        in_hand = self._in_hand() if wish.world == 1 and not self._shelf.other_keepers() else None
+
+        def done(gone: list[VisibleStep] | BaseException) -> None:
+            if isinstance(gone, BaseException):
+                log.debug("pruning failed", exc_info=gone)
+                self._tally.count("prune_failed")
+                self._ledger.add(str(wish.attempt), Event.ERROR, what="prune", message=str(gone))
+            elif gone:
+                self._tally.count("pruned", len(gone))
+                self._ledger.add(str(wish.attempt), Event.PRUNE, steps=[each.step for each in gone])
+
+        self.worker.submit(
+            lambda: retention.prune(self._store, wish.attempt, wish.keep, in_hand=in_hand), done
+        )
+
+    def _in_hand(self) -> set[int]:
+        """The steps that this keeper may still commit. With one rank, and no other keeper on the node of the
+        only trainer, nobody else commits steps of its attempt; and what it captures later is newer."""
+        sealed = (held.sealed() for held in self._shelf.all())
+        steps = {each.step for each in sealed if each is not None}
+        persisting = self._tally.persisting
+        return steps if persisting is None else steps | {persisting}
+
+    def _sweep(self, dead: set[str]) -> None:
+        def done(gone: list[str] | BaseException) -> None:
+            for nonce in dead:
+                self._sweeps[nonce] = self._sweeps.get(nonce, 0) + 1
+                if not isinstance(gone, BaseException) or self._sweeps[nonce] >= _MOST_SWEEPS:
+                    # Storage that fails must not keep a keeper for ever: then it goes with its step.
+                    self._shelf.forget_keeper(nonce)
+                    self._seen_dead.discard(nonce)
+                    self._sweeps.pop(nonce)
+            if isinstance(gone, BaseException):
+                log.warning("what dead keepers left could not be removed: %s", gone)
+            elif gone:
+                log.info("removed what dead keepers left half written: %s", ", ".join(gone[:_MOST_NAMED]))
+                self._ledger.add(None, Event.PRUNE, unfinished=gone[:_MOST_NAMED], count=len(gone))
+
+        self.worker.submit(lambda: retention.sweep_unfinished(self._store, dead), done)

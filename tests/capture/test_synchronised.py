@@ -1,0 +1,119 @@
+"""A leaf that was torn on the device: synchronised from then on, exact or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from flashckpt import _native
+from flashckpt.capture.device.simulated import SimulatedMark, SimulatedStream
+from flashckpt.capture.transfer import Transfer
+from flashckpt.memory.slots import SlotRing
+
+from .accelerated import LARGE, Accelerated
+
+NO_ROOM = 0
+Maker = Callable[..., Accelerated]
+
+
+@pytest.fixture
+def make(ring: SlotRing, sealer: _native.Sealer) -> Iterator[Maker]:
+    made: list[Accelerated] = []
+
+    def maker(**options: object) -> Accelerated:
+        made.append(Accelerated(ring, sealer, **options))
+        return made[-1]
+
+    yield maker
+    for each in made:
+        each.close()
+
+
+def warm(loop: Accelerated, boundaries: int = 3) -> Accelerated:
+    for _ in range(boundaries):
+        loop.iterate()
+        assert loop.result() == "exact"
+    return loop
+
+
+@pytest.fixture
+def host_waits(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
+    """What happens once the host waits for a mark: a side stream that the test holds must go on then."""
+    happenings: list[Callable[[], object]] = []
+    wait = SimulatedMark.wait
+
+    def waits(mark: SimulatedMark) -> None:
+        while happenings:
+            happenings.pop(0)()
+        wait(mark)
+
+    monkeypatch.setattr(SimulatedMark, "wait", waits)
+    return happenings
+
+
+def torn_on_wait(loop: Accelerated, rogue: SimulatedStream) -> torch.Tensor:
+    """A teacher that goes by the way `wait` from the start, torn once by a stream that nobody named."""
+    loop.device.others = (rogue,)
+    teacher = loop.add("teacher", torch.randn(LARGE))
+    warm(loop)
+    assert loop.ways()["more.teacher"] == "wait"
+    loop.train()
+    loop.device.compute.drain()
+    loop.device.side.hold()
+    assert loop.boundary().captured
+    loop.device.compute.settle()
+    loop.kernel(lambda: teacher.add_(1), rogue)
+    rogue.drain()
+    assert loop.result() == "torn"
+    assert loop.audit() == ["more.teacher"]
+    loop.train()
+    loop.device.compute.drain()
+    return teacher
+
+
+def test_a_leaf_torn_on_the_way_wait_is_waited_for_by_the_host(
+    make: Maker, host_waits: list[Callable[[], object]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """No event holds an unknown stream back; a host that waits enqueues nothing on it."""
+    rogue, loop = SimulatedStream("rogue"), make(room=NO_ROOM)
+    teacher = torn_on_wait(loop, rogue)
+    for _ in range(2):
+        loop.device.side.hold()
+        host_waits.append(loop.device.side.release)
+        assert loop.boundary().captured
+        loop.kernel(lambda: teacher.add_(1), rogue)
+        rogue.drain()
+        assert loop.result() == "exact"
+        loop.train()
+        loop.device.compute.drain()
+    assert [r.getMessage().split()[0] for r in caplog.records] == ["more.teacher"]
+    rogue.close()
+
+
+def test_a_synchronised_leaf_that_is_written_meanwhile_is_refused_by_its_second_digest(
+    make: Maker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another thread, just after the copy: bytes and digest agree, and may both have been taken in the middle
+    of what it writes."""
+    rogue, loop = SimulatedStream("rogue"), make(room=NO_ROOM)
+    teacher = torn_on_wait(loop, rogue)
+    again = Transfer._digest_direct_again
+
+    def written(transfer: Transfer) -> None:
+        teacher.add_(1)
+        again(transfer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Transfer, "_digest_direct_again", written)
+        for _ in range(2):
+            assert loop.boundary().captured
+            assert loop.result() == "none"
+            loop.train()
+            loop.device.compute.drain()
+    assert len(caplog.records) == 1, "said once, counted always"
+    assert loop.capture.report()["snapshots_lost"] == 3
+    loop.boundary()
+    assert loop.result() == "exact"
+    rogue.close()

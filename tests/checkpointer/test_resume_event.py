@@ -1,0 +1,38 @@
+"""What the ledger says of a resume: one line, with its tier; none of a run that begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import flashckpt
+from flashckpt.events import Event
+from tests.checkpointer.test_bad_input import trained
+from tests.checkpointer.test_loop import Job
+from tests.keeper.driver import ledger
+from tests.waiting import until
+
+
+def resumes(run: Path) -> list[dict[str, Any]]:
+    return [line for line in ledger(run) if line["event"] == "resume"]
+
+
+def test_one_line_a_resume_and_none_for_a_new_keeper(
+    tmp_path: Path, runtime: Path, kill_keepers: Callable[..., None]
+) -> None:
+    run = tmp_path / "run"
+    trained(run, [2])
+    assert resumes(run) == []
+    kill_keepers(remove_regions=True)
+    with flashckpt.attach(run, every=None, **Job().named) as checkpointer:
+        attendant = checkpointer._attendant
+        kill_keepers()
+        until(lambda: attendant.report()["keeper_restarts"] >= 1, "another keeper, which is told all again")
+        # Lines are written in order: once this one is there, all before it are.
+        attendant.event(Event.SKIP, step=99)
+        until(lambda: any(line.get("step") == 99 for line in ledger(run)), "the ledger")
+        [line] = resumes(run)
+        assert (line["step"], line["tier"], line["rank"]) == (2, "local", 0)
+        assert line["from_attempt"].startswith("000001-")
+        assert line["seconds"] >= 0

@@ -1,0 +1,164 @@
+"""wait(): as long as a failure may pass, and no longer."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import flashckpt
+from flashckpt.checkpointer.awaited import Awaited
+from flashckpt.keeper.protocol import Failure, Status, Torn
+from tests.keeper.driver import ledger
+from tests.keeper.faulty import faulty_keeper
+from tests.waiting import until
+
+
+@pytest.fixture
+def faults(tmp_path: Path, runtime: Path) -> Iterator[Path]:
+    """A keeper of tmp_path / "run" whose storage fails as files in this folder say."""
+    folder = tmp_path / "faults"
+    with faulty_keeper(tmp_path / "run", runtime, folder):
+        yield folder
+
+
+def attached(run: Path, grace: str = "60s") -> flashckpt.Checkpointer:
+    options = flashckpt.Options(grace=grace)
+    model = nn.Linear(64, 64)
+    return flashckpt.attach(run, every=None, persist_every=None, options=options, model=model)
+
+
+def waited(checkpointer: flashckpt.Checkpointer) -> BaseException | None:
+    """What wait() raised. It must come back, whatever happens."""
+    raised: list[BaseException | None] = []
+
+    def wait() -> None:
+        try:
+            checkpointer.wait()
+        except BaseException as error:
+            raised.append(error)
+        else:
+            raised.append(None)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    thread.join(120)
+    assert raised, "wait() does not come back"
+    return raised[0]
+
+
+def test_a_failure_that_passes_is_waited_for(tmp_path: Path, faults: Path) -> None:
+    (faults / "write").write_text(f"1 {errno.EIO}")
+    with attached(tmp_path / "run") as checkpointer:
+        checkpointer.save()
+        assert waited(checkpointer) is None
+        assert flashckpt.steps(tmp_path / "run") == [checkpointer.completed]
+    errors = [line["errno"] for line in ledger(tmp_path / "run") if line["event"] == "error"]
+    assert errors == [errno.EIO]
+    assert (faults / "write").read_text().startswith("0 ")
+
+
+def test_who_waits_need_not_sit_out_the_pauses_of_many_failures(tmp_path: Path, faults: Path) -> None:
+    (faults / "write").write_text(f"2 {errno.EIO}")
+    (faults / "write.long").touch()
+    with attached(tmp_path / "run") as checkpointer:
+        checkpointer.save()
+        attendant = checkpointer._attendant
+        until(lambda: attendant.status.failures, "the first failure")
+        assert waited(checkpointer) is None
+        assert attendant.status.counts["failed"] == 2
+
+
+def test_a_failure_that_does_not_pass_is_raised(tmp_path: Path, faults: Path) -> None:
+    """Though the keeper writes some bytes at each try: those are no progress."""
+    (faults / "write").write_text(f"1000000 {errno.EIO}")
+    checkpointer = attached(tmp_path / "run", grace="2s")
+    checkpointer.save()
+    error = waited(checkpointer)
+    assert isinstance(error, flashckpt.PersistError)
+    assert "Input/output error" in str(error)
+    assert checkpointer._attendant.status.counts["failed"] > 1, "the first failure is not the last word"
+    (faults / "write").unlink()
+    checkpointer.close()
+    assert flashckpt.steps(tmp_path / "run") == [checkpointer.completed]
+
+
+def test_room_that_is_made_while_one_waits(tmp_path: Path, small_disk: Path, runtime: Path) -> None:
+    run = small_disk / "run"
+    options = flashckpt.Options(grace="60s")
+    with flashckpt.attach(run, every=None, options=options, model=nn.Linear(512, 512)) as checkpointer:
+        filler = small_disk / "filler"
+        checkpointer.step()
+        filler.write_bytes(b"x" * (7 << 20))
+
+        def make_room() -> None:
+            until(lambda: checkpointer._attendant.status.failures, "the failure")
+            filler.unlink()
+
+        helper = threading.Thread(target=make_room)
+        helper.start()
+        checkpointer.save()
+        assert waited(checkpointer) is None
+        helper.join()
+    assert flashckpt.verify(run).ok
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+FAILED = Status(failures=(Failure(5, 9, "no space", errno.ENOSPC),), waiting=(5,))
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def awaited(clock: Clock, before: Status | None = None) -> Awaited:
+    return Awaited(5, 9, 10.0, before or Status(), clock)
+
+
+def test_failing_for_longer_than_the_patience_ends_a_wait(clock: Clock) -> None:
+    wait = awaited(clock)
+    assert wait.refusal(FAILED, 5) is None
+    clock.now = 9.0
+    assert wait.refusal(FAILED, 50) is None
+    clock.now = 11.0
+    assert wait.refusal(FAILED, 60) == "no space"
+
+
+def test_a_try_under_way_may_be_the_one_that_works(clock: Clock) -> None:
+    wait = awaited(clock)
+    wait.refusal(FAILED, 5)
+    clock.now = 1e6
+    trying = Status(failures=FAILED.failures, waiting=(5,), persisting=5)
+    assert wait.refusal(trying, 60) is None
+    assert wait.refusal(FAILED, 61) == "no space"
+
+
+def test_what_the_keeper_has_given_up_is_not_waited_for(clock: Clock) -> None:
+    wait, given_up = awaited(clock), Status(failures=FAILED.failures)
+    assert wait.refusal(given_up, 0) is None, "that answer may be older than the wish"
+    assert wait.refusal(given_up, 2) == "no space"
+
+
+def test_another_snapshots_failure_is_not_this_ones(clock: Clock) -> None:
+    wait = awaited(clock)
+    other = Status(failures=(Failure(4, 9, "x", 5), Failure(5, 8, "x", 5)), waiting=(4,))
+    wait.refusal(other, 5)
+    clock.now = 1e6
+    assert wait.refusal(other, 60) is None
+
+
+def test_a_torn_snapshot_is_not_waited_for(clock: Clock) -> None:
+    torn = Status(torn=(Torn(5, 9, "slot", ("model.a",)),))
+    assert "model.a" in (awaited(clock).refusal(torn, 1) or "")
+    assert awaited(clock, before=torn).refusal(torn, 1) is None

@@ -1,0 +1,125 @@
+"""Tombstones that nobody needs to find any more, and the files of writers that are certainly dead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flashckpt.commit.reading import steps
+from flashckpt.commit.retention import prune, sweep_unfinished
+from flashckpt.commit.steps import Committed, is_committed, read_manifest
+from flashckpt.commit.steps import commit as commit_step
+from flashckpt.format.names import part_name, shard_name, step_attempt_folder
+from flashckpt.format.records import Tombstone
+from flashckpt.options import Keep
+from flashckpt.store.base import Entry
+from flashckpt.store.local import LocalStore
+from tests.commit.runs import attempt_at, commit, is_whole, new_run, part_of, publish
+
+DEAD, LIVING = "dead0001", "11ff0001"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return new_run(tmp_path / "run")
+
+
+def test_tombstones_of_steps_that_nobody_can_commit_go(store: LocalStore) -> None:
+    attempt = attempt_at(store)
+    for step in (100, 200, 300, 400):
+        commit(store, step, attempt)
+    gone = prune(store, attempt, Keep(last=2), in_hand={100, 400})
+    assert [each.step for each in gone] == [100, 200]
+    assert not store.exists(step_attempt_folder(200, attempt))
+    assert isinstance(read_manifest(store, 100, attempt), Tombstone)
+    # Who has 100 in hand and commits late finds it, and stops.
+    publish(store, 100, attempt)
+    assert commit_step(store, 100, attempt, 1) is Committed.BURIED
+    prune(store, attempt, Keep(last=2), in_hand={400})
+    assert not store.exists(step_attempt_folder(100, attempt))
+    assert steps(store) == [300, 400]
+    assert is_whole(store, 300, attempt)
+
+
+def test_tombstones_of_another_attempt_stay(store: LocalStore) -> None:
+    """Its keepers are another node's perhaps: of those nothing is known."""
+    first = attempt_at(store)
+    for step in (100, 200, 300):
+        commit(store, step, first)
+    prune(store, first, Keep(last=2))
+    second = attempt_at(store, first, 300)
+    commit(store, 400, second)
+    prune(store, second, Keep(last=3), in_hand=())
+    assert isinstance(read_manifest(store, 100, first), Tombstone)
+    assert steps(store) == [200, 300, 400]
+
+
+def test_the_empty_folder_of_a_step_in_hand_stays(store: LocalStore) -> None:
+    attempt = attempt_at(store)
+    for step in (100, 200, 300):
+        commit(store, step, attempt)
+    for step in (250, 260, 900):
+        store.make_folder(f"steps/{step:012d}")
+    prune(store, attempt, Keep(last=2), in_hand={250})
+    left = [int(entry.name) for entry in store.list("steps")]
+    assert left == [200, 250, 300, 900], "what is in hand, or newer than the newest, may be written to"
+
+
+class Counting(LocalStore):
+    """How often a prune looks at storage."""
+
+    looks = 0
+
+    def list(self, folder: str) -> list[Entry]:
+        self.looks += 1
+        return super().list(folder)
+
+    def read(self, path: str, max_bytes: int) -> bytes:
+        self.looks += 1
+        return super().read(path, max_bytes)
+
+
+def test_what_a_prune_costs_does_not_grow_with_the_commits_before_it(store: LocalStore) -> None:
+    attempt, costs = attempt_at(store), []
+    for step in range(1, 31):
+        commit(store, step, attempt)
+        counting = Counting(store.url)
+        prune(counting, attempt, Keep(last=3), in_hand={step, step - 1})
+        costs.append(counting.looks)
+    assert max(costs[10:]) == costs[9]
+    assert len(store.list("steps")) == 3
+
+
+def test_only_what_dead_writers_left_and_no_part_names_goes(store: LocalStore) -> None:
+    attempt = attempt_at(store)
+    publish(store, 100, attempt, nonce=f"{DEAD}0001")
+    assert commit_step(store, 100, attempt, 1)
+    part_of(store, 100, attempt, nonce=f"{DEAD}0002")
+    part_of(store, 200, attempt, nonce=f"{DEAD}0003")
+    part_of(store, 200, attempt, nonce=f"{LIVING}0001")
+    publish(store, 300, attempt, nonce=f"{DEAD}0004")
+    gone = sweep_unfinished(store, {DEAD})
+    assert gone == [
+        f"{step_attempt_folder(100, attempt)}/{shard_name(0, DEAD + '0002')}",
+        f"{step_attempt_folder(200, attempt)}/{shard_name(0, DEAD + '0003')}",
+    ]
+    assert is_whole(store, 100, attempt)
+    there = [entry.name for entry in store.list(step_attempt_folder(200, attempt))]
+    assert there == [shard_name(0, LIVING + "0001")]
+    assert commit_step(store, 300, attempt, 1), "a part that waits for its manifest keeps its shard"
+    assert sweep_unfinished(store, {DEAD}) == []
+    assert sweep_unfinished(store, set()) == []
+
+
+def test_a_step_whose_part_cannot_be_read_is_left_alone(store: LocalStore) -> None:
+    attempt = attempt_at(store)
+    publish(store, 100, attempt, nonce=f"{DEAD}0001")
+    path = Path(store.local_path(f"{step_attempt_folder(100, attempt)}/{part_name(0)}"))
+    data = bytearray(path.read_bytes())
+    data[20] ^= 1
+    path.write_bytes(data)
+    assert sweep_unfinished(store, {DEAD}) == []
+    path.write_bytes(bytes(data[:20]) + bytes([data[20] ^ 1]) + bytes(data[21:]))
+    assert commit_step(store, 100, attempt, 1)
+    assert is_committed(store, 100, attempt)

@@ -1,0 +1,83 @@
+"""A real keeper on storage that fails or hangs as a test orders, by files in a folder of its own.
+
+`write`: "COUNT ERRNO": so many writes of a shard fail, after some bytes. `write.long`: what failed is not
+tried again by itself for days, as after many failures. `write.pause`, `remove.pause`: as long as the file is
+there, a shard that was written, or the removal of a file, does not come to its end; `….paused` appears.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from flashckpt import _native
+from flashckpt.keeper.__main__ import run
+from flashckpt.keeper.work import Work
+from flashckpt.store.local import LocalStore
+from tests.keeper.driver import ROOT, eventually, runtime_of
+from tests.keeper.fake import keeper_pid
+
+_DAYS_S = 1e6
+
+
+@contextmanager
+def faulty_keeper(run: Path, runtime: Path, faults: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """The run's keeper, elected before any trainer comes; killed at the end."""
+    faults.mkdir(exist_ok=True)
+    folder = runtime_of(run, runtime)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.keeper.faulty", str(run), folder.path, str(faults)],
+        cwd=ROOT,
+        env={**os.environ, "FLASHCKPT_RUNTIME": str(runtime)},
+    )
+    try:
+        eventually(lambda: keeper_pid(folder) == process.pid)
+        yield process
+    finally:
+        process.kill()
+        process.wait(30)
+
+
+def _pause(faults: Path, name: str) -> None:
+    while (faults / f"{name}.pause").exists():
+        (faults / f"{name}.paused").touch()
+        time.sleep(0.005)
+
+
+def _harm(faults: Path) -> None:
+    write, remove, failed = _native.write_file, LocalStore.remove, Work._failed
+
+    def write_file(*arguments: Any, **named: Any) -> Any:
+        order = faults / "write"
+        left, number = map(int, order.read_text().split()) if order.exists() else (0, 0)
+        if left:
+            order.write_text(f"{left - 1} {number}")
+            _native.fetch_add(named["progress"], 4096)
+            raise OSError(number, os.strerror(number), arguments[0])
+        result = write(*arguments, **named)
+        _pause(faults, "write")
+        return result
+
+    def slow_remove(store: LocalStore, path: str) -> None:
+        _pause(faults, "remove")
+        remove(store, path)
+
+    def failed_for_long(work: Work, held: Any, outcome: Any) -> None:
+        failed(work, held, outcome)
+        if (faults / "write.long").exists():
+            held.retry_at = time.monotonic() + _DAYS_S
+
+    _native.write_file = write_file
+    LocalStore.remove = slow_remove  # type: ignore[method-assign]
+    Work._failed = failed_for_long  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    _harm(Path(sys.argv[3]))
+    run(sys.argv[1], sys.argv[2])

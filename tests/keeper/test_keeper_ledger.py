@@ -1,0 +1,77 @@
+"""The ledger's size: how an attempt began and its newest lines stay, and no run fills a disk with them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flashckpt.commit.run import open_run
+from flashckpt.keeper.ledger import FILE_BYTES, Ledger, file_names
+from flashckpt.store.base import Store, open_store
+from tests.keeper.driver import ledger
+
+ATTEMPT = "000001-0123abcd"
+SMALL = 4096
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    made = open_store(tmp_path / "run")
+    open_run(made, create=True)
+    return made
+
+
+def write(store: Store, steps: range, file_bytes: int = SMALL) -> None:
+    book = Ledger(store, file_bytes=file_bytes)
+    for step in steps:
+        book.add(ATTEMPT, "commit", step=step)
+    book.close()
+    assert book.dropped == 0
+
+
+def sizes(run: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_size for path in (run / "events").iterdir()}
+
+
+def test_the_oldest_and_the_newest_lines_stay_within_the_bound(store: Store, tmp_path: Path) -> None:
+    most = []
+    for start in range(0, 3000, 500):
+        write(store, range(start, start + 500))
+        most.append(sum(sizes(tmp_path / "run").values()))
+    assert max(most) <= 3 * SMALL
+    steps = [line["step"] for line in ledger(tmp_path / "run")]
+    assert steps == sorted(steps), "in the order of file names"
+    gap = next(i for i, step in enumerate(steps) if step != i)
+    assert gap * 40 > SMALL // 2, "how the attempt began"
+    newest = steps[gap:]
+    assert newest == list(range(newest[0], 3000)), "the newest, without a hole"
+    assert len(newest) >= gap, "a file's worth of them at least"
+
+
+def test_a_ledger_below_the_bound_is_one_file(store: Store, tmp_path: Path) -> None:
+    write(store, range(50), file_bytes=FILE_BYTES)
+    assert list(sizes(tmp_path / "run")) == [file_names(ATTEMPT)[0]]
+    assert [line["step"] for line in ledger(tmp_path / "run")] == list(range(50))
+
+
+def test_every_line_is_whole_and_a_long_one_fits_anywhere(store: Store, tmp_path: Path) -> None:
+    book = Ledger(store, file_bytes=256)
+    for step in range(20):
+        book.add(ATTEMPT, "torn", step=step, leaves=["x" * 300])
+    book.close()
+    names = file_names(ATTEMPT)
+    lines = [(tmp_path / "run/events" / name).read_text().splitlines() for name in names]
+    assert [len(each) for each in lines] == [1, 1, 1]
+    assert [json.loads(each[0])["step"] for each in lines] == [0, 18, 19]
+
+
+def test_attempts_do_not_share_files(store: Store, tmp_path: Path) -> None:
+    book = Ledger(store, file_bytes=SMALL)
+    for step in range(300):
+        book.add(ATTEMPT, "commit", step=step)
+        book.add(None, "adopt", step=step)
+    book.close()
+    assert len(sizes(tmp_path / "run")) == 6
+    assert set(file_names("keeper")) < set(sizes(tmp_path / "run"))
