@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from flashckpt import crashpoints
 from flashckpt.commit.attempts import AttemptInfo, attempts, newest_claimed
 from flashckpt.commit.lineage import Bound, VisibleStep, bounds, everything, in_lineage
 from flashckpt.commit.marks import is_marked
@@ -54,6 +55,7 @@ def prune(store: Store, attempt: AttemptName, keep: Keep) -> list[VisibleStep]:
     lineage = _look(store, known)
     if not any(each.attempt == attempt for each in lineage.committed):
         return []
+    crashpoints.point("prune.begun")
     kept = _kept(store, lineage.committed, keep)
     floor = _floor(lineage.committed, keep)
     gone: list[VisibleStep] = []
@@ -95,12 +97,14 @@ def bury(store: Store, step: int, attempt: AttemptName) -> bool:
             store.replace(path, stone)
         elif found is None and not store.create(path, stone):
             return False
+    crashpoints.point("prune.buried")
     folder = step_attempt_folder(step, attempt)
     for entry in store.list(folder):
         if entry.is_folder:
             store.remove_tree(f"{folder}/{entry.name}")
         elif entry.name != MANIFEST:
             store.remove(f"{folder}/{entry.name}")
+            crashpoints.point("prune.removed")
     return True
 
 
@@ -124,6 +128,7 @@ def sweep_debris(store: Store, attempt: AttemptName) -> list[AttemptName]:
             _remove_constants(store, name)
             continue
         store.remove_tree(attempt_folder(name))
+        crashpoints.point("prune.swept")
         if name in claimed:
             # Last: as long as it stands, what a crash left of the attempt is found again.
             store.remove(claim_path(name.number))

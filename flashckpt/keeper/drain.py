@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-from flashckpt import _native
+from flashckpt import _native, crashpoints
 from flashckpt.commit import attempts, lineage, retention, steps
 from flashckpt.errors import DamagedError, FlashckptError, KeeperError, SupersededError
 from flashckpt.events import log
@@ -110,6 +110,7 @@ class Drain:
         pinned = slot.pin(order.owner, sealed.word)
         if pinned is None:
             return outcome
+        crashpoints.point("audit.pinned")
         try:
             outcome = self._persist_pinned(order, sealed, pinned, outcome)
         except _Torn as torn:
@@ -121,6 +122,7 @@ class Drain:
         if outcome.result is Result.COMMITTED and slot.holds(pinned):
             # Before the pin goes: a trainer that sees the slot sealed must see that it is done with.
             slot.set_persisted(order.generation)
+            crashpoints.point("commit.marked")
         if not slot.unpin(pinned):
             outcome = replace(outcome, result=Result.FAILED, message=_PIN_LOST)
         return replace(outcome, seconds=time.monotonic() - began)
@@ -137,6 +139,7 @@ class Drain:
                 return outcome
             outcome = replace(outcome, step=sealed.step, attempt=str(attempt_of(sealed)))
             metadata = slot.metadata(sealed)
+            crashpoints.point("audit.begun")
             leaves = differing(slot, metadata)
         except DamagedError as error:
             return _discarded(slot, outcome, word, _Torn(str(error)))
@@ -227,6 +230,7 @@ class Drain:
         self._files += 1
         name = steps.shard_name(slot.rank, f"{self._nonce}{self._files:04x}")
         path = self._store.local_path(f"{folder}/{name}")
+        crashpoints.point("write.begun")
         digests, checksums, direct = _native.write_file(
             path,
             slot.descriptor,
@@ -238,6 +242,7 @@ class Drain:
             threads=self._threads,
             progress=_native.address_of(self._progress),
         )
+        crashpoints.point("write.written")
         published = False
         try:
             leaves = unlike(metadata, array("Q", digests))

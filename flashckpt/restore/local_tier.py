@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from flashckpt import _native
+from flashckpt import _native, crashpoints
 from flashckpt.commit.steps import StepRecord
 from flashckpt.errors import DamagedError, KeeperError
 from flashckpt.format.layout import Layout
@@ -42,11 +42,13 @@ def load(
         generation = _begin(held)
     try:
         _read(record, mine, layout, held, threads)
+        crashpoints.point("resume.read")
         with _slot_faults(held):
             _seal(record, mine, layout, held, generation, plan, values)
     except BaseException:
         held.slot.abandon(held.owner, generation)
         raise
+    crashpoints.point("resume.sealed")
     with _slot_faults(held):
         held.sealed = held.slot.sealed()
         held.pinned = held.slot.pin(held.owner, held.slot.state())
