@@ -205,10 +205,14 @@ def _attempts_of_steps(
 
 
 def _ancestors(known: Sequence[AttemptInfo], names: set[AttemptName]) -> set[AttemptName]:
-    """The attempts through which a lineage of one of `names` leads."""
+    """The attempts through which a lineage of one of `names` leads to steps of one of them."""
     needed: set[AttemptName] = set()
     for name in names:
-        needed |= {bound.attempt for bound in bounds(known, at=name)}
+        chain = [bound.attempt for bound in bounds(known, at=name)]
+        # Past the oldest that has steps nothing can be seen: a run restarted for ever must not pile up.
+        while chain and chain[-1] not in names:
+            chain.pop()
+        needed.update(chain)
     return needed
 
 

@@ -209,6 +209,8 @@ class Keeper:
         self.ledger.close()
         self._server.close()
         self._departure.remove_names()
+        # Also of trainers that died before they had said who they are: nobody else comes after us.
+        self.shelf.remove_dead_locks()
         crashpoints.point("leave.closed")
         self._life.release(self.folder)
         self._election.release(self.folder)

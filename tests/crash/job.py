@@ -28,6 +28,7 @@ from tests.crash import tiny
 from tests.crash.tiny import RESUMED, STEP, Record
 from tests.crash.zygote import Zygote
 from tests.processes import end, keepers_of
+from tests.waiting import until
 
 LIMIT_S = 120.0
 # Slots of a rank, and one that a resume may have read into beside them.
@@ -47,6 +48,7 @@ class Job:
         # What the next life must go on from at least, and at most.
         self._floor = self._ceiling = 0
         self._expected_life = 1
+        self._keeper_struck = 0
         self._done, self._steady = 0, False
 
     # ---- lives
@@ -97,13 +99,43 @@ class Job:
         self._pid = self._pidfd = -1
         return status
 
+    def lives_on(self) -> bool:
+        return self._pid > 0 and not self.ended()
+
+    def kill_trainer_if_alive(self) -> None:
+        if self._pid > 0:
+            self.kill_trainer()
+
+    def stands_at(self, step: int) -> bool:
+        """Whether all bodies up to a step's are done: a trainer that is held in it stands there."""
+        return any(each.kind == STEP and each.step >= step for each in tiny.records(str(self.log)))
+
     def kill_trainer(self) -> None:
         signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         assert self.ended(LIMIT_S)
         self.status()
 
-    def kill_keepers(self) -> None:
-        end(self.keepers())
+    def stopped(self) -> int | None:
+        """The pid of a process of this run that has stopped itself, None where none has."""
+        for pid in [self._pid, *self.keepers()]:
+            with contextlib.suppress(OSError, IndexError):
+                if pid > 0 and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
+                    return pid
+        return None
+
+    def let_go_on(self) -> None:
+        """Whoever has stopped itself goes on: a keeper that a trainer starts anew is armed as well."""
+        pid = self.stopped()
+        if pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+    def kill_keepers(self) -> bool:
+        """Whether there was one."""
+        found = self.keepers()
+        end(found)
+        self._keeper_struck = self.lives if found else self._keeper_struck
+        return bool(found)
 
     def forget_memory(self) -> None:
         """What lay in memory is gone, as after the loss of a node. Nobody may live."""
@@ -118,11 +150,11 @@ class Job:
 
     def await_(self, condition: Callable[[], object], limit_s: float = LIMIT_S) -> bool:
         """Look until it is so (True) or the trainer has ended (False). The moment counts: no long sleeps."""
-        until = time.monotonic() + limit_s
+        end_s = time.monotonic() + limit_s
         while not condition():
             if self.ended(0.0001):
                 return False
-            assert time.monotonic() < until, f"nothing happened for {limit_s:.0f} s: {self.said}"
+            assert time.monotonic() < end_s, f"nothing happened for {limit_s:.0f} s: {self.said}"
         return True
 
     # ---- what must hold
@@ -157,9 +189,9 @@ class Job:
 
     def settle(self) -> None:
         """Wait until the keeper has committed what the dead trainer had sealed."""
-        until = time.monotonic() + LIMIT_S
+        limit_s = time.monotonic() + LIMIT_S
         while self.keepers() and max(self.visible(), default=0) < self._floor:
-            assert time.monotonic() < until, f"step {self._floor} was sealed and is not committed"
+            assert time.monotonic() < limit_s, f"step {self._floor} was sealed and is not committed"
             time.sleep(0.001)
 
     def visible(self) -> list[int]:
@@ -218,27 +250,33 @@ class Job:
     # ---- the end
 
     def finish(self) -> list[str]:
-        """Train to the end, wait until the keeper has left, and look at what remains."""
+        """Train to the end, wait until the keeper has left, and look at what remains. After the end of a
+        life whose keeper was killed nobody may be there to clear up: the next life's keeper does."""
         if self._pid < 0:
             self.start()
-        assert self.ended(LIMIT_S), self.said
+        until(self._has_ended, "the end of the last life", LIMIT_S)
         status = self.status()
         if status:
             return [f"the last life ended with status {status}: {self.said[-2000:]}"]
+        if self._keeper_struck == self.lives:
+            return self.faults() + self.finish()
         found = self.faults()
         last = len(self.reference) - 1
         if self.visible()[-1:] != [last]:
             found.append(f"the run ends at {self.visible()}, not at {last}")
         return found + self._left_behind()
 
+    def _has_ended(self) -> bool:
+        self.let_go_on()
+        return not self.lives_on()
+
     def _left_behind(self) -> list[str]:
-        until = time.monotonic() + LIMIT_S
-        while self.keepers() or any(self.runtime.glob("*/*/*")):
-            if time.monotonic() > until:
-                left = [str(path.name) for path in self.runtime.glob("*/*/*")]
-                return [f"keepers {self.keepers()} and {left} stay after the end"]
+        limit_s = time.monotonic() + LIMIT_S
+        while self.keepers() and time.monotonic() < limit_s:
+            self.let_go_on()
             time.sleep(0.005)
-        return []
+        left = [path.name for path in self.runtime.glob("*/*/*")]
+        return [f"keepers {self.keepers()} and {left} stay after the end"] if self.keepers() or left else []
 
     def sizes(self) -> dict[str, int]:
         """What must not grow: files of the run but for its ledger, names in memory, descriptors."""

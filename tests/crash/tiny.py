@@ -6,6 +6,7 @@ record and a watcher can count boundaries by the file's length.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import random
@@ -19,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import flashckpt
-from tests.waiting import until_slots
+from tests.waiting import until, until_slots
 
 KEPT = 2
 PERSIST_EVERY = 3
@@ -104,8 +105,11 @@ def reference(steps: int) -> list[int]:
     return digests[: steps + 1]
 
 
-def train(run: str, log: str, *, steps: int, wait_slots: bool = True, **options: Any) -> None:
-    """Train to `steps`. wait_slots: stand still in the first iteration until snapshots can be taken."""
+def train(
+    run: str, log: str, *, steps: int, wait_slots: bool = True, hold: tuple[int, str] | None = None
+) -> None:
+    """Train to `steps`. wait_slots: stand still in the first iteration until snapshots can be taken. hold:
+    stand still in the iteration of a step until a file is there."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     model, optimizer, loader = made()
     batches = flashckpt.loop(
@@ -117,7 +121,6 @@ def train(run: str, log: str, *, steps: int, wait_slots: bool = True, **options:
         keep=flashckpt.Keep(last=KEPT),
         model=model,
         optimizer=optimizer,
-        **options,
     )
     resumed = batches.checkpointer.resumed
     step, tier = (resumed.step, TIERS.index(resumed.tier)) if resumed else (0, 0)
@@ -127,6 +130,8 @@ def train(run: str, log: str, *, steps: int, wait_slots: bool = True, **options:
         body(model, optimizer, batch)
         if wait_slots:
             until_slots(checkpointer)
+        if hold is not None and batches.completed == hold[0]:
+            until(functools.partial(os.path.exists, hold[1]), "being let go")
         sealed = checkpointer._attendant.newest_sealed_step()
         skipped = int(checkpointer._capture.report()["snapshots_skipped"])
         row = (STEP, batches.completed + 1, -1 if sealed is None else sealed, skipped, _digest(model))

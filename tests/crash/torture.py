@@ -135,13 +135,12 @@ class Torture:
         """False where the run came to its end before the moment."""
         if job.trainer < 0:
             job.start(wait_slots=kill.wait_slots)
-        keepers = job.keepers()
         if not job.await_(self._moment(job, kill)) or job.ended(kill.micros / 1e6):
             status = job.status()
             if status:
                 self._look(job, kill, [f"a trainer ended with status {status}: {job.said[-2000:]}"])
             return False
-        died = self._strike(job, kill, keepers)
+        died = self._strike(job, kill)
         if died:
             self.tally.kills[kill.victim] += 1
             self.tally.moments[kill.after] += 1
@@ -165,22 +164,22 @@ class Torture:
         folder = job.run / "steps"
         return {path.name for path in folder.iterdir()} if folder.exists() else set()
 
-    def _strike(self, job: Job, kill: Kill, keepers: list[int]) -> bool:
+    @staticmethod
+    def _strike(job: Job, kill: Kill) -> bool:
         if kill.victim == "trainer":
             job.kill_trainer()
             return True
         if kill.victim == "keeper":
-            end(keepers)
-            return bool(keepers)
+            return job.kill_keepers()
         if kill.keeper_first:
-            end(keepers)
+            job.kill_keepers()
             job.ended(kill.gap_micros / 1e6)
             job.kill_trainer()
         else:
             job.kill_trainer()
             time.sleep(kill.gap_micros / 1e6)
-        while keepers := job.keepers():
-            end(keepers)
+        while job.kill_keepers():
+            pass
         return True
 
     def _between(self, job: Job, kill: Kill) -> None:
