@@ -106,7 +106,13 @@ def reference(steps: int) -> list[int]:
 
 
 def train(
-    run: str, log: str, *, steps: int, wait_slots: bool = True, hold: tuple[int, str] | None = None
+    run: str,
+    log: str,
+    *,
+    steps: int,
+    wait_slots: bool = True,
+    hold: tuple[int, str] | None = None,
+    persist_every: int = PERSIST_EVERY,
 ) -> None:
     """Train to `steps`. wait_slots: stand still in the first iteration until snapshots can be taken. hold:
     stand still in the iteration of a step until a file is there."""
@@ -117,7 +123,7 @@ def train(
         run,
         steps=steps,
         every=1,
-        persist_every=PERSIST_EVERY,
+        persist_every=persist_every,
         keep=flashckpt.Keep(last=KEPT),
         model=model,
         optimizer=optimizer,
