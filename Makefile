@@ -3,6 +3,8 @@
 #   make test            build, and run the tests            ARGS="-k resume -x" goes to pytest
 #   make demo            train, kill, go on, compare         ARGS="--steps 120" goes to the demo
 #   make bench           measure against the peers           ARGS="--gib 1" goes to the benchmark
+#   make torture         kill a training at random         ARGS="--kills 1000 --seed 1 --json out.json"
+#   make fuzz            read hostile bytes                ARGS="--minutes 60 --seed 1"
 #   make lint            ruff, mypy, import-linter, clang-format: look only
 #   make format          the same formatters, writing
 #   make build           a wheel in dist/
@@ -21,11 +23,11 @@ export PYTHON VENV TORCH
 RUN := $(VENV)/bin
 CPP = $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.h' | grep -v third_party)
 
-.PHONY: help test demo bench lint format build clean distclean
+.PHONY: help test demo bench torture fuzz lint format build clean distclean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n '3,14s/^# \{0,1\}//p' Makefile
+	@sed -n '3,16s/^# \{0,1\}//p' Makefile
 
 test:
 	@scripts/environment test,demo
@@ -38,6 +40,14 @@ demo:
 bench:
 	@scripts/environment test,demo
 	@$(RUN)/python -m benchmarks $(ARGS)
+
+torture:
+	@scripts/environment test,demo
+	@$(RUN)/python -m tests.crash.torture $(ARGS)
+
+fuzz:
+	@scripts/environment test,demo
+	@$(RUN)/python -m tests.hostile.fuzz $(ARGS)
 
 lint:
 	@scripts/environment dev

@@ -105,6 +105,11 @@ class Environment:
         )
 
 
+def crash_at() -> str:
+    """The point at which a test wants this process to die (see crashpoints.py); empty outside of tests."""
+    return os.environ.get("FLASHCKPT_CRASH_AT", "")
+
+
 def _number(name: str, default: int) -> int:
     text = os.environ.get(name, "")
     return int(text) if text.isdigit() else default

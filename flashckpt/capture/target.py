@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flashckpt import _native
+from flashckpt import _native, crashpoints
 from flashckpt.capture.plan import Addresses, Plan
 from flashckpt.errors import DamagedError
 from flashckpt.format.metadata import HEADER, Geometry, geometry, header
@@ -57,6 +57,7 @@ class Target:
         if generation is None:
             return False
         self.generation = generation
+        crashpoints.point("capture.begun")
         return True
 
     def abandon(self) -> None:
@@ -96,6 +97,7 @@ class Target:
     def seal(self, sealer: _native.Sealer, waits: Sequence[int], step: int, attempt: tuple[int, int]) -> None:
         """Hand the slot to the native thread: it seals once every wait is over and every digest is there."""
         assert self.plan is not None
+        crashpoints.point("capture.copied")
         plan, places = self.plan, self._places
         constants = plan.image.constants
         self.slot.write_record(
@@ -116,6 +118,7 @@ class Target:
                 constants_bytes=constants.num_bytes if constants is not None else 0,
             )
         )
+        crashpoints.point("seal.submitting")
         sealer.submit(
             waits=list(waits),
             word=self.slot.word_address,
@@ -127,6 +130,7 @@ class Target:
             table=self.table_address,
             table_count=len(plan),
         )
+        crashpoints.point("seal.submitted")
 
     def state(self, generation: int) -> State:
         """Of one snapshot: WRITING while the seal is to come, FREE if it was refused or discarded, SEALED

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from flashckpt import _native
+from flashckpt import _native, crashpoints
 from flashckpt.capture import Capture
 from flashckpt.capture.device import devices_of
 from flashckpt.capture.pace import Every
@@ -161,9 +161,11 @@ def _take_up(
     threads: int,
 ) -> Resumed:
     snapshot = loaded.snapshot
+    crashpoints.point("resume.verified")
     fill(tree, snapshot, threads)
     progress.restore(snapshot.section("progress"))
     rng.restore(snapshot.section("rng"))
+    crashpoints.point("resume.filled")
     # Only a snapshot that may be nowhere but in memory is named: one from disk is committed already.
     slot = loaded.held.slot.name if snapshot.tier == "memory" else None
     session.start(snapshot.attempt, snapshot.step, slot)

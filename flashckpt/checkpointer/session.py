@@ -10,6 +10,7 @@ import os
 import threading
 from dataclasses import dataclass
 
+from flashckpt import crashpoints
 from flashckpt.checkpointer.environment import describe_environment
 from flashckpt.commit import attempts
 from flashckpt.commit.holder import check, here
@@ -52,6 +53,7 @@ class Session:
     def start(self, parent: AttemptName | None, step: int, loaded: str | None) -> None:
         """Write where this attempt goes on from; from here on older attempts commit nothing."""
         attempts.start(self.store, self.attempt, parent, step, self.environment.world, loaded)
+        crashpoints.point("start.written")
         self.keeper.started(loaded=loaded, step=step)
 
     def close(self) -> None:
@@ -115,6 +117,7 @@ def _claimed(store: Store, identity: str, environment: Environment, keep: Keep, 
         attempt = attempts.claim(
             store, holder, lambda: check(store, holder, lambda _, name: is_alive(runtime, name))
         )
+        crashpoints.point("claim.taken")
         keeper = connect_or_start(store.url, runtime, life)
         keeper.hello(
             rank=environment.rank,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from flashckpt import crashpoints
 from flashckpt.commit.attempts import AttemptInfo, attempts, newest_claimed
 from flashckpt.commit.lineage import Bound, VisibleStep, bounds, everything, in_lineage
 from flashckpt.commit.marks import is_marked
@@ -63,6 +64,7 @@ def prune(
     lineage = _look(store, known)
     if not any(each.attempt == attempt for each in lineage.committed):
         return []
+    crashpoints.point("prune.begun")
     kept = _kept(store, lineage.committed, keep)
     floor = _floor(lineage.committed, keep)
     gone: list[VisibleStep] = []
@@ -108,12 +110,14 @@ def bury(store: Store, step: int, attempt: AttemptName) -> bool:
             store.replace(path, stone)
         elif found is None and not store.create(path, stone):
             return False
+    crashpoints.point("prune.buried")
     folder = step_attempt_folder(step, attempt)
     for entry in store.list(folder):
         if entry.is_folder:
             store.remove_tree(f"{folder}/{entry.name}")
         elif entry.name != MANIFEST:
             store.remove(f"{folder}/{entry.name}")
+            crashpoints.point("prune.removed")
     return True
 
 
@@ -162,6 +166,7 @@ def sweep_debris(store: Store, attempt: AttemptName, *, busy: Collection[int] = 
             _remove_constants(store, name)
             continue
         store.remove_tree(attempt_folder(name))
+        crashpoints.point("prune.swept")
         if name in claimed:
             # Last: as long as it stands, what a crash left of the attempt is found again.
             store.remove(claim_path(name.number))
@@ -252,10 +257,14 @@ def _attempts_of_steps(
 
 
 def _ancestors(known: Sequence[AttemptInfo], names: set[AttemptName]) -> set[AttemptName]:
-    """The attempts through which a lineage of one of `names` leads."""
+    """The attempts through which a lineage of one of `names` leads to steps of one of them."""
     needed: set[AttemptName] = set()
     for name in names:
-        needed |= {bound.attempt for bound in bounds(known, at=name)}
+        chain = [bound.attempt for bound in bounds(known, at=name)]
+        # Past the oldest that has steps nothing can be seen: a run restarted for ever must not pile up.
+        while chain and chain[-1] not in names:
+            chain.pop()
+        needed.update(chain)
     return needed
 
 

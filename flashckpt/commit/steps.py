@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 
+from flashckpt import crashpoints
 from flashckpt._native import xxh3_128
 from flashckpt.commit.attempts import started_after
 from flashckpt.errors import DamagedError, NoSuchStepError, SupersededError
@@ -109,7 +110,10 @@ def publish_part(store: Store, part: Part) -> bool:
         home = attempt_folder(part.attempt)
         _check_files(store, home, constants, part.step)
         store.sync_folder(home)
-    return store.create(f"{folder}/{part.file}", part.to_bytes())
+    crashpoints.point("part.checked")
+    created = store.create(f"{folder}/{part.file}", part.to_bytes())
+    crashpoints.point("part.linked")
+    return created
 
 
 def commit(store: Store, step: int, attempt: AttemptName, world: int) -> Committed:
@@ -138,7 +142,9 @@ def commit(store: Store, step: int, attempt: AttemptName, world: int) -> Committ
             step=step,
             path=folder,
         )
+    crashpoints.point("manifest.checked")
     if store.create(manifest_path(step, attempt), manifest.to_bytes()):
+        crashpoints.point("manifest.linked")
         return Committed.YES
     found = read_manifest(store, step, attempt)
     return Committed.WAITING if found is None else _judge(found)

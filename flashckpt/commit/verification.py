@@ -79,21 +79,29 @@ def verify(
 ) -> Report:
     """Read all committed visible steps again, or one, or with `all_steps` those of every branch too.
 
-    Damage is in the report, not raised. Raises NoSuchStepError for a step that is not there, RunError
-    for a folder that is no run, FormatError.
+    Damage is in the report, not raised, and a step that retention deletes meanwhile is not in it. Raises
+    NoSuchStepError for a step that is not there, RunError for a folder that is no run, FormatError.
     """
     open_run(store, create=False)
     known: dict[str, Row] = {}
     rows: list[Row] = []
     records = []
     for each in _chosen(store, step, attempt, all_steps):
-        record, found = _records(store, each)
+        try:
+            record, found = _records(store, each)
+        except NoSuchStepError:
+            if step is not None:
+                raise
+            continue
         rows += found
         records.append(record)
     reading = _Reading(_bytes_of(records), threads, progress)
     for record in records:
         if record is not None:
             rows += _shards(store, record, known, reading)
+    if step is None:
+        gone = {(row.step, row.attempt) for row in rows if row.status != "ok" and _is_gone(store, row)}
+        rows = [row for row in rows if (row.step, row.attempt) not in gone]
     order = sorted(range(len(rows)), key=lambda i: (-rows[i].step, rows[i].attempt, i))
     return Report(rows=tuple(rows[i] for i in order))
 
@@ -213,6 +221,16 @@ def _shards(store: Store, record: StepRecord, known: dict[str, Row], reading: _R
                     num_bytes=contents.shard.num_bytes,
                 )
                 yield known[file]
+
+
+def _is_gone(store: Store, row: Row) -> bool:
+    """Whether the step of a row has no manifest any more: a living job deletes steps while they are read."""
+    attempt = AttemptName.parse(row.attempt)
+    assert attempt is not None
+    try:
+        return not isinstance(read_manifest(store, row.step, attempt), Manifest)
+    except DamagedError:
+        return False
 
 
 def _bytes_of(records: Iterable[StepRecord | None]) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from flashckpt import crashpoints
 from flashckpt.commit import attempts, lineage
 from flashckpt.errors import FlashckptError
 from flashckpt.format.names import RUN, AttemptName
@@ -44,6 +45,7 @@ class Chores:
             for attempt in living:
                 attempts.beat(self._store, attempt, self._next_count(attempt))
             for attempt, how in ended:
+                crashpoints.point("end.marking")
                 attempts.mark_ended(self._store, attempt, how)
                 marked.append(attempt)
             claimed = attempts.newest_claimed(self._store)

@@ -37,6 +37,7 @@ _START_TIMEOUT_S = 60.0
 _PATIENCE_S = 30.0
 _START_AGAIN_S = 5.0
 _RETRY_S, _SOON_S = 0.05, 0.005
+_TRIES = 4
 
 
 @dataclass(frozen=True)
@@ -232,17 +233,21 @@ class KeeperClient:
 
     def _call_with_descriptors(self, message: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
         with self._lock:
-            try:
-                return self._asked(self._connected(), message)
-            except TimeoutError:
-                self._depose()
-            except (OSError, EOFError):
-                self._drop()
-            try:
-                return self._asked(self._connected(), message)
-            except (OSError, EOFError) as error:
-                self._drop()
-                raise _unreachable(self._runtime, f"it does not answer ({error})") from error
+            tries = 1
+            while True:
+                try:
+                    return self._asked(self._connected(), message)
+                except (OSError, EOFError) as error:
+                    self._drop()
+                    if tries >= _TRIES:
+                        raise _unreachable(self._runtime, f"it does not answer ({error})") from error
+                    if isinstance(error, TimeoutError):
+                        self._depose()
+                        tries = _TRIES
+                    else:
+                        # A keeper that is being killed takes connections until its listener is closed.
+                        time.sleep(_RETRY_S)
+                        tries += 1
 
     def _asked(
         self, peer: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()
@@ -284,7 +289,6 @@ class KeeperClient:
         """Tell a keeper that may be a new one all that the last one was told."""
         if "hello" not in self._said:
             return
-        self.restarts += 1
         try:
             self._asked(peer, self._said["hello"])
             if self._memfds:
@@ -295,6 +299,7 @@ class KeeperClient:
         except BaseException:
             self._drop()
             raise
+        self.restarts += 1
 
     def _reach(self) -> socket.socket | None:
         if not self._runtime.check_socket(SOCKET_NAME):

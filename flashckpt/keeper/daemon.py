@@ -11,6 +11,7 @@ import secrets
 import select
 import time
 
+from flashckpt import crashpoints
 from flashckpt.errors import KeeperError
 from flashckpt.events import Event, log
 from flashckpt.format.names import AttemptName
@@ -136,11 +137,14 @@ class Keeper:
         if adopted:
             names = [held.slot.name for held in adopted]
             self.ledger.add(None, Event.ADOPT, slots=names, kind="named", keeper=self.nonce)
+        crashpoints.point("adopt.taken")
         self.shelf.remove_dead_locks()
         self.shelf.reclaim()
+        crashpoints.point("adopt.reclaimed")
         for rank in {held.slot.rank for held in adopted}:
             if not self.roster.of_rank(rank):
                 self.work.rescue(rank)
+        crashpoints.point("adopt.done")
 
     def _sweep(self) -> None:
         dead = self.roster.bury()
@@ -158,6 +162,7 @@ class Keeper:
         self.ledger.add(attempt, event, rank=trainer.rank, pid=trainer.pid)
         if not trainer.closing:
             self.work.rescue(trainer.rank)
+            crashpoints.point("rescue.asked")
         if trainer.attempt and not any(each.attempt == trainer.attempt for each in self.roster.all()):
             self._ended[trainer.attempt] = "closed" if trainer.closing else "dead"
             self._round_at = 0.0
@@ -192,6 +197,7 @@ class Keeper:
         keeper that is started meanwhile finds it held, or finds everything gone. A look at storage may
         hang, and another keeper be elected meanwhile: then all of it is that one's."""
         kept = self._departure.kept()
+        crashpoints.point("leave.begun")
         for held in self.shelf.all():
             if not self._election.stands(self.folder):
                 self._yield()
@@ -201,10 +207,14 @@ class Keeper:
         if not self._election.stands(self.folder):
             self._yield()
             return
+        crashpoints.point("leave.emptied")
         self.ledger.add(None, Event.CLOSE, keeper=self.nonce, kept=sorted(kept))
         self.ledger.close()
         self._server.close()
         self._departure.remove_names()
+        # Also of trainers that died before they had said who they are: nobody else comes after us.
+        self.shelf.remove_dead_locks()
+        crashpoints.point("leave.closed")
         self._life.release(self.folder)
         self._election.release(self.folder)
         self.folder.discard()

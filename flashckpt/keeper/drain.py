@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-from flashckpt import _native
+from flashckpt import _native, crashpoints
 from flashckpt.commit import attempts, lineage, steps
 from flashckpt.errors import DamagedError, FlashckptError, KeeperError, SupersededError
 from flashckpt.events import log
@@ -113,6 +113,7 @@ class Drain:
         pinned = slot.pin(order.owner, sealed.word)
         if pinned is None:
             return outcome
+        crashpoints.point("audit.pinned")
         try:
             outcome = self._persist_pinned(order, sealed, pinned, outcome)
         except Torn as found:
@@ -124,6 +125,7 @@ class Drain:
         if outcome.result is Result.COMMITTED and slot.holds(pinned):
             # Before the pin goes: a trainer that sees the slot sealed must see that it is done with.
             slot.set_persisted(order.generation)
+            crashpoints.point("commit.marked")
         if not slot.unpin(pinned):
             outcome = replace(outcome, result=Result.FAILED, message=_PIN_LOST)
         return replace(outcome, seconds=time.monotonic() - began)
@@ -140,6 +142,7 @@ class Drain:
                 return outcome
             outcome = replace(outcome, step=sealed.step, attempt=str(attempt_of(sealed)))
             metadata = slot.metadata(sealed)
+            crashpoints.point("audit.begun")
             leaves = differing(slot, metadata)
         except DamagedError as error:
             return _discarded(slot, outcome, word, Torn(str(error)))
@@ -249,6 +252,7 @@ class Drain:
     ) -> tuple[ShardRecord, bool]:
         """The shard, audited on the way, and whether the page cache was bypassed."""
         layout = metadata.layout
+        crashpoints.point("write.begun")
         digests, checksums, direct = _native.write_file(
             self._store.local_path(f"{folder}/{name}"),
             slot.descriptor,
@@ -260,6 +264,7 @@ class Drain:
             threads=self._threads,
             progress=_native.address_of(self._progress),
         )
+        crashpoints.point("write.written")
         leaves = unlike(metadata, array("Q", digests))
         if leaves:
             raise torn(metadata, leaves)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from flashckpt import crashpoints
 from flashckpt.errors import DamagedError, FormatError, KeeperError, OutOfRoomError
 from flashckpt.events import log
 from flashckpt.format.layout import PAGE
@@ -113,6 +114,7 @@ class Shelf:
             try:
                 found = region.create(self._folder, name, num_bytes, kind, available=available, begun=begun)
                 made.append(found)
+                crashpoints.point("slots.taken")
                 Slot.format(
                     found.descriptor,
                     identity=self._folder.identity,

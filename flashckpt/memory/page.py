@@ -22,6 +22,7 @@ VERSION = 1
 FIXED_OFFSET = 0
 _FIXED = struct.Struct("<8sIII4x16sQQQQQQ")
 _FIXED_BYTES = 240
+_MOST_BYTES = 1 << 62
 FIXED_END = 256
 
 # Words, each group on cache lines of its own: who writes them is said in docs/memory.md.
@@ -119,6 +120,8 @@ class Fixed:
         if len(data) < FIXED_END or _native.xxh3_128(fields) != data[_FIXED_BYTES:FIXED_END]:
             raise DamagedError("A slot's control page does not match its checksum. The slot is not used.")
         magic, version, index, rank, identity, nonce, num_bytes, *rest = _FIXED.unpack_from(fields)
+        if max(num_bytes, *rest) >= _MOST_BYTES:
+            raise DamagedError("A slot's control page claims more than memory can be. The slot is not used.")
         if magic != MAGIC:
             raise DamagedError("A region does not begin as a slot does. It is not used.")
         if version != VERSION:

@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from flashckpt import _native
+from flashckpt import _native, crashpoints
 from flashckpt.commit.steps import StepRecord
 from flashckpt.errors import DamagedError, KeeperError
 from flashckpt.format.layout import SlotImage
@@ -47,11 +47,13 @@ def load(record: StepRecord, rank: int, slot_for: SlotFor, threads: int) -> tupl
             generation = _begin(held)
         try:
             reading.into(held)
+            crashpoints.point("resume.read")
             with _slot_faults(held):
                 _seal(record, content, held, generation)
         except BaseException:
             held.slot.abandon(held.owner, generation)
             raise
+    crashpoints.point("resume.sealed")
     with _slot_faults(held):
         held.sealed = held.slot.sealed()
         held.pinned = held.slot.pin(held.owner, held.slot.state())

@@ -211,6 +211,20 @@ def test_a_lineage_leads_through_an_attempt_without_a_step(store: LocalStore) ->
     assert [info.name for info in attempts(store)] == [first, second, third]
 
 
+def test_attempts_do_not_pile_up_where_a_run_is_restarted_for_ever(store: LocalStore) -> None:
+    """Nothing of an attempt stays once neither it nor one that it went on from has a step left."""
+    attempt = attempt_at(store)
+    train(store, attempt, 1)
+    for step in range(2, 12):
+        attempt = attempt_at(store, attempt, step - 1)
+        train(store, attempt, step)
+        prune(store, attempt, Keep(last=2))
+        assert steps(store) == [step - 1, step]
+        assert [info.name.number for info in attempts(store)] == [step - 1, step]
+    assert len(list(Path(store.local_path("attempts")).iterdir())) == 4
+    assert all(is_whole(store, each.step, each.attempt) for each in visible(store))
+
+
 def test_what_a_crash_left_of_a_deletion_goes_next_time(store: LocalStore) -> None:
     attempt = attempt_at(store)
     train(store, attempt, 100, 200, 300)

@@ -10,12 +10,14 @@ import pytest
 
 from flashckpt.commit.branching import branch
 from flashckpt.commit.reading import resolve
+from flashckpt.commit.retention import prune
 from flashckpt.commit.steps import commit as commit_step
 from flashckpt.commit.steps import publish_part, read_step
 from flashckpt.commit.verification import verify, verify_file
 from flashckpt.errors import NoSuchStepError, RunError
 from flashckpt.format.names import manifest_path, step_attempt_folder
 from flashckpt.format.records import Part, RankRecord
+from flashckpt.options import Keep
 from flashckpt.store.local import LocalStore
 from tests.commit.runs import attempt_at, commit, contents_of, new_run, write_file
 
@@ -164,6 +166,37 @@ def test_progress_reaches_the_total(store: LocalStore) -> None:
     report = verify(store, progress=lambda done, total: seen.append((done, total)))
     assert seen[-1] == (report.num_bytes, report.num_bytes)
     assert sorted(seen) == seen
+
+
+class Pruned(LocalStore):
+    """A run whose job deletes the older step as soon as somebody reads a file of that name in it."""
+
+    at = ""
+
+    def read(self, path: str, max_bytes: int) -> bytes:
+        self._strike(path)
+        return super().read(path, max_bytes)
+
+    def local_path(self, path: str) -> str:
+        self._strike(path)
+        return super().local_path(path)
+
+    def _strike(self, path: str) -> None:
+        if self.at and "/000000000100/" in path and path.rpartition("/")[2].startswith(self.at):
+            self.at = ""
+            attempt = resolve(self, 300).attempt
+            assert [each.step for each in prune(self, attempt, Keep(last=2))] == [100]
+
+
+@pytest.mark.parametrize("at", ["part-", "shard-"])
+def test_a_step_that_is_deleted_meanwhile_is_no_damage(store: LocalStore, at: str) -> None:
+    commit(store, 300, resolve(store, 200).attempt)
+    living = Pruned(store.url)
+    living.at = at
+    report = verify(living)
+    assert living.at == ""
+    assert report.ok
+    assert {row.step for row in report.rows} == {200, 300}
 
 
 def test_no_run(tmp_path: Path) -> None:

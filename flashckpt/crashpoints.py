@@ -1,0 +1,93 @@
+"""Named points at which a test kills this process, or stops it to kill another. Owns the table of them.
+
+A point does nothing unless the environment arms one before the process starts (`FLASHCKPT_CRASH_AT`), or
+a test does; it never changes what the code around it does. None stands in a loop over leaves.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from collections.abc import Callable
+
+from flashckpt.errors import OptionError
+from flashckpt.options import crash_at
+
+# Every point, and what a death there leaves. tests/crash kills at each; none may be missing here.
+POINTS = {
+    "claim.taken": "an attempt that is claimed and never started",
+    "resume.read": "a slot that a step was read into and that is not sealed",
+    "resume.sealed": "a slot that holds a step from disk, of an attempt that has not started",
+    "resume.verified": "a pinned snapshot; the live state is untouched",
+    "resume.filled": "a filled model, and no start.json",
+    "start.written": "an attempt that started and of which no keeper was told",
+    "slots.taken": "a region without a control page",
+    "capture.begun": "a slot WRITING, its bytes those of an older snapshot",
+    "capture.copied": "a slot WRITING, its bytes whole",
+    "seal.submitting": "a record written, and nobody to seal it",
+    "seal.submitted": "a seal under way",
+    "adopt.taken": "slots opened by a keeper that served nobody",
+    "adopt.reclaimed": "slots freed of the dead, and no snapshot asked for",
+    "adopt.done": "the newest snapshot of the dead asked for",
+    "rescue.asked": "a trainer's death noted, its newest snapshot asked for",
+    "audit.begun": "an idle look at the newest snapshot",
+    "audit.pinned": "a pinned slot, nothing written",
+    "write.begun": "a step's folder, empty",
+    "write.written": "a shard that nothing names",
+    "part.checked": "a shard that is durable and that nothing names",
+    "part.linked": "a part without a manifest",
+    "manifest.checked": "all parts, and no manifest",
+    "manifest.linked": "a committed step that no slot knows of",
+    "commit.marked": "a committed step whose slot is still pinned",
+    "prune.begun": "a commit after which nothing was deleted",
+    "prune.buried": "a tombstone, and all files of its step",
+    "prune.removed": "a tombstone, and some files of its step",
+    "prune.swept": "a claim whose attempt's folder is gone",
+    "end.marking": "an attempt that ended and does not say so",
+    "leave.begun": "a keeper with nothing left to do, and its slots",
+    "leave.emptied": "a runtime folder with a socket and locks, and no slots",
+    "leave.closed": "a runtime folder with locks alone",
+}  # fmt: skip
+
+_ACTIONS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+
+
+def _pass(name: str) -> None:
+    """Nothing is armed."""
+
+
+# Call it as `crashpoints.point(...)`: arming replaces it.
+point: Callable[[str], None] = _pass
+
+
+def arm(text: str) -> None:
+    """Arm one point of this process: "NAME[:COUNT[:ACTION]]". At its COUNT-th passing (1) the process kills
+    itself, or with the action "stop" stops itself, once. An empty text disarms. Raises OptionError."""
+    global point
+    point = _armed(text) if text else _pass
+
+
+def _armed(text: str) -> Callable[[str], None]:
+    wanted, count, action = _parsed(text)
+    passed = itertools.count(1)
+
+    def strike(name: str) -> None:
+        if name == wanted and next(passed) == count:
+            os.kill(os.getpid(), action)
+
+    return strike
+
+
+def _parsed(text: str) -> tuple[str, int, signal.Signals]:
+    name, _, rest = text.partition(":")
+    count, _, action = rest.partition(":")
+    if name not in POINTS or (count and not count.isdigit()) or (action or "kill") not in _ACTIONS:
+        raise OptionError(
+            f"FLASHCKPT_CRASH_AT={text!r} names no point. It is for tests of this library; unset it. "
+            "Nothing was started."
+        )
+    return name, int(count or 1), _ACTIONS[action or "kill"]
+
+
+arm(crash_at())

@@ -1,0 +1,323 @@
+"""One run that is killed and started again, and everything that must hold whenever one looks.
+
+Owns the processes of its run: a trainer at a time, forked by the zygote, and the keepers that serve its
+runtime folder. A fault is a sentence; none is raised, so that one look finds all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from safetensors.numpy import load_file
+
+from flashckpt.commit import lineage
+from flashckpt.commit.steps import missing_files, read_manifest, read_step
+from flashckpt.commit.verification import verify
+from flashckpt.errors import FlashckptError
+from flashckpt.format.records import Manifest
+from flashckpt.memory.region import is_region_name
+from flashckpt.store.base import Store, open_store
+from tests.crash import tiny
+from tests.crash.tiny import RESUMED, STEP, Record
+from tests.crash.zygote import Zygote
+from tests.processes import end, keepers_of
+from tests.waiting import until
+
+LIMIT_S = 120.0
+# Slots of a rank, and one that a resume may have read into beside them.
+MOST_REGIONS = 4
+# The step in flight and the one being copied.
+MOST_LOST = 2
+
+
+class Job:
+    """`start` and the strikes change it, `faults` looks at it. `lives` is how often it was started."""
+
+    def __init__(self, zygote: Zygote, folder: Path, runtime: Path, reference: list[int]) -> None:
+        self.zygote, self.runtime, self.reference = zygote, runtime, reference
+        self.run, self._folder = folder / "run", folder
+        self.lives = 0
+        self._pid = self._pidfd = -1
+        # What the next life must go on from at least, and at most.
+        self._floor = self._ceiling = 0
+        self._expected_life = 1
+        self._keeper_struck = 0
+        self._done, self._steady = 0, False
+
+    # ---- lives
+
+    @property
+    def log(self) -> Path:
+        return self._folder / f"log-{self.lives}"
+
+    @property
+    def said(self) -> str:
+        """What the trainers wrote to their standard error."""
+        with contextlib.suppress(FileNotFoundError):
+            return (self._folder / "stderr").read_text()
+        return ""
+
+    @property
+    def trainer(self) -> int:
+        """The pid of the living trainer, -1 where there is none."""
+        return self._pid
+
+    def keepers(self) -> list[int]:
+        return keepers_of(self.runtime)
+
+    def start(self, *, armed: str = "", **how: object) -> None:
+        """A new life. armed: a crash point, for it and for the keepers that it starts."""
+        assert self._pid < 0
+        self.lives += 1
+        environment = {
+            "FLASHCKPT_RUNTIME": str(self.runtime),
+            "FLASHCKPT_CRASH_AT": armed,
+            # The launcher says that this is a restart: who finds another runtime folder need not watch.
+            "TORCHELASTIC_RUN_ID": "kills",
+            "TORCHELASTIC_RESTART_COUNT": str(self.lives),
+        }
+        steps = len(self.reference) - 1
+        arguments = {"run": str(self.run), "log": str(self.log), "steps": steps, **how}
+        self._pid = self.zygote.fork(self._folder / "stderr", environment, **arguments)
+        self._pidfd = os.pidfd_open(self._pid)
+
+    def ended(self, timeout_s: float = 0.0) -> bool:
+        """Whether the trainer has ended by now, or does within the time."""
+        return bool(select.select([self._pidfd], [], [], timeout_s)[0])
+
+    def status(self) -> int:
+        """The exit status of the trainer that has ended; its life is over with it."""
+        status = self.zygote.wait(self._pid)
+        os.close(self._pidfd)
+        self._pid = self._pidfd = -1
+        return status
+
+    def lives_on(self) -> bool:
+        return self._pid > 0 and not self.ended()
+
+    def kill_trainer_if_alive(self) -> None:
+        if self._pid > 0:
+            self.kill_trainer()
+
+    def stands_at(self, step: int) -> bool:
+        """Whether all bodies up to a step's are done: a trainer that is held in it stands there."""
+        return any(each.kind == STEP and each.step >= step for each in tiny.records(str(self.log)))
+
+    def kill_trainer(self) -> None:
+        signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        assert self.ended(LIMIT_S)
+        self.status()
+
+    def stopped(self) -> int | None:
+        """The pid of a process of this run that has stopped itself, None where none has."""
+        for pid in [self._pid, *self.keepers()]:
+            with contextlib.suppress(OSError, IndexError):
+                if pid > 0 and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
+                    return pid
+        return None
+
+    def let_go_on(self) -> None:
+        """Whoever has stopped itself goes on: a keeper that a trainer starts anew is armed as well."""
+        pid = self.stopped()
+        if pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+    def kill_keepers(self) -> bool:
+        """Whether there was one."""
+        found = self.keepers()
+        end(found)
+        self._keeper_struck = self.lives if found else self._keeper_struck
+        return bool(found)
+
+    def forget_memory(self) -> None:
+        """What lay in memory is gone, as after the loss of a node. Nobody may live."""
+        for entry in self.runtime.iterdir():
+            shutil.rmtree(entry)
+
+    def boundaries(self) -> int:
+        """Records of this life so far: its own start, and each body that was done."""
+        with contextlib.suppress(FileNotFoundError):
+            return os.stat(self.log).st_size // tiny.RECORD_BYTES
+        return 0
+
+    def await_(self, condition: Callable[[], object], limit_s: float = LIMIT_S) -> bool:
+        """Look until it is so (True) or the trainer has ended (False). The moment counts: no long sleeps."""
+        end_s = time.monotonic() + limit_s
+        while not condition():
+            if self.ended(0.0001):
+                return False
+            assert time.monotonic() < end_s, f"nothing happened for {limit_s:.0f} s: {self.said}"
+        return True
+
+    # ---- what must hold
+
+    def faults(self) -> list[str]:
+        """Everything that is wrong now, whoever lives meanwhile."""
+        found = self._log_faults()
+        if (self.run / "run.json").exists():
+            found += self._run_faults(open_store(str(self.run)))
+        regions = sum(is_region_name(path.name) for path in self.runtime.rglob("slot-*"))
+        if regions > MOST_REGIONS:
+            found.append(f"{regions} regions lie in memory")
+        return found
+
+    def expect(self, *, memory: bool) -> None:
+        """The trainer is dead: remember what its next life must go on from. memory: whether slots, or a
+        keeper that holds them, are still there."""
+        resumed = self.resumed()
+        if resumed is not None:
+            steps = [each for each in tiny.records(str(self.log)) if each.kind == STEP]
+            self._done = self._ceiling = max((each.step for each in steps), default=resumed.step)
+            self._floor = max([resumed.step, *(each.sealed for each in steps)])
+            self._steady = _is_steady(steps)
+        if not memory:
+            self.expect_exactly(max(self.visible(), default=0))
+        self._expected_life = self.lives + 1
+
+    def expect_exactly(self, step: int) -> None:
+        """The next life goes on from this step: memory is gone, or the run was branched there."""
+        self._floor = self._ceiling = step
+        self._steady = False
+
+    def settle(self) -> None:
+        """Wait until the keeper has committed what the dead trainer had sealed."""
+        limit_s = time.monotonic() + LIMIT_S
+        while self.keepers() and max(self.visible(), default=0) < self._floor:
+            assert time.monotonic() < limit_s, f"step {self._floor} was sealed and is not committed"
+            time.sleep(0.001)
+
+    def visible(self) -> list[int]:
+        store = open_store(str(self.run))
+        return [each.step for each in lineage.visible(store)] if (self.run / "run.json").exists() else []
+
+    def resumed(self) -> Record | None:
+        """How the newest life began, None while it has not."""
+        return next((record for record in tiny.records(str(self.log)) if record.kind == RESUMED), None)
+
+    def lost(self) -> int | None:
+        """Steps that were done before this life and are done again. None where that says nothing: memory
+        was lost, snapshots had not begun or were skipped, or this life has not begun."""
+        resumed = self.resumed()
+        if resumed is None or self.lives != self._expected_life or not self._steady:
+            return None
+        return self._done - resumed.step
+
+    def _log_faults(self) -> list[str]:
+        known, faults = tiny.records(str(self.log)), []
+        for record in known:
+            if record.digest != self.reference[record.step]:
+                faults.append(f"life {self.lives}: the weights of step {record.step} are others")
+        resumed = self.resumed() if self.lives == self._expected_life else None
+        if resumed is not None and not self._floor <= resumed.step <= self._ceiling:
+            faults.append(
+                f"life {self.lives} went on from step {resumed.step} ({tiny.TIERS[resumed.sealed]}), where "
+                f"{self._floor} to {self._ceiling} were there"
+            )
+        if (self.lost() or 0) > MOST_LOST:
+            faults.append(f"life {self.lives} lost {self.lost()} steps")
+        return faults
+
+    def _run_faults(self, store: Store) -> list[str]:
+        """A keeper may commit and prune meanwhile: what is wrong must be so while nothing changes."""
+        found: list[str] = []
+        for _ in range(50):
+            before = _shape(store)
+            found = self._content_faults(store) + _half_steps(store)
+            if not found or _shape(store) == before:
+                return found
+        return [f"the run never stands still: {found}"]
+
+    def _content_faults(self, store: Store) -> list[str]:
+        faults = []
+        try:
+            faults += [f"{row.file} of step {row.step}: {row.status}" for row in verify(store).damaged]
+            for each in lineage.visible(store):
+                path = read_step(store, each.step, each.attempt).shard_path(0)
+                if tiny.digest_of(load_file(path)) != self.reference[each.step]:
+                    faults.append(f"step {each.step} of {each.attempt} holds other weights")
+        except (FlashckptError, OSError) as error:
+            faults.append(f"{type(error).__name__}: {error}")
+        return faults
+
+    # ---- the end
+
+    def finish(self) -> list[str]:
+        """Train to the end, wait until the keeper has left, and look at what remains. After the end of a
+        life whose keeper was killed nobody may be there to clear up: the next life's keeper does."""
+        if self._pid < 0:
+            self.start()
+        until(self._has_ended, "the end of the last life", LIMIT_S)
+        status = self.status()
+        if status:
+            return [f"the last life ended with status {status}: {self.said[-2000:]}"]
+        if self._keeper_struck == self.lives:
+            return self.faults() + self.finish()
+        found = self.faults()
+        last = len(self.reference) - 1
+        if self.visible()[-1:] != [last]:
+            found.append(f"the run ends at {self.visible()}, not at {last}")
+        return found + self._left_behind()
+
+    def _has_ended(self) -> bool:
+        self.let_go_on()
+        return not self.lives_on()
+
+    def _left_behind(self) -> list[str]:
+        limit_s = time.monotonic() + LIMIT_S
+        while self.keepers() and time.monotonic() < limit_s:
+            self.let_go_on()
+            time.sleep(0.005)
+        left = [path.name for path in self.runtime.glob("*/*/*")]
+        return [f"keepers {self.keepers()} and {left} stay after the end"] if self.keepers() or left else []
+
+    def sizes(self) -> dict[str, int]:
+        """What must not grow: files of the run but for its ledger, names in memory, descriptors."""
+        files = [path for path in self.run.rglob("*") if path.is_file() and path.parent.name != "events"]
+        names = [path for path in self.runtime.glob("*/*/*")]
+        keepers = self.keepers()
+        descriptors = [0]
+        for pid in keepers:
+            with contextlib.suppress(OSError):
+                descriptors.append(len(os.listdir(f"/proc/{pid}/fd")))
+        return {
+            "files": len(files),
+            "names in memory": len(names),
+            "keepers": len(keepers),
+            "keeper descriptors": max(descriptors),
+        }
+
+
+def _is_steady(steps: list[Record]) -> bool:
+    """Whether the last boundaries of a life each had a snapshot."""
+    last = steps[-4:]
+    return len(last) == 4 and last[0].sealed >= 0 and last[0].skipped == last[-1].skipped
+
+
+def _shape(store: Store) -> list[tuple[int, str, str, int]]:
+    """What stands in which step, to see whether anything came or went."""
+    return [
+        (each.step, str(each.attempt), entry.name, entry.num_bytes)
+        for each in lineage.everything(store)
+        for entry in store.list(f"steps/{each.step:012d}/{each.attempt}")
+    ]
+
+
+def _half_steps(store: Store) -> list[str]:
+    """Manifests whose files are not there: nothing in these runs is ever damaged."""
+    faults = []
+    for each in lineage.everything(store):
+        try:
+            found = read_manifest(store, each.step, each.attempt)
+            if isinstance(found, Manifest) and (missing := missing_files(store, found)):
+                faults.append(f"a manifest names what is not there: {missing}")
+        except FlashckptError as error:
+            faults.append(str(error))
+    return faults

@@ -1,0 +1,298 @@
+"""Save, be killed, damage, branch, prune, load, in any order: what is visible and what loads follows from it.
+
+A state machine over the run's folder alone, in one process: a kill is an exception that nothing survives,
+at a system call of the store. Real processes are killed in the tests beside this one.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+)
+
+import flashckpt
+from flashckpt.commit import marks, steps
+from flashckpt.commit.branching import branch
+from flashckpt.commit.lineage import VisibleStep, everything, visible
+from flashckpt.commit.reading import candidates
+from flashckpt.commit.retention import prune
+from flashckpt.commit.verification import verify
+from flashckpt.errors import DamagedError, NoSuchStepError
+from flashckpt.format.names import AttemptName, step_attempt_folder
+from flashckpt.options import Keep
+from flashckpt.store.local import LocalStore
+from flashckpt.store.system import System
+from tests.commit.runs import attempt_at, is_whole, new_run, part_of
+
+KEEP = Keep(last=2)
+# The seam for `recover`: what is called with the run's path where nobody trains. None: there is none yet.
+RECOVER: Callable[[str], object] | None = None
+
+
+class Killed(BaseException):
+    """The process is gone: nothing after it runs, no clean-up either."""
+
+
+class Mortal(System):
+    """Lives for so many calls, then never does one again."""
+
+    def __init__(self, calls: int) -> None:
+        self._left = calls
+
+    def _live(self) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise Killed
+
+    def create(self, name: str, folder: int) -> int:
+        self._live()
+        return super().create(name, folder)
+
+    def write(self, file: int, data: memoryview) -> int:
+        self._live()
+        return super().write(file, data)
+
+    def sync(self, file: int) -> None:
+        self._live()
+
+    def sync_folder(self, folder: int) -> None:
+        self._live()
+
+    def link(self, source: str, target: str, source_folder: int, target_folder: int) -> None:
+        self._live()
+        super().link(source, target, source_folder, target_folder)
+
+    def rename(self, source: str, target: str, folder: int) -> None:
+        self._live()
+        super().rename(source, target, folder)
+
+    def make_folder(self, name: str, folder: int) -> None:
+        self._live()
+        super().make_folder(name, folder)
+
+    def remove(self, name: str, folder: int) -> None:
+        self._live()
+        super().remove(name, folder)
+
+    def remove_folder(self, name: str, folder: int) -> None:
+        self._live()
+        super().remove_folder(name, folder)
+
+
+IMMORTAL = 1 << 30
+LIVES = st.one_of(st.just(IMMORTAL), st.integers(0, 60))
+
+
+class Life(RuleBasedStateMachine):
+    """The model: `committed` are the steps that must be there, each with its attempt; `unsure` those that a
+    kill may have cut short; `damaged` those whose bytes were changed; `lineage` what the newest attempt
+    went on from, as (attempt, last step that counts)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # In memory where there is one: this is about the order of things, not about a disk.
+        memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        self._folder = tempfile.mkdtemp(prefix="flashckpt-test-", dir=memory)
+        self.path = f"{self._folder}/run"
+        self.store = new_run(self.path)
+        self.committed: set[VisibleStep] = set()
+        self.unsure: set[VisibleStep] = set()
+        self.damaged: set[VisibleStep] = set()
+        self.lineage: list[tuple[AttemptName, int]] = []
+        self.attempt: AttemptName | None = None
+        self.step = 0
+
+    def teardown(self) -> None:
+        shutil.rmtree(self._folder)
+
+    # ---- what happens
+
+    @precondition(lambda self: self.attempt is None)
+    @rule()
+    def start(self) -> None:
+        """The next attempt loads the newest step that is whole, as the ladder does, and goes on from it."""
+        best = self._load()
+        expected = max(self._seen() - self.damaged, default=None)
+        assert best == expected
+        if best is None and self._seen():
+            return  # every step is damaged: the ladder stops here, it never starts afresh
+        self._go_on(best)
+
+    @precondition(lambda self: self.attempt is not None)
+    @rule(gap=st.integers(1, 3), calls=LIVES)
+    def save(self, gap: int, calls: int) -> None:
+        assert self.attempt is not None
+        self.step += gap
+        system = Mortal(calls)
+        store, each = LocalStore(self.path, system), VisibleStep(self.step, self.attempt)
+        self.unsure.add(each)
+        try:
+            part = part_of(store, self.step, self.attempt, nonce=f"{self.step:08x}", system=system)
+            steps.publish_part(store, part)
+            assert steps.commit(store, self.step, self.attempt, world=1)
+        except Killed:
+            self.attempt = None
+            return
+        self.unsure.discard(each)
+        self.committed.add(each)
+
+    @precondition(lambda self: self.attempt is not None)
+    @rule(calls=LIVES)
+    def prune(self, calls: int) -> None:
+        """Whatever goes, the two newest that are complete stay; and nothing else but the older ones goes."""
+        assert self.attempt is not None
+        seen = sorted(self._complete())
+        kept = {each.step for each in seen[-2:]}
+        try:
+            gone = prune(LocalStore(self.path, Mortal(calls)), self.attempt, KEEP)
+            assert not kept & {each.step for each in gone}
+        except Killed:
+            self.attempt = None
+        left = {each for each in everything(self.store) if self._is_complete(each)}
+        went = self.committed - left - self.damaged
+        assert went <= {each for each in seen if each.step not in kept}, "a step that had to stay went"
+        self.committed -= went
+        self.damaged -= {each for each in self.damaged if each not in set(everything(self.store))}
+        self.committed = {each for each in self.committed if each in left or each in self.damaged}
+
+    @rule()
+    def be_killed(self) -> None:
+        self.attempt = None
+
+    @precondition(lambda self: self.attempt is None and self._seen())
+    @rule(pick=st.randoms(use_true_random=False))
+    def branch(self, pick: Random) -> None:
+        each = pick.choice(sorted(self._seen()))
+        try:
+            made = branch(self.store, each.step, watch_s=0)
+        except DamagedError:
+            assert each in self.damaged, "a step that is whole can be branched from"
+            return
+        self._lineage_at(made, each)
+
+    @precondition(lambda self: self.committed - self.damaged)
+    @rule(pick=st.randoms(use_true_random=False), how=st.sampled_from(["flip", "cut", "remove", "swap"]))
+    def damage(self, pick: Random, how: str) -> None:
+        """One file of a committed step: its manifest, its part or its shard."""
+        each = pick.choice(sorted(self.committed - self.damaged))
+        folder = Path(self.path) / step_attempt_folder(each.step, each.attempt)
+        path = pick.choice(sorted(folder.iterdir()))
+        data = bytearray(path.read_bytes())
+        if how == "flip":
+            data[pick.randrange(len(data))] ^= 1 << pick.randrange(8)
+            path.write_bytes(data)
+        elif how == "cut":
+            path.write_bytes(data[: pick.randrange(len(data))])
+        elif how == "remove":
+            path.unlink()
+        else:
+            others = [p for p in Path(self.path).glob(f"steps/*/*/{path.name.split('-')[0]}*") if p != path]
+            others = [other for other in others if other.read_bytes() != bytes(data)]
+            if not others:
+                return
+            path.write_bytes(pick.choice(sorted(others)).read_bytes())
+        self.damaged.add(each)
+
+    @precondition(lambda self: RECOVER is not None and self.attempt is None)
+    @rule()
+    def recover(self) -> None:
+        assert RECOVER is not None
+        RECOVER(self.path)
+
+    # ---- what holds after each
+
+    @invariant()
+    def what_is_whole_is_visible_and_verifies(self) -> None:
+        seen = set(visible(self.store))
+        must = {each for each in self._seen() if each not in self.damaged and each not in self.unsure}
+        hidden = {each for each in must if not any(o.step == each.step for o in seen)}
+        assert not hidden, "committed, whole, and not visible"
+        for each in seen - self.damaged:
+            assert is_whole(self.store, each.step, each.attempt)
+
+    @invariant()
+    def what_is_visible_was_committed(self) -> None:
+        for each in visible(self.store):
+            assert each in self.committed | self.unsure
+            assert any(each.attempt == of and each.step <= last for of, last in self.lineage)
+
+    @invariant()
+    def damage_is_named(self) -> None:
+        """Every damaged step that is looked at is in the report, and no other."""
+        found = {(row.step, row.attempt) for row in verify(self.store).damaged}
+        known = {(each.step, str(each.attempt)) for each in self.damaged}
+        assert found <= known
+        for each in set(visible(self.store)) & self.damaged:
+            assert (each.step, str(each.attempt)) in found
+
+    # ---- the model
+
+    def _seen(self) -> set[VisibleStep]:
+        """What must be visible if it is whole; what is unsure is looked up: it may be either."""
+        self._settle()
+        last = dict(self.lineage)
+        return {each for each in self.committed if each.step <= last.get(each.attempt, -1)}
+
+    def _settle(self) -> None:
+        for each in list(self.unsure):
+            if each.attempt != self.attempt:
+                self.unsure.discard(each)
+                if self._is_complete(each):
+                    self.committed.add(each)
+
+    def _complete(self) -> set[VisibleStep]:
+        return {each for each in self._seen() if self._is_complete(each)}
+
+    def _is_complete(self, each: VisibleStep) -> bool:
+        return steps.is_committed(self.store, each.step, each.attempt)
+
+    def _load(self) -> VisibleStep | None:
+        """The ladder's rule: candidates in their order, each verified whole before it is taken."""
+        for each in candidates(self.store):
+            try:
+                leaves = flashckpt.load(self.path, each.step)
+            except (DamagedError, NoSuchStepError) as error:
+                self._believe(each in self.damaged, f"{each} does not load: {error}")
+                marks.mark(self.store, each.step, each.attempt, marks.this_host(), str(error))
+                continue
+            assert each not in self.damaged, "damage reached a tensor"
+            assert leaves["optimizer.step"].item() == each.step
+            return each
+        return None
+
+    @staticmethod
+    def _believe(truth: bool, otherwise: str) -> None:
+        assert truth, otherwise
+
+    def _go_on(self, best: VisibleStep | None) -> None:
+        parent = best.attempt if best is not None else None
+        self.attempt = attempt_at(self.store, parent, best.step if best is not None else 0)
+        self._lineage_at(self.attempt, best)
+        self.step = best.step if best is not None else 0
+
+    def _lineage_at(self, newest: AttemptName, best: VisibleStep | None) -> None:
+        """As docs/commit.md says it: the bound is the minimum along the way."""
+        old = self.lineage if best is not None else []
+        start = next(
+            (i for i, (of, _) in enumerate(old) if best is not None and of == best.attempt), len(old)
+        )
+        step = best.step if best is not None else 0
+        self.lineage = [(newest, 1 << 40), *((of, min(last, step)) for of, last in old[start:])]
+
+
+TestLife = Life.TestCase
+TestLife.settings = settings(
+    max_examples=30, stateful_step_count=25, deadline=None, derandomize=True, print_blob=True
+)

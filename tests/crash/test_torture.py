@@ -1,0 +1,35 @@
+"""Two hundred kills at random moments: the bounded form of `make torture`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.crash.torture import Torture, main
+from tests.crash.zygote import Zygote
+
+KILLS = 200
+# Of a seed that is written down the draws are always the same; what the processes do at them is not.
+SEED = 20
+
+
+@pytest.mark.timeout(900)
+def test_killed_at_random_moments(tmp_path: Path, zygote: Zygote) -> None:
+    tally = Torture(zygote, tmp_path, SEED).kill(KILLS)
+    assert tally.faults == []
+    assert tally.killed >= KILLS
+    assert set(tally.kills) == {"trainer", "keeper", "both", "node"}
+    assert tally.resumed["memory"] > tally.resumed["local"] > 0
+    assert tally.branches > 0
+    assert max(tally.steps_lost) <= 2
+
+
+def test_its_program_writes_what_happened(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    assert main(["--kills", "5", "--seed", "3", "--steps", "60", "--json", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert found["killed"] >= 5
+    assert found["seed"] == 3
+    assert found["faults"] == []

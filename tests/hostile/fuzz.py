@@ -1,0 +1,217 @@
+"""A fuzzer over everything that is read back: manifests, parts, records, shard headers, control pages,
+metadata, values. What it makes must be refused by name, or be read; nothing else, and in bounded time.
+
+A program of its own: `python -m tests.hostile.fuzz --minutes 60 --seed 1`. The corpus is the run of
+format 1 that is checked in, and one sealed slot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import resource
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from flashckpt._native import xxh3_128
+from flashckpt.errors import DamagedError, FormatError, KeeperError
+from flashckpt.format import typed
+from flashckpt.format.image import parse_header
+from flashckpt.format.metadata import Metadata
+from flashckpt.format.records import Alive, Claim, Mark, Part, Run, Start, manifest_of
+from flashckpt.memory import page
+from flashckpt.memory.slot import Slot
+from tests.memory.test_slot import fill, make
+
+CORPUS = Path(__file__).parents[1] / "compat" / "format-1"
+LONGEST_S = 10.0
+MOST_BYTES = 4 << 30
+_REFUSED = (DamagedError, FormatError, KeeperError)
+_NUMBERS = (0, 1, 2, 7, 8, 127, 128, 255, *(2**n - d for n in (16, 31, 32, 48, 63) for d in (0, 1)))
+_WORDS = (
+    b"null", b"true", b"-1", b"1e999", b"NaN", b"9" * 5000, b"[" * 300, b'{"a":' * 300, b'"../x"', b'"/x"',
+    b'"\\ud800"', b'"\\u0000"', b"{}", b"[]", b'""', b"0.5", b"1" + b"0" * 30, b",", b":", b'"checksum":',
+)  # fmt: skip
+_VALUES = typed.encode_json({"a": (1, 2.5, b"x"), "b": {3: {4}, "c": [None, float("inf")]}})
+
+
+@dataclass(frozen=True)
+class Target:
+    """What reads bytes, what it is fed at first, and how its checksums are made right again."""
+
+    corpus: list[bytes]
+    read: Callable[[bytes], object]
+    repair: Callable[[bytes], bytes] = lambda data: data
+
+
+@dataclass(frozen=True)
+class Finding:
+    target: str
+    data: bytes
+    story: str
+
+
+def _files(pattern: str) -> list[bytes]:
+    found = [path.read_bytes() for path in sorted(CORPUS.rglob(pattern))]
+    assert found, pattern
+    return found
+
+
+def _resealed(data: bytes) -> bytes:
+    """The same JSON with the checksum of what stands before it."""
+    head, mark, _ = data.rpartition(b',"checksum":"')
+    return head + mark + xxh3_128(head).hex().encode() + b'"}\n' if mark else data
+
+
+def _header(data: bytes) -> object:
+    length = int.from_bytes(data[:8], "little")
+    return parse_header(data[: 8 + min(length, len(data))], len(data), "file")
+
+
+def _slot_bytes() -> bytes:
+    slot = make()
+    fill(slot, 5)
+    data = os.pread(slot.descriptor, slot.fixed.num_bytes, 0)
+    slot.close()
+    return data
+
+
+def _read_slot(data: bytes) -> None:
+    descriptor = os.memfd_create("fuzz")
+    try:
+        os.write(descriptor, data)
+        slot = Slot.open(descriptor, map_image=False)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    try:
+        for index in range(page.OWNERS + 2):
+            slot.owner(index)
+        assert len(slot.torn[1]) <= page.TORN_LEAVES
+        sealed = slot.sealed()
+        if sealed is not None:
+            slot.metadata(sealed)
+    finally:
+        slot.close()
+
+
+def _repaired_slot(data: bytes) -> bytes:
+    """Checksums of what does not move, of the metadata and of the record, in this order."""
+    new = bytearray(data)
+    if len(new) < page.RECORD_OFFSET + page.RECORD_BYTES:
+        return data
+    new[240:256] = xxh3_128(bytes(new[:240]))
+    start, fields = page.RECORD_OFFSET, page.RECORD_OFFSET + page.RECORD_FIELDS_OFFSET
+    num_bytes = min(int.from_bytes(new[fields + 64 : fields + 72], "little"), len(new))
+    new[start : start + 16] = xxh3_128(bytes(new[4096 : 4096 + num_bytes]))
+    end = start + page.RECORD_FIELDS_END
+    new[end : end + 16] = xxh3_128(bytes(new[start:end]))
+    return bytes(new)
+
+
+def targets() -> dict[str, Target]:
+    slot = _slot_bytes()
+    return {
+        "run": Target(_files("run.json"), lambda data: Run.from_bytes(data, "file"), _resealed),
+        "claim": Target(_files("0*.json"), lambda data: Claim.from_bytes(data, "file"), _resealed),
+        "start": Target(_files("start.json"), lambda data: Start.from_bytes(data, "file"), _resealed),
+        "alive": Target(_files("alive"), lambda data: Alive.from_bytes(data, "file"), _resealed),
+        "mark": Target(_files("mark-*.json"), lambda data: Mark.from_bytes(data, "file"), _resealed),
+        "part": Target(_files("part-*.json"), lambda data: Part.from_bytes(data, "file"), _resealed),
+        "manifest": Target(_files("manifest.json"), lambda data: manifest_of(data, "file"), _resealed),
+        "header": Target(_files("*.safetensors"), _header),
+        "slot": Target([slot], _read_slot, _repaired_slot),
+        "metadata": Target([slot[4096:8192]], Metadata.unpack),
+        "values": Target([_VALUES], typed.decode_json),
+    }
+
+
+def mutated(data: bytes, other: bytes, luck: random.Random) -> bytes:
+    """A few changes of the kinds that readers stumble over."""
+    new = bytearray(data)
+    for _ in range(luck.choice([1, 1, 2, 4, 16])):
+        at, count = luck.randrange(len(new) + 1), luck.choice([1, 2, 4, 8, 64])
+        kind = luck.randrange(8)
+        if kind == 0 and at < len(new):
+            new[at] ^= 1 << luck.randrange(8)
+        elif kind == 1:
+            del new[at : at + count]
+        elif kind == 2:
+            new[at:at] = new[at : at + count]
+        elif kind == 3:
+            new[at : at + count] = luck.randbytes(count)
+        elif kind == 4:
+            start = luck.randrange(len(other) + 1)
+            new[at : at + count] = other[start : start + count]
+        elif kind == 5:
+            new[at // 8 * 8 : at // 8 * 8 + 8] = luck.choice(_NUMBERS).to_bytes(8, "little")
+        elif kind == 6:
+            word = luck.choice(_WORDS)
+            new[at : at + luck.choice([0, len(word)])] = word
+        else:
+            del new[at:]
+    return bytes(new)
+
+
+def _late(number: int, frame: FrameType | None) -> NoReturn:
+    raise TimeoutError(f"not done after {LONGEST_S:.0f} s")
+
+
+def look(name: str, target: Target, data: bytes) -> Finding | None:
+    """None where the bytes were read or refused as they must be."""
+    before = signal.signal(signal.SIGALRM, _late)
+    signal.setitimer(signal.ITIMER_REAL, LONGEST_S)
+    try:
+        target.read(data)
+    except _REFUSED:
+        pass
+    except Exception:
+        return Finding(name, data, traceback.format_exc())
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    return None
+
+
+def fuzz(name: str, target: Target, luck: random.Random, rounds: int) -> Finding | None:
+    """The first finding of so many rounds. Half of them with checksums that are right again."""
+    for _ in range(rounds):
+        data = mutated(luck.choice(target.corpus), luck.choice(target.corpus), luck)
+        finding = look(name, target, target.repair(data) if luck.random() < 0.7 else data)
+        if finding is not None:
+            return finding
+    return None
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="make fuzz", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
+    chosen = parser.parse_args(arguments)
+    resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
+    luck, known, until = random.Random(chosen.seed), targets(), time.monotonic() + 60 * chosen.minutes
+    rounds = 0
+    while time.monotonic() < until:
+        for name, target in known.items():
+            finding = fuzz(name, target, luck, 200)
+            rounds += 200
+            if finding is not None:
+                with tempfile.NamedTemporaryFile(prefix=f"fuzz-{name}-", delete=False) as file:
+                    file.write(finding.data)
+                print(f"seed {chosen.seed}, {name}: {file.name}\n{finding.story}")
+                return 1
+    print(f"seed {chosen.seed}: {rounds} inputs to {len(known)} readers, nothing found")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

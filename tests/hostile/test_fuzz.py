@@ -1,0 +1,41 @@
+"""The fuzzer, bounded: every reader with two thousand inputs of a fixed seed, and that it can fail."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from flashckpt.errors import DamagedError
+from tests.hostile.fuzz import Target, fuzz, look, main, targets
+
+TARGETS = targets()
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_reader(name: str) -> None:
+    target = TARGETS[name]
+    for data in target.corpus:
+        target.read(data)
+        assert target.repair(data) == data, "what is whole is as it would be made right again"
+    assert fuzz(name, target, random.Random(4), 2000) is None
+
+
+def test_the_fuzzer_sees_a_reader_that_stumbles() -> None:
+    def stumbling(data: bytes) -> None:
+        if len(data) < 8:
+            raise DamagedError("short")
+        if data[2] & 0x40:
+            raise IndexError("found")
+
+    finding = fuzz("stumbling", Target([bytes(16)], stumbling), random.Random(1), 1000)
+    assert finding is not None
+    assert "IndexError: found" in finding.story
+    assert look("stumbling", Target([b""], stumbling), finding.data) is not None
+    assert look("stumbling", Target([b""], stumbling), b"") is None
+
+
+def test_its_program(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.setrlimit", lambda which, limits: None)
+    assert main(["--minutes", "0.001", "--seed", "9"]) == 0
+    assert "seed 9" in capsys.readouterr().out
