@@ -1,0 +1,49 @@
+"""Removing debris. Owns these deletions: only what `survey.debris` names, and each looked at once more."""
+
+from __future__ import annotations
+
+from flashckpt.events import Event
+from flashckpt.format.names import attempt_folder, step_folder
+from flashckpt.keeper.ledger import Ledger
+from flashckpt.recovery.node import Hold
+from flashckpt.recovery.report import Finding, Kind, Outcome
+from flashckpt.recovery.survey import Debris, debris
+from flashckpt.store.base import Store
+
+
+def clear(hold: Hold, ledger: Ledger) -> list[Finding]:
+    """Delete debris. RunHeldError once a job has begun meanwhile."""
+    found = debris(hold.store)
+    for each in found:
+        hold.guard()
+        _remove(hold.store, each)
+        # Nobody has a use for a folder that this has left empty.
+        if each.step is not None and each.attempt is not None:
+            hold.store.remove_empty(f"{step_folder(each.step)}/{each.attempt}")
+            hold.store.remove_empty(step_folder(each.step))
+    if found:
+        paths = [each.path for each in found]
+        ledger.add(None, Event.PRUNE, what="debris", paths=paths[:100], count=len(paths), by="recover")
+    return [finding_of(each) for each in found]
+
+
+def finding_of(each: Debris) -> Finding:
+    return Finding(
+        kind=Kind.DEBRIS,
+        outcome=Outcome.REMOVED,
+        place=each.path,
+        step=each.step,
+        attempt=each.attempt,
+        num_bytes=each.num_bytes,
+        detail=each.why,
+    )
+
+
+def _remove(store: Store, each: Debris) -> None:
+    if each.kind == "folder":
+        store.remove_empty(each.path)
+        return
+    if each.kind == "attempt" and each.attempt is not None:
+        # The claim last: as long as it stands, what a crash left of the attempt is found again.
+        store.remove_tree(attempt_folder(each.attempt))
+    store.remove(each.path)

@@ -1,0 +1,143 @@
+"""What a recovery would find and do. Looks with the same eyes, and changes nothing at all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flashckpt.commit import attempts, steps
+from flashckpt.commit.lineage import VisibleStep
+from flashckpt.format.names import AttemptName
+from flashckpt.format.records import Run
+from flashckpt.keeper import chores
+from flashckpt.memory.runtime import RuntimeFolder
+from flashckpt.recovery import lingering, outlook, resting
+from flashckpt.recovery.clearing import finding_of
+from flashckpt.recovery.report import Finding, Kind, Outcome, Report, Watcher
+from flashckpt.recovery.survey import Seen, debris, slots_in, torn_leaves
+from flashckpt.store.base import Store
+
+
+def foreseen(
+    store: Store,
+    run: Run,
+    runtime: RuntimeFolder | None,
+    watcher: Watcher,
+    *,
+    discard: bool,
+    read: bool,
+) -> Report:
+    """The report of a dry run. Its `resume` is where training would go on from as things stand."""
+    seen = slots_in(runtime) if runtime is not None else []
+    keeper = lingering.keeper_of(runtime) if runtime is not None else None
+    watcher.stage("verifying")
+    examined = resting.examine(store, watcher, read=read)
+    snapshots: list[Finding] = []
+    if runtime is not None:
+        snapshots = _Foresight(store, runtime, examined.damaged, discard=discard).snapshots(seen)
+    parts = [resting.finish(store, each, None, read=read) for each in resting.unfinished(store)]
+    watcher.stage("resume")
+    resume, problem = outlook.resume_of(store, runtime, examined.damaged)
+    return Report(
+        run=store.url,
+        run_id=run.run_id,
+        dry_run=True,
+        verified=read,
+        keeper=keeper,
+        findings=(*snapshots, *parts, *examined.findings, *map(finding_of, debris(store))),
+        whole=len(examined.whole),
+        num_bytes=examined.num_bytes,
+        resume=resume,
+        resume_problem=problem,
+    )
+
+
+class _Foresight:
+    def __init__(
+        self, store: Store, runtime: RuntimeFolder, damaged: set[VisibleStep], *, discard: bool
+    ) -> None:
+        self._store, self._runtime, self._damaged, self._discard = store, runtime, damaged, discard
+        newest = attempts.newest_started(store)
+        self._newest = newest
+        self._start = None if newest is None else attempts.read_start(store, newest)
+
+    def snapshots(self, seen: list[Seen]) -> list[Finding]:
+        """One row for each snapshot; `seen` are newest first."""
+        saved: set[int] = set()
+        findings = []
+        for each in seen:
+            found = self._foresee(each, is_saved=each.rank in saved)
+            if found.outcome in (Outcome.COMMITTED, Outcome.WAS_COMMITTED):
+                saved.add(each.rank)
+            findings.append(found)
+        commits = [
+            (each.step, self._owner(each))
+            for each, found in zip(seen, findings, strict=True)
+            if found.outcome is Outcome.COMMITTED
+        ]
+        kept = self._kept(seen, findings)
+        return [self._settled(found, kept, commits) for found in findings]
+
+    def _foresee(self, each: Seen, *, is_saved: bool) -> Finding:
+        found = _finding(each)
+        if each.attempt is None:
+            return replace(found, outcome=Outcome.TORN, detail=each.problem, damage=True)
+        owner = self._owner(each)
+        if each.is_persisted:
+            return replace(found, outcome=Outcome.WAS_COMMITTED)
+        if is_saved and not each.is_wanted:
+            return found
+        torn = torn_leaves(self._runtime, each.slot)
+        if torn != []:
+            names = ", ".join((torn or ["its record or metadata"])[:8])
+            return replace(
+                found, outcome=Outcome.TORN, detail=f"not the bytes of its boundary: {names}", damage=True
+            )
+        if steps.is_committed(self._store, each.step, owner):
+            return replace(found, outcome=Outcome.COMMITTED)
+        newer = attempts.started_after(self._store, owner)
+        if newer is not None:
+            return replace(
+                found, detail=f"attempt {newer} has started; attempt {owner} commits nothing more."
+            )
+        return replace(found, outcome=Outcome.COMMITTED)
+
+    def _owner(self, each: Seen) -> AttemptName:
+        """Whose step it is: a slot that the newest start names as loaded is that attempt's."""
+        assert each.attempt is not None
+        start = self._start
+        if self._newest is None or start is None or self._newest.number <= each.attempt.number:
+            return each.attempt
+        is_loaded = start.loaded == each.slot and start.step == each.step
+        return self._newest if is_loaded else each.attempt
+
+    def _kept(self, seen: list[Seen], findings: list[Finding]) -> set[str]:
+        """Of what is neither saved nor torn: what still counts, as things stand."""
+        left = [
+            chores.Survivor(slot=each.slot, attempt=each.attempt, step=each.step)
+            for each, found in zip(seen, findings, strict=True)
+            if found.outcome is Outcome.KEPT and each.attempt is not None
+        ]
+        return chores.needed(self._store, left) if left else set()
+
+    def _settled(self, found: Finding, kept: set[str], commits: list[tuple[int, AttemptName]]) -> Finding:
+        if found.outcome is not Outcome.KEPT:
+            return found
+        assert found.step is not None
+        # A commit of the newest attempt settles what is older, and what other attempts left.
+        is_settled = any(
+            owner == self._newest and (found.attempt != owner or step > found.step) for step, owner in commits
+        )
+        if is_settled or found.place not in kept:
+            return replace(found, outcome=Outcome.DROPPED)
+        return replace(found, outcome=Outcome.DISCARDED) if self._discard else found
+
+
+def _finding(each: Seen) -> Finding:
+    return Finding(
+        kind=Kind.SNAPSHOT,
+        outcome=Outcome.KEPT,
+        place=each.slot,
+        step=each.step if each.attempt is not None else None,
+        attempt=each.attempt,
+        num_bytes=each.num_bytes,
+    )
