@@ -24,10 +24,15 @@ def clear(hold: Hold, ledger: Ledger) -> list[Finding]:
     if found:
         paths = [each.path for each in found]
         ledger.add(None, Event.PRUNE, what="debris", paths=paths[:100], count=len(paths), by="recover")
-    return [finding_of(each) for each in found]
+    return findings_of(found)
 
 
-def finding_of(each: Debris) -> Finding:
+def findings_of(found: list[Debris]) -> list[Finding]:
+    """One row a file; of empty folders nothing is said."""
+    return [_finding(each) for each in found if each.kind != "folder"]
+
+
+def _finding(each: Debris) -> Finding:
     return Finding(
         kind=Kind.DEBRIS,
         outcome=Outcome.REMOVED,

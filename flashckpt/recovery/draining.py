@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import replace
@@ -34,6 +34,7 @@ from flashckpt.memory.slot import Sealed
 from flashckpt.recovery import report
 from flashckpt.recovery.node import Hold
 from flashckpt.recovery.report import Finding, Kind, Watcher
+from flashckpt.recovery.resting import Examined
 
 _PAUSES_S = (0.1, 0.5, 2.0)
 """Before each further try of a write that failed: a server's hiccup is over by then, a full disk is not."""
@@ -80,21 +81,21 @@ class Draining:
         for rank in sorted({held.slot.rank for held in self._shelf.all()}):
             self._save_rank(rank)
 
-    def let_go(self, damaged: Collection[VisibleStep], *, discard: bool) -> None:
-        """Remove the regions whose snapshots rest elsewhere, or count no more. `damaged` are steps at rest
-        that are not whole: what memory has of them stays. With `discard` also what is saved nowhere."""
-        kept = self._needed(damaged)
+    def let_go(self, examined: Examined, *, discard: bool) -> None:
+        """Remove the regions whose snapshots rest elsewhere, or count no more. `examined` are the steps at
+        rest: what memory has of one that is not whole stays. With `discard` also what is saved nowhere."""
+        protected = self._protected(examined)
+        kept = protected | self._needed()
         for held in self._shelf.all():
             self._hold.guard()
             name = held.slot.name
-            found = self._findings.get(name)
+            if name in protected or (name in kept and not discard):
+                continue
             if name in kept:
-                if not (discard and self._may_be_discarded(name, found)):
-                    continue
-                self._watcher.say(_lost(held, found))
+                self._watcher.say(_lost(self._findings[name]))
                 self._note(name, report.Outcome.DISCARDED)
-                self._tell(held, "discard")
-            elif found is not None and found.outcome is report.Outcome.KEPT:
+                self._tell(self._findings[name])
+            elif name in self._findings and self._findings[name].outcome is report.Outcome.KEPT:
                 self._note(name, report.Outcome.DROPPED)
             self._shelf.remove(held)
 
@@ -121,8 +122,7 @@ class Draining:
             finding = _finding(held, sealed)
             self._findings[held.slot.name] = finding
             if held.slot.persisted == sealed.generation:
-                attempt, _ = self._drain.attempt_for(held.slot, sealed)
-                self._saved[held.slot.name] = VisibleStep(sealed.step, attempt)
+                self._saved[held.slot.name] = self._place(held, sealed)
                 self._note(held.slot.name, report.Outcome.WAS_COMMITTED)
                 is_saved = True
             elif has_failed:
@@ -170,6 +170,8 @@ class Draining:
             self._hold.guard()
             outcome = self._written(order, sealed)
         self._follow(held, outcome)
+        if outcome.result is Result.COMMITTED:
+            self._saved[held.slot.name] = self._place(held, sealed)
         return outcome.result
 
     def _world(self, sealed: Sealed) -> int:
@@ -200,9 +202,6 @@ class Draining:
         self._note(name, _OUTCOMES.get(outcome.result, report.Outcome.FAILED), detail)
         match outcome.result:
             case Result.COMMITTED:
-                found = AttemptName.parse(outcome.attempt)
-                assert found is not None
-                self._saved[name] = VisibleStep(outcome.step, found)
                 if outcome.num_bytes:
                     persisted = {"num_bytes": outcome.num_bytes, "seconds": round(outcome.seconds, 4)}
                     self._ledger.add(
@@ -222,32 +221,42 @@ class Draining:
 
     # Letting go
 
-    def _needed(self, damaged: Collection[VisibleStep]) -> set[str]:
-        """Slots that hold the only good copy of something that still counts."""
-        kept, survivors = set(), []
-        failed = self.failed
+    def _protected(self, examined: Examined) -> set[str]:
+        """Slots that hold the good copy of a step that is damaged at rest, where no newer one is whole."""
+        protected = set()
+        newest = max((each.step for each in examined.whole), default=-1)
+        for name, saved in self._saved.items():
+            if saved in examined.damaged and saved.step > newest:
+                protected.add(name)
+                self._note(
+                    name, report.Outcome.KEPT, "its copy at rest is not whole: training resumes from memory"
+                )
+        return protected
+
+    def _needed(self) -> set[str]:
+        """Slots that hold something which is committed nowhere and still counts."""
+        kept, survivors, failed = set(), [], self.failed
         for held in self._shelf.all():
-            sealed, name = held.sealed(), held.slot.name
-            if sealed is None:
+            sealed, saved = held.sealed(), self._saved.get(held.slot.name)
+            if sealed is None or (
+                saved is not None and steps.is_committed(self._store, saved.step, saved.attempt)
+            ):
                 continue
-            saved = self._saved.get(name)
-            if saved is None:
-                attempt = attempt_of(sealed)
-                if attempt in failed:
-                    kept.add(name)
-                survivors.append(chores.Survivor(slot=name, attempt=attempt, step=sealed.step))
-            elif saved in damaged or not steps.is_committed(self._store, saved.step, saved.attempt):
-                kept.add(name)
-                why = "its copy at rest is not whole: training resumes from memory"
-                self._findings[name] = replace(self._findings[name], detail=why)
+            attempt = attempt_of(sealed)
+            if attempt in failed:
+                kept.add(held.slot.name)
+            survivors.append(chores.Survivor(slot=held.slot.name, attempt=attempt, step=sealed.step))
         try:
             return kept | (chores.needed(self._store, survivors) if survivors else set())
         except (OSError, FlashckptError):
             return kept | {each.slot for each in survivors}
 
-    def _may_be_discarded(self, name: str, found: Finding | None) -> bool:
-        """Only what is committed nowhere: the good copy of a damaged step stays."""
-        return found is not None and name not in self._saved
+    def _place(self, held: Held, sealed: Sealed) -> VisibleStep:
+        """Where a committed snapshot rests: one that a newer attempt was loaded from may be either's."""
+        own = VisibleStep(sealed.step, attempt_of(sealed))
+        attempt, _ = self._drain.attempt_for(held.slot, sealed)
+        is_there = steps.is_committed(self._store, sealed.step, attempt)
+        return VisibleStep(sealed.step, attempt) if is_there else own
 
     def _note(self, name: str, outcome: report.Outcome, detail: str | None = None) -> None:
         found = self._findings[name]
@@ -255,10 +264,9 @@ class Draining:
             found, outcome=outcome, detail=found.detail if detail is None else detail
         )
 
-    def _tell(self, held: Held, what: str) -> None:
-        found = self._findings[held.slot.name]
-        attempt = None if found.attempt is None else str(found.attempt)
-        self._ledger.add(attempt, Event.CLOSE, what=what, step=found.step, slot=found.place, by="recover")
+    def _tell(self, lost: Finding) -> None:
+        attempt = None if lost.attempt is None else str(lost.attempt)
+        self._ledger.add(attempt, Event.CLOSE, what="discard", step=lost.step, slot=lost.place, by="recover")
 
 
 def _finding(held: Held, sealed: Sealed) -> Finding:
@@ -282,6 +290,7 @@ def _environment(held: Held, sealed: Sealed) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _lost(held: Held, found: Finding | None) -> str:
-    step = "an unknown step" if found is None else f"step {found.step} of attempt {found.attempt}"
-    return f"discarding {step}, which is committed nowhere, in slot {held.slot.name}"
+def _lost(found: Finding) -> str:
+    return (
+        f"discarding step {found.step} of attempt {found.attempt}, which is committed nowhere ({found.place})"
+    )

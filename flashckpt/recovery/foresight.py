@@ -11,8 +11,10 @@ from flashckpt.format.records import Run
 from flashckpt.keeper import chores
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.recovery import lingering, outlook, resting
-from flashckpt.recovery.clearing import finding_of
+from flashckpt.recovery.clearing import findings_of
+from flashckpt.recovery.node import died_here
 from flashckpt.recovery.report import Finding, Kind, Outcome, Report, Watcher
+from flashckpt.recovery.resting import Examined
 from flashckpt.recovery.survey import Seen, debris, slots_in, torn_leaves
 from flashckpt.store.base import Store
 
@@ -33,8 +35,12 @@ def foreseen(
     examined = resting.examine(store, watcher, read=read)
     snapshots: list[Finding] = []
     if runtime is not None:
-        snapshots = _Foresight(store, runtime, examined.damaged, discard=discard).snapshots(seen)
-    parts = [resting.finish(store, each, None, read=read) for each in resting.unfinished(store)]
+        snapshots = _Foresight(store, runtime, examined, discard=discard).snapshots(seen)
+    settled = {(each.step, each.attempt) for each in snapshots if each.outcome is Outcome.COMMITTED}
+    # What a snapshot in memory commits, its own part does not commit again.
+    unfinished = [each for each in resting.unfinished(store) if (each.step, each.attempt) not in settled]
+    parts = [resting.finish(store, each, None, read=read) for each in unfinished]
+    dead = died_here(store, runtime) if runtime is not None and keeper is None else []
     watcher.stage("resume")
     resume, problem = outlook.resume_of(store, runtime, examined.damaged)
     return Report(
@@ -43,7 +49,7 @@ def foreseen(
         dry_run=True,
         verified=read,
         keeper=keeper,
-        findings=(*snapshots, *parts, *examined.findings, *map(finding_of, debris(store))),
+        findings=(*snapshots, *parts, *examined.findings, *findings_of(debris(store, dead))),
         whole=len(examined.whole),
         num_bytes=examined.num_bytes,
         resume=resume,
@@ -52,10 +58,8 @@ def foreseen(
 
 
 class _Foresight:
-    def __init__(
-        self, store: Store, runtime: RuntimeFolder, damaged: set[VisibleStep], *, discard: bool
-    ) -> None:
-        self._store, self._runtime, self._damaged, self._discard = store, runtime, damaged, discard
+    def __init__(self, store: Store, runtime: RuntimeFolder, examined: Examined, *, discard: bool) -> None:
+        self._store, self._runtime, self._examined, self._discard = store, runtime, examined, discard
         newest = attempts.newest_started(store)
         self._newest = newest
         self._start = None if newest is None else attempts.read_start(store, newest)
@@ -75,7 +79,8 @@ class _Foresight:
             if found.outcome is Outcome.COMMITTED
         ]
         kept = self._kept(seen, findings)
-        return [self._settled(found, kept, commits) for found in findings]
+        protected = {each.slot for each in seen if each.is_persisted}
+        return [self._settled(found, protected, kept, commits) for found in findings]
 
     def _foresee(self, each: Seen, *, is_saved: bool) -> Finding:
         found = _finding(each)
@@ -83,7 +88,7 @@ class _Foresight:
             return replace(found, outcome=Outcome.TORN, detail=each.problem, damage=True)
         owner = self._owner(each)
         if each.is_persisted:
-            return replace(found, outcome=Outcome.WAS_COMMITTED)
+            return self._persisted(each, found, owner)
         if is_saved and not each.is_wanted:
             return found
         torn = torn_leaves(self._runtime, each.slot)
@@ -101,6 +106,14 @@ class _Foresight:
             )
         return replace(found, outcome=Outcome.COMMITTED)
 
+    def _persisted(self, each: Seen, found: Finding, owner: AttemptName) -> Finding:
+        newest = max((whole.step for whole in self._examined.whole), default=-1)
+        places = {VisibleStep(each.step, owner), VisibleStep(each.step, each.attempt or owner)}
+        if places & self._examined.damaged and each.step > newest:
+            why = "its copy at rest is not whole: training resumes from memory"
+            return replace(found, outcome=Outcome.KEPT, detail=why)
+        return replace(found, outcome=Outcome.WAS_COMMITTED)
+
     def _owner(self, each: Seen) -> AttemptName:
         """Whose step it is: a slot that the newest start names as loaded is that attempt's."""
         assert each.attempt is not None
@@ -115,12 +128,14 @@ class _Foresight:
         left = [
             chores.Survivor(slot=each.slot, attempt=each.attempt, step=each.step)
             for each, found in zip(seen, findings, strict=True)
-            if found.outcome is Outcome.KEPT and each.attempt is not None
+            if found.outcome is Outcome.KEPT and each.attempt is not None and not each.is_persisted
         ]
         return chores.needed(self._store, left) if left else set()
 
-    def _settled(self, found: Finding, kept: set[str], commits: list[tuple[int, AttemptName]]) -> Finding:
-        if found.outcome is not Outcome.KEPT:
+    def _settled(
+        self, found: Finding, protected: set[str], kept: set[str], commits: list[tuple[int, AttemptName]]
+    ) -> Finding:
+        if found.outcome is not Outcome.KEPT or found.place in protected:
             return found
         assert found.step is not None
         # A commit of the newest attempt settles what is older, and what other attempts left.

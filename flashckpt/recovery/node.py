@@ -80,6 +80,19 @@ def living_trainers(runtime: RuntimeFolder) -> list[tuple[str, int]]:
     return [(name, pid) for name in names if (pid := holder_of(runtime, name)) is not None]
 
 
+def died_here(store: Store, runtime: RuntimeFolder) -> list[AttemptName]:
+    """Attempts of this boot and runtime folder whose trainers are dead and whose end nobody has written
+    down. To be asked where no trainer lives."""
+    me, found = here(runtime.path), []
+    for info in attempts.attempts(store):
+        theirs = info.claim.holder if info.claim is not None else None
+        if info.ended or theirs is None or not theirs.lock:
+            continue
+        if (theirs.boot_id, theirs.runtime_id) == (me.boot_id, me.runtime_id):
+            found.append(info.name)
+    return found
+
+
 @dataclass
 class Hold:
     """A run that nobody trains and nobody else recovers, for as long as `guard` says so. `election` is the

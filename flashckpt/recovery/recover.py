@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from flashckpt.commit import attempts
-from flashckpt.commit.holder import here
 from flashckpt.commit.run import open_run
 from flashckpt.events import Event
 from flashckpt.format.names import AttemptName
@@ -24,7 +23,7 @@ from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.recovery import clearing, lingering, outlook, resting
 from flashckpt.recovery.draining import Draining
 from flashckpt.recovery.foresight import foreseen
-from flashckpt.recovery.node import Hold, hold, refuse_if_held, runtime_of
+from flashckpt.recovery.node import Hold, died_here, hold, refuse_if_held, runtime_of
 from flashckpt.recovery.report import Finding, Kind, Outcome, Report, Silent, Watcher
 from flashckpt.recovery.survey import slots_in
 from flashckpt.store.base import Store
@@ -88,7 +87,7 @@ class _Recovery:
             debris = clearing.clear(self._hold, self._ledger)
             self._watcher.stage("letting go")
             if memory.draining is not None:
-                memory.draining.let_go(examined.damaged, discard=self._discard)
+                memory.draining.let_go(examined, discard=self._discard)
                 memory.findings = memory.draining.findings
             self._watcher.stage("resume")
             resume, problem = outlook.resume_of(self._store, self._hold.runtime, examined.damaged)
@@ -156,16 +155,12 @@ class _Recovery:
     def _bury(self, failed: set[AttemptName]) -> None:
         """Say of the attempts that died on this node that they are dead, so that the next job need not
         watch them; not before everything of theirs is saved."""
-        me = here(self._hold.runtime.path)
         if self._hold.election is None:
             return
-        for info in attempts.attempts(self._store):
-            theirs = info.claim.holder if info.claim is not None else None
-            if info.ended or theirs is None or info.name in failed or not theirs.lock:
-                continue
-            if (theirs.boot_id, theirs.runtime_id) == (me.boot_id, me.runtime_id):
-                attempts.mark_ended(self._store, info.name, "dead")
-                self._ledger.add(str(info.name), Event.DEATH, by="recover")
+        for name in died_here(self._store, self._hold.runtime):
+            if name not in failed:
+                attempts.mark_ended(self._store, name, "dead")
+                self._ledger.add(str(name), Event.DEATH, by="recover")
 
 
 def _told(runtime: RuntimeFolder, status: Status) -> list[Finding]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
@@ -209,13 +209,15 @@ class Debris:
     why: str = ""
 
 
-def debris(store: Store) -> list[Debris]:
-    """What cut-off writes and dead attempts left. Of an attempt that may still have a keeper elsewhere
-    nothing is named, and never a file that a manifest or a part names or might."""
+def debris(store: Store, dead: Collection[AttemptName] = ()) -> list[Debris]:
+    """What cut-off writes and dead attempts left. `dead` are attempts that are known to be, though nobody
+    has written it down. Of one that may still have a keeper elsewhere nothing is named, and never a file
+    that a manifest or a part names or might."""
     known = attempts(store)
     claimed = newest_claimed(store)
     started = max((info.name for info in known if info.start is not None), default=None)
     over = {info.name for info in known if info.ended or (started is not None and info.name < started)}
+    over |= set(dead)
     found = list(_of_names(store, ATTEMPTS, 0 if claimed is None else claimed.number))
     for name in attempt_folders(store, ATTEMPTS):
         if name in over:
