@@ -1,7 +1,8 @@
 """Recovers a mess again and again in a forked child that is killed at its n-th call, for every n, and then
 once more to the end: the same must come out as where nobody was killed.
 
-A program of its own: `python -m tests.recovery.kill_driver FOLDER RUNTIME MESS`. Writes what went wrong as JSON.
+A program of its own: `python -m tests.recovery.kill_driver FOLDER RUNTIME MESS`. Writes what went wrong
+as JSON.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs that were left in every kind of mess at once, each a function of a run's folder and a runtime folder."""
+"""Runs that were left in every kind of mess at once: functions of a run's folder and a runtime folder."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from flashckpt.commit import attempts
 from flashckpt.commit.branching import branch
 from flashckpt.commit.holder import here
+from flashckpt.format.names import AttemptName
 from flashckpt.store.base import open_store
 from tests.keeper.test_keeper_deaths import flip_image
 from tests.recovery.scene import Crash
@@ -67,8 +68,6 @@ def damaged_at_rest(run: Path, runtime: Path) -> None:
 
 def resumed_from(run: Path, runtime: Path) -> None:
     """A second attempt went on from a slot and died before it had committed anything."""
-    from flashckpt.format.names import AttemptName
-
     first = Crash(run, runtime, kib=64).slots()
     [slot] = first.seal(4)
     first.both_killed()
