@@ -6,20 +6,43 @@ harms anything: no caller waits for it, none is told.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
+from flashckpt.errors import FlashckptError
 from flashckpt.events import Event, log
 from flashckpt.format.names import RUN
 from flashckpt.store.base import Store
 
 FOLDER = "events"
 MAX_LINE_BYTES = 32 << 10
+MOST_READ_BYTES = 8 << 20
 _MOST_WAITING = 10_000
+
+
+def lines_of(store: Store, attempt: str, *, most_bytes: int = MOST_READ_BYTES) -> Iterator[dict[str, Any]]:
+    """The events of an attempt, oldest first: those in the last `most_bytes` of its file that can be read.
+    Nothing hangs on a ledger, so one that cannot be read has no events."""
+    try:
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        descriptor = os.open(store.local_path(f"{FOLDER}/{attempt}.jsonl"), flags)
+        with open(descriptor, "rb") as file:
+            file.seek(max(os.fstat(descriptor).st_size - most_bytes, 0))
+            data = file.read(most_bytes)
+    except (OSError, FlashckptError):
+        return
+    for line in data.splitlines():
+        # The first may be cut, the last half written.
+        with contextlib.suppress(ValueError, RecursionError):
+            event = json.loads(line)
+            if isinstance(event, dict) and isinstance(event.get("event"), str):
+                yield event
 
 
 class Ledger:

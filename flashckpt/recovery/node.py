@@ -131,15 +131,15 @@ class Hold:
 @contextlib.contextmanager
 def hold(store: Store, run: Run) -> Iterator[Hold]:
     """Keep everybody else out. RunHeldError where somebody is in. Leaves no file behind."""
+    claimed = attempts.newest_claimed(store)
     with runtime_of(store, run) as found:
         refuse_if_held(store, found)
     runtime, lock = _entered(store, run)
-    held = Hold(store, runtime, lock, None, None)
+    held = Hold(store, runtime, lock, None, claimed)
     try:
         held.election = LifeLock.acquire(runtime, ELECTION_LOCK)
-        held.claimed = attempts.newest_claimed(store)
         # Who came between the look and the locks.
-        refuse_if_held(store, runtime)
+        held.guard()
         yield held
     finally:
         if held.election is not None:
