@@ -94,7 +94,7 @@ def _origin(origin: Origin) -> str:
 
 
 def _persisted(write: Persisted) -> str:
-    rate = f", {units.size(int(write.num_bytes / write.seconds))}/s" if write.seconds else ""
+    rate = f", {units.size(int(write.num_bytes / write.seconds))}/s" if write.seconds > 1e-6 else ""
     return f"in {write.seconds:.2f} s{rate}{'' if write.direct else ', through the page cache'}"
 
 

@@ -1,8 +1,10 @@
-"""How long a step took to be saved and to be loaded again, as the run's ledger has it. Nothing hangs on it."""
+"""How long a step took to be saved and to be loaded again, as the run's ledger has it.
+
+Nothing hangs on it: a ledger that is gone, or lies, changes what is shown and nothing else.
+"""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +15,7 @@ from flashckpt.keeper.ledger import lines_of
 from flashckpt.store.base import Store
 
 _MOST_ATTEMPTS = 64
+_MOST = 1e18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,5 +68,6 @@ def resumed(store: Store, step: int, attempt: AttemptName) -> list[Resumed]:
 
 def _number(line: dict[str, Any], key: str) -> float | None:
     value = line.get(key)
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) and value >= 0 else None
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return None
+    return float(value) if 0 <= value <= _MOST else None

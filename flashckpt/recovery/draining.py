@@ -39,6 +39,7 @@ from flashckpt.recovery.resting import Examined
 _PAUSES_S = (0.1, 0.5, 2.0)
 """Before each further try of a write that failed: a server's hiccup is over by then, a full disk is not."""
 _POLL_S = 0.1
+_SHOWN = 8
 
 _OUTCOMES = {
     Result.COMMITTED: report.Outcome.COMMITTED,
@@ -197,8 +198,9 @@ class Draining:
         detail = outcome.message
         if outcome.result is Result.WAITING:
             detail = "its part is saved; it is committed once those of the other ranks are there"
-        if outcome.result is Result.TORN:
-            detail += f" ({', '.join(leaf for _, leaf in outcome.leaves[:8])})" if outcome.leaves else ""
+        if outcome.leaves:
+            names = ", ".join(leaf for _, leaf in outcome.leaves[:_SHOWN])
+            detail = f"not the bytes of its boundary: {names}"
         self._note(name, _OUTCOMES.get(outcome.result, report.Outcome.FAILED), detail)
         match outcome.result:
             case Result.COMMITTED:
