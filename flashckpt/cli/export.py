@@ -74,6 +74,6 @@ def export(
     else:
         size = units.size(sum(num_bytes for _, num_bytes in done.files))
         results().print(
-            f"{done.leaves} leaves of step {done.step} of attempt {done.attempt}, {size}, in {done.out}"
+            f"{done.leaves} leaves of step {done.step} of attempt {done.attempt}, {size}, in {out}"
         )
     return ExitCode.WELL

@@ -1,4 +1,4 @@
-"""What scripts depend on: words and shape of `recover --json`, `prune --json`, `export --json`, exit codes."""
+"""What scripts depend on: words and shapes of what recover, prune and export say as JSON, and exit codes."""
 
 from __future__ import annotations
 
