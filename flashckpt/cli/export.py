@@ -12,6 +12,7 @@ from flashckpt.cli.arguments import AsJson, Run, place
 from flashckpt.cli.exit_codes import ExitCode
 from flashckpt.cli.output import ends, notices, results, write_json
 from flashckpt.cli.verify import progress_bar
+from flashckpt.export.exporting import Exported
 from flashckpt.export.exporting import export as take_out
 from flashckpt.store.base import open_store
 
@@ -59,21 +60,22 @@ def export(
             progress=progress,
         )
     if as_json:
-        files = [{"file": name, "num_bytes": num_bytes} for name, num_bytes in done.files]
-        write_json(
-            {
-                "run": done.run,
-                "step": done.step,
-                "attempt": str(done.attempt),
-                "out": done.out,
-                "format": done.format,
-                "leaves": done.leaves,
-                "files": files,
-            }
-        )
+        write_json(_plain(done))
     else:
         size = units.size(sum(num_bytes for _, num_bytes in done.files))
         results().print(
             f"{done.leaves} leaves of step {done.step} of attempt {done.attempt}, {size}, in {out}"
         )
     return ExitCode.WELL
+
+
+def _plain(done: Exported) -> dict[str, object]:
+    return {
+        "run": done.run,
+        "step": done.step,
+        "attempt": str(done.attempt),
+        "out": done.out,
+        "format": done.format,
+        "leaves": done.leaves,
+        "files": [{"file": name, "num_bytes": num_bytes} for name, num_bytes in done.files],
+    }

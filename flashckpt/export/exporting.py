@@ -4,7 +4,7 @@ ranks a folder with one file each."""
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flashckpt.commit.reading import resolve
@@ -58,16 +58,7 @@ def export(
     done = 0
     for rank in ranks:
         done += check_whole(record, rank, progress, done, total)
-    with put_in_place(out, force=force) as temporary:
-        if len(ranks) == 1:
-            files = [(os.path.basename(out), _write(format, temporary, record, ranks[0], chosen[ranks[0]]))]
-        else:
-            os.mkdir(temporary)
-            files = []
-            for rank in ranks:
-                name = f"rank-{rank:05d}.{SUFFIXES[format]}"
-                size = _write(format, os.path.join(temporary, name), record, rank, chosen[rank])
-                files.append((name, size))
+    files = _written(out, record, chosen, format, force=force)
     return Exported(
         run=store.url,
         step=record.step,
@@ -77,6 +68,21 @@ def export(
         files=tuple(files),
         leaves=sum(map(len, chosen.values())),
     )
+
+
+def _written(
+    out: str, record: StepRecord, chosen: Mapping[int, list[Source]], format: str, *, force: bool
+) -> list[tuple[str, int]]:
+    with put_in_place(out, force=force) as temporary:
+        if len(chosen) == 1:
+            [(rank, sources)] = chosen.items()
+            return [(os.path.basename(out), _write(format, temporary, record, rank, sources))]
+        os.mkdir(temporary)
+        files = []
+        for rank, sources in chosen.items():
+            name = f"rank-{rank:05d}.{SUFFIXES[format]}"
+            files.append((name, _write(format, os.path.join(temporary, name), record, rank, sources)))
+        return files
 
 
 def _write(format: str, path: str, record: StepRecord, rank: int, sources: list[Source]) -> int:

@@ -33,8 +33,9 @@ from flashckpt.memory.runtime import LifeLock
 from flashckpt.memory.slot import Sealed
 from flashckpt.recovery import report
 from flashckpt.recovery.node import Hold
-from flashckpt.recovery.report import Finding, Kind, Watcher
+from flashckpt.recovery.report import Finding, Kind, Watcher, foreign
 from flashckpt.recovery.resting import Examined
+from flashckpt.recovery.survey import slots_in
 
 _PAUSES_S = (0.1, 0.5, 2.0)
 """Before each further try of a write that failed: a server's hiccup is over by then, a full disk is not."""
@@ -81,6 +82,9 @@ class Draining:
         self._shelf.reclaim()
         for rank in sorted({held.slot.rank for held in self._shelf.all()}):
             self._save_rank(rank)
+        for each in slots_in(self._runtime):
+            if not each.is_slot:
+                self._findings[each.slot] = foreign(each.slot, each.problem)
 
     def let_go(self, examined: Examined, *, discard: bool) -> None:
         """Remove the regions whose snapshots rest elsewhere, or count no more. `examined` are the steps at

@@ -13,7 +13,7 @@ from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.recovery import lingering, outlook, resting
 from flashckpt.recovery.clearing import findings_of
 from flashckpt.recovery.node import died_here
-from flashckpt.recovery.report import Finding, Kind, Outcome, Report, Watcher
+from flashckpt.recovery.report import Finding, Kind, Outcome, Report, Watcher, foreign
 from flashckpt.recovery.resting import Examined
 from flashckpt.recovery.survey import Seen, debris, slots_in, torn_leaves
 from flashckpt.store.base import Store
@@ -83,6 +83,8 @@ class _Foresight:
         return [self._settled(found, protected, kept, commits) for found in findings]
 
     def _foresee(self, each: Seen, *, is_saved: bool) -> Finding:
+        if not each.is_slot:
+            return foreign(each.slot, each.problem)
         found = _finding(each)
         if each.attempt is None:
             return replace(found, outcome=Outcome.TORN, detail=each.problem, damage=True)
@@ -135,7 +137,7 @@ class _Foresight:
     def _settled(
         self, found: Finding, protected: set[str], kept: set[str], commits: list[tuple[int, AttemptName]]
     ) -> Finding:
-        if found.outcome is not Outcome.KEPT or found.place in protected:
+        if found.outcome is not Outcome.KEPT or found.attempt is None or found.place in protected:
             return found
         assert found.step is not None
         # A commit of the newest attempt settles what is older, and what other attempts left.

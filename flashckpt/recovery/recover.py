@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from flashckpt.commit import attempts
 from flashckpt.commit.run import open_run
-from flashckpt.events import Event
+from flashckpt.events import Event, log
 from flashckpt.format.names import AttemptName
 from flashckpt.format.records import Run
 from flashckpt.keeper.ledger import Ledger
@@ -24,7 +24,7 @@ from flashckpt.recovery import clearing, lingering, outlook, resting
 from flashckpt.recovery.draining import Draining
 from flashckpt.recovery.foresight import foreseen
 from flashckpt.recovery.node import Hold, died_here, hold, refuse_if_held, runtime_of
-from flashckpt.recovery.report import Finding, Kind, Outcome, Report, Silent, Watcher
+from flashckpt.recovery.report import Finding, Kind, Outcome, Report, Silent, Watcher, foreign
 from flashckpt.recovery.survey import slots_in
 from flashckpt.store.base import Store
 
@@ -159,7 +159,12 @@ class _Recovery:
             return
         for name in died_here(self._store, self._hold.runtime):
             if name not in failed:
-                attempts.mark_ended(self._store, name, "dead")
+                try:
+                    attempts.mark_ended(self._store, name, "dead")
+                except OSError as error:
+                    # The next job finds out by itself.
+                    log.warning("the end of attempt %s could not be written down: %s", name, error)
+                    continue
                 self._ledger.add(str(name), Event.DEATH, by="recover")
 
 
@@ -168,6 +173,9 @@ def _told(runtime: RuntimeFolder, status: Status) -> list[Finding]:
     reasons = {each.step: each.message for each in status.failures}
     findings = []
     for each in slots_in(runtime):
+        if not each.is_slot:
+            findings.append(foreign(each.slot, each.problem))
+            continue
         outcome = Outcome.WAS_COMMITTED if each.is_persisted else Outcome.KEPT
         if each.problem:
             outcome = Outcome.TORN

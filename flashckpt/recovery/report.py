@@ -73,6 +73,11 @@ class Finding:
         }
 
 
+def foreign(region: str, why: str) -> Finding:
+    """A region that is no slot of this run, or of which nobody can tell: it is left alone."""
+    return Finding(kind=Kind.SNAPSHOT, outcome=Outcome.KEPT, place=region, detail=why, damage=True)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
     """Where training goes on from: a step in "memory" or in the store ("local")."""

@@ -6,7 +6,7 @@ Owns what is committed late and what is marked. Deletes nothing: a mark puts a s
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from flashckpt.commit import attempts, lineage, marks, steps
 from flashckpt.commit.lineage import VisibleStep
@@ -75,9 +75,14 @@ def examine(store: Store, watcher: Watcher, *, read: bool) -> Examined:
 
 
 def mark(store: Store, examined: Examined, ledger: Ledger) -> None:
-    """Put the steps that are damaged last, on this host."""
+    """Put the steps that are damaged last, on this host. Where that cannot be written, their findings say so:
+    without a mark a resume finds the damage itself, and passes over it."""
     for each, reason in examined.to_mark:
-        marks.mark(store, each.step, each.attempt, marks.this_host(), reason)
+        try:
+            marks.mark(store, each.step, each.attempt, marks.this_host(), reason)
+        except OSError as error:
+            examined.findings = [_unmarked(found, each, error) for found in examined.findings]
+            continue
         ledger.add(
             str(each.attempt), Event.ERROR, what="damaged", step=each.step, message=reason, by="recover"
         )
@@ -148,6 +153,12 @@ def _judge(store: Store, each: VisibleStep, wrong: list[Row], examined: Examined
         outcome = Outcome.MARKED
         examined.to_mark.append((each, reason))
     examined.findings.append(_found(each, folder, outcome, reason, damage=outcome is not Outcome.FAILED))
+
+
+def _unmarked(found: Finding, each: VisibleStep, error: OSError) -> Finding:
+    if (found.step, found.attempt) != (each.step, each.attempt):
+        return found
+    return replace(found, outcome=Outcome.FAILED, detail=f"{found.detail}; it could not be marked: {error}")
 
 
 def _listed(store: Store) -> Examined:

@@ -45,9 +45,11 @@ _TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.tmp")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """A sealed snapshot in a slot, or (`step` -1) one that cannot be read, with the reason."""
+    """A sealed snapshot in a slot; or one that cannot be read (`attempt` None), with the reason; or a region
+    that is no slot of this run (`is_slot` False), which nobody touches."""
 
     slot: str
+    is_slot: bool = True
     rank: int = 0
     step: int = -1
     attempt: AttemptName | None = None
@@ -64,7 +66,9 @@ def slots_in(runtime: RuntimeFolder) -> list[Seen]:
     for name in filter(is_region_name, runtime.names()):
         with _opened(runtime, name) as slot:
             if isinstance(slot, str):
-                seen.append(Seen(slot=name, problem=slot))
+                seen.append(Seen(slot=name, is_slot=False, problem=slot))
+                continue
+            if slot is None:
                 continue
             try:
                 sealed = slot.sealed()
@@ -80,7 +84,7 @@ def torn_leaves(runtime: RuntimeFolder, name: str) -> list[str] | None:
     """Names of the leaves of a sealed snapshot whose bytes are not those of its boundary; None where the
     snapshot itself cannot be read, which is as bad."""
     with _opened(runtime, name) as slot:
-        if isinstance(slot, str):
+        if not isinstance(slot, Slot):
             return None
         try:
             sealed = slot.sealed()
@@ -109,12 +113,16 @@ def _seen(name: str, slot: Slot, sealed: Sealed) -> Seen:
 
 
 @contextlib.contextmanager
-def _opened(runtime: RuntimeFolder, name: str) -> Iterator[Slot | str]:
-    """A slot, closed again afterwards, or why there is none."""
+def _opened(runtime: RuntimeFolder, name: str) -> Iterator[Slot | str | None]:
+    """A slot, closed again afterwards, or why there is none; None for a region whose making was cut off."""
     descriptor, slot = -1, None
     try:
         descriptor = open_named(runtime, name).descriptor
-        slot = Slot.open(descriptor, map_image=False, identity=runtime.identity)
+        if not os.pread(descriptor, 8, 0).strip(b"\0"):
+            os.close(descriptor)
+            descriptor = -1
+        else:
+            slot = Slot.open(descriptor, map_image=False, identity=runtime.identity)
     except (FlashckptError, OSError) as error:
         if descriptor >= 0:
             os.close(descriptor)
@@ -123,7 +131,8 @@ def _opened(runtime: RuntimeFolder, name: str) -> Iterator[Slot | str]:
     try:
         yield slot
     finally:
-        slot.close()
+        if slot is not None:
+            slot.close()
 
 
 # Steps at rest

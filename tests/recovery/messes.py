@@ -77,6 +77,21 @@ def resumed_from(run: Path, runtime: Path) -> None:
     attempts.mark_ended(store, second, "dead")
 
 
+def no_slots(run: Path, runtime: Path) -> None:
+    """Regions that are no slots: a page is damaged, a making was cut off, one is of something else."""
+    crash = Crash(run, runtime, kib=64).slots()
+    [page] = crash.seal(1)
+    crash.seal(2)
+    crash.both_killed()
+    folder = Path(crash.folder.path)
+    with open(folder / page, "r+b") as file:
+        file.seek(40)
+        file.write(b"\xee")
+    for name, data in ((f"slot-00000-7-{7:016x}", bytes(8192)), (f"slot-00000-8-{8:016x}", b"x" * 8192)):
+        (folder / name).write_bytes(data)
+        (folder / name).chmod(0o600)
+
+
 MESSES: list[Callable[[Path, Path], None]] = [
     everything,
     left_branch,
@@ -84,4 +99,5 @@ MESSES: list[Callable[[Path, Path], None]] = [
     asked_for,
     damaged_at_rest,
     resumed_from,
+    no_slots,
 ]

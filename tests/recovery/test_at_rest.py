@@ -17,8 +17,10 @@ from flashckpt.commit.reading import candidates
 from flashckpt.commit.retention import bury
 from flashckpt.errors import NoSuchStepError
 from flashckpt.format.names import AttemptName, step_attempt_folder
+from flashckpt.recovery.recover import recover
 from flashckpt.recovery.report import Kind
 from flashckpt.store.local import LocalStore
+from flashckpt.store.system import System
 from tests.commit.runs import commit, is_whole, new_run, part_of, publish
 from tests.keeper.test_keeper_deaths import flip_image
 from tests.recovery.scene import recovered, rows, whole_tree
@@ -305,3 +307,34 @@ def test_a_folder_that_is_no_run_is_left_alone(tmp_path: Path, runtime: Path) ->
     with pytest.raises(NoSuchStepError):
         recovered(tmp_path)
     assert whole_tree(tmp_path, runtime) == before
+
+
+class ReadOnly(System):
+    """A file system on which nothing can be made or removed any more."""
+
+    def _refuse(self) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    def create(self, name: str, folder: int) -> int:
+        self._refuse()
+        return -1
+
+    def remove(self, name: str, folder: int) -> None:
+        self._refuse()
+
+
+def test_storage_that_cannot_be_written_is_told_thing_by_thing(store: LocalStore, run: Path) -> None:
+    attempt = begun(store)
+    for step in (1, 2):
+        commit(store, step, attempt)
+    publish(store, 3, attempt)
+    flip_image(shard_of(run, 2, attempt))
+    (run / step_attempt_folder(1, attempt) / "shard-00000-00000000beef.safetensors").write_bytes(b"cut off")
+    before = whole_tree(run / "steps")
+    report = recover(LocalStore(store.url, ReadOnly()))
+    assert rows(report) == [("parts", "failed", 3), ("step", "failed", 2), ("debris", "failed", 1)]
+    assert all("Read-only file system" in each.detail for each in report.findings)
+    assert report.failed
+    assert report.resume is not None
+    assert report.resume.step == 1
+    assert whole_tree(run / "steps") == before

@@ -15,7 +15,8 @@ import pytest
 
 from flashckpt.commit import attempts
 from flashckpt.errors import KeeperError, RunHeldError
-from flashckpt.memory.runtime import RuntimeFolder
+from flashckpt.keeper.protocol import ELECTION_LOCK
+from flashckpt.memory.runtime import LifeLock, RuntimeFolder
 from flashckpt.options import Keep
 from flashckpt.recovery import lingering, node
 from flashckpt.recovery.pruning import prune
@@ -239,3 +240,22 @@ def test_locks_of_dead_trainers_that_never_spoke_are_not_waited_for(
     report = recovered(lingers.run)
     assert report.resume is not None
     assert report.resume.step == 2
+
+
+def test_the_keeper_sees_its_trainers_death_before_it_is_believed(tmp_path: Path, runtime: Path) -> None:
+    """A keeper that has not seen it yet has nothing to save, and says so: that is not taken for done."""
+    folder = RuntimeFolder.open(str(runtime), "0" * 32)
+    election = LifeLock.acquire(folder, ELECTION_LOCK)
+    assert election is not None
+    dead = Path(folder.path) / "trainer-00000-1-deadbeef.lock"
+    dead.touch(mode=0o600)
+    looks: list[bool] = []
+
+    def guard() -> None:
+        looks.append(dead.exists())
+        if len(looks) == 3:
+            dead.unlink()
+
+    lingering._wait_for_burial(folder, guard)
+    assert looks == [True, True, True], "it looked until the keeper had removed the lock, and no longer"
+    election.release(folder)

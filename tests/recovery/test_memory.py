@@ -99,7 +99,10 @@ def test_a_damaged_record_or_page_harms_nothing_else(tmp_path: Path, runtime: Pa
     crash.both_killed()
     report = recovered(run)
     assert ("snapshot", "committed", 1) in rows(report)
-    assert [each.place for each in report.findings if each.damage] == [record]
+    assert [(each.place, each.outcome.value) for each in report.findings if each.damage] == [
+        (record, "torn"),
+        (page, "kept"),
+    ]
     assert committed(run) == [1]
     # What is not a slot of ours any more is nobody's to remove.
     assert regions_of(crash.folder) == [page]
@@ -178,6 +181,22 @@ def test_a_step_that_its_parent_committed_is_saved_once(tmp_path: Path, runtime:
     assert rows(report) == [("snapshot", "was committed", 4)]
     assert resume(report) == (4, first.attempt, "local")
     assert regions_of(first.folder) == []
+
+
+def test_memory_has_the_good_copy_of_what_a_parent_committed(tmp_path: Path, runtime: Path) -> None:
+    """The slot counts as the second attempt's, its damaged copy at rest is the first one's."""
+    run = tmp_path / "run"
+    first = Crash(run, runtime).slots()
+    [slot] = first.seal(4)
+    first.both_killed()
+    second = Crash(run, runtime, start=False)
+    eventually(lambda: committed(run) == [4])
+    second.trainer.do("start", first.attempt, 4, slot)
+    second.both_killed()
+    flip_image(next(run.glob("steps/*4/*/shard*")))
+    report = recovered(run, discard=True)
+    assert resume(report) == (4, first.attempt, "memory")
+    assert regions_of(first.folder) == [slot]
 
 
 def test_an_attempt_that_never_began_hides_nothing(tmp_path: Path, runtime: Path) -> None:
