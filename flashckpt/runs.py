@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from flashckpt.commit import branching, reading, verification
-from flashckpt.commit.holder import Probe, here
 from flashckpt.commit.run import open_run
 from flashckpt.commit.verification import Report
 from flashckpt.errors import NoSuchStepError
-from flashckpt.format.names import RUN, AttemptName
-from flashckpt.format.records import Holder, Run
-from flashckpt.memory.runtime import RuntimeFolder, base_folder, identity_of, is_alive
-from flashckpt.options import Environment
-from flashckpt.store.base import Store, open_store
+from flashckpt.format.names import AttemptName
+from flashckpt.recovery.node import lock_probe
+from flashckpt.store.base import open_store
 
 if TYPE_CHECKING:
     import torch
@@ -69,19 +64,3 @@ def verify(path: Path, step: int | None = None) -> Report:
     store = open_store(path)
     open_run(store, create=False)
     return verification.verify(store, step)
-
-
-@contextlib.contextmanager
-def lock_probe(store: Store, run: Run) -> Iterator[tuple[Holder, Probe | None]]:
-    """This process as a holder, and how it sees whether a trainer of the run lives on this node. Without
-    a runtime folder here there is no such trainer, and the counter in the run's folder is watched."""
-    identity = identity_of(run.run_id, os.stat(store.local_path(RUN)))
-    try:
-        runtime = RuntimeFolder.open(base_folder(Environment.read().runtime_folder), identity, create=False)
-    except FileNotFoundError:
-        yield here(), None
-        return
-    try:
-        yield here(runtime.path), lambda _, lock: is_alive(runtime, lock)
-    finally:
-        runtime.close()

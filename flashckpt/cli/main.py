@@ -9,7 +9,10 @@ import typer
 
 import flashckpt
 from flashckpt.cli.branch import branch
+from flashckpt.cli.export import export
 from flashckpt.cli.ls import ls
+from flashckpt.cli.prune import prune
+from flashckpt.cli.recover import recover
 from flashckpt.cli.show import show
 from flashckpt.cli.verify import verify
 
@@ -20,13 +23,13 @@ _EPILOG = (
 
 app = typer.Typer(
     name="flashckpt",
-    help="Look at the checkpoints of a run, verify them, and go back.",
+    help="Look at the checkpoints of a run, verify and recover them, go back, take weights out.",
     epilog=_EPILOG,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (ls, show, verify, branch):
+for command in (ls, show, verify, branch, recover, prune, export):
     app.command(epilog=_EPILOG)(command)
 
 
@@ -42,7 +45,7 @@ def _options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Look at the checkpoints of a run, verify them, and go back."""
+    """Look at the checkpoints of a run, verify and recover them, go back, take weights out."""
 
 
 def main() -> None:

@@ -1,8 +1,9 @@
-"""`flashckpt show`: one step in full: where it comes from, with what it was computed, every leaf."""
+"""`flashckpt show`: one step in full: where it comes from, how long it took, every leaf."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -15,6 +16,7 @@ from flashckpt.cli.arguments import AsJson, Run, place
 from flashckpt.cli.exit_codes import ExitCode
 from flashckpt.cli.history import Origin, committed_at_s, lineage, num_bytes
 from flashckpt.cli.output import ends, results, write_json
+from flashckpt.cli.timings import Persisted, persisted, resumed
 from flashckpt.commit.lineage import VisibleStep, visible
 from flashckpt.commit.reading import resolve
 from flashckpt.commit.steps import StepRecord
@@ -35,7 +37,7 @@ class Placed(NamedTuple):
 
 @ends
 def show(run: Run, step: Step = None, as_json: AsJson = False) -> ExitCode:
-    """Show a step: sizes, lineage, environment, leaves."""
+    """Show a step: sizes, timings, lineage, environment, leaves."""
     store = open_store(run)
     record = resolve(store, *(place(step) if step is not None else (None, None)))
     origins = lineage(store, record.attempt)
@@ -73,6 +75,11 @@ def _summary(store: Store, record: StepRecord, origins: list[Origin]) -> Table:
     table.add_row("committed", units.local_time(committed_at_s(store, record.step, record.attempt)))
     table.add_row("ranks", str(record.world))
     table.add_row("size", f"{units.size(num_bytes(record))} in {files} {'file' if files == 1 else 'files'}")
+    for index, write in enumerate(persisted(store, record.step, record.attempt)):
+        table.add_row("" if index else "persisted", _persisted(write))
+    for index, read in enumerate(resumed(store, record.step, record.attempt)):
+        where = "memory" if read.tier == "memory" else "storage"
+        table.add_row("" if index else "resumed", f"by {read.attempt} in {read.seconds:.2f} s, from {where}")
     for place_in_line, origin in enumerate(origins):
         table.add_row("" if place_in_line else "lineage", _origin(origin))
     for name, value in _environment(record).items():
@@ -84,6 +91,11 @@ def _origin(origin: Origin) -> str:
     if origin.parent is None:
         return f"{origin.attempt} began the run"
     return f"{origin.attempt} went on from step {origin.step} of {origin.parent}"
+
+
+def _persisted(write: Persisted) -> str:
+    rate = f", {units.size(int(write.num_bytes / write.seconds))}/s" if write.seconds > 1e-6 else ""
+    return f"in {write.seconds:.2f} s{rate}{'' if write.direct else ', through the page cache'}"
 
 
 def _is_visible(store: Store, record: StepRecord) -> bool:
@@ -133,6 +145,8 @@ def _plain(store: Store, record: StepRecord, origins: list[Origin]) -> dict[str,
         "world": record.world,
         "num_bytes": num_bytes(record),
         "files": [{"file": each.file, "num_bytes": each.num_bytes} for each in files],
+        "persisted": [asdict(each) for each in persisted(store, record.step, record.attempt)],
+        "resumed": [asdict(each) for each in resumed(store, record.step, record.attempt)],
         "lineage": [
             {
                 "attempt": str(each.attempt),

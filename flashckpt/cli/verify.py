@@ -53,10 +53,12 @@ def verify(
 
 
 @contextmanager
-def progress_bar(console: Console, after_s: float = _BAR_AFTER_S) -> Iterator[Callback]:
+def progress_bar(
+    console: Console, after_s: float = _BAR_AFTER_S, what: str = "verifying"
+) -> Iterator[Callback]:
     """A callback (bytes done, bytes in all) that draws a bar on a terminal once `after_s` have passed."""
     bar = Progress(
-        TextColumn("verifying"),
+        TextColumn(what),
         BarColumn(),
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),
@@ -65,7 +67,7 @@ def progress_bar(console: Console, after_s: float = _BAR_AFTER_S) -> Iterator[Ca
         transient=True,
         disable=not console.is_terminal,
     )
-    task = bar.add_task("verifying", total=None)
+    task = bar.add_task(what, total=None)
     began_s = time.monotonic()
 
     def tell(done: int, total: int) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 from flashckpt.commit.attempts import attempt_folders, attempts
 from flashckpt.commit.lineage import (
     VisibleStep,
@@ -21,6 +24,15 @@ from flashckpt.format.records import Manifest
 from flashckpt.store.base import Store
 
 _SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """A visible step in one tier: in the slot of that name in this node's memory, or (None) in the store."""
+
+    step: int
+    attempt: AttemptName
+    slot: str | None = None
 
 
 def steps(store: Store) -> list[int]:
@@ -47,6 +59,23 @@ def candidates(store: Store) -> list[VisibleStep]:
                 each.step, each.attempt, mark.host, mark.reason,
             )  # fmt: skip
     return others + list(marks)
+
+
+def ladder(store: Store, survived: Mapping[str, VisibleStep]) -> list[Rung]:
+    """What a resume tries, in this order: newest step first, at each memory before the store; last the
+    steps that this machine has marked. `survived` are the snapshots in this node's memory by the names of
+    their slots: they follow the same rule of lineage."""
+    at_rest = candidates(store)
+    marked = {each for each in at_rest if marked_here(store, each) is not None}
+    last_step = {bound.attempt: bound.last_step for bound in bounds(attempts(store))}
+    rungs = [
+        Rung(each.step, each.attempt, slot)
+        for slot, each in survived.items()
+        if each.step <= last_step.get(each.attempt, -1)
+    ]
+    rungs += [Rung(each.step, each.attempt) for each in at_rest if each not in marked]
+    rungs.sort(key=lambda each: (each.step, each.attempt.number, each.slot is not None), reverse=True)
+    return rungs + [Rung(each.step, each.attempt) for each in at_rest if each in marked]
 
 
 def resolve(store: Store, step: int | None = None, at: AttemptName | None = None) -> StepRecord:

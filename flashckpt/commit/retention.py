@@ -46,20 +46,27 @@ class _Lineage:
 
 
 def prune(
-    store: Store, attempt: AttemptName, keep: Keep, *, in_hand: Collection[int] | None = None
+    store: Store,
+    attempt: AttemptName,
+    keep: Keep,
+    *,
+    claimed: AttemptName | None = None,
+    in_hand: Collection[int] | None = None,
 ) -> list[VisibleStep]:
     """Delete the visible steps that `keep` lets go, and debris. Returns the committed ones that went.
 
     Nothing goes unless `attempt` is the newest that claimed, has started, and has committed a step.
+    `claimed`: a newer claim that is known to be dead and never started, which does not count.
     Steps of branches that are not visible stay: `branch` can get them back.
 
     in_hand: given by a caller who knows that no other process commits steps of this attempt any more: the
     steps that it may itself still commit. Then the attempt's tombstones of all other steps go too: nobody is
     left who would have to find them. None where that is not known.
     """
+    claimed = claimed or attempt
     known = attempts(store)
     mine = next((info for info in known if info.name == attempt), None)
-    if mine is None or mine.start is None or newest_claimed(store) != attempt:
+    if mine is None or mine.start is None or newest_claimed(store) != claimed:
         return []
     lineage = _look(store, known)
     if not any(each.attempt == attempt for each in lineage.committed):
@@ -72,7 +79,7 @@ def prune(
         committed = each in lineage.committed
         if each.step in kept or (not committed and not _is_past(each.step, floor, keep)):
             continue
-        if newest_claimed(store) != attempt:
+        if newest_claimed(store) != claimed:
             return gone
         if bury(store, each.step, each.attempt):
             lineage.buried.append(each)

@@ -6,6 +6,7 @@ one that its part describes.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from array import array
@@ -27,7 +28,7 @@ from flashckpt.format.names import AttemptName, attempt_folder, manifest_path, s
 from flashckpt.format.records import Contents, Manifest
 from flashckpt.store.base import Store
 
-Status = Literal["ok", "missing", "truncated", "damaged"]
+Status = Literal["ok", "missing", "truncated", "damaged", "unreadable"]
 # Bytes read so far, and bytes to read in all.
 Progress = Callable[[int, int], None]
 
@@ -37,7 +38,8 @@ _SHOWN = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One file. `detail` says what is wrong with it, empty where nothing is."""
+    """One file. `detail` says what is wrong with it, empty where nothing is. One that is "unreadable" may be
+    whole: its storage failed."""
 
     step: int
     attempt: str
@@ -129,7 +131,9 @@ def verify_file(
     except FileNotFoundError:
         return "missing", "there is no such file"
     except (DamagedError, OSError, ValueError) as error:
-        return _shorter(path, shard.num_bytes) or ("damaged", str(error))
+        # A link in a file's place is damage; any other error of the system says nothing of the bytes.
+        failed = isinstance(error, OSError) and error.errno != errno.ELOOP
+        return _shorter(path, shard.num_bytes) or ("unreadable" if failed else "damaged", str(error))
     found = array("Q", digests)
     wrong = [leaf.name for leaf, a, b in zip(contents.leaves, contents.digests, found, strict=True) if a != b]
     if not bad_chunks and not wrong:

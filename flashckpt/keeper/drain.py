@@ -156,13 +156,13 @@ class Drain:
         metadata = _checked(order.slot, sealed)
         if not self._store.exists(RUN):
             raise FileNotFoundError(errno.ENOENT, "the run is not there any more", self._store.url)
-        attempt, own = self._attempt_of(order.slot, sealed)
+        attempt, own = self.attempt_for(order.slot, sealed)
         while True:
             try:
                 return self._persist_as(order, sealed, pinned, metadata, attempt, own, outcome)
             except SupersededError:
                 # An attempt may have started meanwhile that went on from this very slot: then it is its.
-                before, (attempt, own) = attempt, self._attempt_of(order.slot, sealed)
+                before, (attempt, own) = attempt, self.attempt_for(order.slot, sealed)
                 if attempt == before:
                     raise
 
@@ -194,7 +194,7 @@ class Drain:
         result = Result.COMMITTED if found else Result.WAITING
         return replace(outcome, result=result, direct=written.direct, num_bytes=written.num_bytes)
 
-    def _attempt_of(self, slot: Slot, sealed: Sealed) -> tuple[AttemptName, bool]:
+    def attempt_for(self, slot: Slot, sealed: Sealed) -> tuple[AttemptName, bool]:
         """Whose step a snapshot is, and whether its own attempt's. The slot that a started attempt says
         it was loaded from counts as that attempt's: it is never relabelled."""
         record, own = sealed.record, attempt_of(sealed)

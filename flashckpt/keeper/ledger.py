@@ -6,13 +6,16 @@ and never harms anything: no caller waits for it, none is told.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
+from flashckpt.errors import FlashckptError
 from flashckpt.events import Event, log
 from flashckpt.format.names import RUN
 from flashckpt.store.base import Store
@@ -23,6 +26,24 @@ MAX_LINE_BYTES = 32 << 10
 # take turns. Weeks of a step a second would otherwise fill the storage that checkpoints need.
 FILE_BYTES = 8 << 20
 _MOST_WAITING = 10_000
+
+
+def lines_of(store: Store, attempt: str) -> Iterator[dict[str, Any]]:
+    """The events of an attempt that can be read, oldest first. Nothing hangs on a ledger: what cannot be
+    read of it is left out."""
+    for name in file_names(attempt):
+        try:
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            with open(os.open(store.local_path(f"{FOLDER}/{name}"), flags), "rb") as file:
+                data = file.read(FILE_BYTES)
+        except (OSError, FlashckptError):
+            continue
+        for line in data.splitlines():
+            # The last one may be half written.
+            with contextlib.suppress(ValueError, RecursionError):
+                event = json.loads(line)
+                if isinstance(event, dict) and isinstance(event.get("event"), str):
+                    yield event
 
 
 class Ledger:

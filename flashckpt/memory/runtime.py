@@ -225,20 +225,25 @@ class LifeLock:
 
 def is_alive(folder: RuntimeFolder, name: str) -> bool:
     """Whether a living process holds the lock `name`. Right for this process's own locks too."""
+    return holder_of(folder, name) is not None
+
+
+def holder_of(folder: RuntimeFolder, name: str) -> int | None:
+    """The process that holds the lock `name`, None where nobody lives. 0 for one of another pid namespace."""
     with _held.guard:
         inode = folder.inode(name)
         if inode is None:
-            return False
+            return None
         if inode in _held.locks:
-            return True
+            return os.getpid()
         try:
             descriptor = folder.open_file(name)
         except FileNotFoundError:
-            return False
+            return None
         with _opened(descriptor):
             asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-            kind: int = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))[0]
-            return kind != fcntl.F_UNLCK
+            kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
+            return None if kind == fcntl.F_UNLCK else max(pid, 0)
 
 
 def trainer_lock_name(rank: int) -> str:

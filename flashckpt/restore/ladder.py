@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from flashckpt.commit import attempts, lineage, marks, reading
+from flashckpt.commit import marks, reading
+from flashckpt.commit.lineage import VisibleStep
 from flashckpt.commit.steps import read_step
 from flashckpt.errors import DamagedError, RunError, UnusableRunError
 from flashckpt.events import log
@@ -108,18 +109,10 @@ class Ladder:
 
     def candidates(self) -> list[Candidate]:
         """Newest step first, memory before local; steps that this machine has marked come last."""
-        at_rest = reading.candidates(self._store)
-        marked = {each for each in at_rest if marks.marked_here(self._store, each) is not None}
-        found = [Candidate(held.step, held.attempt, held) for held in self._visible_slots()]
-        found += [Candidate(each.step, each.attempt) for each in at_rest if each not in marked]
-        found.sort(key=lambda each: (each.step, each.attempt.number, each.held is not None), reverse=True)
-        return found + [Candidate(each.step, each.attempt) for each in at_rest if each in marked]
-
-    def _visible_slots(self) -> list[Held]:
-        """Slots follow the rule of lineage; the one that the newest start names as loaded is its own."""
-        known = attempts.attempts(self._store)
-        last_step = {bound.attempt: bound.last_step for bound in lineage.bounds(known)}
-        return [held for held in self._survived if held.step <= last_step.get(held.attempt, -1)]
+        held = {each.slot.name: each for each in self._survived}
+        survived = {name: VisibleStep(each.step, each.attempt) for name, each in held.items()}
+        rungs = reading.ladder(self._store, survived)
+        return [Candidate(r.step, r.attempt, None if r.slot is None else held[r.slot]) for r in rungs]
 
     def _load(self, candidate: Candidate) -> tuple[Snapshot, Held]:
         if candidate.held is not None:

@@ -1,0 +1,94 @@
+"""Exporting a step. Owns the order: choose, verify, write beside, rename. One rank gives one file, several
+ranks a folder with one file each."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from flashckpt.commit.reading import resolve
+from flashckpt.commit.steps import StepRecord
+from flashckpt.errors import OptionError
+from flashckpt.export import safetensors_file
+from flashckpt.export.selection import Progress, Source, check_whole, files_of, ranks_of, selected
+from flashckpt.export.writing import check_free, put_in_place
+from flashckpt.format.names import AttemptName
+from flashckpt.store.base import Store
+
+SUFFIXES = {"safetensors": "safetensors", "torch": "pt"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """What was written: files (relative to `out` where that is a folder) with their bytes."""
+
+    run: str
+    step: int
+    attempt: AttemptName
+    out: str
+    format: str
+    files: tuple[tuple[str, int], ...]
+    leaves: int
+
+
+def export(
+    store: Store,
+    out: str,
+    *,
+    format: str = "safetensors",
+    step: int | None = None,
+    attempt: AttemptName | None = None,
+    only: Sequence[str] = (),
+    force: bool = False,
+    progress: Progress = lambda done, total: None,
+) -> Exported:
+    """Write the tensors of a committed step (the one that a resume would take, if none is named) to `out`.
+
+    only: names of parts of the state, or of leaves. Raises OptionError where `out` is there already and not
+    `force`, NoSuchStepError, DamagedError; then nothing is left behind.
+    """
+    if format not in SUFFIXES:
+        raise OptionError(f"format={format!r}: one of {', '.join(SUFFIXES)}. Nothing was written.")
+    check_free(out, force=force)
+    record = resolve(store, step, attempt)
+    ranks = ranks_of(record)
+    chosen = {rank: selected(record, rank, only) for rank in ranks}
+    total = sum(contents.shard.num_bytes for rank in ranks for _, contents in files_of(record, rank))
+    done = 0
+    for rank in ranks:
+        done += check_whole(record, rank, progress, done, total)
+    files = _written(out, record, chosen, format, force=force)
+    return Exported(
+        run=store.url,
+        step=record.step,
+        attempt=record.attempt,
+        out=os.path.abspath(out),
+        format=format,
+        files=tuple(files),
+        leaves=sum(map(len, chosen.values())),
+    )
+
+
+def _written(
+    out: str, record: StepRecord, chosen: Mapping[int, list[Source]], format: str, *, force: bool
+) -> list[tuple[str, int]]:
+    with put_in_place(out, force=force) as temporary:
+        if len(chosen) == 1:
+            [(rank, sources)] = chosen.items()
+            return [(os.path.basename(out), _write(format, temporary, record, rank, sources))]
+        os.mkdir(temporary)
+        files = []
+        for rank, sources in chosen.items():
+            name = f"rank-{rank:05d}.{SUFFIXES[format]}"
+            files.append((name, _write(format, os.path.join(temporary, name), record, rank, sources)))
+        return files
+
+
+def _write(format: str, path: str, record: StepRecord, rank: int, sources: list[Source]) -> int:
+    if format == "safetensors":
+        return safetensors_file.write(path, record, rank, sources)
+    # Late: the other format needs no torch, nor does a machine that only copies weights.
+    from flashckpt.export import torch_file
+
+    return torch_file.write(path, sources, record.step)

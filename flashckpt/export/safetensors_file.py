@@ -1,0 +1,108 @@
+"""A stock safetensors file of selected leaves. Owns its header; the bytes are copied as they are.
+
+Names are those of the state. A tensor that stands under several names is stored once: the others are in
+the file's metadata. A dtype that safetensors does not have is stored as bytes, and named there too.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Sequence
+
+from flashckpt import _native
+from flashckpt.commit.steps import StepRecord
+from flashckpt.errors import DamagedError
+from flashckpt.export.selection import Source
+from flashckpt.format.layout import DTYPES
+
+_WINDOW_BYTES = 16 << 20
+_ALIGNMENT = 8
+
+
+def write(path: str, record: StepRecord, rank: int, sources: Sequence[Source]) -> int:
+    """Write the file and digest it again as it stands. Returns its bytes. DamagedError where a leaf did not
+    arrive as it was captured."""
+    ordered = sorted(sources, key=lambda each: (-DTYPES[each.leaf.dtype][0], each.leaf.name))
+    header = _header(record, rank, ordered)
+    with open(path, "xb") as file:
+        file.write(header)
+        for each in ordered:
+            _copy(each, file.fileno(), file.tell())
+            file.seek(each.leaf.num_bytes, os.SEEK_CUR)
+    _check(path, len(header), ordered, record.step)
+    return len(header) + sum(each.leaf.num_bytes for each in ordered)
+
+
+def _header(record: StepRecord, rank: int, ordered: Sequence[Source]) -> bytes:
+    aliases = {alias: each.leaf.name for each in ordered for alias in each.leaf.aliases}
+    odd = {
+        each.leaf.name: {"dtype": each.leaf.dtype, "shape": list(each.leaf.shape)}
+        for each in ordered
+        if DTYPES[each.leaf.dtype][1] is None
+    }
+    # Text to text is all that safetensors allows here.
+    table: dict[str, object] = {
+        "__metadata__": {
+            "format": "pt",
+            "flashckpt.step": str(record.step),
+            "flashckpt.attempt": str(record.attempt),
+            "flashckpt.rank": str(rank),
+            "flashckpt.aliases": json.dumps(aliases),
+            "flashckpt.dtypes": json.dumps(odd),
+        }
+    }
+    offset = 0
+    for each in ordered:
+        leaf = each.leaf
+        stored = DTYPES[leaf.dtype][1]
+        shape = list(leaf.shape) if stored else [leaf.num_bytes]
+        end = offset + leaf.num_bytes
+        table[leaf.name] = {"dtype": stored or "U8", "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    length = -(-(8 + len(text)) // _ALIGNMENT) * _ALIGNMENT - 8
+    return length.to_bytes(8, "little") + text.ljust(length, b" ")
+
+
+def _copy(source: Source, target: int, offset: int) -> None:
+    descriptor = os.open(source.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        done, size = 0, source.leaf.num_bytes
+        while done < size:
+            data = os.pread(descriptor, min(_WINDOW_BYTES, size - done), source.offset + done)
+            if not data:
+                raise DamagedError(
+                    f"{source.path} ends before its leaf {source.leaf.name}.", path=source.path
+                )
+            done += _written(target, data, offset + done)
+    finally:
+        os.close(descriptor)
+
+
+def _written(target: int, data: bytes, offset: int) -> int:
+    rest = memoryview(data)
+    while rest:
+        count = os.pwrite(target, rest, offset)
+        rest, offset = rest[count:], offset + count
+    return len(data)
+
+
+def _check(path: str, data_start: int, ordered: Sequence[Source], step: int) -> None:
+    """Against the digests of the boundary: what is in the file now is what was captured then."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with mmap.mmap(descriptor, 0, mmap.MAP_SHARED, mmap.PROT_READ) as image:
+            address, offset = _native.address_of(image), data_start
+            for each in ordered:
+                if _native.digest(address + offset, each.leaf.num_bytes) != each.digest:
+                    raise DamagedError(
+                        f"{each.leaf.name} did not arrive in {path} as it was captured. The file was removed."
+                        " Verify the step, and try again.",
+                        step=step,
+                        path=path,
+                    )
+                offset += each.leaf.num_bytes
+    finally:
+        os.close(descriptor)

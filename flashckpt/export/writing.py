@@ -1,0 +1,81 @@
+"""A new file or folder, whole or not at all. Owns the temporary name and the rename."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+
+from flashckpt.errors import OptionError
+
+
+def check_free(out: str, *, force: bool) -> None:
+    """OptionError where `out` is there already and must not be replaced, or its folder is not there."""
+    if os.path.lexists(out) and not force:
+        raise OptionError(f"{out} is there already. Nothing was written. Name another file, or give --force.")
+    folder = os.path.dirname(os.path.abspath(out))
+    if not os.path.isdir(folder):
+        raise OptionError(f"{folder} is no folder. Nothing was written. Make it first.")
+
+
+@contextlib.contextmanager
+def put_in_place(out: str, *, force: bool) -> Iterator[str]:
+    """A temporary path beside `out`, for a file or a folder; when the block ends well it becomes `out`,
+    durably. What stands there is replaced with `force` only, and only then."""
+    out = os.path.abspath(out)
+    temporary = os.path.join(os.path.dirname(out), f".{os.path.basename(out)}.{secrets.token_hex(8)}.tmp")
+    try:
+        yield temporary
+        for path in _files(temporary):
+            _sync(path)
+        _rename(temporary, out, force=force)
+        # The name must not be lost with a power failure after the command said that it is there.
+        _sync(os.path.dirname(out))
+    finally:
+        _remove(temporary)
+
+
+def _rename(temporary: str, out: str, *, force: bool) -> None:
+    if not force:
+        try:
+            if not os.path.isdir(temporary):
+                # A link never replaces what somebody else has put there meanwhile.
+                os.link(temporary, out)
+                return
+            os.rename(temporary, out)
+        except OSError as error:
+            if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                raise OptionError(f"{out} is there already. Nothing was written.") from error
+            if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+            check_free(out, force=False)
+            os.rename(temporary, out)
+        return
+    if os.path.isdir(temporary) or (os.path.isdir(out) and not os.path.islink(out)):
+        _remove(out)
+    os.replace(temporary, out)
+
+
+def _files(path: str) -> list[str]:
+    if not os.path.isdir(path):
+        return [path]
+    return [*(os.path.join(path, name) for name in os.listdir(path)), path]
+
+
+def _sync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(path: str) -> None:
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+        return
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)

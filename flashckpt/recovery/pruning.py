@@ -1,0 +1,86 @@
+"""Retention by hand: the rules of `commit.retention`, while nobody trains the run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashckpt.commit import attempts, retention
+from flashckpt.commit.lineage import VisibleStep, visible
+from flashckpt.commit.run import open_run
+from flashckpt.commit.steps import StepRecord, read_step
+from flashckpt.errors import DamagedError
+from flashckpt.format.names import AttemptName
+from flashckpt.options import Keep
+from flashckpt.recovery.node import hold, refuse_if_held, runtime_of
+from flashckpt.store.base import Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pruned:
+    """One step that went, or would. `num_bytes` are those of its shards, 0 where its records are damaged."""
+
+    step: int
+    attempt: AttemptName
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pruning:
+    """What went, oldest first, and which visible steps stay. `refusal` says why nothing may go."""
+
+    run: str
+    dry_run: bool
+    gone: tuple[Pruned, ...]
+    kept: tuple[int, ...]
+    refusal: str = ""
+
+
+def prune(store: Store, keep: Keep, *, dry_run: bool = False) -> Pruning:
+    """Delete the visible steps that `keep` lets go: never the newest two that are committed.
+
+    Raises RunHeldError while a job or a recovery has the run; NoSuchStepError where there is no run.
+    """
+    run = open_run(store, create=False)
+    if dry_run:
+        with runtime_of(store, run) as runtime:
+            refuse_if_held(store, runtime)
+        return _foreseen(store, keep)
+    with hold(store, run) as held:
+        planned = _foreseen(store, keep)
+        if planned.refusal:
+            return _pruning(store, (), planned.refusal)
+        newest = attempts.newest_started(store)
+        held.guard()
+        assert newest is not None
+        gone = set(retention.prune(store, newest, keep, claimed=held.claimed))
+        done = tuple(each for each in planned.gone if VisibleStep(each.step, each.attempt) in gone)
+        return _pruning(store, done, "")
+
+
+def _pruning(store: Store, gone: tuple[Pruned, ...], refusal: str) -> Pruning:
+    kept = tuple(each.step for each in visible(store))
+    return Pruning(run=store.url, dry_run=False, gone=gone, kept=kept, refusal=refusal)
+
+
+def _foreseen(store: Store, keep: Keep) -> Pruning:
+    newest = attempts.newest_started(store)
+    there = visible(store)
+    going = [] if newest is None else retention.doomed(store, newest, keep)
+    refusal = ""
+    if newest is not None and going and not any(each.attempt == newest for each in there):
+        going = []
+        refusal = (
+            f"attempt {newest}, the newest, has not committed a step of its own yet: until then nothing that "
+            "it may have to go back to is deleted. Train on to its first commit."
+        )
+    kept = tuple(each.step for each in there if each not in going)
+    gone = tuple(Pruned(step=e.step, attempt=e.attempt, num_bytes=_num_bytes(store, e)) for e in going)
+    return Pruning(run=store.url, dry_run=True, gone=gone, kept=kept, refusal=refusal)
+
+
+def _num_bytes(store: Store, each: VisibleStep) -> int:
+    try:
+        record: StepRecord = read_step(store, each.step, each.attempt)
+    except DamagedError:
+        return 0
+    return sum(shard.num_bytes for shard in record.manifest.shards)

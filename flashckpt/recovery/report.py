@@ -1,0 +1,158 @@
+"""What a recovery found, and what became of each thing. Owns the words and the shape of its JSON.
+
+The words are a promise to scripts: pinned by tests/contracts/test_recover_contract.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+from flashckpt.format.names import AttemptName
+
+
+class Kind(str, Enum):
+    """What was found."""
+
+    SNAPSHOT = "snapshot"
+    """A sealed snapshot in a slot of this node's memory."""
+    PARTS = "parts"
+    """A step at rest without a manifest."""
+    STEP = "step"
+    """A step with a manifest, of which something is wrong or was."""
+    DEBRIS = "debris"
+    """What dead processes left and nobody can use."""
+
+
+class Outcome(str, Enum):
+    """What became of it; in a dry run, what would."""
+
+    COMMITTED = "committed"
+    WAS_COMMITTED = "was committed"
+    TORN = "torn"
+    """Its bytes were not those of its boundary: let go, never persisted."""
+    FAILED = "failed"
+    """It could not be saved; it is still where it was."""
+    KEPT = "kept"
+    """Left where it is, for the reason given."""
+    DROPPED = "dropped"
+    """A snapshot that is older than what is committed, or of a branch that was left: let go."""
+    DISCARDED = "discarded"
+    """Let go because `--discard` said so, though it is committed nowhere."""
+    MARKED = "marked"
+    WAS_MARKED = "was marked"
+    REMOVED = "removed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing. `place` is a slot's name or a path in the run; `detail` says why, empty where that is
+    plain. `damage` is whether bytes are not those that were written."""
+
+    kind: Kind
+    outcome: Outcome
+    place: str
+    step: int | None = None
+    attempt: AttemptName | None = None
+    num_bytes: int = 0
+    detail: str = ""
+    damage: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind.value,
+            "outcome": self.outcome.value,
+            "step": self.step,
+            "attempt": None if self.attempt is None else str(self.attempt),
+            "place": self.place,
+            "num_bytes": self.num_bytes,
+            "damage": self.damage,
+            "detail": self.detail or None,
+        }
+
+
+def foreign(region: str, why: str) -> Finding:
+    """A region that is no slot of this run, or of which nobody can tell: it is left alone."""
+    return Finding(kind=Kind.SNAPSHOT, outcome=Outcome.KEPT, place=region, detail=why, damage=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """Where training goes on from: a step in "memory" or in the store ("local")."""
+
+    step: int
+    attempt: AttemptName
+    tier: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "attempt": str(self.attempt), "tier": self.tier}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """All of a recovery. `keeper` is the pid of a keeper that still lives, 0 where it has none here;
+    `resume_problem` says why there is no `resume` though the run has steps. `num_bytes` were read of the
+    `whole` steps at rest and of damaged ones; 0 where nothing was verified."""
+
+    run: str
+    run_id: str
+    dry_run: bool
+    verified: bool
+    keeper: int | None
+    findings: tuple[Finding, ...]
+    whole: int
+    num_bytes: int
+    resume: Resume | None
+    resume_problem: str
+
+    @property
+    def failed(self) -> bool:
+        """Whether something that is to be saved could not be."""
+        return any(each.outcome is Outcome.FAILED for each in self.findings)
+
+    @property
+    def damaged(self) -> bool:
+        return any(each.damage for each in self.findings)
+
+    def to_dict(self) -> Mapping[str, Any]:
+        return {
+            "run": self.run,
+            "run_id": self.run_id,
+            "dry_run": self.dry_run,
+            "verified": self.verified,
+            "keeper": None if self.keeper is None else {"pid": self.keeper},
+            "found": [each.to_dict() for each in self.findings],
+            "whole_steps": self.whole,
+            "num_bytes_read": self.num_bytes,
+            "resume": None if self.resume is None else self.resume.to_dict(),
+            "resume_problem": self.resume_problem or None,
+        }
+
+
+class Watcher(Protocol):
+    """Who is told how far a recovery is. Called from its thread, between its steps."""
+
+    def stage(self, name: str) -> None:
+        """What begins now: "looking", "draining", "committing", "verifying", "marking", "clearing",
+        "letting go", "resume"."""
+
+    def progress(self, done: int, total: int) -> None:
+        """Bytes of this stage."""
+
+    def say(self, text: str) -> None:
+        """What must be said before it is done."""
+
+
+class Silent:
+    """Tells nobody."""
+
+    def stage(self, name: str) -> None:
+        pass
+
+    def progress(self, done: int, total: int) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        pass

@@ -1,0 +1,243 @@
+"""Weights taken out of a run open with the stock libraries, and are bit for bit what was captured."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+
+import flashckpt
+from flashckpt.commit import attempts
+from flashckpt.commit.holder import here
+from flashckpt.commit.steps import commit
+from flashckpt.errors import DamagedError, NoSuchStepError, OptionError
+from flashckpt.export.exporting import export
+from flashckpt.store.base import open_store
+from flashckpt.store.local import LocalStore
+from tests.commit.runs import leaves_of, new_run, publish
+from tests.keeper.test_keeper_deaths import flip_image
+from tests.recovery.scene import whole_tree
+
+ROOT = Path(__file__).parents[2]
+
+
+class Net(nn.Module):
+    """A tie, an odd stride, a scalar, an empty tensor, and dtypes that safetensors has and has not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 5)
+        self.outer = nn.Linear(5, 7, bias=False)
+        self.outer.weight = self.embed.weight
+        self.register_buffer("turned", torch.arange(12.0).view(3, 4).t())
+        self.register_buffer("scalar", torch.tensor(3, dtype=torch.int64))
+        self.register_buffer("empty", torch.zeros(0, 4))
+        self.register_buffer("bf16", torch.randn(3).to(torch.bfloat16))
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+        self.register_buffer("wave", torch.randn(3, dtype=torch.complex64))
+
+
+@pytest.fixture
+def model(runtime: Path) -> Net:
+    torch.manual_seed(3)
+    return Net()
+
+
+@pytest.fixture
+def run(tmp_path: Path, model: Net, kill_keepers: Callable[..., None]) -> Path:
+    """Two committed steps of a model and its optimizer."""
+    folder = tmp_path / "run"
+    optimizer = torch.optim.AdamW(model.parameters())
+    with flashckpt.attach(folder, every=None, persist_every=None, model=model, optimizer=optimizer) as job:
+        for _ in range(2):
+            model.outer(model.embed.weight).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            job.step()
+            job.save()
+            job.wait()
+    kill_keepers(remove_regions=True)
+    return folder
+
+
+def is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bit for bit, in dtype and shape too."""
+    if (tensor.dtype, tensor.shape) != (other.dtype, other.shape):
+        return False
+    one, two = (each.contiguous().reshape(-1).view(torch.uint8) for each in (tensor, other))
+    return torch.equal(one, two)
+
+
+def test_safetensors_opens_with_the_stock_library(run: Path, model: Net, tmp_path: Path) -> None:
+    out = tmp_path / "weights.safetensors"
+    done = export(open_store(run), str(out))
+    loaded, state = load_file(out), flashckpt.load(run)
+    with safe_open(out, "pt") as file:
+        metadata = file.metadata()
+    aliases, dtypes = json.loads(metadata["flashckpt.aliases"]), json.loads(metadata["flashckpt.dtypes"])
+    assert metadata["format"] == "pt"
+    assert (metadata["flashckpt.step"], metadata["flashckpt.attempt"]) == (str(done.step), str(done.attempt))
+    assert set(loaded) | set(aliases) == set(state)
+    assert aliases == {"model.outer.weight": "model.embed.weight"} or aliases == {
+        "model.embed.weight": "model.outer.weight"
+    }
+    for name, tensor in state.items():
+        stored = loaded[aliases.get(name, name)]
+        if name in dtypes:
+            assert name == "model.wave"
+            stored = stored.view(getattr(torch, dtypes[name]["dtype"])).view(dtypes[name]["shape"])
+        assert is_same(stored, tensor), name
+    assert is_same(loaded["model.turned"], model.turned)
+
+
+def test_torch_opens_with_weights_only(run: Path, model: Net, tmp_path: Path) -> None:
+    out = tmp_path / "weights.pt"
+    export(open_store(run), str(out), format="torch")
+    loaded, state = torch.load(out, weights_only=True), flashckpt.load(run)
+    assert set(loaded) == set(state)
+    assert all(is_same(loaded[name], tensor) for name, tensor in state.items())
+    assert loaded["model.embed.weight"].data_ptr() == loaded["model.outer.weight"].data_ptr()
+    fresh = Net()
+    prefix = "model."
+    fresh.load_state_dict(
+        {name[len(prefix) :]: each for name, each in loaded.items() if name.startswith(prefix)}
+    )
+    assert all(is_same(a, b) for a, b in zip(fresh.parameters(), model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("format", ["safetensors", "torch"])
+def test_only_a_part(run: Path, tmp_path: Path, format: str) -> None:
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    export(open_store(run), str(whole), format=format)
+    export(open_store(run), str(part), format=format, only=["model"])
+    read = load_file if format == "safetensors" else lambda path: torch.load(path, weights_only=True)
+    assert set(read(part)) == {name for name in read(whole) if name.startswith("model.")}
+    assert part.stat().st_size < whole.stat().st_size
+    other = tmp_path / "other"
+    export(open_store(run), str(other), format=format, only=["model.outer.weight"])
+    assert set(read(other)) == {"model.outer.weight"}, "a tie, under the name that was asked for"
+
+
+def test_a_step_that_is_named(run: Path, tmp_path: Path) -> None:
+    first, newest = flashckpt.steps(run)
+    export(open_store(run), str(tmp_path / "first"), step=first)
+    export(open_store(run), str(tmp_path / "newest"))
+    one, two = load_file(tmp_path / "first"), load_file(tmp_path / "newest")
+    assert is_same(one["optimizer.state.embed.weight.step"], torch.tensor(float(first)))
+    assert is_same(two["optimizer.state.embed.weight.step"], torch.tensor(float(newest)))
+
+
+@pytest.mark.parametrize("format", ["safetensors", "torch"])
+def test_a_damaged_step_gives_no_file(run: Path, tmp_path: Path, format: str) -> None:
+    step = flashckpt.steps(run)[-1]
+    flip_image(next(run.glob(f"steps/{step:012d}/*/shard-*")))
+    before = whole_tree(tmp_path)
+    with pytest.raises(DamagedError, match="Nothing was written"):
+        export(open_store(run), str(tmp_path / "out"), format=format)
+    assert whole_tree(tmp_path) == before
+
+
+def test_what_is_there_is_not_replaced(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.write_text("somebody's")
+    with pytest.raises(OptionError, match="--force"):
+        export(open_store(run), str(out))
+    assert out.read_text() == "somebody's"
+    export(open_store(run), str(out), force=True)
+    assert load_file(out)
+    with pytest.raises(OptionError, match="no folder"):
+        export(open_store(run), str(tmp_path / "nowhere" / "out"))
+    with pytest.raises(OptionError, match="one of"):
+        export(open_store(run), str(tmp_path / "new"), format="onnx")
+
+
+def test_names_that_are_not_there_are_told(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(NoSuchStepError, match="It has: model, optimizer"):
+        export(open_store(run), str(tmp_path / "out"), only=["modle"])
+    with pytest.raises(NoSuchStepError, match="no visible committed step 77"):
+        export(open_store(run), str(tmp_path / "out"), step=77)
+    assert not (tmp_path / "out").exists()
+
+
+def several_ranks(folder: Path) -> LocalStore:
+    store = new_run(folder)
+    name = attempts.claim(store, here())
+    attempts.start(store, name, None, 0, 2)
+    publish(store, 5, name, ranks=(0,), world=2, keeper=0, constants=True)
+    publish(store, 5, name, ranks=(1,), world=2, keeper=1, constants=True)
+    assert commit(store, 5, name, 2)
+    return store
+
+
+@pytest.mark.parametrize("format", ["safetensors", "torch"])
+def test_several_ranks_give_a_folder(tmp_path: Path, format: str) -> None:
+    store = several_ranks(tmp_path / "run")
+    out = tmp_path / "out"
+    for force in (False, True):
+        done = export(store, str(out), format=format, force=force)
+        suffix = "safetensors" if format == "safetensors" else "pt"
+        assert [name for name, _ in done.files] == [f"rank-0000{rank}.{suffix}" for rank in (0, 1)]
+        assert sorted(os.listdir(out)) == [name for name, _ in done.files]
+        for rank, (name, num_bytes) in enumerate(done.files):
+            assert (out / name).stat().st_size == num_bytes
+            read = load_file if format == "safetensors" else lambda path: torch.load(path, weights_only=True)
+            loaded = read(out / name)
+            expected = {key: torch.from_numpy(each) for key, each in leaves_of(5, rank).items()}
+            expected["frozen.weight"] = torch.arange(8, dtype=torch.float64) + rank
+            assert set(loaded) == set(expected)
+            assert all(is_same(loaded[key], each) for key, each in expected.items())
+
+
+def test_killed_while_it_writes_leaves_no_half_file(tmp_path: Path, run: Path) -> None:
+    """Before the rename the name is not there, after it the file is whole."""
+    program = """
+import os, sys, time
+from flashckpt.export import exporting
+from flashckpt.store.base import open_store
+write = exporting._write
+def slow(*arguments):
+    size = write(*arguments)
+    print("written", flush=True)
+    sys.stdin.readline()
+    return size
+exporting._write = slow
+exporting.export(open_store(sys.argv[1]), sys.argv[2])
+"""
+    out = tmp_path / "out"
+    child = subprocess.Popen(
+        [sys.executable, "-c", program, str(run), str(out)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "written\n"
+    child.send_signal(signal.SIGKILL)
+    child.communicate()
+    assert not out.exists()
+    export(open_store(run), str(out))
+    assert load_file(out)
+
+
+def test_the_shell_needs_no_torch_for_safetensors(tmp_path: Path, run: Path) -> None:
+    program = (
+        "import sys; sys.modules['torch'] = None; sys.argv = ['flashckpt', *sys.argv[1:]]; "
+        "from flashckpt.cli.main import main; main()"
+    )
+    command = [sys.executable, "-c", program, "export", str(run), str(tmp_path / "out"), "--json"]
+    done = subprocess.run([*command, "--only", "model"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert set(told) == {"run", "step", "attempt", "out", "format", "leaves", "files"}
+    assert told["leaves"] == len(load_file(tmp_path / "out"))

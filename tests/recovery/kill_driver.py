@@ -1,0 +1,124 @@
+"""Recovers a mess again and again in a forked child that is killed at its n-th call, for every n, and then
+once more to the end: the same must come out as where nobody was killed.
+
+A program of its own: `python -m tests.recovery.kill_driver FOLDER RUNTIME MESS`. Writes what went wrong
+as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from flashckpt.commit.verification import verify
+from flashckpt.recovery.recover import recover
+from flashckpt.store.local import LocalStore
+from flashckpt.store.system import System
+from tests.crash.kill_driver import Mortal
+from tests.recovery import messes
+from tests.recovery.scene import contents
+
+
+class MortalWatcher:
+    """Dies between the steps of a recovery, too, where no call to the system is made."""
+
+    def __init__(self, system: Mortal) -> None:
+        self._system = system
+
+    def stage(self, name: str) -> None:
+        self._system._live()
+
+    def progress(self, done: int, total: int) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        self._system._live()
+
+
+class Scene:
+    """A mess that can be made again: everything is put back but `run.json` and the folders that name the run
+    on this node, whose inodes are its identity."""
+
+    def __init__(self, folder: Path, runtime: Path, mess: str) -> None:
+        self.run, self._kept = folder / "run", folder / "kept"
+        getattr(messes, mess)(self.run, runtime)
+        [own] = runtime.glob("flashckpt-*/*/")
+        self.memory = own
+        # So that the folder is never empty, never removed, and keeps its inode.
+        (own / "stays").touch(mode=0o600)
+        shutil.copytree(self.run, self._kept / "run")
+        for name in ("keeper.socket",):
+            (own / name).unlink(missing_ok=True)
+        shutil.copytree(own, self._kept / "memory")
+
+    def put_back(self) -> None:
+        for entry in self.run.iterdir():
+            if entry.name != "run.json":
+                shutil.rmtree(entry)
+        for entry in (self._kept / "run").iterdir():
+            if entry.is_dir():
+                shutil.copytree(entry, self.run / entry.name)
+        for entry in self.memory.iterdir():
+            if entry.name != "stays":
+                entry.unlink()
+        for entry in (self._kept / "memory").iterdir():
+            if entry.name != "stays":
+                shutil.copy2(entry, self.memory / entry.name)
+
+    def outcome(self) -> dict[str, Any]:
+        """What is left at last, to be compared."""
+        regions = sorted(name for name in os.listdir(self.memory) if name.startswith("slot-"))
+        locks = sorted(name for name in os.listdir(self.memory) if name.endswith((".lock", ".socket")))
+        return {"run": contents(self.run), "regions": regions, "locks": locks}
+
+
+def lived(run: Path, said: Path, system: System | None) -> int:
+    """The exit status of a child that recovers the run."""
+    child = os.fork()
+    if child == 0:
+        try:
+            watcher = MortalWatcher(system) if isinstance(system, Mortal) else None
+            report = recover(LocalStore(str(run), system), watcher=watcher)
+            said.write_text(json.dumps(report.resume and report.resume.to_dict()))
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+
+def main(folder: str, runtime: str, mess: str) -> None:
+    scene, said = Scene(Path(folder), Path(runtime), mess), Path(folder) / "said"
+    scene.put_back()
+    assert lived(scene.run, said, None) == 0
+    expected, expected_resume = scene.outcome(), said.read_text()
+    committed = {row.step for row in verify(LocalStore(str(scene.run))).rows}
+    faults, last, status = [], 0, 1
+    while status:
+        last += 1
+        scene.put_back()
+        status = lived(scene.run, said, Mortal(last))
+        if status and not os.WIFSIGNALED(status):
+            faults.append(f"call {last}: the recovery itself failed")
+            break
+        said.unlink(missing_ok=True)
+        if lived(scene.run, said, None) != 0:
+            faults.append(f"call {last}: the second recovery failed")
+            continue
+        found = scene.outcome()
+        if found != expected:
+            keys = [key for key in expected if found[key] != expected[key]]
+            odd = set(found["run"]) ^ set(expected["run"])
+            faults.append(f"call {last}: another outcome in {keys}: {sorted(odd)}, {found['regions']}")
+        if said.read_text() != expected_resume:
+            faults.append(f"call {last}: resumes from {said.read_text()}, not {expected_resume}")
+    print(json.dumps({"calls": last - 1, "faults": faults, "committed": sorted(committed)}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4])

@@ -1,0 +1,261 @@
+"""A recovery beside a job, beside another recovery, and beside a keeper that outlived its trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flashckpt.commit import attempts
+from flashckpt.errors import KeeperError, RunHeldError
+from flashckpt.keeper.protocol import ELECTION_LOCK
+from flashckpt.memory.runtime import LifeLock, RuntimeFolder
+from flashckpt.options import Keep
+from flashckpt.recovery import lingering, node
+from flashckpt.recovery.pruning import prune
+from flashckpt.recovery.survey import slots_in
+from flashckpt.store.base import open_store
+from tests.keeper.driver import Process, committed, eventually
+from tests.keeper.fake import keeper_pid
+from tests.keeper.test_keeper_deaths import flip_image
+from tests.recovery.scene import Crash, kill, recovered, regions_of, rows, whole_tree
+
+ROOT = Path(__file__).parents[2]
+RECOVER = """
+import sys
+from flashckpt.recovery.recover import recover
+from flashckpt.store.base import open_store
+class Slow:
+    def stage(self, name):
+        if name == sys.argv[2]:
+            print(name, flush=True)
+            sys.stdin.readline()
+    def progress(self, done, total): pass
+    def say(self, text): pass
+recover(open_store(sys.argv[1]), watcher=Slow())
+print("done", flush=True)
+"""
+
+
+@contextlib.contextmanager
+def held_at(run: Path, stage: str) -> Iterator[subprocess.Popen[str]]:
+    """A recovery in a process of its own that stands still at a stage until it is written a line."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", RECOVER, str(run), stage],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == f"{stage}\n"
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.communicate()
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_running_job_is_named_and_not_touched(tmp_path: Path, runtime: Path, dry_run: bool) -> None:
+    run = tmp_path / "run"
+    crash = Crash(run, runtime).slots().commit(1)
+    with pytest.raises(RunHeldError) as refused:
+        recovered(run, dry_run=dry_run)
+    assert str(crash.trainer.pid) in str(refused.value)
+    assert crash.attempt in str(refused.value)
+    with pytest.raises(RunHeldError, match=str(crash.trainer.pid)):
+        prune(open_store(str(run)), Keep(last=1), dry_run=dry_run)
+    assert node.RECOVERY_LOCK not in crash.folder.names()
+    crash.commit(2)
+    crash.both_killed()
+
+
+def test_a_job_that_has_been_overtaken_still_runs(tmp_path: Path, runtime: Path) -> None:
+    """Its attempt is not the newest any more, and it lives: so it is not recovered under its feet."""
+    run = tmp_path / "run"
+    crash = Crash(run, runtime).slots().commit(1)
+    store = open_store(str(run))
+    attempts.mark_ended(store, attempts.claim(store, node.here()), "closed")
+    with pytest.raises(RunHeldError, match=str(crash.trainer.pid)) as refused:
+        recovered(run)
+    assert crash.attempt in str(refused.value)
+    crash.both_killed()
+
+
+def test_of_two_recoveries_one_is_refused(tmp_path: Path, runtime: Path) -> None:
+    run = tmp_path / "run"
+    crash = Crash(run, runtime).slots()
+    crash.seal(1)
+    crash.both_killed()
+    with held_at(run, "draining") as first:
+        with pytest.raises(RunHeldError, match=str(first.pid)):
+            recovered(run)
+        with pytest.raises(RunHeldError, match=str(first.pid)):
+            prune(open_store(str(run)), Keep(last=1))
+        out, err = first.communicate("\n", timeout=60)
+    assert out.endswith("done\n"), err
+    assert committed(run) == [1]
+    assert rows(recovered(run)) == []
+
+
+def test_one_that_was_killed_holds_nobody_up(tmp_path: Path, runtime: Path) -> None:
+    run = tmp_path / "run"
+    crash = Crash(run, runtime).slots()
+    crash.seal(1)
+    crash.both_killed()
+    with held_at(run, "clearing") as first:
+        kill(first.pid)
+        report = recovered(run)
+    assert report.resume is not None
+    assert report.resume.step == 1
+    assert not os.path.exists(crash.folder.path)
+
+
+@pytest.mark.parametrize("stage", ["draining", "committing", "clearing"])
+def test_a_job_that_begins_meanwhile_ends_it(tmp_path: Path, runtime: Path, stage: str) -> None:
+    """The recovery deletes nothing more, and the job's own keeper has the rest."""
+    run = tmp_path / "run"
+    crash = Crash(run, runtime).slots().commit(1)
+    crash.seal(2)
+    crash.both_killed()
+    debris = run / f"steps/{1:012d}/{crash.attempt}/shard-00000-0123456789ab.safetensors"
+    debris.write_bytes(b"cut off")
+    with held_at(run, stage) as first:
+        begun: list[Process] = []
+        # It waits for the keeper's lock, deposes who has it and starts a keeper of its own.
+        thread = threading.Thread(target=lambda: begun.append(Process(run, runtime, patience_s=0.5)))
+        thread.start()
+        store = open_store(str(run))
+        eventually(lambda: len(attempts.attempts(store)) == 2)
+        out, err = first.communicate("\n", timeout=60)
+        thread.join(60)
+    assert "done" not in out
+    assert "A job has begun" in err
+    assert debris.exists()
+    [second] = begun
+    assert 2 in [step for _, step in second.do("survivors")] or 2 in committed(run)
+    eventually(lambda: committed(run) == [1, 2])
+    second.kill()
+
+
+# A keeper that lingers
+
+
+@pytest.fixture
+def lingers(tmp_path: Path, runtime: Path) -> Crash:
+    """A trainer that dies; its keeper, stopped until then, has yet to see it."""
+    crash = Crash(tmp_path / "run", runtime, linger_s=600).slots().commit(1)
+    crash.seal(2)
+    crash.trainer.kill()
+    return crash
+
+
+def go_on(crash: Crash) -> None:
+    os.kill(crash._stopped, signal.SIGCONT)
+
+
+def test_a_keeper_that_lingers_saves_what_it_has_and_stays(lingers: Crash) -> None:
+    go_on(lingers)
+    report = recovered(lingers.run)
+    assert report.keeper == keeper_pid(lingers.folder) == lingers._stopped
+    assert ("snapshot", "was committed", 2) in rows(report)
+    assert committed(lingers.run) == [1, 2]
+    assert report.resume is not None
+    assert (report.resume.step, report.resume.tier) == (2, "memory")
+    assert len(regions_of(lingers.folder)) == 3, "its memory is as near as it was"
+    assert node.RECOVERY_LOCK not in lingers.folder.names()
+
+
+def test_what_a_keeper_found_torn_is_told(lingers: Crash) -> None:
+    newest = max(regions_of(lingers.folder), key=lambda name: step_in(lingers.folder, name))
+    flip_image(Path(lingers.folder.path) / newest)
+    go_on(lingers)
+    report = recovered(lingers.run)
+    assert ("snapshot", "torn", 2) in rows(report)
+    assert report.damaged
+    assert committed(lingers.run) == [1]
+
+
+def step_in(folder: RuntimeFolder, name: str) -> int:
+    return max([each.step for each in slots_in(folder) if each.slot == name], default=-1)
+
+
+def test_with_discard_it_is_asked_to_go(lingers: Crash) -> None:
+    go_on(lingers)
+    report = recovered(lingers.run, discard=True)
+    assert report.keeper is None
+    assert committed(lingers.run) == [1, 2]
+    assert keeper_pid(lingers.folder) is None
+    assert regions_of(lingers.folder) == []
+
+
+def test_a_keeper_that_cannot_save_is_told_with_its_reason(small_disk: Path, runtime: Path) -> None:
+    crash = Crash(small_disk / "run", runtime, kib=1024, linger_s=600).slots()
+    crash.seal(2)
+    room = os.statvfs(small_disk)
+    (small_disk / "filler").write_bytes(bytes(room.f_bavail * room.f_frsize - (256 << 10)))
+    crash.trainer.kill()
+    go_on(crash)
+    report = recovered(crash.run)
+    assert rows(report, "snapshot") == [("snapshot", "failed", 2)]
+    assert "No space left" in report.findings[0].detail
+    assert report.resume is not None
+    assert (report.resume.step, report.resume.tier) == (2, "memory")
+
+
+def test_a_keeper_that_does_not_answer_is_named(lingers: Crash, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lingering, "_PATIENCE_S", 0.3)
+    monkeypatch.setattr(lingering, "_BURIAL_S", 0.3)
+    with pytest.raises(KeeperError, match=rf"process {lingers._stopped}\) lives and does not answer"):
+        recovered(lingers.run)
+    assert committed(lingers.run) == [1]
+    assert len(regions_of(lingers.folder)) == 3
+    go_on(lingers)
+    eventually(lambda: committed(lingers.run) == [1, 2])
+
+
+def test_a_dry_run_beside_it_touches_nothing(lingers: Crash, runtime: Path) -> None:
+    before = whole_tree(lingers.run, runtime)
+    report = recovered(lingers.run, dry_run=True)
+    assert whole_tree(lingers.run, runtime) == before
+    assert report.keeper == lingers._stopped
+    assert ("snapshot", "committed", 2) in rows(report)
+
+
+def test_locks_of_dead_trainers_that_never_spoke_are_not_waited_for(
+    lingers: Crash, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lingering, "_BURIAL_S", 0.5)
+    (Path(lingers.folder.path) / "trainer-00000-1-deadbeef.lock").touch(mode=0o600)
+    go_on(lingers)
+    report = recovered(lingers.run)
+    assert report.resume is not None
+    assert report.resume.step == 2
+
+
+def test_the_keeper_sees_its_trainers_death_before_it_is_believed(tmp_path: Path, runtime: Path) -> None:
+    """A keeper that has not seen it yet has nothing to save, and says so: that is not taken for done."""
+    folder = RuntimeFolder.open(str(runtime), "0" * 32)
+    election = LifeLock.acquire(folder, ELECTION_LOCK)
+    assert election is not None
+    dead = Path(folder.path) / "trainer-00000-1-deadbeef.lock"
+    dead.touch(mode=0o600)
+    looks: list[bool] = []
+
+    def guard() -> None:
+        looks.append(dead.exists())
+        if len(looks) == 3:
+            dead.unlink()
+
+    lingering._wait_for_burial(folder, guard)
+    assert looks == [True, True, True], "it looked until the keeper had removed the lock, and no longer"
+    election.release(folder)

@@ -1,0 +1,59 @@
+"""A recovery that is killed anywhere, and run again, ends where one that was never killed does."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.keeper.driver import committed
+from tests.recovery.scene import Crash, recovered, regions_of, rows
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("mess", "least_calls", "steps"),
+    [("everything", 60, [1, 2, 3, 4]), ("overtaken_branch", 30, [1, 3]), ("asked_for", 30, [5, 6])],
+)
+def test_killed_at_every_call(
+    tmp_path: Path, runtime: Path, mess: str, least_calls: int, steps: list[int]
+) -> None:
+    command = [sys.executable, "-m", "tests.recovery.kill_driver", str(tmp_path), str(runtime), mess]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert report["faults"] == [], result.stderr
+    assert report["calls"] >= least_calls
+    assert report["committed"] == steps
+
+
+def test_killed_while_it_writes_a_shard(tmp_path: Path, runtime: Path) -> None:
+    run = tmp_path / "run"
+    crash = Crash(run, runtime, kib=64 << 10).slots(2)
+    crash.seal(1)
+    crash.both_killed()
+    folder = run / f"steps/{1:012d}/{crash.attempt}"
+    program = "import sys; from flashckpt.recovery.recover import recover; from flashckpt.store.base import open_store; recover(open_store(sys.argv[1]))"  # noqa: E501
+    for _ in range(5):
+        child = subprocess.Popen([sys.executable, "-c", program, str(run)], cwd=ROOT)
+        until = time.monotonic() + 60
+        while child.poll() is None and not (folder.is_dir() and os.listdir(folder)):
+            assert time.monotonic() < until
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        if not list(folder.glob("part-*")):
+            break
+    else:
+        pytest.fail("it was never caught while it wrote")
+    assert len(list(folder.glob("shard-*"))) == 1
+    assert rows(recovered(run)) == [("snapshot", "committed", 1), ("debris", "removed", 1)]
+    assert committed(run) == [1]
+    assert regions_of(crash.folder) == []
+    assert len(list(folder.glob("shard-*"))) == 1

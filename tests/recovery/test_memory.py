@@ -1,0 +1,292 @@
+"""What both processes left in memory when they were killed: saved, or kept, and never made into a lie."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from flashckpt.commit import attempts, lineage
+from flashckpt.commit.branching import branch
+from flashckpt.commit.holder import here
+from flashckpt.format.names import AttemptName
+from flashckpt.recovery.report import Report
+from flashckpt.store.base import open_store
+from tests.keeper.driver import committed, eventually, ledger
+from tests.keeper.test_keeper_deaths import flip_image
+from tests.recovery.scene import Crash, recovered, regions_of, rows
+
+
+def visible(run: Path) -> list[tuple[int, str]]:
+    return [(each.step, str(each.attempt)) for each in lineage.visible(open_store(str(run)))]
+
+
+def resume(report: Report) -> tuple[int, str, str] | None:
+    found = report.resume
+    return None if found is None else (found.step, str(found.attempt), found.tier)
+
+
+def test_the_newest_sealed_step_is_committed_and_its_memory_is_let_go(tmp_path: Path, runtime: Path) -> None:
+    run = tmp_path / "run"
+    crash = Crash(run, runtime).slots().commit(1)
+    crash.seal(2, 3)
+    crash.both_killed()
+    assert len(crash.regions()) == 3
+
+    report = recovered(run)
+
+    assert rows(report) == [
+        ("snapshot", "committed", 3),
+        ("snapshot", "dropped", 2),
+        ("snapshot", "was committed", 1),
+    ]
+    assert committed(run) == [1, 3]
+    assert resume(report) == (3, crash.attempt, "local")
+    assert not os.path.exists(crash.folder.path), "nothing is left in memory, not even the folder"
+    [info] = attempts.attempts(open_store(str(run)))
+    assert info.ended == "dead"
+    events = [(line["event"], line.get("step")) for line in ledger(run) if line.get("by") == "recover"]
+    assert events == [("persist", 3), ("commit", 3), ("death", None)]
+
+
+def test_a_second_run_finds_nothing_to_do(tmp_path: Path, runtime: Path) -> None:
+    run = tmp_path / "run"
+    crash = Crash(run, runtime).slots()
+    crash.seal(1)
+    crash.both_killed()
+    assert rows(recovered(run)) == [("snapshot", "committed", 1)]
+    again = recovered(run)
+    assert rows(again) == []
+    assert resume(again) == (1, crash.attempt, "local")
+
+
+def test_what_its_trainer_asked_for_is_saved_too(tmp_path: Path, runtime: Path) -> None:
+    run = tmp_path / "run"
+    crash = Crash(run, runtime).slots()
+    crash.seal(5, persist=True)
+    crash.seal(6)
+    crash.both_killed()
+    assert rows(recovered(run)) == [("snapshot", "committed", 6), ("snapshot", "committed", 5)]
+    assert committed(run) == [5, 6]
+
+
+def test_a_flipped_byte_is_never_persisted_and_the_one_before_is(tmp_path: Path, runtime: Path) -> None:
+    run = tmp_path / "run"
+    crash = Crash(run, runtime).slots()
+    _, newest = crash.seal(1, 2)
+    flip_image(Path(crash.folder.path) / newest)
+    crash.both_killed()
+    report = recovered(run)
+    assert rows(report) == [("snapshot", "torn", 2), ("snapshot", "committed", 1)]
+    assert "model.weight" in report.findings[0].detail
+    assert report.damaged
+    assert committed(run) == [1]
+    assert not list(run.glob("steps/*2/*/shard*"))
+    assert regions_of(crash.folder) == []
+
+
+def test_a_damaged_record_or_page_harms_nothing_else(tmp_path: Path, runtime: Path) -> None:
+    run = tmp_path / "run"
+    crash = Crash(run, runtime).slots()
+    _, record, page = crash.seal(1, 2, 3)
+    for name, offset in ((record, 800), (page, 40)):
+        with open(Path(crash.folder.path) / name, "r+b") as file:
+            file.seek(offset)
+            byte = file.read(1)[0]
+            file.seek(offset)
+            file.write(bytes([byte ^ 1]))
+    crash.both_killed()
+    report = recovered(run)
+    assert ("snapshot", "committed", 1) in rows(report)
+    assert [(each.place, each.outcome.value) for each in report.findings if each.damage] == [
+        (record, "torn"),
+        (page, "kept"),
+    ]
+    assert committed(run) == [1]
+    # What is not a slot of ours any more is nobody's to remove.
+    assert regions_of(crash.folder) == [page]
+
+
+def test_a_branch_that_was_left_never_becomes_visible(tmp_path: Path, runtime: Path) -> None:
+    run, store = tmp_path / "run", open_store(str(tmp_path / "run"))
+    crash = Crash(run, runtime).slots().commit(1, 2)
+    [slot] = crash.seal(7)
+    crash.both_killed()
+    branch(store, 1)
+    before = visible(run)
+    report = recovered(run)
+    kept = [each for each in report.findings if each.step == 7]
+    assert [(each.outcome.value, each.place) for each in kept] == [("kept", slot)]
+    assert "has started" in kept[0].detail
+    assert visible(run) == before == [(1, crash.attempt)]
+    assert resume(report) == (1, crash.attempt, "local")
+    assert not list(run.glob("steps/*7")), "not a byte of it is written"
+    assert regions_of(crash.folder) == [slot], "it stays until the branch has committed, or --discard"
+    assert rows(recovered(run), "snapshot") == [("snapshot", "kept", 7)]
+
+    told: list[str] = []
+    discarded = recovered(run, discard=True, watcher=Listener(told))
+    assert rows(discarded, "snapshot") == [("snapshot", "discarded", 7)]
+    assert any("discarding step 7" in line for line in told), "what is lost is said"
+    assert regions_of(crash.folder) == []
+    assert visible(run) == before
+
+
+def test_what_a_branch_has_overtaken_is_dropped(tmp_path: Path, runtime: Path) -> None:
+    run = tmp_path / "run"
+    first = Crash(run, runtime).slots().commit(1, 2)
+    [left] = first.seal(7)
+    first.both_killed()
+    made = branch(open_store(str(run)), 1)
+    second = Crash(run, runtime, parent=str(made), step=1)
+    eventually(lambda: left in second.regions())
+    second.slots()
+    names = second.seal(2)
+    second.both_killed()
+    report = recovered(run)
+    assert ("snapshot", "committed", 2) in rows(report)
+    assert (2, second.attempt) in visible(run)
+    assert all(step <= 2 for step, _ in visible(run))
+    assert regions_of(second.folder) == [], (left, names)
+
+
+def test_a_slot_that_was_resumed_from_is_committed_as_its_new_attempts(tmp_path: Path, runtime: Path) -> None:
+    """Both die again before the second attempt's first commit: its parent may commit nothing any more."""
+    run = tmp_path / "run"
+    first = Crash(run, runtime).slots()
+    [slot] = first.seal(4)
+    first.both_killed()
+    store = open_store(str(run))
+    second = attempts.claim(store, here())
+    attempts.start(store, second, AttemptName.parse(first.attempt), 4, 1, slot)
+    report = recovered(run)
+    assert rows(report) == [("snapshot", "committed", 4)]
+    assert resume(report) == (4, str(second), "local")
+    assert committed(run) == [4]
+    assert regions_of(first.folder) == []
+
+
+def test_a_step_that_its_parent_committed_is_saved_once(tmp_path: Path, runtime: Path) -> None:
+    run = tmp_path / "run"
+    first = Crash(run, runtime).slots()
+    [slot] = first.seal(4)
+    first.both_killed()
+    # Between its claim and its start, the keeper of the second attempt saves it as the first one's.
+    second = Crash(run, runtime, start=False)
+    eventually(lambda: committed(run) == [4])
+    second.trainer.do("start", first.attempt, 4, slot)
+    second.both_killed()
+    report = recovered(run)
+    assert rows(report) == [("snapshot", "was committed", 4)]
+    assert resume(report) == (4, first.attempt, "local")
+    assert regions_of(first.folder) == []
+
+
+def test_memory_has_the_good_copy_of_what_a_parent_committed(tmp_path: Path, runtime: Path) -> None:
+    """The slot counts as the second attempt's, its damaged copy at rest is the first one's."""
+    run = tmp_path / "run"
+    first = Crash(run, runtime).slots()
+    [slot] = first.seal(4)
+    first.both_killed()
+    second = Crash(run, runtime, start=False)
+    eventually(lambda: committed(run) == [4])
+    second.trainer.do("start", first.attempt, 4, slot)
+    second.both_killed()
+    flip_image(next(run.glob("steps/*4/*/shard*")))
+    report = recovered(run, discard=True)
+    assert resume(report) == (4, first.attempt, "memory")
+    assert regions_of(first.folder) == [slot]
+
+
+def test_an_attempt_that_never_began_hides_nothing(tmp_path: Path, runtime: Path) -> None:
+    run = tmp_path / "run"
+    first = Crash(run, runtime).slots()
+    first.seal(4)
+    first.both_killed()
+    # A trainer that died between its claim and its start.
+    store = open_store(str(run))
+    attempts.mark_ended(store, attempts.claim(store, here()), "dead")
+    report = recovered(run)
+    assert resume(report) == (4, first.attempt, "local")
+    assert committed(run) == [4]
+
+
+def test_a_full_disk_loses_nothing(small_disk: Path, runtime: Path) -> None:
+    run = small_disk / "run"
+    crash = Crash(run, runtime, kib=1024).slots()
+    crash.seal(1)
+    [slot] = crash.seal(2)
+    crash.both_killed()
+    filler = small_disk / "filler"
+    room = os.statvfs(small_disk)
+    filler.write_bytes(bytes(room.f_bavail * room.f_frsize - (256 << 10)))
+    report = recovered(run)
+    assert rows(report, "snapshot") == [("snapshot", "failed", 2), ("snapshot", "kept", 1)]
+    assert report.failed
+    assert "No space left" in report.findings[0].detail
+    assert len(regions_of(crash.folder)) == 2
+    assert resume(report) == (2, crash.attempt, "memory"), "a job would still find it"
+    [info] = attempts.attempts(open_store(str(run)))
+    assert info.ended == "", "it is not over before everything of it is saved"
+    filler.unlink()
+    assert rows(recovered(run)) == [("snapshot", "committed", 2), ("snapshot", "dropped", 1)]
+    assert committed(run) == [2]
+
+
+def test_discard_lets_go_of_what_cannot_be_saved(small_disk: Path, runtime: Path) -> None:
+    run = small_disk / "run"
+    crash = Crash(run, runtime, kib=1024).slots()
+    crash.seal(2)
+    crash.both_killed()
+    room = os.statvfs(small_disk)
+    (small_disk / "filler").write_bytes(bytes(room.f_bavail * room.f_frsize - (256 << 10)))
+    report = recovered(run, discard=True)
+    assert rows(report, "snapshot") == [("snapshot", "discarded", 2)]
+    assert resume(report) is None
+    assert regions_of(crash.folder) == []
+
+
+def test_the_good_copy_of_a_step_that_was_damaged_at_rest_stays(tmp_path: Path, runtime: Path) -> None:
+    run = tmp_path / "run"
+    crash = Crash(run, runtime).slots().commit(1, 2)
+    crash.both_killed()
+    [shard] = run.glob("steps/*2/*/shard*")
+    flip_image(shard)
+    for _ in range(2):
+        report = recovered(run, discard=True)
+        assert resume(report) == (2, crash.attempt, "memory")
+        assert report.damaged
+        assert len(regions_of(crash.folder)) == 1
+    assert shard.exists()
+    # Another attempt takes it up.
+    second = Crash(run, runtime, start=False)
+    assert [step for _, step in second.trainer.do("survivors")] == [2]
+    second.both_killed()
+
+
+class Listener:
+    def __init__(self, told: list[str]) -> None:
+        self._told = told
+
+    def stage(self, name: str) -> None:
+        pass
+
+    def progress(self, done: int, total: int) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        self._told.append(text)
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_without_reading_the_same_is_saved(tmp_path: Path, runtime: Path, read: bool) -> None:
+    run = tmp_path / "run"
+    crash = Crash(run, runtime).slots().commit(1)
+    crash.seal(2)
+    crash.both_killed()
+    report = recovered(run, read=read)
+    assert report.verified is read
+    assert (report.num_bytes > 0) is read
+    assert resume(report) == (2, crash.attempt, "local")
+    assert regions_of(crash.folder) == []

@@ -1,0 +1,101 @@
+"""Retention by hand: the rules of the run's own, and nothing while somebody trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flashckpt.commit import attempts, lineage, marks
+from flashckpt.commit.branching import branch
+from flashckpt.commit.holder import here
+from flashckpt.format.names import AttemptName
+from flashckpt.options import Keep
+from flashckpt.recovery.pruning import prune
+from flashckpt.store.local import LocalStore
+from tests.commit.runs import commit, is_whole, new_run
+from tests.recovery.scene import whole_tree
+
+
+@pytest.fixture
+def store(tmp_path: Path, runtime: Path) -> LocalStore:
+    return new_run(tmp_path / "run")
+
+
+def begun(store: LocalStore, parent: AttemptName | None = None, step: int = 0) -> AttemptName:
+    name = attempts.claim(store, here())
+    attempts.start(store, name, parent, step, 1)
+    attempts.mark_ended(store, name, "closed")
+    return name
+
+
+def visible(store: LocalStore) -> list[int]:
+    return [each.step for each in lineage.visible(store)]
+
+
+def test_the_newest_stay_and_the_others_go(store: LocalStore, runtime: Path) -> None:
+    attempt = begun(store)
+    for step in range(1, 8):
+        commit(store, step, attempt)
+    before = whole_tree(Path(store.url), runtime)
+    said = prune(store, Keep(last=3, every_steps=4), dry_run=True)
+    assert whole_tree(Path(store.url), runtime) == before
+    done = prune(store, Keep(last=3, every_steps=4))
+    assert said.gone == done.gone
+    assert [each.step for each in done.gone] == [1, 2, 3]
+    assert all(each.num_bytes > 0 for each in done.gone)
+    assert list(done.kept) == list(said.kept) == visible(store) == [4, 5, 6, 7]
+    assert all(is_whole(store, step, attempt) for step in (4, 5, 6, 7))
+    assert not list(runtime.glob("flashckpt-*/*/"))
+
+
+def test_the_newest_two_never_go(store: LocalStore) -> None:
+    attempt = begun(store)
+    for step in range(1, 5):
+        commit(store, step, attempt)
+    assert [each.step for each in prune(store, Keep(last=1)).gone] == [1, 2]
+    assert visible(store) == [3, 4]
+
+
+def test_two_without_a_mark_stay(store: LocalStore) -> None:
+    attempt = begun(store)
+    for step in range(1, 6):
+        commit(store, step, attempt)
+    marks.mark(store, 5, attempt, "here", "flipped")
+    prune(store, Keep(last=1))
+    assert visible(store) == [3, 4, 5]
+
+
+def test_a_branch_that_has_committed_nothing_deletes_nothing(store: LocalStore, runtime: Path) -> None:
+    attempt = begun(store)
+    for step in range(1, 7):
+        commit(store, step, attempt)
+    branch(store, 5)
+    before = whole_tree(Path(store.url))
+    for dry_run in (True, False):
+        refused = prune(store, Keep(last=2), dry_run=dry_run)
+        assert refused.gone == ()
+        assert "has not committed" in refused.refusal
+    assert whole_tree(Path(store.url)) == before
+
+
+def test_steps_of_other_branches_stay(store: LocalStore) -> None:
+    attempt = begun(store)
+    for step in range(1, 7):
+        commit(store, step, attempt)
+    made = branch(store, 4)
+    second = begun(store, made, 4)
+    commit(store, 5, second)
+    gone = prune(store, Keep(last=2)).gone
+    assert [each.step for each in gone] == [1, 2, 3]
+    assert visible(store) == [4, 5]
+    assert is_whole(store, 6, attempt), "branch can get it back"
+
+
+def test_a_dead_claim_that_never_began_holds_nothing_up(store: LocalStore) -> None:
+    attempt = begun(store)
+    for step in range(1, 5):
+        commit(store, step, attempt)
+    attempts.mark_ended(store, attempts.claim(store, here()), "dead")
+    assert [each.step for each in prune(store, Keep(last=2)).gone] == [1, 2]
+    assert visible(store) == [3, 4]
