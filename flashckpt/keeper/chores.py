@@ -6,14 +6,15 @@ Runs in a worker of its own, so that storage that hangs delays nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from flashckpt import crashpoints
 from flashckpt.commit import attempts, lineage
 from flashckpt.errors import FlashckptError
-from flashckpt.format.names import RUN, AttemptName
+from flashckpt.format.names import RUN, AttemptName, attempt_folder
 from flashckpt.store.base import Store
 
 End = Literal["closed", "dead"]
@@ -43,15 +44,26 @@ class Chores:
             if not self._store.exists(RUN):
                 return Look(is_there=False, claimed=None, marked=())
             for attempt in living:
-                attempts.beat(self._store, attempt, self._next_count(attempt))
+                with self._unless_swept(attempt):
+                    attempts.beat(self._store, attempt, self._next_count(attempt))
             for attempt, how in ended:
                 crashpoints.point("end.marking")
-                attempts.mark_ended(self._store, attempt, how)
+                with self._unless_swept(attempt):
+                    attempts.mark_ended(self._store, attempt, how)
                 marked.append(attempt)
             claimed = attempts.newest_claimed(self._store)
         except (OSError, FlashckptError) as error:
             return Look(is_there=True, claimed=claimed, marked=tuple(marked), problem=str(error))
         return Look(is_there=True, claimed=claimed, marked=tuple(marked))
+
+    @contextlib.contextmanager
+    def _unless_swept(self, attempt: AttemptName) -> Iterator[None]:
+        """A newer attempt may have committed and cleared this one's folder away: nobody looks there again."""
+        try:
+            yield
+        except FileNotFoundError:
+            if self._store.exists(attempt_folder(attempt)):
+                raise
 
     def _next_count(self, attempt: AttemptName) -> int:
         """On from where an earlier keeper's counter stood: it must never stand still or come back."""

@@ -149,6 +149,23 @@ def test_it_lingers_after_a_death_and_not_after_a_close(tmp_path: Path, runtime:
     assert [line["kept"] for line in ledger(run) if line["event"] == "close" and "kept" in line] == [[]]
 
 
+def test_an_attempt_that_was_swept_before_its_end_was_noted_keeps_no_keeper(
+    tmp_path: Path, runtime: Path
+) -> None:
+    """The next attempt may commit, and clear the dead one's folder away, within the keeper's second."""
+    run = tmp_path / "run"
+    first = Process(run, runtime, linger_s=0.1)
+    first.do("start", None, 0, None)
+    folder = runtime_of(run, runtime)
+    pid = keeper_pid(folder)
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    first.kill()
+    shutil.rmtree(run / "attempts" / first.attempt)
+    os.kill(pid, signal.SIGCONT)
+    eventually(lambda: keeper_pid(folder) is None)
+
+
 def test_a_run_that_is_deleted_takes_its_keeper_along(tmp_path: Path, runtime: Path) -> None:
     run = tmp_path / "run"
     trainer = Process(run, runtime, linger_s=3600)

@@ -9,9 +9,11 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from flashckpt import _native
 from flashckpt.commit import attempts, holder, lineage
 from flashckpt.commit.steps import read_step
 from flashckpt.commit.verification import verify
@@ -308,3 +310,29 @@ def test_where_there_are_no_links_it_is_written(alone: FakeTrainer, monkeypatch:
     [file] = files(alone)
     assert file.stat().st_nlink == 1
     assert committed(alone.run) == [1, 2]
+
+
+def test_constants_that_were_written_without_the_pin_are_not_believed(
+    alone: FakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk may have read what another keeper, or a trainer, put into the slot after the digests did."""
+    write, written = _native.write_file, []
+
+    def write_file(path: str, *arguments: Any, **named: Any) -> Any:
+        result = write(path, *arguments, **named)
+        written.append(path)
+        if len(written) == 1:
+            slot = asked.slot
+            assert slot.unpin(slot.state())
+            assert slot.pin(asked.owner + 1, slot.state()) is not None
+        return result
+
+    monkeypatch.setattr(_native, "write_file", write_file)
+    drain, asked = Drain(alone.store, "0123abcd"), order(alone, 1)
+    assert drain.persist(asked).result is Result.FAILED
+    assert ["constants-" in path for path in written] == [True]
+    assert files(alone) == []
+    assert asked.slot.unpin(asked.slot.state())
+    assert drain.persist(asked).result is Result.COMMITTED
+    assert ["constants-" in path for path in written] == [True, True, False]
+    assert committed(alone.run) == [1]
