@@ -17,6 +17,7 @@ from flashckpt import _native
 from flashckpt.capture import Capture
 from flashckpt.checkpointer.ages import Ages
 from flashckpt.checkpointer.session import Session
+from flashckpt.checkpointer.watch import Watch
 from flashckpt.commit import reading
 from flashckpt.commit.attempts import newest_claimed
 from flashckpt.errors import DamagedError, FlashckptError, KeeperError, OutOfRoomError, PersistError
@@ -62,6 +63,7 @@ class Attendant:
         self._ages, self._loaded_step = ages, loaded_step
         self._told: dict[str, float] = {}
         self._said: set[str] = set()
+        self._watch = Watch(capture.pulse, options, self.event)
         self._plan: list[tuple[str, int, int]] = []
         self._thread = threading.Thread(target=self._run, name="flashckpt-attendant", daemon=True)
 
@@ -207,6 +209,7 @@ class Attendant:
             # stay mapped until the process ends.
             log.warning("the attendant does not come to an end; the run is let go without it")
             return
+        self._watch.look(last=True)
         try:
             self._send_events()
             if closed:
@@ -237,6 +240,7 @@ class Attendant:
             self._woken.clear()
 
     def _round(self) -> None:
+        self._watch.look()
         keeper = self._session.keeper
         if keeper.tend():
             log.warning("the keeper had died and was started again; what it was writing is written again")

@@ -18,7 +18,7 @@ from flashckpt.format.layout import PAGE
 from flashckpt.memory import region, room
 from flashckpt.memory.page import State, Word, round_up
 from flashckpt.memory.region import MEMFD, NAMED, Region
-from flashckpt.memory.runtime import LifeLock, RuntimeFolder, is_alive
+from flashckpt.memory.runtime import LifeLock, RuntimeFolder, is_alive, stacks_name
 from flashckpt.memory.slot import Sealed, Slot
 
 MAX_SLOTS = 64
@@ -173,6 +173,7 @@ class Shelf:
         for name in self._folder.names():
             if name.endswith(".lock") and name.startswith(("keeper-", "trainer-")) and not self._lives(name):
                 self._folder.remove(name)
+                self._folder.remove(stacks_name(name))
 
     def adopt_memfd(self, descriptor: int) -> Held:
         """Take up a memfd that a trainer hands back to a new keeper. See `put`."""

@@ -53,14 +53,25 @@ class Work:
                 self._known[trainer.rank] = trainer
 
     def rescue(self, rank: int) -> None:
-        """Ask for the newest sealed snapshot that a dead trainer left, whether it had asked or not."""
+        """Ask for the newest sealed snapshot that a dead or stuck trainer left, whether it had asked or
+        not. One that lives after all may ask for a newer one in the same slot meanwhile: that stands."""
+        asked = {held.slot.name: held.slot.asked for held in self._shelf.of_rank(rank)}
         newest = self._newest(rank)
         if newest is None:
             return
         held, sealed = newest
         if held.slot.persisted != sealed.generation and held.given_up != sealed.generation:
             held.urgent = sealed.generation
-            held.slot.request_persist(sealed.generation)
+            held.slot.request_persist_after(asked[held.slot.name], sealed.generation)
+
+    def is_saved(self, rank: int) -> bool:
+        """Whether the newest sealed snapshot of a rank is committed, or its last try has failed."""
+        newest = self._newest(rank)
+        if newest is None:
+            return True
+        held, sealed = newest
+        settled = (held.slot.persisted, held.slot.failed[0], held.given_up)
+        return sealed.generation in settled
 
     def next(self) -> None:
         """Give the worker its next order, if it is free and there is one."""

@@ -225,25 +225,36 @@ class LifeLock:
 
 def is_alive(folder: RuntimeFolder, name: str) -> bool:
     """Whether a living process holds the lock `name`. Right for this process's own locks too."""
+    return holder_of(folder, name) is not None
+
+
+def holder_of(folder: RuntimeFolder, name: str) -> int | None:
+    """The pid of the living process that holds the lock `name`, None where none does; 0 or less for one
+    that this process cannot name, being of another pid namespace."""
     with _held.guard:
         inode = folder.inode(name)
         if inode is None:
-            return False
+            return None
         if inode in _held.locks:
-            return True
+            return os.getpid()
         try:
             descriptor = folder.open_file(name)
         except FileNotFoundError:
-            return False
+            return None
         with _opened(descriptor):
             asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-            kind: int = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))[0]
-            return kind != fcntl.F_UNLCK
+            kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
+            return None if kind == fcntl.F_UNLCK else int(pid)
 
 
 def trainer_lock_name(rank: int) -> str:
     """A name for this process's life lock that no other process has or had."""
     return f"trainer-{rank:05d}-{os.getpid()}-{secrets.token_hex(4)}.lock"
+
+
+def stacks_name(lock: str) -> str:
+    """The file of the trainer with this life lock into which its stacks are written when it is stuck."""
+    return f"stacks-{lock.removeprefix('trainer-').removesuffix('.lock')}"
 
 
 def join(base: str, identity: str, lock: str) -> tuple[RuntimeFolder, LifeLock]:
