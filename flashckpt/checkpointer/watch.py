@@ -6,6 +6,7 @@ measures, the keeper's watchdog acts.
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections import deque
 from collections.abc import Callable
@@ -28,7 +29,8 @@ _STEPS_NEEDED = 20
 _LEAST_UNKNOWN_S = 3600.0
 
 _SLOW_TIMES_MEDIAN = 10.0
-_SLOW_TIMES_HIGH = 2.0
+# Of the longest step but one: what comes again and again, such as a validation, is told the first times.
+_SLOW_TIMES_BAR = 2.0
 _SLOW_LEAST_S = 1.0
 _SLOW_PAUSE_S = 60.0
 
@@ -51,13 +53,15 @@ class StepTimes:
     def add(self, steps: list[tuple[int, float]]) -> list[Slow]:
         """Take up (step, seconds) of new steps. Those that are far slower than the ones before are
         returned."""
-        if len(self._lengths) < _STEPS_NEEDED:
-            self._lengths.extend(seconds for _, seconds in steps)
-            return []
-        usual = median(self._lengths)
-        limit = max(_SLOW_LEAST_S, _SLOW_TIMES_MEDIAN * usual, _SLOW_TIMES_HIGH * self._high())
-        self._lengths.extend(seconds for _, seconds in steps)
-        return [Slow(step, seconds, usual) for step, seconds in steps if seconds > limit]
+        slow = []
+        for step, seconds in steps:
+            # Most are short enough to need no comparison.
+            if seconds > _SLOW_LEAST_S and len(self._lengths) >= _STEPS_NEEDED:
+                usual, (bar, _) = median(self._lengths), heapq.nlargest(2, self._lengths)[::-1]
+                if seconds > max(_SLOW_TIMES_MEDIAN * usual, _SLOW_TIMES_BAR * bar):
+                    slow.append(Slow(step, seconds, usual))
+            self._lengths.append(seconds)
+        return slow
 
     def patience_s(self, *, kills: bool) -> float:
         """How long a boundary may be missing before it is a hang. `kills`: a hang ends the process."""

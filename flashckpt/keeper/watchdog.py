@@ -24,6 +24,7 @@ from flashckpt.keeper.work import Work
 from flashckpt.keeper.worker import Worker
 from flashckpt.memory.page import Heartbeat
 from flashckpt.memory.runtime import RuntimeFolder
+from flashckpt.memory.slot import Slot
 
 # More than this between two looks is time in which this process did not run itself.
 _LONGEST_GAP_S = 2.0
@@ -96,27 +97,43 @@ class Watchdog:
         """The newest heartbeat of each trainer, by the life lock of who wrote it."""
         hearts: dict[str, Heartbeat] = {}
         for each in self._shelf.all():
-            heartbeat = each.slot.heartbeat
-            owner = each.slot.owner(heartbeat.owner)
-            if owner is not None:
-                known = hearts.get(owner[1], heartbeat)
-                hearts[owner[1]] = max(known, heartbeat, key=lambda beat: beat.beat_ns)
+            heartbeat, lock = each.slot.heartbeat, self._beater(each.slot)
+            if lock is not None:
+                known = hearts.get(lock, heartbeat)
+                hearts[lock] = max(known, heartbeat, key=lambda beat: beat.beat_ns)
         return hearts
 
+    def _beater(self, slot: Slot) -> str | None:
+        owner = slot.owner(slot.heartbeat.owner)
+        return None if owner is None else owner[1]
+
+    def _remember(self, trainer: Trainer, boundaries: int, beat_ns: int) -> None:
+        """On the slots, where the next keeper finds it."""
+        for each in self._shelf.all():
+            if self._beater(each.slot) == trainer.lock:
+                each.slot.set_stuck(boundaries, beat_ns)
+
     def _begun(self, trainer: Trainer, heartbeat: Heartbeat, now: float) -> Vigil:
-        """A hang that the keeper before has told of is not told again."""
+        """A hang that the keeper before has told of is not told again, but its end is."""
         vigil = Vigil(trainer, heartbeat, now)
-        since = {each.slot.stuck_since for each in self._shelf.of_rank(trainer.rank)}
-        if heartbeat.patience_ns and heartbeat.beat_ns in since:
+        told = {each.slot.stuck for each in self._shelf.all() if self._beater(each.slot) == trainer.lock}
+        boundaries, since = max(told, key=lambda stuck: stuck[1], default=(0, 0))
+        if since:
             vigil.told, vigil.told_s = Event.STUCK, now
-            self._work.rescue(trainer.rank)
+            before = heartbeat._replace(boundaries=boundaries, beat_ns=since, patience_ns=1)
+            if _differ(before, heartbeat):
+                vigil.heartbeat = before
+                self._moved(trainer, vigil, heartbeat)
+            else:
+                self._work.rescue(trainer.rank)
         return vigil
 
     # What a look comes to
 
     def _moved(self, trainer: Trainer, vigil: Vigil, heartbeat: Heartbeat) -> None:
         before, told = vigil.heartbeat, vigil.told
-        vigil.heartbeat, vigil.quiet_s, vigil.still_s, vigil.told = heartbeat, 0.0, 0.0, None
+        vigil.heartbeat, vigil.quiet_s, vigil.still_s = heartbeat, 0.0, 0.0
+        vigil.told, vigil.ended = None, False
         if told is not None:
             self._goes_on(trainer, before, heartbeat)
 
@@ -125,6 +142,7 @@ class Watchdog:
         seconds = round((end_ns - before.beat_ns) / 1e9, 1)
         log.warning("trainer %d goes on: it had passed no boundary for %.1f s", trainer.pid, seconds)
         self._tell(trainer, Event.GOES_ON, before, seconds=seconds)
+        self._remember(trainer, 0, 0)
 
     def _waited(self, trainer: Trainer, vigil: Vigil, gap_s: float) -> None:
         vigil.quiet_s += gap_s
@@ -177,8 +195,6 @@ class Watchdog:
 
     def _stuck(self, trainer: Trainer, asked: Vigil, evidence: Evidence) -> None:
         heartbeat, seconds = asked.heartbeat, round(asked.quiet_s, 1)
-        for each in self._shelf.of_rank(trainer.rank):
-            each.slot.set_stuck_since(heartbeat.beat_ns)
         log.error(
             "trainer %d passes no boundaries for %.1f s: its newest snapshot is persisted%s",
             trainer.pid, seconds,
@@ -195,6 +211,7 @@ class Watchdog:
             source=evidence.source,
             reason=evidence.reason,
         )
+        self._remember(trainer, heartbeat.boundaries, heartbeat.beat_ns)
 
     def _end(self, trainer: Trainer, vigil: Vigil) -> None:
         """SIGKILL: a handler of any other signal may itself wait for the boundary that does not come."""

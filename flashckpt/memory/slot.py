@@ -322,11 +322,13 @@ class Slot:
         )
 
     @property
-    def stuck_since(self) -> int:
-        """The `beat_ns` of the last heartbeat after which the keeper has told of a hang; 0 for none."""
-        return self._load(page.STUCK_SINCE_OFFSET)
+    def stuck(self) -> tuple[int, int]:
+        """(boundaries, beat_ns) of the heartbeat after which the keeper has told of a hang that it has not
+        seen end; zeros for none."""
+        return self._load(page.STUCK_BOUNDARIES_OFFSET), self._load(page.STUCK_SINCE_OFFSET)
 
-    def set_stuck_since(self, beat_ns: int) -> None:
+    def set_stuck(self, boundaries: int, beat_ns: int) -> None:
+        self._store(page.STUCK_BOUNDARIES_OFFSET, boundaries)
         self._store(page.STUCK_SINCE_OFFSET, beat_ns)
 
     # Owners
@@ -351,6 +353,7 @@ class Slot:
                 if self._load(page.BEATER_OFFSET) == index:
                     # The dead one's heartbeat is not that of who has its index from now on.
                     self._store(page.BEATER_OFFSET, 0)
+                    self.set_stuck(0, 0)
                 start = page.OWNERS_OFFSET + (index - 1) * page.OWNER_BYTES
                 self._map[start : start + page.OWNER_BYTES] = page.pack_owner(pid, lock)
                 return index

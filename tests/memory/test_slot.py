@@ -238,8 +238,8 @@ def test_words_between_trainer_and_keeper(slot: Slot) -> None:
     assert slot.torn == (6, tuple(range(page.TORN_LEAVES)))
     slot.beat(Heartbeat(12, 13, 2, 14))
     assert slot.heartbeat == (12, 13, 2, 14)
-    slot.set_stuck_since(13)
-    assert slot.stuck_since == 13
+    slot.set_stuck(12, 13)
+    assert slot.stuck == (12, 13)
     assert page.TORN_LEAVES_OFFSET + 8 * page.TORN_LEAVES <= page.BOUNDARIES_OFFSET
     assert digest_table(2).tolist() == [_native.EMPTY_DIGEST] * 2
 

@@ -25,19 +25,14 @@ Line = dict[str, Any]
 class Run:
     """A trainer in its own process, which hangs in iteration HANG_AT."""
 
-    def __init__(self, folder: Path, hang: str, hang_at: int = HANG_AT, **options: Any) -> None:
+    def __init__(
+        self, folder: Path, hang: str, hang_at: int = HANG_AT, no_signal_is_free: bool = False, **options: Any
+    ) -> None:
         self.folder, self.hang_at = folder, hang_at
-        arguments = {"options": {"watchdog": PATIENCE, **options}}
+        arguments = {"options": {"watchdog": PATIENCE, **options}, "no_signal_is_free": no_signal_is_free}
+        rest = [folder, str(hang_at), json.dumps(arguments)]
         self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tests.watchdog.trainer",
-                hang,
-                folder,
-                str(hang_at),
-                json.dumps(arguments),
-            ],
+            [sys.executable, "-m", "tests.watchdog.trainer", hang, *rest],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -10,8 +10,10 @@ import ctypes
 import json
 import os
 import select
+import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +34,7 @@ class Items(Dataset[torch.Tensor]):
         self.hang_at, self.hang = hang_at, hang
 
     def __len__(self) -> int:
-        return STEPS
+        return max(STEPS, self.hang_at + 5)
 
     def __getitem__(self, index: int) -> torch.Tensor:
         if self.hang is not None and index == self.hang_at:
@@ -40,8 +42,12 @@ class Items(Dataset[torch.Tensor]):
         return torch.full((4,), float(index))
 
 
+# A loader's worker closes its own standard input.
+RELEASE = os.dup(0)
+
+
 def told() -> bool:
-    return bool(select.select([0], [], [], 0.01)[0])
+    return bool(select.select([RELEASE], [], [], 0.01)[0])
 
 
 def spin_in_python() -> None:
@@ -52,7 +58,7 @@ def spin_in_python() -> None:
 def hold_the_gil() -> None:
     """A read in C that nothing interrupts, by a call that keeps the GIL."""
     byte = ctypes.create_string_buffer(1)
-    ctypes.PyDLL(None).read(0, byte, 1)
+    ctypes.PyDLL(None).read(RELEASE, byte, 1)
 
 
 def wait_for_a_lock() -> None:
@@ -60,11 +66,15 @@ def wait_for_a_lock() -> None:
     lock.acquire()
 
     def free() -> None:
-        os.read(0, 1)
+        os.read(RELEASE, 1)
         lock.release()
 
     threading.Thread(target=free, daemon=True).start()
     lock.acquire()
+
+
+def take_five_seconds() -> None:
+    time.sleep(5)
 
 
 HANGS: dict[str, Callable[[], None]] = {
@@ -72,12 +82,17 @@ HANGS: dict[str, Callable[[], None]] = {
     "gil": hold_the_gil,
     "lock": wait_for_a_lock,
     "loader": spin_in_python,
+    "worker": spin_in_python,
+    "slow": take_five_seconds,
 }
 
 
 def main() -> None:
     hang, run, hang_at = sys.argv[1], sys.argv[2], int(sys.argv[3])
     arguments: dict[str, Any] = {"every": 1, "persist_every": None, **json.loads(sys.argv[4])}
+    if arguments.pop("no_signal_is_free", False):
+        for number in range(signal.SIGRTMIN, signal.SIGRTMAX + 1):
+            signal.signal(number, lambda *_: print("a handler of the user's ran", flush=True))
     options = flashckpt.Options(**arguments.pop("options"))
     torch.set_num_threads(1)
     torch.manual_seed(1)
@@ -88,13 +103,12 @@ def main() -> None:
 
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    items = Items(hang_at, in_loader if hang == "loader" else None)
-    loop = flashckpt.loop(
-        DataLoader(items), run, options=options, model=model, optimizer=optimizer, **arguments
-    )
+    loads = hang in ("loader", "worker")
+    loader = DataLoader(Items(hang_at, in_loader if loads else None), num_workers=hang == "worker")
+    loop = flashckpt.loop(loader, run, options=options, model=model, optimizer=optimizer, **arguments)
     for batch in loop:
         until_slots(loop.checkpointer)
-        if loop.completed == hang_at and hang != "loader":
+        if loop.completed == hang_at and not loads:
             print(f"hangs {hang_at}", flush=True)
             HANGS[hang]()
         optimizer.zero_grad()
