@@ -216,7 +216,7 @@ class Watchdog:
     def _end(self, trainer: Trainer, vigil: Vigil) -> None:
         """SIGKILL: a handler of any other signal may itself wait for the boundary that does not come."""
         waited_s = self._clock() - vigil.told_s
-        if not self._work.is_saved(trainer.rank) and waited_s < _PERSIST_LIMIT_S:
+        if not self._work.is_settled(trainer.rank) and waited_s < _PERSIST_LIMIT_S:
             return
         vigil.ended = True
         try:

@@ -65,13 +65,17 @@ class Work:
             held.slot.request_persist_after(asked[held.slot.name], sealed.generation)
 
     def is_saved(self, rank: int) -> bool:
-        """Whether the newest sealed snapshot of a rank is committed, or its last try has failed."""
+        """Whether the newest sealed snapshot of a rank is committed."""
         newest = self._newest(rank)
-        if newest is None:
+        return newest is not None and newest[0].slot.persisted == newest[1].generation
+
+    def is_settled(self, rank: int) -> bool:
+        """Whether it is, or its last try has failed, or there is none."""
+        newest = self._newest(rank)
+        if newest is None or self.is_saved(rank):
             return True
         held, sealed = newest
-        settled = (held.slot.persisted, held.slot.failed[0], held.given_up)
-        return sealed.generation in settled
+        return sealed.generation in (held.slot.failed[0], held.given_up)
 
     def next(self) -> None:
         """Give the worker its next order, if it is free and there is one."""

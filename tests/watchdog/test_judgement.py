@@ -3,6 +3,7 @@ the test moves."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -13,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from flashckpt.events import Event
+from flashckpt.keeper import evidence
 from flashckpt.keeper.daemon import Keeper
-from flashckpt.keeper.evidence import collect, condition
+from flashckpt.keeper.evidence import collect, condition, held
+from flashckpt.keeper.ledger import MAX_LINE_BYTES
 from flashckpt.keeper.shelf import Held
 from flashckpt.keeper.trainers import Trainer
 from flashckpt.keeper.watchdog import Watchdog
@@ -198,8 +201,8 @@ def test_no_signal_reaches_a_process_without_a_handler_for_it(tmp_path: Path, ru
     folder = runtime_of(tmp_path / "run", runtime)
     [lock] = [name for name in folder.names() if name.startswith("trainer-")]
     os.close(folder.open_file(stacks_name(lock), os.O_RDWR | os.O_CREAT))
-    evidence = collect(folder, lock, signal.SIGRTMIN + 12)
-    assert evidence.source != "faulthandler"
+    found = collect(folder, lock, signal.SIGRTMIN + 12)
+    assert found.source != "faulthandler"
     assert trainer.do("status")["committed"] == [], "it lives and answers"
     trainer.kill()
     gone = collect(folder, lock, signal.SIGRTMIN + 12)
@@ -210,3 +213,81 @@ def test_no_signal_reaches_a_process_without_a_handler_for_it(tmp_path: Path, ru
 def test_events_have_the_names_that_the_ledger_promises() -> None:
     named = {Event.SLOW, Event.STUCK, Event.STOPPED, Event.GOES_ON, Event.KILL}
     assert {event.value for event in named} == {"slow", "stuck", "stopped", "goes-on", "kill"}
+
+
+@pytest.mark.parametrize("ends", ["closes", "dies"])
+def test_a_trainer_that_goes_on_and_ends_between_two_looks_has_gone_on(watched: Watched, ends: str) -> None:
+    watched.beat(1)
+    assert watched.looks(PATIENCE_S + 2) == ["stuck"]
+    watched.beat(2)
+    if ends == "closes":
+        watched.trainer.closing = True
+    else:
+        watched.life.release(watched.folder)
+        watched.keeper.roster.bury()
+    assert watched.looks(1) == ["stuck", "goes-on"]
+
+
+def test_a_trainer_that_dies_of_its_hang_has_not_gone_on(watched: Watched) -> None:
+    watched.beat(1)
+    assert watched.looks(PATIENCE_S + 2) == ["stuck"]
+    watched.life.release(watched.folder)
+    watched.keeper.roster.bury()
+    assert watched.looks(2) == ["stuck"]
+
+
+def test_an_end_waits_for_the_snapshot_but_not_for_ever(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watched.keeper.work, "is_settled", lambda rank: False)
+    watched.trainer.kill_when_stuck = True
+    watched.beat(1)
+    assert watched.looks(PATIENCE_S + 2) == ["stuck"]
+    assert watched.looks(290) == ["stuck"]
+    assert watched.looks(20) == ["stuck", "error"], "it was tried: the lock is not the child's"
+
+
+def test_a_boundary_at_the_last_moment_saves_a_trainer(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched.beat(1)
+    assert watched.looks(PATIENCE_S + 2) == ["stuck"]
+    watched.trainer.kill_when_stuck = True
+
+    def settled(rank: int) -> bool:
+        watched.beat(2)
+        return True
+
+    monkeypatch.setattr(watched.keeper.work, "is_settled", settled)
+    monkeypatch.setattr(evidence, "holder_of", lambda folder, lock: watched.child.pid)
+    assert watched.looks(1) == ["stuck"]
+    assert watched.child.poll() is None
+    assert watched.looks(1) == ["stuck", "goes-on"]
+
+
+def test_a_trainer_that_dies_while_it_is_looked_up_is_nobody(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pid may have gone to another process between the lock's word and the pidfd."""
+    answers = iter([watched.child.pid, None])
+    monkeypatch.setattr(evidence, "holder_of", lambda folder, lock: next(answers))
+    with held(watched.folder, LOCK) as process:
+        assert process is None
+
+
+def test_of_too_many_threads_those_that_matter_are_told() -> None:
+    def thread(name: str, frames: int) -> str:
+        lines = "".join(
+            f'  File "/a/rather/long/path/{name}.py", line {i} in {name}\n' for i in range(frames)
+        )
+        return f"Thread 0x{name} (most recent call first):\n{lines}"
+
+    others = [thread(f"other{i}", 40) for i in range(30)]
+    answering = thread("answering", 40).replace("Thread", "Current thread")
+    text = "\n".join([*others[:20], answering, *others[20:], thread("main", 60)])
+    told = evidence._bounded(text)
+    assert told[0].startswith("Current thread 0xanswering")
+    assert "line 59 in main" in "".join(told)
+    assert told[-1].endswith("more threads")
+    assert len(json.dumps(told)) < MAX_LINE_BYTES - 4096
+    assert evidence._bounded("Stack of\n\ttwo lines\n") == ("Stack of", "\ttwo lines")
