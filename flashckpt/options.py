@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from flashckpt.errors import OptionError
 
@@ -51,6 +52,10 @@ class Options:
     grace: how long `wait()` and the end of a run go on waiting while nothing is written, or writing fails.
     read_ahead_check: refuse a second batch before the first was trained on.
     threads: native threads for copies; None takes torch's own number.
+    watchdog: how long a boundary may be missing before the trainer counts as stuck, a duration; "auto"
+        takes it from the run's own steps (10 minutes at least), None watches nothing.
+    watchdog_action: what becomes of a stuck trainer. "report" writes its Python stacks into the ledger and
+        persists the newest snapshot; "kill" also ends it with SIGKILL, so that its launcher restarts it.
     """
 
     overhead: float = 0.01
@@ -61,6 +66,8 @@ class Options:
     grace: str = "60s"
     read_ahead_check: bool = True
     threads: int | None = None
+    watchdog: str | None = "auto"
+    watchdog_action: Literal["report", "kill"] = "report"
 
     def __post_init__(self) -> None:
         if not 0 < self.overhead < 1:
@@ -71,6 +78,12 @@ class Options:
             raise OptionError(f"threads={self.threads}: at least one thread must copy.")
         duration_s(self.linger, "linger")
         duration_s(self.grace, "grace")
+        if self.watchdog not in (None, "auto") and duration_s(self.watchdog, "watchdog") <= 0:
+            raise OptionError(
+                f'watchdog={self.watchdog!r}: no time at all. Write a duration, "auto" or None.'
+            )
+        if self.watchdog_action not in ("report", "kill"):
+            raise OptionError(f'watchdog_action={self.watchdog_action!r}: "report" or "kill".')
 
     @property
     def linger_s(self) -> float:

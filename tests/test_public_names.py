@@ -51,6 +51,7 @@ def test_options_and_their_defaults() -> None:
     assert flashckpt.Keep() == flashckpt.Keep(last=3, every_steps=None)
     options = flashckpt.Options()
     assert (options.overhead, options.slots, options.linger, options.grace) == (0.01, None, "30min", "60s")
+    assert (options.watchdog, options.watchdog_action) == ("auto", "report")
 
 
 def test_the_keepers_half_imports_without_torch() -> None:

@@ -18,6 +18,7 @@ from flashckpt import _native
 from flashckpt.capture.arrangement import Arrangement
 from flashckpt.capture.device.base import Device
 from flashckpt.capture.flights import Flight, Flights
+from flashckpt.capture.heartbeat import Pulse
 from flashckpt.capture.hooks import Boundary, StepHooks, unwrapped
 from flashckpt.capture.intervals import Intervals
 from flashckpt.capture.outcome import Outcome, Verdict
@@ -79,11 +80,12 @@ class Capture:
         self._ways = Ways(self._optimizers, devices, constants)
         self._flights = Flights(self._ways, sealer, self._lost, self._rearrange)
         self._intervals = Intervals(self.pace.budget, devices)
-        self._boundaries = self._skipped = 0
+        self._skipped = 0
+        self._targets: dict[str, Target] = {}
+        self.pulse = Pulse(self._targets)
         self._arrangement: Arrangement | None = None
         self._walk: Walk | None = None
         self._chosen = self._ground()
-        self._targets: dict[str, Target] = {}
         self._ring: SlotRing | None = None
         self._ordered = False
         self._asked: Flight | None = None
@@ -183,10 +185,9 @@ class Capture:
             self._intervals.pause()
             return
         self._step = step
-        self._boundaries += 1
         self._intervals.boundary(trailing=self._flights.running(), marking=not capturing)
         self._hooks = self.hooks.boundary()
-        self._beat()
+        self.pulse.boundary(step)
 
     def wait(self) -> None:
         """The host waits for copies in flight: at the ends of runs only."""
@@ -196,6 +197,7 @@ class Capture:
     def close(self) -> None:
         """Take the hooks off, wait for copies in flight, let go of slots and tensors."""
         self.hooks.close()
+        self.pulse.rest()
         self._flights.wait()
         self._release_targets()
         self._drop_arrangement()
@@ -213,7 +215,7 @@ class Capture:
             "snapshots": self._flights.sealed,
             "snapshots_lost": self._flights.lost,
             "snapshots_skipped": self._skipped,
-            "boundaries": self._boundaries,
+            "boundaries": self.pulse.boundaries,
             "capture_call_seconds": self._call_s,
             "capture_cost_seconds": self.pace.budget.cost_s or 0.0,
         }
@@ -316,7 +318,7 @@ class Capture:
 
     def _ground(self) -> tuple[frozenset[int], bool]:
         """What ways were chosen by, beside the plan: whose hooks fire, and whether room is known."""
-        return self.hooks.fired, not self._devices or self._boundaries >= _WARM_BOUNDARIES
+        return self.hooks.fired, not self._devices or self.pulse.boundaries >= _WARM_BOUNDARIES
 
     def _room(self, held: Mapping[str, int]) -> dict[str, int]:
         limit = self._options.device_memory
@@ -367,13 +369,8 @@ class Capture:
             self.pace.persist_ended(fulfilled=not failed)
             self._asked = None
 
-    def _beat(self) -> None:
-        now = time.monotonic_ns()
-        for target in self._targets.values():
-            target.slot.beat(self._boundaries, now)
-
     def _has_state(self) -> bool:
-        if not self._optimizers or self._boundaries >= 8:
+        if not self._optimizers or self.pulse.boundaries >= 8:
             return True
         return all(optimizer.state or id(optimizer) in self.hooks.fired for optimizer in self._optimizers)
 

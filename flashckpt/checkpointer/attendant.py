@@ -19,6 +19,7 @@ from flashckpt.checkpointer.awaited import Awaited, is_committed
 from flashckpt.checkpointer.provision import made_usable, what_they_mean
 from flashckpt.checkpointer.session import Session
 from flashckpt.checkpointer.telling import Telling
+from flashckpt.checkpointer.watch import Watch
 from flashckpt.commit import lineage
 from flashckpt.commit.attempts import newest_claimed
 from flashckpt.errors import DamagedError, FlashckptError, KeeperError, OutOfRoomError, PersistError
@@ -66,6 +67,7 @@ class Attendant:
         self._ages, self._loaded_step = ages, loaded_step
         self._telling = Telling(capture)
         self._said: set[str] = set()
+        self._watch = Watch(capture.pulse, options, self.event)
         self._thread = threading.Thread(target=self._run, name="flashckpt-attendant", daemon=True)
 
     # ---- called by the training thread
@@ -223,6 +225,7 @@ class Attendant:
             # stay mapped until the process ends.
             log.warning("the attendant does not come to an end; the run is let go without it")
             return
+        self._watch.look(last=True)
         # Nobody will write these, and the keeper may linger with them.
         with self._handover:
             untaken, self._ready = self._ready, None
@@ -256,6 +259,7 @@ class Attendant:
             self._woken.clear()
 
     def _round(self) -> None:
+        self._watch.look()
         keeper = self._session.keeper
         if keeper.tend():
             log.warning("the keeper had died and was started again; what it was writing is written again")

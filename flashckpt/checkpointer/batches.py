@@ -157,6 +157,7 @@ class Batches(Iterator[Any]):
         """End the iteration. The last boundary of a whole run is captured and committed first."""
         self._ended = True
         checkpointer = self.checkpointer
+        checkpointer._capture.pulse.rest()
         if self._whole_run:
             checkpointer._finish()
         elif exhausted and self._source is not None:

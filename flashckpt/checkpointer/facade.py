@@ -121,6 +121,7 @@ class Checkpointer:
             return
         self._marked = self._in_iteration
         self._boundary()
+        self._capture.pulse.expect()
 
     def save(self) -> None:
         """Take a snapshot that is persisted: of the next boundary when called in an iteration of
@@ -131,18 +132,20 @@ class Checkpointer:
             self._ordered_at = self.completed
             self._capture.order()
             return
-        self._capture.wait()
-        captured = self._attendant.newest_sealed_step() == self.completed
-        if self._use.since_boundary() or (captured and not self._is_as_captured()):
-            self._progress.step += 1
-        self._capture_now(persist=True)
+        with self._capture.pulse.resting():
+            self._capture.wait()
+            captured = self._attendant.newest_sealed_step() == self.completed
+            if self._use.since_boundary() or (captured and not self._is_as_captured()):
+                self._progress.step += 1
+            self._capture_now(persist=True)
 
     def wait(self) -> None:
         """Wait until what is captured is committed. Raises PersistError if it could not be, and whatever
         kept a boundary that was due from being captured (StateError, OutOfRoomError)."""
         self._check_open()
-        self._capture.wait()
-        self._attendant.wait_committed()
+        with self._capture.pulse.resting():
+            self._capture.wait()
+            self._attendant.wait_committed()
         if self._unsaved is not None:
             raise self._unsaved
         if self._ordered_at is not None and not self._in_iteration:
@@ -207,6 +210,7 @@ class Checkpointer:
 
     def _begin_iteration(self) -> None:
         self._in_iteration, self._marked = True, False
+        self._capture.pulse.expect()
 
     def _end_of_iteration(self) -> None:
         self._in_iteration = False
@@ -227,6 +231,7 @@ class Checkpointer:
     def _abandon_iteration(self) -> None:
         """An iteration was left by `break` or an exception: what follows is in none."""
         self._in_iteration = self._marked = False
+        self._capture.pulse.rest()
 
     def _end_of_batches(self) -> None:
         """A loader has given its last batch. Inside `.epochs` the epoch's own end is captured; elsewhere

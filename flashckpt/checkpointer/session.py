@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from flashckpt import crashpoints
 from flashckpt.checkpointer.environment import describe_environment
+from flashckpt.checkpointer.stacks import Stacks
 from flashckpt.commit import attempts
 from flashckpt.commit.holder import check, here
 from flashckpt.commit.run import open_run
@@ -48,6 +49,7 @@ class Session:
     attempt: AttemptName
     keeper: KeeperClient
     environment: Environment
+    stacks: Stacks | None = None
     closed: bool = False
 
     def start(self, parent: AttemptName | None, step: int, loaded: str | None) -> None:
@@ -63,6 +65,8 @@ class Session:
             return
         self.closed = True
         self.keeper.close()
+        if self.stacks is not None:
+            self.stacks.close(self.runtime)
         self.life.release(self.runtime)
         self.runtime.close()
         with _held_guard:
@@ -109,6 +113,7 @@ def _opened(store: Store, path: str | os.PathLike[str]) -> str:
 def _claimed(store: Store, identity: str, environment: Environment, keep: Keep, options: Options) -> Session:
     lock = trainer_lock_name(environment.rank)
     runtime, life = join(base_folder(environment.runtime_folder), identity, lock)
+    stacks = Stacks.open(runtime, life.name) if options.watchdog is not None else None
     try:
         holder = here(
             runtime.path, life.name, job_id=environment.job_id, restart_count=environment.restart_count
@@ -126,11 +131,15 @@ def _claimed(store: Store, identity: str, environment: Environment, keep: Keep, 
             keep=keep,
             linger_s=options.linger_s,
             environment=describe_environment(),
+            stacks_signal=stacks.signal_number if stacks is not None else 0,
+            kill_when_stuck=options.watchdog_action == "kill",
         )
     except BaseException:
+        if stacks is not None:
+            stacks.close(runtime)
         life.release(runtime)
         runtime.close()
         raise
     for warning in survival_warnings():
         log.warning("%s", warning)
-    return Session(store, identity, runtime, life, attempt, keeper, environment)
+    return Session(store, identity, runtime, life, attempt, keeper, environment, stacks)

@@ -92,9 +92,13 @@ class KeeperClient:
         keep: Keep,
         linger_s: float,
         environment: Mapping[str, Any] | None = None,
+        stacks_signal: int = 0,
+        kill_when_stuck: bool = False,
     ) -> None:
         """Say who this trainer is: from here on the keeper watches its life lock. `attempt` is the name of
-        the attempt that was claimed; `environment` (plain JSON, at most some 10 kB) goes into every part."""
+        the attempt that was claimed; `environment` (plain JSON, at most some 10 kB) goes into every part.
+        `stacks_signal` makes this process write its Python stacks into its file for them (0: none does);
+        `kill_when_stuck` lets the keeper end it when it is stuck."""
         said = {
             "op": "hello",
             "protocol": PROTOCOL,
@@ -107,6 +111,8 @@ class KeeperClient:
             "keep_every": keep.every_steps or 0,
             "linger_s": linger_s,
             "environment": dict(environment or {}),
+            "stacks_signal": stacks_signal,
+            "kill_when_stuck": kill_when_stuck,
         }
         self._call(said)
         self._said["hello"] = said

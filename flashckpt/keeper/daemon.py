@@ -26,6 +26,7 @@ from flashckpt.keeper.server import Server
 from flashckpt.keeper.shelf import Shelf
 from flashckpt.keeper.tally import Tally
 from flashckpt.keeper.trainers import Roster, Trainer
+from flashckpt.keeper.watchdog import Watchdog
 from flashckpt.keeper.work import Work
 from flashckpt.keeper.worker import Worker
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder
@@ -69,6 +70,8 @@ class Keeper:
         self._chores_worker = Worker("chores", self._wake)
         self._desk = Desk(self.shelf, self.roster, self.ledger, self._maker, self.work.status)
         self._server = Server(folder, self._desk.answer)
+        self._watch_worker = Worker("watchdog", self._wake)
+        self._watchdog = Watchdog(folder, self.shelf, self.roster, self.ledger, self.work, self._watch_worker)
         self._departure = Departure(self, store)
         self._ended: dict[AttemptName, End] = {}
         self._looks_without_run = 0
@@ -80,7 +83,8 @@ class Keeper:
         self._adopt()
         while True:
             self._server.serve(self._ready())
-            for worker in (self._maker, self._chores_worker, self.work.worker, self.pruner.worker):
+            workers = self._maker, self._chores_worker, self._watch_worker, self.work.worker
+            for worker in (*workers, self.pruner.worker):
                 worker.collect()
             now = time.monotonic()
             if now - self._swept_at >= _SWEEP_S:
@@ -154,6 +158,7 @@ class Keeper:
             self._departure.saw_end(trainer)
             self._died(trainer)
         self.work.know(self.roster.all())
+        self._watchdog.look()
         self.work.tidy()
 
     def _died(self, trainer: Trainer) -> None:

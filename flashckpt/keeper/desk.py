@@ -18,6 +18,7 @@ from flashckpt.keeper.protocol import (
     ProtocolError,
     Status,
     close_all,
+    flag,
     number,
     seconds,
     text,
@@ -121,6 +122,9 @@ class Desk:
             keep=Keep(last=number(message, "keep_last", 1), every_steps=every or None),
             linger_s=seconds(message, "linger_s"),
             environment=environment,
+            # Not said by a trainer of an older version, which is not killed and has no such signal.
+            stacks_signal=number({"stacks_signal": 0, **message}, "stacks_signal", 0, 64),
+            kill_when_stuck=flag({"kill_when_stuck": False, **message}, "kill_when_stuck"),
         )
         self._roster.watch(trainer)
         connection.lock = lock

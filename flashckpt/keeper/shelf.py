@@ -19,7 +19,7 @@ from flashckpt.format.layout import PAGE
 from flashckpt.memory import region, room
 from flashckpt.memory.page import State, Word, round_up
 from flashckpt.memory.region import MEMFD, NAMED, Region
-from flashckpt.memory.runtime import LifeLock, RuntimeFolder, is_alive
+from flashckpt.memory.runtime import LifeLock, RuntimeFolder, is_alive, stacks_name
 from flashckpt.memory.slot import Sealed, Slot
 
 MAX_SLOTS = 64
@@ -179,6 +179,7 @@ class Shelf:
         for name in self._folder.names():
             if name.startswith("trainer-") and name.endswith(".lock") and not self._lives(name):
                 self._folder.remove(name)
+                self._folder.remove(stacks_name(name))
 
     def other_keepers(self) -> dict[str, bool]:
         """Nonces of the keepers that have a lock here, but for this one, and whether each still lives: one of

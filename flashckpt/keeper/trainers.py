@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flashckpt.format.names import AttemptName
-from flashckpt.memory.runtime import RuntimeFolder, is_alive
+from flashckpt.memory.runtime import RuntimeFolder, is_alive, stacks_name
 from flashckpt.options import Keep
 
 
@@ -29,6 +29,8 @@ class Trainer:
     keep: Keep | None = None
     linger_s: float = 1800.0
     environment: Mapping[str, Any] = field(default_factory=dict)
+    stacks_signal: int = 0
+    kill_when_stuck: bool = False
     closing: bool = False
     pidfd: int = -1
 
@@ -84,6 +86,7 @@ class Roster:
         for trainer in dead:
             del self._trainers[trainer.lock]
             self._folder.remove(trainer.lock)
+            self._folder.remove(stacks_name(trainer.lock))
             if trainer.pidfd >= 0:
                 os.close(trainer.pidfd)
                 trainer.pidfd = -1

@@ -57,14 +57,29 @@ class Work:
                 self._known[trainer.rank] = trainer
 
     def rescue(self, rank: int) -> None:
-        """Ask for the newest sealed snapshot that a dead trainer left, whether it had asked or not."""
+        """Ask for the newest sealed snapshot that a dead or stuck trainer left, whether it had asked or
+        not. One that lives after all may ask for a newer one in the same slot meanwhile: that stands."""
+        asked = {held.slot.name: held.slot.asked for held in self._shelf.of_rank(rank)}
         newest = self._newest(rank)
         if newest is None:
             return
         held, sealed = newest
         if held.slot.persisted != sealed.generation and held.given_up != sealed.generation:
             held.urgent = sealed.generation
-            held.slot.request_persist(sealed.generation)
+            held.slot.request_persist_after(asked[held.slot.name], sealed.generation)
+
+    def is_saved(self, rank: int) -> bool:
+        """Whether the newest sealed snapshot of a rank is committed."""
+        newest = self._newest(rank)
+        return newest is not None and newest[0].slot.persisted == newest[1].generation
+
+    def is_settled(self, rank: int) -> bool:
+        """Whether it is, or its last try has failed, or there is none."""
+        newest = self._newest(rank)
+        if newest is None or self.is_saved(rank):
+            return True
+        held, sealed = newest
+        return sealed.generation in (held.slot.failed[0], held.given_up)
 
     def next(self) -> None:
         """Give the worker its next order, if it is free and there is one."""

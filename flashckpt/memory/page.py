@@ -37,6 +37,10 @@ TORN_LEAVES_OFFSET = 464
 TORN_LEAVES = 22
 BOUNDARIES_OFFSET = 640
 BEAT_NS_OFFSET = 648
+BEATER_OFFSET = 656
+PATIENCE_NS_OFFSET = 664
+STUCK_BOUNDARIES_OFFSET = 704
+STUCK_SINCE_OFFSET = 712
 
 # The sealed record: XXH3-128 of the metadata, fields, XXH3-128 of both.
 RECORD_OFFSET = 768
@@ -77,6 +81,17 @@ class Word(NamedTuple):
         if word & 0xFF > State.PINNED:
             raise DamagedError(f"A slot's state word {word:#x} is none. The slot is not used.")
         return cls(State(word & 0xFF), word >> 8 & 0xFF, word >> 16 & _MASK_48)
+
+
+class Heartbeat(NamedTuple):
+    """A trainer's sign of life: boundaries passed, CLOCK_MONOTONIC ns of the last (or of when the trainer
+    began to be watched), its owner's index, and how many ns without a boundary are a hang; 0 while none
+    is expected."""
+
+    boundaries: int
+    beat_ns: int
+    owner: int
+    patience_ns: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -229,7 +229,8 @@ def is_alive(folder: RuntimeFolder, name: str) -> bool:
 
 
 def holder_of(folder: RuntimeFolder, name: str) -> int | None:
-    """The process that holds the lock `name`, None where nobody lives. 0 for one of another pid namespace."""
+    """The pid of the living process that holds the lock `name`, None where none does; 0 for one that
+    this process cannot name, being of another pid namespace."""
     with _held.guard:
         inode = folder.inode(name)
         if inode is None:
@@ -249,6 +250,11 @@ def holder_of(folder: RuntimeFolder, name: str) -> int | None:
 def trainer_lock_name(rank: int) -> str:
     """A name for this process's life lock that no other process has or had."""
     return f"trainer-{rank:05d}-{os.getpid()}-{secrets.token_hex(4)}.lock"
+
+
+def stacks_name(lock: str) -> str:
+    """The file of the trainer with this life lock into which its stacks are written when it is stuck."""
+    return f"stacks-{lock.removeprefix('trainer-').removesuffix('.lock')}"
 
 
 def join(base: str, identity: str, lock: str) -> tuple[RuntimeFolder, LifeLock]:

@@ -17,7 +17,7 @@ from flashckpt.errors import DamagedError, KeeperError
 from flashckpt.format.layout import PAGE
 from flashckpt.format.metadata import Metadata
 from flashckpt.memory import page
-from flashckpt.memory.page import Fixed, Record, State, Word
+from flashckpt.memory.page import Fixed, Heartbeat, Record, State, Word
 
 
 @dataclass(frozen=True)
@@ -257,6 +257,15 @@ class Slot:
         """Ask that this generation be persisted, now or as soon as it is sealed."""
         self._store(page.PERSIST_OFFSET, generation)
 
+    @property
+    def asked(self) -> int:
+        """The generation that was last asked to be persisted."""
+        return self._load(page.PERSIST_OFFSET)
+
+    def request_persist_after(self, asked: int, generation: int) -> bool:
+        """The same beside a trainer that lives: what it has asked for since `asked` was read stands."""
+        return _native.compare_exchange(self._address + page.PERSIST_OFFSET, asked, generation)
+
     def wants_persist(self, generation: int) -> bool:
         """Whether it was asked for and is not done."""
         return self._load(page.PERSIST_OFFSET) == generation != self.persisted
@@ -293,15 +302,33 @@ class Slot:
         self._store(page.TORN_COUNT_OFFSET, len(named))
         self._store(page.TORN_OFFSET, generation)
 
-    def beat(self, boundaries: int, monotonic_ns: int) -> None:
+    def beat(self, heartbeat: Heartbeat) -> None:
         """The trainer's sign that it passes boundaries."""
-        self._store(page.BEAT_NS_OFFSET, monotonic_ns)
-        self._store(page.BOUNDARIES_OFFSET, boundaries)
+        self._store(page.PATIENCE_NS_OFFSET, heartbeat.patience_ns)
+        self._store(page.BEAT_NS_OFFSET, heartbeat.beat_ns)
+        self._store(page.BOUNDARIES_OFFSET, heartbeat.boundaries)
+        # Last: what stands beside the owner of now must not be what an earlier one left.
+        self._store(page.BEATER_OFFSET, heartbeat.owner)
 
     @property
-    def heartbeat(self) -> tuple[int, int]:
-        """(boundaries, monotonic ns of the last)."""
-        return self._load(page.BOUNDARIES_OFFSET), self._load(page.BEAT_NS_OFFSET)
+    def heartbeat(self) -> Heartbeat:
+        """As it was last written; its owner is 0 where that one is not the slot's any more."""
+        return Heartbeat(
+            self._load(page.BOUNDARIES_OFFSET),
+            self._load(page.BEAT_NS_OFFSET),
+            self._load(page.BEATER_OFFSET),
+            self._load(page.PATIENCE_NS_OFFSET),
+        )
+
+    @property
+    def stuck(self) -> tuple[int, int]:
+        """(boundaries, beat_ns) of the heartbeat after which the keeper has told of a hang that it has not
+        seen end; zeros for none."""
+        return self._load(page.STUCK_BOUNDARIES_OFFSET), self._load(page.STUCK_SINCE_OFFSET)
+
+    def set_stuck(self, boundaries: int, beat_ns: int) -> None:
+        self._store(page.STUCK_BOUNDARIES_OFFSET, boundaries)
+        self._store(page.STUCK_SINCE_OFFSET, beat_ns)
 
     # Owners
 
@@ -322,6 +349,10 @@ class Slot:
         named = self.state().owner
         for index, entry in entries.items():
             if index != named and (entry is None or not is_alive(entry[1])):
+                if self._load(page.BEATER_OFFSET) == index:
+                    # The dead one's heartbeat is not that of who has its index from now on.
+                    self._store(page.BEATER_OFFSET, 0)
+                    self.set_stuck(0, 0)
                 start = page.OWNERS_OFFSET + (index - 1) * page.OWNER_BYTES
                 self._map[start : start + page.OWNER_BYTES] = page.pack_owner(pid, lock)
                 return index

@@ -19,7 +19,7 @@ from flashckpt.errors import DamagedError, FormatError, KeeperError
 from flashckpt.format import metadata
 from flashckpt.format.layout import Layout, Leaf
 from flashckpt.memory import page, region
-from flashckpt.memory.page import Record, State, Word
+from flashckpt.memory.page import Heartbeat, Record, State, Word
 from flashckpt.memory.slot import Slot, digest_table
 from flashckpt.memory.slots import SlotRing
 
@@ -236,8 +236,10 @@ def test_words_between_trainer_and_keeper(slot: Slot) -> None:
     assert slot.failed == (5, 28)
     slot.set_torn(6, list(range(100)))
     assert slot.torn == (6, tuple(range(page.TORN_LEAVES)))
-    slot.beat(12, 13)
-    assert slot.heartbeat == (12, 13)
+    slot.beat(Heartbeat(12, 13, 2, 14))
+    assert slot.heartbeat == (12, 13, 2, 14)
+    slot.set_stuck(12, 13)
+    assert slot.stuck == (12, 13)
     assert page.TORN_LEAVES_OFFSET + 8 * page.TORN_LEAVES <= page.BOUNDARIES_OFFSET
     assert digest_table(2).tolist() == [_native.EMPTY_DIGEST] * 2
 

@@ -1,0 +1,245 @@
+"""The watchdog: trainers that live and pass no boundaries any more.
+
+Owns the judgement that a trainer is stuck, what is told of it and, where its options say so, its end. It
+reads the heartbeats on the control pages, and counts only the time that it has seen pass itself: neither
+a suspended machine nor a keeper that was stopped makes a trainer stuck. A trainer that is stopped by a
+signal or a debugger is told as that, and never ended.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from flashckpt.errors import KeeperError
+from flashckpt.events import Event, log
+from flashckpt.keeper.evidence import Evidence, collect, condition, held
+from flashckpt.keeper.ledger import Ledger
+from flashckpt.keeper.shelf import Shelf
+from flashckpt.keeper.trainers import Roster, Trainer
+from flashckpt.keeper.work import Work
+from flashckpt.keeper.worker import Worker
+from flashckpt.memory.page import Heartbeat
+from flashckpt.memory.runtime import RuntimeFolder
+from flashckpt.memory.slot import Slot
+
+# More than this between two looks is time in which this process did not run itself.
+_LONGEST_GAP_S = 2.0
+# A process is looked at once its boundary is so late: most never are.
+_LATE_S = 1.0
+# What is sealed outlives the trainer: an end does not wait for storage that hangs.
+_PERSIST_LIMIT_S = 300.0
+
+
+@dataclass
+class Vigil:
+    """What is known of one trainer. `quiet_s` and `still_s` are seconds without a boundary, running and
+    held still. `told` is the event that was written of this silence, if one was."""
+
+    trainer: Trainer
+    heartbeat: Heartbeat
+    looked_s: float
+    quiet_s: float = 0.0
+    still_s: float = 0.0
+    told: Event | None = None
+    told_s: float = 0.0
+    asking: bool = False
+    ended: bool = False
+
+
+class Watchdog:
+    """`look` is called several times a second, by the keeper's loop."""
+
+    def __init__(
+        self,
+        folder: RuntimeFolder,
+        shelf: Shelf,
+        roster: Roster,
+        ledger: Ledger,
+        work: Work,
+        worker: Worker,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._folder = folder
+        self._shelf = shelf
+        self._roster = roster
+        self._ledger = ledger
+        self._work = work
+        self._worker = worker
+        self._clock = clock
+        self._vigils: dict[str, Vigil] = {}
+
+    def look(self) -> None:
+        hearts = self._hearts()
+        watched = {each.lock: each for each in self._roster.all() if not each.closing and each.lock in hearts}
+        for lock in self._vigils.keys() - watched.keys():
+            vigil = self._vigils.pop(lock)
+            # It may have gone on and come to its end since the last look.
+            if _differ(vigil.heartbeat, hearts.get(lock, vigil.heartbeat)):
+                self._moved(vigil.trainer, vigil, hearts[lock])
+        now = self._clock()
+        for lock, trainer in watched.items():
+            if lock not in self._vigils:
+                self._vigils[lock] = self._begun(trainer, hearts[lock], now)
+                continue
+            vigil = self._vigils[lock]
+            gap_s = min(now - vigil.looked_s, _LONGEST_GAP_S)
+            vigil.trainer, vigil.looked_s = trainer, now
+            if _differ(vigil.heartbeat, hearts[lock]):
+                self._moved(trainer, vigil, hearts[lock])
+            elif vigil.heartbeat.patience_ns:
+                self._waited(trainer, vigil, gap_s)
+
+    def _hearts(self) -> dict[str, Heartbeat]:
+        """The newest heartbeat of each trainer, by the life lock of who wrote it."""
+        hearts: dict[str, Heartbeat] = {}
+        for each in self._shelf.all():
+            heartbeat, lock = each.slot.heartbeat, self._beater(each.slot)
+            if lock is not None:
+                known = hearts.get(lock, heartbeat)
+                hearts[lock] = max(known, heartbeat, key=lambda beat: beat.beat_ns)
+        return hearts
+
+    def _beater(self, slot: Slot) -> str | None:
+        owner = slot.owner(slot.heartbeat.owner)
+        return None if owner is None else owner[1]
+
+    def _remember(self, trainer: Trainer, boundaries: int, beat_ns: int) -> None:
+        """On the slots, where the next keeper finds it."""
+        for each in self._shelf.all():
+            if self._beater(each.slot) == trainer.lock:
+                each.slot.set_stuck(boundaries, beat_ns)
+
+    def _begun(self, trainer: Trainer, heartbeat: Heartbeat, now: float) -> Vigil:
+        """A hang that the keeper before has told of is not told again, but its end is."""
+        vigil = Vigil(trainer, heartbeat, now)
+        told = {each.slot.stuck for each in self._shelf.all() if self._beater(each.slot) == trainer.lock}
+        boundaries, since = max(told, key=lambda stuck: stuck[1], default=(0, 0))
+        if since:
+            vigil.told, vigil.told_s = Event.STUCK, now
+            before = heartbeat._replace(boundaries=boundaries, beat_ns=since, patience_ns=1)
+            if _differ(before, heartbeat):
+                vigil.heartbeat = before
+                self._moved(trainer, vigil, heartbeat)
+            else:
+                self._work.rescue(trainer.rank)
+        return vigil
+
+    # What a look comes to
+
+    def _moved(self, trainer: Trainer, vigil: Vigil, heartbeat: Heartbeat) -> None:
+        before, told = vigil.heartbeat, vigil.told
+        vigil.heartbeat, vigil.quiet_s, vigil.still_s = heartbeat, 0.0, 0.0
+        vigil.told, vigil.ended = None, False
+        if told is not None:
+            self._goes_on(trainer, before, heartbeat)
+
+    def _goes_on(self, trainer: Trainer, before: Heartbeat, heartbeat: Heartbeat) -> None:
+        end_ns = heartbeat.beat_ns if heartbeat.beat_ns > before.beat_ns else time.monotonic_ns()
+        seconds = round((end_ns - before.beat_ns) / 1e9, 1)
+        log.warning("trainer %d goes on: it had passed no boundary for %.1f s", trainer.pid, seconds)
+        self._tell(trainer, Event.GOES_ON, before, seconds=seconds)
+        self._remember(trainer, 0, 0)
+
+    def _waited(self, trainer: Trainer, vigil: Vigil, gap_s: float) -> None:
+        vigil.quiet_s += gap_s
+        if vigil.quiet_s + vigil.still_s < min(_LATE_S, vigil.heartbeat.patience_ns / 2e9):
+            return
+        if condition(trainer.pid).held_still:
+            self._held_still(trainer, vigil, gap_s)
+            return
+        vigil.still_s = 0.0
+        if vigil.quiet_s * 1e9 < vigil.heartbeat.patience_ns:
+            return
+        if vigil.told is not Event.STUCK:
+            self._ask(trainer, vigil)
+        elif trainer.kill_when_stuck and not vigil.ended:
+            self._end(trainer, vigil)
+
+    def _held_still(self, trainer: Trainer, vigil: Vigil, gap_s: float) -> None:
+        """Whoever stopped it will continue it: from then on it has all of its time again."""
+        vigil.still_s, vigil.quiet_s = vigil.still_s + gap_s, 0.0
+        if vigil.told is None and vigil.still_s * 1e9 >= vigil.heartbeat.patience_ns:
+            vigil.told = Event.STOPPED
+            log.warning("trainer %d is stopped, by a signal or a debugger; it is left alone", trainer.pid)
+            self._tell(trainer, Event.STOPPED, vigil.heartbeat, seconds=round(vigil.still_s, 1))
+            self._work.rescue(trainer.rank)
+
+    # A trainer that is stuck
+
+    def _ask(self, trainer: Trainer, vigil: Vigil) -> None:
+        """Its newest snapshot is persisted while its stacks are fetched."""
+        if vigil.asking or self._worker.busy:
+            return
+        vigil.asking, asked = True, replace(vigil)
+        self._work.rescue(trainer.rank)
+
+        def done(evidence: Evidence | BaseException) -> None:
+            vigil.asking = False
+            if isinstance(evidence, BaseException):
+                log.error("the stacks of trainer %d were not had", trainer.pid, exc_info=evidence)
+                evidence = Evidence((), "", repr(evidence))
+            moved = _differ(vigil.heartbeat, asked.heartbeat)
+            if not moved and not evidence.stacks and condition(trainer.pid).held_still:
+                return
+            self._stuck(trainer, asked, evidence)
+            if moved:
+                self._goes_on(trainer, asked.heartbeat, vigil.heartbeat)
+            else:
+                vigil.told, vigil.told_s = Event.STUCK, self._clock()
+
+        self._worker.submit(partial(collect, self._folder, trainer.lock, trainer.stacks_signal), done)
+
+    def _stuck(self, trainer: Trainer, asked: Vigil, evidence: Evidence) -> None:
+        heartbeat, seconds = asked.heartbeat, round(asked.quiet_s, 1)
+        log.error(
+            "trainer %d passes no boundaries for %.1f s: its newest snapshot is persisted%s",
+            trainer.pid, seconds,
+            "".join(f"\n    {line}" for line in evidence.stacks) or f" ({evidence.reason})",
+        )  # fmt: skip
+        self._tell(
+            trainer,
+            Event.STUCK,
+            heartbeat,
+            seconds=seconds,
+            limit_seconds=round(heartbeat.patience_ns / 1e9, 1),
+            state=condition(trainer.pid).state,
+            stacks=list(evidence.stacks),
+            source=evidence.source,
+            reason=evidence.reason,
+        )
+        self._remember(trainer, heartbeat.boundaries, heartbeat.beat_ns)
+
+    def _end(self, trainer: Trainer, vigil: Vigil) -> None:
+        """SIGKILL: a handler of any other signal may itself wait for the boundary that does not come."""
+        waited_s = self._clock() - vigil.told_s
+        if not self._work.is_settled(trainer.rank) and waited_s < _PERSIST_LIMIT_S:
+            return
+        vigil.ended = True
+        try:
+            with held(self._folder, trainer.lock) as process:
+                if process is None:
+                    raise ProcessLookupError("its process is gone, or of another pid namespace")
+                if _differ(vigil.heartbeat, self._hearts().get(trainer.lock, vigil.heartbeat)):
+                    vigil.ended = False
+                    return
+                log.error("trainer %d is ended with SIGKILL, as its options say", trainer.pid)
+                self._tell(trainer, Event.KILL, vigil.heartbeat, saved=self._work.is_saved(trainer.rank))
+                signal.pidfd_send_signal(process[1], signal.SIGKILL)
+        except (OSError, KeeperError) as error:
+            log.error("trainer %d cannot be ended: %s", trainer.pid, error)
+            self._tell(trainer, Event.ERROR, vigil.heartbeat, what="kill", message=str(error))
+
+    def _tell(self, trainer: Trainer, event: Event, heartbeat: Heartbeat, **fields: object) -> None:
+        attempt = str(trainer.attempt) if trainer.attempt else None
+        named = {"rank": trainer.rank, "pid": trainer.pid, "boundaries": heartbeat.boundaries}
+        self._ledger.add(attempt, event, **named, **fields)
+
+
+def _differ(one: Heartbeat, other: Heartbeat) -> bool:
+    """Whether a boundary was passed, or is no longer awaited, between the two."""
+    seen = (one.boundaries, one.beat_ns, one.patience_ns == 0)
+    return seen != (other.boundaries, other.beat_ns, other.patience_ns == 0)

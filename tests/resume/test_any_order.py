@@ -1,0 +1,173 @@
+"""Trainer and keeper die in every order, once and again, with slots that have names and with slots that
+have none: what each attempt goes on from, and that the end equals a run that was never stopped.
+
+Real processes and signals. A process is stopped (SIGSTOP) before another is killed where the order of what
+they would do must be certain.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+import flashckpt
+from flashckpt.memory.region import is_region_name, on_tmpfs
+from flashckpt.memory.runtime import RuntimeFolder
+from tests.keeper.driver import eventually, kill_keeper, ledger, runtime_of
+from tests.keeper.fake import keeper_pid
+from tests.processes import end, keepers_of
+from tests.resume.training import Trainer, last_of_each
+
+RECIPE = "plain"
+HOLDS = (6, 11)
+MEMORY, LOCAL = "memory", "local"
+
+
+@dataclass
+class Job:
+    """A recipe's run, held still in a step, with the runtime folder that its keeper serves."""
+
+    trainer: Trainer
+    base: Path
+    process: subprocess.Popen[str] | None = None
+    said: list[str] = field(default_factory=list)
+
+    @property
+    def folder(self) -> RuntimeFolder:
+        return runtime_of(self.trainer.run, self.base)
+
+    def hold(self, step: int) -> None:
+        """Start it, and wait until it stands still in a step with something committed behind it."""
+        self.process = self.trainer.start(hold_at=step)
+        assert self.process.stdout is not None
+        ready, _, _ = select.select([self.process.stdout], [], [], 120)
+        assert ready, "the trainer never came to the step"
+        assert self.process.stdout.readline() == f"held {step}\n"
+        self.trainer.wait_committed()
+
+    def signal(self, number: int) -> None:
+        assert self.process is not None
+        os.kill(self.process.pid, number)
+
+    def kill_trainer(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        _, said = self.process.communicate(timeout=60)
+        self.said.append(said)
+
+    def wait_rescued(self, step: int) -> None:
+        """Until the keeper has committed the newest snapshot that the dead trainer had sealed."""
+        eventually(lambda: max(flashckpt.steps(self.trainer.run)) >= step, timeout_s=60)
+
+
+def only_the_trainer(job: Job, step: int) -> None:
+    job.kill_trainer()
+
+
+def both_at_once(job: Job, step: int) -> None:
+    """The keeper cannot rescue anything: it is stopped before the trainer dies, and killed."""
+    pid = keeper_pid(job.folder)
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    job.kill_trainer()
+    kill_keeper(job.folder)
+
+
+def the_keeper_then_the_trainer(job: Job, step: int) -> None:
+    """The trainer has no time to start another keeper."""
+    job.signal(signal.SIGSTOP)
+    kill_keeper(job.folder)
+    job.kill_trainer()
+
+
+def the_trainer_then_the_keeper(job: Job, step: int) -> None:
+    """The keeper has done what it is there for."""
+    job.kill_trainer()
+    job.wait_rescued(step - 1)
+    kill_keeper(job.folder)
+
+
+def a_keeper_that_was_replaced_then_the_trainer(job: Job, step: int) -> None:
+    adopted = len(adoptions(job))
+    kill_keeper(job.folder)
+    # Until the next one has taken up the slots: by their names, or from the trainer's hands.
+    eventually(lambda: len(adoptions(job)) > adopted, timeout_s=90)
+    assert keeper_pid(job.folder) is not None
+    job.kill_trainer()
+
+
+def adoptions(job: Job) -> list[dict[str, object]]:
+    return [line for line in ledger(job.trainer.run) if line["event"] == "adopt"]
+
+
+Death = Callable[[Job, int], None]
+# Where slots without a name are still held by somebody, and where by nobody.
+HELD: tuple[Death, ...] = (only_the_trainer, a_keeper_that_was_replaced_then_the_trainer)
+ORDERS: list[tuple[Death, Death]] = [
+    (only_the_trainer, both_at_once),
+    (both_at_once, the_trainer_then_the_keeper),
+    (the_keeper_then_the_trainer, a_keeper_that_was_replaced_then_the_trainer),
+    (a_keeper_that_was_replaced_then_the_trainer, the_keeper_then_the_trainer),
+    (the_trainer_then_the_keeper, only_the_trainer),
+]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[object, object]]:
+    with tempfile.TemporaryDirectory(prefix="flashckpt-test-", dir="/dev/shm") as runtime:
+        trainer = Trainer(tmp_path_factory.mktemp("reference"), Path(runtime), RECIPE)
+        trainer.finish()
+        yield last_of_each(trainer.records())
+        end(keepers_of(Path(runtime)))
+
+
+@pytest.fixture(params=["named", "memfd"])
+def job(request: pytest.FixtureRequest, tmp_path: Path, runtime: Path) -> Iterator[Job]:
+    """Named regions lie in shared memory; in a folder on a disk there are none."""
+    base = runtime
+    if request.param == "memfd":
+        base = tmp_path / "runtime"
+        base.mkdir()
+    made = Job(Trainer(tmp_path, base, RECIPE), base)
+    yield made
+    if made.process is not None and made.process.poll() is None:
+        made.kill_trainer()
+    end(keepers_of(base))
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=lambda order: " | ".join(each.__name__ for each in order))
+def test_every_order_of_deaths_goes_on_and_ends_as_if_there_were_none(
+    job: Job, order: tuple[Death, Death], reference: dict[object, object]
+) -> None:
+    expected = []
+    for step, death in zip(HOLDS, order, strict=True):
+        job.hold(step)
+        named = any(is_region_name(name) for name in job.folder.names())
+        assert named == on_tmpfs(job.folder)
+        death(job, step)
+        if named or death in HELD:
+            # At most the step in flight and the one being copied, and nothing is read from disk.
+            expected.append((MEMORY, range(step - 1, step + 1)))
+        else:
+            newest = max(flashckpt.steps(job.trainer.run))
+            expected.append((LOCAL, range(newest, newest + 1)))
+            assert death is not the_trainer_then_the_keeper or newest >= step - 1
+        if not named:
+            assert "survive the death of trainer or keeper, not of both" in job.said[-1]
+    job.trainer.finish()
+
+    resumed = [(str(line["tier"]), int(str(line["step"]))) for line in job.trainer.events("resume")]
+    assert len(resumed) == len(expected)
+    for (tier, step), (expected_tier, allowed) in zip(resumed, expected, strict=True):
+        assert tier == expected_tier
+        assert step in allowed
+    assert last_of_each(job.trainer.records()) == reference
+    assert flashckpt.verify(job.trainer.run).ok
