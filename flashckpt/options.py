@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,22 @@ def duration_s(text: str, option: str) -> float:
             'Write a number and a unit: "500ms", "30s", "5min", "2h", "1d".'
         )
     return float(match[1]) * _UNITS_S[match[2]]
+
+
+# Faults of the process itself and what other libraries live by: no boundary may wait for these.
+_NOT_TO_BE_WATCHED = {"SIGKILL", "SIGSTOP", "SIGCHLD", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT"}
+
+
+def signal_numbers(names: Sequence[str], option: str) -> tuple[int, ...]:
+    """The numbers of signals given by their names, as in ("SIGTERM", "SIGINT"). Raises OptionError."""
+    known = signal.Signals.__members__
+    for name in [names] if isinstance(names, str) else names:
+        if isinstance(names, str) or name not in known or name in _NOT_TO_BE_WATCHED:
+            raise OptionError(
+                f"{option}={names!r}: {name!r} cannot be watched. Nothing was changed. Give a tuple of names "
+                'of signals that a process may wait with, such as ("SIGTERM", "SIGINT"); () for none.'
+            )
+    return tuple(int(known[name]) for name in dict.fromkeys(names))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +65,12 @@ class Options:
     device_memory: bytes a device that the clone arena may take; None takes up to half of what is free.
     streams: further device streams that write the state, beside the current and the default ones.
     linger: how long the keeper stays after an abnormal death, waiting for the next attempt.
-    grace: how long the end of a run waits for the last snapshot to be committed.
+    grace: how long the end of a run waits for the last snapshot to be committed; after a signal, how long
+        in all, from the signal on, until it takes its course.
+    signals: signals that end the loop at its next boundary, and then do what they would have done.
+    warning_signals: signals after which the loop ends in the same way and the process goes on. None takes
+        SIGUSR1 in a Slurm job, unless the process handles or ignores it itself.
+    notice_file: a path; a file that appears there while the loop runs, or is made anew, is such a warning.
     read_ahead_check: refuse a second batch before the first was trained on.
     threads: native threads for copies; None takes torch's own number.
     """
@@ -59,6 +81,9 @@ class Options:
     streams: Sequence[object] = ()
     linger: str = "30min"
     grace: str = "60s"
+    signals: Sequence[str] = ("SIGTERM", "SIGINT")
+    warning_signals: Sequence[str] | None = None
+    notice_file: str | os.PathLike[str] | None = None
     read_ahead_check: bool = True
     threads: int | None = None
 
@@ -71,6 +96,12 @@ class Options:
             raise OptionError(f"threads={self.threads}: at least one thread must copy.")
         duration_s(self.linger, "linger")
         duration_s(self.grace, "grace")
+        ending = signal_numbers(self.signals, "signals")
+        warning = signal_numbers(self.warning_signals or (), "warning_signals")
+        if twice := [signal.Signals(number).name for number in ending if number in warning]:
+            raise OptionError(
+                f"signals and warning_signals both name {', '.join(twice)}: choose one of them."
+            )
 
     @property
     def linger_s(self) -> float:
@@ -90,6 +121,7 @@ class Environment:
     job_id: str = ""
     restart_count: int = 0
     runtime_folder: str | None = None
+    under_slurm: bool = False
 
     @classmethod
     def read(cls) -> Environment:
@@ -102,6 +134,7 @@ class Environment:
             job_id=get("TORCHELASTIC_RUN_ID") or get("SLURM_JOB_ID") or "",
             restart_count=_number("TORCHELASTIC_RESTART_COUNT", _number("SLURM_RESTART_COUNT", 0)),
             runtime_folder=get("FLASHCKPT_RUNTIME") or None,
+            under_slurm=bool(get("SLURM_JOB_ID")),
         )
 
 

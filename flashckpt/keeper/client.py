@@ -37,6 +37,7 @@ _START_TIMEOUT_S = 60.0
 _PATIENCE_S = 30.0
 _START_AGAIN_S = 5.0
 _RETRY_S = 0.05
+_CLOSE_PATIENCE_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -202,10 +203,15 @@ class KeeperClient:
         self._said["closing"] = said
 
     def close(self) -> None:
-        with self._lock:
+        # Another thread may wait for a keeper that is silent: then the process's end closes all this.
+        if not self._lock.acquire(timeout=_CLOSE_PATIENCE_S):
+            return
+        try:
             self._drop()
             close_all(list(self._memfds.values()))
             self._memfds.clear()
+        finally:
+            self._lock.release()
 
     # The connection
 
