@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +45,9 @@ class Process:
         assert self.popen.poll() is None or word in self._out.read_text(), self._err.read_text()
         return word in self._out.read_text()
 
+    def said(self) -> list[str]:
+        return self._out.read_text().splitlines()
+
     def has_logged(self, text: str) -> bool:
         assert self.popen.poll() is None, self._err.read_text()
         return text in self._err.read_text()
@@ -73,6 +78,16 @@ class Job:
         text = json.dumps({"go": str(self.go), **orders})
         arguments = ["tests.signals.program", self.recipe, str(self.run), str(self.log), text]
         return Process(arguments, environment, self.folder)
+
+    def script(self, name: str) -> Process:
+        """A script instead of a recipe; held where it says so."""
+        arguments = ["tests.signals.scripts", name, str(self.run), str(self.go)]
+        return Process(arguments, dict(os.environ), self.folder)
+
+    def held_script(self, name: str) -> Process:
+        process = self.script(name)
+        until(lambda: process.has_said("held"), "the hold")
+        return process
 
     def held(self, hold_at: int, **orders: object) -> Process:
         process = self.start(hold_at=hold_at, **orders)
@@ -105,9 +120,14 @@ class Job:
         return {step: steps.count(step) for step in steps}
 
 
-def control_status(folder: Path, name: str, handler: str = "") -> int:
-    """The status of a process without flashckpt that gets the signal."""
-    folder.mkdir(exist_ok=True)
+@functools.cache
+def control_status(name: str, handler: str = "") -> int:
+    """The status of a process without flashckpt that gets the signal. Asked of a real one, once."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _control(Path(folder), name, handler)
+
+
+def _control(folder: Path, name: str, handler: str) -> int:
     go = folder / "go"
     process = Process(
         ["tests.signals.control", json.dumps({"go": str(go), "handler": handler})], dict(os.environ), folder
