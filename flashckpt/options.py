@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -23,6 +24,22 @@ def duration_s(text: str, option: str) -> float:
             'Write a number and a unit: "500ms", "30s", "5min", "2h", "1d".'
         )
     return float(match[1]) * _UNITS_S[match[2]]
+
+
+# Faults of the process itself and what other libraries live by: no boundary may wait for these.
+_NOT_TO_BE_WATCHED = {"SIGKILL", "SIGSTOP", "SIGCHLD", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT"}
+
+
+def signal_numbers(names: Sequence[str], option: str) -> tuple[int, ...]:
+    """The numbers of signals given by their names, as in ("SIGTERM", "SIGINT"). Raises OptionError."""
+    known = signal.Signals.__members__
+    for name in [names] if isinstance(names, str) else names:
+        if isinstance(names, str) or name not in known or name in _NOT_TO_BE_WATCHED:
+            raise OptionError(
+                f"{option}={names!r}: {name!r} cannot be watched. Nothing was changed. Give a tuple of names "
+                'of signals that a process may wait with, such as ("SIGTERM", "SIGINT"); () for none.'
+            )
+    return tuple(int(known[name]) for name in dict.fromkeys(names))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +66,12 @@ class Options:
     device_memory: bytes a device that the clone arena may take; None takes up to half of what is free.
     streams: further device streams that write the state, beside the current and the default ones.
     linger: how long the keeper stays after an abnormal death, waiting for the next attempt.
-    grace: how long `wait()` and the end of a run go on waiting while nothing is written, or writing fails.
+    grace: how long `wait()` and the end of a run go on waiting while nothing is written, or writing fails;
+        after a signal, how long in all, from the signal on, until it takes its course.
+    signals: signals that end the loop at its next boundary, and then do what they would have done.
+    warning_signals: signals after which the loop ends in the same way and the process goes on. None takes
+        SIGUSR1 in a Slurm job, unless the process handles or ignores it itself.
+    notice_file: a path; a file that appears there while the loop runs, or is made anew, is such a warning.
     read_ahead_check: refuse a second batch before the first was trained on.
     threads: native threads for copies; None takes torch's own number.
     watchdog: how long a boundary may be missing before the trainer counts as stuck, a duration; "auto"
@@ -64,6 +86,9 @@ class Options:
     streams: Sequence[object] = ()
     linger: str = "30min"
     grace: str = "60s"
+    signals: Sequence[str] = ("SIGTERM", "SIGINT")
+    warning_signals: Sequence[str] | None = None
+    notice_file: str | os.PathLike[str] | None = None
     read_ahead_check: bool = True
     threads: int | None = None
     watchdog: str | None = "auto"
@@ -78,12 +103,8 @@ class Options:
             raise OptionError(f"threads={self.threads}: at least one thread must copy.")
         duration_s(self.linger, "linger")
         duration_s(self.grace, "grace")
-        if self.watchdog not in (None, "auto") and duration_s(self.watchdog, "watchdog") <= 0:
-            raise OptionError(
-                f'watchdog={self.watchdog!r}: no time at all. Write a duration, "auto" or None.'
-            )
-        if self.watchdog_action not in ("report", "kill"):
-            raise OptionError(f'watchdog_action={self.watchdog_action!r}: "report" or "kill".')
+        _check_watchdog(self.watchdog, self.watchdog_action)
+        _check_signals(self.signals, self.warning_signals or ())
 
     @property
     def linger_s(self) -> float:
@@ -103,6 +124,7 @@ class Environment:
     job_id: str = ""
     restart_count: int = 0
     runtime_folder: str | None = None
+    under_slurm: bool = False
 
     @classmethod
     def read(cls) -> Environment:
@@ -115,6 +137,7 @@ class Environment:
             job_id=get("TORCHELASTIC_RUN_ID") or get("SLURM_JOB_ID") or "",
             restart_count=_number("TORCHELASTIC_RESTART_COUNT", _number("SLURM_RESTART_COUNT", 0)),
             runtime_folder=get("FLASHCKPT_RUNTIME") or None,
+            under_slurm=bool(get("SLURM_JOB_ID")),
         )
 
 
@@ -126,3 +149,18 @@ def crash_at() -> str:
 def _number(name: str, default: int) -> int:
     text = os.environ.get(name, "")
     return int(text) if text.isdigit() else default
+
+
+def _check_watchdog(limit: str | None, action: str) -> None:
+    if limit not in (None, "auto") and duration_s(limit, "watchdog") <= 0:
+        raise OptionError(f'watchdog={limit!r}: no time at all. Write a duration, "auto" or None.')
+    if action not in ("report", "kill"):
+        raise OptionError(f'watchdog_action={action!r}: "report" or "kill".')
+
+
+def _check_signals(ending: Sequence[str], warning: Sequence[str]) -> None:
+    numbers = signal_numbers(ending, "signals")
+    both = [number for number in signal_numbers(warning, "warning_signals") if number in numbers]
+    if both:
+        names = ", ".join(signal.Signals(number).name for number in both)
+        raise OptionError(f"signals and warning_signals both name {names}: choose one of them.")

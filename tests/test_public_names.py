@@ -36,7 +36,8 @@ def test_every_error_is_public_and_of_one_tree() -> None:
 def test_what_a_checkpointer_offers() -> None:
     offered = {name for name in vars(flashckpt.Checkpointer) if not name.startswith("_")}
     assert offered == {
-        "batches", "epochs", "step", "completed", "save", "wait", "stop", "stopping", "close", "report",
+        "batches", "epochs", "step", "completed", "save", "wait", "stop", "stopping", "stop_reason",
+        "close", "report",
     }  # fmt: skip
 
 
@@ -52,6 +53,8 @@ def test_options_and_their_defaults() -> None:
     options = flashckpt.Options()
     assert (options.overhead, options.slots, options.linger, options.grace) == (0.01, None, "30min", "60s")
     assert (options.watchdog, options.watchdog_action) == ("auto", "report")
+    assert options.signals == ("SIGTERM", "SIGINT")
+    assert (options.warning_signals, options.notice_file) == (None, None)
 
 
 def test_the_keepers_half_imports_without_torch() -> None:

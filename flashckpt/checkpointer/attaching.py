@@ -25,6 +25,7 @@ from flashckpt.checkpointer.facade import Checkpointer, Resumed
 from flashckpt.checkpointer.progress import Progress
 from flashckpt.checkpointer.read_ahead import Use
 from flashckpt.checkpointer.session import Session, open_session
+from flashckpt.checkpointer.signals import Signals
 from flashckpt.errors import DamagedError, FlashckptError, FormatError, OptionError
 from flashckpt.events import Event, log
 from flashckpt.keeper.client import SlotGrant
@@ -246,7 +247,8 @@ def _checkpointer(
 
     use = Use(tree, digests, check=options.read_ahead_check, used=progress.step == 0)
     loaded_step = resumed.step if resumed is not None and resumed.tier == "memory" else None
-    attendant = Attendant(session, capture, options, Ages(limits_s(every, persist_every)), loaded_step)
+    ages, signals = Ages(limits_s(every, persist_every)), Signals(options)
+    attendant = Attendant(session, capture, options, ages, loaded_step, signals.deadline_s)
     checkpointer = Checkpointer(
         tree=tree,
         progress=progress,
@@ -254,6 +256,7 @@ def _checkpointer(
         session=session,
         attendant=attendant,
         use=use,
+        signals=signals,
         resumed=resumed,
     )
     # Encoded once now: what typed JSON cannot hold is refused here, not at hour ten.

@@ -7,6 +7,7 @@ the Checkpointer: a loop that is left by `break` must be able to let go of it.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -36,6 +37,7 @@ _CLAIM_LOOK_S = 2.0
 _RETRY_S = 5.0
 _SLOTS = 3
 _EVENTS_KEPT = 1000
+_LEAST_JOIN_S = 1.0
 
 
 class Attendant:
@@ -43,9 +45,16 @@ class Attendant:
     claimed the run after ours, `slots_error` why slots could not be had the last time."""
 
     def __init__(
-        self, session: Session, capture: Capture, options: Options, ages: Ages, loaded_step: int | None
+        self,
+        session: Session,
+        capture: Capture,
+        options: Options,
+        ages: Ages,
+        loaded_step: int | None,
+        deadline_s: Callable[[], float] = lambda: math.inf,
     ) -> None:
         self._session, self._capture, self._options = session, capture, options
+        self.deadline_s = deadline_s  # the monotonic time past which nothing here waits any more
         self.status = Status()
         self.superseded_by: str | None = None
         self.slots_error: FlashckptError | None = None
@@ -219,7 +228,8 @@ class Attendant:
         self._ended = True
         self._woken.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(timeout=self._options.grace_s)
+            left_s = self.deadline_s() - time.monotonic()
+            self._thread.join(timeout=min(self._options.grace_s, max(left_s, _LEAST_JOIN_S)))
         if self._thread.is_alive():
             # It hangs in the keeper or in memory being taken, and will look into the slots once more: they
             # stay mapped until the process ends.
@@ -231,8 +241,9 @@ class Attendant:
             untaken, self._ready = self._ready, None
         self._drop(untaken)
         try:
-            self._send_events()
-            if closed:
+            if time.monotonic() < self.deadline_s():  # else to the keeper it is a death like any other
+                self._send_events()
+            if closed and time.monotonic() < self.deadline_s():
                 self._session.keeper.closing()
         except (FlashckptError, OSError) as error:
             log.warning("the keeper could not be told that the run was let go: %s", error)
@@ -386,11 +397,11 @@ class Attendant:
             moved_s, seen = time.monotonic(), self._progress()
             with self._answered:
                 while not done():
-                    self._answered.wait(_TICK_S)
+                    self._answered.wait(min(_TICK_S, max(0.0, self.deadline_s() - time.monotonic())))
                     now = self._progress()
                     if now != seen:
                         moved_s, seen = time.monotonic(), now
-                    if time.monotonic() - moved_s > patience_s:
+                    if time.monotonic() > min(moved_s + patience_s, self.deadline_s()):
                         return False
             return True
         finally:

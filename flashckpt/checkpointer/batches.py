@@ -10,13 +10,18 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from flashckpt.checkpointer.ending import end_loop
 from flashckpt.errors import BoundaryError
 from flashckpt.events import log
 
 if TYPE_CHECKING:
     from flashckpt.checkpointer.facade import Checkpointer
+
+
+class _WorkersLost(Exception):
+    """The loader's workers are gone while the loop is to end anyway."""
 
 
 class Batches(Iterator[Any]):
@@ -41,7 +46,7 @@ class Batches(Iterator[Any]):
         self._at_end = at_end
         self._thread = threading.get_ident()
         self._source: Any = None
-        self._begun = self._ended = self._in_body = False
+        self._begun = self._ended = self._in_body = self._entered = False
         if whole_run:
             checkpointer._progress.manages_epochs = True
 
@@ -98,13 +103,21 @@ class Batches(Iterator[Any]):
 
     def _next(self) -> Any:
         checkpointer, holds_one = self.checkpointer, self._in_body
+        if not self._entered:
+            self._entered = True
+            checkpointer._signals.enter()
         checkpointer._before_boundary(holds_one=holds_one)
         if holds_one:
             self._in_body = False
             checkpointer._end_of_iteration()
         if checkpointer.stopping or (self._steps is not None and self.completed >= self._steps):
             self._end(exhausted=False)
-        batch = self._draw()
+        try:
+            batch, lost = self._draw(), False
+        except _WorkersLost:
+            batch, lost = None, True  # and its traceback is no part of what the signal raises
+        if lost:
+            self._end(exhausted=False)
         self._in_body = True
         checkpointer._begin_iteration()
         return batch
@@ -126,8 +139,17 @@ class Batches(Iterator[Any]):
             if self._source is not None:
                 # Only the drawing is tried: the end of the run below ends with a StopIteration of its own.
                 with contextlib.suppress(StopIteration):
-                    return self._source.next()
+                    return self._next_of(self._source)
             self._next_phase()
+
+    def _next_of(self, source: Any) -> Any:
+        try:
+            return source.next()
+        except Exception as error:
+            # The signal that ends the loop has ended the workers too: this is the boundary it ends at.
+            if self.checkpointer.stopping and source.has_lost_workers():
+                raise _WorkersLost from error
+            raise
 
     def _next_phase(self) -> None:
         """The loader is exhausted: end this phase, and go to the next epoch if the run has one."""
@@ -153,9 +175,17 @@ class Batches(Iterator[Any]):
     def _last_epoch(self) -> bool:
         return self._epochs is not None and self.checkpointer._progress.epoch + 1 >= self._epochs
 
-    def _end(self, *, exhausted: bool) -> None:
+    def _end(self, *, exhausted: bool) -> NoReturn:
         """End the iteration. The last boundary of a whole run is captured and committed first."""
         self._ended = True
+        # The code after an epoch's last batch is still to come.
+        at_boundary = self._whole_run or not exhausted or self.checkpointer._signals.is_outermost
+        end_loop(self.checkpointer, lambda: self._close(exhausted), at_boundary=at_boundary)
+        if self._at_end is not None:
+            self._at_end()
+        raise StopIteration
+
+    def _close(self, exhausted: bool) -> None:
         checkpointer = self.checkpointer
         checkpointer._capture.pulse.rest()
         if self._whole_run:
@@ -165,9 +195,6 @@ class Batches(Iterator[Any]):
             checkpointer._progress.close_phase()
         elif not exhausted and checkpointer.stopping:
             checkpointer._capture_now(persist=True)
-        if self._at_end is not None:
-            self._at_end()
-        raise StopIteration
 
     def __del__(self) -> None:
         # break, an exception, garbage collection: no capture, nobody knows whether the body was done. At
@@ -179,11 +206,18 @@ class Batches(Iterator[Any]):
         if self._ended:
             return
         self._ended = True
-        self.checkpointer._abandon_iteration()
-        if self._whole_run:
-            self.checkpointer._release()
-        elif self._source is not None:
-            self.checkpointer._progress.abandon_phase()
+        signals = self.checkpointer._signals
+        signals.hold()
+        if self._entered:
+            signals.leave()
+        try:
+            self.checkpointer._abandon_iteration()
+            if self._whole_run:
+                self.checkpointer._release()
+            elif self._source is not None:
+                self.checkpointer._progress.abandon_phase()
+        finally:
+            signals.left()
 
 
 class Epochs(Iterator[int]):
@@ -194,7 +228,7 @@ class Epochs(Iterator[int]):
 
     def __init__(self, checkpointer: Checkpointer, epochs: int) -> None:
         self._checkpointer, self._epochs = checkpointer, epochs
-        self._in_body = False
+        self._in_body = self._entered = self._left = False
         checkpointer._progress.manages_epochs = True
 
     def __iter__(self) -> Epochs:
@@ -205,14 +239,31 @@ class Epochs(Iterator[int]):
 
     def __next__(self) -> int:
         checkpointer, progress = self._checkpointer, self._checkpointer._progress
+        if not self._entered:
+            self._entered = True
+            checkpointer._signals.enter()
         checkpointer._restore_rng()
         if self._in_body:
             self._in_body = False
-            if checkpointer.stopping and not checkpointer._epoch_complete():
-                raise StopIteration  # the loop was stopped in the middle of the epoch: it is not over
-            progress.next_epoch()
-            checkpointer._end_of_epoch(last=checkpointer.stopping or progress.epoch >= self._epochs)
+            # A loop that was stopped in the middle of the epoch: it is not over.
+            if not (checkpointer.stopping and not checkpointer._epoch_complete()):
+                progress.next_epoch()
+                checkpointer._end_of_epoch(last=checkpointer.stopping or progress.epoch >= self._epochs)
         if checkpointer.stopping or progress.epoch >= self._epochs:
+            self._end()
             raise StopIteration
         self._in_body = True
         return progress.epoch
+
+    def _end(self) -> None:
+        if not self._left:
+            self._left = True
+            end_loop(self._checkpointer, lambda: None)
+
+    def __del__(self) -> None:
+        # break or an exception: from here on no boundary is to come.
+        if getattr(self, "_entered", False) and not self._left and not sys.is_finalizing():
+            signals = self._checkpointer._signals
+            signals.hold()
+            signals.leave()
+            signals.left()

@@ -14,12 +14,13 @@ import os
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from flashckpt.checkpointer.batches import Batches, Epochs
+from flashckpt.checkpointer.ending import stop_at_marked, watch_exit
 from flashckpt.checkpointer.environment import describe_environment
+from flashckpt.checkpointer.resumed import Resumed as Resumed
 from flashckpt.errors import BoundaryError, FlashckptError, StateError, SupersededError
 from flashckpt.events import Event, log
 from flashckpt.format.typed import check_roundtrip, encode_json
@@ -31,21 +32,11 @@ if TYPE_CHECKING:
     from flashckpt.checkpointer.progress import Progress
     from flashckpt.checkpointer.read_ahead import Use
     from flashckpt.checkpointer.session import Session
+    from flashckpt.checkpointer.signals import Signals
     from flashckpt.state.tree import Tree
 
 # Captures of one boundary that are found torn before it is given up: each finds a safer way.
 _TRIES = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class Resumed:
-    """What a run went on from: the step, where it was read ("memory" or "local"), the attempt that made
-    it, and the seconds from the call of `attach` until the live state was whole and verified."""
-
-    step: int
-    tier: str
-    attempt: str
-    seconds: float
 
 
 class Checkpointer:
@@ -65,14 +56,15 @@ class Checkpointer:
         session: Session,
         attendant: Attendant,
         use: Use,
+        signals: Signals,
         resumed: Resumed | None,
     ) -> None:
         self._tree, self._progress, self._capture = tree, progress, capture
-        self._session, self._attendant, self._use = session, attendant, use
+        self._session, self._attendant, self._use, self._signals = session, attendant, use, signals
         self.resumed = resumed
         self._environment = describe_environment()
         self._in_iteration = self._marked = self._stopping = self._closed = False
-        # Whatever is drawn between here and the loop is no part of the run: put back once more there.
+        # What is drawn between here and the loop is no part of the run: put back once more there.
         self._due_rng = rng.capture() if resumed is not None else None
         self._looped: list[object] = []
         self._unsaved: FlashckptError | None = None  # why the newest boundary that was due is not captured
@@ -80,6 +72,7 @@ class Checkpointer:
         self._process = os.getpid()
         self._began_s = time.perf_counter()
         self._last_report: dict[str, float] | None = None
+        watch_exit(self)
 
     # ---- what a training script calls
 
@@ -121,6 +114,8 @@ class Checkpointer:
             return
         self._marked = self._in_iteration
         self._boundary()
+        if not self._in_iteration:
+            stop_at_marked(self)
         self._capture.pulse.expect()
 
     def save(self) -> None:
@@ -161,7 +156,12 @@ class Checkpointer:
     @property
     def stopping(self) -> bool:
         """Whether the loop ends at its next boundary: code between epochs asks it after a stop."""
-        return self._stopping
+        return self.stop_reason is not None
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why the loop ends at its next boundary, or has: a signal's name, "notice file", "stop"; or None."""
+        return self._signals.reason or ("stop" if self._stopping else None)
 
     def close(self) -> None:
         """Wait until what is captured is committed, then let the run go. Raises PersistError if it could
@@ -271,6 +271,8 @@ class Checkpointer:
                 step=self.completed,
             )
         self._check_slots()
+        if self._signals.reason is not None and not self._stopping:
+            self.stop()
         self._progress.step += 1
         self._adopt_slots()
         try:
@@ -325,7 +327,7 @@ class Checkpointer:
         """
         self._capture.wait()
         step, attendant, outgrown = self.completed, self._attendant, False
-        tries, until_s = 0, time.monotonic() + attendant.patience_s
+        tries, until_s = 0, min(time.monotonic() + attendant.patience_s, attendant.deadline_s())
         while attendant.newest_sealed_step() != step:
             if outgrown or not attendant.has_slots:
                 self._ask_for_slots(ordered=True)
@@ -385,6 +387,7 @@ class Checkpointer:
             ends.callback(self._attendant.event, Event.CLOSE, step=self.completed, normal=closed)
             ends.callback(self._capture.close)
             ends.callback(self._use.close)
+            ends.callback(self._signals.close)
             # Slots are unmapped by these: nothing may look into them afterwards.
             self._last_report = self.report()
 

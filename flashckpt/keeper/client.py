@@ -38,6 +38,7 @@ _PATIENCE_S = 30.0
 _START_AGAIN_S = 5.0
 _RETRY_S, _SOON_S = 0.05, 0.005
 _TRIES = 4
+_CLOSE_PATIENCE_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -225,10 +226,15 @@ class KeeperClient:
         self._said["closing"] = said
 
     def close(self) -> None:
-        with self._lock:
+        # Another thread may wait for a keeper that is silent: then the process's end closes all this.
+        if not self._lock.acquire(timeout=_CLOSE_PATIENCE_S):
+            return
+        try:
             self._drop()
             close_all(list(self._memfds.values()))
             self._memfds.clear()
+        finally:
+            self._lock.release()
 
     # The connection
 

@@ -59,6 +59,9 @@ class Source(Protocol):
     def position(self) -> dict[str, Any]:
         """Where the loader stands, as plain values. Meant for boundaries: between two calls of `next`."""
 
+    def has_lost_workers(self) -> bool:
+        """Whether a worker process has ended before its time."""
+
     def __len__(self) -> int:
         """Batches of a whole epoch; TypeError where the loader does not know."""
 
@@ -103,6 +106,11 @@ class EpochSource:
 
     def put_own(self, states: Mapping[str, Any]) -> None:
         self._generators.restore(states)
+
+    def has_lost_workers(self) -> bool:
+        # `_workers` are torch's processes; other loaders have none that could be known.
+        workers = getattr(self._iterator, "_workers", None)
+        return isinstance(workers, list) and any(not worker.is_alive() for worker in workers)
 
     def begin(
         self,

@@ -1,0 +1,258 @@
+"""Signals and notices that ask a loop to end: noted at once, obeyed at the next boundary.
+
+Owns what has arrived, the grace period, and that each signal takes its course once. A handler notes and
+no more: it may run in the middle of anything, so it takes no lock and does not log. A thread of its own
+looks at the notice file and ends the grace period. Never captures anything, never holds the Checkpointer.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from flashckpt.checkpointer.handlers import Frame, Handlers
+from flashckpt.checkpointer.notice import NoticeFile
+from flashckpt.events import log
+from flashckpt.options import Environment, Options, signal_numbers
+
+# Launchers pass on what the scheduler has sent to every process of the job: one notice that comes twice.
+_SAME_NOTICE_S = 2.0
+_LOOK_S = 1.0
+_LONGEST_RACE_S = 5.0
+_CLOSED, _ARRIVED, _AGAIN = "closed", "arrived", "again"
+
+
+class Signals:
+    """What asks the loops of one Checkpointer to end. `reason` names it: the signal, "notice file", or
+    None as long as nothing has. `heard`: a signal that is to take its course was among it."""
+
+    def __init__(self, options: Options) -> None:
+        self._ending = signal_numbers(options.signals, "signals")
+        self._warning, self._of_others_too = _warning_numbers(options)
+        self._notice = NoticeFile(options.notice_file)
+        self._grace_s = options.grace_s
+        self._handlers = Handlers(self._hear)
+        self._loops = 0
+        self._ends = 0  # ends of loops in progress: they deliver by themselves
+        self._stepping = self._closed = self._expired = False
+        self._arrived: list[int] = []
+        self._claims = [True]  # who takes it out lets the signals take their course; nobody else does
+        self._first_s, self._deadline_s = 0.0, math.inf
+        self._bell: queue.SimpleQueue[str] = queue.SimpleQueue()  # its put is allowed in a handler
+        self._thread: threading.Thread | None = None
+        self._said: set[object] = set()
+        self.reason: str | None = None
+        self.heard = False
+
+    @property
+    def pending(self) -> bool:
+        """Whether a signal is still to take its course."""
+        return bool(self._arrived)
+
+    @property
+    def is_outermost(self) -> bool:
+        return self._loops <= 1
+
+    def deadline_s(self) -> float:
+        """The monotonic time at which the grace period ends; infinity while nothing has arrived."""
+        return self._deadline_s
+
+    def hurry(self, patience_s: float) -> None:
+        """From now on nothing waits longer than this, in seconds."""
+        self._deadline_s = min(self._deadline_s, time.monotonic() + patience_s)
+
+    # ---- around a loop, in its thread
+
+    def enter(self) -> None:
+        """A loop begins: a boundary is to come, so signals may wait for it."""
+        self._loops += 1
+        if self._loops > 1 or self.heard or self._closed:
+            return
+        self._handlers = Handlers(self._hear)
+        if self._ending or self._warning:
+            self._handlers.put((*self._ending, *self._warning), self._may_replace)
+        if self._thread is None and (self._handlers or self._notice):
+            self._thread = threading.Thread(target=self._run, name="flashckpt-signals", daemon=True)
+            self._thread.start()
+
+    def enter_steps(self) -> None:
+        """The loop is one whose boundaries are marked by hand: it has no end that could be seen."""
+        if not self._stepping:
+            self._stepping = True
+            self.enter()
+
+    def hold(self) -> None:
+        """The end of a loop begins, by whatever way. `left` is its last call."""
+        self._ends += 1
+
+    def leave(self) -> None:
+        """A loop has ended. After the outermost one signals are what they were before."""
+        self._loops = max(0, self._loops - 1)
+        if self._loops == 0:
+            self._handlers.take_off()
+
+    def left(self) -> None:
+        """What has arrived and was not delivered (the loop was left by an exception or a break) is sent
+        again from beside: nothing can be raised out of a `__del__`."""
+        self._ends -= 1
+        self._settle()
+
+    def deliver(self, let_go: Callable[[], None]) -> None:
+        """Let what has arrived take its course, as if it arrived now and nothing had stood in its way.
+        `let_go` is called before anything that ends the process. Returns where the user's handler does."""
+        if not self._arrived:
+            self._deadline_s = math.inf
+            return
+        if not self._claim():
+            self._await_thread()
+            return
+        self._handlers.take_off()
+        if any(self._handlers.is_deadly(number) for number in self._arrived):
+            let_go()
+        try:
+            self._act(sys._getframe(1))
+        except BaseException:
+            let_go()
+            raise
+        self._deadline_s = math.inf
+
+    def close(self) -> None:
+        """Nothing is watched any more."""
+        self._closed = True
+        self._handlers.take_off()
+        self._settle()
+
+    def _settle(self) -> None:
+        if self._ends == 0 and (self._closed or self._loops == 0):
+            if self._arrived:
+                self._bell.put(_AGAIN)
+            elif self._closed:
+                self._bell.put(_CLOSED)
+
+    # ---- in handlers
+
+    def _may_replace(self, number: int, found: Any) -> bool:
+        if number in self._ending:
+            return found is not signal.SIG_IGN  # as under nohup: what is ignored stays ignored
+        return found is signal.SIG_DFL or self._of_others_too
+
+    def _hear(self, number: int, frame: Frame) -> None:
+        self._handlers.spare_workers()
+        if number in self._warning:
+            self._ask(number)
+            if callable(self._handlers.replaced(number)):
+                self._handlers.replaced(number)(number, frame)
+        elif not self.heard:
+            self.heard = True
+            self._first_s = time.monotonic()
+            self._deadline_s = self._first_s + self._grace_s
+            self._arrived.append(number)
+            self._ask(number)
+        elif not self._is_same_notice(number):
+            # Once more, or the grace period is over: at once, as without us.
+            self._claim()
+            if not self._expired:
+                self._arrived.append(number)
+            self._deadline_s = 0.0
+            self._handlers.take_off()
+            self._act(frame)
+        elif number not in self._arrived:
+            self._arrived.append(number)
+
+    def _ask(self, number: int) -> None:
+        self.reason = self.reason or signal.Signals(number).name
+        self._bell.put(_ARRIVED)
+
+    def _is_same_notice(self, number: int) -> bool:
+        if self._expired or (number == signal.SIGINT and number in self._arrived):
+            return False  # nobody types as launchers send
+        return time.monotonic() - self._first_s < _SAME_NOTICE_S
+
+    def _claim(self) -> bool:
+        with suppress(IndexError):
+            return self._claims.pop()
+        return False
+
+    def _act(self, frame: Frame) -> None:
+        """All that has arrived; what ends the process first, for it would have."""
+        numbers, self._arrived = self._arrived, []
+        for number in sorted(numbers, key=self._handlers.is_deadly, reverse=True):
+            self._handlers.act(number, frame)
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        while True:
+            word, left_s = "", self._deadline_s - time.monotonic()
+            with suppress(queue.Empty):
+                word = self._bell.get(timeout=left_s if 0 < left_s < _LOOK_S else _LOOK_S)
+            if word == _CLOSED:
+                return
+            if word == _AGAIN:
+                self._send_again()
+                return
+            if self._handlers and self.pending and time.monotonic() >= self._deadline_s:
+                self._expire()
+                return
+            self._look()
+
+    def _look(self) -> None:
+        if self._notice and self.reason is None and self._notice.has_come():
+            self.reason = "notice file"
+        if self.reason is not None:
+            self._say_once(
+                "reason", "%s: the loop ends in order at its next boundary%s", self.reason, self._terms()
+            )
+        for number in self._handlers.overruled():
+            self._say_once(
+                number,
+                "%s has another handler since the loop began, which is left in its place. If it does not "
+                "call the one that it replaced, let it call Checkpointer.stop() to end the loop in order",
+                signal.Signals(number).name,
+            )
+
+    def _terms(self) -> str:
+        if not self.heard:
+            return ""
+        return f", within {self._grace_s:g} s, and then by the signal; once more ends it at once"
+
+    def _expire(self) -> None:
+        """Nothing is forced in the middle of an iteration: what is sealed is the keeper's to persist."""
+        number = self._arrived[0]
+        if self._handlers.stands(number) and self._claim():
+            self._expired = True
+            self._handlers.send_again(number)
+
+    def _send_again(self) -> None:
+        if self._claim():
+            numbers, self._arrived = self._arrived, []
+            for number in numbers:
+                self._handlers.send_again(number)
+
+    def _await_thread(self) -> None:
+        """The grace period has ended in this very moment: the signal is on its way to this thread."""
+        until_s = time.monotonic() + _LONGEST_RACE_S
+        while self._arrived and time.monotonic() < until_s:
+            time.sleep(0.001)
+
+    def _say_once(self, key: object, text: str, *values: object) -> None:
+        if key not in self._said:
+            self._said.add(key)
+            log.warning(text, *values)
+
+
+def _warning_numbers(options: Options) -> tuple[tuple[int, ...], bool]:
+    """Which signals warn, and whether also those that the process handles or ignores by itself."""
+    if options.warning_signals is not None:
+        return signal_numbers(options.warning_signals, "warning_signals"), True
+    named = signal.SIGUSR1 in signal_numbers(options.signals, "signals")
+    if named or not Environment.read().under_slurm:
+        return (), False
+    return (signal.SIGUSR1,), False

@@ -1,0 +1,25 @@
+"""What a process without flashckpt does about the same signals: the measure of the other one.
+
+`python -m tests.signals.control ORDERS-JSON`. Says "held" and stands still until the file `go` exists.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from tests.signals.program import install, say, stand_still
+
+
+def main() -> None:
+    orders = json.loads(sys.argv[1])
+    if orders.get("handler"):
+        install(orders["handler"], lambda: None)
+    say("held")
+    stand_still(Path(orders["go"]))
+    say("after")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Training processes of these tests, in a process group of their own: held, signalled, let go, read out."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import flashckpt
+from flashckpt.commit.attempts import attempts
+from flashckpt.store.base import open_store
+from tests.waiting import until
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass
+class Ended:
+    """How a process ended: its status as `subprocess` gives it, and what it printed."""
+
+    status: int
+    out: list[str]
+    err: str
+
+
+class Process:
+    """One program, until it has ended. `held`: it stands still where it was told to."""
+
+    def __init__(self, arguments: list[str], environment: dict[str, str], folder: Path) -> None:
+        self._out, self._err = folder / "out", folder / "err"
+        self._out.unlink(missing_ok=True)
+        with open(self._out, "wb") as out, open(self._err, "wb") as err:
+            self.popen = subprocess.Popen(
+                [sys.executable, "-m", *arguments],
+                stdout=out, stderr=err, env=environment, cwd=ROOT, start_new_session=True,
+            )  # fmt: skip
+
+    def has_said(self, word: str) -> bool:
+        assert self.popen.poll() is None or word in self._out.read_text(), self._err.read_text()
+        return word in self._out.read_text()
+
+    def said(self) -> list[str]:
+        return self._out.read_text().splitlines()
+
+    def has_logged(self, text: str) -> bool:
+        assert self.popen.poll() is None, self._err.read_text()
+        return text in self._err.read_text()
+
+    def send(self, name: str, *, group: bool = False) -> None:
+        number = getattr(signal, name)
+        if group:
+            os.killpg(self.popen.pid, number)
+        else:
+            self.popen.send_signal(number)
+
+    def ended(self, limit_s: float = 120.0) -> Ended:
+        status = self.popen.wait(limit_s)
+        return Ended(status, self._out.read_text().splitlines(), self._err.read_text())
+
+
+class Job:
+    """One recipe on one run folder."""
+
+    def __init__(self, folder: Path, recipe: str) -> None:
+        folder.mkdir(exist_ok=True)
+        self.folder, self.recipe = folder, recipe
+        self.run, self.log, self.go = folder / "run", folder / "log", folder / "go"
+
+    def start(self, **orders: object) -> Process:
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
+        environment.update(orders.pop("environment", {}))  # type: ignore[call-overload]
+        text = json.dumps({"go": str(self.go), **orders})
+        arguments = ["tests.signals.program", self.recipe, str(self.run), str(self.log), text]
+        return Process(arguments, environment, self.folder)
+
+    def script(self, name: str) -> Process:
+        """A script instead of a recipe; held where it says so."""
+        arguments = ["tests.signals.scripts", name, str(self.run), str(self.go)]
+        return Process(arguments, dict(os.environ), self.folder)
+
+    def held_script(self, name: str) -> Process:
+        process = self.script(name)
+        until(lambda: process.has_said("held"), "the hold")
+        return process
+
+    def held(self, hold_at: int, **orders: object) -> Process:
+        process = self.start(hold_at=hold_at, **orders)
+        until(lambda: process.has_said("held"), "the hold")
+        return process
+
+    def finish(self) -> Ended:
+        ended = self.start().ended()
+        assert ended.status == 0, ended.err
+        return ended
+
+    def steps(self) -> list[int]:
+        return flashckpt.steps(self.run)
+
+    def endings(self) -> list[str]:
+        """How each attempt ended, as the run's folder says it."""
+        return [each.ended for each in attempts(open_store(str(self.run)))]
+
+    def records(self) -> dict[int, object]:
+        """The last value of each step; one that was done twice must have given the same."""
+        found: dict[int, object] = {}
+        for line in self.log.read_text().splitlines():
+            step, value = json.loads(line)
+            assert found.setdefault(step, value) == value, f"step {step} went differently the second time"
+        return found
+
+    def times(self) -> dict[int, int]:
+        """How often each step was done."""
+        steps = [json.loads(line)[0] for line in self.log.read_text().splitlines()]
+        return {step: steps.count(step) for step in steps}
+
+
+@functools.cache
+def control_status(name: str, handler: str = "") -> int:
+    """The status of a process without flashckpt that gets the signal. Asked of a real one, once."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _control(Path(folder), name, handler)
+
+
+def _control(folder: Path, name: str, handler: str) -> int:
+    go = folder / "go"
+    process = Process(
+        ["tests.signals.control", json.dumps({"go": str(go), "handler": handler})], dict(os.environ), folder
+    )
+    until(lambda: process.has_said("held"), "the hold")
+    process.send(name)
+    if handler == "flag":
+        until(lambda: process.has_said("flag"), "the handler")
+    go.touch()
+    return process.ended().status

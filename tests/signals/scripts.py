@@ -1,0 +1,159 @@
+"""Small scripts for what recipes do not do. `python -m tests.signals.scripts NAME RUN GO`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import flashckpt
+from tests.signals.program import say, stand_still
+from tests.waiting import until_slots
+
+
+class Slow(Dataset[Any]):
+    """The items from the tenth on are loaded when the file `go` exists."""
+
+    def __init__(self, go: Path) -> None:
+        self.go = go
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index >= 10:
+            stand_still(self.go)
+        return torch.full((4,), float(index))
+
+
+class Model:
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.net = nn.Linear(4, 4)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=1e-3, momentum=0.5)
+
+    def train(self, x: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        self.net(x).square().mean().backward()
+        self.optimizer.step()
+
+    @property
+    def named(self) -> dict[str, Any]:
+        return {"model": self.net, "optimizer": self.optimizer}
+
+
+def drawing(run: str, go: Path) -> None:
+    """Stands still while a batch is drawn: its workers are signalled along."""
+    model = Model()
+    loader = DataLoader(Slow(go), batch_size=2, num_workers=2, prefetch_factor=1)
+    batches = flashckpt.loop(loader, run, every=1, persist_every=None, **model.named)
+    for x in batches:
+        until_slots(batches.checkpointer)
+        model.train(x)
+        say(f"did {batches.completed} {float(x.sum())}")
+    say("after")
+
+
+def waiting(run: str, go: Path) -> None:
+    """Stands still in wait(), in the body of an iteration, as long as the keeper is stopped."""
+    model = Model()
+    batches = flashckpt.loop([torch.ones(2, 4)] * 20, run, every=1, persist_every=None, **model.named)
+    for x in batches:
+        until_slots(batches.checkpointer)
+        model.train(x)
+        if batches.completed == 5:
+            say("held")
+            stand_still(go)
+            say("waits")
+            batches.checkpointer.wait()
+            say("waited")
+
+
+def closing(run: str, go: Path) -> None:
+    """Stands still in the wait at a loop's normal end."""
+    model = Model()
+    batches = flashckpt.loop([torch.ones(2, 4)] * 6, run, every=1, persist_every=None, **model.named)
+    for x in batches:
+        until_slots(batches.checkpointer)
+        model.train(x)
+        if batches.completed == 5:
+            say("held")
+            stand_still(go)
+    say("after")
+
+
+def attaching(run: str, go: Path) -> None:
+    """Stands still inside attach, where a state is read."""
+    model = Model()
+
+    class Held:
+        def state_dict(self) -> dict[str, object]:
+            say("held")
+            stand_still(go)
+            return {}
+
+        def load_state_dict(self, state: dict[str, object]) -> None: ...
+
+    flashckpt.attach(run, held=Held(), **model.named)
+    say("after")
+
+
+def between(run: str, go: Path) -> None:
+    """Stands still between attach and the loop: no boundary is to come."""
+    model = Model()
+    checkpointer = flashckpt.attach(run, **model.named)
+    say("held")
+    stand_still(go)
+    checkpointer.close()
+
+
+def leaving(run: str, go: Path) -> None:
+    """Breaks out of the loop after the signal has come, as people do who look at `stopping`."""
+    model = Model()
+    with flashckpt.attach(run, every=1, persist_every=None, **model.named) as checkpointer:
+        for x in checkpointer.batches([torch.ones(2, 4)] * 20):
+            until_slots(checkpointer)
+            model.train(x)
+            if checkpointer.completed == 5:
+                say("held")
+                stand_still(go)
+            if checkpointer.stopping:
+                break
+        say("left")
+        time.sleep(60)  # for the signal, which is on its way
+    say("after")
+
+
+def forking(run: str, go: Path) -> None:
+    """A child that is forked in an iteration, and says what its handlers are."""
+    model = Model()
+    batches = flashckpt.loop([torch.ones(2, 4)] * 8, run, every=1, **model.named)
+    for x in batches:
+        model.train(x)
+        if batches.completed == 3:
+            child = os.fork()
+            if child == 0:
+                say(f"child {os.getpid()}")
+                stand_still(go)
+                os._exit(9)
+            say("held")
+            _, status = os.waitpid(child, 0)
+            say(f"status {os.waitstatus_to_exitcode(status)}")
+    say(f"after {batches.completed}")
+
+
+SCRIPTS: dict[str, Callable[[str, Path], None]] = {
+    each.__name__: each for each in (drawing, waiting, closing, attaching, between, leaving, forking)
+}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    SCRIPTS[sys.argv[1]](sys.argv[2], Path(sys.argv[3]))
