@@ -1,10 +1,11 @@
-"""Trains a small GPT, kills it in the middle of a step, starts it again, and compares every bit.
+"""Trains a small GPT, kills it twice in the middle of a step, starts it again, and compares every bit.
 
     make demo                                   # or: python examples/tiny_gpt/demo.py --steps 120
 
-Three processes run one after the other: a reference that is never stopped and knows nothing of flashckpt;
-a run that gets SIGKILL in a backward pass; the same command line again. Ends with 0 only if every loss and
-every weight of the two trainings are equal, bit for bit. Writes loss.png and result.json.
+A reference that is never stopped and knows nothing of flashckpt; a run that gets SIGKILL in a backward pass;
+the same command line again, until it and its keeper are killed together; `flashckpt recover`; the same command
+line once more. Ends with 0 only if every loss and every weight of the two trainings are equal, bit for bit.
+Writes loss.png and result.json.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import argparse
 import json
 import shutil
 import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from picture import draw
-from processes import TrainingFailed, read_losses, run_to_the_end, run_until_killed
+from processes import Losses, TrainingFailed, read_losses, recover, run_to_the_end, run_until_killed
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -26,78 +28,116 @@ from safetensors.numpy import load_file
 console = Console()
 
 
+@dataclass
+class Kill:
+    """A process that was killed: the step (from 1) that it died in, when (monotonic seconds), how many losses
+    the log held then, and after the restart the step and tier that the next process went on from."""
+
+    step: int
+    keeper_too: bool
+    at_s: float = 0.0
+    lines: int = 0
+    resumed_from: int = 0
+    tier: str = ""
+    seconds_to_resume: float = 0.0
+    seconds_to_first_batch: float = 0.0
+
+    @property
+    def steps_lost(self) -> int:
+        return self.step - 1 - self.resumed_from
+
+
 def main() -> int:
     args = arguments()
     reference, killed = args.output / "reference", args.output / "killed"
     for folder in (reference, killed):
         shutil.rmtree(folder, ignore_errors=True)
+    kills = [Kill(args.kill, keeper_too=False), Kill(args.kill_both, keeper_too=True)]
     try:
-        killed_at_s, lines_before = train_three_times(reference, killed, steps=args.steps, kill=args.kill)
-        result = compare(
-            reference, killed, kill=args.kill, killed_at_s=killed_at_s, lines_before=lines_before
-        )
+        recovered = train(reference, killed, kills, steps=args.steps)
+        note_restarts(killed, kills)
+        result = compare(reference, killed, kills)
     except TrainingFailed as failure:
         console.print(str(failure), style="red", markup=False)
         return 1
-    losses = read_losses(killed)
     draw(
         args.output / "loss.png",
         reference=read_losses(reference),
-        before=losses[:lines_before],
-        after=losses[lines_before:],
-        killed_in=args.kill,
-        resumed_from=result["resumed_from_step"],
+        pieces=pieces_of(read_losses(killed), kills),
+        kills=[kill.step for kill in kills],
+        resumed=[kill.resumed_from for kill in kills],
     )
     (args.output / "result.json").write_text(json.dumps(result, indent=2) + "\n")
-    show(result)
+    console.print("\n[bold]$ flashckpt recover[/]   (after the second kill)")
+    console.print(recovered, markup=False, highlight=False)
+    show(kills, result)
     console.print(f"Loss curves of both runs: [bold]{args.output / 'loss.png'}[/]")
     return 0 if result["losses_equal"] and result["weights_equal"] else 1
 
 
-def train_three_times(reference: Path, killed: Path, *, steps: int, kill: int) -> tuple[float, int]:
-    """Returns when the kill was (monotonic seconds) and how many losses stood in the log then."""
+def train(reference: Path, killed: Path, kills: list[Kill], *, steps: int) -> str:
+    """All processes, one after the other. Returns what `flashckpt recover` printed."""
     bars = Progress(
-        TextColumn("{task.description:<44}"),
+        TextColumn("{task.description:<46}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         console=console,
     )
     count = ("--steps", str(steps))
-    with bars:
-        bar = bars.add_task("1  never stopped, without flashckpt", total=steps)
-        run_to_the_end(reference, *count, "--plain", follow=lambda step: bars.update(bar, completed=step))
-        bar = bars.add_task(f"2  with flashckpt, SIGKILL in step {kill}", total=steps)
-        killed_at_s = run_until_killed(
-            killed, kill, *count, follow=lambda step: bars.update(bar, completed=step)
+
+    def kill_one(title: str, kill: Kill) -> None:
+        bar = bars.add_task(title, total=steps)
+        kill.at_s = run_until_killed(
+            killed,
+            kill.step,
+            *count,
+            follow=lambda step: bars.update(bar, completed=step),
+            keeper_too=kill.keeper_too,
         )
         bars.stop_task(bar)
-        lines_before = len(read_losses(killed))
-        bar = bars.add_task("3  the same command again", total=steps)
-        run_to_the_end(killed, *count, follow=lambda step: bars.update(bar, completed=step))
-    return killed_at_s, lines_before
+        kill.lines = len(read_losses(killed))
+
+    def run_one(title: str, folder: Path, *more: str) -> None:
+        bar = bars.add_task(title, total=steps)
+        run_to_the_end(folder, *count, *more, follow=lambda step: bars.update(bar, completed=step))
+
+    with bars:
+        run_one("1  never stopped, without flashckpt", reference, "--plain")
+        kill_one(f"2  with flashckpt, SIGKILL in step {kills[0].step}", kills[0])
+        kill_one(f"3  again; it and its keeper killed in step {kills[1].step}", kills[1])
+        recovered = recover(killed, columns=console.width)
+        run_one("4  recovered, and the same command again", killed)
+    return recovered
 
 
-def compare(
-    reference: Path, killed: Path, *, kill: int, killed_at_s: float, lines_before: int
-) -> dict[str, Any]:
+def note_restarts(killed: Path, kills: list[Kill]) -> None:
+    """Where each process after a kill went on from."""
+    starts = [json.loads(line) for line in (killed / "starts.jsonl").read_text().splitlines()]
+    for kill, start in zip(kills, starts[1:], strict=True):
+        resumed = start["resumed"]
+        if resumed is None:
+            raise TrainingFailed("A process began from scratch: it found nothing to resume from.")
+        kill.resumed_from, kill.tier = resumed["step"], resumed["tier"]
+        kill.seconds_to_resume = resumed["seconds"]
+        kill.seconds_to_first_batch = start["first_batch_monotonic_s"] - kill.at_s
+
+
+def pieces_of(losses: Losses, kills: list[Kill]) -> list[Losses]:
+    """The losses that each process wrote."""
+    cuts = [0, *(kill.lines for kill in kills), len(losses)]
+    return [losses[first:last] for first, last in zip(cuts, cuts[1:], strict=False)]
+
+
+def compare(reference: Path, killed: Path, kills: list[Kill]) -> dict[str, Any]:
     """All that the table shows. Steps are counted from 1: step n is the n-th iteration of the loop."""
-    report = json.loads((killed / "report.json").read_text())
-    resumed, cost = report["resumed"], report["cost"]
-    if resumed is None:
-        raise TrainingFailed("The second process began from scratch: it found nothing to resume from.")
+    cost = json.loads((killed / "report.json").read_text())
     expected = dict(read_losses(reference))
     losses = read_losses(killed)
     weights = [load_file(folder / "weights.safetensors") for folder in (reference, killed)]
     return {
         "steps": len(expected),
-        "killed_in_step": kill,
-        "completed_before_the_kill": lines_before,
-        "resumed_from_step": resumed["step"],
-        "resumed_from_tier": resumed["tier"],
-        "steps_lost": lines_before - resumed["step"],
-        "seconds_to_resume": resumed["seconds"],
-        "seconds_from_kill_to_first_batch": report["first_batch_monotonic_s"] - killed_at_s,
+        "kills": [{**asdict(kill), "steps_lost": kill.steps_lost} for kill in kills],
         "seconds_of_captures": cost["capture_call_seconds"],
         "seconds_of_loop": cost["loop_seconds"],
         "snapshots": cost["snapshots"],
@@ -110,32 +150,30 @@ def compare(
     }
 
 
-def show(result: dict[str, Any]) -> None:
-    table = Table(title="killed in the middle of a step, and started again", show_header=False)
-    table.add_column(style="bold")
-    table.add_column()
-    share = result["seconds_of_captures"] / result["seconds_of_loop"]
-    lost = result["steps_lost"]
-    rows = [
-        ("died in", f"the backward pass of step {result['killed_in_step']}, by SIGKILL"),
-        ("resumed from", f"step {result['resumed_from_step']}, tier {result['resumed_from_tier']}"),
-        ("steps lost", f"{lost} completed, and the one in flight" if lost else "none but the one in flight"),
-        ("seconds to resume", f"{result['seconds_to_resume']:.2f}  (found, verified, in place)"),
-        (
-            "kill to first batch",
-            f"{result['seconds_from_kill_to_first_batch']:.2f} s  (a new process, its imports)",
-        ),
-        (
-            "cost to the loop",
-            f"{share:.2%}  ({result['seconds_of_captures']:.3f} s of {result['seconds_of_loop']:.1f} s, "
-            f"{result['snapshots']} snapshots)",
-        ),
-        (f"{result['losses_compared']} losses", verdict(result["losses_equal"])),
-        (f"{result['weights_compared']:,} final weights", verdict(result["weights_equal"])),
-    ]
-    for row in rows:
-        table.add_row(*row)
+def show(kills: list[Kill], result: dict[str, Any]) -> None:
+    table = Table(title="killed in the middle of a step, and started again")
+    for name in ("", "the trainer killed", "trainer and keeper killed"):
+        table.add_column(name, style="" if name else "bold")
+    for name, of in (
+        ("died in", lambda kill: f"backward of step {kill.step}"),
+        ("resumed from", lambda kill: f"step {kill.resumed_from}, tier {kill.tier}"),
+        ("steps lost", lambda kill: lost(kill.steps_lost)),
+        ("seconds to resume", lambda kill: f"{kill.seconds_to_resume:.2f}"),
+        ("kill to first batch", lambda kill: f"{kill.seconds_to_first_batch:.2f} s"),
+    ):
+        table.add_row(name, *map(of, kills))
     console.print(table)
+    share = result["seconds_of_captures"] / result["seconds_of_loop"]
+    console.print(
+        f"cost to the loop: [bold]{share:.2%}[/]  ({result['seconds_of_captures']:.3f} s of "
+        f"{result['seconds_of_loop']:.1f} s of the last process, {result['snapshots']:.0f} snapshots)"
+    )
+    console.print(f"{result['losses_compared']} losses: {verdict(result['losses_equal'])}")
+    console.print(f"{result['weights_compared']:,} final weights: {verdict(result['weights_equal'])}")
+
+
+def lost(steps: int) -> str:
+    return f"{steps}, and the one in flight" if steps else "the one in flight"
 
 
 def verdict(equal: bool) -> str:
@@ -143,15 +181,16 @@ def verdict(equal: bool) -> str:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train, kill, go on, compare.")
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--kill", type=int, help="the step to die in (default: a little past the middle)")
+    parser = argparse.ArgumentParser(description="Train, kill, go on, kill both, recover, go on, compare.")
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--kill", type=int, help="the step in which the trainer dies")
+    parser.add_argument("--kill-both", type=int, help="the step in which trainer and keeper die")
     parser.add_argument("--output", type=Path, default=Path("demo-output"))
     args = parser.parse_args()
-    if args.kill is None:
-        args.kill = args.steps * 57 // 100
-    if not 2 <= args.kill < args.steps:
-        parser.error(f"--kill must be between 2 and the last step, not {args.kill}")
+    args.kill = args.kill or args.steps * 37 // 100
+    args.kill_both = args.kill_both or args.steps * 71 // 100
+    if not 2 <= args.kill < args.kill_both < args.steps:
+        parser.error("the kills must come in this order, after step 1 and before the last one")
     return args
 
 

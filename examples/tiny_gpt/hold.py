@@ -11,12 +11,13 @@ import threading
 from torch import nn
 
 
-def hold_in_backward(block: nn.Module, step: int, report_fd: int) -> None:
+def hold_in_backward(block: nn.Module, step: int, *, after: int, report_fd: int) -> None:
     """In the backward pass of step `step` (the first is 1), write "STEP" to `report_fd` and never return.
+    `after`: the steps that were done before this process began.
 
     At that moment the step has half of its gradients, and nothing of it has reached the optimizer.
     """
-    backwards = 0
+    backwards = after
 
     def hook(*_: object) -> None:
         nonlocal backwards

@@ -11,6 +11,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from flashckpt.commit.run import open_run
+from flashckpt.recovery.lingering import keeper_of
+from flashckpt.recovery.node import runtime_of
+from flashckpt.store.base import open_store
+
 HERE = Path(__file__).resolve().parent
 Losses = list[tuple[int, float]]
 
@@ -37,8 +42,11 @@ def run_to_the_end(folder: Path, *arguments: str, follow: Callable[[int], None])
     _report(folder, follow)
 
 
-def run_until_killed(folder: Path, hold: int, *arguments: str, follow: Callable[[int], None]) -> float:
-    """Train until the process says that it stands in the backward pass of step `hold`, and kill it there.
+def run_until_killed(
+    folder: Path, hold: int, *arguments: str, follow: Callable[[int], None], keeper_too: bool = False
+) -> float:
+    """Train until the process says that it stands in the backward pass of step `hold`, and kill it there,
+    its keeper first if that is to die too: else it would save what is in memory at once.
 
     Returns the moment of the kill, in seconds of the system's monotonic clock.
     """
@@ -50,6 +58,8 @@ def run_until_killed(folder: Path, hold: int, *arguments: str, follow: Callable[
             _report(folder, follow)
         if os.read(read_fd, 64) != f"{hold}\n".encode():
             raise TrainingFailed(_last_words(folder, process.wait()))
+        if keeper_too:
+            _kill_keeper(folder / "run")
         process.send_signal(signal.SIGKILL)
         killed_at_s = time.monotonic()
     finally:
@@ -58,6 +68,27 @@ def run_until_killed(folder: Path, hold: int, *arguments: str, follow: Callable[
         process.wait()
     _report(folder, follow)
     return killed_at_s
+
+
+def recover(folder: Path, *, columns: int) -> str:
+    """What `flashckpt recover` prints, and puts right. Raises TrainingFailed if it does not end with 0."""
+    command = [str(Path(sys.executable).parent / "flashckpt"), "recover", str(folder / "run")]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "COLUMNS": str(columns)}
+    )
+    if done.returncode != 0:
+        raise TrainingFailed(f"recover ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def _kill_keeper(run: Path) -> None:
+    """SIGKILL for the background process of this run, and of no other."""
+    store = open_store(str(run))
+    with runtime_of(store, open_run(store, create=False)) as runtime:
+        keeper = keeper_of(runtime) if runtime is not None else None
+    if keeper is None:
+        raise TrainingFailed("The run has no keeper to kill.")
+    os.kill(keeper, signal.SIGKILL)
 
 
 def _start(folder: Path, *arguments: str, keep: int | None = None) -> subprocess.Popen[bytes]:

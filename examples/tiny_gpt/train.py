@@ -2,8 +2,8 @@
 
     python examples/tiny_gpt/train.py runs/tiny --steps 300      # kill it, and run the same line again
 
-Writes into its folder: run/ (the checkpoints), losses.csv (a line a step), and at the end weights.safetensors
-and report.json.
+Writes into its folder: run/ (the checkpoints), losses.csv (a line a step), starts.jsonl (a line a process),
+and at the end weights.safetensors and report.json.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ def train(args: argparse.Namespace) -> None:
     model = GPT(context=CONTEXT)
     optimizer = AdamW(model.parameters(), lr=1e-3)
     scheduler = CosineAnnealingLR(optimizer, T_max=args.steps)
-    if args.hold is not None:
-        hold_in_backward(model.blocks[1], args.hold, args.report_fd)
 
     path = args.folder / "run"
     if args.plain:
@@ -49,10 +47,14 @@ def train(args: argparse.Namespace) -> None:
             loader, path, model=model, optimizer=optimizer, scheduler=scheduler, steps=args.steps
         )
 
+    if args.hold is not None:
+        hold_in_backward(model.blocks[1], args.hold, after=batches.completed, report_fd=args.report_fd)
     losses = (args.folder / "losses.csv").open("a", buffering=1)
-    first_batch_s = None
+    noted = args.plain
     for text, following in batches:
-        first_batch_s = first_batch_s or time.monotonic()
+        if not noted:
+            note_start(args.folder / "starts.jsonl", batches.checkpointer)
+            noted = True
         loss = cross_entropy(model(text).flatten(0, 1), following.flatten())
         optimizer.zero_grad()
         loss.backward()
@@ -62,12 +64,16 @@ def train(args: argparse.Namespace) -> None:
     losses.close()
 
     save_model(model, str(args.folder / "weights.safetensors"))
-    report = {"first_batch_monotonic_s": first_batch_s}
     if not args.plain:
-        resumed = batches.checkpointer.resumed
-        report["resumed"] = resumed and dataclasses.asdict(resumed)
-        report["cost"] = batches.checkpointer.report()
-    (args.folder / "report.json").write_text(json.dumps(report))
+        (args.folder / "report.json").write_text(json.dumps(batches.checkpointer.report()))
+
+
+def note_start(path: Path, checkpointer: flashckpt.Checkpointer) -> None:
+    """A line for this process, at its first batch: when that was, and where it went on from."""
+    resumed = checkpointer.resumed
+    line = {"first_batch_monotonic_s": time.monotonic(), "resumed": resumed and dataclasses.asdict(resumed)}
+    with path.open("a") as starts:
+        starts.write(json.dumps(line) + "\n")
 
 
 def arguments() -> argparse.Namespace:
