@@ -1,4 +1,4 @@
-"""Removing debris. Owns these deletions: only what `survey.debris` names, and each looked at once more."""
+"""Removing debris. Owns these deletions: of what `debris.py` names, and while nobody has begun a job."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import replace
 from flashckpt.events import Event
 from flashckpt.format.names import attempt_folder, step_attempt_folder, step_folder
 from flashckpt.keeper.ledger import Ledger
+from flashckpt.recovery.debris import Debris, debris
 from flashckpt.recovery.node import Hold
 from flashckpt.recovery.report import Finding, Kind, Outcome
-from flashckpt.recovery.survey import Debris, debris
 from flashckpt.store.base import Store
 
 

@@ -12,10 +12,11 @@ from flashckpt.keeper import chores
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.recovery import lingering, outlook, resting
 from flashckpt.recovery.clearing import findings_of
+from flashckpt.recovery.debris import debris
 from flashckpt.recovery.node import died_here
 from flashckpt.recovery.report import Finding, Kind, Outcome, Report, Watcher, foreign
 from flashckpt.recovery.resting import Examined
-from flashckpt.recovery.survey import Seen, debris, slots_in, torn_leaves
+from flashckpt.recovery.survey import Seen, slots_in, torn_leaves
 from flashckpt.store.base import Store
 
 

@@ -139,10 +139,8 @@ class _Recovery:
             self._hold.take_election()
             return
         memory.findings = _told(runtime, status)
-        failed = {each.step for each in status.failures}
-        memory.failed = {
-            each.attempt for each in memory.findings if each.step in failed and each.attempt is not None
-        }
+        failed = (each for each in memory.findings if each.outcome is Outcome.FAILED)
+        memory.failed = {each.attempt for each in failed if each.attempt is not None}
 
     def _finish(self) -> list[Finding]:
         findings = []
@@ -179,7 +177,8 @@ def _told(runtime: RuntimeFolder, status: Status) -> list[Finding]:
         outcome = Outcome.WAS_COMMITTED if each.is_persisted else Outcome.KEPT
         if each.problem:
             outcome = Outcome.TORN
-        elif each.step in reasons and not each.is_persisted:
+        elif each.step in status.waiting and not each.is_persisted:
+            # What it has given up, because another attempt has begun since, it does not wait for any more.
             outcome = Outcome.FAILED
         findings.append(
             Finding(

@@ -287,6 +287,16 @@ def test_debris_of_an_attempt_that_may_have_a_keeper_elsewhere_stays(store: Loca
     assert info.ended == "", "nor is it called dead"
 
 
+def test_of_several_ranks_one_keepers_word_is_not_enough(store: LocalStore, run: Path) -> None:
+    """Its end is written down by the keeper of one node; that of another may be writing."""
+    attempt = begun(store, world=2)
+    part_of(store, 3, attempt, ranks=(1,), world=2, keeper=1)
+    assert rows(recovered(run)) == []
+    assert shard_of(run, 3, attempt).exists()
+    begun(store)
+    assert rows(recovered(run)) == [("debris", "removed", 3)], "a newer attempt has begun: it is over"
+
+
 def test_leftovers_of_a_pruned_step_go_and_its_tombstone_stays(store: LocalStore, run: Path) -> None:
     attempt = begun(store)
     for step in (1, 2, 3):

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from flashckpt.commit import attempts
+from flashckpt.commit.branching import branch
 from flashckpt.errors import KeeperError, RunHeldError
 from flashckpt.keeper.protocol import ELECTION_LOCK
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder
@@ -22,7 +23,7 @@ from flashckpt.recovery import lingering, node
 from flashckpt.recovery.pruning import prune
 from flashckpt.recovery.survey import slots_in
 from flashckpt.store.base import open_store
-from tests.keeper.driver import Process, committed, eventually
+from tests.keeper.driver import Process, committed, eventually, ledger
 from tests.keeper.fake import keeper_pid
 from tests.keeper.test_keeper_deaths import flip_image
 from tests.recovery.scene import Crash, kill, recovered, regions_of, rows, whole_tree
@@ -210,6 +211,19 @@ def test_a_keeper_that_cannot_save_is_told_with_its_reason(small_disk: Path, run
     assert "No space left" in report.findings[0].detail
     assert report.resume is not None
     assert (report.resume.step, report.resume.tier) == (2, "memory")
+
+
+def test_what_a_keeper_may_not_save_any_more_is_kept_and_no_failure(lingers: Crash) -> None:
+    store = open_store(str(lingers.run))
+    branch(store, 1)
+    go_on(lingers)
+    eventually(lambda: any(line["event"] == "error" for line in ledger(lingers.run)))
+    report = recovered(lingers.run)
+    assert ("snapshot", "kept", 2) in rows(report)
+    assert not report.failed
+    assert committed(lingers.run) == [1]
+    assert report.resume is not None
+    assert report.resume.step == 1
 
 
 def test_a_keeper_that_does_not_answer_is_named(lingers: Crash, monkeypatch: pytest.MonkeyPatch) -> None:
