@@ -3,9 +3,9 @@
     make demo                                   # or: python examples/tiny_gpt/demo.py --steps 120
 
 A reference that is never stopped and knows nothing of flashckpt; a run that gets SIGKILL in a backward pass;
-the same command line again, until it and its keeper are killed together; `flashckpt recover`; the same
-command line once more. Ends with 0 only if every loss and every weight of the two trainings are equal, bit for bit.
-Writes loss.png and result.json.
+the same command line again, until it and its keeper are killed together; `flashckpt recover`; the same once
+more. Ends with 0 only if every loss and every weight of the two trainings are equal, bit for bit. Writes
+loss.png and result.json.
 """
 
 from __future__ import annotations
