@@ -111,8 +111,8 @@ def bury(store: Store, step: int, attempt: AttemptName) -> bool:
 def sweep_debris(store: Store, attempt: AttemptName) -> list[AttemptName]:
     """Delete what is left of attempts that are not the newest and have no step left. Returns them.
 
-    Their claim and start.json stay while a lineage leads through them. Call it as the newest attempt,
-    after a commit of its own.
+    Their claim and start.json stay while a lineage leads through them to a step. Call it as the newest
+    attempt, after a commit of its own.
     """
     known = attempts(store)
     with_steps, folders = _attempts_of_steps(store, attempt)
