@@ -16,7 +16,7 @@ from flashckpt.commit.lineage import (
 )
 from flashckpt.commit.marks import marked_here
 from flashckpt.commit.run import open_run
-from flashckpt.commit.steps import StepRecord, is_committed, read_manifest, read_step
+from flashckpt.commit.steps import StepRecord, is_committed, missing_files, read_manifest, read_step
 from flashckpt.errors import DamagedError, NoSuchStepError, UnusableRunError
 from flashckpt.events import log
 from flashckpt.format.names import ATTEMPTS, AttemptName, start_path
@@ -76,6 +76,24 @@ def ladder(store: Store, survived: Mapping[str, VisibleStep]) -> list[Rung]:
     rungs += [Rung(each.step, each.attempt) for each in at_rest if each not in marked]
     rungs.sort(key=lambda each: (each.step, each.attempt.number, each.slot is not None), reverse=True)
     return rungs + [Rung(each.step, each.attempt) for each in at_rest if each in marked]
+
+
+def incomplete(store: Store, after: int) -> list[tuple[VisibleStep, str]]:
+    """Steps of the lineage past step `after` that were committed once and are not complete any more: their
+    manifest is damaged, or files are missing or of another length. Newest first, each with what is wrong."""
+    found = []
+    for each in in_lineage(store, bounds(attempts(store))):
+        if each.step <= after:
+            break
+        try:
+            manifest = read_manifest(store, each.step, each.attempt)
+        except DamagedError as error:
+            found.append((each, str(error)))
+            continue
+        if isinstance(manifest, Manifest) and (missing := missing_files(store, manifest)):
+            names = ", ".join(missing[:_SHOWN])
+            found.append((each, f"{names}: missing, or of another length than was written"))
+    return found
 
 
 def resolve(store: Store, step: int | None = None, at: AttemptName | None = None) -> StepRecord:

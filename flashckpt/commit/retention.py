@@ -155,9 +155,9 @@ def sweep_unfinished(store: Store, writers: Collection[str]) -> list[str]:
 def sweep_debris(store: Store, attempt: AttemptName, *, busy: Collection[int] = ()) -> list[AttemptName]:
     """Delete what is left of attempts that are not the newest and have no step left. Returns them.
 
-    Their claim and start.json stay while a lineage leads through them. Call it as the newest attempt,
-    after a commit of its own. busy: steps whose empty folders stay, since something may be put into them; so
-    do those of all steps above.
+    Their claim and start.json stay while a lineage leads through them to a step. Call it as the newest
+    attempt, after a commit of its own. busy: steps whose empty folders stay, since something may be put into
+    them; so do those of all steps above.
     """
     known = attempts(store)
     with_steps, folders = _attempts_of_steps(store, attempt)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 
 from flashckpt.errors import KeeperError
+from flashckpt.events import log as logger
 from flashckpt.keeper.protocol import LOG_NAME
 from flashckpt.memory.runtime import RuntimeFolder
 
@@ -83,7 +84,10 @@ def _order(child: subprocess.Popen[bytes], orders: bytes) -> None:
     except subprocess.TimeoutExpired as error:
         child.kill()
         raise _cannot(f"it did not begin within {_START_TIMEOUT_S:.0f} s") from error
-    if child.returncode != 0:
+    if child.returncode < 0:
+        # It was killed while it began, as it may be at any other moment: whoever needs it starts another.
+        logger.warning("a keeper was ended by signal %d while it began", -child.returncode)
+    elif child.returncode != 0:
         raise _cannot(f"it ended with status {child.returncode}")
 
 

@@ -95,6 +95,7 @@ class Ladder:
             except (DamagedError, FileNotFoundError) as error:
                 self._refuse(candidate, error)
                 continue
+            self._tell_incomplete(snapshot.step)
             return Loaded(snapshot, held, time.perf_counter() - began)
         if candidates:
             reasons = "\n".join(f"  {reason}" for reason in self.refused)
@@ -170,10 +171,18 @@ class Ladder:
             reason, self._store.url, candidate.step, candidate.attempt,
         )  # fmt: skip
 
-    def _refuse(self, candidate: Candidate, error: Exception) -> None:
-        reason = f"{_named(candidate)}: {error}"
+    def _tell_incomplete(self, step: int) -> None:
+        """Steps that are no candidates, though they are newer: nobody may go back without being told."""
+        find = partial(reading.incomplete, self._store, step)
+        for each, reason in self._patiently("its steps", find):
+            self._pass_over(f"step {each.step} of attempt {each.attempt} (local): {reason}")
+
+    def _pass_over(self, reason: str) -> None:
         self.refused.append(reason)
         log.error("cannot resume from %s", reason)
+
+    def _refuse(self, candidate: Candidate, error: Exception) -> None:
+        self._pass_over(f"{_named(candidate)}: {error}")
         if candidate.held is None and isinstance(error, DamagedError):
             try:
                 marks.mark(self._store, candidate.step, candidate.attempt, marks.this_host(), str(error))

@@ -21,6 +21,17 @@ def test_a_reader(name: str) -> None:
     assert fuzz(name, target, random.Random(4), 2000) is None
 
 
+@pytest.mark.parametrize("place", [48, 56, 64, 72, 80, 88])
+@pytest.mark.parametrize("value", [0, 1, 4096, 1 << 40, 1 << 62, (1 << 64) - 4096, (1 << 64) - 1])
+def test_a_control_page_that_lies_about_sizes(place: int, value: int) -> None:
+    """With checksums that are right: found by the fuzzer's long run."""
+    target = TARGETS["slot"]
+    data = bytearray(target.corpus[0])
+    assert place < 96
+    data[place : place + 8] = value.to_bytes(8, "little")
+    assert look("slot", target, target.repair(bytes(data))) is None
+
+
 def test_the_fuzzer_sees_a_reader_that_stumbles() -> None:
     def stumbling(data: bytes) -> None:
         if len(data) < 8:

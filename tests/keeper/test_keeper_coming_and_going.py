@@ -237,6 +237,23 @@ def test_a_schedulers_signal_ends_the_lingering_not_the_work(tmp_path: Path, run
     assert committed(run) == [1]
 
 
+def test_a_keeper_killed_at_its_birth_is_started_again(
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python, killed = tmp_path / "python", tmp_path / "killed"
+    python.write_text(f'#!/bin/sh\nmkdir "{killed}" 2>&- && kill -9 $$\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(python))
+    trainer = FakeTrainer(tmp_path / "run", runtime)
+    assert killed.exists()
+    trainer.start()
+    trainer.take_slots()
+    trainer.snapshot(1, persist=True)
+    trainer.wait_committed(1)
+    trainer.end()
+    eventually(lambda: keeper_pid(trainer.folder) is None)
+
+
 def test_a_keeper_that_nobody_speaks_to_ends(tmp_path: Path, runtime: Path) -> None:
     """`python -m flashckpt.keeper` in the foreground: a second one returns at once."""
     run = tmp_path / "run"

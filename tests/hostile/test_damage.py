@@ -1,0 +1,184 @@
+"""Any file of a run flipped, cut, missing or swapped: found before a byte reaches a tensor, and named."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import flashckpt
+from flashckpt.errors import FlashckptError
+from tests.processes import end, keepers_of
+from tests.waiting import until
+
+STEPS = [1, 2, 3]
+MARKS = -1.0  # what a tensor holds before anything is loaded
+
+
+def model_of(value: float) -> nn.Module:
+    model = nn.Linear(40, 40)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+    return model
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three committed steps; in each, every weight is the step's number."""
+    run, runtime = tmp_path_factory.mktemp("whole") / "run", tmp_path_factory.mktemp("runtime")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLASHCKPT_RUNTIME", str(runtime))
+        model = model_of(0)
+        with flashckpt.attach(run, every=None, persist_every=None, model=model) as checkpointer:
+            for step in STEPS:
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.fill_(step)
+                checkpointer.step()
+                checkpointer.save()
+                checkpointer.wait()
+        until(lambda: not keepers_of(runtime), "the keeper to leave")
+        end(keepers_of(runtime))
+    assert flashckpt.steps(run) == STEPS
+    shutil.rmtree(run / "events")
+    return run
+
+
+def flip(path: Path, other: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+def cut(path: Path, other: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def remove(path: Path, other: Path) -> None:
+    path.unlink()
+
+
+def swap(path: Path, other: Path) -> None:
+    """The same file of the step before, whole as it is."""
+    path.write_bytes(other.read_bytes())
+
+
+DAMAGES: list[Callable[[Path, Path], None]] = [flip, cut, remove, swap]
+
+
+def file_of(run: Path, step: int, kind: str) -> Path:
+    [found] = run.glob(f"steps/{step:012d}/*/{kind}*")
+    return found
+
+
+@pytest.fixture
+def run(whole: Path, tmp_path: Path, runtime: Path) -> Path:
+    shutil.copytree(whole, tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("kind", ["manifest", "part", "shard"])
+def test_the_older_good_step_is_taken_and_the_damaged_file_named(
+    kind: str, damage: Callable[[Path, Path], None], run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = file_of(run, 3, kind)
+    damage(path, file_of(run, 2, kind))
+    if path.exists() and kind != "manifest":
+        assert [row.file for row in flashckpt.verify(run).damaged] != []
+    with pytest.raises(FlashckptError):
+        flashckpt.load(run, 3)
+
+    model = model_of(MARKS)
+    with caplog.at_level(logging.INFO), flashckpt.attach(run, every=None, model=model) as checkpointer:
+        assert checkpointer.resumed is not None
+        assert checkpointer.resumed.step == 2
+        assert all(bool((p == 2).all()) for p in model.parameters())
+    if (kind, damage) == ("manifest", remove):
+        return  # a step without a manifest was never committed: a kill leaves the same
+    assert "cannot resume from step 3" in caplog.text
+    assert path.name in caplog.text
+
+
+@pytest.mark.parametrize("damage", DAMAGES[:3], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("pattern", ["run.json", "attempts/0*.json", "attempts/*/start.json"])
+def test_records_of_the_run_are_never_guessed(
+    pattern: str, damage: Callable[[Path, Path], None], run: Path
+) -> None:
+    """Which step is the newest hangs on them: either it is the same without them, or nothing is loaded."""
+    [path] = run.glob(pattern)
+    damage(path, path)
+    model, refusal = model_of(MARKS), ""
+    try:
+        with flashckpt.attach(run, every=None, model=model) as checkpointer:
+            assert checkpointer.resumed is not None, "a damaged run is not taken for a fresh one"
+            assert checkpointer.resumed.step == 3
+    except FlashckptError as error:
+        refusal = str(error)
+    if refusal:
+        assert str(path.relative_to(run)) in refusal
+        assert all(bool((p == MARKS).all()) for p in model.parameters())
+
+
+BOMBS = {
+    "a manifest of a gigabyte": ("manifest", lambda path: _grow(path, 1 << 30)),
+    "a part of a gigabyte": ("part", lambda path: _grow(path, 1 << 30)),
+    "a shard of a terabyte": ("shard", lambda path: _grow(path, 1 << 40)),
+    "a header of an exabyte": ("shard", lambda path: _write(path, (1 << 60).to_bytes(8, "little"))),
+    "a part of brackets": ("part", lambda path: path.write_bytes(b'{"format":1,"a":' + b"[" * (8 << 20))),
+    "a part of digits": ("part", lambda path: path.write_bytes(b'{"format":1,"a":' + b"9" * (8 << 20))),
+    "a part that is a pipe": ("part", lambda path: _pipe(path)),
+    "a shard that is a link": ("shard", lambda path: _link(path, Path("/dev/zero"))),
+    "a manifest that is a link": ("manifest", lambda path: _link(path, Path("/dev/zero"))),
+}
+_MOST_BYTES = 1 << 30
+_PROGRAM = """
+import resource, sys, flashckpt
+import flashckpt.commit.verification
+resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[2]), int(sys.argv[2])))
+resource.setrlimit(resource.RLIMIT_CPU, (20, 20))
+report = flashckpt.verify(sys.argv[1])
+print(",".join(sorted({str(row.step) for row in report.damaged})), flashckpt.steps(sys.argv[1])[0])
+"""
+
+
+def _grow(path: Path, num_bytes: int) -> None:
+    with open(path, "r+b") as file:
+        file.truncate(num_bytes)
+
+
+def _write(path: Path, data: bytes) -> None:
+    with open(path, "r+b") as file:
+        file.write(data)
+
+
+def _pipe(path: Path) -> None:
+    path.unlink()
+    subprocess.run(["mkfifo", path], check=True)
+
+
+def _link(path: Path, target: Path) -> None:
+    path.unlink()
+    path.symlink_to(target)
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_hostile_files_end_in_bounded_time_and_memory(bomb: str, run: Path) -> None:
+    """Nothing is compressed in this format, so nothing can grow by being read; what can lie is a length."""
+    kind, plant = BOMBS[bomb]
+    plant(file_of(run, 3, kind))
+    command = [sys.executable, "-c", _PROGRAM, str(run), str(_MOST_BYTES)]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    damaged, oldest = found.stdout.split(" ")
+    assert damaged in ("3", ""), "no other step is blamed"
+    assert damaged == "3" or "manifest" in bomb
+    assert int(oldest) == 1
