@@ -23,4 +23,5 @@ class Event(str, Enum):
     ADOPT = "adopt"
     RESUME = "resume"
     ERROR = "error"
+    STOP = "stop"
     CLOSE = "close"

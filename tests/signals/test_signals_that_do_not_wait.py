@@ -191,6 +191,18 @@ def test_a_loop_that_is_left_by_break_gives_the_signal_back(name: str, tmp_path:
     assert "after" not in ended.out
 
 
+def test_an_exception_after_the_signal_does_not_swallow_it(tmp_path: Path, runtime: Path) -> None:
+    job = Job(tmp_path / "job", "")
+    process = job.held_script("failing")
+    process.send("SIGTERM")
+    until(lambda: process.has_logged("SIGTERM: the loop ends"), "the signal to be noted")
+    job.go.touch()
+    ended = process.ended()
+    assert ended.status == control_status("SIGTERM")
+    assert "ValueError: of the user's own" in ended.err
+    until(lambda: job.steps() == [5], "the keeper to save what was sealed")
+
+
 def test_a_forked_child_dies_as_it_would_have(tmp_path: Path, runtime: Path) -> None:
     job = Job(tmp_path / "job", "")
     process = job.script("forking")
