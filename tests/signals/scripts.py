@@ -128,6 +128,7 @@ def leaving(run: str, go: Path) -> None:
                 break
         say("left")
         time.sleep(60)  # for the signal, which is on its way
+        say("slept")
     say("after")
 
 
