@@ -29,4 +29,5 @@ class Event(str, Enum):
     STOPPED = "stopped"
     GOES_ON = "goes-on"
     KILL = "kill"
+    STOP = "stop"
     CLOSE = "close"

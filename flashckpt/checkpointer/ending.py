@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from flashckpt.errors import FlashckptError
-from flashckpt.events import log
+from flashckpt.events import Event, log
 
 if TYPE_CHECKING:
     from flashckpt.checkpointer.facade import Checkpointer
@@ -65,6 +65,8 @@ def stop_at_marked(checkpointer: Checkpointer) -> None:
 def _closed(checkpointer: Checkpointer, close: Callable[[], None], at_boundary: bool) -> bool:
     """Whether the loop could be closed in order. Raises what kept it from it if there is no signal."""
     signals = checkpointer._signals
+    if at_boundary and signals.is_first_end():
+        checkpointer._attendant.event(Event.STOP, step=checkpointer.completed, reason=signals.reason)
     try:
         close()
         if at_boundary and signals.pending and not checkpointer._closed and checkpointer.completed > 0:

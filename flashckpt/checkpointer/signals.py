@@ -64,6 +64,12 @@ class Signals:
         """The monotonic time at which the grace period ends; infinity while nothing has arrived."""
         return self._deadline_s
 
+    def is_first_end(self) -> bool:
+        """Whether a loop ends for the reason there is, and none has before: true once."""
+        first = self.reason is not None and "end" not in self._said
+        self._said |= {"end"} if first else set()
+        return first
+
     def hurry(self, patience_s: float) -> None:
         """From now on nothing waits longer than this, in seconds."""
         self._deadline_s = min(self._deadline_s, time.monotonic() + patience_s)

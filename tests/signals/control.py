@@ -9,11 +9,12 @@ import json
 import sys
 from pathlib import Path
 
-from tests.signals.program import install, say, stand_still
+from tests.signals.program import expect_interrupts, install, say, stand_still
 
 
 def main() -> None:
     orders = json.loads(sys.argv[1])
+    expect_interrupts()
     if orders.get("handler"):
         install(orders["handler"], lambda: None)
     say("held")

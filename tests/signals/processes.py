@@ -106,6 +106,12 @@ class Job:
         """How each attempt ended, as the run's folder says it."""
         return [each.ended for each in attempts(open_store(str(self.run)))]
 
+    def stops(self) -> list[tuple[int, str]]:
+        """The ends that were asked for, as the run's ledger says them."""
+        files = sorted((self.run / "events").iterdir())
+        events = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+        return [(each["step"], each["reason"]) for each in events if each["event"] == "stop"]
+
     def records(self) -> dict[int, object]:
         """The last value of each step; one that was done twice must have given the same."""
         found: dict[int, object] = {}

@@ -25,6 +25,11 @@ from tests.resume.recipes import RECIPES, seed
 from tests.waiting import until_slots
 
 
+def expect_interrupts() -> None:
+    """Also where the tests run in the background of a shell, which ignores SIGINT for them."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def say(text: str) -> None:
     os.write(1, f"{text}\n".encode())  # a print may be interrupted by a handler that prints
 
@@ -65,6 +70,7 @@ def main() -> None:
     orders = json.loads(text)
     hold_at, handler, where = orders.get("hold_at", -1), orders.get("handler", ""), orders.get("where", "")
     options = flashckpt.Options(**orders.get("signals", {}))
+    expect_interrupts()
     torch.set_num_threads(1)
     seed()
     looped: list[Any] = []

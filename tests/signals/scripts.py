@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import flashckpt
-from tests.signals.program import say, stand_still
+from tests.signals.program import expect_interrupts, say, stand_still
 from tests.waiting import until_slots
 
 
@@ -128,7 +128,21 @@ def leaving(run: str, go: Path) -> None:
                 break
         say("left")
         time.sleep(60)  # for the signal, which is on its way
+        say("slept")
     say("after")
+
+
+def failing(run: str, go: Path) -> None:
+    """Its body raises after the signal has come."""
+    model = Model()
+    batches = flashckpt.loop([torch.ones(2, 4)] * 20, run, every=1, persist_every=None, **model.named)
+    for x in batches:
+        until_slots(batches.checkpointer)
+        model.train(x)
+        if batches.completed == 5:
+            say("held")
+            stand_still(go)
+            raise ValueError("of the user's own")
 
 
 def forking(run: str, go: Path) -> None:
@@ -150,10 +164,11 @@ def forking(run: str, go: Path) -> None:
 
 
 SCRIPTS: dict[str, Callable[[str, Path], None]] = {
-    each.__name__: each for each in (drawing, waiting, closing, attaching, between, leaving, forking)
+    each.__name__: each for each in (drawing, waiting, closing, attaching, between, leaving, failing, forking)
 }
 
 
 if __name__ == "__main__":
+    expect_interrupts()
     torch.set_num_threads(1)
     SCRIPTS[sys.argv[1]](sys.argv[2], Path(sys.argv[3]))

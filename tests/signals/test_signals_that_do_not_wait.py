@@ -172,6 +172,8 @@ def test_workers_that_are_signalled_while_a_batch_is_drawn(tmp_path: Path, runti
     ended = process.ended()
     assert ended.status == -signal.SIGTERM
     assert job.steps()[-1] == 5
+    until(lambda: job.endings() == ["closed"], "the attempt to be closed")
+    assert "RuntimeError" not in ended.err
     job.go.touch()
     rest = job.script("drawing").ended()
     assert rest.status == 0, rest.err
@@ -188,7 +190,20 @@ def test_a_loop_that_is_left_by_break_gives_the_signal_back(name: str, tmp_path:
     job.go.touch()
     ended = process.ended()
     assert ended.status == control_status(name)
-    assert "after" not in ended.out
+    assert "left" in ended.out
+    assert "slept" not in ended.out, "it came at once, not with the end of the process"
+
+
+def test_an_exception_after_the_signal_does_not_swallow_it(tmp_path: Path, runtime: Path) -> None:
+    job = Job(tmp_path / "job", "")
+    process = job.held_script("failing")
+    process.send("SIGTERM")
+    until(lambda: process.has_logged("SIGTERM: the loop ends"), "the signal to be noted")
+    job.go.touch()
+    ended = process.ended()
+    assert ended.status == control_status("SIGTERM")
+    assert "ValueError: of the user's own" in ended.err
+    until(lambda: job.steps() == [5], "the keeper to save what was sealed")
 
 
 def test_a_forked_child_dies_as_it_would_have(tmp_path: Path, runtime: Path) -> None:
