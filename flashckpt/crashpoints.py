@@ -7,8 +7,8 @@ a test does; it never changes what the code around it does. None stands in a loo
 from __future__ import annotations
 
 import itertools
-import os
 import signal
+import threading
 from collections.abc import Callable
 
 from flashckpt.errors import OptionError
@@ -74,7 +74,8 @@ def _armed(text: str) -> Callable[[str], None]:
 
     def strike(name: str) -> None:
         if name == wanted and next(passed) == count:
-            os.kill(os.getpid(), action)
+            # At this thread: of a signal to the process, another one may take notice, a little later.
+            signal.pthread_kill(threading.get_ident(), action)
 
     return strike
 

@@ -48,9 +48,11 @@ def claim(store: Store, holder: Holder, check: Callable[[], None] | None = None)
     loses a race looks at the winner; what it raises ends the claiming."""
     store.make_folder(ATTEMPTS)
     while True:
+        # Before the check: a claim that comes after it takes this very number, and is then looked at.
+        number = _highest_number(store) + 1
         if check is not None:
             check()
-        name = AttemptName(_highest_number(store) + 1, secrets.token_hex(4))
+        name = AttemptName(number, secrets.token_hex(4))
         record = Claim(attempt=name, holder=holder)
         if store.create(claim_path(name.number), record.to_bytes()):
             store.make_folder(attempt_folder(name))
