@@ -280,7 +280,9 @@ class Job:
 
     def sizes(self) -> dict[str, int]:
         """What must not grow: files of the run but for its ledger, names in memory, descriptors."""
-        files = [path for path in self.run.rglob("*") if path.is_file() and path.parent.name != "events"]
+        # A keeper deletes beside this: `os.walk` passes over what is gone.
+        found = [(folder, name) for folder, _, names in os.walk(self.run) for name in names]
+        files = [name for folder, name in found if os.path.basename(folder) != "events"]
         names = [path for path in self.runtime.glob("*/*/*")]
         keepers = self.keepers()
         descriptors = [0]
