@@ -30,7 +30,7 @@ from tests.processes import end, keepers_of
 
 STEPS = 500
 # What must not be passed, however long a run is killed.
-LIMITS = {"files": 150, "names in memory": 16, "keepers": 2, "keeper descriptors": 48}
+LIMITS = {"files": 150, "names in memory": 20, "keepers": 2, "keeper descriptors": 48}
 
 
 @dataclass(frozen=True)
