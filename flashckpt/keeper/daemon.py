@@ -103,6 +103,7 @@ class Keeper:
             self.pruner.next(now)
             if now - self._round_at >= _ROUND_S and not self._chores_worker.busy:
                 self._round_at = now
+                self.shelf.remove_dead_locks()
                 self._round()
 
     @property

@@ -19,7 +19,7 @@ from flashckpt.format.layout import PAGE
 from flashckpt.memory import region, room
 from flashckpt.memory.page import State, Word, round_up
 from flashckpt.memory.region import MEMFD, NAMED, Region
-from flashckpt.memory.runtime import LifeLock, RuntimeFolder, is_alive, stacks_name
+from flashckpt.memory.runtime import LifeLock, RuntimeFolder, is_alive, is_trainer_lock, stacks_name
 from flashckpt.memory.slot import Sealed, Slot
 
 MAX_SLOTS = 64
@@ -174,10 +174,10 @@ class Shelf:
         return adopted
 
     def remove_dead_locks(self) -> None:
-        """Remove the lock files of trainers that are gone. Those of keepers go once what they left half
-        written has gone."""
+        """Remove the lock files of trainers that are gone, those that nobody heard of included. Those of
+        keepers go once what they left half written has gone."""
         for name in self._folder.names():
-            if name.startswith("trainer-") and name.endswith(".lock") and not self._lives(name):
+            if is_trainer_lock(name) and not self._lives(name):
                 self._folder.remove(name)
                 self._folder.remove(stacks_name(name))
 

@@ -25,6 +25,7 @@ from flashckpt.errors import KeeperError
 _FOLDER_MODE = 0o700
 _FILE_MODE = 0o600
 _MAX_NAME_BYTES = 64
+_UNBORN = "unborn-"
 _JOIN_TRIES = 20
 _IDENTITY = re.compile(r"[0-9a-f]{32}")
 # struct flock of 64-bit Linux: l_type, l_whence, l_start, l_len, l_pid, padding to 32 bytes.
@@ -147,6 +148,11 @@ class RuntimeFolder:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self.descriptor)
 
+    def rename(self, name: str, to: str) -> None:
+        """Give a file another name. Raises FileNotFoundError."""
+        check_name(to)
+        os.rename(name, to, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
+
     def reachable(self, name: str) -> str:
         """A path to a name that is short enough for a Unix socket, however deep the folder is."""
         check_name(name)
@@ -208,6 +214,26 @@ class LifeLock:
             _held.locks[inode] = os.getpid()
             return cls(name, inode, descriptor)
 
+    @classmethod
+    def born(cls, folder: RuntimeFolder, name: str) -> LifeLock:
+        """Take the lock `name`, which no other process ever takes. The name appears with its lock held: one
+        without a holder is a dead process's, and may be removed at any moment."""
+        unborn = _UNBORN + name
+        with _held.guard:
+            while True:
+                descriptor = folder.open_file(unborn, os.O_RDWR | os.O_CREAT)
+                found = os.fstat(descriptor)
+                inode = (found.st_dev, found.st_ino)
+                fcntl.fcntl(descriptor, fcntl.F_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+                with contextlib.suppress(FileNotFoundError):
+                    folder.rename(unborn, name)
+                if folder.inode(name) == inode:
+                    break
+                # Taken for what a dead process left, before it was locked.
+                os.close(descriptor)
+            _held.locks[inode] = os.getpid()
+            return cls(name, inode, descriptor)
+
     def stands(self, folder: RuntimeFolder) -> bool:
         """Whether the name still means this lock. It does not when somebody deposed the holder."""
         return folder.inode(self.name) == self.inode
@@ -247,6 +273,11 @@ def holder_of(folder: RuntimeFolder, name: str) -> int | None:
             return None if kind == fcntl.F_UNLCK else max(pid, 0)
 
 
+def is_trainer_lock(name: str) -> bool:
+    """Whether a name is a trainer's life lock, or one that is about to be."""
+    return name.removeprefix(_UNBORN).startswith("trainer-") and name.endswith(".lock")
+
+
 def trainer_lock_name(rank: int) -> str:
     """A name for this process's life lock that no other process has or had."""
     return f"trainer-{rank:05d}-{os.getpid()}-{secrets.token_hex(4)}.lock"
@@ -263,10 +294,11 @@ def join(base: str, identity: str, lock: str) -> tuple[RuntimeFolder, LifeLock]:
     for _ in range(_JOIN_TRIES):
         folder = RuntimeFolder.open(base, identity)
         try:
-            life = LifeLock.acquire(folder, lock)
+            life = LifeLock.born(folder, lock)
         except FileNotFoundError:
-            life = None
-        if life is not None and folder.exists():
+            folder.close()
+            continue
+        if folder.exists():
             return folder, life
         folder.close()
     raise KeeperError(f"No life lock can be taken in {os.path.join(base, identity)}. Nothing was started.")

@@ -278,10 +278,16 @@ class Job:
         left = [path.name for path in self.runtime.glob("*/*/*")]
         return [f"keepers {self.keepers()} and {left} stay after the end"] if self.keepers() or left else []
 
+    def names(self) -> list[str]:
+        """What lies in the runtime folder."""
+        found = [name for _, _, names in os.walk(self.runtime) for name in names]
+        return sorted(name for name in found if name != "room.lock")
+
     def sizes(self) -> dict[str, int]:
         """What must not grow: files of the run but for its ledger, names in memory, descriptors."""
-        files = [path for path in self.run.rglob("*") if path.is_file() and path.parent.name != "events"]
-        names = [path for path in self.runtime.glob("*/*/*")]
+        # A keeper deletes beside this: `os.walk` passes over what is gone.
+        found = [(folder, name) for folder, _, names in os.walk(self.run) for name in names]
+        files = [name for folder, name in found if os.path.basename(folder) != "events"]
         keepers = self.keepers()
         descriptors = [0]
         for pid in keepers:
@@ -289,7 +295,7 @@ class Job:
                 descriptors.append(len(os.listdir(f"/proc/{pid}/fd")))
         return {
             "files": len(files),
-            "names in memory": len(names),
+            "names in memory": len(self.names()),
             "keepers": len(keepers),
             "keeper descriptors": max(descriptors),
         }

@@ -30,7 +30,7 @@ from tests.processes import end, keepers_of
 
 STEPS = 500
 # What must not be passed, however long a run is killed.
-LIMITS = {"files": 150, "names in memory": 16, "keepers": 2, "keeper descriptors": 48}
+LIMITS = {"files": 150, "names in memory": 48, "keepers": 2, "keeper descriptors": 48}
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ class Torture:
         for name, size in job.sizes().items():
             tally.most[name] = max(size, tally.most.get(name, 0))
             if size > LIMITS[name]:
-                faults.append(f"{size} {name}, more than {LIMITS[name]}")
+                faults.append(f"{size} {name}, more than {LIMITS[name]}: {job.names()}")
         where = f"run {tally.runs}, life {job.lives}, kill {tally.killed} of seed {tally.seed} ({kill})"
         tally.faults += [f"{where}: {fault}" for fault in faults]
 

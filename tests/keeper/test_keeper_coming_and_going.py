@@ -284,3 +284,21 @@ def test_the_import_path_of_the_trainer_is_the_keepers(tmp_path: Path, runtime: 
         cwd=tmp_path, capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     assert found.stdout.strip() == "served", found.stderr
+
+
+def test_trainers_of_which_no_keeper_heard_leave_no_names(tmp_path: Path, runtime: Path) -> None:
+    """A job that crashes in its first lines and is restarted for ever, while the keeper lives."""
+    trainer = FakeTrainer(tmp_path / "run", runtime)
+    code = (
+        "import os, signal, sys; from flashckpt.memory.runtime import *;"
+        "_, life = join(sys.argv[1], sys.argv[2], trainer_lock_name(0));"
+        "print(life.name, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    names = []
+    for _ in range(3):
+        command = [sys.executable, "-c", code, str(runtime), Path(trainer.folder.path).name]
+        names.append(subprocess.run(command, capture_output=True, text=True).stdout.strip())
+    assert all(name.startswith("trainer-") for name in names)
+    eventually(lambda: not set(names) & set(trainer.folder.names()))
+    assert trainer.life.stands(trainer.folder)
+    trainer.end()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import stat
@@ -83,6 +84,48 @@ def test_a_lock_dies_with_its_process_and_is_not_inherited(runtime: Path) -> Non
     assert os.read(told, 5) == b"dead"
     for descriptor in (told, telling, asked, asking):
         os.close(descriptor)
+
+
+def test_a_lock_is_held_from_the_moment_that_its_name_is_there(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keepers remove names without a holder: none may be there before its lock is taken."""
+    folder = RuntimeFolder.open(str(runtime), IDENTITY)
+    before: list[list[str]] = []
+    taken = fcntl.fcntl
+
+    def taking(descriptor: int, command: int, argument: bytes) -> object:
+        if command == fcntl.F_SETLK:
+            before.append(folder.names())
+        return taken(descriptor, command, argument)
+
+    monkeypatch.setattr(fcntl, "fcntl", taking)
+    life = LifeLock.born(folder, LOCK)
+    assert before == [[f"unborn-{LOCK}"]]
+    assert folder.names() == [LOCK]
+    assert life.stands(folder)
+    assert asked_elsewhere(folder, LOCK)
+    life.release(folder)
+
+
+def test_a_lock_that_is_removed_before_it_is_taken_is_made_again(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RuntimeFolder.open(str(runtime), IDENTITY)
+    taken, removed = fcntl.fcntl, []
+
+    def taking(descriptor: int, command: int, argument: bytes) -> object:
+        if command == fcntl.F_SETLK and len(removed) < 2:
+            removed.append(folder.names())
+            folder.remove(f"unborn-{LOCK}")
+        return taken(descriptor, command, argument)
+
+    monkeypatch.setattr(fcntl, "fcntl", taking)
+    life = LifeLock.born(folder, LOCK)
+    assert len(removed) == 2
+    assert life.stands(folder)
+    assert asked_elsewhere(folder, LOCK)
+    life.release(folder)
 
 
 def test_a_lock_whose_name_is_taken_away_does_not_stand(runtime: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -49,11 +50,26 @@ class Model:
         return {"model": self.net, "optimizer": self.optimizer}
 
 
+def is_drawing() -> bool:
+    """Whether the main thread waits for its loader."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_code.co_name != "_next_of":
+        frame = frame.f_back
+    return frame is not None
+
+
 def drawing(run: str, go: Path) -> None:
     """Stands still while a batch is drawn: its workers are signalled along."""
     model = Model()
     loader = DataLoader(Slow(go), batch_size=2, num_workers=2, prefetch_factor=1)
     batches = flashckpt.loop(loader, run, every=1, persist_every=None, **model.named)
+
+    def watch() -> None:
+        while not (batches.completed == 5 and is_drawing()):
+            time.sleep(0.002)
+        say("draws")
+
+    threading.Thread(target=watch, daemon=True).start()
     for x in batches:
         until_slots(batches.checkpointer)
         model.train(x)
