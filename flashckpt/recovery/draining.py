@@ -282,7 +282,7 @@ def _finding(held: Held, sealed: Sealed) -> Finding:
         place=held.slot.name,
         step=sealed.step,
         attempt=attempt_of(sealed),
-        num_bytes=sealed.record.image_bytes,
+        num_bytes=sealed.record.image_bytes + sealed.record.constants_bytes,
     )
 
 
