@@ -13,18 +13,20 @@ namespace {
 
 constexpr ::useconds_t kLookAgainUs = 500;
 
-// Whether the region has the bytes up to `end`: one that is growing is waited for.
+// Whether the region has the bytes up to `end`: one that is growing is waited for, and not written once it is
+// given up, whatever it has by then: who gave it up waits for this.
 Error await_target(const ReadRequest& request, std::uint64_t end) {
     for (;;) {
+        if (request.growing != 0 &&
+            __atomic_load_n(reinterpret_cast<std::uint64_t*>(request.growing), __ATOMIC_ACQUIRE) != 0) {
+            return os_error(ECANCELED, "the target region was given up", request.path);
+        }
         std::uint64_t size = 0;
         if (Error error = regular_size(request.target_fd, "", size)) return error;
         if (end <= size) return {};
         if (request.growing == 0) {
             return os_error(EFAULT, "the target region ends before the bytes that are to be read",
                             request.path);
-        }
-        if (__atomic_load_n(reinterpret_cast<std::uint64_t*>(request.growing), __ATOMIC_ACQUIRE) != 0) {
-            return os_error(ECANCELED, "the target region did not come to its size", request.path);
         }
         ::usleep(kLookAgainUs);
     }

@@ -20,7 +20,7 @@ struct ReadRequest {
     int target_fd = -1;         // -1: bytes are verified and kept nowhere
     std::uint64_t target_offset = 0;
     // 0, or the address of a u64: the target is still growing to its size, and each chunk waits until it has
-    // its place, as long as that word is 0.
+    // its place; once that word is not 0, no chunk is begun.
     std::uint64_t growing = 0;
 };
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from flashckpt.capture.device.base import Device
-from flashckpt.capture.plan import Plan
+from flashckpt.capture.plan import Plan, local
 from flashckpt.capture.way import SAFER, Way
 from flashckpt.events import log
 
@@ -158,6 +158,9 @@ class Ways:
     def _may_be_constant(self, live: LiveLeaf, owned: Mapping[int, int]) -> bool:
         return (
             live.kind == "parameter"
+            # A digest is a weighted sum: a short mask or table of small integers may change and keep it, and
+            # a constant's digest alone says that it has not. Small leaves spare nothing, and are copied.
+            and local(live.tensor).nbytes >= SMALL_BYTES
             and live.name not in self._ordinary
             and id(live.tensor) not in owned
             and live.tensor.grad is None

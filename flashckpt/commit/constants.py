@@ -11,12 +11,18 @@ import os
 from collections.abc import Iterator, Sequence
 
 from flashckpt.commit import lineage
-from flashckpt.commit.steps import read_step
+from flashckpt.commit.steps import constants_of_parts, read_step
 from flashckpt.commit.verification import verify_file
 from flashckpt.errors import FlashckptError
 from flashckpt.events import log
 from flashckpt.format.layout import Layout
-from flashckpt.format.names import CONSTANTS, AttemptName, attempt_folder, constants_name
+from flashckpt.format.names import (
+    CONSTANTS,
+    AttemptName,
+    attempt_folder,
+    constants_name,
+    step_attempt_folder,
+)
 from flashckpt.format.records import Contents
 from flashckpt.store.base import Store
 
@@ -54,13 +60,28 @@ def named(store: Store, attempt: AttemptName, rank: int) -> Iterator[tuple[Attem
             return
 
 
+def unnamed(store: Store, attempt: AttemptName) -> list[str]:
+    """The constants shards of an attempt that no part of it names, but for the newest of each rank, which the
+    part of the next step may name. DamagedError where a part is none: it may name any."""
+    numbers: dict[int, list[tuple[int, str]]] = {}
+    for entry in store.list(attempt_folder(attempt)):
+        if CONSTANTS.fullmatch(entry.name) and not entry.is_folder:
+            rank, number = _numbers(entry.name)
+            numbers.setdefault(rank, []).append((number, entry.name))
+    older = {name for each in numbers.values() for _, name in sorted(each)[:-1]}
+    for each in lineage.everything(store) if older else ():
+        if each.attempt == attempt:
+            older -= constants_of_parts(store, step_attempt_folder(each.step, attempt))
+    return sorted(older)
+
+
 def fresh_name(store: Store, attempt: AttemptName, rank: int) -> str:
     """A file name that no constants shard of the attempt has. Whoever creates it first has it."""
     numbers = [0]
     for entry in store.list(attempt_folder(attempt)):
         if CONSTANTS.fullmatch(entry.name):
-            _, of_rank, number = entry.name.removesuffix(".safetensors").split("-")
-            numbers += [int(number)] if int(of_rank) == rank else []
+            of_rank, number = _numbers(entry.name)
+            numbers += [number] if of_rank == rank else []
     return constants_name(rank, max(numbers) + 1)
 
 
@@ -86,3 +107,9 @@ def link(
             log.warning("%s could not be linked: %s; the constants are written again", old, error)
         return None
     return name
+
+
+def _numbers(file: str) -> tuple[int, int]:
+    """Rank and number of a constants shard's name."""
+    _, rank, number = file.removesuffix(".safetensors").split("-")
+    return int(rank), int(number)

@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from flashckpt import crashpoints
+from flashckpt.commit import constants
 from flashckpt.commit.attempts import AttemptInfo, attempts, newest_claimed
 from flashckpt.commit.lineage import Bound, VisibleStep, bounds, everything, in_lineage
 from flashckpt.commit.marks import is_marked
@@ -61,7 +62,8 @@ def prune(
 
     in_hand: given by a caller who knows that no other process commits steps of this attempt any more: the
     steps that it may itself still commit. Then the attempt's tombstones of all other steps go too: nobody is
-    left who would have to find them. None where that is not known.
+    left who would have to find them; and the older of its constants shards that no part names: nobody is left
+    who would name them. None where that is not known.
     """
     claimed = claimed or attempt
     known = attempts(store)
@@ -87,6 +89,7 @@ def prune(
     newest = max(each.step for each in lineage.committed if each.attempt == attempt)
     if in_hand is not None:
         _remove_tombstones(store, lineage.buried, attempt, newest, in_hand)
+        _remove_unnamed(store, attempt)
     sweep_debris(store, attempt, busy={newest, *(in_hand or ())})
     return gone
 
@@ -212,6 +215,16 @@ def _remove_tombstones(
     for each in buried:
         if each.attempt == attempt and each.step < newest and each.step not in in_hand:
             store.remove_tree(step_attempt_folder(each.step, attempt))
+
+
+def _remove_unnamed(store: Store, attempt: AttemptName) -> None:
+    """Else each set of constants, and each keeper killed while it wrote one, leaves a file until the end."""
+    try:
+        names = constants.unnamed(store, attempt)
+    except DamagedError:
+        return
+    for name in names:
+        store.remove(f"{attempt_folder(attempt)}/{name}")
 
 
 def _newest(committed: Sequence[VisibleStep], count: int) -> list[int]:

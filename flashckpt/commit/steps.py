@@ -6,7 +6,7 @@ the length that it says. Never deletes; see retention.py. The order is numbered 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -36,8 +36,8 @@ from flashckpt.format.records import (
 from flashckpt.store.base import Store
 
 __all__ = [
-    "Committed", "StepRecord", "commit", "is_committed", "publish_part", "read_manifest", "read_step",
-    "shard_name", "shards_of_parts",
+    "Committed", "StepRecord", "commit", "constants_of_parts", "is_committed", "publish_part",
+    "read_manifest", "read_step", "shard_name", "shards_of_parts",
 ]  # fmt: skip
 
 
@@ -174,12 +174,20 @@ def read_manifest(store: Store, step: int, attempt: AttemptName) -> Manifest | T
 
 def shards_of_parts(store: Store, folder: str, names: Iterable[str]) -> set[str]:
     """The shards that the parts among `names` name as theirs. DamagedError for a part that is none."""
-    found: set[str] = set()
+    return {rank.shard.file for rank in _ranks_of_parts(store, folder, names)}
+
+
+def constants_of_parts(store: Store, folder: str) -> set[str]:
+    """The constants shards that the parts in a step's folder name. DamagedError for a part that is none."""
+    names = [entry.name for entry in store.list(folder)]
+    ranks = _ranks_of_parts(store, folder, names)
+    return {rank.constants.shard.file for rank in ranks if rank.constants is not None}
+
+
+def _ranks_of_parts(store: Store, folder: str, names: Iterable[str]) -> Iterator[RankRecord]:
     for path in (f"{folder}/{name}" for name in names if PART.fullmatch(name)):
         with suppress(FileNotFoundError):
-            part = Part.from_bytes(store.read(path, Part.MAX_BYTES), path)
-            found |= {rank.shard.file for rank in part.ranks}
-    return found
+            yield from Part.from_bytes(store.read(path, Part.MAX_BYTES), path).ranks
 
 
 def missing_files(store: Store, manifest: Manifest) -> list[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from array import array
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -23,8 +22,6 @@ from flashckpt.keeper.audit import check_header, torn, unlike
 from flashckpt.memory.slot import Slot
 from flashckpt.store.base import Store
 
-# Sets of constants are few: one more each time that a parameter turns out to be none.
-_REMEMBERED = 4
 _NAMES_TRIED = 8
 
 
@@ -36,7 +33,8 @@ class ConstantsShards:
         self._store = store
         self._threads = threads
         self._progress = progress
-        self._known: deque[tuple[AttemptName, int, Contents]] = deque(maxlen=_REMEMBERED)
+        # The newest of each rank alone: an older one may be deleted once no part names it.
+        self._known: dict[int, tuple[AttemptName, Contents]] = {}
 
     def shard_for(
         self, slot: Slot, metadata: Metadata, attempt: AttemptName, is_held: Callable[[], None]
@@ -62,18 +60,16 @@ class ConstantsShards:
             except BaseException:
                 self._remove(attempt, found.shard.file)
                 raise
-        if (attempt, slot.rank, found) not in self._known:
-            self._known.append((attempt, slot.rank, found))
+        self._known[slot.rank] = attempt, found
         return found, num_bytes
 
     def _standing(
         self, attempt: AttemptName, rank: int, layout: Layout, digests: tuple[int, ...]
     ) -> Contents | None:
-        for known_attempt, known_rank, contents in self._known:
-            is_mine = (known_attempt, known_rank) == (attempt, rank)
-            is_equal = is_mine and constants.is_of(contents, layout, digests)
-            if is_equal and constants.is_there(self._store, attempt, contents):
-                return contents
+        known, contents = self._known.get(rank, (None, None))
+        is_mine = contents is not None and known == attempt and constants.is_of(contents, layout, digests)
+        if contents is not None and is_mine and constants.is_there(self._store, attempt, contents):
+            return contents
         for source, contents in constants.named(self._store, attempt, rank):
             if not constants.is_of(contents, layout, digests):
                 continue

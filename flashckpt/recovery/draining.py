@@ -16,7 +16,7 @@ from concurrent.futures import TimeoutError as NotYet
 from dataclasses import replace
 from typing import Any
 
-from flashckpt.commit import attempts, steps
+from flashckpt.commit import attempts, retention, steps
 from flashckpt.commit.lineage import VisibleStep
 from flashckpt.errors import DamagedError, FlashckptError
 from flashckpt.events import Event
@@ -111,12 +111,20 @@ class Draining:
         with contextlib.suppress(OSError, FlashckptError):
             if self._hold.election is not None and self._hold.election.stands(self._runtime):
                 self._shelf.remove_dead_locks()
+                self._forget_dead_keepers()
                 if self._runtime.check_socket(SOCKET_NAME):
                     self._runtime.remove(SOCKET_NAME)
                 # The log explains the regions, and goes when none is left.
                 if not any(map(is_region_name, self._runtime.names())):
                     self._runtime.remove(LOG_NAME)
         self._life.release(self._runtime)
+
+    def _forget_dead_keepers(self) -> None:
+        """Their locks say whose half-written shards may go: none is left of them after that."""
+        dead = {nonce for nonce, lives in self._shelf.other_keepers().items() if not lives}
+        retention.sweep_unfinished(self._store, dead)
+        for nonce in dead:
+            self._shelf.forget_keeper(nonce)
 
     # Saving
 
@@ -282,7 +290,7 @@ def _finding(held: Held, sealed: Sealed) -> Finding:
         place=held.slot.name,
         step=sealed.step,
         attempt=attempt_of(sealed),
-        num_bytes=sealed.record.image_bytes,
+        num_bytes=sealed.record.image_bytes + sealed.record.constants_bytes,
     )
 
 

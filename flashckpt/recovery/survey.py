@@ -77,7 +77,7 @@ def torn_leaves(runtime: RuntimeFolder, name: str) -> list[str] | None:
             begin = os.pread(slot.descriptor, metadata.layout.data_start, slot.image_offset)
             if begin != metadata.layout.header:
                 return None
-            return [metadata.layout.leaves[index].name for index in differing(slot, metadata)]
+            return [metadata.leaves[index].name for index in differing(slot, metadata)]
         except DamagedError:
             return None
 
@@ -89,7 +89,7 @@ def _seen(name: str, slot: Slot, sealed: Sealed) -> Seen:
         step=sealed.step,
         attempt=attempt_of(sealed),
         age=sealed.age,
-        num_bytes=sealed.record.image_bytes,
+        num_bytes=sealed.record.image_bytes + sealed.record.constants_bytes,
         is_persisted=slot.persisted == sealed.generation,
         is_wanted=slot.wants_persist(sealed.generation),
     )

@@ -88,7 +88,7 @@ def test_a_constant_that_changes_is_never_believed_and_ordinary_from_then_on(loo
 
 
 def test_on_the_host_a_changed_constant_is_seen_at_once(ring: SlotRing, sealer: _native.Sealer) -> None:
-    weight = torch.randn(1000)
+    weight = torch.randn(LARGE)
     state = Frozen(weight)
     capture = Capture(state, ring, sealer, Options(), every=1)
     for step in range(1, 14):
@@ -105,8 +105,25 @@ def test_on_the_host_a_changed_constant_is_seen_at_once(ring: SlotRing, sealer: 
     capture.close()
 
 
+def test_a_small_one_that_changes_and_keeps_its_digest_is_stored_as_it_is(
+    ring: SlotRing, sealer: _native.Sealer
+) -> None:
+    mask = torch.tensor([1.0, 0.0, 0.0, 1.0])
+    state = Frozen(mask)
+    digest = digest_of(mask)
+    capture = Capture(state, ring, sealer, Options(), every=1, constants={"frozen.w": digest})
+    for step in range(1, 14):
+        if step == 10:
+            mask.copy_(torch.tensor([0.0, 1.0, 1.0, 0.0]))
+            assert digest_of(mask) == digest
+        content = captured(capture, ring, sealer, step)
+        assert content.leaves["frozen.w"] == bytes_of(mask)
+        assert constants_of(content) == []
+    capture.close()
+
+
 def test_another_plan_forgets_what_stands_in_the_slots(ring: SlotRing, sealer: _native.Sealer) -> None:
-    state = Frozen(torch.randn(1000))
+    state = Frozen(torch.randn(LARGE))
     first = state.named["a"] = {"a": torch.ones(3)}
     capture = Capture(state, ring, sealer, Options(), every=1)
     for step in range(1, 20):
@@ -139,7 +156,7 @@ def constants_of(content: Content) -> list[str]:
 
 
 def test_constants_stand_in_an_image_of_their_own(ring: SlotRing, sealer: _native.Sealer) -> None:
-    state = Frozen(torch.randn(1000))
+    state = Frozen(torch.randn(LARGE))
     state.named["a"] = {"a": torch.ones(3)}
     capture = Capture(state, ring, sealer, Options(), every=1)
     for step in range(1, 8):
@@ -160,7 +177,7 @@ def test_constants_stand_in_an_image_of_their_own(ring: SlotRing, sealer: _nativ
 def test_those_of_the_snapshot_that_was_restored_are_constants_at_once(
     ring: SlotRing, sealer: _native.Sealer, as_restored: bool
 ) -> None:
-    state = Frozen(torch.randn(1000))
+    state = Frozen(torch.randn(LARGE))
     known = {"frozen.w": digest_of(state.weight), "gone": 3}
     if not as_restored:
         state.weight[5] = 0.5
@@ -192,7 +209,7 @@ def test_one_that_changes_before_its_slot_comes_round_again_is_seen(
     ring: SlotRing, sealer: _native.Sealer
 ) -> None:
     """Each of three slots gets its first copy: no slot has an older one to compare with."""
-    state = Frozen(torch.randn(1000))
+    state = Frozen(torch.randn(LARGE))
     known = {"frozen.w": digest_of(state.weight)}
     capture = Capture(state, ring, sealer, Options(), every=1, constants=known)
     assert constants_of(captured(capture, ring, sealer, 1)) == ["frozen.w"]
@@ -204,7 +221,7 @@ def test_one_that_changes_before_its_slot_comes_round_again_is_seen(
 
 
 def test_one_that_is_not_row_major_is_a_constant_too(ring: SlotRing, sealer: _native.Sealer) -> None:
-    weight = torch.randn(8, 5).t()
+    weight = torch.randn(800, 500).t()
     state = Frozen(weight)
     capture = Capture(state, ring, sealer, Options(), every=1)
     for step in range(1, 12):
@@ -217,8 +234,8 @@ def test_one_that_is_not_row_major_is_a_constant_too(ring: SlotRing, sealer: _na
 
 
 def test_on_a_device_too(loop: Accelerated) -> None:
-    odd = torch.nn.Parameter(torch.randn(500, 300).t(), requires_grad=False)
-    bytewise = torch.nn.Parameter(torch.arange(7, dtype=torch.uint8), requires_grad=False)
+    odd = torch.nn.Parameter(torch.randn(800, 500).t(), requires_grad=False)
+    bytewise = torch.nn.Parameter(torch.full(((1 << 20) + 3,), 7, dtype=torch.uint8), requires_grad=False)
     for name, each in (("odd", odd), ("bytewise", bytewise)):
         loop.model.register_parameter(name, each)
         loop.device.adopt(each)

@@ -250,7 +250,7 @@ def test_a_flipped_byte_in_memory_is_found(
 def test_several_sets_of_constants_in_one_run(tmp_path: Path, kill_keepers: Callable[..., None]) -> None:
     """Another parameter joins the constants late: a second file, and the steps before it keep the first."""
     run, job = tmp_path / "run", Job()
-    late = nn.Parameter(torch.randn(64, 64), requires_grad=False)
+    late = nn.Parameter(torch.randn(512, 640), requires_grad=False)
     with attach(run, job) as checkpointer:
         job.train(checkpointer, 5)
         job.train(checkpointer, 1, save=True)
@@ -264,7 +264,7 @@ def test_several_sets_of_constants_in_one_run(tmp_path: Path, kill_keepers: Call
     ]  # fmt: skip
     kill_keepers(remove_regions=True)
     again = Job(blank=True)
-    again.model.register_parameter("late", nn.Parameter(torch.zeros(64, 64), requires_grad=False))
+    again.model.register_parameter("late", nn.Parameter(torch.zeros(512, 640), requires_grad=False))
     with attach(run, again) as checkpointer:
         assert checkpointer.completed == 12
         assert again.bytes() == job.bytes()

@@ -10,7 +10,14 @@ from flashckpt.commit.reading import steps
 from flashckpt.commit.retention import prune, sweep_unfinished
 from flashckpt.commit.steps import Committed, is_committed, read_manifest
 from flashckpt.commit.steps import commit as commit_step
-from flashckpt.format.names import part_name, shard_name, step_attempt_folder
+from flashckpt.format.names import (
+    AttemptName,
+    attempt_folder,
+    constants_name,
+    part_name,
+    shard_name,
+    step_attempt_folder,
+)
 from flashckpt.format.records import Tombstone
 from flashckpt.options import Keep
 from flashckpt.store.base import Entry
@@ -123,3 +130,48 @@ def test_a_step_whose_part_cannot_be_read_is_left_alone(store: LocalStore) -> No
     path.write_bytes(bytes(data[:20]) + bytes([data[20] ^ 1]) + bytes(data[21:]))
     assert commit_step(store, 100, attempt, 1)
     assert is_committed(store, 100, attempt)
+
+
+def constants_files(store: LocalStore, attempt: AttemptName) -> list[str]:
+    return [each.name for each in store.list(attempt_folder(attempt)) if each.name.startswith("constants-")]
+
+
+def left_of_constants(store: LocalStore, attempt: AttemptName, number: int) -> str:
+    """A constants shard that no part names."""
+    name = constants_name(0, number)
+    Path(store.local_path(f"{attempt_folder(attempt)}/{name}")).write_bytes(b"half")
+    return name
+
+
+def test_constants_that_no_part_names_go_but_for_the_newest(store: LocalStore) -> None:
+    attempt, first = attempt_at(store), constants_name(0, 1)
+    for step in (100, 200):
+        commit(store, step, attempt, constants=True)
+    _, newest = [left_of_constants(store, attempt, number) for number in (2, 10)]
+    prune(store, attempt, Keep(last=2))
+    assert len(constants_files(store, attempt)) == 3, "another keeper may be about to name them"
+    prune(store, attempt, Keep(last=2), in_hand=())
+    assert sorted(constants_files(store, attempt)) == [first, newest]
+    assert is_whole(store, 100, attempt)
+    publish(store, 250, attempt, constants=True)
+    for step in (300, 400):
+        commit(store, step, attempt)
+    prune(store, attempt, Keep(last=3), in_hand={250})
+    assert steps(store) == [200, 300, 400]
+    assert is_whole(store, 200, attempt)
+    prune(store, attempt, Keep(last=2), in_hand=())
+    assert constants_files(store, attempt) == [newest]
+    assert steps(store) == [300, 400]
+
+
+def test_no_constants_go_where_a_part_may_name_any(store: LocalStore) -> None:
+    attempt = attempt_at(store)
+    for step in (100, 200):
+        commit(store, step, attempt)
+    for number in (1, 2):
+        left_of_constants(store, attempt, number)
+    publish(store, 300, attempt)
+    path = Path(store.local_path(f"{step_attempt_folder(300, attempt)}/{part_name(0)}"))
+    path.write_bytes(path.read_bytes()[:-9])
+    prune(store, attempt, Keep(last=2), in_hand=())
+    assert len(constants_files(store, attempt)) == 2

@@ -337,7 +337,7 @@ def test_a_region_that_never_grows_is_given_up(tmp_path: Path) -> None:
     seen: list[int | None] = []
 
     def read() -> None:
-        with pytest.raises(OSError, match="did not come to its size") as caught:
+        with pytest.raises(OSError, match="given up") as caught:
             _native.read_file(tmp_path / "shard", target, 0, **request, growing=_native.address_of(given_up))
         seen.append(caught.value.errno)
 
@@ -347,3 +347,14 @@ def test_a_region_that_never_grows_is_given_up(tmp_path: Path) -> None:
     thread.join()
     os.close(target)
     assert seen == [errno.ECANCELED]
+
+
+def test_nothing_more_is_read_into_a_region_that_was_given_up(tmp_path: Path) -> None:
+    """Though it has its size by then: whoever gave it up (an interrupt) waits for the reading to end."""
+    source, request = written_shard(tmp_path / "shard", 5 << 20)
+    target, given_up = os.memfd_create("whole"), array("Q", [1])
+    os.posix_fallocate(target, 0, 8 << 20)
+    with pytest.raises(OSError, match="given up"):
+        _native.read_file(tmp_path / "shard", target, 0, **request, growing=_native.address_of(given_up))
+    assert os.pread(target, source.num_bytes, 0) == bytes(source.num_bytes)
+    os.close(target)
