@@ -16,7 +16,7 @@ from typing import Any
 
 from flashckpt.capture import Capture
 from flashckpt.checkpointer.ages import Ages
-from flashckpt.checkpointer.awaited import Awaited, is_committed
+from flashckpt.checkpointer.awaited import Advance, Awaited, is_committed
 from flashckpt.checkpointer.provision import made_usable, what_they_mean
 from flashckpt.checkpointer.session import Session
 from flashckpt.checkpointer.telling import Telling
@@ -229,7 +229,7 @@ class Attendant:
         self._woken.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             left_s = self.deadline_s() - time.monotonic()
-            self._thread.join(timeout=min(self._options.grace_s, max(left_s, _LEAST_JOIN_S)))
+            self._thread.join(timeout=min(self.patience_s, max(left_s, _LEAST_JOIN_S)))
         if self._thread.is_alive():
             # It hangs in the keeper or in memory being taken, and will look into the slots once more: they
             # stay mapped until the process ends.
@@ -388,26 +388,21 @@ class Attendant:
         )
 
     def _wait_until(self, done: Callable[[], bool], patience_s: float, *, hurried: bool = False) -> bool:
-        """Wait for the thread's rounds until `done`. False after `patience_s` in which the keeper wrote
-        nothing (its counts and progress stood still)."""
+        """Wait for the thread's rounds until `done`. False after `patience_s` in which no keeper wrote or
+        committed anything."""
         self._waiting += 1
         self._hurried = hurried
         self._woken.set()
         try:
-            moved_s, seen = time.monotonic(), self._progress()
+            moved_s, advance = time.monotonic(), Advance(self.status)
             with self._answered:
                 while not done():
                     self._answered.wait(min(_TICK_S, max(0.0, self.deadline_s() - time.monotonic())))
-                    now = self._progress()
-                    if now != seen:
-                        moved_s, seen = time.monotonic(), now
+                    if advance.has_come(self.status):
+                        moved_s = time.monotonic()
                     if time.monotonic() > min(moved_s + patience_s, self.deadline_s()):
                         return False
             return True
         finally:
             self._hurried = False
             self._waiting -= 1
-
-    def _progress(self) -> object:
-        status = self.status
-        return status.keeper, status.committed, status.progress_bytes

@@ -12,6 +12,8 @@ from flashckpt.keeper.protocol import Failure, Status
 
 # An answer of the round that was under way when the wait began may be older than what was asked for.
 _FRESH_ROUNDS = 2
+# Keepers that one commit may cost before what they write counts for nothing.
+_MOST_KEEPERS = 4
 
 
 def is_committed(status: Status, step: int) -> bool:
@@ -71,3 +73,31 @@ class Awaited:
             if each.step == self._step and self._generation in (None, each.generation)
         )
         return next(mine, None)
+
+
+class Advance:
+    """Whether keepers get on with what is waited for: they write, or commit.
+
+    One that is killed at each try (no memory left for it) writes as well before it is, and so does the next
+    one: after a few of them without a commit only a commit counts, or the wait would never end.
+    """
+
+    def __init__(self, status: Status) -> None:
+        self._newest = status.newest_committed
+        self._keepers = {status.keeper}
+        self._seen = self._seen_of(status)
+
+    def has_come(self, status: Status) -> bool:
+        """Whether there was any since the last call."""
+        newest = status.newest_committed
+        if newest is not None and (self._newest is None or newest > self._newest):
+            self._newest = newest
+            self._keepers.clear()
+        self._keepers.add(status.keeper)
+        before, self._seen = self._seen, self._seen_of(status)
+        return before != self._seen
+
+    def _seen_of(self, status: Status) -> object:
+        if len(self._keepers) > _MOST_KEEPERS:
+            return self._newest
+        return status.keeper, status.committed, status.progress_bytes

@@ -56,7 +56,9 @@ def stop_at_marked(checkpointer: Checkpointer) -> None:
     if signals.pending:
         signals.hold()
         try:
-            in_order = _closed(checkpointer, lambda: None, at_boundary=True)
+            # It may have to wait for a slot, or for storage: no boundary is missed while it does.
+            with checkpointer._capture.pulse.resting():
+                in_order = _closed(checkpointer, lambda: None, at_boundary=True)
             signals.deliver(partial(checkpointer._release, closed=in_order))
         finally:
             signals.left()

@@ -166,7 +166,7 @@ class Checkpointer:
     def close(self) -> None:
         """Wait until what is captured is committed, then let the run go. Raises PersistError if it could
         not be; the run is let go all the same. A second call does nothing."""
-        if self._closed:
+        if self._closed or self._is_forked:
             return
         try:
             self.wait()
@@ -190,6 +190,7 @@ class Checkpointer:
         run was let go: as it stood then."""
         if self._last_report is not None:
             return dict(self._last_report)
+        self._check_process()
         return {
             "loop_seconds": time.perf_counter() - self._began_s,
             **self._capture.report(),
@@ -230,6 +231,8 @@ class Checkpointer:
 
     def _abandon_iteration(self) -> None:
         """An iteration was left by `break` or an exception: what follows is in none."""
+        if self._is_forked:
+            return
         self._in_iteration = self._marked = False
         self._capture.pulse.rest()
 
@@ -378,7 +381,7 @@ class Checkpointer:
         if self._closed:
             return
         self._closed = True
-        if os.getpid() != self._process:
+        if self._is_forked:
             return  # a forked child unwinds: the run, its lock and its slots are the parent's
         with contextlib.ExitStack() as ends:  # each of them, whatever the others raise; last in, first out
             ends.callback(self._progress.close)
@@ -391,7 +394,20 @@ class Checkpointer:
             # Slots are unmapped by these: nothing may look into them afterwards.
             self._last_report = self.report()
 
+    @property
+    def _is_forked(self) -> bool:
+        """Whether this is a forked child of the process that attached: it has neither slots nor threads."""
+        return os.getpid() != self._process
+
+    def _check_process(self) -> None:
+        if self._is_forked:
+            raise BoundaryError(
+                "This is a forked child of the process that trains. Nothing was captured or changed: the run "
+                "and its snapshots are the parent's. Let the child end without the Checkpointer."
+            )
+
     def _check_open(self) -> None:
+        self._check_process()
         if self._closed:
             raise BoundaryError(
                 "This checkpointer has let its run go (its loop ended, or it was closed). Nothing was "

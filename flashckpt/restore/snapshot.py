@@ -55,7 +55,13 @@ class Snapshot:
     def saved(self) -> Saved:
         """What the live state is compared with and filled from: the same object each time."""
         leaves = {leaf.name: leaf for leaf in self.layout.leaves}
-        return Saved(leaves=leaves, value=self.section("state"), tensor=self.tensor)
+        image, places = self.image, self._places
+
+        def tensor(name: str) -> torch.Tensor:
+            # Not `self.tensor`: in a cycle with this object, a whole image would wait for the collector.
+            return leaf_view(image, *places[name])
+
+        return Saved(leaves=leaves, value=self.section("state"), tensor=tensor)
 
     @cached_property
     def _places(self) -> dict[str, tuple[Leaf, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from flashckpt import _native
 from flashckpt.keeper.client import KeeperClient
 from tests.checkpointer.test_bad_input import trained
 from tests.checkpointer.test_loop import Job
+from tests.keeper.driver import ledger
 from tests.processes import keepers_of
 from tests.waiting import until
 
@@ -88,3 +90,50 @@ def test_a_resume_that_fails_leaves_nothing_but_what_survived(
     until(lambda: not regions(runtime), "the region that the step was read into to go")
     with flashckpt.attach(run, **Job().named) as checkpointer:
         assert (checkpointer.completed, checkpointer.resumed and checkpointer.resumed.tier) == (2, "local")
+
+
+def mapped() -> int:
+    return Path("/proc/self/maps").read_text().count("/slot-")
+
+
+def test_without_any_grace_the_run_is_let_go_all_the_same(tmp_path: Path, runtime: Path) -> None:
+    for _ in range(2):
+        options = flashckpt.Options(grace="0s")
+        with flashckpt.attach(tmp_path / "run", every=None, options=options, **Job().named) as checkpointer:
+            checkpointer.save()
+            assert mapped() == 3
+        assert mapped() == 0
+
+    def told() -> list[str]:
+        return [line["event"] for line in ledger(tmp_path / "run") if line["event"] in ("close", "death")]
+
+    until(lambda: "death" in told() or told().count("close") >= 4, "both sides to tell of both ends")
+    assert "death" not in told()
+
+
+@pytest.mark.parametrize("tier", ["memory", "local"])
+def test_what_was_resumed_from_does_not_wait_for_the_garbage_collector(
+    tmp_path: Path, runtime: Path, kill_keepers: Callable[..., None], tier: str
+) -> None:
+    """Training loops turn it off; and a region that is mapped still takes its memory."""
+    run = tmp_path / "run"
+
+    def leave() -> None:
+        with flashckpt.attach(run, every=None, **Job().named) as checkpointer:
+            checkpointer.save()
+            checkpointer.wait()
+            raise _Left  # so that its slots survive it
+
+    with pytest.raises(_Left):
+        leave()
+    if tier == "local":
+        kill_keepers(remove_regions=True)
+    gc.collect()
+    gc.disable()
+    try:
+        with flashckpt.attach(run, every=None, **Job().named) as checkpointer:
+            assert checkpointer.resumed is not None
+            assert checkpointer.resumed.tier == tier
+            assert mapped() == 0
+    finally:
+        gc.enable()

@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 import flashckpt
-from flashckpt.checkpointer.awaited import Awaited
+from flashckpt.checkpointer.awaited import Advance, Awaited
 from flashckpt.keeper.protocol import Failure, Status, Torn
 from tests.keeper.driver import ledger
 from tests.keeper.faulty import faulty_keeper
@@ -83,6 +83,25 @@ def test_a_failure_that_does_not_pass_is_raised(tmp_path: Path, faults: Path) ->
     assert "Input/output error" in str(error)
     assert checkpointer._attendant.status.counts["failed"] > 1, "the first failure is not the last word"
     (faults / "write").unlink()
+    checkpointer.close()
+    assert flashckpt.steps(tmp_path / "run") == [checkpointer.completed]
+
+
+def test_keepers_that_die_at_each_try_are_not_waited_for(
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one does for which there is no memory: each writes, and the next one begins anew."""
+    monkeypatch.setenv("FLASHCKPT_CRASH_AT", "part.checked")
+    options = flashckpt.Options(grace="8s")
+    model = nn.Linear(3000, 3000)
+    checkpointer = flashckpt.attach(
+        tmp_path / "run", every=None, persist_every=None, options=options, model=model
+    )
+    checkpointer.save()
+    error = waited(checkpointer)
+    assert isinstance(error, flashckpt.PersistError)
+    assert checkpointer.report()["keeper_restarts"] > 0
+    monkeypatch.delenv("FLASHCKPT_CRASH_AT")
     checkpointer.close()
     assert flashckpt.steps(tmp_path / "run") == [checkpointer.completed]
 
@@ -162,3 +181,19 @@ def test_a_torn_snapshot_is_not_waited_for(clock: Clock) -> None:
     torn = Status(torn=(Torn(5, 9, "slot", ("model.a",)),))
     assert "model.a" in (awaited(clock).refusal(torn, 1) or "")
     assert awaited(clock, before=torn).refusal(torn, 1) is None
+
+
+def test_a_keeper_that_is_started_again_may_begin_anew() -> None:
+    advance = Advance(Status(keeper="a", progress_bytes=9))
+    assert not advance.has_come(Status(keeper="a", progress_bytes=9))
+    assert advance.has_come(Status(keeper="b", progress_bytes=0))
+    assert advance.has_come(Status(keeper="b", progress_bytes=5))
+    assert not advance.has_come(Status(keeper="b", progress_bytes=5))
+
+
+def test_of_keepers_that_die_and_die_only_commits_count() -> None:
+    advance, keepers = Advance(Status()), (Status(keeper=str(i), progress_bytes=i) for i in range(1000))
+    assert sum(advance.has_come(each) for each in keepers) < 10
+    assert not advance.has_come(Status(keeper="last", progress_bytes=7))
+    assert advance.has_come(Status(keeper="last", progress_bytes=7, committed=(3,), newest_committed=3))
+    assert advance.has_come(Status(keeper="last", progress_bytes=8, committed=(3,), newest_committed=3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
@@ -15,7 +16,12 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import flashckpt
+<<<<<<< HEAD
 from tests.signals.program import expect_interrupts, say, stand_still
+=======
+from flashckpt.memory.page import State
+from tests.signals.program import say, stand_still
+>>>>>>> review2
 from tests.waiting import until_slots
 
 
@@ -179,8 +185,54 @@ def forking(run: str, go: Path) -> None:
     say(f"after {batches.completed}")
 
 
+def by_hand(run: str, go: Path) -> None:
+    """Marks its boundaries by hand. At the signal every slot is taken, by a storage that is slow, for much
+    longer than the watchdog's limit, after which it would end the process."""
+    model = Model()
+    options = flashckpt.Options(watchdog="2s", watchdog_action="kill")
+    checkpointer = flashckpt.attach(run, every=1, persist_every=None, options=options, **model.named)
+    for _ in range(20):
+        model.train(torch.ones(2, 4))
+        checkpointer.step()
+        until_slots(checkpointer)
+        if checkpointer.completed == 5:
+            checkpointer.wait()
+            threading.Thread(target=_release_later, args=(_taken(checkpointer),), daemon=True).start()
+            say("held")
+            stand_still(go)
+    say("after")
+
+
+def _taken(checkpointer: flashckpt.Checkpointer) -> list[Callable[[], object]]:
+    """Take every slot. What is given back lets go of one each."""
+    ring = checkpointer._attendant._ring
+    assert ring is not None
+    back: list[Callable[[], object]] = []
+    for slot in ring.slots:
+        word = slot.state()
+        if word.state is State.FREE:
+            generation = slot.begin(1)
+            assert generation is not None
+            back.append(functools.partial(slot.abandon, 1, generation))
+        else:
+            pinned = slot.pin(1, word)
+            assert pinned is not None
+            back.append(functools.partial(slot.unpin, pinned))
+    return back
+
+
+def _release_later(back: list[Callable[[], object]]) -> None:
+    time.sleep(8)
+    for let_go in back:
+        let_go()
+
+
 SCRIPTS: dict[str, Callable[[str, Path], None]] = {
+<<<<<<< HEAD
     each.__name__: each for each in (drawing, waiting, closing, attaching, between, leaving, failing, forking)
+=======
+    each.__name__: each for each in (drawing, waiting, closing, attaching, between, leaving, forking, by_hand)
+>>>>>>> review2
 }
 
 

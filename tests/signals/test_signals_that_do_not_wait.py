@@ -225,3 +225,13 @@ def test_an_exception_raises_and_what_was_sealed_is_saved(tmp_path: Path, runtim
     assert "ValueError: of the user's own" in ended.err
     until(lambda: job.run.exists() and job.steps() == [6], "the keeper to save what was sealed")
     until(lambda: job.endings() == ["dead"], "the attempt to be over")
+
+
+def test_the_watchdog_leaves_a_loop_by_hand_that_ends_alone(tmp_path: Path, runtime: Path) -> None:
+    """It waits for a slot, as long as grace says and longer than a boundary may be missing."""
+    job = Job(tmp_path / "job", "plain")
+    process = job.held_script("by_hand")
+    process.send("SIGTERM")
+    job.go.touch()
+    assert process.ended().status == -15
+    assert job.steps()[-1] == 6

@@ -1,0 +1,30 @@
+"""A child that the user's code forks in an iteration: it has no part in the run, however it ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import flashckpt
+from tests.checkpointer.forking import REFUSED
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("way", "status"),
+    [("exit", 5), ("raise", 6), ("break", 4), ("wait", REFUSED), ("save", REFUSED), ("report", REFUSED)],
+)
+def test_a_forked_child_ends_by_itself(tmp_path: Path, runtime: Path, way: str, status: int) -> None:
+    """Slots are not mapped in it: whoever looks into one there dies of it."""
+    run = tmp_path / "run"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.checkpointer.forking", run, way],
+        cwd=ROOT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == [f"child {status}", "after 6"], done.stderr
+    assert done.returncode == 0
+    assert flashckpt.steps(run) == [6]
