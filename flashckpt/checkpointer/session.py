@@ -18,7 +18,6 @@ from flashckpt.commit.holder import check, here
 from flashckpt.commit.run import open_run
 from flashckpt.errors import RunError, RunHeldError
 from flashckpt.events import log
-from flashckpt.format.names import RUN
 from flashckpt.format.records import AttemptName
 from flashckpt.keeper.client import KeeperClient, connect_or_start
 from flashckpt.keeper.start import survival_warnings
@@ -81,7 +80,7 @@ def open_session(path: str | os.PathLike[str], keep: Keep, options: Options) -> 
     environment = Environment.read()
     store = open_store(path)
     run = _opened(store, path)
-    identity = identity_of(run, os.stat(store.local_path(RUN)))
+    identity = identity_of(run, os.stat(store.url))
     with _held_guard:
         if identity in _held:
             raise RunHeldError(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from flashckpt.commit import attempts
 from flashckpt.commit.holder import Probe, check, here
 from flashckpt.errors import DamagedError, RunHeldError
-from flashckpt.format.names import RUN, AttemptName
+from flashckpt.format.names import AttemptName
 from flashckpt.format.records import Holder, Run
 from flashckpt.keeper.protocol import ELECTION_LOCK
 from flashckpt.memory.runtime import (
@@ -178,7 +178,7 @@ def _entered(store: Store, run: Run) -> tuple[RuntimeFolder, LifeLock]:
 
 
 def _identity(store: Store, run: Run) -> str:
-    return identity_of(run.run_id, os.stat(store.local_path(RUN)))
+    return identity_of(run.run_id, os.stat(store.url))
 
 
 def _claimed_with(store: Store, lock: str) -> AttemptName | None:
