@@ -16,9 +16,8 @@ from flashckpt.checkpointer.stacks import Stacks
 from flashckpt.commit import attempts
 from flashckpt.commit.holder import check, here
 from flashckpt.commit.run import open_run
-from flashckpt.errors import RunError, RunHeldError
+from flashckpt.errors import OptionError, RunError, RunHeldError
 from flashckpt.events import log
-from flashckpt.format.names import RUN
 from flashckpt.format.records import AttemptName
 from flashckpt.keeper.client import KeeperClient, connect_or_start
 from flashckpt.keeper.start import survival_warnings
@@ -79,9 +78,10 @@ def open_session(path: str | os.PathLike[str], keep: Keep, options: Options) -> 
     Raises RunHeldError, RunError and its kin, KeeperError, OptionError for a scheme that is not there.
     """
     environment = Environment.read()
+    _check_world(environment)
     store = open_store(path)
     run = _opened(store, path)
-    identity = identity_of(run, os.stat(store.local_path(RUN)))
+    identity = identity_of(run, os.stat(store.url))
     with _held_guard:
         if identity in _held:
             raise RunHeldError(
@@ -97,6 +97,16 @@ def open_session(path: str | os.PathLike[str], keep: Keep, options: Options) -> 
         with _held_guard:
             _held.discard(identity)
         raise
+
+
+def _check_world(environment: Environment) -> None:
+    """A step of several ranks is committed once all of them have theirs: one alone would wait for ever."""
+    if environment.world > 1:
+        raise OptionError(
+            f"WORLD_SIZE={environment.world}: a run of several processes is not there yet, and no step of it "
+            "would ever be committed. Nothing was started. Use one process per run; for one that a launcher "
+            "started among others and that trains by itself, unset RANK and WORLD_SIZE."
+        )
 
 
 def _opened(store: Store, path: str | os.PathLike[str]) -> str:

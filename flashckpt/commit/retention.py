@@ -64,6 +64,8 @@ def prune(
     steps that it may itself still commit. Then the attempt's tombstones of all other steps go too: nobody is
     left who would have to find them; and the older of its constants shards that no part names: nobody is left
     who would name them. None where that is not known.
+
+    OSError where a step could not be deleted (one that somebody made read-only, say): all others are first.
     """
     claimed = claimed or attempt
     known = attempts(store)
@@ -74,23 +76,25 @@ def prune(
     if not any(each.attempt == attempt for each in lineage.committed):
         return []
     crashpoints.point("prune.begun")
-    kept = _kept(store, lineage.committed, keep)
-    floor = _floor(lineage.committed, keep)
     gone: list[VisibleStep] = []
-    for each in reversed(lineage.begun):
-        committed = each in lineage.committed
-        if each.step in kept or (not committed and not _is_past(each.step, floor, keep)):
-            continue
+    errors: list[OSError] = []
+    for each in _going(store, lineage, keep):
         if newest_claimed(store) != claimed:
             return gone
-        if bury(store, each.step, each.attempt):
-            lineage.buried.append(each)
-            gone += [each] if committed else []
+        try:
+            if bury(store, each.step, each.attempt):
+                lineage.buried.append(each)
+                gone += [each] if each in lineage.committed else []
+        except OSError as error:
+            errors.append(error)
     newest = max(each.step for each in lineage.committed if each.attempt == attempt)
     if in_hand is not None:
         _remove_tombstones(store, lineage.buried, attempt, newest, in_hand)
         _remove_unnamed(store, attempt)
     sweep_debris(store, attempt, busy={newest, *(in_hand or ())})
+    if errors:
+        # The oldest comes first: one that cannot go must not keep all that come after it, for ever.
+        raise errors[0]
     return gone
 
 
@@ -225,6 +229,14 @@ def _remove_unnamed(store: Store, attempt: AttemptName) -> None:
         return
     for name in names:
         store.remove(f"{attempt_folder(attempt)}/{name}")
+
+
+def _going(store: Store, lineage: _Lineage, keep: Keep) -> list[VisibleStep]:
+    """What `keep` lets go, oldest first: committed steps, and tries that they have overtaken."""
+    kept = _kept(store, lineage.committed, keep)
+    floor = _floor(lineage.committed, keep)
+    begun = [each for each in reversed(lineage.begun) if each.step not in kept]
+    return [each for each in begun if each in lineage.committed or _is_past(each.step, floor, keep)]
 
 
 def _newest(committed: Sequence[VisibleStep], count: int) -> list[int]:

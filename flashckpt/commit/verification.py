@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from flashckpt import _native
@@ -207,7 +207,8 @@ def _records(store: Store, each: VisibleStep) -> tuple[StepRecord | None, list[R
 
 
 def _shards(store: Store, record: StepRecord, known: dict[str, Row], reading: _Reading) -> Iterator[Row]:
-    """Rows for the shards of a step. A constants shard that several steps name is read once."""
+    """Rows for the shards of a step. A constants shard that several steps name is read once; if it is not
+    whole, each of them has a row that says so."""
     folder, home = step_attempt_folder(record.step, record.attempt), attempt_folder(record.attempt)
     for rank in (rank for part in record.parts for rank in part.ranks):
         files = [(f"{folder}/{rank.shard.file}", rank.contents)]
@@ -225,6 +226,8 @@ def _shards(store: Store, record: StepRecord, known: dict[str, Row], reading: _R
                     num_bytes=contents.shard.num_bytes,
                 )
                 yield known[file]
+            elif known[file].status != "ok":
+                yield replace(known[file], step=record.step, num_bytes=0)
 
 
 def _is_gone(store: Store, row: Row) -> bool:

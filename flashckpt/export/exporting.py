@@ -12,7 +12,7 @@ from flashckpt.commit.steps import StepRecord
 from flashckpt.errors import OptionError
 from flashckpt.export import safetensors_file
 from flashckpt.export.selection import Progress, Source, check_whole, files_of, ranks_of, selected
-from flashckpt.export.writing import check_free, put_in_place
+from flashckpt.export.writing import check_free, put_in_place, rank_file
 from flashckpt.format.names import AttemptName
 from flashckpt.store.base import Store
 
@@ -46,11 +46,12 @@ def export(
     """Write the tensors of a committed step (the one that a resume would take, if none is named) to `out`.
 
     only: names of parts of the state, or of leaves. Raises OptionError where `out` is there already and not
-    `force`, NoSuchStepError, DamagedError; then nothing is left behind.
+    `force`, where it is a folder with anything but an earlier export in it, or the run, in it or above it;
+    NoSuchStepError, DamagedError. Then nothing is left behind, and what stood there stands.
     """
     if format not in SUFFIXES:
         raise OptionError(f"format={format!r}: one of {', '.join(SUFFIXES)}. Nothing was written.")
-    check_free(out, force=force)
+    check_free(out, store.url, force=force)
     record = resolve(store, step, attempt)
     ranks = ranks_of(record)
     chosen = {rank: selected(record, rank, only) for rank in ranks}
@@ -80,7 +81,7 @@ def _written(
         os.mkdir(temporary)
         files = []
         for rank, sources in chosen.items():
-            name = f"rank-{rank:05d}.{SUFFIXES[format]}"
+            name = rank_file(rank, SUFFIXES[format])
             files.append((name, _write(format, os.path.join(temporary, name), record, rank, sources)))
         return files
 

@@ -5,20 +5,46 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
 
 from flashckpt.errors import OptionError
 
+_EXPORTED = re.compile(r"rank-\d{5}\.[a-z]+")
 
-def check_free(out: str, *, force: bool) -> None:
-    """OptionError where `out` is there already and must not be replaced, or its folder is not there."""
+
+def rank_file(rank: int, suffix: str) -> str:
+    """The name of a rank's file in the folder that several ranks give."""
+    return f"rank-{rank:05d}.{suffix}"
+
+
+def check_free(out: str, run: str, *, force: bool) -> None:
+    """OptionError where `out` is there already and must not be replaced, or its folder is not there, or it
+    is the run, in it or above it. A folder is replaced only where it holds nothing but an earlier export."""
     if os.path.lexists(out) and not force:
         raise OptionError(f"{out} is there already. Nothing was written. Name another file, or give --force.")
     folder = os.path.dirname(os.path.abspath(out))
     if not os.path.isdir(folder):
         raise OptionError(f"{folder} is no folder. Nothing was written. Make it first.")
+    ours, theirs = os.path.realpath(run), os.path.realpath(out)
+    if os.path.commonpath([ours, theirs]) in (ours, theirs):
+        raise OptionError(
+            f"{out} is the run {run}, in it or above it. Nothing was written or deleted. Name another file."
+        )
+    if not _is_replaceable(out):
+        raise OptionError(
+            f"{out} is a folder and holds more than an earlier export. Nothing was written or deleted. "
+            "Name a file in it, or another folder."
+        )
+
+
+def _is_replaceable(out: str) -> bool:
+    if os.path.islink(out) or not os.path.isdir(out):
+        return True
+    with os.scandir(out) as found:
+        return all(_EXPORTED.fullmatch(each.name) and each.is_file(follow_symlinks=False) for each in found)
 
 
 @contextlib.contextmanager
@@ -51,12 +77,33 @@ def _rename(temporary: str, out: str, *, force: bool) -> None:
                 raise OptionError(f"{out} is there already. Nothing was written.") from error
             if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
-            check_free(out, force=False)
+            if os.path.lexists(out):
+                raise OptionError(f"{out} is there already. Nothing was written.") from error
             os.rename(temporary, out)
         return
     if os.path.isdir(temporary) or (os.path.isdir(out) and not os.path.islink(out)):
-        _remove(out)
-    os.replace(temporary, out)
+        _exchange(temporary, out)
+    else:
+        os.replace(temporary, out)
+
+
+def _exchange(temporary: str, out: str) -> None:
+    """Where a rename cannot replace. What stood there goes last, and comes back where the rename fails."""
+    if not _is_replaceable(out):
+        raise OptionError(
+            f"{out} has got other things than an earlier export in it meanwhile. Nothing of it was touched, "
+            "nothing was written. Name another folder."
+        )
+    before = f"{temporary.removesuffix('.tmp')}.before"
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(out, before)
+    try:
+        os.rename(temporary, out)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(before, out)
+        raise
+    _remove(before)
 
 
 def _files(path: str) -> list[str]:

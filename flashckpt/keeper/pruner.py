@@ -42,6 +42,7 @@ class Pruner:
         self._seen_dead: set[str] = set()
         self._dead: set[str] = set()
         self._sweeps: dict[str, int] = {}
+        self._has_failed = False
 
     @property
     def is_pending(self) -> bool:
@@ -73,10 +74,14 @@ class Pruner:
 
         def done(gone: list[VisibleStep] | BaseException) -> None:
             if isinstance(gone, BaseException):
-                log.debug("pruning failed", exc_info=gone)
+                say = log.debug if self._has_failed else log.warning
+                say("steps that are kept no longer could not be deleted, and fill the storage: %s", gone)
+                self._has_failed = True
                 self._tally.count("prune_failed")
                 self._ledger.add(str(wish.attempt), Event.ERROR, what="prune", message=str(gone))
-            elif gone:
+                return
+            self._has_failed = False
+            if gone:
                 self._tally.count("pruned", len(gone))
                 self._ledger.add(str(wish.attempt), Event.PRUNE, steps=[each.step for each in gone])
 

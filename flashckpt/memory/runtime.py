@@ -47,10 +47,10 @@ def base_folder(override: str | None = None) -> str:
     )
 
 
-def identity_of(run_id: str, run_file: os.stat_result) -> str:
-    """A run's name on this node, of 32 characters, from its id and the device and inode of its
-    `run.json`: a copied run folder is another run."""
-    text = f"{run_id}\0{run_file.st_dev}\0{run_file.st_ino}"
+def identity_of(run_id: str, run_folder: os.stat_result) -> str:
+    """A run's name on this node, of 32 characters, from its id and the device and inode of its folder: a
+    copied run folder is another run, also where the copy's files are hard links (a backup's often are)."""
+    text = f"{run_id}\0{run_folder.st_dev}\0{run_folder.st_ino}"
     return _native.xxh3_128(text.encode()).hex()
 
 

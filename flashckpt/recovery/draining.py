@@ -19,7 +19,7 @@ from typing import Any
 from flashckpt.commit import attempts, retention, steps
 from flashckpt.commit.lineage import VisibleStep
 from flashckpt.errors import DamagedError, FlashckptError
-from flashckpt.events import Event
+from flashckpt.events import Event, log
 from flashckpt.format.checked_json import strict_loads
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper import chores
@@ -103,6 +103,21 @@ class Draining:
             elif name in self._findings and self._findings[name].outcome is report.Outcome.KEPT:
                 self._note(name, report.Outcome.DROPPED)
             self._shelf.remove(held)
+        self._forget_dead_keepers()
+
+    def _forget_dead_keepers(self) -> None:
+        """Their locks say whose half-written shards may go. None is being elected: we hold the lock."""
+        dead = [nonce for nonce, lives in self._shelf.other_keepers().items() if not lives]
+        self._hold.guard()
+        try:
+            gone = retention.sweep_unfinished(self._store, dead)
+        except (OSError, FlashckptError) as error:
+            log.warning("what dead keepers left could not be removed (%s); the next keeper tries it", error)
+            return
+        if gone:
+            self._ledger.add(None, Event.PRUNE, unfinished=gone[:_SHOWN], count=len(gone), by="recover")
+        for nonce in dead:
+            self._shelf.forget_keeper(nonce)
 
     def close(self) -> None:
         """Let the slots that stay be found by the next keeper, and leave no name behind but theirs."""

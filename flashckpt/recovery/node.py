@@ -34,8 +34,17 @@ _TRIES = 20
 
 @contextlib.contextmanager
 def runtime_of(store: Store, run: Run) -> Iterator[RuntimeFolder | None]:
-    """The run's runtime folder on this node as it is found, None where there is none."""
+    """The run's runtime folder on this node as it is found, None where there is none. RunHeldError where
+    its owner, another user, has one: nobody else can look at what is in it."""
     base, identity = base_folder(Environment.read().runtime_folder), _identity(store, run)
+    owner = os.stat(store.local_path(RUN)).st_uid
+    theirs = os.path.join(base, f"flashckpt-{owner}", identity)
+    if owner != os.geteuid() and os.path.isdir(theirs):
+        raise RunHeldError(
+            f"{store.url} is in the memory of its owner, user {owner}, on this machine: {theirs}. Nothing "
+            "was changed. Run this as that user, who alone can look at what is there and save it.",
+            path=store.url,
+        )
     try:
         runtime = RuntimeFolder.open(base, identity, create=False)
     except FileNotFoundError:
@@ -178,7 +187,7 @@ def _entered(store: Store, run: Run) -> tuple[RuntimeFolder, LifeLock]:
 
 
 def _identity(store: Store, run: Run) -> str:
-    return identity_of(run.run_id, os.stat(store.local_path(RUN)))
+    return identity_of(run.run_id, os.stat(store.url))
 
 
 def _claimed_with(store: Store, lock: str) -> AttemptName | None:

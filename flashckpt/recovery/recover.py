@@ -155,7 +155,10 @@ class _Recovery:
         watch them; not before everything of theirs is saved."""
         if self._hold.election is None:
             return
-        for name in died_here(self._store, self._hold.runtime):
+        died = died_here(self._store, self._hold.runtime)
+        # After the look: a job that has claimed meanwhile is among them, and lives.
+        self._hold.guard()
+        for name in died:
             if name not in failed:
                 try:
                     attempts.mark_ended(self._store, name, "dead")

@@ -100,6 +100,16 @@ def test_a_run_of_which_nothing_can_be_used_is_no_fresh_start(
     assert torch.equal(job.model.weight, before)
 
 
+def test_several_ranks_are_refused_before_a_step_is_awaited_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(flashckpt.OptionError, match="WORLD_SIZE=2"):
+        flashckpt.attach(tmp_path / "run", **Job().named)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_newer_format_is_refused(tmp_path: Path, kill_keepers: object) -> None:
     run = tmp_path / "run"
     trained(run, [2])

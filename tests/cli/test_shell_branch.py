@@ -14,7 +14,6 @@ from flashckpt.commit.attempts import attempts
 from flashckpt.commit.holder import here
 from flashckpt.commit.reading import steps
 from flashckpt.commit.run import open_run
-from flashckpt.format.names import RUN
 from flashckpt.memory.runtime import identity_of
 
 Shell = Callable[..., Ended]
@@ -58,7 +57,7 @@ def test_branch_deletes_nothing(run: MadeRun, shell: Shell) -> None:
 def test_branch_is_refused_while_a_trainer_lives_on_this_machine(
     run: MadeRun, shell: Shell, tmp_path: Path
 ) -> None:
-    identity = identity_of(_run_id(run), os.stat(run.folder / RUN))
+    identity = identity_of(_run_id(run), os.stat(run.folder))
     trainer = subprocess.Popen(
         [sys.executable, "-c", HOLD_LOCK, str(tmp_path), identity],
         stdin=subprocess.PIPE,

@@ -241,6 +241,28 @@ def test_what_a_crash_left_of_a_deletion_goes_next_time(store: LocalStore) -> No
     assert files(store, 100, attempt) == ["manifest.json"]
 
 
+def test_a_step_that_cannot_be_deleted_keeps_no_other(store: LocalStore) -> None:
+    """A user protects a step by making it read-only: the storage must not fill up for it."""
+    attempt = attempt_at(store)
+    train(store, attempt, 100, 200, 300, 400)
+    protected = step_attempt_folder(100, attempt)
+
+    class Stubborn(LocalStore):
+        def replace(self, path: str, data: bytes, *, durable: bool = True) -> None:
+            if path.startswith(protected):
+                raise PermissionError(path)
+            super().replace(path, data, durable=durable)
+
+    for newest in (400, 500):
+        if newest not in steps(store):
+            train(store, attempt, newest)
+        with pytest.raises(PermissionError):
+            prune(Stubborn(store.url), attempt, Keep(last=2), in_hand=())
+        assert steps(store) == [100, newest - 100, newest]
+    assert is_whole(store, 100, attempt)
+    assert not store.exists(step_attempt_folder(200, attempt)), "nor does its tombstone stay"
+
+
 def test_the_tombstone_comes_before_any_deletion(store: LocalStore) -> None:
     attempt = attempt_at(store)
     train(store, attempt, 100, 200, 300)

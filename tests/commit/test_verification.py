@@ -60,6 +60,15 @@ def test_every_flipped_byte_is_found(store: LocalStore) -> None:
     assert verify(store, 200).ok
 
 
+def test_damaged_constants_are_told_of_every_step_that_names_them(store: LocalStore) -> None:
+    path = resolve(store, 200).constants_path(0)
+    assert path is not None
+    flip(path, Path(path).stat().st_size - 1)
+    rows = verify(store).damaged
+    assert [(row.step, row.status) for row in rows] == [(200, "damaged"), (100, "damaged")]
+    assert [row.num_bytes for row in rows] == [Path(path).stat().st_size, 0], "read once"
+
+
 def test_what_is_damaged_is_named(store: LocalStore) -> None:
     record = resolve(store, 200)
     path, leaf = record.shard_path(0), record.rank(0).leaves[1]

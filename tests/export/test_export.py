@@ -198,6 +198,54 @@ def test_several_ranks_give_a_folder(tmp_path: Path, format: str) -> None:
             assert all(is_same(loaded[key], each) for key, each in expected.items())
 
 
+@pytest.mark.parametrize("out", ["models", "run", "run/weights", "run/attempts", ".", "link"])
+def test_force_deletes_nothing_but_an_earlier_export(tmp_path: Path, out: str) -> None:
+    store = new_run(tmp_path / "here" / "run")
+    name = attempts.claim(store, here())
+    attempts.start(store, name, None, 0, 1)
+    publish(store, 5, name)
+    assert commit(store, 5, name, 1)
+    models = tmp_path / "here" / "models"
+    models.mkdir()
+    (models / "rank-00000.safetensors").write_text("an export")
+    (models / "notes").write_text("weeks of work")
+    (tmp_path / "here" / "link").symlink_to("run")
+    before = whole_tree(tmp_path)
+    with pytest.raises(OptionError, match=r"Nothing was written or deleted"):
+        export(store, str(tmp_path / "here" / out), force=True)
+    assert whole_tree(tmp_path) == before
+    (models / "notes").unlink()
+    export(store, str(models), force=True)
+    assert load_file(models)
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["before", "after"])
+def test_killed_while_a_folder_is_replaced_loses_none_of_both(tmp_path: Path, is_first: bool) -> None:
+    store = several_ranks(tmp_path / "run")
+    home = tmp_path / "home"
+    home.mkdir()
+    export(store, str(home / "out"))
+    program = """
+import os, sys
+from flashckpt.export import exporting
+from flashckpt.store.base import open_store
+rename = os.rename
+def dying(old, new, **how):
+    if new == sys.argv[2]:
+        if sys.argv[3] == "False":
+            rename(old, new, **how)
+        os.kill(os.getpid(), 9)
+    return rename(old, new, **how)
+os.rename = os.replace = dying
+exporting.export(open_store(sys.argv[1]), sys.argv[2], force=True)
+"""
+    command = [sys.executable, "-c", program, str(tmp_path / "run"), str(home / "out"), str(is_first)]
+    assert subprocess.run(command, cwd=ROOT).returncode == -signal.SIGKILL
+    whole = [sorted(os.listdir(each)) for each in home.iterdir()]
+    assert whole == [["rank-00000.safetensors", "rank-00001.safetensors"]] * 2
+    assert all(load_file(file) for folder in home.iterdir() for file in folder.iterdir())
+
+
 def test_killed_while_it_writes_leaves_no_half_file(tmp_path: Path, run: Path) -> None:
     """Before the rename the name is not there, after it the file is whole."""
     program = """

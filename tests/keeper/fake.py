@@ -71,7 +71,7 @@ def content(leaf: Leaf, step: int) -> bytes:
 def open_runtime(run: Path, base: Path) -> tuple[Any, str]:
     store = open_store(str(run))
     made = open_run(store, create=True)
-    return store, identity_of(made.run_id, os.stat(run / "run.json"))
+    return store, identity_of(made.run_id, os.stat(run))
 
 
 class FakeTrainer:

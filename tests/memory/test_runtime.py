@@ -156,8 +156,8 @@ def test_join_takes_a_folder_that_a_leaving_keeper_removes(runtime: Path) -> Non
 
 
 def test_a_copied_run_is_another(tmp_path: Path) -> None:
-    (tmp_path / "a").write_text("x")
-    (tmp_path / "b").write_text("x")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
     a, b = os.stat(tmp_path / "a"), os.stat(tmp_path / "b")
     assert identity_of("r", a) != identity_of("r", b)
     assert identity_of("r", a) != identity_of("s", a)

@@ -234,6 +234,17 @@ def test_a_run_of_which_all_steps_are_damaged(store: LocalStore, run: Path) -> N
     assert "none of them can be used" in report.resume_problem
 
 
+def test_constants_that_rotted_are_damage_of_every_step(store: LocalStore, run: Path) -> None:
+    attempt = begun(store)
+    for step in (1, 2, 3):
+        commit(store, step, attempt, constants=True)
+    flip_image(next(run.glob(f"attempts/{attempt}/constants-*")))
+    report = recovered(run)
+    assert rows(report) == [("step", "marked", 3), ("step", "marked", 2), ("step", "marked", 1)]
+    assert (report.whole, report.resume) == (0, None)
+    assert "none of them can be used" in report.resume_problem
+
+
 def test_a_run_without_steps(store: LocalStore, run: Path) -> None:
     begun(store)
     report = recovered(run)

@@ -16,12 +16,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import flashckpt
-<<<<<<< HEAD
-from tests.signals.program import expect_interrupts, say, stand_still
-=======
 from flashckpt.memory.page import State
-from tests.signals.program import say, stand_still
->>>>>>> review2
+from tests.signals.program import expect_interrupts, say, stand_still
 from tests.waiting import until_slots
 
 
@@ -228,11 +224,8 @@ def _release_later(back: list[Callable[[], object]]) -> None:
 
 
 SCRIPTS: dict[str, Callable[[str, Path], None]] = {
-<<<<<<< HEAD
-    each.__name__: each for each in (drawing, waiting, closing, attaching, between, leaving, failing, forking)
-=======
-    each.__name__: each for each in (drawing, waiting, closing, attaching, between, leaving, forking, by_hand)
->>>>>>> review2
+    each.__name__: each
+    for each in (drawing, waiting, closing, attaching, between, leaving, failing, forking, by_hand)
 }
 
 

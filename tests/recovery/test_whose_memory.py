@@ -1,0 +1,86 @@
+"""Memory belongs to one run: a recovery of a copy takes nothing that is another's."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from flashckpt.commit import attempts
+from flashckpt.commit.holder import here
+from flashckpt.errors import RunHeldError
+from flashckpt.format.names import AttemptName
+from flashckpt.memory.runtime import LifeLock, RuntimeFolder
+from flashckpt.options import Keep
+from flashckpt.recovery import node
+from flashckpt.recovery import recover as recover_module
+from flashckpt.recovery.pruning import prune
+from flashckpt.store.base import Store, open_store
+from tests.keeper.driver import committed
+from tests.recovery.scene import Crash, recovered, regions_of, rows, whole_tree
+
+
+def test_a_copy_of_hard_links_is_another_run(tmp_path: Path, runtime: Path) -> None:
+    """As `cp -al` and `rsync --link-dest` make it: a backup shares each of its files with the run."""
+    run, backup = tmp_path / "run", tmp_path / "backup"
+    Crash(run, runtime, kib=64).slots().commit(1).both_killed()
+    shutil.copytree(run, backup, copy_function=lambda source, target: Path(target).hardlink_to(source))
+    assert (backup / "run.json").samefile(run / "run.json")
+    second = Crash(run, runtime, kib=64).slots()
+    second.seal(4)
+    second.both_killed()
+    names = second.regions()
+
+    report = recovered(backup)
+
+    assert rows(report, "snapshot") == []
+    assert committed(backup) == [1]
+    assert regions_of(second.folder) == names
+    found = recovered(run).resume
+    assert found is not None
+    assert found.step == 4
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root sees another user's memory")
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_another_users_memory_is_told_and_nothing_done(tmp_path: Path, runtime: Path, dry_run: bool) -> None:
+    """Root would see nothing in memory, say so, and leave files that the owner perhaps cannot read."""
+    run = tmp_path / "run"
+    crash = Crash(run, runtime, kib=64).slots().commit(1)
+    crash.seal(4)
+    crash.both_killed()
+    theirs = runtime / "flashckpt-12345"
+    (runtime / "flashckpt-0").rename(theirs)
+    for path in [theirs, *theirs.rglob("*")]:
+        os.chown(path, 12345, 12345, follow_symlinks=False)
+    os.chown(run / "run.json", 12345, 12345)
+    before = whole_tree(run, runtime)
+    with pytest.raises(RunHeldError, match="user 12345"):
+        recovered(run, dry_run=dry_run)
+    with pytest.raises(RunHeldError, match="user 12345"):
+        prune(open_store(str(run)), Keep(last=1), dry_run=dry_run)
+    assert whole_tree(run, runtime) == before
+
+
+def test_an_attempt_that_is_claimed_meanwhile_is_not_called_dead(
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    crash = Crash(run, runtime, kib=64).slots().commit(1).both_killed()
+    store, lock = open_store(str(run)), "trainer-00000-1-deadbeef.lock"
+    began: list[LifeLock | None] = []
+
+    def begins(store: Store, folder: RuntimeFolder) -> list[AttemptName]:
+        began.append(LifeLock.acquire(folder, lock))
+        attempts.claim(store, here(folder.path, lock))
+        return node.died_here(store, folder)
+
+    monkeypatch.setattr(recover_module, "died_here", begins)
+    with pytest.raises(RunHeldError, match="has begun"):
+        recovered(run)
+    [old, new] = attempts.attempts(store)
+    assert (str(old.name), new.ended) == (crash.attempt, "")
+    assert began[0] is not None
+    began[0].release(crash.folder)
