@@ -134,13 +134,6 @@ class Draining:
                     self._runtime.remove(LOG_NAME)
         self._life.release(self._runtime)
 
-    def _forget_dead_keepers(self) -> None:
-        """Their locks say whose half-written shards may go: none is left of them after that."""
-        dead = {nonce for nonce, lives in self._shelf.other_keepers().items() if not lives}
-        retention.sweep_unfinished(self._store, dead)
-        for nonce in dead:
-            self._shelf.forget_keeper(nonce)
-
     # Saving
 
     def _save_rank(self, rank: int) -> None:
