@@ -321,6 +321,7 @@ class Checkpointer:
         ready = self._attendant.take_ready()
         if ready is not None:
             self._capture.set_slots(*ready)
+            self._attendant.taken_up()
 
     def _capture_now(self, *, persist: bool) -> None:
         """Capture the present boundary, whatever the pace, and see it sealed, unless it is already.
