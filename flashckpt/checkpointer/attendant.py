@@ -159,11 +159,11 @@ class Attendant:
             path=self._session.store.url,
         )
 
-    def newest_metadata(self) -> Metadata | None:
-        """The metadata of the newest sealed snapshot; None where there is none that can be read."""
+    def newest_content(self) -> tuple[Metadata, memoryview] | None:
+        """Metadata and image of the newest sealed snapshot; None where there is none that can be read."""
         newest = self._ring.newest_sealed() if self._ring is not None else None
         try:
-            return newest[0].metadata(newest[1]) if newest is not None else None
+            return (newest[0].metadata(newest[1]), newest[0].image_view) if newest is not None else None
         except DamagedError:
             return None
 
