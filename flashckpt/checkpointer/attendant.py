@@ -27,7 +27,7 @@ from flashckpt.errors import DamagedError, FlashckptError, KeeperError, OutOfRoo
 from flashckpt.events import Event, log
 from flashckpt.format.metadata import Metadata
 from flashckpt.keeper.protocol import Status, close_all
-from flashckpt.memory.slot import Sealed
+from flashckpt.memory.slot import Sealed, Slot
 from flashckpt.memory.slots import SlotRing
 from flashckpt.options import Options
 
@@ -61,7 +61,9 @@ class Attendant:
         self._ring: SlotRing | None = None
         self._wanted: tuple[int, int] | None = None
         self._ready: tuple[SlotRing, dict[str, int]] | None = None
-        self._outgrown: SlotRing | None = None
+        self._replaced: SlotRing | None = None
+        self._outgrown: list[SlotRing] = []
+        self._carried: Sealed | None = None
         # Held for the moment in which ready slots change hands, never while anything is asked.
         self._handover = threading.Lock()
         self._events: deque[dict[str, Any]] = deque(maxlen=_EVENTS_KEPT)
@@ -105,12 +107,23 @@ class Attendant:
 
     def take_ready(self) -> tuple[SlotRing, dict[str, int]] | None:
         """Slots that are ready, with this process's owner index in each, for the capture to write to from
-        now on. The training thread calls this at a boundary: slots never change under a copy."""
+        now on. The training thread calls this at a boundary, and `taken_up` once it writes to the old ones no
+        more: slots never change under a copy."""
         with self._handover:
             ready, self._ready = self._ready, None
             if ready is not None:
-                self._outgrown, self._ring = self._ring, ready[0]
+                self._replaced, self._ring = self._ring, ready[0]
         return ready
+
+    def taken_up(self) -> None:
+        """The slots before are let go. What is newest in them is persisted: nobody could ask for it later."""
+        old, self._replaced = self._replaced, None
+        newest = self._own(old.newest_sealed()) if old is not None else None
+        if old is not None and newest is not None:
+            newest[0].request_persist(newest[1].generation)
+            self._carried = newest[1]
+        if old is not None:
+            self._outgrown.append(old)
 
     def event(self, event: Event, **fields: object) -> None:
         """A line for the ledger, sent at the next round. The oldest are dropped if the keeper is away."""
@@ -122,10 +135,14 @@ class Attendant:
         return None if newest is None else newest.step
 
     def _newest_own(self) -> Sealed | None:
-        newest = self._ring.newest_sealed() if self._ring is not None else None
+        newest = self._own(self._ring.newest_sealed()) if self._ring is not None else None
+        return self._carried if newest is None else newest[1]
+
+    def _own(self, newest: tuple[Slot, Sealed] | None) -> tuple[Slot, Sealed] | None:
+        """None for what an earlier attempt left."""
         if newest is None or newest[1].record.attempt_number != self._session.attempt.number:
             return None
-        return newest[1]
+        return newest
 
     def ensure_slots(self) -> None:
         """Wait until there are slots. Raises OutOfRoomError or KeeperError where none can be had."""
@@ -159,11 +176,11 @@ class Attendant:
             path=self._session.store.url,
         )
 
-    def newest_metadata(self) -> Metadata | None:
-        """The metadata of the newest sealed snapshot; None where there is none that can be read."""
+    def newest_content(self) -> tuple[Metadata, memoryview] | None:
+        """Metadata and image of the newest sealed snapshot; None where there is none that can be read."""
         newest = self._ring.newest_sealed() if self._ring is not None else None
         try:
-            return newest[0].metadata(newest[1]) if newest is not None else None
+            return (newest[0].metadata(newest[1]), newest[0].image_view) if newest is not None else None
         except DamagedError:
             return None
 
@@ -247,7 +264,7 @@ class Attendant:
                 self._session.keeper.closing()
         except (FlashckptError, OSError) as error:
             log.warning("the keeper could not be told that the run was let go: %s", error)
-        for ring in (self._ring, self._outgrown):
+        for ring in (self._ring, self._replaced, *self._outgrown):
             for slot in ring.slots if ring is not None else ():
                 slot.close()
 
@@ -347,13 +364,13 @@ class Attendant:
         self._say_once(str(error), key=type(error).__name__)
 
     def _let_go_of_outgrown(self) -> None:
-        old = self._outgrown
-        if old is not None:
+        while self._outgrown:
+            old = self._outgrown[0]
             kept = {slot.name for slot in self._ring.slots} if self._ring is not None else set()
             self._session.keeper.release([slot.name for slot in old.slots if slot.name not in kept])
             for slot in old.slots:
                 slot.close()
-            self._outgrown = None
+            self._outgrown.pop(0)
 
     def _send_events(self) -> None:
         while self._events:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flashckpt.commit.reading import resolve
+from flashckpt.commit.run import open_run
 from flashckpt.commit.steps import StepRecord
 from flashckpt.errors import OptionError
 from flashckpt.export import safetensors_file
@@ -51,6 +52,7 @@ def export(
     """
     if format not in SUFFIXES:
         raise OptionError(f"format={format!r}: one of {', '.join(SUFFIXES)}. Nothing was written.")
+    open_run(store, create=False)
     check_free(out, store.url, force=force)
     record = resolve(store, step, attempt)
     ranks = ranks_of(record)

@@ -268,3 +268,16 @@ def test_several_sets_of_constants_in_one_run(tmp_path: Path, kill_keepers: Call
     with attach(run, again) as checkpointer:
         assert checkpointer.completed == 12
         assert again.bytes() == job.bytes()
+
+
+def test_a_change_that_keeps_a_digest_is_saved(tmp_path: Path) -> None:
+    run, job = tmp_path / "run", Job()
+    job.model.register_buffer("mask", torch.tensor([1.0, 0.0, 0.0, 1.0]))
+    with attach(run, job) as checkpointer:
+        job.train(checkpointer, 2)
+        checkpointer.save()
+        checkpointer.wait()
+        job.model.mask.copy_(torch.tensor([0.0, 1.0, 1.0, 0.0]))
+        checkpointer.save()
+        checkpointer.wait()
+    assert flashckpt.load(run)["model.mask"].tolist() == [0.0, 1.0, 1.0, 0.0]

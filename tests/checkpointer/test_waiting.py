@@ -8,14 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 import flashckpt
 from flashckpt.checkpointer.awaited import Advance, Awaited
 from flashckpt.keeper.protocol import Failure, Status, Torn
+from tests.checkpointer.test_loop import Job
 from tests.keeper.driver import ledger
 from tests.keeper.faulty import faulty_keeper
-from tests.waiting import until
+from tests.waiting import until, until_slots
 
 
 @pytest.fixture
@@ -104,6 +106,40 @@ def test_keepers_that_die_at_each_try_are_not_waited_for(
     monkeypatch.delenv("FLASHCKPT_CRASH_AT")
     checkpointer.close()
     assert flashckpt.steps(tmp_path / "run") == [checkpointer.completed]
+
+
+class Growing:
+    """State that needs larger slots from some step on."""
+
+    def __init__(self) -> None:
+        self.kept = torch.zeros(1000)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"kept": self.kept}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.kept = state["kept"]
+
+
+def test_what_stands_in_slots_that_were_outgrown_is_waited_for(tmp_path: Path, runtime: Path) -> None:
+    """Nothing is captured into the new ones yet: no optimizer has stepped."""
+    growing, job = Growing(), Job()
+    given = {"every": 1, "persist_every": None, "growing": growing, **job.named}
+    with flashckpt.attach(tmp_path / "run", **given) as checkpointer:  # type: ignore[arg-type]
+        for _ in range(3):
+            job.train(torch.ones(1, 4))
+            checkpointer.step()
+            until_slots(checkpointer)
+        sealed = checkpointer._attendant.newest_sealed_step
+        until(lambda: sealed() == 3, "the third snapshot")
+        growing.kept = torch.zeros(3_000_000)
+        job.train(torch.ones(1, 4))
+        checkpointer.step()
+        until_slots(checkpointer)
+        checkpointer.step()
+        assert sealed() == 3
+        checkpointer.wait()
+        assert flashckpt.steps(tmp_path / "run") == [3]
 
 
 def test_room_that_is_made_while_one_waits(tmp_path: Path, small_disk: Path, runtime: Path) -> None:
