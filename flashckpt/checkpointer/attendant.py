@@ -35,6 +35,7 @@ _TICK_S = 0.5
 _WAITING_TICK_S = 0.02
 _CLAIM_LOOK_S = 2.0
 _RETRY_S = 5.0
+_SLOWEST_BYTES_PER_S = 1 << 28
 _SLOTS = 3
 _EVENTS_KEPT = 1000
 _LEAST_JOIN_S = 1.0
@@ -149,10 +150,13 @@ class Attendant:
         if self._wanted is None:
             return
         self.slots_error = None
-        self._wait_until(lambda: not self._wanted or self.slots_error is not None, self.patience_s)
+        # Memory is taken and faulted in at a GiB a second or so, which is no news from the keeper.
+        making_s = (self._options.slots or _SLOTS) * sum(self._wanted) / _SLOWEST_BYTES_PER_S
+        patience_s = self.patience_s + making_s
+        self._wait_until(lambda: not self._wanted or self.slots_error is not None, patience_s)
         if self._wanted is not None:
             raise self.slots_error or KeeperError(
-                f"No slot was ready within {self._options.grace:s}: no snapshot could be taken. The live "
+                f"No slot was ready within {patience_s:.0f} s: no snapshot could be taken. The live "
                 "state is as it was. The keeper's log stands in the runtime folder."
             )
 
