@@ -12,56 +12,25 @@ import signal
 import sys
 import traceback
 
-from flashckpt.store.system import System
+from tests.crash.mortal import MortalSystem
 from tests.crash.scenario import Expected, live
 
 
-class Mortal(System):
+class Mortal(MortalSystem):
     """Kills its process at the call number `last`: before it, or half way through a write."""
 
     def __init__(self, last: int) -> None:
         self.last, self.calls = last, 0
 
-    def _live(self) -> None:
+    def live(self) -> None:
         self.calls += 1
         if self.calls == self.last:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def create(self, name: str, folder: int) -> int:
-        self._live()
-        return super().create(name, folder)
-
     def write(self, file: int, data: memoryview) -> int:
         if self.calls + 1 == self.last:
-            super().write(file, data[: len(data) // 2])
-        self._live()
+            super(MortalSystem, self).write(file, data[: len(data) // 2])
         return super().write(file, data)
-
-    def sync(self, file: int) -> None:
-        self._live()
-
-    def sync_folder(self, folder: int) -> None:
-        self._live()
-
-    def link(self, source: str, target: str, source_folder: int, target_folder: int) -> None:
-        self._live()
-        super().link(source, target, source_folder, target_folder)
-
-    def rename(self, source: str, target: str, folder: int) -> None:
-        self._live()
-        super().rename(source, target, folder)
-
-    def make_folder(self, name: str, folder: int) -> None:
-        self._live()
-        super().make_folder(name, folder)
-
-    def remove(self, name: str, folder: int) -> None:
-        self._live()
-        super().remove(name, folder)
-
-    def remove_folder(self, name: str, folder: int) -> None:
-        self._live()
-        super().remove_folder(name, folder)
 
 
 def lived(run: str, said: str, last: int) -> int:

@@ -33,8 +33,8 @@ from flashckpt.errors import DamagedError, NoSuchStepError
 from flashckpt.format.names import AttemptName, step_attempt_folder
 from flashckpt.options import Keep
 from flashckpt.store.local import LocalStore
-from flashckpt.store.system import System
 from tests.commit.runs import attempt_at, is_whole, new_run, part_of
+from tests.crash.mortal import MortalSystem
 
 KEEP = Keep(last=2)
 # The seam for `recover`: what is called with the run's path where nobody trains. None: there is none yet.
@@ -45,50 +45,16 @@ class Killed(BaseException):
     """The process is gone: nothing after it runs, no clean-up either."""
 
 
-class Mortal(System):
+class Mortal(MortalSystem):
     """Lives for so many calls, then never does one again."""
 
     def __init__(self, calls: int) -> None:
         self._left = calls
 
-    def _live(self) -> None:
+    def live(self) -> None:
         self._left -= 1
         if self._left < 0:
             raise Killed
-
-    def create(self, name: str, folder: int) -> int:
-        self._live()
-        return super().create(name, folder)
-
-    def write(self, file: int, data: memoryview) -> int:
-        self._live()
-        return super().write(file, data)
-
-    def sync(self, file: int) -> None:
-        self._live()
-
-    def sync_folder(self, folder: int) -> None:
-        self._live()
-
-    def link(self, source: str, target: str, source_folder: int, target_folder: int) -> None:
-        self._live()
-        super().link(source, target, source_folder, target_folder)
-
-    def rename(self, source: str, target: str, folder: int) -> None:
-        self._live()
-        super().rename(source, target, folder)
-
-    def make_folder(self, name: str, folder: int) -> None:
-        self._live()
-        super().make_folder(name, folder)
-
-    def remove(self, name: str, folder: int) -> None:
-        self._live()
-        super().remove(name, folder)
-
-    def remove_folder(self, name: str, folder: int) -> None:
-        self._live()
-        super().remove_folder(name, folder)
 
 
 IMMORTAL = 1 << 30
