@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from unittest import mock
 
 import hypothesis.strategies as st
 from hypothesis import settings
@@ -24,6 +24,7 @@ from hypothesis.stateful import (
 
 import flashckpt
 from flashckpt.commit import marks, steps
+from flashckpt.commit.attempts import mark_ended, newest_claimed
 from flashckpt.commit.branching import branch
 from flashckpt.commit.lineage import VisibleStep, everything, visible
 from flashckpt.commit.reading import candidates
@@ -32,13 +33,12 @@ from flashckpt.commit.verification import verify
 from flashckpt.errors import DamagedError, NoSuchStepError
 from flashckpt.format.names import AttemptName, step_attempt_folder
 from flashckpt.options import Keep
+from flashckpt.recovery.recover import recover
 from flashckpt.store.local import LocalStore
 from tests.commit.runs import attempt_at, is_whole, new_run, part_of
 from tests.crash.mortal import MortalSystem
 
 KEEP = Keep(last=2)
-# The seam for `recover`: what is called with the run's path where nobody trains. None: there is none yet.
-RECOVER: Callable[[str], object] | None = None
 
 
 class Killed(BaseException):
@@ -72,6 +72,8 @@ class Life(RuleBasedStateMachine):
         memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         self._folder = tempfile.mkdtemp(prefix="flashckpt-test-", dir=memory)
         self.path = f"{self._folder}/run"
+        self._environment = mock.patch.dict(os.environ, {"FLASHCKPT_RUNTIME": self._folder})
+        self._environment.start()
         self.store = new_run(self.path)
         self.committed: set[VisibleStep] = set()
         self.unsure: set[VisibleStep] = set()
@@ -81,6 +83,7 @@ class Life(RuleBasedStateMachine):
         self.step = 0
 
     def teardown(self) -> None:
+        self._environment.stop()
         shutil.rmtree(self._folder)
 
     # ---- what happens
@@ -143,7 +146,7 @@ class Life(RuleBasedStateMachine):
         each = pick.choice(sorted(self._seen()))
         try:
             made = branch(self.store, each.step, watch_s=0)
-        except DamagedError:
+        except (DamagedError, NoSuchStepError):
             assert each in self.damaged, "a step that is whole can be branched from"
             return
         self._lineage_at(made, each)
@@ -171,11 +174,19 @@ class Life(RuleBasedStateMachine):
             path.write_bytes(pick.choice(sorted(others)).read_bytes())
         self.damaged.add(each)
 
-    @precondition(lambda self: RECOVER is not None and self.attempt is None)
+    @precondition(lambda self: self.attempt is None)
     @rule()
     def recover(self) -> None:
-        assert RECOVER is not None
-        RECOVER(self.path)
+        """It names the step that the next start loads, and deletes nothing that is whole."""
+        newest = newest_claimed(self.store)
+        if newest is not None:
+            mark_ended(self.store, newest, "dead")  # a keeper's last word: nobody need be watched
+        report = recover(self.store)
+        expected = max(self._seen() - self.damaged, default=None)
+        named = report.resume
+        assert (None if named is None else (named.step, named.attempt)) == (
+            None if expected is None else (expected.step, expected.attempt)
+        )
 
     # ---- what holds after each
 
