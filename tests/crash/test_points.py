@@ -47,7 +47,7 @@ def test_a_point_is_nothing_until_one_is_armed(monkeypatch: pytest.MonkeyPatch) 
             crashpoints.arm(text)
     monkeypatch.setattr(crashpoints, "point", crashpoints._pass)
     killed: list[int] = []
-    monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(number))
+    monkeypatch.setattr(signal, "pthread_kill", lambda thread, number: killed.append(number))
     crashpoints.arm("part.linked:2:stop")
     for name in ("part.linked", "write.begun", "part.linked", "part.linked"):
         crashpoints.point(name)
