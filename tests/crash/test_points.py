@@ -5,7 +5,6 @@ Whoever comes to the point stops itself there, so that the other can be killed j
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 from collections import Counter
