@@ -68,7 +68,7 @@ class Training:
 
 
 @contextmanager
-def training(run: Path, *, size: int = 256, grace: str = "20s") -> Iterator[Training]:
+def training(run: Path, *, size: int = 256, grace: str = "8s") -> Iterator[Training]:
     model = nn.Linear(size, size)
     options = flashckpt.Options(grace=grace)
     with flashckpt.attach(run, every=1, persist_every=None, options=options, model=model) as checkpointer:
