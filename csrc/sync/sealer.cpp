@@ -151,10 +151,22 @@ Error Sealer::submit(Seal seal) {
         item->waits.emplace_back(std::move(waitable), occurrence);
     }
     item->seal = std::move(seal);
+    State* at_once = nullptr;
+    if (Error error = enqueue(item, at_once)) return error;
+    if (at_once != nullptr) at_once->decide(item->seal, seal_slot(item->seal));
+    return {};
+}
+
+Error Sealer::enqueue(std::unique_ptr<Pending>& item, State*& at_once) {
     Bell& bell = Bell::get();
     std::lock_guard lock(bell.mutex);
     State& state = here();
     if (state.closing) return value_error("the sealer is closed");
+    if (item->waits.empty() && state.decided == state.submitted) {
+        ++state.submitted;
+        at_once = &state;
+        return {};
+    }
     if (!state.thread.joinable()) {
         SignalsBlocked blocked;
         try {

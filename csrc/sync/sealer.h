@@ -41,7 +41,9 @@ class Sealer {
     Sealer(const Sealer&) = delete;
     Sealer& operator=(const Sealer&) = delete;
 
-    // Never blocks. An error for an unknown handle or after `close`.
+    // Never blocks. An error for an unknown handle or after `close`. With nothing to wait for, and nothing
+    // submitted before that is undecided, it is sealed here and now: a thread that gets no turn on a busy
+    // machine would leave snapshots unsealed that are whole.
     Error submit(Seal seal);
     // True when all that was submitted is decided, false if that takes longer.
     bool drain(double timeout_s);
@@ -55,6 +57,8 @@ class Sealer {
     struct State;
 
     State& here(); // the state of this process; needs the bell's lock
+    // Gives the item to the thread; or leaves it, to be sealed by the caller, and sets `at_once`.
+    Error enqueue(std::unique_ptr<Pending>& item, State*& at_once);
     static void serve(State& state);
 
     State* state_;

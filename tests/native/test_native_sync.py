@@ -157,6 +157,22 @@ def test_one_seal_does_not_wait_for_another() -> None:
     sealer.close()
 
 
+def test_with_nothing_to_wait_for_it_is_sealed_when_submit_returns() -> None:
+    """A thread that gets no turn would leave whole snapshots unsealed."""
+    sealer, slots = _native.Sealer(), [Slot() for _ in range(3)]
+    for slot in slots:
+        slot.submit(sealer)
+        assert (slot.word, slot.done) == (word(SEALED), 1)
+    waited, event = Slot(), _native.HostEvent()
+    waited.submit(sealer, event.handle)
+    after = Slot()
+    after.submit(sealer)  # by the thread: something is undecided before it
+    event.set()
+    assert sealer.drain(30)
+    assert (waited.word, after.word) == (word(SEALED), word(SEALED))
+    sealer.close()
+
+
 def test_close_seals_what_is_ready_and_leaves_the_rest_as_it_is() -> None:
     waiting, ready, sealer, event = Slot(), Slot(), _native.Sealer(), _native.HostEvent()
     waiting.submit(sealer, event.handle)
