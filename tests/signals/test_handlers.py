@@ -190,7 +190,8 @@ def test_a_wakeup_descriptor_is_left_alone(tmp_path: Path) -> None:
             if batch == 2:
                 signal.raise_signal(signal.SIGUSR2)
         assert batches.completed == 2
-        assert os.read(read, 9) == bytes([signal.SIGUSR2]), "each signal is written once"
+        # Others may be among them: torch's loaders, used before, have a handler for SIGCHLD.
+        assert os.read(read, 99).count(signal.SIGUSR2) == 1, "each signal is written once"
     finally:
         assert signal.set_wakeup_fd(previous) == write
         os.close(read)
