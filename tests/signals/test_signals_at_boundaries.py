@@ -116,7 +116,7 @@ def test_a_handler_of_the_users_own_that_ends_the_process(
         until(lambda: job.endings() == ["closed"], "the attempt to be closed")
     else:
         until(lambda: job.run.exists() and job.steps() == [6], "the keeper to save what was sealed")
-        assert job.endings() == ["dead"]
+        until(lambda: job.endings() == ["dead"], "the attempt to be over")
 
 
 def test_a_handler_that_returns_lets_the_program_go_on(tmp_path: Path, runtime: Path) -> None:
