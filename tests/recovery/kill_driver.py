@@ -31,13 +31,13 @@ class MortalWatcher:
         self._system = system
 
     def stage(self, name: str) -> None:
-        self._system._live()
+        self._system.live()
 
     def progress(self, done: int, total: int) -> None:
         pass
 
     def say(self, text: str) -> None:
-        self._system._live()
+        self._system.live()
 
 
 class Scene:
