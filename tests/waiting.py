@@ -20,5 +20,5 @@ def until_slots(checkpointer: flashckpt.Checkpointer) -> None:
     """Stand still in an iteration until slots are ready: from the next boundary on snapshots are taken.
     They are asked for at the first boundary after the first step, so that one passes at once."""
     attendant = checkpointer._attendant
-    if attendant.preparing:
-        until(lambda: attendant._ready is not None, "slots")
+    if attendant.slots.preparing:
+        until(lambda: attendant.slots.ready, "slots")

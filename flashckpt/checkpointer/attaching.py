@@ -260,7 +260,7 @@ def _checkpointer(
         resumed=resumed,
     )
     # Encoded once now: what typed JSON cannot hold is refused here, not at hour ten.
-    checkpointer._values()
+    checkpointer._boundaries.values()
     attendant.event(Event.ATTACH, step=progress.step, world=session.environment.world)
     attendant.start()
     return checkpointer

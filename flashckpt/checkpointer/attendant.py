@@ -11,39 +11,34 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from flashckpt.capture import Capture
 from flashckpt.checkpointer.ages import Ages
 from flashckpt.checkpointer.awaited import Advance, Awaited, is_committed
-from flashckpt.checkpointer.provision import made_usable, what_they_mean
 from flashckpt.checkpointer.session import Session
+from flashckpt.checkpointer.supply import SlotSupply
 from flashckpt.checkpointer.telling import Telling
 from flashckpt.checkpointer.watch import Watch
 from flashckpt.commit import lineage
 from flashckpt.commit.attempts import newest_claimed
-from flashckpt.errors import DamagedError, FlashckptError, KeeperError, OutOfRoomError, PersistError
+from flashckpt.errors import FlashckptError, KeeperError, PersistError
 from flashckpt.events import Event, log
-from flashckpt.format.metadata import Metadata
-from flashckpt.keeper.protocol import Status, close_all
-from flashckpt.memory.slot import Sealed, Slot
-from flashckpt.memory.slots import SlotRing
+from flashckpt.keeper.protocol import Status
 from flashckpt.options import Options
 
 _TICK_S = 0.5
 _WAITING_TICK_S = 0.02
 _CLAIM_LOOK_S = 2.0
-_RETRY_S = 5.0
 _SLOWEST_BYTES_PER_S = 1 << 28
-_SLOTS = 3
 _EVENTS_KEPT = 1000
 _LEAST_JOIN_S = 1.0
 
 
 class Attendant:
     """Looks after one session. `status` is the keeper's newest answer, `superseded_by` the attempt that
-    claimed the run after ours, `slots_error` why slots could not be had the last time."""
+    claimed the run after ours, `slots` where the capture writes."""
 
     def __init__(
         self,
@@ -58,15 +53,7 @@ class Attendant:
         self.deadline_s = deadline_s  # the monotonic time past which nothing here waits any more
         self.status = Status()
         self.superseded_by: str | None = None
-        self.slots_error: FlashckptError | None = None
-        self._ring: SlotRing | None = None
-        self._wanted: tuple[int, int] | None = None
-        self._ready: tuple[SlotRing, dict[str, int]] | None = None
-        self._replaced: SlotRing | None = None
-        self._outgrown: list[SlotRing] = []
-        self._carried: Sealed | None = None
-        # Held for the moment in which ready slots change hands, never while anything is asked.
-        self._handover = threading.Lock()
+        self.slots = SlotSupply(session, capture, options, self._say_once)
         self._events: deque[dict[str, Any]] = deque(maxlen=_EVENTS_KEPT)
         self._answered = threading.Condition()
         self._rounds = 0
@@ -75,7 +62,6 @@ class Attendant:
         self._hurried = False
         self._ended = False
         self._looked_s = 0.0
-        self._retry_s = 0.0
         self._ages, self._loaded_step = ages, loaded_step
         self._telling = Telling(capture)
         self._said: set[str] = set()
@@ -87,44 +73,10 @@ class Attendant:
     def start(self) -> None:
         self._thread.start()
 
-    @property
-    def has_slots(self) -> bool:
-        return self._ring is not None or self._ready is not None
-
-    @property
-    def preparing(self) -> bool:
-        """Whether slots were asked for that the capture does not have yet."""
-        return self._wanted is not None or self._ready is not None
-
     def prepare(self, metadata_bytes: int, image_bytes: int) -> None:
         """Ask for slots of at least these capacities, in bytes: they are made ready beside the loop."""
-        self._wanted, self._retry_s = (metadata_bytes, image_bytes), 0.0
+        self.slots.ask(metadata_bytes, image_bytes)
         self._woken.set()
-
-    def fits(self) -> None:
-        """The state fits the slots there are: larger ones that were asked for are not needed any more."""
-        if self._ring is not None:
-            self._wanted = None
-
-    def take_ready(self) -> tuple[SlotRing, dict[str, int]] | None:
-        """Slots that are ready, with this process's owner index in each, for the capture to write to from
-        now on. The training thread calls this at a boundary, and `taken_up` once it writes to the old ones no
-        more: slots never change under a copy."""
-        with self._handover:
-            ready, self._ready = self._ready, None
-            if ready is not None:
-                self._replaced, self._ring = self._ring, ready[0]
-        return ready
-
-    def taken_up(self) -> None:
-        """The slots before are let go. What is newest in them is persisted: nobody could ask for it later."""
-        old, self._replaced = self._replaced, None
-        newest = self._own(old.newest_sealed()) if old is not None else None
-        if old is not None and newest is not None:
-            newest[0].request_persist(newest[1].generation)
-            self._carried = newest[1]
-        if old is not None:
-            self._outgrown.append(old)
 
     def event(self, event: Event, **fields: object) -> None:
         """A line for the ledger, sent at the next round. The oldest are dropped if the keeper is away."""
@@ -132,30 +84,21 @@ class Attendant:
 
     def newest_sealed_step(self) -> int | None:
         """The step of the newest sealed snapshot of this attempt."""
-        newest = self._newest_own()
+        newest = self.slots.newest_own()
         return None if newest is None else newest.step
-
-    def _newest_own(self) -> Sealed | None:
-        newest = self._own(self._ring.newest_sealed()) if self._ring is not None else None
-        return self._carried if newest is None else newest[1]
-
-    def _own(self, newest: tuple[Slot, Sealed] | None) -> tuple[Slot, Sealed] | None:
-        """None for what an earlier attempt left."""
-        if newest is None or newest[1].record.attempt_number != self._session.attempt.number:
-            return None
-        return newest
 
     def ensure_slots(self) -> None:
         """Wait until there are slots. Raises OutOfRoomError or KeeperError where none can be had."""
-        if self._wanted is None:
+        slots = self.slots
+        if slots.wanted is None:
             return
-        self.slots_error = None
+        slots.error = None
         # Memory is taken and faulted in at a GiB a second or so, which is no news from the keeper.
-        making_s = (self._options.slots or _SLOTS) * sum(self._wanted) / _SLOWEST_BYTES_PER_S
+        making_s = slots.count * sum(slots.wanted) / _SLOWEST_BYTES_PER_S
         patience_s = self.patience_s + making_s
-        self._wait_until(lambda: not self._wanted or self.slots_error is not None, patience_s)
-        if self._wanted is not None:
-            raise self.slots_error or KeeperError(
+        self._wait_until(lambda: not slots.wanted or slots.error is not None, patience_s)
+        if slots.wanted is not None:
+            raise slots.error or KeeperError(
                 f"No slot was ready within {patience_s:.0f} s: no snapshot could be taken. The live "
                 "state is as it was. The keeper's log stands in the runtime folder."
             )
@@ -163,7 +106,7 @@ class Attendant:
     def wait_for_room(self) -> None:
         """Wait until a slot can be written again (the keeper is still busy with all of them), one round
         of this thread at least. Raises PersistError where the keeper makes no progress."""
-        ring, rounds = self._ring, self._rounds
+        ring, rounds = self.slots.ring, self._rounds
         if not self._wait_until(
             lambda: self._rounds > rounds and (ring is None or ring.take() is not None), self.patience_s
         ):
@@ -180,21 +123,6 @@ class Attendant:
             path=self._session.store.url,
         )
 
-    def newest_content(self) -> tuple[Metadata, memoryview] | None:
-        """Metadata and image of the newest sealed snapshot; None where there is none that can be read."""
-        newest = self._ring.newest_sealed() if self._ring is not None else None
-        try:
-            return (newest[0].metadata(newest[1]), newest[0].image_view) if newest is not None else None
-        except DamagedError:
-            return None
-
-    def request_persist(self) -> None:
-        """Ask for the newest sealed snapshot of this attempt to be persisted."""
-        newest = self._ring.newest_sealed() if self._ring is not None else None
-        if newest is not None:
-            slot, sealed = newest
-            slot.request_persist(sealed.generation)
-
     def wait_committed(self) -> None:
         """Wait until the newest snapshot of this attempt is committed. A keeper that fails tries again, and
         is waited for; sooner than it would by itself, since somebody waits.
@@ -202,12 +130,12 @@ class Attendant:
         Raises PersistError where the snapshot was torn or given up, where the keeper goes on failing for the
         grace period, or makes no progress for as long.
         """
-        newest = self._newest_own()
+        newest = self.slots.newest_own()
         if newest is None:
             self._wait_loaded()
             return
         step = newest.step
-        self.request_persist()
+        self.slots.request_persist()
         self._wait_for(step, newest.generation, lambda: is_committed(self.status, step))
 
     def _wait_loaded(self) -> None:
@@ -237,7 +165,7 @@ class Attendant:
         newest = self.status.newest_committed
         sealed = self.newest_sealed_step()
         return {
-            "slots": 0 if self._ring is None else len(self._ring.slots),
+            "slots": 0 if self.slots.ring is None else len(self.slots.ring.slots),
             "newest_sealed_step": -1 if sealed is None else sealed,
             "newest_committed_step": -1 if newest is None else newest,
             **self._ages.report(),
@@ -247,6 +175,7 @@ class Attendant:
     def close(self, *, closed: bool) -> None:
         """End the thread. In order (`closed`), the keeper is told that nothing more comes."""
         self._ended = True
+        self.slots.end()
         self._woken.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             left_s = self.deadline_s() - time.monotonic()
@@ -257,10 +186,7 @@ class Attendant:
             log.warning("the attendant does not come to an end; the run is let go without it")
             return
         self._watch.look(last=True)
-        # Nobody will write these, and the keeper may linger with them.
-        with self._handover:
-            untaken, self._ready = self._ready, None
-        self._drop(untaken)
+        self.slots.drop_ready()
         try:
             if time.monotonic() < self.deadline_s():  # else to the keeper it is a death like any other
                 self._send_events()
@@ -268,9 +194,7 @@ class Attendant:
                 self._session.keeper.closing()
         except (FlashckptError, OSError) as error:
             log.warning("the keeper could not be told that the run was let go: %s", error)
-        for ring in (self._ring, self._replaced, *self._outgrown):
-            for slot in ring.slots if ring is not None else ():
-                slot.close()
+        self.slots.close()
 
     # ---- the thread
 
@@ -286,8 +210,7 @@ class Attendant:
             with self._answered:
                 self._rounds += 1
                 self._answered.notify_all()
-            hurried = self._waiting or (self._wanted is not None and time.monotonic() >= self._retry_s)
-            self._woken.wait(_WAITING_TICK_S if hurried else _TICK_S)
+            self._woken.wait(_WAITING_TICK_S if self._waiting or self.slots.urgent else _TICK_S)
             self._woken.clear()
 
     def _round(self) -> None:
@@ -308,73 +231,7 @@ class Attendant:
             newest = newest_claimed(self._session.store)
             if newest is not None and newest.number > self._session.attempt.number:
                 self.superseded_by = str(newest)
-        self._prepare_slots()
-
-    def _prepare_slots(self) -> None:
-        """Get the slots that are wanted: taken, faulted in and known to the devices before they are used."""
-        self._let_go_of_outgrown()
-        wanted = self._wanted
-        if wanted is None or time.monotonic() < self._retry_s:
-            return
-        count = self._options.slots or _SLOTS
-        try:
-            grants = self._session.keeper.ask_slots(count, *wanted, minimum=min(2, count))
-        except OutOfRoomError as error:
-            self._no_slots(error)
-            return
-        if grants is None:
-            return  # they are being made ready: asked again in the next round
-        names = [grant.name for grant in grants]
-        if self._ended:
-            close_all([grant.descriptor for grant in grants])
-            self._give_back(names)
-            return
-        try:
-            slots = made_usable(grants, self._capture)
-        except Exception as error:
-            self._give_back(names)
-            self._no_slots(KeeperError(f"Slots could not be made usable: {error!r}. No snapshot is taken."))
-            return
-        for text in what_they_mean(grants, count):
-            self._say_once(text)
-        owners = {slot.name: grant.owner for slot, grant in zip(slots, grants, strict=True)}
-        with self._handover:
-            replaced, self._ready = self._ready, (SlotRing(slots), owners)
-            self._wanted, self.slots_error = None, None
-        self._drop(replaced)
-
-    def _drop(self, ready: tuple[SlotRing, dict[str, int]] | None) -> None:
-        """Slots that were made ready and will not be used."""
-        slots = ready[0].slots if ready is not None else ()
-        self._give_back([slot.name for slot in slots])
-        for slot in slots:
-            slot.close()
-
-    def _give_back(self, names: Sequence[str]) -> None:
-        """Release granted slots that this trainer does not write: their memory is the machine's again."""
-        with self._handover:
-            rings = [self._ring, self._ready[0] if self._ready is not None else None]
-        kept = {slot.name for ring in rings if ring is not None for slot in ring.slots}
-        unused = [name for name in names if name not in kept]
-        try:
-            if unused:
-                self._session.keeper.release(unused)
-        except (FlashckptError, OSError) as error:
-            log.debug("slots could not be released: %s", error)
-
-    def _no_slots(self, error: FlashckptError) -> None:
-        self.slots_error = error
-        self._retry_s = time.monotonic() + _RETRY_S
-        self._say_once(str(error), key=type(error).__name__)
-
-    def _let_go_of_outgrown(self) -> None:
-        while self._outgrown:
-            old = self._outgrown[0]
-            kept = {slot.name for slot in self._ring.slots} if self._ring is not None else set()
-            self._session.keeper.release([slot.name for slot in old.slots if slot.name not in kept])
-            for slot in old.slots:
-                slot.close()
-            self._outgrown.pop(0)
+        self.slots.tend()
 
     def _send_events(self) -> None:
         while self._events:

@@ -194,7 +194,7 @@ class Batches(Iterator[Any]):
             checkpointer._end_of_batches()
             checkpointer._progress.close_phase()
         elif not exhausted and checkpointer.stopping:
-            checkpointer._capture_now(persist=True)
+            checkpointer._boundaries.capture_now(persist=True)
 
     def __del__(self) -> None:
         # break, an exception, garbage collection: no capture, nobody knows whether the body was done. At

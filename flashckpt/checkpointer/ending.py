@@ -72,7 +72,7 @@ def _closed(checkpointer: Checkpointer, close: Callable[[], None], at_boundary: 
     try:
         close()
         if at_boundary and signals.pending and not checkpointer._closed and checkpointer.completed > 0:
-            checkpointer._capture_now(persist=True)
+            checkpointer._boundaries.capture_now(persist=True)
             checkpointer.wait()
     except FlashckptError as error:
         if not signals.heard:

@@ -9,7 +9,6 @@ the normal end of a loop and a `.save()` outside of one wait for storage, becaus
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 import time
@@ -17,15 +16,12 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from flashckpt.capture.plan import bytes_of, local
-from flashckpt.capture.ways import SMALL_BYTES
 from flashckpt.checkpointer.batches import Batches, Epochs
+from flashckpt.checkpointer.boundaries import Boundaries
 from flashckpt.checkpointer.ending import stop_at_marked, watch_exit
-from flashckpt.checkpointer.environment import describe_environment
 from flashckpt.checkpointer.resumed import Resumed as Resumed
-from flashckpt.errors import BoundaryError, FlashckptError, StateError, SupersededError
-from flashckpt.events import Event, log
-from flashckpt.format.typed import check_roundtrip, encode_json
+from flashckpt.errors import BoundaryError, FlashckptError
+from flashckpt.events import Event
 from flashckpt.state import rng
 
 if TYPE_CHECKING:
@@ -36,9 +32,6 @@ if TYPE_CHECKING:
     from flashckpt.checkpointer.session import Session
     from flashckpt.checkpointer.signals import Signals
     from flashckpt.state.tree import Tree
-
-# Captures of one boundary that are found torn before it is given up: each finds a safer way.
-_TRIES = 4
 
 
 class Checkpointer:
@@ -61,16 +54,14 @@ class Checkpointer:
         signals: Signals,
         resumed: Resumed | None,
     ) -> None:
-        self._tree, self._progress, self._capture = tree, progress, capture
-        self._session, self._attendant, self._use, self._signals = session, attendant, use, signals
+        self._progress, self._capture, self._session = progress, capture, session
+        self._attendant, self._use, self._signals = attendant, use, signals
+        self._boundaries = Boundaries(tree, progress, capture, attendant, use)
         self.resumed = resumed
-        self._environment = describe_environment()
         self._in_iteration = self._marked = self._stopping = self._closed = False
         # What is drawn between here and the loop is no part of the run: put back once more there.
         self._due_rng = rng.capture() if resumed is not None else None
         self._looped: list[object] = []
-        self._unsaved: FlashckptError | None = None  # why the newest boundary that was due is not captured
-        self._ordered_at: int | None = None
         self._process = os.getpid()
         self._began_s = time.perf_counter()
         self._last_report: dict[str, float] | None = None
@@ -126,15 +117,13 @@ class Checkpointer:
         unless the state is bit for bit what was captured last."""
         self._check_open()
         if self._in_iteration and not self._marked:
-            self._ordered_at = self.completed
-            self._capture.order()
+            self._boundaries.order()
             return
         with self._capture.pulse.resting():
             self._capture.wait()
-            captured = self._attendant.newest_sealed_step() == self.completed
-            if self._use.since_boundary() or (captured and not self._is_as_captured()):
+            if not self._boundaries.is_unchanged():
                 self._progress.step += 1
-            self._capture_now(persist=True)
+            self._boundaries.capture_now(persist=True)
 
     def wait(self) -> None:
         """Wait until what is captured is committed. Raises PersistError if it could not be, and whatever
@@ -143,11 +132,12 @@ class Checkpointer:
         with self._capture.pulse.resting():
             self._capture.wait()
             self._attendant.wait_committed()
-        if self._unsaved is not None:
-            raise self._unsaved
-        if self._ordered_at is not None and not self._in_iteration:
+        unsaved, ordered_at = self._boundaries.unsaved, self._boundaries.ordered_at
+        if unsaved is not None:
+            raise unsaved
+        if ordered_at is not None and not self._in_iteration:
             raise self._attendant.not_captured(
-                self._ordered_at + 1, "the iteration in which save() was called was left before its boundary"
+                ordered_at + 1, "the iteration in which save() was called was left before its boundary"
             )
 
     def stop(self) -> None:
@@ -229,7 +219,7 @@ class Checkpointer:
         """The code after an epoch's batches is done: a boundary, and the last one is to be kept."""
         self._boundary(ordered=True)
         if last:
-            self._capture_now(persist=True)
+            self._boundaries.capture_now(persist=True)
 
     def _abandon_iteration(self) -> None:
         """An iteration was left by `break` or an exception: what follows is in none."""
@@ -244,9 +234,9 @@ class Checkpointer:
         if self._progress.manages_epochs or self.completed == 0:
             return
         try:
-            self._capture_now(persist=False)
+            self._boundaries.capture_now(persist=False)
         except FlashckptError as error:
-            self._not_saved(error)
+            self._boundaries.not_saved(error)
 
     def _finish(self) -> None:
         """The normal end of a whole run: its last boundary is captured and committed, then the run is
@@ -255,7 +245,7 @@ class Checkpointer:
             return
         try:
             if self._progress.step > 0:
-                self._capture_now(persist=True)
+                self._boundaries.capture_now(persist=True)
             self.wait()
         finally:
             self._release(closed=True)
@@ -263,130 +253,17 @@ class Checkpointer:
     # ---- boundaries
 
     def _boundary(self, *, ordered: bool = False) -> None:
-        """Count the step and let the capture decide whether this boundary is taken, or order it. Whatever
-        goes wrong with the capture does not stop training: it is raised where the user waits."""
         self._check_open()
-        newer = self._attendant.superseded_by
-        if newer is not None:
+        try:
+            self._boundaries.check()
+        except FlashckptError:
             self._release()
-            raise SupersededError(
-                f"Attempt {newer} has claimed this run while this process was training it. Nothing is "
-                f"lost: what was committed until step {self.completed} stands, and the newer attempt goes "
-                "on from it. This process must end; start only one job on a run.",
-                step=self.completed,
-            )
-        self._check_slots()
+            raise
         if self._signals.reason is not None and not self._stopping:
             self.stop()
-        self._progress.step += 1
-        self._adopt_slots()
-        try:
-            if self._capture.boundary(self.completed, self._values, ordered=ordered).captured:
-                self._saved()
-        except Exception as error:
-            self._not_saved(error)
-        self._ask_for_slots()
-        self._use.at_boundary()
+        self._boundaries.pass_one(ordered=ordered)
 
-    def _saved(self) -> None:
-        self._unsaved = self._ordered_at = None
-        self._attendant.fits()
-
-    def _not_saved(self, error: Exception) -> None:
-        """Said once; the next boundary tries again."""
-        if self._unsaved is None:
-            log.error("step %d is not saved, and training goes on: %s", self.completed, error)
-        if not isinstance(error, FlashckptError):
-            # Code of the user's own (a state_dict), or ours: the loop must not pay for either.
-            found = StateError(f"The state of step {self.completed} could not be read: {error!r}.")
-            found.__cause__ = error
-            self._unsaved = found
-        else:
-            self._unsaved = error
-
-    def _ask_for_slots(self, *, ordered: bool = False) -> None:
-        """Once the size of the state is known, and again when it has outgrown its slots."""
-        if not self._attendant.preparing:
-            wanted = self._capture.room_wanted(ordered=ordered)
-            if wanted is not None:
-                self._attendant.prepare(*wanted)
-
-    def _check_slots(self) -> None:
-        """A run that cannot hold a single snapshot is stopped in its first steps, not found out about
-        after a crash. Later shortages are skips and warnings: training has snapshots to fall back on."""
-        error = self._attendant.slots_error
-        if error is not None and not self._attendant.has_slots:
-            self._release()
-            raise error
-
-    def _adopt_slots(self) -> None:
-        ready = self._attendant.take_ready()
-        if ready is not None:
-            self._capture.set_slots(*ready)
-            self._attendant.taken_up()
-
-    def _capture_now(self, *, persist: bool) -> None:
-        """Capture the present boundary, whatever the pace, and see it sealed, unless it is already.
-
-        Raises PersistError where it cannot be sealed, OutOfRoomError where there is no memory for it,
-        StateError where it holds what cannot be saved.
-        """
-        self._capture.wait()
-        step, attendant, outgrown = self.completed, self._attendant, False
-        tries, until_s = 0, min(time.monotonic() + attendant.patience_s, attendant.deadline_s())
-        while attendant.newest_sealed_step() != step:
-            if outgrown or not attendant.has_slots:
-                self._ask_for_slots(ordered=True)
-                attendant.ensure_slots()
-            self._adopt_slots()
-            outcome = self._capture.boundary(step, self._values, ordered=True)
-            outgrown = self._capture.room_wanted() is not None
-            if outcome.captured:
-                self._capture.wait()
-                tries += 1
-            elif not outgrown:
-                attendant.wait_for_room()
-            if attendant.newest_sealed_step() != step and (tries >= _TRIES or time.monotonic() > until_s):
-                raise attendant.not_captured(step, outcome.reason or "its copies were torn, each time")
-        self._saved()
-        self._use.at_boundary()
-        if persist:
-            attendant.request_persist()
-
-    def _is_as_captured(self) -> bool:
-        """Whether the newest sealed snapshot holds exactly the state as it is now."""
-        found = self._attendant.newest_content()
-        if found is None:
-            return False
-        metadata, image = found
-        then = {leaf.name: digest for leaf, digest in zip(metadata.leaves, metadata.digests, strict=True)}
-        values = json.loads(encode_json(self._tree.values(self._capture.hooks.used_up)))
-        if self._use.digests() != then or json.loads(metadata.values)["state"] != values:
-            return False
-        # A short mask or table may change and keep its digest: of small leaves the bytes are compared.
-        live = {each.name: local(each.tensor) for each in self._tree.walk(self._capture.hooks.used_up).leaves}
-        return all(
-            bytes(image[start : start + leaf.num_bytes]) == bytes_of(live[leaf.name])
-            for leaf, start in zip(metadata.image.leaves, metadata.image.starts(), strict=True)
-            if leaf.num_bytes < SMALL_BYTES
-        )
-
-    def _values(self) -> bytes:
-        """What is not a tensor, as it is now, in typed JSON. Raises StateError with the path in the state."""
-        state = self._tree.values(self._capture.hooks.used_up)
-        try:
-            return encode_json(
-                {
-                    "state": state,
-                    "rng": rng.capture(),
-                    "progress": self._progress.value(),
-                    "environment": self._environment,
-                }
-            )
-        except StateError:
-            for name, value in state["entries"].items():
-                check_roundtrip(value, name)
-            raise
+    # ---- the end
 
     def _release(self, *, closed: bool = False) -> None:
         """Let the run go. What is sealed stays with the keeper, which persists it."""

@@ -162,7 +162,7 @@ def test_a_loop_that_can_hold_no_snapshot_ends_in_its_first_steps(tmp_path: Path
         for x in batches:
             job.train(x)
             if batches.completed:
-                until(lambda: attendant.slots_error is not None, "the keeper's answer")
+                until(lambda: attendant.slots.error is not None, "the keeper's answer")
 
     with pytest.raises(flashckpt.OutOfRoomError):
         train()

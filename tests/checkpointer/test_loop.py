@@ -329,7 +329,7 @@ def test_a_snapshot_that_the_keeper_is_persisting_is_resumed_from(tmp_path: Path
         job.train(x)
         if batches.completed == 3:
             break
-    ring = batches.checkpointer._attendant._ring
+    ring = batches.checkpointer._attendant.slots.ring
     assert ring is not None
     until(partial(has_sealed, batches.checkpointer, 3), "the newest seal")
     newest = ring.newest_sealed()

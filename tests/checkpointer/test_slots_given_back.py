@@ -31,7 +31,7 @@ def test_slots_that_were_ready_and_never_taken(tmp_path: Path, runtime: Path) ->
     def leave() -> None:
         with flashckpt.attach(tmp_path / "run", every=None, **Job().named) as checkpointer:
             checkpointer._attendant.prepare(4096, 1 << 16)
-            until(lambda: checkpointer._attendant._ready is not None, "slots")
+            until(lambda: checkpointer._attendant.slots.ready, "slots")
             assert len(regions(runtime)) == 3
             raise _Left
 
@@ -51,11 +51,11 @@ def test_slots_that_cannot_be_made_usable(
     with flashckpt.attach(tmp_path / "run", every=None, **Job().named) as checkpointer:
         attendant = checkpointer._attendant
         attendant.prepare(4096, 1 << 16)
-        until(lambda: attendant.slots_error is not None, "the failure")
+        until(lambda: attendant.slots.error is not None, "the failure")
         until(lambda: not regions(runtime), "the regions to go")
         monkeypatch.undo()
         attendant.prepare(4096, 1 << 16)
-        until(lambda: attendant._ready is not None, "slots")
+        until(lambda: attendant.slots.ready, "slots")
         assert len(regions(runtime)) == 3
 
 
@@ -74,7 +74,7 @@ def test_slots_that_are_written_are_not_given_back(
     with flashckpt.attach(tmp_path / "run", every=None, **Job().named) as checkpointer:
         checkpointer.save()
         names = [path.name for path in regions(runtime)]
-        checkpointer._attendant._give_back([*names, "slot-00000-9-0123456789abcdef"])
+        checkpointer._attendant.slots.give_back([*names, "slot-00000-9-0123456789abcdef"])
         assert len(names) == 3
         assert released == ["slot-00000-9-0123456789abcdef"]
 

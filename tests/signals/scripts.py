@@ -201,7 +201,7 @@ def by_hand(run: str, go: Path) -> None:
 
 def _taken(checkpointer: flashckpt.Checkpointer) -> list[Callable[[], object]]:
     """Take every slot. What is given back lets go of one each."""
-    ring = checkpointer._attendant._ring
+    ring = checkpointer._attendant.slots.ring
     assert ring is not None
     back: list[Callable[[], object]] = []
     for slot in ring.slots:

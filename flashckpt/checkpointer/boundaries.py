@@ -1,0 +1,176 @@
+"""The boundaries of an attached run: counted, captured when the pace says so or at once, and what kept one
+that was due from being captured."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING
+
+from flashckpt.capture.plan import bytes_of, local
+from flashckpt.capture.ways import SMALL_BYTES
+from flashckpt.checkpointer.environment import describe_environment
+from flashckpt.errors import FlashckptError, StateError, SupersededError
+from flashckpt.events import log
+from flashckpt.format.typed import check_roundtrip, encode_json
+from flashckpt.state import rng
+
+if TYPE_CHECKING:
+    from flashckpt.capture import Capture
+    from flashckpt.checkpointer.attendant import Attendant
+    from flashckpt.checkpointer.progress import Progress
+    from flashckpt.checkpointer.read_ahead import Use
+    from flashckpt.state.tree import Tree
+
+# Captures of one boundary that are found torn before it is given up: each finds a safer way.
+_TRIES = 4
+
+
+class Boundaries:
+    """Called from the training thread only. `unsaved` is why the newest boundary that was due is not
+    captured; `ordered_at` the step after which a capture was ordered that no boundary has answered yet."""
+
+    def __init__(
+        self, tree: Tree, progress: Progress, capture: Capture, attendant: Attendant, use: Use
+    ) -> None:
+        self._tree, self._progress, self._capture = tree, progress, capture
+        self._attendant, self._use = attendant, use
+        self._environment = describe_environment()
+        self.unsaved: FlashckptError | None = None
+        self.ordered_at: int | None = None
+
+    def check(self) -> None:
+        """Raises what must end this run now: SupersededError where a newer attempt has claimed it, and what
+        kept its first slots from being had. A run that cannot hold a single snapshot is stopped in its first
+        steps, not found out about after a crash; later shortages are skips and warnings."""
+        newer = self._attendant.superseded_by
+        if newer is not None:
+            raise SupersededError(
+                f"Attempt {newer} has claimed this run while this process was training it. Nothing is "
+                f"lost: what was committed until step {self._progress.step} stands, and the newer attempt "
+                "goes on from it. This process must end; start only one job on a run.",
+                step=self._progress.step,
+            )
+        error = self._attendant.slots.error
+        if error is not None and not self._attendant.slots.any:
+            raise error
+
+    def order(self) -> None:
+        """The next boundary is to be captured and persisted."""
+        self.ordered_at = self._progress.step
+        self._capture.order()
+
+    def pass_one(self, *, ordered: bool = False) -> None:
+        """Count the step and let the capture decide whether this boundary is taken, or order it. Whatever
+        goes wrong with the capture does not stop training: it is raised where the user waits."""
+        self._progress.step += 1
+        self._adopt_slots()
+        try:
+            if self._capture.boundary(self._progress.step, self.values, ordered=ordered).captured:
+                self._saved()
+        except Exception as error:
+            self.not_saved(error)
+        self._ask_for_slots()
+        self._use.at_boundary()
+
+    def capture_now(self, *, persist: bool) -> None:
+        """Capture the present boundary, whatever the pace, and see it sealed, unless it is already.
+
+        Raises PersistError where it cannot be sealed, OutOfRoomError where there is no memory for it,
+        StateError where it holds what cannot be saved.
+        """
+        self._capture.wait()
+        step, attendant, outgrown = self._progress.step, self._attendant, False
+        tries, until_s = 0, min(time.monotonic() + attendant.patience_s, attendant.deadline_s())
+        while attendant.newest_sealed_step() != step:
+            if outgrown or not attendant.slots.any:
+                self._ask_for_slots(ordered=True)
+                attendant.ensure_slots()
+            self._adopt_slots()
+            outcome = self._capture.boundary(step, self.values, ordered=True)
+            outgrown = self._capture.room_wanted() is not None
+            if outcome.captured:
+                self._capture.wait()
+                tries += 1
+            elif not outgrown:
+                attendant.wait_for_room()
+            if attendant.newest_sealed_step() != step and (tries >= _TRIES or time.monotonic() > until_s):
+                raise attendant.not_captured(step, outcome.reason or "its copies were torn, each time")
+        self._saved()
+        self._use.at_boundary()
+        if persist:
+            attendant.slots.request_persist()
+
+    def is_unchanged(self) -> bool:
+        """Whether nothing has come since the present boundary: no use of the state was seen and, where it is
+        captured, the state is bit for bit what was captured."""
+        if self._use.since_boundary():
+            return False
+        return self._attendant.newest_sealed_step() != self._progress.step or self._is_as_captured()
+
+    def _is_as_captured(self) -> bool:
+        """Whether the newest sealed snapshot holds exactly the state as it is now."""
+        found = self._attendant.slots.newest_content()
+        if found is None:
+            return False
+        metadata, image = found
+        then = {leaf.name: digest for leaf, digest in zip(metadata.leaves, metadata.digests, strict=True)}
+        values = json.loads(encode_json(self._tree.values(self._capture.hooks.used_up)))
+        if self._use.digests() != then or json.loads(metadata.values)["state"] != values:
+            return False
+        # A short mask or table may change and keep its digest: of small leaves the bytes are compared.
+        live = {each.name: local(each.tensor) for each in self._tree.walk(self._capture.hooks.used_up).leaves}
+        return all(
+            bytes(image[start : start + leaf.num_bytes]) == bytes_of(live[leaf.name])
+            for leaf, start in zip(metadata.image.leaves, metadata.image.starts(), strict=True)
+            if leaf.num_bytes < SMALL_BYTES
+        )
+
+    def values(self) -> bytes:
+        """What is not a tensor, as it is now, in typed JSON. Raises StateError with the path in the state."""
+        state = self._tree.values(self._capture.hooks.used_up)
+        try:
+            return encode_json(
+                {
+                    "state": state,
+                    "rng": rng.capture(),
+                    "progress": self._progress.value(),
+                    "environment": self._environment,
+                }
+            )
+        except StateError:
+            for name, value in state["entries"].items():
+                check_roundtrip(value, name)
+            raise
+
+    def not_saved(self, error: Exception) -> None:
+        """Said once; the next boundary tries again."""
+        step = self._progress.step
+        if self.unsaved is None:
+            log.error("step %d is not saved, and training goes on: %s", step, error)
+        if not isinstance(error, FlashckptError):
+            # Code of the user's own (a state_dict), or ours: the loop must not pay for either.
+            found = StateError(f"The state of step {step} could not be read: {error!r}.")
+            found.__cause__ = error
+            self.unsaved = found
+        else:
+            self.unsaved = error
+
+    def _saved(self) -> None:
+        self.unsaved = self.ordered_at = None
+        self._attendant.slots.fits()
+
+    # ---- the slots that captures go to
+
+    def _ask_for_slots(self, *, ordered: bool = False) -> None:
+        """Once the size of the state is known, and again when it has outgrown its slots."""
+        if not self._attendant.slots.preparing:
+            wanted = self._capture.room_wanted(ordered=ordered)
+            if wanted is not None:
+                self._attendant.prepare(*wanted)
+
+    def _adopt_slots(self) -> None:
+        ready = self._attendant.slots.take_ready()
+        if ready is not None:
+            self._capture.set_slots(*ready)
+            self._attendant.slots.taken_up()

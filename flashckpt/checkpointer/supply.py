@@ -1,0 +1,214 @@
+"""The slots of one trainer: asked for, made ready beside the loop, exchanged at a boundary, given back.
+
+Two threads meet here. The training thread takes what is ready at a boundary, since slots must never change
+under a copy; the attendant's thread does everything that asks the keeper or takes memory.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from flashckpt.capture import Capture
+from flashckpt.checkpointer.provision import made_usable, what_they_mean
+from flashckpt.checkpointer.session import Session
+from flashckpt.errors import DamagedError, FlashckptError, KeeperError, OutOfRoomError
+from flashckpt.events import log
+from flashckpt.format.metadata import Metadata
+from flashckpt.keeper.protocol import close_all
+from flashckpt.memory.slot import Sealed, Slot
+from flashckpt.memory.slots import SlotRing
+from flashckpt.options import Options
+
+_RETRY_S = 5.0
+_SLOTS = 3
+
+Ready = tuple[SlotRing, dict[str, int]]
+
+
+class SlotSupply:
+    """`ring` is what the capture writes to, `wanted` the (metadata, image) bytes of slots that were asked for
+    and are not ready, `error` why slots could not be had the last time. `say(text, key)` warns once a key."""
+
+    def __init__(
+        self, session: Session, capture: Capture, options: Options, say: Callable[[str, str], None]
+    ) -> None:
+        self._session, self._capture, self._say = session, capture, say
+        self.count = options.slots or _SLOTS
+        self.ring: SlotRing | None = None
+        self.wanted: tuple[int, int] | None = None
+        self.error: FlashckptError | None = None
+        # Held for the moment in which ready slots change hands, never while anything is asked.
+        self._handover = threading.Lock()
+        self._ready: Ready | None = None
+        self._replaced: SlotRing | None = None
+        self._outgrown: list[SlotRing] = []
+        self._carried: Sealed | None = None
+        self._retry_s = 0.0
+        self._ended = False
+
+    # ---- called by the training thread
+
+    @property
+    def any(self) -> bool:
+        """Whether there are slots, or will be at the next boundary."""
+        return self.ring is not None or self._ready is not None
+
+    @property
+    def preparing(self) -> bool:
+        """Whether slots were asked for that the capture does not have yet."""
+        return self.wanted is not None or self._ready is not None
+
+    @property
+    def ready(self) -> bool:
+        """Whether slots wait to be taken."""
+        return self._ready is not None
+
+    def ask(self, metadata_bytes: int, image_bytes: int) -> None:
+        """Ask for slots of at least these capacities, in bytes: the next `tend` gets them."""
+        self.wanted, self._retry_s = (metadata_bytes, image_bytes), 0.0
+
+    def fits(self) -> None:
+        """The state fits the slots there are: larger ones that were asked for are not needed any more."""
+        if self.ring is not None:
+            self.wanted = None
+
+    def take_ready(self) -> Ready | None:
+        """Slots that are ready, with this process's owner index in each, for the capture to write to from
+        now on. The training thread calls this at a boundary, and `taken_up` once it writes to the old ones no
+        more."""
+        with self._handover:
+            ready, self._ready = self._ready, None
+            if ready is not None:
+                self._replaced, self.ring = self.ring, ready[0]
+        return ready
+
+    def taken_up(self) -> None:
+        """The slots before are let go. What is newest in them is persisted: nobody could ask for it later."""
+        old, self._replaced = self._replaced, None
+        newest = self._own(old.newest_sealed()) if old is not None else None
+        if old is not None and newest is not None:
+            newest[0].request_persist(newest[1].generation)
+            self._carried = newest[1]
+        if old is not None:
+            self._outgrown.append(old)
+
+    # ---- what stands in them
+
+    def newest_own(self) -> Sealed | None:
+        """The newest sealed snapshot of this attempt, also where its slot is let go."""
+        newest = self._own(self.ring.newest_sealed()) if self.ring is not None else None
+        return self._carried if newest is None else newest[1]
+
+    def _own(self, newest: tuple[Slot, Sealed] | None) -> tuple[Slot, Sealed] | None:
+        """None for what an earlier attempt left."""
+        if newest is None or newest[1].record.attempt_number != self._session.attempt.number:
+            return None
+        return newest
+
+    def newest_content(self) -> tuple[Metadata, memoryview] | None:
+        """Metadata and image of the newest sealed snapshot; None where there is none that can be read."""
+        newest = self.ring.newest_sealed() if self.ring is not None else None
+        try:
+            return (newest[0].metadata(newest[1]), newest[0].image_view) if newest is not None else None
+        except DamagedError:
+            return None
+
+    def request_persist(self) -> None:
+        """Ask for the newest sealed snapshot to be persisted."""
+        newest = self.ring.newest_sealed() if self.ring is not None else None
+        if newest is not None:
+            slot, sealed = newest
+            slot.request_persist(sealed.generation)
+
+    # ---- called by the attendant's thread
+
+    @property
+    def urgent(self) -> bool:
+        """Whether slots are wanted and the keeper may be asked again."""
+        return self.wanted is not None and time.monotonic() >= self._retry_s
+
+    def tend(self) -> None:
+        """Give back what was outgrown, and get the slots that are wanted: taken, faulted in and known to the
+        devices before they are used."""
+        self._let_go_of_outgrown()
+        wanted = self.wanted
+        if wanted is None or time.monotonic() < self._retry_s:
+            return
+        try:
+            grants = self._session.keeper.ask_slots(self.count, *wanted, minimum=min(2, self.count))
+        except OutOfRoomError as error:
+            self._failed(error)
+            return
+        if grants is None:
+            return  # they are being made ready: asked again in the next round
+        names = [grant.name for grant in grants]
+        if self._ended:
+            close_all([grant.descriptor for grant in grants])
+            self.give_back(names)
+            return
+        try:
+            slots = made_usable(grants, self._capture)
+        except Exception as error:
+            self.give_back(names)
+            self._failed(KeeperError(f"Slots could not be made usable: {error!r}. No snapshot is taken."))
+            return
+        for text in what_they_mean(grants, self.count):
+            self._say(text, text)
+        owners = {slot.name: grant.owner for slot, grant in zip(slots, grants, strict=True)}
+        with self._handover:
+            replaced, self._ready = self._ready, (SlotRing(slots), owners)
+            self.wanted, self.error = None, None
+        self._drop(replaced)
+
+    def give_back(self, names: Sequence[str]) -> None:
+        """Release granted slots that this trainer does not write: their memory is the machine's again."""
+        with self._handover:
+            rings = [self.ring, self._ready[0] if self._ready is not None else None]
+        kept = {slot.name for ring in rings if ring is not None for slot in ring.slots}
+        unused = [name for name in names if name not in kept]
+        try:
+            if unused:
+                self._session.keeper.release(unused)
+        except (FlashckptError, OSError) as error:
+            log.debug("slots could not be released: %s", error)
+
+    def _failed(self, error: FlashckptError) -> None:
+        self.error = error
+        self._retry_s = time.monotonic() + _RETRY_S
+        self._say(str(error), type(error).__name__)
+
+    def _drop(self, ready: Ready | None) -> None:
+        """Slots that were made ready and will not be used."""
+        slots = ready[0].slots if ready is not None else ()
+        self.give_back([slot.name for slot in slots])
+        for slot in slots:
+            slot.close()
+
+    def _let_go_of_outgrown(self) -> None:
+        while self._outgrown:
+            old = self._outgrown[0]
+            kept = {slot.name for slot in self.ring.slots} if self.ring is not None else set()
+            self._session.keeper.release([slot.name for slot in old.slots if slot.name not in kept])
+            for slot in old.slots:
+                slot.close()
+            self._outgrown.pop(0)
+
+    # ---- the end
+
+    def end(self) -> None:
+        """Slots that are granted from now on go back at once."""
+        self._ended = True
+
+    def drop_ready(self) -> None:
+        """Nobody will write these, and the keeper may linger with them."""
+        with self._handover:
+            untaken, self._ready = self._ready, None
+        self._drop(untaken)
+
+    def close(self) -> None:
+        """Unmap everything, once no thread looks into it any more."""
+        for ring in (self.ring, self._replaced, *self._outgrown):
+            for slot in ring.slots if ring is not None else ():
+                slot.close()
