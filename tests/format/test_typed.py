@@ -29,6 +29,7 @@ from flashckpt.format.typed import (
     register,
     same,
 )
+from tests.ids import shown
 
 
 def there_and_back(value: Any) -> Any:
@@ -156,7 +157,7 @@ Point = namedtuple("Point", "x y")  # noqa: PYI024
         int,
         ...,
     ],
-    ids=repr,
+    ids=shown,
 )
 def test_what_has_no_exact_encoding_is_refused_with_its_path(value: Any) -> None:
     with pytest.raises(StateError) as caught:

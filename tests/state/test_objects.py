@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 import flashckpt.state.adapters  # noqa: F401
 from flashckpt.errors import StateError
 from flashckpt.state.tree import Tree
+from tests.ids import shown
 from tests.state.image import Image, all_used_up, assert_same, capture, restore
 
 
@@ -307,7 +308,7 @@ def test_two_optimizers_on_two_modules() -> None:
 @pytest.mark.parametrize(
     "named",
     [{"x": 3}, {"x": "text"}, {"x": object()}, {"": {}}, {"gradients": {}}, {"a": {}, "a.b": {}}, {"!x": {}}],
-    ids=repr,
+    ids=shown,
 )
 def test_what_cannot_be_named_is_refused(named: dict[str, Any]) -> None:
     with pytest.raises(StateError):

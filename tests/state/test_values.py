@@ -13,6 +13,7 @@ import torch
 import flashckpt.state.adapters  # noqa: F401
 from flashckpt.errors import DamagedError, StateError
 from flashckpt.format.typed import check_roundtrip, decode_json, encode_json, same
+from tests.ids import shown
 
 VALUES: list[Any] = [
     torch.Size([1, 2]), torch.float8_e5m2, torch.qint8, torch.device("cuda", 3), torch.device("cpu"),
@@ -38,7 +39,7 @@ def test_values_of_torch_and_numpy(value: Any) -> None:
 @pytest.mark.parametrize(
     "value",
     [np.array([object()]), np.array([(1, 2)], dtype="i4,i4"), np.ma.array([1])],
-    ids=str,
+    ids=shown,
 )
 @pytest.mark.filterwarnings("ignore")
 def test_arrays_that_are_refused(value: Any) -> None:
