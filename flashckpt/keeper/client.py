@@ -80,6 +80,7 @@ class KeeperClient:
         self._said: dict[str, dict[str, Any]] = {}
         self._memfds: dict[str, int] = {}
         self._lent: set[str] = set()
+        self._pauses = start.Pauses()
         self.restarts = 0
 
     # What a trainer says
@@ -290,7 +291,10 @@ class KeeperClient:
             if now > until:
                 raise _unreachable(self._runtime, f"it did not answer within {_START_TIMEOUT_S:.0f} s")
             if now - tried_at > _START_AGAIN_S and not is_alive(self._runtime, ELECTION_LOCK):
+                if self._pauses.left_s > 0:
+                    raise _unreachable(self._runtime, "each dies soon after its start; the next has to wait")
                 start.start(self._run_path, self._runtime)
+                self._pauses.started()
                 tried_at = now
             time.sleep(_RETRY_S)
         self._peer = peer

@@ -9,6 +9,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 
 from flashckpt.errors import KeeperError
 from flashckpt.events import log as logger
@@ -17,6 +19,33 @@ from flashckpt.memory.runtime import RuntimeFolder
 
 _START_TIMEOUT_S = 60.0
 _MAX_LOG_BYTES = 1 << 20
+_STARTS_AT_ONCE = 8
+_LONGEST_PAUSE_S = 30.0
+_LIVED_S = 60.0
+
+
+class Pauses:
+    """When a keeper may be started again. Those killed now and then are replaced at once. One that dies over
+    and over (no memory left for it, an installation that broke under a run) is replaced after 1, 2, 4 … 30 s:
+    each begins its write anew, on storage that the training needs, too."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._starts = 0
+        self._started_s = -_LIVED_S
+
+    def started(self) -> None:
+        """One was started. The count begins anew where the one before had a minute to live."""
+        now = self._clock()
+        self._starts = 1 if now - self._started_s >= _LIVED_S else self._starts + 1
+        self._started_s = now
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the next may be started: 0 or less where it may be now."""
+        beyond = self._starts - _STARTS_AT_ONCE
+        pause_s = 0.0 if beyond < 0 else min(2.0**beyond, _LONGEST_PAUSE_S)
+        return self._started_s + pause_s - self._clock()
 
 
 def start(run_path: str, runtime: RuntimeFolder) -> None:

@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from flashckpt.commit import attempts, lineage
+from flashckpt.errors import KeeperError
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper.daemon import Keeper
 from flashckpt.keeper.protocol import ELECTION_LOCK, SOCKET_NAME
+from flashckpt.keeper.start import Pauses
 from flashckpt.keeper.trainers import Roster, Trainer
 from flashckpt.memory.page import State
 from flashckpt.memory.region import is_region_name
@@ -124,6 +126,44 @@ def test_a_keeper_killed_while_it_writes_is_replaced(tmp_path: Path, runtime: Pa
     assert len(shards) == 2, "it was written again under another name"
     trainer.snapshot(100, persist=True)
     trainer.wait_committed(100)
+    trainer.end()
+
+
+def test_keepers_that_die_over_and_over_are_started_after_pauses() -> None:
+    now = 1000.0
+    pauses = Pauses(lambda: now)
+    assert pauses.left_s <= 0
+    waited = []
+    for _ in range(16):
+        pauses.started()
+        waited.append(max(pauses.left_s, 0.0))
+        now += waited[-1]
+    assert waited == [0] * 7 + [1, 2, 4, 8, 16, 30, 30, 30, 30]
+    now += 60
+    pauses.started()
+    assert pauses.left_s <= 0, "that one had its time to live"
+
+
+def refusal(trainer: FakeTrainer) -> KeeperError | None:
+    """Why there is no keeper now; None once there is one."""
+    try:
+        trainer.client.tend()
+    except KeeperError as error:
+        return error
+    return None
+
+
+def test_a_pause_is_told_and_ends(tmp_path: Path, runtime: Path) -> None:
+    trainer = attached(tmp_path / "run", runtime)
+    refused = None
+    for _ in range(14):  # on a machine where a start takes longer than the first pauses
+        kill_keeper(trainer.folder)
+        if (refused := refusal(trainer)) is not None:
+            break
+    assert "the next has to wait" in str(refused)
+    trainer.snapshot(1, persist=True)
+    eventually(lambda: refusal(trainer) is None, timeout_s=60)
+    trainer.wait_committed(1)
     trainer.end()
 
 
