@@ -11,12 +11,14 @@
 #   make clean           remove what was built; make distclean: the environments too
 #
 #   PYTHON=python3.12    the interpreter to start from
+#   JOBS=3               tests at once; they wait for processes as much as they compute. JOBS=0: one, in pytest's process
 #   VENV=.venv           where the environment stands
 #   TORCH=system         use the torch that PYTHON already has, and install none
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?=
+JOBS ?= 3
 ARGS ?=
 export PYTHON VENV TORCH
 
@@ -27,11 +29,11 @@ CPP = $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.h' | grep -v 
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n '3,16s/^# \{0,1\}//p' Makefile
+	@sed -n '3,17s/^# \{0,1\}//p' Makefile
 
 test:
 	@scripts/environment test,demo
-	@$(RUN)/python -m pytest $(ARGS)
+	@$(RUN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 demo:
 	@scripts/environment test,demo

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,12 +107,11 @@ def test_a_stopped_trainer_is_told_as_stopped_and_never_ended(tmp_path: Path) ->
 
 
 def test_a_trainer_without_a_signal_is_read_by_py_spy(tmp_path: Path, runtime: Path) -> None:
-    beside = Path(sys.executable).parent / "py-spy"
-    if not (beside.exists() or shutil.which("py-spy")):
-        pytest.skip("py-spy is not installed")
     with running(tmp_path / "run", "gil", no_signal_is_free=True) as run:
         run.hangs()
         stuck = run.wait_told("stuck")
+        if "permission" in str(stuck["reason"]).lower():
+            pytest.skip(f"no process may look into another here: {stuck['reason']}")
         assert stuck["source"] == "py-spy", stuck["reason"]
         assert any("hold_the_gil" in line for line in stuck["stacks"])
         run.release()
