@@ -29,7 +29,7 @@ from flashckpt.keeper.protocol import Status
 from flashckpt.options import Options
 
 _TICK_S = 0.5
-_WAITING_TICK_S = 0.02
+_WAITING_TICK_S = 0.005
 _CLAIM_LOOK_S = 2.0
 _SLOWEST_BYTES_PER_S = 1 << 28
 _EVENTS_KEPT = 1000
