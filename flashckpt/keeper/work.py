@@ -7,6 +7,7 @@ left. The bytes are the drain's.
 from __future__ import annotations
 
 import errno
+import threading
 import time
 from collections.abc import Iterable
 from functools import partial
@@ -45,6 +46,7 @@ class Work:
         self._known: dict[int, Trainer] = {}
         self._living: set[int] = set()
         self._audit_at = 0.0
+        self._is_hurried = threading.Event()
 
     # What is to be done
 
@@ -83,9 +85,12 @@ class Work:
 
     def next(self) -> None:
         """Give the worker its next order, if it is free and there is one."""
-        if self.worker.busy:
-            return
         wanted = self._wanted()
+        if self.worker.busy:
+            if wanted is not None:
+                # An audit is for idle time: of a large state it would take a run's grace.
+                self._is_hurried.set()
+            return
         if wanted is not None:
             self._submit(*wanted)
         elif time.monotonic() >= self._audit_at:
@@ -218,7 +223,8 @@ class Work:
                     return
                 self._follow(held, outcome)
 
-            self.worker.submit(partial(self._drain.audit, order), done)
+            self._is_hurried.clear()
+            self.worker.submit(partial(self._drain.audit, order, self._is_hurried.is_set), done)
             return
 
     # What follows
