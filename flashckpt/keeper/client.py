@@ -65,7 +65,8 @@ class SlotGrant:
 
 class KeeperClient:
     """A trainer's connection to its node's keeper. A keeper that died is started again by the next call,
-    told again who we are, and handed the memfds that only we still hold."""
+    told again who we are, and handed the memfds that only we still hold. `longest_pause_s`: how long one that
+    would come after many that died may have to wait; until then calls raise KeeperError."""
 
     def __init__(
         self, run_path: str, runtime: RuntimeFolder, life: LifeLock, *, patience_s: float = _PATIENCE_S
@@ -81,6 +82,7 @@ class KeeperClient:
         self._memfds: dict[str, int] = {}
         self._lent: set[str] = set()
         self._pauses = start.Pauses()
+        self.longest_pause_s = start.LONGEST_PAUSE_S
         self.restarts = 0
 
     # What a trainer says
@@ -291,7 +293,7 @@ class KeeperClient:
             if now > until:
                 raise _unreachable(self._runtime, f"it did not answer within {_START_TIMEOUT_S:.0f} s")
             if now - tried_at > _START_AGAIN_S and not is_alive(self._runtime, ELECTION_LOCK):
-                if self._pauses.left_s > 0:
+                if self._pauses.left_s(self.longest_pause_s) > 0:
                     raise _unreachable(self._runtime, "each dies soon after its start; the next has to wait")
                 start.start(self._run_path, self._runtime)
                 self._pauses.started()

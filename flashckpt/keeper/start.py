@@ -20,14 +20,16 @@ from flashckpt.memory.runtime import RuntimeFolder
 _START_TIMEOUT_S = 60.0
 _MAX_LOG_BYTES = 1 << 20
 _STARTS_AT_ONCE = 8
-_LONGEST_PAUSE_S = 30.0
+# Where nobody waits; where somebody does; and at the end of a run, after which nobody would start one.
+LONGEST_PAUSE_S, AWAITED_PAUSE_S, NO_PAUSE_S = 30.0, 1.0, 0.0
 _LIVED_S = 60.0
+_MOST_DOUBLINGS = 10
 
 
 class Pauses:
     """When a keeper may be started again. Those killed now and then are replaced at once. One that dies over
     and over (no memory left for it, an installation that broke under a run) is replaced after 1, 2, 4 … 30 s:
-    each begins its write anew, on storage that the training needs, too."""
+    each begins its write anew, on storage that the training needs, too. Whoever waits may shorten a pause."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -40,11 +42,12 @@ class Pauses:
         self._starts = 1 if now - self._started_s >= _LIVED_S else self._starts + 1
         self._started_s = now
 
-    @property
-    def left_s(self) -> float:
-        """Seconds until the next may be started: 0 or less where it may be now."""
+    def left_s(self, longest_s: float = LONGEST_PAUSE_S) -> float:
+        """Seconds until the next may be started: 0 or less where it may be now. No pause is longer than
+        `longest_s`."""
         beyond = self._starts - _STARTS_AT_ONCE
-        pause_s = 0.0 if beyond < 0 else min(2.0**beyond, _LONGEST_PAUSE_S)
+        # A night of keepers that die is a thousand of them, and two to that power is no number.
+        pause_s = 0.0 if beyond < 0 else min(2.0 ** min(beyond, _MOST_DOUBLINGS), longest_s)
         return self._started_s + pause_s - self._clock()
 
 

@@ -26,6 +26,7 @@ from flashckpt.memory.page import State
 from flashckpt.memory.slot import Sealed
 
 _LONGEST_WAIT_S = 300.0
+_MOST_DOUBLINGS = 10
 _AWAITED_RETRY_S = 1.0
 # An audit may take this share of the time, so that idle means idle for the trainer too.
 _AUDIT_SHARE = 0.05
@@ -281,7 +282,7 @@ class Work:
         held.tries = held.tries + 1 if held.tried == outcome.generation else 1
         held.tried = outcome.generation
         held.failed_at = time.monotonic()
-        held.retry_at = held.failed_at + min(2.0 ** (held.tries - 1), _LONGEST_WAIT_S)
+        held.retry_at = held.failed_at + pause_s(held.tries)
         if outcome.result is Result.WAITING:
             return
         held.slot.set_failed(outcome.generation, outcome.errno or errno.EIO)
@@ -306,3 +307,9 @@ class Work:
         word = held.word()
         if word is not None and word.state is State.PINNED and word.owner == owner:
             held.slot.unpin(word)
+
+
+def pause_s(tries: int) -> float:
+    """Seconds until a write that failed so many times is tried again."""
+    # A server that is away for a long weekend is a thousand tries, and two to that power is no number.
+    return min(2.0 ** min(tries - 1, _MOST_DOUBLINGS), _LONGEST_WAIT_S)
