@@ -24,6 +24,7 @@ from flashckpt.keeper.protocol import ELECTION_LOCK
 from flashckpt.keeper.pruner import Pruner
 from flashckpt.keeper.server import Server
 from flashckpt.keeper.shelf import Shelf
+from flashckpt.keeper.start import bound_log
 from flashckpt.keeper.tally import Tally
 from flashckpt.keeper.trainers import Roster, Trainer
 from flashckpt.keeper.watchdog import Watchdog
@@ -37,6 +38,7 @@ _IDLE_TICK_MS = 100
 _SWEEP_S = 0.2
 _ROUND_S = 1.0
 _MOST_LOOKS_WITHOUT_RUN = 3
+_LOG_DESCRIPTOR = 2
 
 
 class Keeper:
@@ -104,6 +106,7 @@ class Keeper:
             if now - self._round_at >= _ROUND_S and not self._chores_worker.busy:
                 self._round_at = now
                 self.shelf.remove_dead_locks()
+                bound_log(self.folder, _LOG_DESCRIPTOR)
                 self._round()
 
     @property

@@ -5,6 +5,7 @@ Owns the command line. Never waits for the keeper to be ready: the client does, 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -64,8 +65,7 @@ def start(run_path: str, runtime: RuntimeFolder) -> None:
     boot = os.path.join(os.path.dirname(os.path.abspath(__file__)), "boot.py")
     log = runtime.open_file(LOG_NAME, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     try:
-        if os.fstat(log).st_size > _MAX_LOG_BYTES:
-            os.ftruncate(log, 0)
+        bound_log(runtime, log)
         child = subprocess.Popen(
             [sys.executable, "-I", boot, run_path],
             stdin=subprocess.PIPE,
@@ -81,6 +81,16 @@ def start(run_path: str, runtime: RuntimeFolder) -> None:
         raise _cannot(str(error)) from error
     finally:
         os.close(log)
+
+
+def bound_log(runtime: RuntimeFolder, descriptor: int) -> None:
+    """Begin a keeper's log anew where it has become too long: it is in the memory that slots need. What is
+    not the log of this runtime folder is left alone."""
+    with contextlib.suppress(OSError):
+        found = os.fstat(descriptor)
+        is_log = runtime.inode(LOG_NAME) == (found.st_dev, found.st_ino)
+        if is_log and found.st_size > _MAX_LOG_BYTES:
+            os.ftruncate(descriptor, 0)
 
 
 def survival_warnings(cgroup: str = "/proc/self/cgroup") -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from flashckpt.keeper.protocol import LOG_NAME
 from flashckpt.memory.slots import SlotRing
 from tests.keeper.driver import Process, committed, eventually, kill_keeper, runtime_of
 from tests.keeper.fake import FakeTrainer, keeper_pid
@@ -85,3 +86,15 @@ def test_what_a_dead_trainer_had_no_room_for_the_next_is_not_told(tmp_path: Path
     assert len(second.do("slots", 3, 3)) == 3
     second.kill()
     kill_keeper(runtime_of(tmp_path / "run", runtime))
+
+
+def test_the_log_is_bounded_while_a_keeper_lives(tmp_path: Path, runtime: Path) -> None:
+    """It is in the memory that slots need."""
+    trainer = begun(tmp_path / "run", runtime)
+    log = Path(trainer.folder.path) / LOG_NAME
+    with open(log, "ab") as file:
+        file.write(b"a line of weeks of a disk that is full\n" * (MIB // 20))
+    eventually(lambda: log.stat().st_size < MIB)
+    trainer.snapshot(1, persist=True)
+    trainer.wait_committed(1)
+    trainer.end()
