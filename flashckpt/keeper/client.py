@@ -30,6 +30,7 @@ from flashckpt.keeper.protocol import (
     receive,
     send,
 )
+from flashckpt.keeper.standing import make_stand
 from flashckpt.memory.region import MEMFD
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder, is_alive
 from flashckpt.options import Keep
@@ -199,6 +200,8 @@ class KeeperClient:
         called once a second or so."""
         with self._lock:
             before = self.restarts
+            if make_stand(self._runtime, self._life):
+                self._drop()
             self._call({"op": "ping"})
             return self.restarts > before
 
@@ -258,6 +261,7 @@ class KeeperClient:
         """The connection, made anew if there is none: with a keeper that is started if there is none."""
         if self._peer is not None:
             return self._peer
+        make_stand(self._runtime, self._life)
         until = time.monotonic() + _START_TIMEOUT_S
         tried_at = -_START_AGAIN_S
         mute, mute_since = self._runtime.inode(ELECTION_LOCK), time.monotonic()
