@@ -22,9 +22,10 @@ from flashckpt.checkpointer.supply import SlotSupply
 from flashckpt.checkpointer.telling import Telling
 from flashckpt.checkpointer.watch import Watch
 from flashckpt.commit import lineage
-from flashckpt.commit.attempts import newest_claimed
+from flashckpt.commit.attempts import beat_on, newest_claimed
 from flashckpt.errors import FlashckptError, KeeperError, PersistError
 from flashckpt.events import Event, log
+from flashckpt.keeper import start
 from flashckpt.keeper.protocol import Status
 from flashckpt.options import Options
 
@@ -32,7 +33,7 @@ _TICK_S = 0.5
 _WAITING_TICK_S = 0.005
 _CLAIM_LOOK_S = 2.0
 _SLOWEST_BYTES_PER_S = 1 << 28
-_EVENTS_KEPT = 1000
+_EVENTS_KEPT = _MOST_SAID = 1000
 _LEAST_JOIN_S = 1.0
 
 
@@ -62,6 +63,7 @@ class Attendant:
         self._hurried = False
         self._ended = False
         self._looked_s = 0.0
+        self._tended = False
         self._ages, self._loaded_step = ages, loaded_step
         self._telling = Telling(capture)
         self._said: set[str] = set()
@@ -175,6 +177,7 @@ class Attendant:
     def close(self, *, closed: bool) -> None:
         """End the thread. In order (`closed`), the keeper is told that nothing more comes."""
         self._ended = True
+        self._session.keeper.longest_pause_s = start.NO_PAUSE_S
         self.slots.end()
         self._woken.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
@@ -186,6 +189,8 @@ class Attendant:
             log.warning("the attendant does not come to an end; the run is let go without it")
             return
         self._watch.look(last=True)
+        # Where the last keepers have died, nobody would start another after this one.
+        self._session.keeper.longest_pause_s = start.NO_PAUSE_S
         self.slots.drop_ready()
         try:
             if time.monotonic() < self.deadline_s():  # else to the keeper it is a death like any other
@@ -200,22 +205,32 @@ class Attendant:
 
     def _run(self) -> None:
         while not self._ended:
-            try:
-                self._round()
-            except (FlashckptError, OSError) as error:
-                self._say_once(f"the keeper cannot be asked: {error}")
-            except Exception as error:  # a fault of ours must not leave the run without an attendant
-                self._say_once(f"the attendant met {error!r} and goes on")
-                log.debug("in the attendant", exc_info=True)
+            self._tended = self._tried(self._round, "the keeper cannot be asked")
+            self._tried(self._look_at_attempts, "the run's attempts cannot be looked at")
             with self._answered:
                 self._rounds += 1
                 self._answered.notify_all()
             self._woken.wait(_WAITING_TICK_S if self._waiting or self.slots.urgent else _TICK_S)
             self._woken.clear()
 
+    def _tried(self, deed: Callable[[], None], failed: str) -> bool:
+        """Whether it was done. What keeps it from being done is said, and tried again in the next round."""
+        try:
+            deed()
+        except (FlashckptError, OSError) as error:
+            self._say_once(f"{failed}: {error}")
+        except Exception as error:  # a fault of ours must not leave the run without an attendant
+            self._say_once(f"the attendant met {error!r} and goes on")
+            log.debug("in the attendant", exc_info=True)
+        else:
+            return True
+        return False
+
     def _round(self) -> None:
         self._watch.look()
         keeper = self._session.keeper
+        longest_s = start.AWAITED_PAUSE_S if self._waiting else start.LONGEST_PAUSE_S
+        keeper.longest_pause_s = start.NO_PAUSE_S if self._ended else longest_s
         if keeper.tend():
             log.warning("the keeper had died and was started again; what it was writing is written again")
         self.status = keeper.status(awaited=self._hurried)
@@ -226,12 +241,19 @@ class Attendant:
             log.warning("%s", warning)
         for failure in self.status.failures:
             self._say_once(f"step {failure.step} could not be persisted: {failure.message}; training goes on")
-        if time.monotonic() - self._looked_s >= _CLAIM_LOOK_S:
-            self._looked_s = time.monotonic()
-            newest = newest_claimed(self._session.store)
-            if newest is not None and newest.number > self._session.attempt.number:
-                self.superseded_by = str(newest)
         self.slots.tend()
+
+    def _look_at_attempts(self) -> None:
+        """Whether a newer attempt has claimed the run. As long as no keeper moves this one's counter on, that
+        is done here: on another machine a counter that stands still means that nobody trains."""
+        if self._ended or time.monotonic() - self._looked_s < _CLAIM_LOOK_S:
+            return
+        self._looked_s = time.monotonic()
+        newest = newest_claimed(self._session.store)
+        if newest is not None and newest.number > self._session.attempt.number:
+            self.superseded_by = str(newest)
+        elif not self._tended:
+            beat_on(self._session.store, self._session.attempt)
 
     def _send_events(self) -> None:
         while self._events:
@@ -244,6 +266,9 @@ class Attendant:
 
     def _say_once(self, text: str, key: str = "") -> None:
         if (key or text) not in self._said:
+            # Each snapshot that fails has words of its own: weeks of them must not be remembered.
+            if len(self._said) >= _MOST_SAID:
+                self._said.clear()
             self._said.add(key or text)
             log.warning("%s", text)
 

@@ -6,7 +6,7 @@ place, durably, before a part or a shard goes: whoever commits late finds it and
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from flashckpt import crashpoints
@@ -82,7 +82,7 @@ def prune(
         if newest_claimed(store) != claimed:
             return gone
         try:
-            if bury(store, each.step, each.attempt):
+            if bury(store, each.step, each.attempt, lambda: newest_claimed(store) == claimed):
                 lineage.buried.append(each)
                 gone += [each] if each in lineage.committed else []
         except OSError as error:
@@ -109,9 +109,13 @@ def doomed(store: Store, attempt: AttemptName, keep: Keep) -> list[VisibleStep]:
     return [each for each in reversed(lineage.committed) if each.step not in kept]
 
 
-def bury(store: Store, step: int, attempt: AttemptName) -> bool:
+def bury(store: Store, step: int, attempt: AttemptName, may_still: Callable[[], bool] = lambda: True) -> bool:
     """A tombstone in the manifest's place, then the deletion of all else. False where a manifest
-    appeared in a step that had none: it is left alone."""
+    appeared in a step that had none: it is left alone.
+
+    may_still: asked once the tombstone stands. Whoever claims after that finds it; for who has claimed
+    before, and may have read the manifest, it comes back: then False, and nothing was deleted.
+    """
     path = manifest_path(step, attempt)
     stone = Tombstone(step=step, attempt=attempt).to_bytes()
     try:
@@ -122,6 +126,9 @@ def bury(store: Store, step: int, attempt: AttemptName) -> bool:
     else:
         if isinstance(found, Manifest):
             store.replace(path, stone)
+            if not may_still():
+                store.replace(path, found.to_bytes())
+                return False
         elif found is None and not store.create(path, stone):
             return False
     crashpoints.point("prune.buried")

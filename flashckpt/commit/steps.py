@@ -120,11 +120,11 @@ def commit(store: Store, step: int, attempt: AttemptName, world: int) -> Committ
     """Write the manifest once the parts cover every rank exactly once. Any number may call it at once.
 
     SupersededError if a newer attempt has started; DamagedError where parts contradict each other or a
-    shard is missing.
+    shard is missing, also where there is a manifest.
     """
     found = read_manifest(store, step, attempt)
     if found is not None:
-        return _judge(found)
+        return _judge(store, found)
     folder = step_attempt_folder(step, attempt)
     rows, parts = _read_parts(store, folder, step, attempt, world)
     if sum(len(part.ranks) for part in parts) < world:
@@ -147,7 +147,7 @@ def commit(store: Store, step: int, attempt: AttemptName, world: int) -> Committ
         crashpoints.point("manifest.linked")
         return Committed.YES
     found = read_manifest(store, step, attempt)
-    return Committed.WAITING if found is None else _judge(found)
+    return Committed.WAITING if found is None else _judge(store, found)
 
 
 def is_committed(store: Store, step: int, attempt: AttemptName) -> bool:
@@ -219,8 +219,14 @@ def read_step(store: Store, step: int, attempt: AttemptName) -> StepRecord:
     return StepRecord(step=step, attempt=attempt, manifest=manifest, parts=parts, store=store)
 
 
-def _judge(found: Manifest | Tombstone) -> Committed:
-    return Committed.YES if isinstance(found, Manifest) else Committed.BURIED
+def _judge(store: Store, found: Manifest | Tombstone) -> Committed:
+    if not isinstance(found, Manifest):
+        return Committed.BURIED
+    missing = missing_files(store, found)
+    if missing:
+        # Who is told that it is committed lets go of what may be the only whole copy.
+        raise _damaged(missing[0], "it was committed, and is missing or has another length now", found.step)
+    return Committed.YES
 
 
 def _read_parts(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from flashckpt import _native
 from flashckpt.format.layout import PAGE, Layout
@@ -18,6 +18,10 @@ from flashckpt.memory.slot import Slot
 WINDOW_BYTES = 64 << 20
 _LENGTH_FACTOR = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
+
+
+class Stopped(Exception):
+    """An audit was ended before its end: it says nothing."""
 
 
 class Torn(Exception):
@@ -40,17 +44,18 @@ def check_header(slot: Slot, start: int, layout: Layout) -> None:
         raise Torn("An image does not begin with the header of its plan.")
 
 
-def differing(slot: Slot, metadata: Metadata) -> list[int]:
+def differing(slot: Slot, metadata: Metadata, is_stopped: Callable[[], bool] = lambda: False) -> list[int]:
     """Indexes, in the order of the table, of the leaves whose bytes do not have the digest of their
     boundary, constants included.
 
-    May run while the slot is written again: then its result means nothing, and the word tells.
+    May run while the slot is written again: then its result means nothing, and the word tells. Raises
+    Stopped at the next window once `is_stopped`.
     """
     found = []
     image = metadata.image
     for index, (leaf, start) in enumerate(zip(image.leaves, image.starts(), strict=True)):
         offset = slot.image_offset + start
-        if _digest_of(slot.descriptor, offset, leaf.num_bytes) != metadata.digests[index]:
+        if _digest_of(slot.descriptor, offset, leaf.num_bytes, is_stopped) != metadata.digests[index]:
             found.append(index)
     return found
 
@@ -60,11 +65,13 @@ def unlike(metadata: Metadata, digests: Sequence[int], first: int = 0) -> list[i
     return [index for index, now in enumerate(digests, first) if metadata.digests[index] != now]
 
 
-def _digest_of(descriptor: int, offset: int, num_bytes: int) -> int:
+def _digest_of(descriptor: int, offset: int, num_bytes: int, is_stopped: Callable[[], bool]) -> int:
     """The digest of a range of a region, in windows: digest(bytes) = n·c + Σ (2j+1)·s_j, so a window that
     begins at word k adds its own weighted sum and 2k·Σ s_j."""
     total, done = num_bytes * _LENGTH_FACTOR, 0
     while done < num_bytes:
+        if is_stopped():
+            raise Stopped
         length = min(WINDOW_BYTES, num_bytes - done)
         own, doubled = _sums(descriptor, offset + done, length, wanted=done > 0)
         total += own + done // 4 * doubled

@@ -12,13 +12,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from flashckpt.errors import KeeperError, OutOfRoomError
+from flashckpt.events import log
 from flashckpt.keeper import start
+from flashckpt.keeper.grants import SlotGrant as SlotGrant
 from flashckpt.keeper.protocol import (
     ELECTION_LOCK,
+    MAX_DESCRIPTORS,
     PROTOCOL,
     SOCKET_NAME,
     ProtocolError,
@@ -28,9 +30,9 @@ from flashckpt.keeper.protocol import (
     receive,
     send,
 )
+from flashckpt.keeper.standing import make_stand
 from flashckpt.memory.region import MEMFD
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder, is_alive
-from flashckpt.memory.slot import Slot
 from flashckpt.options import Keep
 
 _START_TIMEOUT_S = 60.0
@@ -41,31 +43,10 @@ _TRIES = 4
 _CLOSE_PATIENCE_S = 2.0
 
 
-@dataclass(frozen=True)
-class SlotGrant:
-    """A slot that the keeper handed over. `descriptor` is the receiver's to close (`open` passes it on);
-    `owner` is this trainer's index in the slot; `kind` is "named" or "memfd"."""
-
-    descriptor: int
-    index: int
-    name: str
-    owner: int
-    kind: str
-    num_bytes: int
-
-    @property
-    def outlives_both(self) -> bool:
-        """Whether the slot survives the death of trainer and keeper together."""
-        return self.kind != MEMFD
-
-    def open(self, *, map_image: bool = True) -> Slot:
-        """Map the slot, which owns the descriptor from here on."""
-        return Slot.open(self.descriptor, map_image=map_image)
-
-
 class KeeperClient:
     """A trainer's connection to its node's keeper. A keeper that died is started again by the next call,
-    told again who we are, and handed the memfds that only we still hold."""
+    told again who we are, and handed the memfds that only we still hold. `longest_pause_s`: how long one that
+    would come after many that died may have to wait; until then calls raise KeeperError."""
 
     def __init__(
         self, run_path: str, runtime: RuntimeFolder, life: LifeLock, *, patience_s: float = _PATIENCE_S
@@ -78,9 +59,11 @@ class KeeperClient:
         self._peer: socket.socket | None = None
         self._elected: tuple[int, int] | None = None
         self._said: dict[str, dict[str, Any]] = {}
-        self._memfds: dict[str, int] = {}
+        self._held: dict[str, int] = {}
         self._lent: set[str] = set()
+        self._released: list[str] = []
         self._pauses = start.Pauses()
+        self.longest_pause_s = start.LONGEST_PAUSE_S
         self.restarts = 0
 
     # What a trainer says
@@ -193,11 +176,11 @@ class KeeperClient:
 
     def release(self, names: Sequence[str]) -> None:
         """This trainer maps these slots no longer: they go as soon as nothing in them is needed."""
-        for name in names:
-            descriptor = self._memfds.pop(name, None)
-            if descriptor is not None:
-                os.close(descriptor)
         self._call({"op": "release", "names": list(names)})
+        # Only now: a keeper that is started for this very call has what is in a memfd from us alone.
+        with self._lock:
+            close_all([self._held.pop(name) for name in names if name in self._held])
+            self._released = [*self._released, *names][-MAX_DESCRIPTORS:]
 
     def status(self, *, awaited: bool = False) -> Status:
         """What the keeper has done. `awaited`: somebody waits for it, so that what failed is tried again
@@ -217,6 +200,8 @@ class KeeperClient:
         called once a second or so."""
         with self._lock:
             before = self.restarts
+            if make_stand(self._runtime, self._life):
+                self._drop()
             self._call({"op": "ping"})
             return self.restarts > before
 
@@ -232,8 +217,8 @@ class KeeperClient:
             return
         try:
             self._drop()
-            close_all(list(self._memfds.values()))
-            self._memfds.clear()
+            close_all(list(self._held.values()))
+            self._held.clear()
         finally:
             self._lock.release()
 
@@ -276,6 +261,7 @@ class KeeperClient:
         """The connection, made anew if there is none: with a keeper that is started if there is none."""
         if self._peer is not None:
             return self._peer
+        make_stand(self._runtime, self._life)
         until = time.monotonic() + _START_TIMEOUT_S
         tried_at = -_START_AGAIN_S
         mute, mute_since = self._runtime.inode(ELECTION_LOCK), time.monotonic()
@@ -291,7 +277,7 @@ class KeeperClient:
             if now > until:
                 raise _unreachable(self._runtime, f"it did not answer within {_START_TIMEOUT_S:.0f} s")
             if now - tried_at > _START_AGAIN_S and not is_alive(self._runtime, ELECTION_LOCK):
-                if self._pauses.left_s > 0:
+                if self._pauses.left_s(self.longest_pause_s) > 0:
                     raise _unreachable(self._runtime, "each dies soon after its start; the next has to wait")
                 start.start(self._run_path, self._runtime)
                 self._pauses.started()
@@ -307,8 +293,11 @@ class KeeperClient:
             return
         try:
             self._asked(peer, self._said["hello"])
-            if self._memfds:
-                self._asked(peer, {"op": "adopt"}, list(self._memfds.values()))
+            # Memfds, and regions that somebody has taken the name from: nobody else finds them.
+            if nameless := [each for each in self._held.values() if not os.fstat(each).st_nlink]:
+                self._hand_over(peer, nameless)
+            if self._released:
+                self._asked(peer, {"op": "release", "names": self._released})
             for op in ("started", "closing"):
                 if op in self._said:
                     self._asked(peer, self._said[op])
@@ -316,6 +305,13 @@ class KeeperClient:
             self._drop()
             raise
         self.restarts += 1
+
+    def _hand_over(self, peer: socket.socket, slots: Sequence[int]) -> None:
+        try:
+            self._asked(peer, {"op": "adopt"}, slots)
+        except KeeperError as error:
+            # One that is damaged must not keep a run from having a keeper at all.
+            log.error("the new keeper: %s", error)
 
     def _reach(self) -> socket.socket | None:
         if not self._runtime.check_socket(SOCKET_NAME):
@@ -351,8 +347,8 @@ class KeeperClient:
             self._peer = None
 
     def _granted(self, answer: dict[str, Any], descriptors: list[int], *, lent: bool) -> list[SlotGrant]:
-        """What was granted. Memfds that were only `lent`, to be looked at, are held for a new keeper until
-        slots to be written are granted."""
+        """What was granted. Slots to be written are held for a new keeper, which may find no name of theirs;
+        memfds that were only `lent`, to be looked at, until slots to be written are granted."""
         rows = answer.get("slots")
         if not isinstance(rows, list) or len(rows) != len(descriptors):
             close_all(descriptors)
@@ -360,12 +356,14 @@ class KeeperClient:
         grants = [SlotGrant(descriptor, **row) for descriptor, row in zip(descriptors, rows, strict=True)]
         with self._lock:
             for grant in grants:
-                if grant.kind == MEMFD and grant.name not in self._memfds:
-                    self._memfds[grant.name] = os.dup(grant.descriptor)
+                if (grant.kind == MEMFD or not lent) and grant.name not in self._held:
+                    self._held[grant.name] = os.dup(grant.descriptor)
                     self._lent |= {grant.name} if lent else set()
+            names = {grant.name for grant in grants}
+            self._released = [name for name in self._released if name not in names]
             if not lent:
-                self._lent -= {grant.name for grant in grants}
-                close_all([self._memfds.pop(name) for name in self._lent if name in self._memfds])
+                self._lent -= names
+                close_all([self._held.pop(name) for name in self._lent if name in self._held])
                 self._lent.clear()
         return grants
 

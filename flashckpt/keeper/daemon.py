@@ -24,6 +24,7 @@ from flashckpt.keeper.protocol import ELECTION_LOCK
 from flashckpt.keeper.pruner import Pruner
 from flashckpt.keeper.server import Server
 from flashckpt.keeper.shelf import Shelf
+from flashckpt.keeper.start import bound_log
 from flashckpt.keeper.tally import Tally
 from flashckpt.keeper.trainers import Roster, Trainer
 from flashckpt.keeper.watchdog import Watchdog
@@ -37,6 +38,7 @@ _IDLE_TICK_MS = 100
 _SWEEP_S = 0.2
 _ROUND_S = 1.0
 _MOST_LOOKS_WITHOUT_RUN = 3
+_LOG_DESCRIPTOR = 2
 
 
 class Keeper:
@@ -89,13 +91,14 @@ class Keeper:
             now = time.monotonic()
             if now - self._swept_at >= _SWEEP_S:
                 self._swept_at = now
-                if not self._election.stands(self.folder):
+                if self._election.stands(self.folder):
+                    self._server.mend()
+                    self._sweep()
+                    if self._departure.is_due(now):
+                        self._leave()
+                        return
+                elif not self._is_last:
                     self._yield()
-                    return
-                self._server.mend()
-                self._sweep()
-                if self._departure.is_due(now):
-                    self._leave()
                     return
             # Before each order: what a trainer has just said (world, what to keep) holds for it already.
             self.work.know(self.roster.all())
@@ -104,6 +107,7 @@ class Keeper:
             if now - self._round_at >= _ROUND_S and not self._chores_worker.busy:
                 self._round_at = now
                 self.shelf.remove_dead_locks()
+                bound_log(self.folder, _LOG_DESCRIPTOR)
                 self._round()
 
     @property
@@ -116,6 +120,13 @@ class Keeper:
         """Nobody lives, nothing is under way, and no end is still to be written down."""
         busy = self.work.worker.busy or self._maker.busy or self.pruner.is_pending
         return not (len(self.roster) or busy or (self._ended and not self.run_is_gone))
+
+    @property
+    def _is_last(self) -> bool:
+        """Whether the runtime folder was swept away, nobody trains, and something is still to be persisted: a
+        keeper elected in a new folder would not find it. A living trainer hands its slots to that one."""
+        is_swept = not self.folder.exists() and not len(self.roster)
+        return is_swept and (self.work.worker.busy or self.work.is_pending())
 
     def _ready(self) -> list[int]:
         poll = select.poll()
@@ -227,7 +238,7 @@ class Keeper:
 
     def _yield(self) -> None:
         # The life lock's file stays: by it the other keeper learns whose half-written files may go.
-        log.warning("another keeper was elected while this one did not answer: it ends")
+        log.warning("another keeper was elected, or the runtime folder removed: this one ends")
 
 
 def _newer(claimed: AttemptName | None, living: list[AttemptName]) -> str | None:

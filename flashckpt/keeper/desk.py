@@ -54,7 +54,8 @@ class Desk:
         self._ledger = ledger
         self._maker = maker
         self._status = status
-        self._refusals: dict[int, Exception] = {}
+        # By life lock: what one trainer had no room for, the next of its rank is not to be told.
+        self._refusals: dict[str, Exception] = {}
         # The region that is being made for a rank to read into. Written by the maker's thread, closed here.
         self._growing: dict[int, int] = {}
 
@@ -141,7 +142,7 @@ class Desk:
             for held in mine
             if held.slot.metadata_capacity >= metadata_bytes and held.slot.image_capacity >= image_bytes
         ]
-        refusal = self._refusals.pop(trainer.rank, None)
+        refusal = self._refusals.pop(trainer.lock, None)
         reading = count == 1
         if reading:
             fit = self._overwritable(fit, in_need=refusal is not None)
@@ -155,7 +156,7 @@ class Desk:
             raise self._refused(refusal, fit, num_bytes, minimum)
         if not self._maker.busy:
             missing = count - len(fit)
-            self._make(trainer.rank, missing, mine, fit, metadata_bytes, image_bytes, reading=reading)
+            self._make(trainer, missing, mine, fit, metadata_bytes, image_bytes, reading=reading)
         growing = self._growing.get(trainer.rank)
         if not reading or message.get("early") is not True or growing is None:
             return {"preparing": True}, ()
@@ -180,7 +181,7 @@ class Desk:
 
     def _make(
         self,
-        rank: int,
+        trainer: Trainer,
         count: int,
         mine: list[Held],
         fit: list[Held],
@@ -193,6 +194,7 @@ class Desk:
             # What is too small, empty and nobody's goes first: its room may be what the new one needs.
             if held not in fit and held.state() is State.FREE and not self._shelf.is_used(held):
                 self._shelf.remove(held)
+        rank = trainer.rank
         taken = {held.slot.index for held in self._shelf.of_rank(rank)}
         indexes = [index for index in range(len(taken) + count) if index not in taken][:count]
 
@@ -205,12 +207,13 @@ class Desk:
             if growing is not None:
                 os.close(growing)
             if isinstance(made, BaseException):
-                self._refusals[rank] = KeeperError(f"Slots could not be made: {made}")
-                return
+                made = Made((), KeeperError(f"Slots could not be made: {made}"))
             for found in made.regions:
                 self._shelf.put(found)
             if made.error is not None:
-                self._refusals[rank] = made.error
+                living = {each.lock for each in self._roster.all()}
+                refusals = {**self._refusals, trainer.lock: made.error}
+                self._refusals = {lock: each for lock, each in refusals.items() if lock in living}
 
         self._maker.submit(
             lambda: self._shelf.make(rank, indexes, metadata_bytes, image_bytes, begun=begun), done
@@ -253,16 +256,15 @@ class Desk:
         return {}, ()
 
     def _adopt(self, descriptors: list[int]) -> Reply:
-        names = []
-        try:
-            while descriptors:
+        names, wrong = [], []
+        while descriptors:
+            try:
                 names.append(self._shelf.adopt_memfd(descriptors.pop()).slot.name)
-        except (DamagedError, FormatError, OSError) as error:
-            raise KeeperError(f"A slot that was handed over is none: {error}") from error
-        finally:
-            close_all(descriptors)
-            descriptors.clear()
+            except (DamagedError, FormatError, KeeperError, OSError) as error:
+                wrong.append(str(error))
         self._ledger.add(None, Event.ADOPT, slots=names, kind="memfd")
+        if wrong:
+            raise KeeperError(f"A slot that was handed over is none, all others were taken: {wrong[0]}")
         return {"names": names}, ()
 
     def _release(self, message: dict[str, Any]) -> Reply:

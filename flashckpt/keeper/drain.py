@@ -10,7 +10,7 @@ import contextlib
 import errno
 import time
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -23,7 +23,7 @@ from flashckpt.format.checked_json import strict_loads
 from flashckpt.format.metadata import Metadata
 from flashckpt.format.names import RUN, AttemptName, part_name, step_attempt_folder
 from flashckpt.format.records import CHUNK_BYTES, Contents, Part, RankRecord, ShardRecord
-from flashckpt.keeper.audit import Torn, check_header, differing, torn, unlike
+from flashckpt.keeper.audit import Stopped, Torn, check_header, differing, torn, unlike
 from flashckpt.keeper.constants import ConstantsShards
 from flashckpt.memory.page import Word
 from flashckpt.memory.slot import Sealed, Slot
@@ -130,9 +130,9 @@ class Drain:
             outcome = replace(outcome, result=Result.FAILED, message=_PIN_LOST)
         return replace(outcome, seconds=time.monotonic() - began)
 
-    def audit(self, order: Order) -> Outcome:
+    def audit(self, order: Order, is_stopped: Callable[[], bool] = lambda: False) -> Outcome:
         """Compare a sealed snapshot's bytes with its digests, without pinning it: what is overwritten
-        meanwhile is judged by nobody."""
+        meanwhile is judged by nobody, nor is what was not looked at to its end."""
         slot = order.slot
         outcome = Outcome(result=Result.GONE, slot=slot.name, generation=order.generation)
         word = slot.state()
@@ -143,7 +143,9 @@ class Drain:
             outcome = replace(outcome, step=sealed.step, attempt=str(attempt_of(sealed)))
             metadata = slot.metadata(sealed)
             crashpoints.point("audit.begun")
-            leaves = differing(slot, metadata)
+            leaves = differing(slot, metadata, is_stopped)
+        except Stopped:
+            return outcome
         except DamagedError as error:
             return _discarded(slot, outcome, word, Torn(str(error)))
         if slot.state() != word:

@@ -5,6 +5,7 @@ Owns the command line. Never waits for the keeper to be ready: the client does, 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -20,14 +21,16 @@ from flashckpt.memory.runtime import RuntimeFolder
 _START_TIMEOUT_S = 60.0
 _MAX_LOG_BYTES = 1 << 20
 _STARTS_AT_ONCE = 8
-_LONGEST_PAUSE_S = 30.0
+# Where nobody waits; where somebody does; and at the end of a run, after which nobody would start one.
+LONGEST_PAUSE_S, AWAITED_PAUSE_S, NO_PAUSE_S = 30.0, 1.0, 0.0
 _LIVED_S = 60.0
+_MOST_DOUBLINGS = 10
 
 
 class Pauses:
     """When a keeper may be started again. Those killed now and then are replaced at once. One that dies over
     and over (no memory left for it, an installation that broke under a run) is replaced after 1, 2, 4 … 30 s:
-    each begins its write anew, on storage that the training needs, too."""
+    each begins its write anew, on storage that the training needs, too. Whoever waits may shorten a pause."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -40,11 +43,12 @@ class Pauses:
         self._starts = 1 if now - self._started_s >= _LIVED_S else self._starts + 1
         self._started_s = now
 
-    @property
-    def left_s(self) -> float:
-        """Seconds until the next may be started: 0 or less where it may be now."""
+    def left_s(self, longest_s: float = LONGEST_PAUSE_S) -> float:
+        """Seconds until the next may be started: 0 or less where it may be now. No pause is longer than
+        `longest_s`."""
         beyond = self._starts - _STARTS_AT_ONCE
-        pause_s = 0.0 if beyond < 0 else min(2.0**beyond, _LONGEST_PAUSE_S)
+        # A night of keepers that die is a thousand of them, and two to that power is no number.
+        pause_s = 0.0 if beyond < 0 else min(2.0 ** min(beyond, _MOST_DOUBLINGS), longest_s)
         return self._started_s + pause_s - self._clock()
 
 
@@ -61,8 +65,7 @@ def start(run_path: str, runtime: RuntimeFolder) -> None:
     boot = os.path.join(os.path.dirname(os.path.abspath(__file__)), "boot.py")
     log = runtime.open_file(LOG_NAME, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     try:
-        if os.fstat(log).st_size > _MAX_LOG_BYTES:
-            os.ftruncate(log, 0)
+        bound_log(runtime, log)
         child = subprocess.Popen(
             [sys.executable, "-I", boot, run_path],
             stdin=subprocess.PIPE,
@@ -78,6 +81,16 @@ def start(run_path: str, runtime: RuntimeFolder) -> None:
         raise _cannot(str(error)) from error
     finally:
         os.close(log)
+
+
+def bound_log(runtime: RuntimeFolder, descriptor: int) -> None:
+    """Begin a keeper's log anew where it has become too long: it is in the memory that slots need. What is
+    not the log of this runtime folder is left alone."""
+    with contextlib.suppress(OSError):
+        found = os.fstat(descriptor)
+        is_log = runtime.inode(LOG_NAME) == (found.st_dev, found.st_ino)
+        if is_log and found.st_size > _MAX_LOG_BYTES:
+            os.ftruncate(descriptor, 0)
 
 
 def survival_warnings(cgroup: str = "/proc/self/cgroup") -> list[str]:

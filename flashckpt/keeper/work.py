@@ -7,6 +7,7 @@ left. The bytes are the drain's.
 from __future__ import annotations
 
 import errno
+import threading
 import time
 from collections.abc import Iterable
 from functools import partial
@@ -25,6 +26,7 @@ from flashckpt.memory.page import State
 from flashckpt.memory.slot import Sealed
 
 _LONGEST_WAIT_S = 300.0
+_MOST_DOUBLINGS = 10
 _AWAITED_RETRY_S = 1.0
 # An audit may take this share of the time, so that idle means idle for the trainer too.
 _AUDIT_SHARE = 0.05
@@ -45,6 +47,7 @@ class Work:
         self._known: dict[int, Trainer] = {}
         self._living: set[int] = set()
         self._audit_at = 0.0
+        self._is_hurried = threading.Event()
 
     # What is to be done
 
@@ -83,9 +86,12 @@ class Work:
 
     def next(self) -> None:
         """Give the worker its next order, if it is free and there is one."""
-        if self.worker.busy:
-            return
         wanted = self._wanted()
+        if self.worker.busy:
+            if wanted is not None:
+                # An audit is for idle time: of a large state it would take a run's grace.
+                self._is_hurried.set()
+            return
         if wanted is not None:
             self._submit(*wanted)
         elif time.monotonic() >= self._audit_at:
@@ -218,7 +224,8 @@ class Work:
                     return
                 self._follow(held, outcome)
 
-            self.worker.submit(partial(self._drain.audit, order), done)
+            self._is_hurried.clear()
+            self.worker.submit(partial(self._drain.audit, order, self._is_hurried.is_set), done)
             return
 
     # What follows
@@ -275,7 +282,7 @@ class Work:
         held.tries = held.tries + 1 if held.tried == outcome.generation else 1
         held.tried = outcome.generation
         held.failed_at = time.monotonic()
-        held.retry_at = held.failed_at + min(2.0 ** (held.tries - 1), _LONGEST_WAIT_S)
+        held.retry_at = held.failed_at + pause_s(held.tries)
         if outcome.result is Result.WAITING:
             return
         held.slot.set_failed(outcome.generation, outcome.errno or errno.EIO)
@@ -300,3 +307,9 @@ class Work:
         word = held.word()
         if word is not None and word.state is State.PINNED and word.owner == owner:
             held.slot.unpin(word)
+
+
+def pause_s(tries: int) -> float:
+    """Seconds until a write that failed so many times is tried again."""
+    # A server that is away for a long weekend is a thousand tries, and two to that power is no number.
+    return min(2.0 ** min(tries - 1, _MOST_DOUBLINGS), _LONGEST_WAIT_S)

@@ -166,6 +166,14 @@ class RuntimeFolder:
             return False
         return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
 
+    def renew(self) -> None:
+        """Make the folder again under its path, where somebody has removed it: whoever has this object is in
+        the new one from here on. Raises KeeperError, OSError."""
+        own, identity = os.path.split(self.path)
+        made = RuntimeFolder.open(os.path.dirname(own), identity)
+        os.dup2(made.descriptor, self.descriptor, inheritable=False)
+        made.close()
+
     def discard(self) -> None:
         """Remove the folder itself, if it is empty."""
         with contextlib.suppress(OSError):
@@ -177,7 +185,7 @@ class RuntimeFolder:
             self.descriptor = -1
 
 
-@dataclass(frozen=True)
+@dataclass
 class LifeLock:
     """The record lock that says "this process is alive". It goes with the process, however it ends; a
     forked child does not have it, and a descriptor that somebody inherited says nothing.
@@ -237,6 +245,14 @@ class LifeLock:
     def stands(self, folder: RuntimeFolder) -> bool:
         """Whether the name still means this lock. It does not when somebody deposed the holder."""
         return folder.inode(self.name) == self.inode
+
+    def renew(self, folder: RuntimeFolder) -> None:
+        """Take the lock again, where somebody has removed its name."""
+        with _held.guard:
+            made = LifeLock.born(folder, self.name)
+            if _held.locks.pop(self.inode, None) is not None:
+                os.close(self.descriptor)
+            self.inode, self.descriptor = made.inode, made.descriptor
 
     def release(self, folder: RuntimeFolder) -> None:
         """Remove the name, then drop the lock: whoever finds the name finds it held."""

@@ -100,17 +100,26 @@ def test_only_after_a_commit_of_its_own(store: LocalStore) -> None:
     assert steps(store) == [400, 500]
 
 
-def test_a_claim_in_the_middle_stops_it(store: LocalStore) -> None:
+@pytest.mark.parametrize("claims", ["before", "after"])
+def test_a_claim_in_the_middle_stops_it(store: LocalStore, claims: str) -> None:
+    """Who has claimed may have read the manifest already: what was about to go comes back."""
     attempt = attempt_at(store)
     train(store, attempt, 100, 200, 300, 400)
+    branches = []
 
     class Claimed(LocalStore):
         def replace(self, path: str, data: bytes, *, durable: bool = True) -> None:
+            if claims == "before" and not branches:
+                branches.append(branch(store, 100))
             super().replace(path, data, durable=durable)
-            claim(store, HOLDER)
+            if claims == "after" and not branches:
+                branches.append(claim(store, HOLDER))
 
-    assert [each.step for each in prune(Claimed(store.url), attempt, Keep(last=2))] == [100]
-    assert steps(store) == [200, 300, 400]
+    assert prune(Claimed(store.url), attempt, Keep(last=2)) == []
+    assert len(branches) == 1
+    assert steps(store) == ([100] if claims == "before" else [100, 200, 300, 400])
+    for step in (100, 200, 300, 400):
+        assert is_whole(store, step, attempt)
 
 
 def test_the_step_it_started_from_stays_until_a_newer_one_is_committed(store: LocalStore) -> None:

@@ -40,6 +40,18 @@ def test_a_step_is_committed_by_its_manifest_alone(store: LocalStore, attempt: A
     assert commit(store, 100, attempt, world=1) is Committed.YES
 
 
+def test_a_manifest_without_its_shard_is_no_commit(store: LocalStore, attempt: AttemptName) -> None:
+    """Who is told that a step is committed lets go of what may be its only whole copy."""
+    publish(store, 100, attempt)
+    assert commit(store, 100, attempt, world=1)
+    folder = step_attempt_folder(100, attempt)
+    [shard] = [entry.name for entry in store.list(folder) if entry.name.startswith("shard-")]
+    store.remove(f"{folder}/{shard}")
+    with pytest.raises(DamagedError, match="missing"):
+        commit(store, 100, attempt, world=1)
+    assert not is_committed(store, 100, attempt)
+
+
 def test_parts_must_cover_every_rank(store: LocalStore, attempt: AttemptName) -> None:
     publish(store, 100, attempt, ranks=(0, 2), world=4, keeper=0)
     assert commit(store, 100, attempt, world=4) is Committed.WAITING

@@ -256,6 +256,8 @@ def main(lines: Iterable[str]) -> None:
         elif command == "slots":
             trainer.take_slots(*rest)
             answer = [(grant.name, grant.kind) for grant in trainer.grants]
+        elif command == "ask":
+            answer = trainer.client.ask_slots(rest[0], 4096, rest[1])
         elif command == "survivors":
             answer = trainer.survivors()
         elif command == "snapshot":

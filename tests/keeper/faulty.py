@@ -1,8 +1,9 @@
 """A real keeper on storage that fails or hangs as a test orders, by files in a folder of its own.
 
 `write`: "COUNT ERRNO": so many writes of a shard fail, after some bytes. `write.long`: what failed is not
-tried again by itself for days, as after many failures. `write.pause`, `remove.pause`: as long as the file is
-there, a shard that was written, or the removal of a file, does not come to its end; `….paused` appears.
+tried again by itself for days, as after many failures. `write.pause`, `remove.pause`, `audit.pause`: as long
+as the file is there, a shard that was written, the removal of a file, or a window of an audit does not come
+to its end; `….paused` appears. `audit.windows` grows by a byte with each window, of 64 KiB here.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from flashckpt import _native
+from flashckpt.keeper import audit
 from flashckpt.keeper.__main__ import run
 from flashckpt.keeper.work import Work
 from flashckpt.store.local import LocalStore
@@ -73,6 +75,15 @@ def _harm(faults: Path) -> None:
         if (faults / "write.long").exists():
             held.retry_at = time.monotonic() + _DAYS_S
 
+    sums = audit._sums
+
+    def slow_sums(*arguments: Any, **named: Any) -> Any:
+        with open(faults / "audit.windows", "ab") as file:
+            file.write(b".")
+        _pause(faults, "audit")
+        return sums(*arguments, **named)
+
+    audit.WINDOW_BYTES, audit._sums = 64 << 10, slow_sums
     _native.write_file = write_file
     LocalStore.remove = slow_remove  # type: ignore[method-assign]
     Work._failed = failed_for_long  # type: ignore[method-assign]

@@ -1,0 +1,30 @@
+"""What a keeper hands over to a trainer. Owns no descriptor: whoever received it does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashckpt.memory.region import MEMFD
+from flashckpt.memory.slot import Slot
+
+
+@dataclass(frozen=True)
+class SlotGrant:
+    """A slot that the keeper handed over. `descriptor` is the receiver's to close (`open` passes it on);
+    `owner` is this trainer's index in the slot; `kind` is "named" or "memfd"."""
+
+    descriptor: int
+    index: int
+    name: str
+    owner: int
+    kind: str
+    num_bytes: int
+
+    @property
+    def outlives_both(self) -> bool:
+        """Whether the slot survives the death of trainer and keeper together."""
+        return self.kind != MEMFD
+
+    def open(self, *, map_image: bool = True) -> Slot:
+        """Map the slot, which owns the descriptor from here on."""
+        return Slot.open(self.descriptor, map_image=map_image)

@@ -1,0 +1,100 @@
+"""What a new keeper is told and handed: nothing is lost on the way, and nothing stays that was let go."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from flashckpt.keeper.protocol import LOG_NAME
+from flashckpt.memory.slots import SlotRing
+from tests.keeper.driver import Process, committed, eventually, kill_keeper, runtime_of
+from tests.keeper.fake import FakeTrainer, keeper_pid
+from tests.memory.mounts import small_tmpfs
+
+MIB = 1 << 20
+
+
+def begun(run: Path, base: Path, **options: object) -> FakeTrainer:
+    trainer = FakeTrainer(run, base, **options)  # type: ignore[arg-type]
+    trainer.start()
+    trainer.take_slots()
+    return trainer
+
+
+def test_a_memfd_is_let_go_only_once_a_keeper_has_it(tmp_path: Path, runtime: Path) -> None:
+    """The state has outgrown its slots, and the keeper is dead when they are given back."""
+    with small_tmpfs(MIB) as base:
+        trainer = begun(tmp_path / "run", base, kib=2048)
+        trainer.snapshot(1, persist=True)
+        trainer.wait_committed(1)
+        kill_keeper(trainer.folder)
+        trainer.snapshot(2, persist=True)
+        trainer.client.release([slot.name for slot in trainer.slots])
+        for slot in trainer.slots:
+            slot.close()
+        assert trainer.client._held == {}
+        eventually(lambda: committed(trainer.run) == [1, 2])
+        trainer.slots = []
+        trainer.end()
+        eventually(lambda: keeper_pid(trainer.folder) is None)
+
+
+def test_what_was_released_is_not_taken_for_used_by_the_next_keeper(tmp_path: Path, runtime: Path) -> None:
+    trainer = begun(tmp_path / "run", runtime)
+    old = {slot.name for slot in trainer.slots}
+    trainer.snapshot(1, persist=True)
+    trainer.wait_committed(1)
+    trainer.client.release(sorted(old))
+    # The newest stays until a newer one is sealed.
+    eventually(lambda: len(old & set(trainer.folder.names())) == 1)
+    kill_keeper(trainer.folder)
+    for slot in trainer.slots:
+        slot.close()
+    trainer.grants = trainer.client.slots(3, 1 << 16, trainer.image.num_bytes * 2)
+    trainer.slots = [grant.open() for grant in trainer.grants]
+    trainer.owners = {grant.name: grant.owner for grant in trainer.grants}
+    trainer.ring = SlotRing(trainer.slots)
+    trainer.snapshot(2, persist=True)
+    trainer.wait_committed(2)
+    assert committed(trainer.run) == [1, 2]
+    eventually(lambda: not old & set(trainer.folder.names()))
+    trainer.end()
+
+
+def test_a_damaged_slot_keeps_no_run_from_a_new_keeper(tmp_path: Path, runtime: Path) -> None:
+    with small_tmpfs(MIB) as base:
+        trainer = begun(tmp_path / "run", base, kib=2048)
+        trainer.snapshot(1, persist=True)
+        trainer.wait_committed(1)
+        slot, _ = trainer.snapshot(2)
+        [damaged] = [each for each in trainer.slots if each.state().state.name == "FREE"]
+        os.pwrite(damaged.descriptor, b"\xff", 40)
+        kill_keeper(trainer.folder)
+        assert eventually(trainer.client.tend)
+        slot.request_persist(slot.state().generation)
+        trainer.wait_committed(2)
+        trainer.end()
+        eventually(lambda: keeper_pid(trainer.folder) is None)
+
+
+def test_what_a_dead_trainer_had_no_room_for_the_next_is_not_told(tmp_path: Path, runtime: Path) -> None:
+    first = Process(tmp_path / "run", runtime)
+    first.do("start", None, 0, None)
+    assert first.do("ask", 2, 1 << 44) is None, "it is being made"
+    first.kill()
+    second = Process(tmp_path / "run", runtime)
+    assert len(second.do("slots", 3, 3)) == 3
+    second.kill()
+    kill_keeper(runtime_of(tmp_path / "run", runtime))
+
+
+def test_the_log_is_bounded_while_a_keeper_lives(tmp_path: Path, runtime: Path) -> None:
+    """It is in the memory that slots need."""
+    trainer = begun(tmp_path / "run", runtime)
+    log = Path(trainer.folder.path) / LOG_NAME
+    with open(log, "ab") as file:
+        file.write(b"a line of weeks of a disk that is full\n" * (MIB // 20))
+    eventually(lambda: log.stat().st_size < MIB)
+    trainer.snapshot(1, persist=True)
+    trainer.wait_committed(1)
+    trainer.end()

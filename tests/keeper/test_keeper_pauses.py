@@ -1,0 +1,105 @@
+"""Pauses between keepers that die over and over, and between writes that fail: nothing is lost in them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from torch import nn
+
+import flashckpt
+from flashckpt.commit import attempts, holder
+from flashckpt.format.names import AttemptName
+from flashckpt.keeper.work import pause_s
+from flashckpt.memory.region import is_region_name
+from flashckpt.store.base import open_store
+from tests.keeper.driver import eventually, kill_keeper
+from tests.keeper.fake import keeper_pid
+from tests.memory.mounts import small_tmpfs
+from tests.processes import end, keepers_of
+from tests.waiting import until, until_slots
+
+STARTS = 20
+
+
+def attached(run: Path, **options: object) -> flashckpt.Checkpointer:
+    given = flashckpt.Options(**options)  # type: ignore[arg-type]
+    return flashckpt.attach(run, every=1, persist_every=None, options=given, model=nn.Linear(600, 600))
+
+
+def in_a_pause(checkpointer: flashckpt.Checkpointer) -> None:
+    """The keeper is dead, and the next one would have to wait, as after many that died."""
+    client = checkpointer._session.keeper
+    for _ in range(STARTS):
+        client._pauses.started()
+    kill_keeper(client._runtime)
+    until(lambda: not checkpointer._attendant._tended, "a round without a keeper")
+    assert keeper_pid(client._runtime) is None
+
+
+def captured(checkpointer: flashckpt.Checkpointer) -> None:
+    """A step that is sealed, and that nobody has asked to persist."""
+    checkpointer.step()
+    until_slots(checkpointer)
+    checkpointer.step()
+    until(lambda: checkpointer._attendant.newest_sealed_step() == 2, "a sealed snapshot")
+
+
+def test_a_write_that_failed_for_days_is_still_tried_again() -> None:
+    assert [pause_s(tries) for tries in (1, 2, 3, 9, 10)] == [1, 2, 4, 256, 300]
+    assert all(pause_s(tries) == 300 for tries in range(10, 5000))
+
+
+def test_who_waits_does_not_sit_out_a_pause(tmp_path: Path, runtime: Path) -> None:
+    """The grace of a run that ends is shorter than the pause."""
+    run = tmp_path / "run"
+    with attached(run, grace="15s") as checkpointer:
+        captured(checkpointer)
+        in_a_pause(checkpointer)
+        checkpointer.wait()
+        assert flashckpt.steps(run) == [2]
+
+
+def test_a_run_that_ends_in_a_pause_leaves_a_keeper(tmp_path: Path, runtime: Path) -> None:
+    """After its end nobody would start one; and in memory without a name only a keeper keeps anything."""
+    run = tmp_path / "run"
+    with small_tmpfs(2 << 20) as base:
+        os.environ["FLASHCKPT_RUNTIME"] = str(base)  # the fixture puts it back
+        try:
+            checkpointer = attached(run)
+            captured(checkpointer)
+            assert not any(map(is_region_name, checkpointer._session.runtime.names()))
+            in_a_pause(checkpointer)
+            checkpointer._release()  # as an exception in the loop does
+            eventually(lambda: flashckpt.steps(run) == [2])
+        finally:
+            end(keepers_of(base))
+
+
+def test_a_trainer_in_a_pause_is_seen_to_live(tmp_path: Path, runtime: Path) -> None:
+    """From another machine there is only the counter: it must not stand still while somebody trains."""
+    run = tmp_path / "run"
+    store = open_store(str(run))
+    with attached(run) as checkpointer:
+        name = AttemptName.parse(str(checkpointer._session.attempt))
+        assert name is not None
+
+        def count() -> int:
+            found = attempts.alive(store, name)
+            return 0 if found is None else found.count
+
+        in_a_pause(checkpointer)
+        for _ in range(3):
+            before = count()
+            until(lambda before=before: count() > before, "the counter")  # type: ignore[misc]
+            assert keeper_pid(checkpointer._session.runtime) is None
+
+
+def test_a_trainer_in_a_pause_sees_who_claims_its_run(tmp_path: Path, runtime: Path) -> None:
+    run = tmp_path / "run"
+    checkpointer = attached(run)
+    in_a_pause(checkpointer)
+    newer = attempts.claim(open_store(str(run)), holder.here())
+    until(lambda: checkpointer._attendant.superseded_by == str(newer), "the newer claim")
+    assert keeper_pid(checkpointer._session.runtime) is None
+    checkpointer._release()
