@@ -41,7 +41,8 @@ class Place(NamedTuple):
 
 @dataclass(slots=True)
 class LiveLeaf:
-    """One tensor of the live state. `aliases` are its further names. Where `container` is None the
+    """One tensor of the live state. `aliases` are its further names, `tied` the objects found under those
+    that have a place of their own: it, or other tensors over its memory. Where `container` is None the
     tensor is made anew by its owner, and `Tree.values` puts the newest one here."""
 
     name: str
@@ -51,6 +52,7 @@ class LiveLeaf:
     container: object
     key: object
     aliases: tuple[str, ...] = ()
+    tied: tuple[Tensor, ...] = ()
 
 
 class Sink(Protocol):
@@ -102,6 +104,7 @@ class Leaves:
                 about["shares"] = True
         if known is not None:
             known.aliases += (name,)
+            known.tied += (tensor,) if place.container is not None else ()
             self.anchor(place.container, place.key, tensor)
         else:
             known = LiveLeaf(name, tensor, place.kind, place.owner, place.container, place.key)

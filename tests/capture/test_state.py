@@ -211,6 +211,97 @@ def test_a_tie_that_is_undone_is_seen(ring: SlotRing, sealer: _native.Sealer) ->
     capture.close()
 
 
+class Average:
+    """A teacher as people write it: `state_dict` hands out the very tensors, which `.data` moves."""
+
+    def __init__(self) -> None:
+        self.shadow = torch.zeros(3)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadow": self.shadow}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.shadow = state["shadow"]
+
+
+def test_a_tensor_that_is_handed_out_again_is_read_where_it_is_now(
+    ring: SlotRing, sealer: _native.Sealer
+) -> None:
+    average = Average()
+    loop = Loop(ring, sealer, average=average)
+    held = []
+    for step in range(6):
+        held.append(average.shadow.data)  # the memory that it has left stays readable
+        average.shadow.data = torch.full((3 + step // 3,), float(step))
+        loop.backward()
+        loop.one.step()
+        loop.two.step()
+        assert loop.boundary().leaves["average.shadow"] == bytes_of(average.shadow)
+    loop.capture.close()
+
+
+@pytest.mark.parametrize("undone", [0, 1])
+def test_a_tie_by_memory_that_is_undone_is_seen(ring: SlotRing, sealer: _native.Sealer, undone: int) -> None:
+    """Two parameters over one memory, as `head.weight.data = embedding.weight.data` makes them."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False))
+    model[1].weight.data = model[0].weight.data
+    tree = Tree({"model": model})
+    capture = Capture(tree, ring, sealer, Options(), every=1)
+    for step in (1, 2):
+        if step == 2:
+            model[undone].weight.data = torch.randn(3, 3)
+        assert capture.boundary(step, lambda: encode_json(tree.values())).captured
+        assert sealer.drain(10)
+    content = newest(ring)
+    for place in (0, 1):
+        assert content.leaves[f"model.{place}.weight"] == bytes_of(model[place].weight)
+    capture.close()
+
+
+def test_a_tie_that_is_undone_in_its_first_place_is_seen(ring: SlotRing, sealer: _native.Sealer) -> None:
+    model = torch.nn.Module()
+    model.register_buffer("first", torch.zeros(3))
+    model.register_buffer("second", model.first)
+    tree = Tree({"model": model})
+    capture = Capture(tree, ring, sealer, Options(), every=1)
+    for step in (1, 2):
+        if step == 2:
+            model.first = torch.ones(3)
+        assert capture.boundary(step, lambda: encode_json(tree.values())).captured
+        assert sealer.drain(10)
+    content = newest(ring)
+    assert content.leaves["model.first"] == bytes_of(model.first)
+    assert content.leaves["model.second"] == bytes_of(model.second)
+    capture.close()
+
+
+def test_the_gradient_of_a_parameter_in_anothers_place_is_a_leaf(
+    ring: SlotRing, sealer: _native.Sealer
+) -> None:
+    model = torch.nn.Linear(2, 2, bias=False)
+    tree = Tree({"model": model})
+    capture = Capture(tree, ring, sealer, Options(), every=1)
+    values = lambda: encode_json(tree.values(capture.hooks.used_up))  # noqa: E731
+    assert capture.boundary(1, values).captured
+    model.weight = torch.nn.Parameter(torch.randn(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    assert capture.boundary(2, values).captured
+    assert sealer.drain(10)
+    assert newest(ring).leaves["gradients.model.weight"] == bytes_of(model.weight.grad)
+    capture.close()
+
+
+def test_a_tensor_that_went_to_another_device_is_planned_anew() -> None:
+    """`model.cuda()` keeps the objects. A pointer of a device must never be read as one of the host."""
+    from .content import Live, Walk
+
+    box = {"w": torch.zeros(4)}
+    plan = Plan(Walk([Live("w", box["w"], "buffer", None, box, "w")], [], []))
+    torch.utils.swap_tensors(box["w"], torch.zeros(4, device="meta"))
+    assert plan.follow(lambda p, g: True)[0] is Change.REBUILD
+    plan.release()
+
+
 class Sharded(torch.Tensor):
     """As a DTensor: a tensor without memory of its own around a local one."""
 
