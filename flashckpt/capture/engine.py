@@ -27,6 +27,7 @@ from flashckpt.capture.plan import Change, Plan, UsedUp
 from flashckpt.capture.room import arena_room, slot_room, with_slack
 from flashckpt.capture.target import Target
 from flashckpt.capture.ways import Ways, describe
+from flashckpt.errors import StateError
 from flashckpt.memory.slot import Slot
 from flashckpt.memory.slots import SlotRing
 from flashckpt.options import Options
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 # What a device may take is known once the loop has gone round twice.
 _WARM_BOUNDARIES = 2
+# Walks of one boundary after which its state is given up: one is enough for any that keeps still.
+_MOST_WALKS = 3
 _NO_MEMORY = "the device has no memory left for a snapshot's buffers"
 
 
@@ -290,23 +293,28 @@ class Capture:
             self._asked = flight
 
     def _follow(self, values: Callable[[], bytes]) -> tuple[Arrangement, bytes]:
-        """The arrangement of the state as it is now, with its values. Values are asked first: that is
-        when their owners make tensors anew, or when the tree finds that it must walk again."""
+        """The arrangement of the state as it is now, with its values. Values are asked first: that is when
+        their owners make tensors anew, or the tree walks again. What is made after a walk is followed too,
+        since the walk asked for tensors of its own. Raises StateError if that never ends."""
         if self._tree.current is None:
             self._tree.walk(self.hooks.used_up)
         self._give_way()
-        data = values()
-        arrangement, walk = self._arrangement, self._tree.current
-        assert walk is not None
-        if arrangement is not None and self._walk is walk and self._chosen == self._ground():
-            change, indexes = arrangement.plan.follow(self.hooks.used_up)
-            if change is Change.PATCHED:
-                arrangement.moved(indexes)
-            if change is not Change.REBUILD:
-                return arrangement, data
-        return self._rebuild(), values()
+        for _ in range(_MOST_WALKS):
+            data = values()
+            arrangement, walk = self._arrangement, self._tree.current
+            if arrangement is not None and self._walk is walk and self._chosen == self._ground():
+                change, indexes = arrangement.plan.follow(self.hooks.used_up)
+                if change is Change.PATCHED:
+                    arrangement.moved(indexes)
+                if change is not Change.REBUILD:
+                    return arrangement, data
+            self._rebuild()
+        raise StateError(
+            "The state has other tensors each time it is asked. Nothing was captured: values and bytes would "
+            "not belong together. Let every state_dict give the same tensors when it is called twice."
+        )
 
-    def _rebuild(self) -> Arrangement:
+    def _rebuild(self) -> None:
         held = self._arrangement.arena_bytes() if self._arrangement is not None else {}
         self._drop_arrangement()
         self._walk = self._tree.walk(self.hooks.used_up)
@@ -314,7 +322,6 @@ class Capture:
         plan.note_gradients(self.hooks.used_up)
         self._chosen = self._ground()
         self._arrangement = Arrangement(plan, self._ways, self.hooks.fired, self._room(held), self._threads)
-        return self._arrangement
 
     def _ground(self) -> tuple[frozenset[int], bool]:
         """What ways were chosen by, beside the plan: whose hooks fire, and whether room is known."""

@@ -13,6 +13,7 @@ import torch
 from flashckpt import _native
 from flashckpt.capture import Capture, Verdict
 from flashckpt.capture.plan import Change, Plan, local
+from flashckpt.errors import StateError
 from flashckpt.format.typed import encode_json
 from flashckpt.memory.slots import SlotRing
 from flashckpt.options import Options
@@ -289,6 +290,39 @@ def test_the_gradient_of_a_parameter_in_anothers_place_is_a_leaf(
     assert sealer.drain(10)
     assert newest(ring).leaves["gradients.model.weight"] == bytes_of(model.weight.grad)
     capture.close()
+
+
+class Restless:
+    """Each call of `state_dict` gives another number, and another tensor of it; or even other names."""
+
+    def __init__(self, *, renames: bool) -> None:
+        self.calls, self.renames = 0, renames
+
+    def state_dict(self) -> dict[str, Any]:
+        self.calls += 1
+        name = f"made{self.calls % 2}" if self.renames else "made"
+        return {"calls": self.calls, name: torch.tensor([self.calls])}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.calls = state["calls"]
+
+
+def test_values_and_tensors_are_of_one_call(ring: SlotRing, sealer: _native.Sealer) -> None:
+    loop = Loop(ring, sealer, restless=Restless(renames=False))
+    for _ in range(2):
+        content = loop.boundary(ordered=True)
+        calls = json.loads(content.values)["entries"]["restless"]["state"]["calls"]
+        assert content.leaves["restless.made"] == bytes_of(torch.tensor([calls]))
+    loop.capture.close()
+
+
+def test_a_state_that_never_keeps_still_is_not_captured(ring: SlotRing, sealer: _native.Sealer) -> None:
+    """What would be sealed otherwise names tensors that it lacks: no step of the run could be resumed."""
+    loop = Loop(ring, sealer, restless=Restless(renames=True))
+    with pytest.raises(StateError, match="other tensors each time"):
+        loop.capture.boundary(1, loop.values, ordered=True)
+    assert ring.newest_sealed() is None
+    loop.capture.close()
 
 
 def test_a_tensor_that_went_to_another_device_is_planned_anew() -> None:
