@@ -92,6 +92,8 @@ class Capture:
         self._ring: SlotRing | None = None
         self._ordered = False
         self._asked: Flight | None = None
+        self._captured_step = -1
+        self.lost_step: int | None = None  # that one, once its snapshot is lost
         self._call_s = 0.0
         self._step = -1
         self._hooks = Boundary(qualifies=False, gated=False)
@@ -147,6 +149,11 @@ class Capture:
         """The next boundary is captured and persisted, whatever the pace."""
         self._ordered = True
 
+    @property
+    def is_ordered(self) -> bool:
+        """Whether an order stands that the next boundary is to answer."""
+        return self._ordered
+
     def boundary(
         self,
         step: int,
@@ -178,7 +185,7 @@ class Capture:
             self._flights.wait()
         outcome = self._capture(step, values, hooks, capturing, ordered, persist)
         if outcome.captured:
-            self._ordered = False
+            self._ordered, self._captured_step, self.lost_step = False, step, None
         else:
             self._skipped += 1
         return outcome
@@ -286,7 +293,7 @@ class Capture:
             target.forget()
             target.abandon()
             raise
-        flight = Flight(step, target, target.generation, persist, arrangement)
+        flight = Flight(step, target, target.generation, persist, arrangement, self._ordered)
         self._flights.add(flight)
         if persist:
             self.pace.persist_asked()
@@ -361,6 +368,8 @@ class Capture:
 
     def _lost(self, flight: Flight) -> None:
         self.pace.lost()
+        self.lost_step = flight.step if flight.step == self._captured_step else self.lost_step
+        self._ordered = self._ordered or flight.ordered  # the order stands again
         if flight is self._asked:
             self.pace.persist_ended(fulfilled=False)
             self._asked = None

@@ -135,6 +135,9 @@ class Checkpointer:
         unsaved, ordered_at = self._boundaries.unsaved, self._boundaries.ordered_at
         if unsaved is not None:
             raise unsaved
+        lost = self._capture.lost_step
+        if lost is not None and not (self._in_iteration and self._capture.is_ordered):
+            raise self._attendant.not_captured(lost, "its bytes are not those of its boundary")
         if ordered_at is not None and not self._in_iteration:
             raise self._attendant.not_captured(
                 ordered_at + 1, "the iteration in which save() was called was left before its boundary"

@@ -9,10 +9,92 @@ import pytest
 import torch
 
 import flashckpt
-from flashckpt import OptionError
+from flashckpt import OptionError, PersistError, _native
+from flashckpt.capture.target import Target
 from tests.checkpointer.test_loop import Job, loader
+from tests.waiting import until, until_slots
 
 pytestmark = pytest.mark.usefixtures("runtime")
+
+
+@pytest.fixture
+def torn(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Steps whose snapshots are refused by their seals, as for a leaf that was written under its copy."""
+    steps: set[int] = set()
+    seal = Target.seal
+
+    def spoiled(target: Target, sealer: object, waits: object, step: int, attempt: object) -> None:
+        if step in steps:
+            target.table[0] = _native.EMPTY_DIGEST
+        seal(target, sealer, waits, step, attempt)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Target, "seal", spoiled)
+    return steps
+
+
+def test_a_save_whose_snapshot_is_torn_is_of_the_boundary_after_it(tmp_path: Path, torn: set[int]) -> None:
+    run, job = str(tmp_path / "run"), Job()
+    torn.add(4)
+    with flashckpt.attach(run, every=None, persist_every=None, **job.named) as checkpointer:
+        for x in checkpointer.batches(loader(8)):
+            until_slots(checkpointer)
+            job.train(x)
+            if checkpointer.completed == 3:
+                checkpointer.save()
+            if checkpointer.completed == 6:
+                break
+        checkpointer.wait()
+        assert flashckpt.steps(run) == [5]
+
+
+def test_a_save_whose_snapshot_is_torn_is_told_where_no_boundary_follows(
+    tmp_path: Path, torn: set[int]
+) -> None:
+    run, job = str(tmp_path / "run"), Job()
+    torn.add(4)
+    checkpointer = flashckpt.attach(run, every=None, persist_every=None, **job.named)
+    for x in checkpointer.batches(loader(8)):
+        until_slots(checkpointer)
+        job.train(x)
+        if checkpointer.completed == 3:
+            checkpointer.save()
+        if checkpointer.completed == 4:
+            break
+    with pytest.raises(PersistError, match="Step 4"):
+        checkpointer.wait()
+    with pytest.raises(PersistError, match="Step 4"):
+        checkpointer.close()
+
+
+def test_what_the_keeper_discards_before_wait_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step 2 is sealed, and a byte of it flips; nobody waits yet when the audit finds that."""
+    run, job = str(tmp_path / "run"), Job()
+    checkpointer = flashckpt.attach(run, every=None, persist_every=None, **job.named)
+    batches = checkpointer.batches(loader())
+    job.train(next(batches))
+    until_slots(checkpointer)
+    job.train(next(batches))
+    checkpointer.step()
+    request = type(checkpointer._attendant.slots).request_persist
+
+    def flipping(slots: object) -> None:
+        ring = slots.ring  # type: ignore[attr-defined]
+        slot, sealed = ring.newest_sealed()
+        view = slot.image_view
+        view[sealed.record.data_start] ^= 1
+        request(slots)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(type(checkpointer._attendant.slots), "request_persist", flipping)
+    checkpointer.save()
+    monkeypatch.undo()
+    ring = checkpointer._attendant.slots.ring
+    assert ring is not None
+    until(lambda: ring.newest_sealed() is None, "the keeper's audit")
+    with pytest.raises(PersistError, match="not those of its boundary"):
+        checkpointer.wait()
+    checkpointer._release()
 
 
 @pytest.mark.parametrize(
