@@ -21,7 +21,7 @@ from flashckpt.checkpointer.boundaries import Boundaries
 from flashckpt.checkpointer.ending import stop_at_marked, watch_exit
 from flashckpt.checkpointer.resumed import Resumed as Resumed
 from flashckpt.errors import BoundaryError, FlashckptError
-from flashckpt.events import Event
+from flashckpt.events import Event, log
 from flashckpt.state import rng
 
 if TYPE_CHECKING:
@@ -114,10 +114,19 @@ class Checkpointer:
     def save(self) -> None:
         """Take a snapshot that is persisted: of the next boundary when called in an iteration of
         `.batches`, at once anywhere else. There it is a boundary of its own, with a step of its own,
-        unless the state is bit for bit what was captured last."""
+        unless the state is bit for bit what was captured last. After a stop in the middle of an epoch of
+        `.epochs` it does nothing: the boundary of the stop is saved, and what follows it is done again."""
         self._check_open()
         if self._in_iteration and not self._marked:
             self._boundaries.order()
+            return
+        between = not self._in_iteration and self._progress.manages_epochs
+        if self.stopping and between and self._progress.phase_is_open:
+            log.warning(
+                "save() after a stop in the middle of epoch %d: step %d, at which it stopped, is saved and "
+                "the run goes on from there; code for the end of an epoch asks .stopping first",
+                self._progress.epoch, self.completed,
+            )  # fmt: skip
             return
         with self._capture.pulse.resting():
             self._capture.wait()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import flashckpt
 from flashckpt import OptionError, PersistError, _native
@@ -95,6 +96,35 @@ def test_what_the_keeper_discards_before_wait_is_told(
     with pytest.raises(PersistError, match="not those of its boundary"):
         checkpointer.wait()
     checkpointer._release()
+
+
+def test_a_save_after_a_stop_in_an_epoch_leaves_the_stop_as_it_is(tmp_path: Path) -> None:
+    """What follows the batches of an epoch that is not over is done again when the epoch is."""
+
+    def train(run: str, stop_at: int | None) -> tuple[torch.Tensor, int]:
+        torch.manual_seed(3)
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        named = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+        data = loader()
+        with flashckpt.attach(run, every=1, **named) as checkpointer:
+            for epoch in checkpointer.epochs(2):
+                for taken, x in enumerate(checkpointer.batches(data), 1):
+                    optimizer.zero_grad()
+                    (model(x) / 100).square().mean().backward()
+                    optimizer.step()
+                    if (epoch, taken) == (0, stop_at):
+                        checkpointer.stop()
+                scheduler.step()
+                checkpointer.save()
+        return model.weight.detach().clone(), scheduler.last_epoch
+
+    whole = train(str(tmp_path / "whole"), None)
+    train(str(tmp_path / "cut"), 3)
+    rest = train(str(tmp_path / "cut"), None)
+    assert rest[1] == whole[1] == 2
+    assert torch.equal(rest[0], whole[0])
 
 
 @pytest.mark.parametrize(
