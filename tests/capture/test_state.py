@@ -241,6 +241,34 @@ def test_a_tensor_that_is_handed_out_again_is_read_where_it_is_now(
     loop.capture.close()
 
 
+def emptied(average: Average, box: dict[str, Any], way: str) -> None:
+    """A part of the state that holds no tensor any more."""
+    if way == "an object":
+        average.state_dict = dict  # type: ignore[method-assign, assignment]
+    else:
+        box["held"] = None
+
+
+@pytest.mark.parametrize("way", ["an object", "a nested list"])
+def test_a_tensor_that_is_handed_out_no_more_is_no_leaf(
+    ring: SlotRing, sealer: _native.Sealer, way: str
+) -> None:
+    """A leaf that no value names makes a step that cannot be resumed."""
+    average, box = Average(), {"held": [torch.zeros(2)]}
+    loop = Loop(ring, sealer, average=average, box=box)
+    for step in range(3):
+        if step == 2:
+            emptied(average, box, way)
+        loop.backward()
+        loop.one.step()
+        loop.two.step()
+        content = loop.boundary()
+    name = "average.shadow" if way == "an object" else "box.held.0"
+    assert name not in content.leaves
+    assert len({"average.shadow", "box.held.0"} & content.leaves.keys()) == 1
+    loop.capture.close()
+
+
 @pytest.mark.parametrize("undone", [0, 1])
 def test_a_tie_by_memory_that_is_undone_is_seen(ring: SlotRing, sealer: _native.Sealer, undone: int) -> None:
     """Two parameters over one memory, as `head.weight.data = embedding.weight.data` makes them."""
