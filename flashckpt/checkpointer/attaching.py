@@ -260,10 +260,14 @@ def _checkpointer(
         signals=signals,
         resumed=resumed,
     )
-    # Encoded once now: what typed JSON cannot hold is refused here, not at hour ten.
-    checkpointer._boundaries.values()
-    attendant.event(Event.ATTACH, step=progress.step, world=session.environment.world)
-    attendant.start()
+    try:
+        # Encoded once now: what typed JSON cannot hold is refused here, not at hour ten.
+        checkpointer._boundaries.values()
+        attendant.event(Event.ATTACH, step=progress.step, world=session.environment.world)
+        attendant.start()
+    except BaseException:
+        checkpointer._release()  # its hooks go now, and not when nobody holds the error any more
+        raise
     return checkpointer
 
 

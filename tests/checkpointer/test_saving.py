@@ -157,3 +157,52 @@ def test_data_that_was_looped_over_is_not_held(tmp_path: Path) -> None:
             del x, chunk
         gc.collect()
         assert sum(each() is not None for each in held) <= 20
+
+
+def test_an_attach_that_fails_at_its_end_leaves_no_hooks(tmp_path: Path) -> None:
+    class Fickle:
+        """Fails when it is asked after everything is attached."""
+
+        asked = 0
+
+        def state_dict(self) -> dict[str, int]:
+            self.asked += 1
+            if self.asked == 3:
+                raise ArithmeticError("not now")
+            return {}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            pass
+
+    run, job = str(tmp_path / "run"), Job()
+    with pytest.raises(ArithmeticError) as kept:
+        flashckpt.attach(run, fickle=Fickle(), **job.named)
+    assert kept.value is not None, "and with it the frames of the attach"
+    assert not job.model._forward_pre_hooks
+    assert not job.optimizer._optimizer_step_pre_hooks
+    flashckpt.attach(run, **job.named).close()
+
+
+def test_a_run_goes_on_after_an_object_gave_up_its_tensors(tmp_path: Path) -> None:
+    class Best:
+        """The best weights so far, until they are used up."""
+
+        def __init__(self) -> None:
+            self.weight: torch.Tensor | None = torch.zeros(3)
+
+        def state_dict(self) -> dict[str, object]:
+            return {"weight": self.weight}
+
+        def load_state_dict(self, state: dict[str, object]) -> None:
+            self.weight = state["weight"]  # type: ignore[assignment]
+
+    run, job, best = str(tmp_path / "run"), Job(), Best()
+    batches = flashckpt.loop(loader(), run, every=1, best=best, **job.named)
+    for x in batches:
+        until_slots(batches.checkpointer)
+        job.train(x)
+        if batches.completed == 3:
+            best.weight = None
+    again = Best()
+    flashckpt.attach(run, best=again, **Job().named).close()
+    assert again.weight is None
