@@ -27,6 +27,7 @@ from flashckpt.capture.plan import Change, Plan, UsedUp
 from flashckpt.capture.room import arena_room, slot_room, with_slack
 from flashckpt.capture.target import Target
 from flashckpt.capture.ways import Ways, describe
+from flashckpt.errors import StateError
 from flashckpt.memory.slot import Slot
 from flashckpt.memory.slots import SlotRing
 from flashckpt.options import Options
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 # What a device may take is known once the loop has gone round twice.
 _WARM_BOUNDARIES = 2
+# Walks of one boundary after which its state is given up: one is enough for any that keeps still.
+_MOST_WALKS = 3
 _NO_MEMORY = "the device has no memory left for a snapshot's buffers"
 
 
@@ -89,6 +92,8 @@ class Capture:
         self._ring: SlotRing | None = None
         self._ordered = False
         self._asked: Flight | None = None
+        self._captured_step = -1
+        self.lost_step: int | None = None  # that one, once its snapshot is lost
         self._call_s = 0.0
         self._step = -1
         self._hooks = Boundary(qualifies=False, gated=False)
@@ -144,6 +149,11 @@ class Capture:
         """The next boundary is captured and persisted, whatever the pace."""
         self._ordered = True
 
+    @property
+    def is_ordered(self) -> bool:
+        """Whether an order stands that the next boundary is to answer."""
+        return self._ordered
+
     def boundary(
         self,
         step: int,
@@ -175,7 +185,7 @@ class Capture:
             self._flights.wait()
         outcome = self._capture(step, values, hooks, capturing, ordered, persist)
         if outcome.captured:
-            self._ordered = False
+            self._ordered, self._captured_step, self.lost_step = False, step, None
         else:
             self._skipped += 1
         return outcome
@@ -283,30 +293,35 @@ class Capture:
             target.forget()
             target.abandon()
             raise
-        flight = Flight(step, target, target.generation, persist, arrangement)
+        flight = Flight(step, target, target.generation, persist, arrangement, self._ordered)
         self._flights.add(flight)
         if persist:
             self.pace.persist_asked()
             self._asked = flight
 
     def _follow(self, values: Callable[[], bytes]) -> tuple[Arrangement, bytes]:
-        """The arrangement of the state as it is now, with its values. Values are asked first: that is
-        when their owners make tensors anew, or when the tree finds that it must walk again."""
+        """The arrangement of the state as it is now, with its values. Values are asked first: that is when
+        their owners make tensors anew, or the tree walks again. What is made after a walk is followed too,
+        since the walk asked for tensors of its own. Raises StateError if that never ends."""
         if self._tree.current is None:
             self._tree.walk(self.hooks.used_up)
         self._give_way()
-        data = values()
-        arrangement, walk = self._arrangement, self._tree.current
-        assert walk is not None
-        if arrangement is not None and self._walk is walk and self._chosen == self._ground():
-            change, indexes = arrangement.plan.follow(self.hooks.used_up)
-            if change is Change.PATCHED:
-                arrangement.moved(indexes)
-            if change is not Change.REBUILD:
-                return arrangement, data
-        return self._rebuild(), values()
+        for _ in range(_MOST_WALKS):
+            data = values()
+            arrangement, walk = self._arrangement, self._tree.current
+            if arrangement is not None and self._walk is walk and self._chosen == self._ground():
+                change, indexes = arrangement.plan.follow(self.hooks.used_up)
+                if change is Change.PATCHED:
+                    arrangement.moved(indexes)
+                if change is not Change.REBUILD:
+                    return arrangement, data
+            self._rebuild()
+        raise StateError(
+            "The state has other tensors each time it is asked. Nothing was captured: values and bytes would "
+            "not belong together. Let every state_dict give the same tensors when it is called twice."
+        )
 
-    def _rebuild(self) -> Arrangement:
+    def _rebuild(self) -> None:
         held = self._arrangement.arena_bytes() if self._arrangement is not None else {}
         self._drop_arrangement()
         self._walk = self._tree.walk(self.hooks.used_up)
@@ -314,7 +329,6 @@ class Capture:
         plan.note_gradients(self.hooks.used_up)
         self._chosen = self._ground()
         self._arrangement = Arrangement(plan, self._ways, self.hooks.fired, self._room(held), self._threads)
-        return self._arrangement
 
     def _ground(self) -> tuple[frozenset[int], bool]:
         """What ways were chosen by, beside the plan: whose hooks fire, and whether room is known."""
@@ -354,6 +368,8 @@ class Capture:
 
     def _lost(self, flight: Flight) -> None:
         self.pace.lost()
+        self.lost_step = flight.step if flight.step == self._captured_step else self.lost_step
+        self._ordered = self._ordered or flight.ordered  # the order stands again
         if flight is self._asked:
             self.pace.persist_ended(fulfilled=False)
             self._asked = None

@@ -22,13 +22,15 @@ _WAIT_SLICE_S = 60.0
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """One snapshot on its way. The arrangement holds its tensors, and is let go when it has landed."""
+    """One snapshot on its way. The arrangement holds its tensors, and is let go when it has landed.
+    `ordered`: it answers an order for the next boundary."""
 
     step: int
     target: Target
     generation: int
     persist: bool
     arrangement: Arrangement | None
+    ordered: bool = False
 
 
 @dataclass(slots=True)
@@ -84,7 +86,9 @@ class Flights:
             self._listen(landed)
 
     def wait(self) -> None:
-        """Until nothing is on its way: the only place where the host waits for copies."""
+        """Until nothing is on its way: the only place where the host waits for copies. What the keeper has
+        found torn meanwhile is known afterwards."""
+        self.poll()
         while self._flying:
             drained = self._sealer.drain(_WAIT_SLICE_S)
             if not drained:

@@ -136,6 +136,16 @@ class Pace:
         overhead: float = 0.01,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        if not (every is None or every == "auto" or isinstance(every, int)):
+            raise OptionError(
+                f'every={every!r}: "auto", a number of steps, or None. Nothing was changed. Durations are '
+                "for persist_every."
+            )
+        if not (persist_every is None or isinstance(persist_every, int | str)):
+            raise OptionError(
+                f'persist_every={persist_every!r}: a duration such as "5min", a number of steps, or None. '
+                "Nothing was changed."
+            )
         _check_number(every if every != "auto" else None, "every")
         self._every = every
         self._clock = clock

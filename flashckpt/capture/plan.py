@@ -21,7 +21,7 @@ from flashckpt.format.metadata import plan_bytes
 
 if TYPE_CHECKING:
     from flashckpt.state.tree import Walk
-from flashckpt.state.tensors import DTYPE_NAMES, leaf_of, strides
+from flashckpt.state.tensors import DTYPE_NAMES, leaf_of, same_memory, strides
 
 Addresses = NDArray[np.uint64]
 UsedUp = Callable[[Any, Tensor], bool]
@@ -73,6 +73,8 @@ class Plan:
         self.sizes: Addresses = np.array([leaf.num_bytes for leaf in self.leaves], dtype=np.uint64)
         self.offsets: Addresses = np.array(self.image.starts(), dtype=np.uint64)
         self.odd = frozenset(i for i, tensor in enumerate(self.tensors) if not is_plain(tensor))
+        self._devices = [tensor.device for tensor in self.tensors]
+        self._ties = [(live, tied) for live in self.lives for tied in live.tied]
         self._dynamic = [i for i, live in enumerate(self.lives) if live.container is None]
         self.addresses: Addresses = np.zeros(len(self.lives), dtype=np.uint64)
         self._guards = list(walk.guards)
@@ -105,7 +107,7 @@ class Plan:
         if indexes:
             self._arm()
         fresh = self._fresh()
-        if fresh is None:
+        if fresh is None or not self._ties_hold():
             return Change.REBUILD, []
         indexes += fresh
         return (Change.PATCHED, indexes) if indexes else (Change.NONE, [])
@@ -116,15 +118,21 @@ class Plan:
             _holds(container, key, value) for container, key, value in self._anchors
         )
 
+    def _ties_hold(self) -> bool:
+        """Whether what is stored once is still one: another object in one of its places, or other memory
+        under one of its objects, has undone the tie."""
+        return all(tied is live.tensor or same_memory(live.tensor, tied) for live, tied in self._ties)
+
     def _fresh(self) -> list[int] | None:
-        """Take over the tensors that their owner makes anew each time; None where they are others."""
+        """Take over the tensors that their owner makes anew each time, or hands out again after it has moved
+        them; None where they are others."""
         moved = []
         for index in self._dynamic:
             tensor = local(self.lives[index].tensor)
-            if tensor is self.tensors[index]:
-                continue
             if not self._fits(index, tensor):
                 return None
+            if tensor is self.tensors[index] and tensor.data_ptr() == int(self.addresses[index]):
+                continue
             self.tensors[index] = tensor
             self.addresses[index] = tensor.data_ptr()
             moved.append(index)
@@ -136,18 +144,14 @@ class Plan:
             self._watch = None
 
     def _fits(self, index: int, tensor: Tensor) -> bool:
-        old = self.tensors[index]
-        if tensor is old:
-            # In-place changes of geometry (resize_, t_, .data=) keep the object: compare with the plan.
-            leaf = self.leaves[index]
-            known = (leaf.shape, leaf.stride, leaf.dtype, index not in self.odd)
-            dtype = DTYPE_NAMES.get(tensor.dtype)
-            return (tuple(tensor.shape), strides(tensor), dtype, is_plain(tensor)) == known
+        """Whether a tensor can be read as the plan has it. Compared with the plan, not with the tensor it was
+        made from: changes in place (resize_, t_, .data=, .cuda()) keep the object."""
+        leaf = self.leaves[index]
         return (
-            tensor.shape == old.shape
-            and tensor.dtype == old.dtype
-            and tensor.device == old.device
-            and tensor.stride() == old.stride()
+            tensor.shape == leaf.shape
+            and DTYPE_NAMES.get(tensor.dtype) == leaf.dtype
+            and tensor.device == self._devices[index]
+            and strides(tensor) == leaf.stride
             and is_plain(tensor) == (index not in self.odd)
         )
 
@@ -159,6 +163,8 @@ class Plan:
             return False
         if not isinstance(found, Tensor) or not self._fits(index, local(found)):
             return False
+        if live.kind == "parameter" and found is not live.tensor and not isinstance(live.container, Tensor):
+            return False  # another parameter: its gradient, and whether an optimizer has it, are others
         live.tensor = found
         self.tensors[index] = local(found)
         return True

@@ -17,7 +17,7 @@ import torch
 from flashckpt import _native, crashpoints
 from flashckpt.capture import Capture
 from flashckpt.capture.device import devices_of
-from flashckpt.capture.pace import Every
+from flashckpt.capture.pace import Every, Pace
 from flashckpt.checkpointer.ages import Ages, limits_s
 from flashckpt.checkpointer.attendant import Attendant
 from flashckpt.checkpointer.environment import log_differences
@@ -64,6 +64,7 @@ def attach(
     changed), UnusableRunError, OutOfRoomError, FormatError, KeeperError. In all of them the live state is
     as it was.
     """
+    Pace(every, persist_every)  # refused here, and not when the state is restored already
     tree = Tree(_state_of(state, named))
     progress = Progress()
     began = time.perf_counter()
@@ -259,10 +260,14 @@ def _checkpointer(
         signals=signals,
         resumed=resumed,
     )
-    # Encoded once now: what typed JSON cannot hold is refused here, not at hour ten.
-    checkpointer._boundaries.values()
-    attendant.event(Event.ATTACH, step=progress.step, world=session.environment.world)
-    attendant.start()
+    try:
+        # Encoded once now: what typed JSON cannot hold is refused here, not at hour ten.
+        checkpointer._boundaries.values()
+        attendant.event(Event.ATTACH, step=progress.step, world=session.environment.world)
+        attendant.start()
+    except BaseException:
+        checkpointer._release()  # its hooks go now, and not when nobody holds the error any more
+        raise
     return checkpointer
 
 

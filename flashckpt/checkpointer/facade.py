@@ -12,7 +12,8 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,9 @@ from flashckpt.checkpointer.boundaries import Boundaries
 from flashckpt.checkpointer.ending import stop_at_marked, watch_exit
 from flashckpt.checkpointer.resumed import Resumed as Resumed
 from flashckpt.errors import BoundaryError, FlashckptError
-from flashckpt.events import Event
+from flashckpt.events import Event, log
 from flashckpt.state import rng
+from flashckpt.state.loader.identity import reference_to
 
 if TYPE_CHECKING:
     from flashckpt.capture import Capture
@@ -32,6 +34,9 @@ if TYPE_CHECKING:
     from flashckpt.checkpointer.session import Session
     from flashckpt.checkpointer.signals import Signals
     from flashckpt.state.tree import Tree
+
+# Loaders that are remembered as looped over: what has no weak references (a list of batches) is held by it.
+_LOOPED_KEPT = 8
 
 
 class Checkpointer:
@@ -61,7 +66,7 @@ class Checkpointer:
         self._in_iteration = self._marked = self._stopping = self._closed = False
         # What is drawn between here and the loop is no part of the run: put back once more there.
         self._due_rng = rng.capture() if resumed is not None else None
-        self._looped: list[object] = []
+        self._looped: deque[Callable[[], object]] = deque(maxlen=_LOOPED_KEPT)
         self._process = os.getpid()
         self._began_s = time.perf_counter()
         self._last_report: dict[str, float] | None = None
@@ -83,7 +88,7 @@ class Checkpointer:
         """
         self._check_open()
         if not self._progress.manages_epochs:
-            if any(each is loader for each in self._looped):
+            if any(each() is loader for each in self._looped):
                 raise BoundaryError(
                     "This loader was looped over before, and not inside Checkpointer.epochs: a resumed run "
                     "could not tell which of the code between the loops has run. Nothing was captured since "
@@ -91,7 +96,7 @@ class Checkpointer:
                     "`for batch in checkpointer.batches(loader):`.",
                     step=self.completed,
                 )
-            self._looped.append(loader)
+            self._looped.append(reference_to(loader))
         return Batches(self, loader)
 
     def epochs(self, epochs: int) -> Epochs:
@@ -114,10 +119,19 @@ class Checkpointer:
     def save(self) -> None:
         """Take a snapshot that is persisted: of the next boundary when called in an iteration of
         `.batches`, at once anywhere else. There it is a boundary of its own, with a step of its own,
-        unless the state is bit for bit what was captured last."""
+        unless the state is bit for bit what was captured last. After a stop in the middle of an epoch of
+        `.epochs` it does nothing: the boundary of the stop is saved, and what follows it is done again."""
         self._check_open()
         if self._in_iteration and not self._marked:
             self._boundaries.order()
+            return
+        between = not self._in_iteration and self._progress.manages_epochs
+        if self.stopping and between and self._progress.phase_is_open:
+            log.warning(
+                "save() after a stop in the middle of epoch %d: step %d, at which it stopped, is saved and "
+                "the run goes on from there; code for the end of an epoch asks .stopping first",
+                self._progress.epoch, self.completed,
+            )  # fmt: skip
             return
         with self._capture.pulse.resting():
             self._capture.wait()
@@ -135,6 +149,9 @@ class Checkpointer:
         unsaved, ordered_at = self._boundaries.unsaved, self._boundaries.ordered_at
         if unsaved is not None:
             raise unsaved
+        lost = self._capture.lost_step
+        if lost is not None and not (self._in_iteration and self._capture.is_ordered):
+            raise self._attendant.not_captured(lost, "its bytes are not those of its boundary")
         if ordered_at is not None and not self._in_iteration:
             raise self._attendant.not_captured(
                 ordered_at + 1, "the iteration in which save() was called was left before its boundary"

@@ -41,7 +41,7 @@ class ContainerEntry:
         self._root = {name: target}
 
     def walk(self, leaves: Leaves, owners: Owners) -> dict[str, Any]:
-        return self._values(leaves)
+        return leaves.asking(self._values)
 
     def values(self, refresh: Refresh) -> dict[str, Any]:
         return self._values(refresh)

@@ -7,9 +7,9 @@ between two walks. Never copies a tensor's bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -41,7 +41,8 @@ class Place(NamedTuple):
 
 @dataclass(slots=True)
 class LiveLeaf:
-    """One tensor of the live state. `aliases` are its further names. Where `container` is None the
+    """One tensor of the live state. `aliases` are its further names, `tied` the objects found under those
+    that have a place of their own: it, or other tensors over its memory. Where `container` is None the
     tensor is made anew by its owner, and `Tree.values` puts the newest one here."""
 
     name: str
@@ -51,6 +52,7 @@ class LiveLeaf:
     container: object
     key: object
     aliases: tuple[str, ...] = ()
+    tied: tuple[Tensor, ...] = ()
 
 
 class Sink(Protocol):
@@ -62,7 +64,8 @@ class Sink(Protocol):
 
 
 class Leaves:
-    """The leaves of one walk, in the order in which they were found."""
+    """The leaves of one walk, in the order in which they were found. `asked` are the names of those that
+    stand among values, and are asked for again with them."""
 
     def __init__(self) -> None:
         self.leaves: list[LiveLeaf] = []
@@ -70,6 +73,8 @@ class Leaves:
         self.anchors: list[tuple[object, object, object]] = []
         self.named: dict[str, LiveLeaf] = {}
         self.refs: dict[str, LeafRef] = {}
+        self.asked: set[str] = set()
+        self._asking = False
         self._by_id: dict[int, LiveLeaf] = {}
         self._by_address: dict[int, tuple[LiveLeaf, ...]] = {}
 
@@ -82,8 +87,18 @@ class Leaves:
         if container is not None:
             self.anchors.append((container, key, value))
 
+    def asking(self, values: Callable[[Sink], dict[str, Any]]) -> dict[str, Any]:
+        """The values that go with what was walked; the tensors among them are told from the others."""
+        self._asking = True
+        try:
+            return values(self)
+        finally:
+            self._asking = False
+
     def add(self, name: str, tensor: Tensor, place: Place) -> LeafRef:
         """Take a tensor under a name. Raises StateError for what cannot be saved exactly."""
+        if self._asking:
+            self.asked.add(name)
         known = self._by_id.get(id(tensor))
         if known is None and is_wrapper(tensor):
             ref = self._add_wrapper(name, tensor, place)
@@ -102,6 +117,7 @@ class Leaves:
                 about["shares"] = True
         if known is not None:
             known.aliases += (name,)
+            known.tied += (tensor,) if place.container is not None else ()
             self.anchor(place.container, place.key, tensor)
         else:
             known = LiveLeaf(name, tensor, place.kind, place.owner, place.container, place.key)
@@ -152,6 +168,14 @@ class Refresh:
 
     def __init__(self, leaves: Leaves) -> None:
         self._leaves = leaves
+        self._seen: set[str] = set()
+
+    def check_complete(self) -> None:
+        """Raises Restructured if a tensor of the last walk stands among the values no more: its leaf would be
+        one that nothing names."""
+        gone = self._leaves.asked - self._seen
+        if gone:
+            raise Restructured(min(gone))
 
     def knows(self, name: str) -> bool:
         """Whether there was a tensor of this name at the last walk."""
@@ -166,6 +190,7 @@ class Refresh:
         ref = self._leaves.refs.get(name)
         if ref is None:
             raise Restructured(name)
+        self._seen.add(name)
         if is_wrapper(tensor):
             return self._refresh_wrapper(ref, tensor, place)
         if leaf is None:

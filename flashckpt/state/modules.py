@@ -44,7 +44,7 @@ class ModuleEntry:
     def walk(self, leaves: Leaves, owners: Owners) -> dict[str, Any]:
         self.modules, self._extras, self._transient, self._parameters = {}, [], [], []
         self._visit(self.target, self.name, leaves, owners, ())
-        value = self._values(leaves)
+        value = leaves.asking(self._values)
         self._in_extra = self._extra_leaves(value)
         return value
 

@@ -37,7 +37,7 @@ class ObjectEntry:
         self._unowned = []
         if isinstance(self.target, Optimizer):
             self._take_unowned(leaves, owners)
-        return self._values(leaves)
+        return leaves.asking(self._values)
 
     def values(self, refresh: Refresh) -> dict[str, Any]:
         return self._values(refresh)

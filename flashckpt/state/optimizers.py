@@ -69,7 +69,7 @@ class OptimizerEntry:
             "params": Encoded(self._full_names),
             **state,
         }
-        return self._values(leaves)
+        return leaves.asking(self._values)
 
     def values(self, refresh: Refresh) -> dict[str, Any]:
         groups = self.target.param_groups

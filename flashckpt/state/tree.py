@@ -117,6 +117,7 @@ class Tree:
         refresh = Refresh(self._leaves)
         try:
             entries = {name: entry.values(refresh) for name, entry in self._entries.items()}
+            refresh.check_complete()
             return {"entries": entries, NAMESPACE: self._gradients.values(refresh, used_up)}
         except Restructured:
             return self.walk(used_up or self._used_up).value

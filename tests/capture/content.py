@@ -68,6 +68,7 @@ class Live:
     container: Any = None
     key: Any = None
     aliases: list[str] = field(default_factory=list)
+    tied: list[Tensor] = field(default_factory=list)
 
 
 @dataclass

@@ -230,7 +230,10 @@ def test_a_request_that_is_never_answered_does_not_stop_the_next(interval: str, 
     assert not pace.persist_due(5)
 
 
-@pytest.mark.parametrize(("every", "persist"), [(0, None), (-3, None), ("auto", 0), ("auto", "often")])
+@pytest.mark.parametrize(
+    ("every", "persist"),
+    [(0, None), (-3, None), ("5min", None), (1.5, None), ("auto", 0), ("auto", "often"), ("auto", 2.5)],
+)
 def test_what_cannot_be_is_refused(every: object, persist: object) -> None:
     with pytest.raises(OptionError):
         Pace(every, persist)  # type: ignore[arg-type]

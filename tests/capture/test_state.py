@@ -13,6 +13,7 @@ import torch
 from flashckpt import _native
 from flashckpt.capture import Capture, Verdict
 from flashckpt.capture.plan import Change, Plan, local
+from flashckpt.errors import StateError
 from flashckpt.format.typed import encode_json
 from flashckpt.memory.slots import SlotRing
 from flashckpt.options import Options
@@ -209,6 +210,158 @@ def test_a_tie_that_is_undone_is_seen(ring: SlotRing, sealer: _native.Sealer) ->
     assert sealer.drain(10)
     assert len(newest(ring).leaves) == 2
     capture.close()
+
+
+class Average:
+    """A teacher as people write it: `state_dict` hands out the very tensors, which `.data` moves."""
+
+    def __init__(self) -> None:
+        self.shadow = torch.zeros(3)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadow": self.shadow}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.shadow = state["shadow"]
+
+
+def test_a_tensor_that_is_handed_out_again_is_read_where_it_is_now(
+    ring: SlotRing, sealer: _native.Sealer
+) -> None:
+    average = Average()
+    loop = Loop(ring, sealer, average=average)
+    held = []
+    for step in range(6):
+        held.append(average.shadow.data)  # the memory that it has left stays readable
+        average.shadow.data = torch.full((3 + step // 3,), float(step))
+        loop.backward()
+        loop.one.step()
+        loop.two.step()
+        assert loop.boundary().leaves["average.shadow"] == bytes_of(average.shadow)
+    loop.capture.close()
+
+
+def emptied(average: Average, box: dict[str, Any], way: str) -> None:
+    """A part of the state that holds no tensor any more."""
+    if way == "an object":
+        average.state_dict = dict  # type: ignore[method-assign, assignment]
+    else:
+        box["held"] = None
+
+
+@pytest.mark.parametrize("way", ["an object", "a nested list"])
+def test_a_tensor_that_is_handed_out_no_more_is_no_leaf(
+    ring: SlotRing, sealer: _native.Sealer, way: str
+) -> None:
+    """A leaf that no value names makes a step that cannot be resumed."""
+    average, box = Average(), {"held": [torch.zeros(2)]}
+    loop = Loop(ring, sealer, average=average, box=box)
+    for step in range(3):
+        if step == 2:
+            emptied(average, box, way)
+        loop.backward()
+        loop.one.step()
+        loop.two.step()
+        content = loop.boundary()
+    name = "average.shadow" if way == "an object" else "box.held.0"
+    assert name not in content.leaves
+    assert len({"average.shadow", "box.held.0"} & content.leaves.keys()) == 1
+    loop.capture.close()
+
+
+@pytest.mark.parametrize("undone", [0, 1])
+def test_a_tie_by_memory_that_is_undone_is_seen(ring: SlotRing, sealer: _native.Sealer, undone: int) -> None:
+    """Two parameters over one memory, as `head.weight.data = embedding.weight.data` makes them."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False))
+    model[1].weight.data = model[0].weight.data
+    tree = Tree({"model": model})
+    capture = Capture(tree, ring, sealer, Options(), every=1)
+    for step in (1, 2):
+        if step == 2:
+            model[undone].weight.data = torch.randn(3, 3)
+        assert capture.boundary(step, lambda: encode_json(tree.values())).captured
+        assert sealer.drain(10)
+    content = newest(ring)
+    for place in (0, 1):
+        assert content.leaves[f"model.{place}.weight"] == bytes_of(model[place].weight)
+    capture.close()
+
+
+def test_a_tie_that_is_undone_in_its_first_place_is_seen(ring: SlotRing, sealer: _native.Sealer) -> None:
+    model = torch.nn.Module()
+    model.register_buffer("first", torch.zeros(3))
+    model.register_buffer("second", model.first)
+    tree = Tree({"model": model})
+    capture = Capture(tree, ring, sealer, Options(), every=1)
+    for step in (1, 2):
+        if step == 2:
+            model.first = torch.ones(3)
+        assert capture.boundary(step, lambda: encode_json(tree.values())).captured
+        assert sealer.drain(10)
+    content = newest(ring)
+    assert content.leaves["model.first"] == bytes_of(model.first)
+    assert content.leaves["model.second"] == bytes_of(model.second)
+    capture.close()
+
+
+def test_the_gradient_of_a_parameter_in_anothers_place_is_a_leaf(
+    ring: SlotRing, sealer: _native.Sealer
+) -> None:
+    model = torch.nn.Linear(2, 2, bias=False)
+    tree = Tree({"model": model})
+    capture = Capture(tree, ring, sealer, Options(), every=1)
+    values = lambda: encode_json(tree.values(capture.hooks.used_up))  # noqa: E731
+    assert capture.boundary(1, values).captured
+    model.weight = torch.nn.Parameter(torch.randn(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    assert capture.boundary(2, values).captured
+    assert sealer.drain(10)
+    assert newest(ring).leaves["gradients.model.weight"] == bytes_of(model.weight.grad)
+    capture.close()
+
+
+class Restless:
+    """Each call of `state_dict` gives another number, and another tensor of it; or even other names."""
+
+    def __init__(self, *, renames: bool) -> None:
+        self.calls, self.renames = 0, renames
+
+    def state_dict(self) -> dict[str, Any]:
+        self.calls += 1
+        name = f"made{self.calls % 2}" if self.renames else "made"
+        return {"calls": self.calls, name: torch.tensor([self.calls])}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.calls = state["calls"]
+
+
+def test_values_and_tensors_are_of_one_call(ring: SlotRing, sealer: _native.Sealer) -> None:
+    loop = Loop(ring, sealer, restless=Restless(renames=False))
+    for _ in range(2):
+        content = loop.boundary(ordered=True)
+        calls = json.loads(content.values)["entries"]["restless"]["state"]["calls"]
+        assert content.leaves["restless.made"] == bytes_of(torch.tensor([calls]))
+    loop.capture.close()
+
+
+def test_a_state_that_never_keeps_still_is_not_captured(ring: SlotRing, sealer: _native.Sealer) -> None:
+    """What would be sealed otherwise names tensors that it lacks: no step of the run could be resumed."""
+    loop = Loop(ring, sealer, restless=Restless(renames=True))
+    with pytest.raises(StateError, match="other tensors each time"):
+        loop.capture.boundary(1, loop.values, ordered=True)
+    assert ring.newest_sealed() is None
+    loop.capture.close()
+
+
+def test_a_tensor_that_went_to_another_device_is_planned_anew() -> None:
+    """`model.cuda()` keeps the objects. A pointer of a device must never be read as one of the host."""
+    from .content import Live, Walk
+
+    box = {"w": torch.zeros(4)}
+    plan = Plan(Walk([Live("w", box["w"], "buffer", None, box, "w")], [], []))
+    torch.utils.swap_tensors(box["w"], torch.zeros(4, device="meta"))
+    assert plan.follow(lambda p, g: True)[0] is Change.REBUILD
+    plan.release()
 
 
 class Sharded(torch.Tensor):

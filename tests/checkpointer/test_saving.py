@@ -1,0 +1,208 @@
+"""What save() and wait() promise: a snapshot that was lost is ordered again or told, never passed over; a
+stop in an epoch is not overwritten by what comes after it; options are refused before anything."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import flashckpt
+from flashckpt import OptionError, PersistError, _native
+from flashckpt.capture.target import Target
+from tests.checkpointer.test_loop import Job, loader
+from tests.waiting import until, until_slots
+
+pytestmark = pytest.mark.usefixtures("runtime")
+
+
+@pytest.fixture
+def torn(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Steps whose snapshots are refused by their seals, as for a leaf that was written under its copy."""
+    steps: set[int] = set()
+    seal = Target.seal
+
+    def spoiled(target: Target, sealer: object, waits: object, step: int, attempt: object) -> None:
+        if step in steps:
+            target.table[0] = _native.EMPTY_DIGEST
+        seal(target, sealer, waits, step, attempt)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Target, "seal", spoiled)
+    return steps
+
+
+def test_a_save_whose_snapshot_is_torn_is_of_the_boundary_after_it(tmp_path: Path, torn: set[int]) -> None:
+    run, job = str(tmp_path / "run"), Job()
+    torn.add(4)
+    with flashckpt.attach(run, every=None, persist_every=None, **job.named) as checkpointer:
+        for x in checkpointer.batches(loader(8)):
+            until_slots(checkpointer)
+            job.train(x)
+            if checkpointer.completed == 3:
+                checkpointer.save()
+            if checkpointer.completed == 6:
+                break
+        checkpointer.wait()
+        assert flashckpt.steps(run) == [5]
+
+
+def test_a_save_whose_snapshot_is_torn_is_told_where_no_boundary_follows(
+    tmp_path: Path, torn: set[int]
+) -> None:
+    run, job = str(tmp_path / "run"), Job()
+    torn.add(4)
+    checkpointer = flashckpt.attach(run, every=None, persist_every=None, **job.named)
+    for x in checkpointer.batches(loader(8)):
+        until_slots(checkpointer)
+        job.train(x)
+        if checkpointer.completed == 3:
+            checkpointer.save()
+        if checkpointer.completed == 4:
+            break
+    with pytest.raises(PersistError, match="Step 4"):
+        checkpointer.wait()
+    with pytest.raises(PersistError, match="Step 4"):
+        checkpointer.close()
+
+
+def test_what_the_keeper_discards_before_wait_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step 2 is sealed, and a byte of it flips; nobody waits yet when the audit finds that."""
+    run, job = str(tmp_path / "run"), Job()
+    checkpointer = flashckpt.attach(run, every=None, persist_every=None, **job.named)
+    batches = checkpointer.batches(loader())
+    job.train(next(batches))
+    until_slots(checkpointer)
+    job.train(next(batches))
+    checkpointer.step()
+    request = type(checkpointer._attendant.slots).request_persist
+
+    def flipping(slots: object) -> None:
+        ring = slots.ring  # type: ignore[attr-defined]
+        slot, sealed = ring.newest_sealed()
+        view = slot.image_view
+        view[sealed.record.data_start] ^= 1
+        request(slots)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(type(checkpointer._attendant.slots), "request_persist", flipping)
+    checkpointer.save()
+    monkeypatch.undo()
+    ring = checkpointer._attendant.slots.ring
+    assert ring is not None
+    until(lambda: ring.newest_sealed() is None, "the keeper's audit")
+    with pytest.raises(PersistError, match="not those of its boundary"):
+        checkpointer.wait()
+    checkpointer._release()
+
+
+def test_a_save_after_a_stop_in_an_epoch_leaves_the_stop_as_it_is(tmp_path: Path) -> None:
+    """What follows the batches of an epoch that is not over is done again when the epoch is."""
+
+    def train(run: str, stop_at: int | None) -> tuple[torch.Tensor, int]:
+        torch.manual_seed(3)
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        named = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+        data = loader()
+        with flashckpt.attach(run, every=1, **named) as checkpointer:
+            for epoch in checkpointer.epochs(2):
+                for taken, x in enumerate(checkpointer.batches(data), 1):
+                    optimizer.zero_grad()
+                    (model(x) / 100).square().mean().backward()
+                    optimizer.step()
+                    if (epoch, taken) == (0, stop_at):
+                        checkpointer.stop()
+                scheduler.step()
+                checkpointer.save()
+        return model.weight.detach().clone(), scheduler.last_epoch
+
+    whole = train(str(tmp_path / "whole"), None)
+    train(str(tmp_path / "cut"), 3)
+    rest = train(str(tmp_path / "cut"), None)
+    assert rest[1] == whole[1] == 2
+    assert torch.equal(rest[0], whole[0])
+
+
+@pytest.mark.parametrize(
+    "options", [{"every": 0}, {"every": "5min"}, {"persist_every": "often"}, {"persist_every": 2.5}]
+)
+def test_options_are_refused_before_anything_is_restored(tmp_path: Path, options: dict[str, object]) -> None:
+    run, job = str(tmp_path / "run"), Job()
+    for x in flashckpt.loop(loader(), run, **job.named):
+        job.train(x)
+    attempts = sorted(path.name for path in (tmp_path / "run" / "attempts").iterdir())
+    other = Job()
+    before = other.model.weight.detach().clone()
+    with pytest.raises(OptionError, match="every"):
+        flashckpt.attach(run, **options, **other.named)  # type: ignore[arg-type]
+    assert torch.equal(other.model.weight, before)
+    assert sorted(path.name for path in (tmp_path / "run" / "attempts").iterdir()) == attempts
+
+
+def test_data_that_was_looped_over_is_not_held(tmp_path: Path) -> None:
+    """A list of batches has no weak references; a run over a thousand of them must not hold them all."""
+    job, held = Job(), []
+    with flashckpt.attach(str(tmp_path / "run"), every=None, persist_every=None, **job.named) as checkpointer:
+        for _ in range(40):
+            chunk = [torch.ones(2, 4)]
+            held.append(weakref.ref(chunk[0]))
+            for x in checkpointer.batches(chunk):
+                job.train(x)
+            del x, chunk
+        gc.collect()
+        assert sum(each() is not None for each in held) <= 20
+
+
+def test_an_attach_that_fails_at_its_end_leaves_no_hooks(tmp_path: Path) -> None:
+    class Fickle:
+        """Fails when it is asked after everything is attached."""
+
+        asked = 0
+
+        def state_dict(self) -> dict[str, int]:
+            self.asked += 1
+            if self.asked == 3:
+                raise ArithmeticError("not now")
+            return {}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            pass
+
+    run, job = str(tmp_path / "run"), Job()
+    with pytest.raises(ArithmeticError) as kept:
+        flashckpt.attach(run, fickle=Fickle(), **job.named)
+    assert kept.value is not None, "and with it the frames of the attach"
+    assert not job.model._forward_pre_hooks
+    assert not job.optimizer._optimizer_step_pre_hooks
+    flashckpt.attach(run, **job.named).close()
+
+
+def test_a_run_goes_on_after_an_object_gave_up_its_tensors(tmp_path: Path) -> None:
+    class Best:
+        """The best weights so far, until they are used up."""
+
+        def __init__(self) -> None:
+            self.weight: torch.Tensor | None = torch.zeros(3)
+
+        def state_dict(self) -> dict[str, object]:
+            return {"weight": self.weight}
+
+        def load_state_dict(self, state: dict[str, object]) -> None:
+            self.weight = state["weight"]  # type: ignore[assignment]
+
+    run, job, best = str(tmp_path / "run"), Job(), Best()
+    batches = flashckpt.loop(loader(), run, every=1, best=best, **job.named)
+    for x in batches:
+        until_slots(batches.checkpointer)
+        job.train(x)
+        if batches.completed == 3:
+            best.weight = None
+    again = Best()
+    flashckpt.attach(run, best=again, **Job().named).close()
+    assert again.weight is None
