@@ -73,6 +73,9 @@ class Store(Protocol):
     def local_path(self, path: str) -> str:
         """The path in the local file system, for the native engine; no folder on the way is a link."""
 
+    def move_to(self, url: str) -> None:
+        """The run is found there from now on: somebody has moved it. Calls under way end where it was."""
+
 
 def split(path: str) -> list[str]:
     """The names on a path in a store. ValueError for one that could lead out of it."""
