@@ -6,6 +6,7 @@ place, durably, before a part or a shard goes: whoever commits late finds it and
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -121,7 +122,8 @@ def bury(store: Store, step: int, attempt: AttemptName) -> bool:
         store.replace(path, stone)
     else:
         if isinstance(found, Manifest):
-            store.replace(path, stone)
+            if not _replace_manifest(store, path, stone):
+                return False
         elif found is None and not store.create(path, stone):
             return False
     crashpoints.point("prune.buried")
@@ -132,6 +134,21 @@ def bury(store: Store, step: int, attempt: AttemptName) -> bool:
         elif entry.name != MANIFEST:
             store.remove(f"{folder}/{entry.name}")
             crashpoints.point("prune.removed")
+    return True
+
+
+def _replace_manifest(store: Store, path: str, stone: bytes) -> bool:
+    """By a tombstone, at once. False where a manifest came back meanwhile."""
+    try:
+        store.replace(path, stone)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        # Full to the last byte, and this is who makes room: the manifest's own is all that there is. Until
+        # the tombstone stands, the step is one of which all parts are there and which was not committed yet.
+        store.remove(path)
+        store.sync_folder(path.rpartition("/")[0])
+        return store.create(path, stone)
     return True
 
 
