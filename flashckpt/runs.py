@@ -59,8 +59,11 @@ def branch(path: Path, step: int, attempt: str | None = None) -> str:
 def verify(path: Path, step: int | None = None) -> Report:
     """Read every file of the committed steps (or of one) and compare every checksum and digest.
 
-    Changes nothing. Raises NoSuchStepError, RunError; damage is in the report, not raised.
+    Changes nothing. Raises NoSuchStepError, RunError (UnusableRunError where records of its attempts are
+    lost, so that nobody can tell which steps are the run's); damage is in the report, not raised.
     """
     store = open_store(path)
     open_run(store, create=False)
+    if step is None:
+        reading.check_records(store)
     return verification.verify(store, step)
