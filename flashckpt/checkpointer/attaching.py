@@ -177,7 +177,8 @@ def _take_up(
         attempt=str(snapshot.attempt),
         seconds=time.perf_counter() - began,
     )
-    log.info("resumed from step %d (%s, %.2f s)", resumed.step, resumed.tier, resumed.seconds)
+    # A warning, or nobody would see it: counters and log files of the program's own begin at zero again.
+    log.warning("resumed from step %d (%s, %.2f s)", resumed.step, resumed.tier, resumed.seconds)
     session.keeper.event(
         {
             "event": Event.RESUME.value,

@@ -178,6 +178,12 @@ class Batches(Iterator[Any]):
     def _end(self, *, exhausted: bool) -> NoReturn:
         """End the iteration. The last boundary of a whole run is captured and committed first."""
         self._ended = True
+        if self._whole_run and not self._begun and self.completed and not self.checkpointer.stopping:
+            log.warning(
+                "the run had ended before, at step %d, and gives no more batches: more epochs= or steps= let "
+                "it go on, another folder begins anew",
+                self.completed,
+            )
         # The code after an epoch's last batch is still to come.
         at_boundary = self._whole_run or not exhausted or self.checkpointer._signals.is_outermost
         end_loop(self.checkpointer, lambda: self._close(exhausted), at_boundary=at_boundary)

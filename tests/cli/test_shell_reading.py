@@ -342,3 +342,18 @@ def test_what_the_system_refuses_is_said_with_the_run_and_what_it_means(
     message = ended.json["error"]["message"]
     assert message.startswith(f"{branched.folder}: [Errno 36]")
     assert "What is committed is as whole as it was" in message
+
+
+def test_a_terminal_that_lacks_a_letter_is_told_the_rest(
+    branched: MadeRun, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    ended = shell("show", branched.folder)
+    assert (ended.code, ended.err) == (0, "")
+    assert "model.weight" in ended.out
+    odd = branched.folder.with_name("w\udcff")
+    branched.folder.rename(odd)
+    monkeypatch.delenv("PYTHONIOENCODING")
+    for command in ("ls", "show", "verify"):
+        ended = shell(command, odd)
+        assert ended.code == 0, ended.err
