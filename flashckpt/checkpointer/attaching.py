@@ -29,7 +29,7 @@ from flashckpt.checkpointer.signals import Signals
 from flashckpt.errors import DamagedError, FlashckptError, FormatError, OptionError
 from flashckpt.events import Event, log
 from flashckpt.keeper.client import SlotGrant
-from flashckpt.options import Keep, Options
+from flashckpt.options import Keep, Options, check_call
 from flashckpt.restore.digesting import digest_tensors
 from flashckpt.restore.filling import check_fits, fill
 from flashckpt.restore.ladder import Ladder, Loaded
@@ -64,6 +64,7 @@ def attach(
     changed), UnusableRunError, OutOfRoomError, FormatError, KeeperError. In all of them the live state is
     as it was.
     """
+    check_call(every, persist_every, keep, options)
     tree = Tree(_state_of(state, named))
     progress = Progress()
     began = time.perf_counter()

@@ -46,7 +46,7 @@ class Batches(Iterator[Any]):
         self._at_end = at_end
         self._thread = threading.get_ident()
         self._source: Any = None
-        self._begun = self._ended = self._in_body = self._entered = False
+        self._begun = self._ended = self._in_body = self._entered = self._gave = False
         if whole_run:
             checkpointer._progress.manages_epochs = True
 
@@ -118,7 +118,7 @@ class Batches(Iterator[Any]):
             batch, lost = None, True  # and its traceback is no part of what the signal raises
         if lost:
             self._end(exhausted=False)
-        self._in_body = True
+        self._in_body = self._gave = True
         checkpointer._begin_iteration()
         return batch
 
@@ -178,7 +178,7 @@ class Batches(Iterator[Any]):
     def _end(self, *, exhausted: bool) -> NoReturn:
         """End the iteration. The last boundary of a whole run is captured and committed first."""
         self._ended = True
-        if self._whole_run and not self._begun and self.completed and not self.checkpointer.stopping:
+        if self._whole_run and not self._gave and self.completed and not self.checkpointer.stopping:
             log.warning(
                 "the run had ended before, at step %d, and gives no more batches: more epochs= or steps= let "
                 "it go on, another folder begins anew",
