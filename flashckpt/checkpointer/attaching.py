@@ -62,7 +62,7 @@ def attach(
     Raises OptionError, StateError (a part that cannot be saved exactly, with its path in the state),
     RunHeldError (another job has the run), MismatchError (the checkpoint is of another model; nothing was
     changed), UnusableRunError, OutOfRoomError, FormatError, KeeperError. In all of them the live state is
-    as it was.
+    as it was; only a RunError because the run could be read and not be written may come after it was loaded.
     """
     check_call(every, persist_every, keep, options)
     tree = Tree(_state_of(state, named))
@@ -86,6 +86,11 @@ def _state_of(state: Mapping[str, object] | None, named: Mapping[str, object]) -
                 "state_dict and load_state_dict. Nothing was started. Correct the keyword's name, or give "
                 "plain values inside an object that has both methods."
             )
+    if state is not None and not isinstance(state, Mapping):
+        raise OptionError(
+            f"state={type(state).__name__}: a dictionary from names to parts of the state, as in "
+            'state={"model": model}. Nothing was started.'
+        )
     twice = sorted(set(state or {}) & set(named))
     if twice:
         raise OptionError(

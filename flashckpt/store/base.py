@@ -93,7 +93,9 @@ def open_store(url_or_path: str | os.PathLike[str]) -> Store:
     """
     from flashckpt.store.local import LocalStore
 
-    text = os.fspath(url_or_path)
+    text = os.fspath(url_or_path) if isinstance(url_or_path, (str, os.PathLike)) else None
+    if not isinstance(text, str):
+        raise OptionError(f"the run's path is {url_or_path!r}. Nothing was changed. Name a folder, as text.")
     match = _SCHEME.match(text)
     if match is None:
         if not text:
