@@ -17,13 +17,40 @@ _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|min|m|h|d)\s*")
 
 def duration_s(text: str, option: str) -> float:
     """Seconds in a duration such as "30s", "5min" or "1.5h". Raises OptionError for anything else."""
-    match = _DURATION.fullmatch(text)
+    match = _DURATION.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         raise OptionError(
             f"{option}={text!r} is not a duration. Nothing was changed. "
             'Write a number and a unit: "500ms", "30s", "5min", "2h", "1d".'
         )
     return float(match[1]) * _UNITS_S[match[2]]
+
+
+def check_call(every: object, persist_every: object, keep: object, options: object) -> None:
+    """What `attach` and `loop` take beside the state. Raises OptionError, before anything is done: a word
+    that is not understood would otherwise mean that nothing is saved."""
+    if every is not None and every != "auto" and not _is_count(every, 1):
+        raise OptionError(
+            f'every={every!r}: "auto", a number of steps, or None. Nothing was started. It says how often a '
+            "snapshot is taken into memory; how often one goes to disk is persist_every, which may be a time."
+        )
+    if isinstance(persist_every, str):
+        duration_s(persist_every, "persist_every")
+    elif persist_every is not None and not _is_count(persist_every, 1):
+        raise OptionError(
+            f'persist_every={persist_every!r}: a duration such as "5min", a number of steps, or None. '
+            "Nothing was started."
+        )
+    for name, value, kind in (("keep", keep, Keep), ("options", options, Options)):
+        if not isinstance(value, kind):
+            raise OptionError(
+                f"{name}={value!r}: a flashckpt.{kind.__name__}, as in {name}=flashckpt.{kind.__name__}"
+                f"({'last=3' if kind is Keep else 'slots=2'}). Nothing was started."
+            )
+
+
+def _is_count(value: object, least: int) -> bool:
+    return type(value) is int and value >= least
 
 
 # Faults of the process itself and what other libraries live by: no boundary may wait for these.
@@ -51,10 +78,10 @@ class Keep:
     every_steps: int | None = None
 
     def __post_init__(self) -> None:
-        if self.last < 1:
-            raise OptionError(f"Keep(last={self.last}): at least one step must be kept.")
-        if self.every_steps is not None and self.every_steps < 1:
-            raise OptionError(f"Keep(every_steps={self.every_steps}): must be a positive number of steps.")
+        if not _is_count(self.last, 1):
+            raise OptionError(f"Keep(last={self.last!r}): a number of steps, at least one must be kept.")
+        if self.every_steps is not None and not _is_count(self.every_steps, 1):
+            raise OptionError(f"Keep(every_steps={self.every_steps!r}): must be a positive number of steps.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,12 +122,16 @@ class Options:
     watchdog_action: Literal["report", "kill"] = "report"
 
     def __post_init__(self) -> None:
-        if not 0 < self.overhead < 1:
-            raise OptionError(f"overhead={self.overhead}: a share of the loop's time, between 0 and 1.")
-        if self.slots is not None and self.slots < 2:
-            raise OptionError(f"slots={self.slots}: two are the least (one sealed, one being written).")
-        if self.threads is not None and self.threads < 1:
-            raise OptionError(f"threads={self.threads}: at least one thread must copy.")
+        if not (isinstance(self.overhead, (int, float)) and 0 < self.overhead < 1):
+            raise OptionError(f"overhead={self.overhead!r}: a share of the loop's time, between 0 and 1.")
+        if self.slots is not None and not _is_count(self.slots, 2):
+            raise OptionError(f"slots={self.slots!r}: two are the least (one sealed, one being written).")
+        if self.threads is not None and not _is_count(self.threads, 1):
+            raise OptionError(f"threads={self.threads!r}: a number; at least one thread must copy.")
+        if self.device_memory is not None and not _is_count(self.device_memory, 0):
+            raise OptionError(f"device_memory={self.device_memory!r}: a number of bytes, or None.")
+        if self.notice_file is not None and not isinstance(self.notice_file, (str, os.PathLike)):
+            raise OptionError(f"notice_file={self.notice_file!r}: a path, or None.")
         duration_s(self.linger, "linger")
         duration_s(self.grace, "grace")
         _check_watchdog(self.watchdog, self.watchdog_action)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from numbers import Integral
 from typing import TYPE_CHECKING
 
 from flashckpt.commit import branching, reading, verification
 from flashckpt.commit.run import open_run
 from flashckpt.commit.verification import Report
-from flashckpt.errors import NoSuchStepError
+from flashckpt.errors import NoSuchStepError, OptionError
 from flashckpt.format.names import AttemptName
 from flashckpt.recovery.node import lock_probe
 from flashckpt.store.base import open_store
@@ -27,6 +28,7 @@ def load(path: Path, step: int | None = None) -> dict[str, torch.Tensor]:
     """
     from flashckpt.restore.mapping import mapped_leaves
 
+    _check_step(step)
     return mapped_leaves(open_store(path), step, rank=0)
 
 
@@ -43,6 +45,7 @@ def branch(path: Path, step: int, attempt: str | None = None) -> str:
 
     Raises RunHeldError where a job holds the run, NoSuchStepError, DamagedError.
     """
+    _check_step(step)
     store = open_store(path)
     run = open_run(store, create=False)
     name = None if attempt is None else AttemptName.parse(attempt)
@@ -59,8 +62,18 @@ def branch(path: Path, step: int, attempt: str | None = None) -> str:
 def verify(path: Path, step: int | None = None) -> Report:
     """Read every file of the committed steps (or of one) and compare every checksum and digest.
 
-    Changes nothing. Raises NoSuchStepError, RunError; damage is in the report, not raised.
+    Changes nothing. Raises NoSuchStepError, RunError (UnusableRunError where records of its attempts are
+    lost, so that nobody can tell which steps are the run's); damage is in the report, not raised.
     """
+    _check_step(step)
     store = open_store(path)
     open_run(store, create=False)
+    if step is None:
+        reading.check_records(store)
     return verification.verify(store, step)
+
+
+def _check_step(step: object) -> None:
+    """A step's name in text would be looked for among numbers, and not be there."""
+    if step is not None and not isinstance(step, Integral):
+        raise OptionError(f"step={step!r}: the number of a step. Nothing was read or changed.")

@@ -17,7 +17,7 @@ import torch
 from flashckpt import _native, crashpoints
 from flashckpt.capture import Capture
 from flashckpt.capture.device import devices_of
-from flashckpt.capture.pace import Every, Pace
+from flashckpt.capture.pace import Every
 from flashckpt.checkpointer.ages import Ages, limits_s
 from flashckpt.checkpointer.attendant import Attendant
 from flashckpt.checkpointer.environment import log_differences
@@ -29,7 +29,7 @@ from flashckpt.checkpointer.signals import Signals
 from flashckpt.errors import DamagedError, FlashckptError, FormatError, OptionError
 from flashckpt.events import Event, log
 from flashckpt.keeper.client import SlotGrant
-from flashckpt.options import Keep, Options
+from flashckpt.options import Keep, Options, check_call
 from flashckpt.restore.digesting import digest_tensors
 from flashckpt.restore.filling import check_fits, fill
 from flashckpt.restore.ladder import Ladder, Loaded
@@ -62,9 +62,9 @@ def attach(
     Raises OptionError, StateError (a part that cannot be saved exactly, with its path in the state),
     RunHeldError (another job has the run), MismatchError (the checkpoint is of another model; nothing was
     changed), UnusableRunError, OutOfRoomError, FormatError, KeeperError. In all of them the live state is
-    as it was.
+    as it was; only a RunError because the run could be read and not be written may come after it was loaded.
     """
-    Pace(every, persist_every)  # refused here, and not when the state is restored already
+    check_call(every, persist_every, keep, options)
     tree = Tree(_state_of(state, named))
     progress = Progress()
     began = time.perf_counter()
@@ -86,6 +86,11 @@ def _state_of(state: Mapping[str, object] | None, named: Mapping[str, object]) -
                 "state_dict and load_state_dict. Nothing was started. Correct the keyword's name, or give "
                 "plain values inside an object that has both methods."
             )
+    if state is not None and not isinstance(state, Mapping):
+        raise OptionError(
+            f"state={type(state).__name__}: a dictionary from names to parts of the state, as in "
+            'state={"model": model}. Nothing was started.'
+        )
     twice = sorted(set(state or {}) & set(named))
     if twice:
         raise OptionError(
@@ -178,7 +183,8 @@ def _take_up(
         attempt=str(snapshot.attempt),
         seconds=time.perf_counter() - began,
     )
-    log.info("resumed from step %d (%s, %.2f s)", resumed.step, resumed.tier, resumed.seconds)
+    # A warning, or nobody would see it: counters and log files of the program's own begin at zero again.
+    log.warning("resumed from step %d (%s, %.2f s)", resumed.step, resumed.tier, resumed.seconds)
     session.keeper.event(
         {
             "event": Event.RESUME.value,

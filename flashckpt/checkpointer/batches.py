@@ -46,7 +46,7 @@ class Batches(Iterator[Any]):
         self._at_end = at_end
         self._thread = threading.get_ident()
         self._source: Any = None
-        self._begun = self._ended = self._in_body = self._entered = False
+        self._begun = self._ended = self._in_body = self._entered = self._gave = False
         if whole_run:
             checkpointer._progress.manages_epochs = True
 
@@ -118,7 +118,7 @@ class Batches(Iterator[Any]):
             batch, lost = None, True  # and its traceback is no part of what the signal raises
         if lost:
             self._end(exhausted=False)
-        self._in_body = True
+        self._in_body = self._gave = True
         checkpointer._begin_iteration()
         return batch
 
@@ -178,6 +178,12 @@ class Batches(Iterator[Any]):
     def _end(self, *, exhausted: bool) -> NoReturn:
         """End the iteration. The last boundary of a whole run is captured and committed first."""
         self._ended = True
+        if self._whole_run and not self._gave and self.completed and not self.checkpointer.stopping:
+            log.warning(
+                "the run had ended before, at step %d, and gives no more batches: more epochs= or steps= let "
+                "it go on, another folder begins anew",
+                self.completed,
+            )
         # The code after an epoch's last batch is still to come.
         at_boundary = self._whole_run or not exhausted or self.checkpointer._signals.is_outermost
         end_loop(self.checkpointer, lambda: self._close(exhausted), at_boundary=at_boundary)

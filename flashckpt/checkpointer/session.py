@@ -6,8 +6,10 @@ the claim is taken before anything is read, so that from here on older attempts 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flashckpt import crashpoints
@@ -53,7 +55,8 @@ class Session:
 
     def start(self, parent: AttemptName | None, step: int, loaded: str | None) -> None:
         """Write where this attempt goes on from; from here on older attempts commit nothing."""
-        attempts.start(self.store, self.attempt, parent, step, self.environment.world, loaded)
+        with _writing(self.store):
+            attempts.start(self.store, self.attempt, parent, step, self.environment.world, loaded)
         crashpoints.point("start.written")
         self.keeper.started(loaded=loaded, step=step)
 
@@ -120,6 +123,20 @@ def _opened(store: Store, path: str | os.PathLike[str]) -> str:
         ) from error
 
 
+@contextlib.contextmanager
+def _writing(store: Store) -> Iterator[None]:
+    """A run that was there can be on a disk that has filled up or become read-only since."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(
+            f"{store.url} cannot be written: {error.strerror or error}. What is committed is as it was, what "
+            "is in memory stays there, and training has not begun. Make room or mend the storage, and start "
+            "again.",
+            path=store.url,
+        ) from error
+
+
 def _claimed(store: Store, identity: str, environment: Environment, keep: Keep, options: Options) -> Session:
     lock = trainer_lock_name(environment.rank)
     runtime, life = join(base_folder(environment.runtime_folder), identity, lock)
@@ -129,9 +146,10 @@ def _claimed(store: Store, identity: str, environment: Environment, keep: Keep, 
             runtime.path, life.name, job_id=environment.job_id, restart_count=environment.restart_count
         )
         # The check runs before each try: who loses a race for the number looks at the winner.
-        attempt = attempts.claim(
-            store, holder, lambda: check(store, holder, lambda _, name: is_alive(runtime, name))
-        )
+        with _writing(store):
+            attempt = attempts.claim(
+                store, holder, lambda: check(store, holder, lambda _, name: is_alive(runtime, name))
+            )
         crashpoints.point("claim.taken")
         keeper = connect_or_start(store.url, runtime, life)
         keeper.hello(

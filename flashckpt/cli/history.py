@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from flashckpt.commit.attempts import AttemptInfo, attempts
 from flashckpt.commit.lineage import VisibleStep, bounds, everything, in_lineage, visible
 from flashckpt.commit.marks import marks
+from flashckpt.commit.reading import check_records
 from flashckpt.commit.steps import StepRecord, missing_files, read_manifest, read_step
-from flashckpt.errors import DamagedError
+from flashckpt.errors import DamagedError, UnusableRunError
 from flashckpt.format.names import AttemptName, manifest_path
 from flashckpt.format.records import Manifest, Mark
 from flashckpt.store.base import Store
@@ -51,6 +52,15 @@ def step_rows(store: Store, *, all_branches: bool) -> list[StepRow]:
     shown = everything(store) if all_branches else in_lineage(store, bounds(attempts(store)))
     seen = set(visible(store))
     return list(_rows(store, shown, seen))[::-1]
+
+
+def lost_records(store: Store) -> str:
+    """Why a resume would be refused, empty where it would not."""
+    try:
+        check_records(store)
+    except UnusableRunError as error:
+        return str(error)
+    return ""
 
 
 def committed_at_s(store: Store, step: int, attempt: AttemptName) -> float:

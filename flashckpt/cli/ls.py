@@ -11,12 +11,10 @@ from rich.table import Table
 from flashckpt.cli import units
 from flashckpt.cli.arguments import AsJson, Run
 from flashckpt.cli.exit_codes import ExitCode
-from flashckpt.cli.history import StepRow, step_rows
+from flashckpt.cli.history import StepRow, lost_records, step_rows
 from flashckpt.cli.output import ends, notices, results, write_json
-from flashckpt.commit.reading import check_records
 from flashckpt.commit.run import open_run
-from flashckpt.errors import UnusableRunError
-from flashckpt.store.base import Store, open_store
+from flashckpt.store.base import open_store
 
 AllBranches = Annotated[bool, typer.Option("--all", help="Show the steps of other branches too.")]
 
@@ -27,7 +25,7 @@ def ls(run: Run, all_branches: AllBranches = False, as_json: AsJson = False) -> 
     attempts are lost: then all branches are listed, and a resume is refused until one is chosen."""
     store = open_store(run)
     run_id = open_run(store, create=False).run_id
-    lost = _lost_records(store)
+    lost = lost_records(store)
     rows = step_rows(store, all_branches=all_branches or bool(lost))
     if as_json:
         steps = [_plain(row) for row in rows]
@@ -39,15 +37,6 @@ def ls(run: Run, all_branches: AllBranches = False, as_json: AsJson = False) -> 
     if lost:
         notices().print(lost, style="red")
     return ExitCode.DAMAGED if lost or any(row.problem for row in rows) else ExitCode.WELL
-
-
-def _lost_records(store: Store) -> str:
-    """Why a resume would be refused, empty where it would not."""
-    try:
-        check_records(store)
-    except UnusableRunError as error:
-        return str(error)
-    return ""
 
 
 def _table(rows: list[StepRow], all_branches: bool) -> Table:

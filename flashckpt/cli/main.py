@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import signal
+import sys
 from typing import Annotated
 
 import typer
@@ -52,4 +54,8 @@ def main() -> None:
     """Run the command line, and end the process with its exit code."""
     # A reader that went away (`flashckpt ls RUN | head`) ends the writer, as it does every shell command.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    # A terminal that lacks a letter must not keep anybody from the rest of what is said.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     app()

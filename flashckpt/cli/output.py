@@ -51,16 +51,22 @@ def ends(command: Callable[P, ExitCode]) -> Callable[P, NoReturn]:
             raise
         except (Exception, KeyboardInterrupt) as error:
             code = exit_code(error)
-            _tell(error, code, as_json=bool(kwargs.get("as_json")))
+            _tell(error, code, run=str(kwargs.get("run", "")), as_json=bool(kwargs.get("as_json")))
         raise typer.Exit(int(code))
 
     return ending
 
 
-def _tell(error: BaseException, code: ExitCode, *, as_json: bool) -> None:
+def _tell(error: BaseException, code: ExitCode, *, run: str, as_json: bool) -> None:
     if not isinstance(error, (FlashckptError, OSError, KeyboardInterrupt)):
         traceback.print_exc()
     message = str(error) or ("interrupted" if isinstance(error, KeyboardInterrupt) else type(error).__name__)
+    if isinstance(error, OSError):
+        # The system names a file within the run, or none at all.
+        message = (
+            f"{run}: {message}. What is committed is as whole as it was. Mend the storage or the path, and "
+            "run this again."
+        )
     notices().print(f"flashckpt: {message}", style="red")
     if as_json:
         described: dict[str, object] = {

@@ -23,7 +23,9 @@ from rich.table import Table
 from flashckpt.cli import units
 from flashckpt.cli.arguments import AsJson, Run, place
 from flashckpt.cli.exit_codes import ExitCode
+from flashckpt.cli.history import lost_records
 from flashckpt.cli.output import ends, notices, results, write_json
+from flashckpt.commit.run import open_run
 from flashckpt.commit.verification import Progress as Callback
 from flashckpt.commit.verification import Report
 from flashckpt.commit.verification import verify as read_again
@@ -39,17 +41,24 @@ AllBranches = Annotated[bool, typer.Option("--all", help="Verify the steps of ot
 def verify(
     run: Run, step: Step = None, all_branches: AllBranches = False, as_json: AsJson = False
 ) -> ExitCode:
-    """Read every byte again and compare. Ends with 1 if anything is damaged or missing; changes nothing."""
+    """Read every byte again and compare. Ends with 1 if anything is damaged or missing; changes nothing.
+
+    Where records of attempts are lost, all branches are read: which is the run's nobody can tell."""
     store = open_store(run)
+    open_run(store, create=False)
     number, attempt = place(step) if step is not None else (None, None)
+    lost = lost_records(store) if step is None else ""
+    all_branches = all_branches or bool(lost)
     began_s = time.monotonic()
     with progress_bar(notices()) as progress:
         report = read_again(store, number, attempt=attempt, all_steps=all_branches, progress=progress)
     if as_json:
-        write_json(_plain(store.url, report))
+        write_json({**_plain(store.url, report), "ok": report.ok and not lost, "problem": lost or None})
     else:
         _print(report, time.monotonic() - began_s)
-    return ExitCode.WELL if report.ok else ExitCode.DAMAGED
+    if lost:
+        notices().print(lost, style="red")
+    return ExitCode.WELL if report.ok and not lost else ExitCode.DAMAGED
 
 
 @contextmanager

@@ -6,6 +6,7 @@ place, durably, before a part or a shard goes: whoever commits late finds it and
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -125,9 +126,10 @@ def bury(store: Store, step: int, attempt: AttemptName, may_still: Callable[[], 
         store.replace(path, stone)
     else:
         if isinstance(found, Manifest):
-            store.replace(path, stone)
+            if not _put_in_place(store, path, stone):
+                return False
             if not may_still():
-                store.replace(path, found.to_bytes())
+                _put_in_place(store, path, found.to_bytes())
                 return False
         elif found is None and not store.create(path, stone):
             return False
@@ -139,6 +141,21 @@ def bury(store: Store, step: int, attempt: AttemptName, may_still: Callable[[], 
         elif entry.name != MANIFEST:
             store.remove(f"{folder}/{entry.name}")
             crashpoints.point("prune.removed")
+    return True
+
+
+def _put_in_place(store: Store, path: str, data: bytes) -> bool:
+    """Of a manifest, or of the tombstone that took its place, at once. False where another came meanwhile."""
+    try:
+        store.replace(path, data)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        # Full to the last byte, and this is who makes room: what goes leaves all the room that there is.
+        # Until the other stands, the step is one with all its parts that was not committed yet.
+        store.remove(path)
+        store.sync_folder(path.rpartition("/")[0])
+        return store.create(path, data)
     return True
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 
-from flashckpt.errors import NoSuchStepError, UnusableRunError
+from flashckpt.errors import DamagedError, NoSuchStepError, UnusableRunError
 from flashckpt.format.names import ATTEMPTS, RUN, STEPS
 from flashckpt.format.records import Run
 from flashckpt.store.base import Store
@@ -14,12 +14,20 @@ def open_run(store: Store, create: bool) -> Run:
     """The run in a store; with `create`, a new one where there is none.
 
     NoSuchStepError where there is none and none is to be made, UnusableRunError where steps stand without
-    their run.json, FormatError where it is written by a newer version.
+    their run.json, FormatError where it is written by a newer version, DamagedError where it is damaged.
     """
     try:
         return _read(store)
     except FileNotFoundError:
         pass
+    except NotADirectoryError as error:
+        if create:
+            raise
+        raise NoSuchStepError(
+            f"{store.url} is no run: it is a file, or something above it is. Nothing was changed. Name the "
+            f"folder that has {RUN} in it.",
+            path=store.url,
+        ) from error
     if store.list(STEPS) or store.list(ATTEMPTS):
         raise UnusableRunError(
             f"{store.url} holds steps or attempts and no {RUN}. Nothing was changed, and it is not "
@@ -39,4 +47,13 @@ def open_run(store: Store, create: bool) -> Run:
 
 
 def _read(store: Store) -> Run:
-    return Run.from_bytes(store.read(RUN, Run.MAX_BYTES), RUN)
+    try:
+        return Run.from_bytes(store.read(RUN, Run.MAX_BYTES), RUN)
+    except DamagedError as error:
+        raise DamagedError(
+            f"{store.url}: {str(error).partition('. ')[0]}. Nothing of the run was used or changed, and its "
+            f"steps are as whole as they were. Put the {RUN} back that was there. If it is lost, that of any "
+            "other run does: it holds nothing but an id, by which a node finds what the run has in memory; "
+            "what is there now is then not found any more.",
+            path=RUN,
+        ) from error

@@ -7,14 +7,14 @@ Runs in a worker of its own, so that storage that hangs delays nothing else.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from flashckpt import crashpoints
 from flashckpt.commit import attempts, lineage
 from flashckpt.errors import FlashckptError
-from flashckpt.format.names import RUN, AttemptName, attempt_folder
+from flashckpt.format.names import AttemptName, attempt_folder
 from flashckpt.store.base import Store
 
 End = Literal["closed", "dead"]
@@ -32,8 +32,11 @@ class Look:
 
 
 class Chores:
-    def __init__(self, store: Store) -> None:
+    """`stands` says whether the run is still in the store."""
+
+    def __init__(self, store: Store, stands: Callable[[], bool]) -> None:
         self._store = store
+        self._stands = stands
         self._counts: dict[AttemptName, int] = {}
 
     def round(self, living: Sequence[AttemptName], ended: Sequence[tuple[AttemptName, End]]) -> Look:
@@ -41,7 +44,7 @@ class Chores:
         marked: list[AttemptName] = []
         claimed = None
         try:
-            if not self._store.exists(RUN):
+            if not self._stands():
                 return Look(is_there=False, claimed=None, marked=())
             for attempt in living:
                 with self._unless_swept(attempt):

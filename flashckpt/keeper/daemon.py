@@ -19,6 +19,7 @@ from flashckpt.keeper.chores import Chores, End, Look
 from flashckpt.keeper.departure import Departure
 from flashckpt.keeper.desk import Desk
 from flashckpt.keeper.drain import Drain
+from flashckpt.keeper.home import Home
 from flashckpt.keeper.ledger import Ledger
 from flashckpt.keeper.protocol import ELECTION_LOCK
 from flashckpt.keeper.pruner import Pruner
@@ -60,17 +61,19 @@ class Keeper:
         self._life = life
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         store = open_store(run_path)
-        self.ledger = Ledger(store)
+        home = Home(store, os.path.basename(folder.path))
+        self.ledger = Ledger(store, stands=home.stands)
         self.roster = Roster(folder)
         self.shelf = Shelf(folder, life)
         self.tally = Tally(self.nonce)
-        drain, worker = Drain(store, self.nonce), Worker("drain", self._wake)
+        drain, worker = Drain(store, self.nonce, stands=home.stands), Worker("drain", self._wake)
         self.pruner = Pruner(store, self.shelf, self.tally, self.ledger, Worker("pruner", self._wake))
         self.work = Work(self.shelf, self.tally, self.ledger, drain, worker, self.pruner)
         self._maker = Worker("maker", self._wake)
-        self._chores = Chores(store)
+        self._chores = Chores(store, home.stands)
         self._chores_worker = Worker("chores", self._wake)
-        self._desk = Desk(self.shelf, self.roster, self.ledger, self._maker, self.work.status)
+        questions = self.work.status, home.told, self.work.try_again
+        self._desk = Desk(self.shelf, self.roster, self.ledger, self._maker, *questions)
         self._server = Server(folder, self._desk.answer)
         self._watch_worker = Worker("watchdog", self._wake)
         self._watchdog = Watchdog(folder, self.shelf, self.roster, self.ledger, self.work, self._watch_worker)

@@ -34,6 +34,7 @@ from flashckpt.options import Keep
 
 _MOST_SLOTS = 16
 _MOST_SLOT_BYTES = 1 << 46
+MAX_PATH = 4096
 
 Reply = tuple[dict[str, Any], Sequence[int]]
 
@@ -48,12 +49,14 @@ class Desk:
         ledger: Ledger,
         maker: Worker,
         status: Callable[[AttemptName | None, bool], Status],
+        told: Callable[[str], None],
+        try_again: Callable[[], None],
     ) -> None:
         self._shelf = shelf
         self._roster = roster
         self._ledger = ledger
         self._maker = maker
-        self._status = status
+        self._status, self._told, self._try_again = status, told, try_again
         # By life lock: what one trainer had no room for, the next of its rank is not to be told.
         self._refusals: dict[str, Exception] = {}
         # The region that is being made for a rank to read into. Written by the maker's thread, closed here.
@@ -84,6 +87,9 @@ class Desk:
             case "closing":
                 return self._closing(self._who(connection))
             case "status":
+                self._hear_of_run(message)
+                if message.get("again") is True:
+                    self._try_again()
                 known, awaited = self._roster.get(connection.lock), message.get("awaited") is True
                 return {"status": self._status(known.attempt if known else None, awaited).to_dict()}, ()
             case "ping":
@@ -129,7 +135,13 @@ class Desk:
         )
         self._roster.watch(trainer)
         connection.lock = lock
+        self._hear_of_run(message)
         return {}, ()
+
+    def _hear_of_run(self, message: dict[str, Any]) -> None:
+        """Where who asks has found the run. Not said by a trainer of an older version."""
+        if "run" in message:
+            self._told(text(message, "run", MAX_PATH))
 
     def _slots(self, trainer: Trainer, message: dict[str, Any]) -> Reply:
         count = number(message, "count", 1, _MOST_SLOTS)

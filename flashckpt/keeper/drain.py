@@ -83,10 +83,14 @@ class _Written:
 
 
 class Drain:
-    """Writes slots to a store. `nonce` is this keeper's: with it no two keepers ever write one file."""
+    """Writes slots to a store. `nonce` is this keeper's: with it no two keepers ever write one file. `stands`
+    says whether the run is still in the store."""
 
-    def __init__(self, store: Store, nonce: str, *, threads: int = 2) -> None:
+    def __init__(
+        self, store: Store, nonce: str, *, stands: Callable[[], bool] | None = None, threads: int = 2
+    ) -> None:
         self._store = store
+        self._stands = stands or (lambda: store.exists(RUN))
         self._nonce = nonce
         self._threads = threads
         self._files = 0
@@ -156,7 +160,7 @@ class Drain:
 
     def _persist_pinned(self, order: Order, sealed: Sealed, pinned: Word, outcome: Outcome) -> Outcome:
         metadata = _checked(order.slot, sealed)
-        if not self._store.exists(RUN):
+        if not self._stands():
             raise FileNotFoundError(errno.ENOENT, "the run is not there any more", self._store.url)
         attempt, own = self.attempt_for(order.slot, sealed)
         while True:

@@ -12,7 +12,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from flashckpt.errors import FlashckptError
@@ -47,10 +47,14 @@ def lines_of(store: Store, attempt: str) -> Iterator[dict[str, Any]]:
 
 
 class Ledger:
-    """Lines wait in a bounded queue; what does not fit is dropped and counted."""
+    """Lines wait in a bounded queue; what does not fit is dropped and counted. `stands` says whether the run
+    is still in the store: a run that was deleted is not begun again by its ledger."""
 
-    def __init__(self, store: Store, *, file_bytes: int = FILE_BYTES) -> None:
+    def __init__(
+        self, store: Store, *, stands: Callable[[], bool] | None = None, file_bytes: int = FILE_BYTES
+    ) -> None:
         self._store = store
+        self._stands = stands or (lambda: store.exists(RUN))
         self._file_bytes = file_bytes
         self._waiting: queue.Queue[tuple[str, bytes] | None] = queue.Queue(_MOST_WAITING)
         self.dropped = 0
@@ -89,12 +93,11 @@ class Ledger:
                     log.warning("the ledger cannot be written (%s); nothing else is harmed", error)
 
     def _write(self, attempt: str, data: bytes) -> None:
+        if not self._stands():
+            return
         try:
             self._append(attempt, data)
         except FileNotFoundError:
-            if not self._store.exists(RUN):
-                # A run that was deleted is not begun again by its ledger.
-                return
             self._store.make_folder(FOLDER)
             self._append(attempt, data)
 

@@ -55,6 +55,10 @@ class Tally:
             del self._failures[next(iter(self._failures))]
         return first
 
+    def forget_failures(self, given_up: set[tuple[str, int]]) -> None:
+        """All but those of these slots and generations, which nobody tries again."""
+        self._failures = {key: each for key, each in self._failures.items() if key in given_up}
+
     def tear(self, outcome: Outcome) -> None:
         self.count("torn")
         self._failures.pop((outcome.slot, outcome.generation), None)

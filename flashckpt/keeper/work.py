@@ -48,6 +48,7 @@ class Work:
         self._living: set[int] = set()
         self._audit_at = 0.0
         self._is_hurried = threading.Event()
+        self._begun_before = False
 
     # What is to be done
 
@@ -96,6 +97,14 @@ class Work:
             self._submit(*wanted)
         elif time.monotonic() >= self._audit_at:
             self._audit_newest()
+
+    def try_again(self) -> None:
+        """Somebody has mended something: what has failed so far, and fails in the try under way, says nothing
+        any more."""
+        self._begun_before = self._tally.persisting is not None
+        self._tally.forget_failures({(held.slot.name, held.given_up) for held in self._shelf.all()})
+        for held in self._shelf.all():
+            held.retry_at = 0.0
 
     def status(self, attempt: AttemptName | None, awaited: bool = False) -> Status:
         """What concerns an attempt. Slots know of commits of an earlier keeper, too. `awaited`: somebody
@@ -191,6 +200,7 @@ class Work:
 
         def done(outcome: Outcome | BaseException) -> None:
             self._tally.persisting = None
+            begun_before, self._begun_before = self._begun_before, False
             if isinstance(outcome, BaseException):
                 log.error("persisting step %d failed", step, exc_info=outcome)
                 self._unpin_own(held, order.owner)
@@ -198,6 +208,8 @@ class Work:
                     result=Result.FAILED, slot=held.slot.name, generation=generation, step=step,
                     message=f"{type(outcome).__name__}: {outcome}",
                 )  # fmt: skip
+            if begun_before and outcome.result is Result.FAILED:
+                return
             self._follow(held, outcome)
             if outcome.result is Result.COMMITTED and order.keep is not None:
                 # After the commit was told, and beside the next one: nobody waits for deletions.

@@ -38,13 +38,18 @@ def keeper_of(runtime: RuntimeFolder) -> int | None:
     return holder_of(runtime, ELECTION_LOCK)
 
 
-def wait_until_saved(runtime: RuntimeFolder, watcher: Watcher, guard: Callable[[], None]) -> Status | None:
+def wait_until_saved(
+    run: str, runtime: RuntimeFolder, watcher: Watcher, guard: Callable[[], None]
+) -> Status | None:
     """What the keeper says once everything is saved, or nothing more can be: then its status has failures.
     None where it has left meanwhile. KeeperError for one that does not answer."""
     _wait_for_burial(runtime, guard)
+    # It may know the run by a path where it is not any more, and pause before it tries again what has failed.
+    question: dict[str, object] = {"op": "status", "run": run, "again": True}
     while True:
         guard()
-        status = _asked(runtime)
+        status = _asked(runtime, question)
+        question.pop("again", None)
         if status is None:
             return None
         watcher.progress(status.progress_bytes, 0)
@@ -90,9 +95,9 @@ def _wait_for_burial(runtime: RuntimeFolder, guard: Callable[[], None]) -> None:
         time.sleep(_LOOK_S)
 
 
-def _asked(runtime: RuntimeFolder) -> Status | None:
+def _asked(runtime: RuntimeFolder, question: dict[str, object]) -> Status | None:
     try:
-        return _ask(runtime)
+        return _ask(runtime, question)
     except TimeoutError as error:
         raise KeeperError(
             f"The keeper of this run (process {keeper_of(runtime) or '?'}) lives and does not answer: it is "
@@ -102,7 +107,7 @@ def _asked(runtime: RuntimeFolder) -> Status | None:
         ) from error
 
 
-def _ask(runtime: RuntimeFolder) -> Status | None:
+def _ask(runtime: RuntimeFolder, question: dict[str, object]) -> Status | None:
     until = time.monotonic() + _PATIENCE_S
     while is_alive(runtime, ELECTION_LOCK):
         if time.monotonic() > until:
@@ -110,18 +115,18 @@ def _ask(runtime: RuntimeFolder) -> Status | None:
         # Elected, and not listening yet, or not any more.
         with contextlib.suppress(ConnectionError, FileNotFoundError, BlockingIOError, EOFError):
             if runtime.check_socket(SOCKET_NAME):
-                return _exchange(runtime)
+                return _exchange(runtime, question)
         time.sleep(_LOOK_S)
     return None
 
 
-def _exchange(runtime: RuntimeFolder) -> Status:
+def _exchange(runtime: RuntimeFolder, question: dict[str, object]) -> Status:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
         peer.settimeout(_PATIENCE_S)
         peer.connect(runtime.reachable(SOCKET_NAME))
         if peer_uid(peer)[1] != os.geteuid():
             raise KeeperError("Another user's process answers in the keeper's place. Nothing was changed.")
-        send(peer, {"op": "status"})
+        send(peer, question)
         answer, descriptors = receive(peer)
         close_all(descriptors)
         if answer.get("ok") is not True or not isinstance(answer.get("status"), dict):

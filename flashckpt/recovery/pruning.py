@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashckpt.commit import attempts, retention
+from flashckpt.commit import attempts, reading, retention
 from flashckpt.commit.lineage import VisibleStep, visible
 from flashckpt.commit.run import open_run
 from flashckpt.commit.steps import StepRecord, read_step
@@ -38,20 +38,22 @@ class Pruning:
 def prune(store: Store, keep: Keep, *, dry_run: bool = False) -> Pruning:
     """Delete the visible steps that `keep` lets go: never the newest two that are committed.
 
-    Raises RunHeldError while a job or a recovery has the run; NoSuchStepError where there is no run.
+    Raises RunHeldError while a job or a recovery has the run; NoSuchStepError where there is no run;
+    UnusableRunError where records are lost, so that nobody can tell which steps are older.
     """
     run = open_run(store, create=False)
     if dry_run:
         with runtime_of(store, run) as runtime:
             refuse_if_held(store, runtime)
+        reading.check_records(store)
         return _foreseen(store, keep)
     with hold(store, run) as held:
+        reading.check_records(store)
         planned = _foreseen(store, keep)
-        if planned.refusal:
-            return _pruning(store, (), planned.refusal)
         newest = attempts.newest_started(store)
+        if planned.refusal or newest is None:
+            return _pruning(store, (), planned.refusal)
         held.guard()
-        assert newest is not None
         gone = set(retention.prune(store, newest, keep, claimed=held.claimed))
         done = tuple(each for each in planned.gone if VisibleStep(each.step, each.attempt) in gone)
         return _pruning(store, done, "")

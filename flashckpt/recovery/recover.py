@@ -130,7 +130,7 @@ class _Recovery:
         """Let a keeper that lives save what it has. One that leaves meanwhile, or that is to, is replaced."""
         runtime = self._hold.runtime
         memory.keeper = lingering.keeper_of(runtime)
-        status = lingering.wait_until_saved(runtime, self._watcher, self._hold.guard)
+        status = lingering.wait_until_saved(self._store.url, runtime, self._watcher, self._hold.guard)
         if self._discard and status is not None:
             lingering.end(runtime)
             status = None

@@ -73,6 +73,9 @@ class Store(Protocol):
     def local_path(self, path: str) -> str:
         """The path in the local file system, for the native engine; no folder on the way is a link."""
 
+    def move_to(self, url: str) -> None:
+        """The run is found there from now on: somebody has moved it. Calls under way end where it was."""
+
 
 def split(path: str) -> list[str]:
     """The names on a path in a store. ValueError for one that could lead out of it."""
@@ -90,7 +93,9 @@ def open_store(url_or_path: str | os.PathLike[str]) -> Store:
     """
     from flashckpt.store.local import LocalStore
 
-    text = os.fspath(url_or_path)
+    text = os.fspath(url_or_path) if isinstance(url_or_path, (str, os.PathLike)) else None
+    if not isinstance(text, str):
+        raise OptionError(f"the run's path is {url_or_path!r}. Nothing was changed. Name a folder, as text.")
     match = _SCHEME.match(text)
     if match is None:
         if not text:

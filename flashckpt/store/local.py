@@ -159,6 +159,9 @@ class LocalStore:
             pass
         return os.path.join(self._root, path)
 
+    def move_to(self, url: str) -> None:
+        self._root = os.path.abspath(url)
+
     @contextmanager
     def _folder(self, names: Sequence[str]) -> Iterator[int]:
         """An open directory, reached name by name so that no link on the way is followed."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import mmap
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -184,3 +187,56 @@ def test_a_full_disk_is_told_at_wait_and_the_next_save_works(tmp_path: Path, sma
         filler.unlink()
         until(lambda: committed(checkpointer), "the next try to succeed")
     assert flashckpt.verify(run).ok
+
+
+def test_a_run_whose_disk_is_full_is_a_named_error_at_the_next_start(
+    small_disk: Path, kill_keepers: Callable[..., None]
+) -> None:
+    run = small_disk / "run"
+    trained(run, [2])
+    kill_keepers(remove_regions=True)
+    filler = small_disk / "filler"
+    with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    job = Job()
+    before = job.model.weight.detach().clone()
+    with pytest.raises(flashckpt.RunError, match=f"{run} cannot be written: No space left"):
+        flashckpt.attach(run, **job.named)
+    assert torch.equal(job.model.weight, before)
+    filler.unlink()
+    with flashckpt.attach(run, **job.named) as checkpointer:
+        assert checkpointer.resumed is not None
+        assert checkpointer.resumed.step == 2
+
+
+def test_a_start_that_cannot_be_written_down_is_a_named_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last file of an attach: by then all else was possible."""
+    run = tmp_path / "run"
+    trained(run, [2])
+    with monkeypatch.context() as patch:
+        patch.setattr("flashckpt.checkpointer.session.attempts.start", _read_only)
+        with pytest.raises(flashckpt.RunError, match="cannot be written: Read-only"):
+            flashckpt.attach(run, **Job().named)
+    with flashckpt.attach(run, **Job().named) as checkpointer:
+        assert checkpointer.resumed is not None
+
+
+def _read_only(*_: object) -> None:
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS), ".start.json.tmp")
+
+
+def test_what_is_no_path_no_step_and_no_dictionary(tmp_path: Path) -> None:
+    for path in (None, b"run", 5):
+        with pytest.raises(flashckpt.OptionError, match="the run's path is"):
+            flashckpt.attach(path, **Job().named)  # type: ignore[arg-type]
+    run = tmp_path / "run"
+    trained(run, [2])
+    for call in (flashckpt.load, flashckpt.verify, flashckpt.branch):
+        with pytest.raises(flashckpt.OptionError, match="the number of a step"):
+            call(run, "2")  # type: ignore[operator]
+    with pytest.raises(flashckpt.OptionError, match="^state=Linear"):
+        flashckpt.attach(tmp_path / "other", state=nn.Linear(2, 2))  # type: ignore[arg-type]
+    assert not (tmp_path / "other").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterable
 from functools import partial
@@ -54,7 +55,7 @@ def test_every_iteration_is_one_step_and_the_last_is_committed(tmp_path: Path) -
     assert flashckpt.steps(str(tmp_path / "run"))[-1] == 6
 
 
-def test_a_finished_run_gives_no_more_batches(tmp_path: Path) -> None:
+def test_a_finished_run_gives_no_more_batches(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     job = Job()
     for x in flashckpt.loop(loader(), str(tmp_path / "run"), **job.named):
         job.train(x)
@@ -62,6 +63,11 @@ def test_a_finished_run_gives_no_more_batches(tmp_path: Path) -> None:
     again = Job()
     assert list(flashckpt.loop(loader(), str(tmp_path / "run"), **again.named)) == []
     assert torch.equal(again.model.weight, weight)
+    said = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+    assert any(each.startswith("resumed from step 6 (") for each in said), (
+        "seen without any set-up of logging"
+    )
+    assert any("had ended before, at step 6, and gives no more batches" in each for each in said)
 
 
 def test_more_epochs_go_on_with_a_finished_run(tmp_path: Path) -> None:

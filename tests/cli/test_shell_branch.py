@@ -12,7 +12,8 @@ from made_runs import Ended, MadeRun
 
 from flashckpt.commit.attempts import attempts
 from flashckpt.commit.holder import here
-from flashckpt.commit.reading import steps
+from flashckpt.commit.marks import mark, this_host
+from flashckpt.commit.reading import candidates, steps
 from flashckpt.commit.run import open_run
 from flashckpt.memory.runtime import identity_of
 
@@ -89,3 +90,17 @@ def test_the_runtime_folder_is_not_made_by_asking(run: MadeRun, shell: Shell, tm
 
 def _run_id(run: MadeRun) -> str:
     return open_run(run.store, create=False).run_id
+
+
+def test_branch_at_a_step_that_this_host_passes_over_is_told(run: MadeRun, shell: Shell) -> None:
+    first = run.attempt()
+    for step in (10, 20):
+        run.commit(first, step)
+    mark(run.store, 20, first, this_host(), "a digest differs")
+    ended = shell("branch", run.folder, 20)
+    assert ended.code == 0
+    assert "marked on this host: a digest differs" in ended.err
+    assert candidates(run.store)[0].step == 10, "as it says"
+    assert shell("branch", run.folder, 20, "--json").json["mark"] == "a digest differs"
+    ended = shell("branch", run.folder, 10, "--json")
+    assert (ended.json["mark"], ended.err) == (None, "")

@@ -6,6 +6,7 @@ import io
 import os
 import pty
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,12 +16,16 @@ import pytest
 from made_runs import ENVIRONMENT, LEAVES, Ended, MadeRun
 from rich.console import Console
 
+import flashckpt
 from flashckpt._native import xxh3_128
 from flashckpt.cli.verify import progress_bar
 from flashckpt.commit.attempts import attempts
 from flashckpt.commit.marks import mark
+from flashckpt.commit.run import open_run
+from flashckpt.errors import UnusableRunError
 from flashckpt.format import checked_json
 from flashckpt.format.names import AttemptName
+from flashckpt.store.base import open_store
 
 Shell = Callable[..., Ended]
 
@@ -282,3 +287,73 @@ def _read(descriptor: int) -> bytes:
 
 def _attempts(run: MadeRun) -> list[AttemptName]:
     return [info.name for info in attempts(run.store)]
+
+
+def test_verify_says_where_records_are_lost_and_reads_every_branch(branched: MadeRun, shell: Shell) -> None:
+    """Not "whole: 0 files": what is the run's nobody can tell, and a resume is refused."""
+    [path] = (branched.folder / "attempts").glob("000002.json")
+    path.unlink()
+    ended = shell("verify", branched.folder)
+    assert ended.code == 1
+    assert "lost records" in ended.err
+    assert "4 steps" in ended.out
+    ended = shell("verify", branched.folder, "--json")
+    assert (ended.code, ended.json["ok"]) == (1, False)
+    assert "lost records" in ended.json["problem"]
+    with pytest.raises(UnusableRunError, match="lost records"):
+        flashckpt.verify(branched.folder)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["ls"], ["show"], ["verify"], ["recover"], ["prune", "--keep-last", "2"], ["export"], ["branch"]],
+    ids=lambda command: command[0],
+)
+def test_a_file_in_a_runs_place_is_no_run(tmp_path: Path, shell: Shell, command: list[str]) -> None:
+    file = tmp_path / "notes.txt"
+    file.write_text("no run")
+    more = {"export": [tmp_path / "out"], "branch": [1]}.get(command[0], [])
+    for path in (file, file / "gpt"):
+        ended = shell(command[0], path, *command[1:], *more)
+        assert ended.code == 3, ended.err
+        assert f"{path} is no run: it is a file" in ended.err
+        assert "Errno" not in ended.err
+
+
+def test_what_to_do_about_a_damaged_run_json_works(branched: MadeRun, tmp_path: Path, shell: Shell) -> None:
+    before = shell("ls", branched.folder).out
+    (branched.folder / "run.json").write_text("rotten")
+    ended = shell("ls", branched.folder)
+    assert ended.code == 1
+    assert "that of any other run does" in ended.err
+    assert "flashckpt verify" not in ended.err, "it would say the same"
+    open_run(open_store(tmp_path / "other"), create=True)
+    shutil.copy(tmp_path / "other" / "run.json", branched.folder)
+    assert shell("ls", branched.folder).out == before
+    assert shell("verify", branched.folder).code == 0
+
+
+def test_what_the_system_refuses_is_said_with_the_run_and_what_it_means(
+    branched: MadeRun, shell: Shell
+) -> None:
+    out = branched.folder.parent / ("long" * 80)
+    ended = shell("export", branched.folder, out, "--json")
+    assert ended.code == 4
+    message = ended.json["error"]["message"]
+    assert message.startswith(f"{branched.folder}: [Errno 36]")
+    assert "What is committed is as whole as it was" in message
+
+
+def test_a_terminal_that_lacks_a_letter_is_told_the_rest(
+    branched: MadeRun, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    ended = shell("show", branched.folder)
+    assert (ended.code, ended.err) == (0, "")
+    assert "model.weight" in ended.out
+    odd = branched.folder.with_name("w\udcff")
+    branched.folder.rename(odd)
+    monkeypatch.delenv("PYTHONIOENCODING")
+    for command in ("ls", "show", "verify"):
+        ended = shell(command, odd)
+        assert ended.code == 0, ended.err

@@ -211,6 +211,10 @@ def test_a_keeper_that_cannot_save_is_told_with_its_reason(small_disk: Path, run
     assert "No space left" in report.findings[0].detail
     assert report.resume is not None
     assert (report.resume.step, report.resume.tier) == (2, "memory")
+    (small_disk / "filler").unlink()
+    again = recovered(crash.run)
+    assert not again.failed, "there is room now: what has failed before is tried again, not told again"
+    assert committed(crash.run) == [2]
 
 
 def test_what_a_keeper_may_not_save_any_more_is_kept_and_no_failure(lingers: Crash) -> None:
@@ -220,6 +224,7 @@ def test_what_a_keeper_may_not_save_any_more_is_kept_and_no_failure(lingers: Cra
     eventually(lambda: any(line["event"] == "error" for line in ledger(lingers.run)))
     report = recovered(lingers.run)
     assert ("snapshot", "kept", 2) in rows(report)
+    assert "has started" in next(each.detail for each in report.findings if each.step == 2)
     assert not report.failed
     assert committed(lingers.run) == [1]
     assert report.resume is not None

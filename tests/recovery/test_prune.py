@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,10 @@ import pytest
 from flashckpt.commit import attempts, lineage, marks
 from flashckpt.commit.branching import branch
 from flashckpt.commit.holder import here
-from flashckpt.format.names import AttemptName
+from flashckpt.commit.steps import read_manifest
+from flashckpt.errors import UnusableRunError
+from flashckpt.format.names import AttemptName, claim_path
+from flashckpt.format.records import Tombstone
 from flashckpt.options import Keep
 from flashckpt.recovery.pruning import prune
 from flashckpt.store.local import LocalStore
@@ -99,3 +103,43 @@ def test_a_dead_claim_that_never_began_holds_nothing_up(store: LocalStore) -> No
     attempts.mark_ended(store, attempts.claim(store, here()), "dead")
     assert [each.step for each in prune(store, Keep(last=2)).gone] == [1, 2]
     assert visible(store) == [3, 4]
+
+
+def test_a_run_without_steps_has_none_to_delete(store: LocalStore) -> None:
+    for dry_run in (True, False):
+        done = prune(store, Keep(last=2), dry_run=dry_run)
+        assert (done.gone, done.kept, done.refusal) == ((), (), "")
+    attempts.claim(store, here())
+    assert prune(store, Keep(last=2)).gone == ()
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_where_records_are_lost_nothing_goes(store: LocalStore, dry_run: bool) -> None:
+    first = begun(store)
+    for step in (1, 2, 3):
+        commit(store, step, first)
+    second = begun(store, first, 3)
+    for step in (4, 5, 6):
+        commit(store, step, second)
+    store.remove(claim_path(second.number))
+    with pytest.raises(UnusableRunError, match="lost records"):
+        prune(store, Keep(last=1), dry_run=dry_run)
+    assert all(is_whole(store, step, first) for step in (1, 2, 3))
+    assert all(is_whole(store, step, second) for step in (4, 5, 6))
+
+
+def test_a_disk_that_is_full_to_the_last_byte_is_made_room_on(small_disk: Path, runtime: Path) -> None:
+    store = new_run(small_disk / "run")
+    attempt = begun(store)
+    for step in range(1, 6):
+        commit(store, step, attempt)
+    with open(small_disk / "filler", "wb", buffering=0) as filler, contextlib.suppress(OSError):
+        while True:
+            filler.write(bytes(4096))
+    with pytest.raises(OSError, match="No space"):
+        store.create("steps/nothing", b"more")
+    done = prune(store, Keep(last=2))
+    assert [each.step for each in done.gone] == [1, 2, 3]
+    assert visible(store) == [4, 5]
+    assert all(is_whole(store, step, attempt) for step in (4, 5))
+    assert all(isinstance(read_manifest(store, step, attempt), Tombstone) for step in (1, 2, 3))

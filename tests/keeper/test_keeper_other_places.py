@@ -1,0 +1,89 @@
+"""A keeper whose run is not where it was: moved, or gone with another run in its place."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from flashckpt.commit import attempts, holder, reading
+from flashckpt.recovery.recover import recover
+from flashckpt.store.base import open_store
+from tests.keeper.driver import Process, committed, eventually, ledger, runtime_of
+from tests.keeper.fake import FakeTrainer, keeper_pid, open_runtime
+
+
+def killed_with_its_snapshot_in_memory(run: Path, runtime: Path, **options: float) -> tuple[str, int]:
+    """A trainer that died at step 7, with a keeper that is held still and has not noticed. Its attempt, and
+    the keeper's process. It is the run's second: to a fresh run in its place it would be the newest."""
+    store, _ = open_runtime(run, runtime)
+    attempts.mark_ended(store, attempts.claim(store, holder.here()), "closed")
+    trainer = Process(run, runtime, **options)
+    trainer.do("start", None, 0, None)
+    trainer.do("slots", 3, 2)
+    trainer.do("snapshot", 7, False)
+    keeper = eventually(lambda: keeper_pid(runtime_of(run, runtime)))
+    os.kill(keeper, signal.SIGSTOP)
+    trainer.kill()
+    return trainer.attempt, int(keeper)
+
+
+@pytest.mark.parametrize("moved", [True, False], ids=["moved", "deleted"])
+def test_another_run_in_its_place_is_never_written_to(tmp_path: Path, runtime: Path, moved: bool) -> None:
+    run, aside = tmp_path / "run", tmp_path / "aside"
+    attempt, keeper = killed_with_its_snapshot_in_memory(run, runtime, linger_s=0.5)
+    if moved:
+        run.rename(aside)
+    else:
+        shutil.rmtree(run)
+    fresh = FakeTrainer(run, runtime)
+    fresh.start()
+    fresh.take_slots()
+    fresh.snapshot(1, persist=True)
+    fresh.wait_committed(1)
+    os.kill(keeper, signal.SIGCONT)
+    # It has had every chance once it has left: what it holds it has tried to save, or given up.
+    eventually(lambda: not Path(f"/proc/{keeper}").exists())
+    assert not list(run.glob(f"*/*/{attempt}")), "a step of the other run stands in this one"
+    assert not any(attempt in path.name for path in run.rglob("*"))
+    assert not any(line["event"] in ("death", "error") for line in ledger(run))
+    reading.check_records(open_store(run))
+    fresh.end()
+    assert committed(run) == [1]
+    if moved:
+        report = recover(open_store(aside))
+        assert (7, "committed") in [(each.step, each.outcome.value) for each in report.findings]
+        assert committed(aside) == [7]
+
+
+def test_a_run_that_was_moved_is_followed(tmp_path: Path, runtime: Path) -> None:
+    run, moved = tmp_path / "run", tmp_path / "moved"
+    _, keeper = killed_with_its_snapshot_in_memory(run, runtime)
+    run.rename(moved)
+    os.kill(keeper, signal.SIGCONT)
+    again = FakeTrainer(moved, runtime)
+    assert [step for _, step in again.survivors()] == [7]
+    again.start()
+    again.take_slots()
+    again.snapshot(8, persist=True)
+    again.wait_committed(8)
+    assert keeper_pid(again.folder) == keeper, "the keeper that had the slots has kept them"
+    again.end()
+    assert 8 in committed(moved)
+    assert not run.exists()
+
+
+def test_recover_finds_what_a_keeper_holds_of_a_moved_run(tmp_path: Path, runtime: Path) -> None:
+    run, moved = tmp_path / "run", tmp_path / "moved"
+    _, keeper = killed_with_its_snapshot_in_memory(run, runtime)
+    run.rename(moved)
+    os.kill(keeper, signal.SIGCONT)
+    report = recover(open_store(moved))
+    assert not report.failed, report.findings
+    assert committed(moved) == [7]
+    assert report.resume is not None
+    assert report.resume.step == 7
+    assert not run.exists()
