@@ -61,8 +61,8 @@ def attach(
 
     Raises OptionError, StateError (a part that cannot be saved exactly, with its path in the state),
     RunHeldError (another job has the run), MismatchError (the checkpoint is of another model; nothing was
-    changed), UnusableRunError, OutOfRoomError, FormatError, KeeperError. In all of them the live state is
-    as it was.
+    changed), UnusableRunError, OutOfRoomError, FormatError, KeeperError, RunError. Unless the message says
+    otherwise (storage or the keeper failed after the state was restored), the live state is as it was.
     """
     Pace(every, persist_every)  # refused here, and not when the state is restored already
     tree = Tree(_state_of(state, named))
