@@ -61,8 +61,8 @@ def attach(
 
     Raises OptionError, StateError (a part that cannot be saved exactly, with its path in the state),
     RunHeldError (another job has the run), MismatchError (the checkpoint is of another model; nothing was
-    changed), UnusableRunError, OutOfRoomError, FormatError, KeeperError. In all of them the live state is
-    as it was; only a RunError because the run could be read and not be written may come after it was loaded.
+    changed), UnusableRunError, OutOfRoomError, FormatError, KeeperError, RunError. Unless the message says
+    otherwise (storage or the keeper failed after the state was restored), the live state is as it was.
     """
     check_call(every, persist_every, keep, options)
     tree = Tree(_state_of(state, named))

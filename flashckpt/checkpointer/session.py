@@ -54,9 +54,19 @@ class Session:
     closed: bool = False
 
     def start(self, parent: AttemptName | None, step: int, loaded: str | None) -> None:
-        """Write where this attempt goes on from; from here on older attempts commit nothing."""
-        with _writing(self.store):
+        """Write where this attempt goes on from; from here on older attempts commit nothing. Raises RunError
+        where it cannot be written."""
+        try:
             attempts.start(self.store, self.attempt, parent, step, self.environment.world, loaded)
+        except OSError as error:
+            live = f"already that of step {step}" if parent is not None else "as it was"
+            raise RunError(
+                f"{self.store.url}: that attempt {self.attempt} begins at step {step} could not be written "
+                f"({error.strerror or error}), so nothing it captures would count. The run is as it was; "
+                f"the live state is {live}. Mend the storage, then start again.",
+                path=self.store.url,
+                step=step,
+            ) from error
         crashpoints.point("start.written")
         self.keeper.started(loaded=loaded, step=step)
 

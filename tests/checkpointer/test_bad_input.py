@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import mmap
 import os
@@ -208,24 +207,6 @@ def test_a_run_whose_disk_is_full_is_a_named_error_at_the_next_start(
     with flashckpt.attach(run, **job.named) as checkpointer:
         assert checkpointer.resumed is not None
         assert checkpointer.resumed.step == 2
-
-
-def test_a_start_that_cannot_be_written_down_is_a_named_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The last file of an attach: by then all else was possible."""
-    run = tmp_path / "run"
-    trained(run, [2])
-    with monkeypatch.context() as patch:
-        patch.setattr("flashckpt.checkpointer.session.attempts.start", _read_only)
-        with pytest.raises(flashckpt.RunError, match="cannot be written: Read-only"):
-            flashckpt.attach(run, **Job().named)
-    with flashckpt.attach(run, **Job().named) as checkpointer:
-        assert checkpointer.resumed is not None
-
-
-def _read_only(*_: object) -> None:
-    raise OSError(errno.EROFS, os.strerror(errno.EROFS), ".start.json.tmp")
 
 
 def test_what_is_no_path_no_step_and_no_dictionary(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ stop in an epoch is not overwritten by what comes after it; options are refused 
 
 from __future__ import annotations
 
+import errno
 import gc
 import weakref
 from pathlib import Path
@@ -12,8 +13,9 @@ import torch
 from torch import nn
 
 import flashckpt
-from flashckpt import OptionError, PersistError, _native
+from flashckpt import OptionError, PersistError, RunError, _native
 from flashckpt.capture.target import Target
+from flashckpt.store.local import LocalStore
 from tests.checkpointer.test_loop import Job, loader
 from tests.waiting import until, until_slots
 
@@ -206,3 +208,27 @@ def test_a_run_goes_on_after_an_object_gave_up_its_tensors(tmp_path: Path) -> No
     again = Best()
     flashckpt.attach(run, best=again, **Job().named).close()
     assert again.weight is None
+
+
+def test_a_start_that_cannot_be_written_says_what_became_of_the_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, job = str(tmp_path / "run"), Job()
+    for x in flashckpt.loop(loader(), run, **job.named):
+        job.train(x)
+    create = LocalStore.create
+
+    def full(store: LocalStore, path: str, data: bytes) -> bool:
+        if path.endswith("start.json"):
+            raise OSError(errno.ENOSPC, "No space left on device", path)
+        return create(store, path, data)
+
+    monkeypatch.setattr(LocalStore, "create", full)
+    other = Job()
+    with pytest.raises(RunError, match="No space left on device.*already that of step 6"):
+        flashckpt.attach(run, **other.named)
+    assert torch.equal(other.model.weight, job.model.weight)
+    monkeypatch.undo()
+    again = flashckpt.attach(run, **Job().named)
+    assert again.completed == 6
+    again.close()
