@@ -290,13 +290,14 @@ class Checkpointer:
         if self._is_forked:
             return  # a forked child unwinds: the run, its lock and its slots are the parent's
         with contextlib.ExitStack() as ends:  # each of them, whatever the others raise; last in, first out
-            ends.callback(self._progress.close)
             ends.callback(self._session.close)
             ends.callback(self._attendant.close, closed=closed)
             ends.callback(self._attendant.event, Event.CLOSE, step=self.completed, normal=closed)
             ends.callback(self._capture.close)
             ends.callback(self._use.close)
             ends.callback(self._signals.close)
+            # Before that: a loader's workers, which the same signal may have reached, are spared until then.
+            ends.callback(self._progress.close)
             # Slots are unmapped by these: nothing may look into them afterwards.
             self._last_report = self.report()
 

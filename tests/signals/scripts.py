@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import os
+import signal
 import sys
 import threading
 import time
@@ -98,6 +100,30 @@ def closing(run: str, go: Path) -> None:
     """Stands still in the wait at a loop's normal end."""
     model = Model()
     batches = flashckpt.loop([torch.ones(2, 4)] * 6, run, every=1, persist_every=None, **model.named)
+    for x in batches:
+        until_slots(batches.checkpointer)
+        model.train(x)
+        if batches.completed == 5:
+            say("held")
+            stand_still(go)
+    say("after")
+
+
+def bereaved(run: str, go: Path) -> None:
+    """One of its workers ends of the signal as late as when the run is let go."""
+    model = Model()
+    loader = DataLoader(torch.ones(40, 4), num_workers=2)
+    batches = flashckpt.loop(loader, run, every=1, persist_every=None, **model.named)
+    keeper = batches.checkpointer._session.keeper
+    tell = keeper.closing
+
+    def telling() -> None:
+        for worker in multiprocessing.active_children():
+            os.kill(worker.pid or 0, signal.SIGUSR1)
+            os.waitid(os.P_PID, worker.pid or 0, os.WEXITED | os.WNOWAIT)
+        tell()
+
+    keeper.closing = telling  # type: ignore[method-assign]
     for x in batches:
         until_slots(batches.checkpointer)
         model.train(x)
@@ -225,7 +251,7 @@ def _release_later(back: list[Callable[[], object]]) -> None:
 
 SCRIPTS: dict[str, Callable[[str, Path], None]] = {
     each.__name__: each
-    for each in (drawing, waiting, closing, attaching, between, leaving, failing, forking, by_hand)
+    for each in (drawing, waiting, closing, bereaved, attaching, between, leaving, failing, forking, by_hand)
 }
 
 

@@ -55,6 +55,21 @@ def test_slurm_warns_every_process_with_sigusr1(tmp_path: Path, runtime: Path) -
     assert_ended_in_order(job, process, "SIGUSR1")
 
 
+def test_a_worker_that_ends_while_the_run_is_let_go(
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    job = Job(tmp_path / "job", "")
+    process = job.held_script("bereaved")
+    process.send("SIGUSR1")
+    noted(process, "SIGUSR1")
+    job.go.touch()
+    ended = process.ended()
+    assert (ended.status, ended.out) == (0, ["held", "after"]), ended.err
+    assert job.steps()[-1] == 6
+    until(lambda: job.endings() == ["closed"], "the attempt to be closed")
+
+
 def test_outside_of_slurm_sigusr1_does_what_it_does(tmp_path: Path, runtime: Path) -> None:
     process = Job(tmp_path / "job", "plain").held(6)
     process.send("SIGUSR1")
