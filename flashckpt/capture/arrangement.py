@@ -83,6 +83,10 @@ class Arrangement:
         """Those whose bytes are copied into a slot only once."""
         return [index for transfer in self.transfers for index in transfer.constants()]
 
+    def copied_constants(self) -> bool:
+        """Whether each capture copies some constants all the same: then no region can hold them for all."""
+        return self.host.copied_constants() or any(each.copied_constants() for each in self.transfers)
+
     def _find_feeders(self, host: Iterable[int]) -> None:
         """Devices that write leaves in host memory: these are read after the kernels of the boundary."""
         for device in self._choice.feeders(self.plan.tensors[i] for i in host):

@@ -24,10 +24,13 @@ from flashckpt.capture.intervals import Intervals
 from flashckpt.capture.outcome import Outcome, Verdict
 from flashckpt.capture.pace import Every, Pace
 from flashckpt.capture.plan import Change, Plan, UsedUp
-from flashckpt.capture.room import arena_room, slot_room, with_slack
+from flashckpt.capture.room import arena_room, with_slack
+from flashckpt.capture.shared import ConstantsChanged, Shared
 from flashckpt.capture.target import Target
+from flashckpt.capture.targets import Targets
 from flashckpt.capture.ways import Ways, describe
 from flashckpt.errors import StateError
+from flashckpt.format.layout import Layout
 from flashckpt.memory.slot import Slot
 from flashckpt.memory.slots import SlotRing
 from flashckpt.options import Options
@@ -84,12 +87,11 @@ class Capture:
         self._flights = Flights(self._ways, sealer, self._lost, self._rearrange)
         self._intervals = Intervals(self.pace.budget, devices)
         self._skipped = 0
-        self._targets: dict[str, Target] = {}
-        self.pulse = Pulse(self._targets)
+        self._targets = Targets(devices)
+        self.pulse = Pulse(self._targets.by_name)
         self._arrangement: Arrangement | None = None
         self._walk: Walk | None = None
         self._chosen = self._ground()
-        self._ring: SlotRing | None = None
         self._ordered = False
         self._asked: Flight | None = None
         self._captured_step = -1
@@ -97,7 +99,6 @@ class Capture:
         self._call_s = 0.0
         self._step = -1
         self._hooks = Boundary(qualifies=False, gated=False)
-        self._needed = (0, 0)
         self._threads = options.threads or torch.get_num_threads()
         if ring is not None:
             self.set_slots(ring, owner)
@@ -111,37 +112,53 @@ class Capture:
         tables, by slot name where they differ. Waits for the copies into the old ones and for their seals:
         whoever unmaps those next must not take the memory away under them."""
         self._flights.wait()
-        self._release_targets()
-        self._ring, self._needed = ring, (0, 0)
-        for slot in ring.slots if ring is not None else ():
-            self._targets[slot.name] = Target(slot, owner if isinstance(owner, int) else owner[slot.name])
-        self.register(ring.slots if ring is not None else ())
+        self._forget_slots()
+        self._targets.exchange(ring, owner)
 
     def register(self, slots: Sequence[Slot]) -> None:
         """Make slots known to the devices. Takes up to half a second a GiB, so that it may be done before
         `set_slots`, by another thread; it is done once a slot."""
-        for slot in slots:
-            for device in self._devices:
-                device.register(slot.image_address, slot.image_capacity)
-                device.register(slot.metadata_address, slot.metadata_capacity)
+        self._targets.register(slots)
 
     def room_wanted(self, *, ordered: bool = False) -> tuple[int, int] | None:
         """(metadata, image) bytes of the slots that the next capture needs; None while those it has are
         large enough, or, unless one is ordered, while the size of the state is not known yet."""
-        if self._ring is not None:
-            return self._needed if self._needed != (0, 0) else None
+        if self._targets.ring is not None:
+            return self._targets.room_wanted
         return self.room_needed(ordered=ordered)
 
-    def room_needed(self, values_bytes: int = 1 << 16, *, ordered: bool = False) -> tuple[int, int] | None:
+    def room_needed(self, *, ordered: bool = False) -> tuple[int, int] | None:
         """(metadata, image) bytes that a slot needs, in whole pages, with slack. None before optimizers
         have state, which comes with the first step, unless a capture is ordered before it."""
         if not ordered and not self._has_state():
             return None
         walk = self._tree.walk(self.hooks.used_up)
-        plan = Plan(walk, self._ways.constants(walk.leaves))
-        needed = slot_room(plan, values_bytes)
+        plan = self._plan(walk)
+        needed = self._targets.room_for(plan)
         plan.release()
-        return max(needed[0], self._needed[0]), max(needed[1], self._needed[1])
+        return needed
+
+    # ---- constants that slots share
+
+    def sharing_wanted(self) -> Layout | None:
+        """The constants of the plan as it stands, where each slot holds them itself and need not."""
+        arrangement = self._arrangement
+        if arrangement is None or self._targets.ring is None or arrangement.plan.shared is not None:
+            return None
+        may_share = self._targets.may_share and not arrangement.copied_constants()
+        return arrangement.plan.image.constants if may_share else None
+
+    def share(self, shared: Shared) -> None:
+        """Leave constants to this region from now on. Waits for the copies in flight and for their seals:
+        the one before may be let go once no snapshot names it."""
+        self._flights.wait()
+        self._targets.shared = shared
+        self._drop_arrangement()
+
+    def room_to_spare(self) -> tuple[int, int, int] | None:
+        """(metadata, image, most image) bytes of slots for the plan as it stands, where those there are still
+        have room for the constants that they share; None else."""
+        return None if self._arrangement is None else self._targets.room_to_spare(self._arrangement.plan)
 
     # ---- boundaries
 
@@ -209,7 +226,8 @@ class Capture:
         self.hooks.close()
         self.pulse.rest()
         self._flights.wait()
-        self._release_targets()
+        self._forget_slots()
+        self._targets.release()
         self._drop_arrangement()
         for device in self._devices:
             device.close()
@@ -243,7 +261,7 @@ class Capture:
     ) -> Outcome:
         if capturing:
             return _skipped(step, "a device graph is being captured")
-        if self._ring is None:
+        if self._targets.ring is None:
             return _skipped(step, "the slots are not prepared yet")
         if self._flights.running():
             return _skipped(step, "the copy of the snapshot before is still running")
@@ -255,18 +273,23 @@ class Capture:
             return _skipped(step, _NO_MEMORY)
         # The first plan is made once in a run: it says nothing of what the next snapshot costs.
         once_s = 0.0 if self._call_s else time.perf_counter() - began_s
-        slot = self._ring.take()
+        slot = self._targets.ring.take()
         if slot is None:
             return _skipped(step, "every slot is in use")
-        target = self._targets[slot.name]
-        if not target.fits(arrangement.plan, len(data)):
-            self._needed = slot_room(arrangement.plan, len(data))
+        target = self._targets.fitting(slot, arrangement.plan, len(data))
+        if target is None:
             return _skipped(step, "the state has outgrown the slots")
         if not target.begin():
             return _skipped(step, "the slot was taken by the keeper")
         persist = persist or self.pace.persist_due(step)
         try:
             self._fill(target, arrangement, data, step, hooks, persist)
+        except ConstantsChanged as found:
+            for index in found.indexes:
+                self._ways.no_constant(arrangement.names[index])
+            self._drop_arrangement()
+            # Once: without these, no region holds just the constants that are left.
+            return self._capture(step, values, hooks, capturing, ordered, persist)
         except torch.OutOfMemoryError:
             self._room_is_gone()
             return _skipped(step, _NO_MEMORY)
@@ -325,10 +348,20 @@ class Capture:
         held = self._arrangement.arena_bytes() if self._arrangement is not None else {}
         self._drop_arrangement()
         self._walk = self._tree.walk(self.hooks.used_up)
-        plan = Plan(self._walk, self._ways.constants(self._walk.leaves))
+        plan = self._plan(self._walk)
         plan.note_gradients(self.hooks.used_up)
         self._chosen = self._ground()
         self._arrangement = Arrangement(plan, self._ways, self.hooks.fired, self._room(held), self._threads)
+        if plan.shared is not None and self._arrangement.copied_constants():
+            self._targets.shared = None
+            self._rebuild()
+
+    def _plan(self, walk: Walk) -> Plan:
+        """With the constants left to the region that slots share, where that holds just these."""
+        constants, shared = self._ways.constants(walk.leaves), self._targets.shared
+        if shared is None or not self._targets.may_share or not self._ways.are_constants(shared.by_name()):
+            shared = None
+        return Plan(walk, constants, shared)
 
     def _ground(self) -> tuple[frozenset[int], bool]:
         """What ways were chosen by, beside the plan: whose hooks fire, and whether room is known."""
@@ -397,13 +430,7 @@ class Capture:
             self._arrangement.plan.release()
             self._arrangement = None
 
-    def _release_targets(self) -> None:
-        for target in self._targets.values():
-            for device in self._devices:
-                device.unregister(target.slot.image_address)
-                device.unregister(target.slot.metadata_address)
-            target.release()
-        self._targets.clear()
+    def _forget_slots(self) -> None:
         self._flights.forget()
         if self._asked is not None:
             # Nobody here looks at those slots again: whether it was persisted is not known.

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from flashckpt import _native
 from flashckpt.capture.plan import Addresses, Plan
+from flashckpt.capture.shared import ConstantsChanged
 from flashckpt.capture.target import Target
 
 
@@ -49,12 +50,17 @@ class HostCopies:
         # One run of the table where all leaves are plain host leaves: digests go there without a detour.
         self._whole = count == len(plan)
 
+    def copied_constants(self) -> bool:
+        """Whether there are constants that are no row-major bytes in memory: each capture copies them."""
+        return any(index >= self._plan.first_constant for index in self._odd)
+
     def moved(self) -> None:
         """Read the addresses again: the plan was patched."""
         np.take(self._plan.addresses, self._plain, out=self._sources)
 
     def capture(self, target: Target, *, check: bool) -> None:
-        """Copy everything, of constants what does not stand in the slot as it is now.
+        """Copy everything, of constants what does not stand in the slot as it is now. Raises ConstantsChanged
+        where they are to stand in a region that slots share, and do not.
 
         check: read the sources again after the copy, and let the seal refuse a difference: digests are of
         the bytes that were copied, and do not see a thread that writes a leaf while it is copied.
@@ -98,13 +104,16 @@ class HostCopies:
         address = _native.address_of(digests.data)
         _native.digest_many(sources.data, self._constant_sizes.data, address, self._threads)
         target.table[self._constants] = digests
-        for index, digest in zip(self._constants.tolist(), digests.tolist(), strict=True):
-            if target.kept.get(index) != digest:
-                self._copy_one(target, index)
-                if int(target.table[index]) == digest:
-                    target.kept[index] = digest
-                else:
-                    target.table[index] = _native.EMPTY_DIGEST
+        pairs = zip(self._constants.tolist(), digests.tolist(), strict=True)
+        changed = [(index, digest) for index, digest in pairs if target.kept.get(index) != digest]
+        if changed and self._plan.shared is not None:
+            raise ConstantsChanged([index for index, _ in changed])
+        for index, digest in changed:
+            self._copy_one(target, index)
+            if int(target.table[index]) == digest:
+                target.kept[index] = digest
+            else:
+                target.table[index] = _native.EMPTY_DIGEST
 
     def _copy_one(self, target: Target, index: int) -> None:
         one = slice(index, index + 1)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flashckpt import _native
+from flashckpt.capture.shared import Shared
 from flashckpt.format.layout import Layout, Leaf, SlotImage
 from flashckpt.format.metadata import plan_bytes
 
@@ -58,16 +59,23 @@ def bytes_of(tensor: Tensor) -> bytes:
 class Plan:
     """One walk's leaves, in the order of the digest table: ordinary ones in image order, then those of
     `constants` (names). Every array has one entry a leaf; offsets are in bytes from the slot image's first
-    byte, and addresses are those of the live tensors."""
+    byte, and addresses are those of the live tensors.
 
-    def __init__(self, walk: Walk, constants: frozenset[str] = frozenset()) -> None:
+    `shared` is the region to which snapshots leave their constants, None where each slot holds its own: also
+    where the one that was offered holds others. Offsets of shared ones are in that region's image."""
+
+    def __init__(
+        self, walk: Walk, constants: frozenset[str] = frozenset(), shared: Shared | None = None
+    ) -> None:
         by_name = {live.name: live for live in walk.leaves}
-        self.image = _image(walk, constants)
+        self.image = _image(walk, constants, shared)
+        self.shared = shared if self.image.shared else None
         self.leaves = self.image.leaves
         self.first_constant = len(self.image.shard.leaves)
         self.json = plan_bytes(self.image.shard)
         self.constants_json = plan_bytes(self.image.constants) if self.image.constants is not None else b""
-        self.plan_id = _native.xxh3_64(self.json + self.constants_json)
+        nonce = b"" if self.shared is None else self.shared.nonce.to_bytes(8, "little")
+        self.plan_id = _native.xxh3_64(self.json + self.constants_json + nonce)
         self.lives = [by_name[leaf.name] for leaf in self.leaves]
         self.tensors = [local(live.tensor) for live in self.lives]
         self.sizes: Addresses = np.array([leaf.num_bytes for leaf in self.leaves], dtype=np.uint64)
@@ -198,13 +206,15 @@ class Plan:
         )
 
 
-def _image(walk: Walk, constants: frozenset[str]) -> SlotImage:
+def _image(walk: Walk, constants: frozenset[str], shared: Shared | None) -> SlotImage:
     ordinary: list[Leaf] = []
     fixed: list[Leaf] = []
     for live in walk.leaves:
         leaf = leaf_of(live.name, local(live.tensor), tuple(live.aliases))
         (fixed if live.name in constants else ordinary).append(leaf)
-    return SlotImage(Layout.of(ordinary), Layout.of(fixed) if fixed else None)
+    layout = Layout.of(fixed) if fixed else None
+    is_shared = shared is not None and layout == shared.layout
+    return SlotImage(Layout.of(ordinary), layout, is_shared)
 
 
 def _holds(container: Any, key: Any, value: Any) -> bool:

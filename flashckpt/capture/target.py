@@ -24,7 +24,7 @@ from flashckpt.memory.slot import Slot
 
 class Target:
     """A slot with its owner's index. `kept` holds the digests of leaves (by index in the plan) whose bytes
-    stand in the image from an earlier capture of the same plan."""
+    stand in the image from an earlier capture of the same plan, or in the region that the plan shares."""
 
     def __init__(self, slot: Slot, owner: int) -> None:
         self.slot = slot
@@ -76,9 +76,11 @@ class Target:
             self.table = np.frombuffer(data[places.table : places.values], dtype=np.uint64)
             self.table_address = self.slot.metadata_address + places.table
             self.kept.clear()
+            if plan.shared is not None:
+                self.kept.update(enumerate(plan.shared.digests, plan.first_constant))
             self._odd_views.clear()
             self._plan_id = plan.plan_id
-        data[: HEADER.size] = header(*sizes)
+        data[: HEADER.size] = header(*sizes, shared=plan.shared is not None)
         self.table.fill(_native.EMPTY_DIGEST)
         data[places.values : places.num_bytes] = values
         self.plan, self._places = plan, places
@@ -88,6 +90,7 @@ class Target:
         view = self._odd_views.get(index)
         if view is None:
             assert self.plan is not None
+            assert self.plan.shared is None or index < self.plan.first_constant, "it stands in another image"
             leaf, tensor = self.plan.leaves[index], self.plan.tensors[index]
             start = int(self.plan.offsets[index])
             place = self._image[start : start + leaf.num_bytes]
@@ -99,7 +102,6 @@ class Target:
         assert self.plan is not None
         crashpoints.point("capture.copied")
         plan, places = self.plan, self._places
-        constants = plan.image.constants
         self.slot.write_record(
             Record(
                 attempt_number=attempt[0],
@@ -115,7 +117,8 @@ class Target:
                 data_start=plan.image.shard.data_start,
                 captured_ns=time.time_ns(),
                 constants_start=plan.image.constants_start,
-                constants_bytes=constants.num_bytes if constants is not None else 0,
+                constants_bytes=plan.image.constants_bytes,
+                constants_nonce=plan.shared.nonce if plan.shared is not None else 0,
             )
         )
         crashpoints.point("seal.submitting")
@@ -164,7 +167,7 @@ class Target:
     def _write_headers(self, plan: Plan) -> None:
         image = plan.image
         layouts = [(0, image.shard)]
-        if image.constants is not None:
+        if image.constants is not None and not image.shared:
             layouts.append((image.constants_start, image.constants))
         for start, layout in layouts:
             place = self._image.numpy()[start : start + layout.data_start]

@@ -106,6 +106,11 @@ class Transfer:
     def constants(self) -> list[int]:
         return [i for i in self._direct if self._ways[i] is Way.CONSTANT]
 
+    def copied_constants(self) -> bool:
+        """Whether there are constants that each capture makes row-major, and copies."""
+        direct = set(self._direct)
+        return any(way is Way.CONSTANT and i not in direct for i, way in self._ways.items())
+
     def _tables(self, allocate: Allocate) -> None:
         count = len(self._order)
         self._digests = allocate(8 * count).view(torch.int64)

@@ -11,6 +11,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -18,6 +19,7 @@ from flashckpt import _native, crashpoints
 from flashckpt.capture import Capture
 from flashckpt.capture.device import devices_of
 from flashckpt.capture.pace import Every
+from flashckpt.capture.shared import Shared
 from flashckpt.checkpointer.ages import Ages, limits_s
 from flashckpt.checkpointer.attendant import Attendant
 from flashckpt.checkpointer.environment import log_differences
@@ -29,6 +31,7 @@ from flashckpt.checkpointer.signals import Signals
 from flashckpt.errors import DamagedError, FlashckptError, FormatError, OptionError
 from flashckpt.events import Event, log
 from flashckpt.keeper.client import SlotGrant
+from flashckpt.memory.slot import Slot
 from flashckpt.options import Keep, Options, check_call
 from flashckpt.restore.digesting import digest_tensors
 from flashckpt.restore.filling import check_fits, fill
@@ -70,8 +73,8 @@ def attach(
     began = time.perf_counter()
     session = open_session(path, keep, options)
     try:
-        resumed, constants = _resume(session, tree, progress, options, began)
-        return _checkpointer(session, tree, progress, options, every, persist_every, resumed, constants)
+        taken = _resume(session, tree, progress, options, began)
+        return _checkpointer(session, tree, progress, options, every, persist_every, taken)
     except BaseException:
         session.close()
         raise
@@ -99,12 +102,18 @@ def _state_of(state: Mapping[str, object] | None, named: Mapping[str, object]) -
     return {**(state or {}), **named}
 
 
-def _resume(
-    session: Session, tree: Tree, progress: Progress, options: Options, began: float
-) -> tuple[Resumed | None, dict[str, int]]:
-    """Restore the newest usable step and write start.json. Returns also the digests of its constants."""
-    survived = [_held(grant) for grant in session.keeper.surviving()]
-    mapped = [held for held in survived if held is not None]
+@dataclass(frozen=True)
+class _Taken:
+    """What a resume hands on: the digests of what was constant, by name, and the region that holds it."""
+
+    resumed: Resumed | None = None
+    constants: Mapping[str, int] = field(default_factory=dict)
+    shared: Shared | None = None
+
+
+def _resume(session: Session, tree: Tree, progress: Progress, options: Options, began: float) -> _Taken:
+    """Restore the newest usable step and write start.json."""
+    mapped, regions = _survived(session)
     extra: list[Held] = []
 
     def slot_for(metadata_bytes: int, image_bytes: int, early: Callable[[int, int], None]) -> Held:
@@ -124,9 +133,9 @@ def _resume(
         loaded = ladder.climb()
         if loaded is None:
             session.start(None, 0, None)
-            return None, {}
+            return _Taken()
         resumed = _take_up(session, tree, progress, loaded, ladder.refused, began, threads)
-        return resumed, loaded.snapshot.constants
+        return _Taken(resumed, loaded.snapshot.constants, _kept(session, loaded))
     except BaseException:
         _give_back(session, extra)
         raise
@@ -134,6 +143,32 @@ def _resume(
         for held in [*mapped, *extra]:
             held.unpin()
             held.slot.close()
+        for region in regions:
+            region.close()
+
+
+def _survived(session: Session) -> tuple[list[Held], list[Slot]]:
+    """Surviving snapshots, and the regions of constants that they share, all mapped."""
+    grants = session.keeper.surviving()
+    found = [_mapped(grant) for grant in grants if grant.holds_constants]
+    regions = {region.fixed.nonce: region for region in found if region is not None}
+    survived = [_held(grant, regions) for grant in grants if not grant.holds_constants]
+    return [held for held in survived if held is not None], list(regions.values())
+
+
+def _kept(session: Session, loaded: Loaded) -> Shared | None:
+    """The region of the snapshot that was loaded, told to the keeper as this attempt's. None where there is
+    none: then each slot holds its constants itself, until another region is filled."""
+    region, snapshot = loaded.held.constants, loaded.snapshot
+    constants = snapshot.layout.constants
+    if region is None or constants is None or not snapshot.layout.shared:
+        return None
+    try:
+        os.close(session.keeper.keep_constants(region.name).descriptor)
+    except (FlashckptError, OSError) as error:
+        log.info("%s is not used further: %s", region.name, error)
+        return None
+    return Shared(region.name, region.fixed.nonce, constants, tuple(snapshot.constants.values()))
 
 
 def _give_back(session: Session, extra: list[Held]) -> None:
@@ -200,15 +235,22 @@ def _take_up(
     return resumed
 
 
-def _held(grant: SlotGrant) -> Held | None:
-    """A surviving slot, mapped. None, said in the log, for one that cannot be read."""
+def _mapped(grant: SlotGrant) -> Slot | None:
+    """A surviving region. None, said in the log, for one that cannot be read."""
     try:
-        slot = grant.open()
+        return grant.open()
     except FormatError:
         # A newer version's snapshot is whole: to pass it over would leave it behind for good.
         raise
     except (FlashckptError, OSError) as error:
         log.error("a slot in memory cannot be used and is passed over: %s", error)
+        return None
+
+
+def _held(grant: SlotGrant, regions: Mapping[int, Slot]) -> Held | None:
+    """A surviving slot with its snapshot, and the one of `regions`, by nonce, that this names."""
+    slot = _mapped(grant)
+    if slot is None:
         return None
     try:
         sealed = slot.sealed()
@@ -218,7 +260,8 @@ def _held(grant: SlotGrant) -> Held | None:
     if sealed is None:
         slot.close()
         return None
-    return Held(slot, grant.owner, grant.outlives_both, sealed)
+    constants = regions.get(sealed.record.constants_nonce)
+    return Held(slot, grant.owner, grant.outlives_both, sealed, constants=constants)
 
 
 def _checkpointer(
@@ -228,11 +271,10 @@ def _checkpointer(
     options: Options,
     every: Every,
     persist_every: str | int | None,
-    resumed: Resumed | None,
-    constants: dict[str, int],
+    taken: _Taken,
 ) -> Checkpointer:
     """Everything that runs beside the loop, started."""
-    attempt = session.attempt
+    attempt, resumed = session.attempt, taken.resumed
     capture = Capture(
         tree,
         None,
@@ -243,8 +285,10 @@ def _checkpointer(
         attempt=(attempt.number, int(attempt.nonce, 16)),
         every=every,
         persist_every=persist_every,
-        constants=constants,
+        constants=taken.constants,
     )
+    if taken.shared is not None:
+        capture.share(taken.shared)
     threads = options.threads or torch.get_num_threads()
 
     def digests() -> dict[str, int]:
@@ -255,7 +299,7 @@ def _checkpointer(
     use = Use(tree, digests, check=options.read_ahead_check, used=progress.step == 0)
     loaded_step = resumed.step if resumed is not None and resumed.tier == "memory" else None
     ages, signals = Ages(limits_s(every, persist_every)), Signals(options)
-    attendant = Attendant(session, capture, options, ages, loaded_step, signals.deadline_s)
+    attendant = Attendant(session, capture, options, ages, loaded_step, signals.deadline_s, taken.shared)
     checkpointer = Checkpointer(
         tree=tree,
         progress=progress,

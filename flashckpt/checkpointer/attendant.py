@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flashckpt.capture import Capture
+from flashckpt.capture.shared import Shared
 from flashckpt.checkpointer.ages import Ages
 from flashckpt.checkpointer.awaited import Advance, Awaited, is_committed
 from flashckpt.checkpointer.session import Session
@@ -49,12 +50,13 @@ class Attendant:
         ages: Ages,
         loaded_step: int | None,
         deadline_s: Callable[[], float] = lambda: math.inf,
+        shared: Shared | None = None,
     ) -> None:
         self._session, self._capture, self._options = session, capture, options
         self.deadline_s = deadline_s  # the monotonic time past which nothing here waits any more
         self.status = Status()
         self.superseded_by: str | None = None
-        self.slots = SlotSupply(session, capture, options, self._say_once)
+        self.slots = SlotSupply(session, capture, options, self._say_once, shared)
         self._events: deque[dict[str, Any]] = deque(maxlen=_EVENTS_KEPT)
         self._answered = threading.Condition()
         self._rounds = 0

@@ -163,14 +163,24 @@ class Boundaries:
     # ---- the slots that captures go to
 
     def _ask_for_slots(self, *, ordered: bool = False) -> None:
-        """Once the size of the state is known, and again when it has outgrown its slots."""
-        if not self._attendant.slots.preparing:
-            wanted = self._capture.room_wanted(ordered=ordered)
-            if wanted is not None:
-                self._attendant.prepare(*wanted)
+        """Once the size of the state is known, and again when it has outgrown its slots, or they it."""
+        slots, capture = self._attendant.slots, self._capture
+        slots.sharing.want(capture.sharing_wanted())
+        if slots.preparing:
+            return
+        wanted = capture.room_wanted(ordered=ordered)
+        if wanted is not None:
+            self._attendant.prepare(*wanted)
+        elif (spare := capture.room_to_spare()) is not None:
+            slots.ask_smaller(*spare)
 
     def _adopt_slots(self) -> None:
-        ready = self._attendant.slots.take_ready()
+        slots = self._attendant.slots
+        ready = slots.take_ready()
         if ready is not None:
             self._capture.set_slots(*ready)
-            self._attendant.slots.taken_up()
+            slots.taken_up()
+        shared = slots.sharing.take_ready()
+        if shared is not None:
+            self._capture.share(shared)
+            slots.sharing.taken_up()

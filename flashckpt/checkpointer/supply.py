@@ -11,8 +11,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from flashckpt.capture import Capture
+from flashckpt.capture.shared import Shared
 from flashckpt.checkpointer.provision import made_usable, what_they_mean
 from flashckpt.checkpointer.session import Session
+from flashckpt.checkpointer.sharing import Sharing
 from flashckpt.errors import DamagedError, FlashckptError, KeeperError, OutOfRoomError
 from flashckpt.events import log
 from flashckpt.format.metadata import Metadata
@@ -29,16 +31,25 @@ Ready = tuple[SlotRing, dict[str, int]]
 
 class SlotSupply:
     """`ring` is what the capture writes to, `wanted` the (metadata, image) bytes of slots that were asked for
-    and are not ready, `error` why slots could not be had the last time. `say(text, key)` warns once a key."""
+    and are not ready, `error` why slots could not be had the last time. `say(text, key)` warns once a key.
+    `shared` is the region of constants that captures name from the beginning, `sharing` what gets others."""
 
     def __init__(
-        self, session: Session, capture: Capture, options: Options, say: Callable[[str, str], None]
+        self,
+        session: Session,
+        capture: Capture,
+        options: Options,
+        say: Callable[[str, str], None],
+        shared: Shared | None = None,
     ) -> None:
         self._session, self._capture, self._say = session, capture, say
         self.count = options.slots or _SLOTS
         self.ring: SlotRing | None = None
         self.wanted: tuple[int, int] | None = None
         self.error: FlashckptError | None = None
+        self.sharing = Sharing(session, self._newest_sealed, shared)
+        self._most: int | None = None
+        self._too_small: tuple[int, int, int] | None = None
         # Held for the moment in which ready slots change hands, never while anything is asked.
         self._handover = threading.Lock()
         self._ready: Ready | None = None
@@ -67,11 +78,18 @@ class SlotSupply:
 
     def ask(self, metadata_bytes: int, image_bytes: int) -> None:
         """Ask for slots of at least these capacities, in bytes: the next `tend` gets them."""
-        self.wanted, self._retry_s = (metadata_bytes, image_bytes), 0.0
+        self.wanted, self._most, self._retry_s = (metadata_bytes, image_bytes), None, 0.0
+
+    def ask_smaller(self, metadata_bytes: int, image_bytes: int, most_image_bytes: int) -> None:
+        """Ask for slots in the place of larger ones, whose memory is the machine's then; once a size."""
+        sizes = metadata_bytes, image_bytes, most_image_bytes
+        if self._too_small != sizes:
+            self._too_small = sizes
+            self.wanted, self._most, self._retry_s = sizes[:2], most_image_bytes, 0.0
 
     def fits(self) -> None:
         """The state fits the slots there are: larger ones that were asked for are not needed any more."""
-        if self.ring is not None:
+        if self.ring is not None and self._most is None:
             self.wanted = None
 
     def take_ready(self) -> Ready | None:
@@ -109,15 +127,18 @@ class SlotSupply:
 
     def newest_content(self) -> tuple[Metadata, memoryview] | None:
         """Metadata and image of the newest sealed snapshot; None where there is none that can be read."""
-        newest = self.ring.newest_sealed() if self.ring is not None else None
+        newest = self._newest_sealed()
         try:
             return (newest[0].metadata(newest[1]), newest[0].image_view) if newest is not None else None
         except DamagedError:
             return None
 
+    def _newest_sealed(self) -> tuple[Slot, Sealed] | None:
+        return self.ring.newest_sealed() if self.ring is not None else None
+
     def request_persist(self) -> None:
         """Ask for the newest sealed snapshot to be persisted."""
-        newest = self.ring.newest_sealed() if self.ring is not None else None
+        newest = self._newest_sealed()
         if newest is not None:
             slot, sealed = newest
             slot.request_persist(sealed.generation)
@@ -127,19 +148,26 @@ class SlotSupply:
     @property
     def urgent(self) -> bool:
         """Whether slots are wanted and the keeper may be asked again."""
-        return self.wanted is not None and time.monotonic() >= self._retry_s
+        is_wanted = self.wanted is not None and time.monotonic() >= self._retry_s
+        return is_wanted or self.sharing.urgent
 
     def tend(self) -> None:
         """Give back what was outgrown, and get the slots that are wanted: taken, faulted in and known to the
         devices before they are used."""
         self._let_go_of_outgrown()
-        wanted = self.wanted
+        self.sharing.tend()
+        wanted, most = self.wanted, self._most
         if wanted is None or time.monotonic() < self._retry_s:
             return
         try:
-            grants = self._session.keeper.ask_slots(self.count, *wanted, minimum=min(2, self.count))
+            grants = self._session.keeper.ask_slots(
+                self.count, *wanted, minimum=min(2, self.count), most_image_bytes=most
+            )
         except OutOfRoomError as error:
-            self._failed(error)
+            if most is None:
+                self._failed(error)
+            elif self.wanted == wanted:
+                self.wanted = self._most = None  # those there are do, and hold what they held
             return
         if grants is None:
             return  # they are being made ready: asked again in the next round
@@ -159,7 +187,7 @@ class SlotSupply:
         owners = {slot.name: grant.owner for slot, grant in zip(slots, grants, strict=True)}
         with self._handover:
             replaced, self._ready = self._ready, (SlotRing(slots), owners)
-            self.wanted, self.error = None, None
+            self.wanted = self._most = self.error = None
         self._drop(replaced)
 
     def give_back(self, names: Sequence[str]) -> None:
@@ -209,6 +237,7 @@ class SlotSupply:
 
     def close(self) -> None:
         """Unmap everything, once no thread looks into it any more."""
+        self.sharing.close()
         for ring in (self.ring, self._replaced, *self._outgrown):
             for slot in ring.slots if ring is not None else ():
                 slot.close()

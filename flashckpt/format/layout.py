@@ -77,10 +77,12 @@ class Layout:
 @dataclass(frozen=True, slots=True)
 class SlotImage:
     """What the image of a slot holds: the bytes of a shard and, where there are constants, from the next
-    page on those of a constants shard. Sizes and starts are in bytes from the image's first."""
+    page on those of a constants shard; or, where these are `shared`, the image of a region of their own holds
+    those. Sizes and starts are in bytes from the first of the image that has them."""
 
     shard: Layout
     constants: Layout | None = None
+    shared: bool = False
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
@@ -89,17 +91,26 @@ class SlotImage:
 
     @property
     def constants_start(self) -> int:
-        """Where the constants' image begins, 0 where there is none."""
-        return -(-self.shard.num_bytes // PAGE) * PAGE if self.constants is not None else 0
+        """Where the constants' image begins, 0 where there is none in the slot's."""
+        if self.constants is None or self.shared:
+            return 0
+        return -(-self.shard.num_bytes // PAGE) * PAGE
+
+    @property
+    def constants_bytes(self) -> int:
+        """Bytes of the constants' image, 0 where there is none."""
+        return self.constants.num_bytes if self.constants is not None else 0
 
     @property
     def num_bytes(self) -> int:
-        if self.constants is None:
+        """Bytes of the slot's own image."""
+        if self.constants is None or self.shared:
             return self.shard.num_bytes
         return self.constants_start + self.constants.num_bytes
 
     def starts(self) -> list[int]:
-        """Where each leaf begins, in the order of `leaves`."""
+        """Where each leaf begins, in the order of `leaves`: from `len(shard.leaves)` on, where constants are
+        shared, in their region's image."""
         found = [self.shard.data_start + leaf.offset for leaf in self.shard.leaves]
         if self.constants is not None:
             first = self.constants_start + self.constants.data_start

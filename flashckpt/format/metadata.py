@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import struct
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
@@ -19,9 +20,11 @@ from flashckpt.format.fields import Fields
 from flashckpt.format.layout import Layout, Leaf, SlotImage, header_bytes
 
 MAGIC = b"FLCKMETA"
-# A block without constants is one of the first version, which every later one reads.
+# A block without constants is one of the first version, which every later one reads; one whose constants
+# stand in the slot itself one of the second.
 VERSION = 1
 VERSION_WITH_CONSTANTS = 2
+VERSION_WITH_SHARED = 3
 HEADER = struct.Struct("<8sIIQQQQ16x")
 ALIGNMENT = 64
 MAX_PLAN_BYTES = 1 << 30
@@ -49,10 +52,27 @@ def geometry(plan_len: int, count: int, values_len: int, constants_len: int = 0)
     return Geometry(HEADER.size, constants, table, values, values + values_len)
 
 
-def header(plan_len: int, count: int, values_len: int, constants_len: int = 0) -> bytes:
-    """The 64 bytes that a block begins with."""
+def header(
+    plan_len: int, count: int, values_len: int, constants_len: int = 0, *, shared: bool = False
+) -> bytes:
+    """The 64 bytes that a block begins with. `shared`: its constants stand in a region of their own."""
     version = VERSION_WITH_CONSTANTS if constants_len else VERSION
+    version = VERSION_WITH_SHARED if constants_len and shared else version
     return HEADER.pack(MAGIC, version, 0, plan_len, count, values_len, constants_len)
+
+
+def write(
+    view: memoryview, plan: bytes, digests: Sequence[int], values: bytes, constants: bytes = b""
+) -> None:
+    """Write a whole block whose constants, if it has any, stand in the same slot: plans in JSON, as
+    `plan_bytes` gives them."""
+    sizes = len(plan), len(digests), len(values), len(constants)
+    places, head = geometry(*sizes), header(*sizes)
+    view[: len(head)] = head
+    view[places.plan : places.plan + len(plan)] = plan
+    view[places.constants : places.constants + len(constants)] = constants
+    view[places.table : places.values] = array("Q", digests).tobytes()
+    view[places.values : places.num_bytes] = values
 
 
 def _aligned(num_bytes: int) -> int:
@@ -75,16 +95,21 @@ def layout_of(data: Buffer) -> Layout:
 @dataclass(slots=True)
 class Metadata:
     """One block, unpacked: copies, which stay valid when the slot is written again. `digests` are those
-    of `leaves`: the layout's, then the constants'."""
+    of `leaves`: the layout's, then the constants', which where they are `shared` stand in another region."""
 
     layout: Layout
     digests: array[int]
     values: bytes
     constants: Layout | None = None
+    shared: bool = False
 
     @property
     def image(self) -> SlotImage:
-        return SlotImage(self.layout, self.constants)
+        return SlotImage(self.layout, self.constants, self.shared)
+
+    @property
+    def constants_digests(self) -> array[int]:
+        return self.digests[len(self.layout.leaves) :]
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
@@ -99,10 +124,10 @@ class Metadata:
         magic, version, _, plan_len, count, values_len, constants_len = HEADER.unpack_from(view)
         if magic != MAGIC:
             _damaged("it does not begin as metadata does")
-        if version not in (VERSION, VERSION_WITH_CONSTANTS):
+        if version not in (VERSION, VERSION_WITH_CONSTANTS, VERSION_WITH_SHARED):
             raise FormatError(
                 f"A slot's metadata has version {version}; this library reads versions {VERSION} to "
-                f"{VERSION_WITH_CONSTANTS}. The slot was left as it is. Use the version of flashckpt that "
+                f"{VERSION_WITH_SHARED}. The slot was left as it is. Use the version of flashckpt that "
                 "wrote it."
             )
         if (version == VERSION) != (constants_len == 0):
@@ -117,7 +142,8 @@ class Metadata:
         if constants_len:
             constants = _constants_of(view[places.constants : places.constants + constants_len], layout)
         digests = array("Q", bytes(view[places.table : places.values]))
-        found = cls(layout, digests, bytes(view[places.values : places.num_bytes]), constants)
+        values = bytes(view[places.values : places.num_bytes])
+        found = cls(layout, digests, values, constants, version == VERSION_WITH_SHARED)
         if count != len(found.leaves):
             _damaged(f"it has {count} digests for {len(found.leaves)} leaves")
         return found

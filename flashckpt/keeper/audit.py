@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from flashckpt import _native
 from flashckpt.format.layout import PAGE, Layout
 from flashckpt.format.metadata import Metadata
+from flashckpt.memory.shared import holds_constants_of
 from flashckpt.memory.slot import Slot
 
 WINDOW_BYTES = 64 << 20
@@ -44,18 +45,29 @@ def check_header(slot: Slot, start: int, layout: Layout) -> None:
         raise Torn("An image does not begin with the header of its plan.")
 
 
-def differing(slot: Slot, metadata: Metadata, is_stopped: Callable[[], bool] = lambda: False) -> list[int]:
+def differing(
+    slot: Slot,
+    metadata: Metadata,
+    constants: Slot | None = None,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> list[int]:
     """Indexes, in the order of the table, of the leaves whose bytes do not have the digest of their
-    boundary, constants included.
+    boundary, constants included: of `constants`, the region that the snapshot names, if it names one.
 
     May run while the slot is written again: then its result means nothing, and the word tells. Raises
     Stopped at the next window once `is_stopped`.
     """
     found = []
     image = metadata.image
+    own = len(image.shard.leaves) if metadata.shared else len(image.leaves)
+    is_there = constants is not None and holds_constants_of(constants, metadata)
     for index, (leaf, start) in enumerate(zip(image.leaves, image.starts(), strict=True)):
-        offset = slot.image_offset + start
-        if _digest_of(slot.descriptor, offset, leaf.num_bytes, is_stopped) != metadata.digests[index]:
+        holder = slot if index < own else constants
+        if holder is None or (index >= own and not is_there):
+            found.append(index)
+            continue
+        offset = holder.image_offset + start
+        if _digest_of(holder.descriptor, offset, leaf.num_bytes, is_stopped) != metadata.digests[index]:
             found.append(index)
     return found
 

@@ -18,9 +18,9 @@ from flashckpt.errors import KeeperError, OutOfRoomError
 from flashckpt.events import log
 from flashckpt.keeper import start
 from flashckpt.keeper.grants import SlotGrant as SlotGrant
+from flashckpt.keeper.possession import Possession
 from flashckpt.keeper.protocol import (
     ELECTION_LOCK,
-    MAX_DESCRIPTORS,
     PROTOCOL,
     SOCKET_NAME,
     ProtocolError,
@@ -31,7 +31,6 @@ from flashckpt.keeper.protocol import (
     send,
 )
 from flashckpt.keeper.standing import make_stand
-from flashckpt.memory.region import MEMFD
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder, is_alive
 from flashckpt.options import Keep
 
@@ -41,6 +40,7 @@ _START_AGAIN_S = 5.0
 _RETRY_S, _SOON_S = 0.05, 0.005
 _TRIES = 4
 _CLOSE_PATIENCE_S = 2.0
+_ANY_BYTES = 1 << 46
 
 
 class KeeperClient:
@@ -59,9 +59,7 @@ class KeeperClient:
         self._peer: socket.socket | None = None
         self._elected: tuple[int, int] | None = None
         self._said: dict[str, dict[str, Any]] = {}
-        self._held: dict[str, int] = {}
-        self._lent: set[str] = set()
-        self._released: list[str] = []
+        self._possession = Possession()
         self._pauses = start.Pauses()
         self.longest_pause_s = start.LONGEST_PAUSE_S
         self.restarts = 0
@@ -139,13 +137,50 @@ class KeeperClient:
             time.sleep(_SOON_S)
 
     def ask_slots(
-        self, count: int, metadata_bytes: int, image_bytes: int, *, minimum: int = 2
+        self,
+        count: int,
+        metadata_bytes: int,
+        image_bytes: int,
+        *,
+        minimum: int = 2,
+        most_image_bytes: int | None = None,
     ) -> list[SlotGrant] | None:
-        """The same without waiting: None while the keeper is still making them ready. Ask again."""
-        return self._ask(count, metadata_bytes, image_bytes, minimum, early=False)[0]
+        """The same without waiting: None while the keeper is still making them ready. Ask again. Slots whose
+        image has room for more than `most_image_bytes`, where that is given, are not among them."""
+        return self._ask(count, metadata_bytes, image_bytes, minimum, False, most_image_bytes)[0]
+
+    def ask_constants(self, metadata_bytes: int, image_bytes: int) -> SlotGrant | None:
+        """A region for the constants that this trainer's slots are to share, FREE. None while the keeper is
+        still making it ready: ask again. It stays until this trainer has released it, or died, and no
+        snapshot names it. Raises OutOfRoomError, or KeeperError where it would not live as long as slots."""
+        asked = {"op": "constants", "metadata_bytes": metadata_bytes, "image_bytes": image_bytes}
+        answer, descriptors = self._call_with_descriptors(asked)
+        if answer.get("preparing"):
+            close_all(descriptors)
+            return None
+        return self._taken(answer, descriptors)
+
+    def keep_constants(self, name: str) -> SlotGrant:
+        """The region of constants that survived under this name: this trainer goes on naming it. Raises
+        KeeperError where it is gone."""
+        return self._taken(*self._call_with_descriptors({"op": "constants", "name": name}))
+
+    def _taken(self, answer: dict[str, Any], descriptors: list[int]) -> SlotGrant:
+        grants = self._parsed(answer, descriptors)
+        if len(grants) != 1:
+            close_all(descriptors)
+            raise ProtocolError("The keeper's answer is not one region.")
+        self._possession.keep(grants)
+        return grants[0]
 
     def _ask(
-        self, count: int, metadata_bytes: int, image_bytes: int, minimum: int, early: bool
+        self,
+        count: int,
+        metadata_bytes: int,
+        image_bytes: int,
+        minimum: int,
+        early: bool,
+        most_image_bytes: int | None = None,
     ) -> tuple[list[SlotGrant] | None, tuple[int, int] | None]:
         asked = {
             "op": "slots",
@@ -153,6 +188,7 @@ class KeeperClient:
             "minimum": minimum,
             "metadata_bytes": metadata_bytes,
             "image_bytes": image_bytes,
+            "most_image_bytes": max(image_bytes, most_image_bytes or _ANY_BYTES),
             "early": early,
         }
         answer, descriptors = self._call_with_descriptors(asked)
@@ -164,7 +200,8 @@ class KeeperClient:
         return None, None
 
     def surviving(self) -> list[SlotGrant]:
-        """This rank's slots that hold a sealed snapshot: of an earlier attempt, or of this one."""
+        """This rank's slots that hold a sealed snapshot, of an earlier attempt or of this one, and the regions
+        of the constants that they share."""
         answer, descriptors = self._call_with_descriptors({"op": "surviving"})
         return self._granted(answer, descriptors, lent=True)
 
@@ -179,9 +216,7 @@ class KeeperClient:
         """This trainer maps these slots no longer: they go as soon as nothing in them is needed."""
         self._call({"op": "release", "names": list(names)})
         # Only now: a keeper that is started for this very call has what is in a memfd from us alone.
-        with self._lock:
-            close_all([self._held.pop(name) for name in names if name in self._held])
-            self._released = [*self._released, *names][-MAX_DESCRIPTORS:]
+        self._possession.release(names)
 
     def status(self, *, awaited: bool = False) -> Status:
         """What the keeper has done. `awaited`: somebody waits for it, so that what failed is tried again
@@ -218,8 +253,7 @@ class KeeperClient:
             return
         try:
             self._drop()
-            close_all(list(self._held.values()))
-            self._held.clear()
+            self._possession.close()
         finally:
             self._lock.release()
 
@@ -294,11 +328,10 @@ class KeeperClient:
             return
         try:
             self._asked(peer, self._said["hello"])
-            # Memfds, and regions that somebody has taken the name from: nobody else finds them.
-            if nameless := [each for each in self._held.values() if not os.fstat(each).st_nlink]:
+            if nameless := self._possession.nameless():
                 self._hand_over(peer, nameless)
-            if self._released:
-                self._asked(peer, {"op": "release", "names": self._released})
+            if self._possession.released:
+                self._asked(peer, {"op": "release", "names": self._possession.released})
             for op in ("started", "closing"):
                 if op in self._said:
                     self._asked(peer, self._said[op])
@@ -348,25 +381,21 @@ class KeeperClient:
             self._peer = None
 
     def _granted(self, answer: dict[str, Any], descriptors: list[int], *, lent: bool) -> list[SlotGrant]:
-        """What was granted. Slots to be written are held for a new keeper, which may find no name of theirs;
-        memfds that were only `lent`, to be looked at, until slots to be written are granted."""
+        """What was granted; slots to be written, unless they are `lent`, to be looked at."""
+        grants = self._parsed(answer, descriptors)
+        if lent:
+            self._possession.lend(grants)
+        else:
+            self._possession.keep(grants)
+            self._possession.end_loans()
+        return grants
+
+    def _parsed(self, answer: dict[str, Any], descriptors: list[int]) -> list[SlotGrant]:
         rows = answer.get("slots")
         if not isinstance(rows, list) or len(rows) != len(descriptors):
             close_all(descriptors)
             raise ProtocolError("The keeper's answer does not say what its descriptors are.")
-        grants = [SlotGrant(descriptor, **row) for descriptor, row in zip(descriptors, rows, strict=True)]
-        with self._lock:
-            for grant in grants:
-                if (grant.kind == MEMFD or not lent) and grant.name not in self._held:
-                    self._held[grant.name] = os.dup(grant.descriptor)
-                    self._lent |= {grant.name} if lent else set()
-            names = {grant.name for grant in grants}
-            self._released = [name for name in self._released if name not in names]
-            if not lent:
-                self._lent -= names
-                close_all([self._held.pop(name) for name in self._lent if name in self._held])
-                self._lent.clear()
-        return grants
+        return [SlotGrant(descriptor, **row) for descriptor, row in zip(descriptors, rows, strict=True)]
 
 
 def connect_or_start(

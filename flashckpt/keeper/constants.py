@@ -13,12 +13,13 @@ from dataclasses import replace
 
 from flashckpt import _native
 from flashckpt.commit import constants
-from flashckpt.errors import FlashckptError
+from flashckpt.errors import FlashckptError, KeeperError
 from flashckpt.format.layout import Layout
 from flashckpt.format.metadata import Metadata
 from flashckpt.format.names import AttemptName, attempt_folder
 from flashckpt.format.records import CHUNK_BYTES, Contents, ShardRecord
 from flashckpt.keeper.audit import check_header, torn, unlike
+from flashckpt.memory.shared import holds_constants_of
 from flashckpt.memory.slot import Slot
 from flashckpt.store.base import Store
 
@@ -37,14 +38,21 @@ class ConstantsShards:
         self._known: dict[int, tuple[AttemptName, Contents]] = {}
 
     def shard_for(
-        self, slot: Slot, metadata: Metadata, attempt: AttemptName, is_held: Callable[[], None]
+        self,
+        slot: Slot,
+        metadata: Metadata,
+        region: Slot | None,
+        attempt: AttemptName,
+        is_held: Callable[[], None],
     ) -> tuple[Contents | None, int]:
         """The constants shard of `attempt` that holds this slot's constants, and the bytes written for it:
-        0 where it stood already or was linked. None for a slot without constants.
+        0 where it stood already or was linked. None for a slot without constants. `region` is the one that
+        the slot's snapshot shares with others, where it names one.
 
         The digests in the slot are of the live tensors at its boundary, so a file with the same digests
         has its bytes. `is_held` raises where the slot is not this keeper's any more. Raises Torn where the
-        slot's own bytes are needed and are not those of the boundary, OSError, FlashckptError.
+        bytes in memory are needed and are not those of the boundary, KeeperError where they are needed and
+        their region is not here, OSError, FlashckptError.
         """
         layout = metadata.constants
         if layout is None:
@@ -53,7 +61,7 @@ class ConstantsShards:
         found = self._standing(attempt, slot.rank, layout, digests)
         num_bytes = 0
         if found is None:
-            found = self._written(slot, metadata, layout, attempt)
+            found = self._written(slot, metadata, region, layout, attempt)
             num_bytes = layout.num_bytes
             try:
                 is_held()
@@ -84,11 +92,22 @@ class ConstantsShards:
                 return replace(contents, shard=replace(contents.shard, file=name))
         return None
 
-    def _written(self, slot: Slot, metadata: Metadata, layout: Layout, attempt: AttemptName) -> Contents:
-        start = metadata.image.constants_start
-        check_header(slot, start, layout)
-        name, found, checksums = self._create(slot, start, layout, attempt)
+    def _written(
+        self, slot: Slot, metadata: Metadata, region: Slot | None, layout: Layout, attempt: AttemptName
+    ) -> Contents:
         first = len(metadata.layout.leaves)
+        if not metadata.shared:
+            region = slot
+        elif region is None:
+            raise KeeperError(
+                "the constants that this snapshot shares with others are not in this node's memory, and no "
+                "committed step names them; committed steps are not touched"
+            )
+        elif not holds_constants_of(region, metadata):
+            raise torn(metadata, list(range(first, len(metadata.leaves))))
+        start = metadata.image.constants_start
+        check_header(region, start, layout)
+        name, found, checksums = self._create(region, start, layout, attempt)
         leaves = unlike(metadata, found, first)
         if leaves:
             self._remove(attempt, name)

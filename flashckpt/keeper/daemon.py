@@ -224,6 +224,7 @@ class Keeper:
                 return
             if held.slot.name not in kept:
                 self.shelf.remove(held)
+        self.shelf.drop_constants()
         if not self._election.stands(self.folder):
             self._yield()
             return

@@ -29,6 +29,7 @@ from flashckpt.keeper.trainers import Roster, Trainer
 from flashckpt.keeper.worker import Worker
 from flashckpt.memory import room
 from flashckpt.memory.page import State, round_up
+from flashckpt.memory.region import MEMFD, NAMED
 from flashckpt.memory.runtime import check_name
 from flashckpt.options import Keep
 
@@ -59,6 +60,7 @@ class Desk:
         self._status, self._told, self._try_again = status, told, try_again
         # By life lock: what one trainer had no room for, the next of its rank is not to be told.
         self._refusals: dict[str, Exception] = {}
+        self._unshared: dict[str, Exception] = {}  # likewise, of a region for shared constants
         # The region that is being made for a rank to read into. Written by the maker's thread, closed here.
         self._growing: dict[int, int] = {}
 
@@ -73,6 +75,8 @@ class Desk:
                 return self._hello(connection, message)
             case "slots":
                 return self._slots(self._who(connection), message)
+            case "constants":
+                return self._constants(self._who(connection), message)
             case "surviving":
                 return self._surviving(self._who(connection))
             case "started":
@@ -148,11 +152,13 @@ class Desk:
         minimum = number(message, "minimum", 1, count)
         metadata_bytes = number(message, "metadata_bytes", 1, _MOST_SLOT_BYTES)
         image_bytes = number(message, "image_bytes", 1, _MOST_SLOT_BYTES)
+        most_image_bytes = number(message, "most_image_bytes", image_bytes, _MOST_SLOT_BYTES)
         mine = self._shelf.of_rank(trainer.rank)
         fit = [
             held
             for held in mine
-            if held.slot.metadata_capacity >= metadata_bytes and held.slot.image_capacity >= image_bytes
+            if held.slot.metadata_capacity >= metadata_bytes
+            and image_bytes <= held.slot.image_capacity <= most_image_bytes
         ]
         refusal = self._refusals.pop(trainer.lock, None)
         reading = count == 1
@@ -251,10 +257,67 @@ class Desk:
         rows = [self._shelf.row(held, trainer.pid, trainer.lock) for held in given]
         return {"slots": rows}, [held.slot.descriptor for held in given]
 
+    def _constants(self, trainer: Trainer, message: dict[str, Any]) -> Reply:
+        """A region for what the trainer's slots share: a new one, or the named one, which survived."""
+        if "name" in message:
+            name = text(message, "name", 64)
+            found = [held for held in self._shelf.constants_of(trainer.rank) if held.slot.name == name]
+            if not found:
+                raise KeeperError(
+                    f"{name} is not here any more. No snapshot may name it; each holds its own."
+                )
+            return self._given(trainer, found)
+        metadata_bytes = number(message, "metadata_bytes", 1, _MOST_SLOT_BYTES)
+        image_bytes = number(message, "image_bytes", 1, _MOST_SLOT_BYTES)
+        made = [
+            held
+            for held in self._shelf.constants_of(trainer.rank)
+            if held.writer == trainer.lock and held.state() is State.FREE
+            and held.slot.metadata_capacity >= metadata_bytes and held.slot.image_capacity >= image_bytes
+        ]  # fmt: skip
+        if made:
+            return self._given(trainer, made[:1])
+        refusal = self._unshared.pop(trainer.lock, None)
+        if refusal is not None:
+            raise refusal if isinstance(refusal, OutOfRoomError) else KeeperError(str(refusal))
+        if not self._maker.busy:
+            self._make_constants(trainer, metadata_bytes, image_bytes)
+        return {"preparing": True}, ()
+
+    def _make_constants(self, trainer: Trainer, metadata_bytes: int, image_bytes: int) -> None:
+        rank, lock = trainer.rank, trainer.lock
+
+        def done(made: Made | BaseException) -> None:
+            error = made if isinstance(made, BaseException) else made.error
+            for found in made.regions if isinstance(made, Made) else ():
+                held = self._shelf.put(found)
+                held.writer = lock
+                # Snapshots in memory that outlives all processes must not name what does not.
+                slots = self._shelf.of_rank(rank)
+                if error is None and held.kind == MEMFD and any(each.kind == NAMED for each in slots):
+                    error = KeeperError("There is no room for them where the slots are.")
+                if error is not None:
+                    self._shelf.remove(held)
+            if error is not None and any(each.lock == lock for each in self._roster.all()):
+                self._unshared = {lock: error if isinstance(error, Exception) else KeeperError(str(error))}
+
+        self._maker.submit(
+            lambda: self._shelf.make(rank, [0], metadata_bytes, image_bytes, holds_constants=True), done
+        )
+
+    def _given(self, trainer: Trainer, regions: Sequence[Held]) -> Reply:
+        for held in regions:
+            held.writer = trainer.lock
+        rows = [self._shelf.row(held, trainer.pid, trainer.lock) for held in regions]
+        return {"slots": rows}, [held.slot.descriptor for held in regions]
+
     def _surviving(self, trainer: Trainer) -> Reply:
+        """Slots with a sealed snapshot, and the constants that they share."""
         found = [held for held in self._shelf.of_rank(trainer.rank) if held.sealed() is not None]
-        rows = [self._shelf.row(held, trainer.pid, trainer.lock) for held in found[:MAX_DESCRIPTORS]]
-        return {"slots": rows}, [held.slot.descriptor for held in found[:MAX_DESCRIPTORS]]
+        shared = [held for held in self._shelf.constants_of(trainer.rank) if held.sealed() is not None]
+        found = (shared + found)[:MAX_DESCRIPTORS]
+        rows = [self._shelf.row(held, trainer.pid, trainer.lock) for held in found]
+        return {"slots": rows}, [held.slot.descriptor for held in found]
 
     def _started(self, message: dict[str, Any]) -> Reply:
         step = number(message, "step", 0, MAX_STEP)

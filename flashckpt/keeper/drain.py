@@ -46,7 +46,7 @@ class Result(Enum):
 @dataclass(frozen=True, kw_only=True)
 class Order:
     """One snapshot to persist or to audit. `keep` is None where nothing may be pruned: no trainer has
-    said what its user wants to keep."""
+    said what its user wants to keep. `constants` is the region that the snapshot shares with others."""
 
     slot: Slot
     generation: int
@@ -54,6 +54,7 @@ class Order:
     world: int = 1
     keep: Keep | None = None
     environment: Mapping[str, Any] = field(default_factory=dict)
+    constants: Slot | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +148,9 @@ class Drain:
             outcome = replace(outcome, step=sealed.step, attempt=str(attempt_of(sealed)))
             metadata = slot.metadata(sealed)
             crashpoints.point("audit.begun")
-            leaves = differing(slot, metadata, is_stopped)
+            if metadata.shared and order.constants is None:
+                return outcome  # not handed over yet, or gone: it is for whoever needs the bytes to say
+            leaves = differing(slot, metadata, order.constants, is_stopped)
         except Stopped:
             return outcome
         except DamagedError as error:
@@ -239,7 +242,9 @@ class Drain:
                 raise KeeperError(_PIN_LOST)
 
         # Before the part that names it: what is written here is debris until then, and nothing more.
-        constants, constants_bytes = self._constants.shard_for(slot, metadata, attempt, check_held)
+        constants, constants_bytes = self._constants.shard_for(
+            slot, metadata, order.constants, attempt, check_held
+        )
         self._files += 1
         name = steps.shard_name(slot.rank, f"{self._nonce}{self._files:04x}")
         published = False

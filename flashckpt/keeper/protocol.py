@@ -20,7 +20,7 @@ from flashckpt.errors import KeeperError
 SOCKET_NAME = "keeper.socket"
 ELECTION_LOCK = "keeper.lock"
 LOG_NAME = "keeper.log"
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_MESSAGE_BYTES = 64 << 10
 MAX_DESCRIPTORS = 32
 _CREDENTIALS = struct.Struct("3i")

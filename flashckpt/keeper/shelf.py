@@ -83,13 +83,32 @@ class Shelf:
         return len(self._held)
 
     def all(self) -> list[Held]:
+        """The slots: not what several of them share."""
+        return [held for held in self._held.values() if not held.slot.fixed.holds_constants]
+
+    def regions(self) -> list[Held]:
+        """Everything: slots and the constants that they share."""
         return list(self._held.values())
 
     def get(self, name: str) -> Held | None:
         return self._held.get(name)
 
     def of_rank(self, rank: int) -> list[Held]:
-        return [held for held in self._held.values() if held.slot.rank == rank]
+        """The slots of a rank."""
+        return [held for held in self.all() if held.slot.rank == rank]
+
+    def constants_of(self, rank: int) -> list[Held]:
+        """The regions of constants that slots of a rank share."""
+        return [
+            held for held in self._held.values() if held.slot.fixed.holds_constants and held.slot.rank == rank
+        ]
+
+    def shared_by(self, held: Held) -> Slot | None:
+        """The region that holds the constants of the snapshot in a slot; None where that is the slot itself,
+        or one that is not here."""
+        nonce = _constants_nonce(held)
+        found = (each.slot for each in self.constants_of(held.slot.rank) if each.slot.fixed.nonce == nonce)
+        return next(found, None) if nonce else None
 
     # Coming
 
@@ -101,6 +120,7 @@ class Shelf:
         image_bytes: int,
         available: Callable[[], int] = room.available_bytes,
         begun: Callable[[int], None] | None = None,
+        holds_constants: bool = False,
     ) -> Made:
         """Allocate regions, in a worker thread: nothing of the shelf is touched. See `put`. `begun` is given
         the descriptor of each region before it is allocated."""
@@ -109,8 +129,10 @@ class Shelf:
         indexes, made = list(indexes), []
         kind = region.kind_for(self._folder, num_bytes * len(indexes))
         for index in indexes:
-            nonce = secrets.randbits(64)
+            nonce = secrets.randbits(64) or 1
             name = region.region_name(rank, index, nonce)
+            if holds_constants:
+                name = region.constants_region_name(rank, nonce)
             try:
                 found = region.create(self._folder, name, num_bytes, kind, available=available, begun=begun)
                 made.append(found)
@@ -123,6 +145,7 @@ class Shelf:
                     nonce=nonce,
                     metadata_capacity=metadata_capacity,
                     image_capacity=image_capacity,
+                    holds_constants=holds_constants,
                 )
             except (OSError, OutOfRoomError) as error:
                 return Made(tuple(made), error)
@@ -219,6 +242,7 @@ class Shelf:
             "owner": slot.enroll(pid, lock, self._lives),
             "kind": held.kind,
             "num_bytes": slot.fixed.num_bytes,
+            "holds_constants": slot.fixed.holds_constants,
         }
 
     def own_index(self, held: Held) -> int:
@@ -258,6 +282,15 @@ class Shelf:
 
     # Going
 
+    def drop_constants(self) -> None:
+        """Let go of the shared constants that no snapshot here names and no living trainer may yet use."""
+        for rank in {held.slot.rank for held in self._held.values()}:
+            regions = self.constants_of(rank)
+            named = {_constants_nonce(held) for held in self.of_rank(rank)} if regions else set()
+            for held in regions:
+                if held.slot.fixed.nonce not in named and not self.is_written(held):
+                    self.remove(held)
+
     def remove(self, held: Held) -> None:
         """Let a region go: its memory is free once the last mapping is gone."""
         if held.kind == NAMED:
@@ -276,6 +309,12 @@ class Shelf:
 
     def _keeps(self, lock: str) -> bool:
         return lock == self._life.name if _is_keeper(lock) else self._lives(lock)
+
+
+def _constants_nonce(held: Held) -> int:
+    """Of the region that a slot's snapshot names; 0 where there is none."""
+    sealed = held.sealed()
+    return 0 if sealed is None else sealed.record.constants_nonce
 
 
 def _is_keeper(lock: str) -> bool:

@@ -139,6 +139,7 @@ class Work:
                 held.slot.free(sealed.word)
             if held.state() is State.FREE:
                 self._shelf.remove(held)
+        self._shelf.drop_constants()
 
     def _is_needed(self, held: Held, sealed: Sealed) -> bool:
         newest = self._newest(held.slot.rank)
@@ -192,6 +193,7 @@ class Work:
             world=trainer.world if trainer else 1,
             keep=trainer.keep if trainer else None,
             environment=trainer.environment if trainer else {},
+            constants=self._shelf.shared_by(held),
         )
 
     def _submit(self, held: Held, generation: int, step: int) -> None:

@@ -13,10 +13,14 @@ from typing import NamedTuple
 from flashckpt import _native
 from flashckpt.errors import DamagedError, FormatError
 from flashckpt.format.layout import PAGE
-from flashckpt.memory.region import region_name
+from flashckpt.memory.region import constants_region_name, region_name
 
 MAGIC = b"FLCKSLOT"
-VERSION = 1
+# A region that holds the constants of several snapshots, laid out as a slot and written once.
+CONSTANTS_MAGIC = b"FLCKCNST"
+VERSION = 2
+# A slot of the first version: no record in it may name shared constants.
+VERSION_WITHOUT_SHARED = 1
 
 # What does not move: 240 bytes and their XXH3-128.
 FIXED_OFFSET = 0
@@ -47,7 +51,7 @@ RECORD_OFFSET = 768
 RECORD_BYTES = 256
 RECORD_FIELDS_OFFSET = 16
 RECORD_FIELDS_END = 240
-_RECORD = struct.Struct("<15Q")
+_RECORD = struct.Struct("<16Q")
 
 # The owner table: entry i is owner i + 1.
 OWNERS_OFFSET = 1024
@@ -104,10 +108,19 @@ class Fixed:
     nonce: int
     metadata_capacity: int
     image_capacity: int
+    holds_constants: bool = False
+    version: int = VERSION
 
     @property
     def name(self) -> str:
+        if self.holds_constants:
+            return constants_region_name(self.rank, self.nonce)
         return region_name(self.rank, self.index, self.nonce)
+
+    @property
+    def may_share(self) -> bool:
+        """Whether its snapshots may have their constants in a region of their own."""
+        return self.version > VERSION_WITHOUT_SHARED
 
     @property
     def metadata_offset(self) -> int:
@@ -123,7 +136,8 @@ class Fixed:
 
     def packed(self) -> bytes:
         fields = _FIXED.pack(
-            MAGIC, VERSION, self.index, self.rank, self.identity, self.nonce, self.num_bytes,
+            CONSTANTS_MAGIC if self.holds_constants else MAGIC, self.version, self.index, self.rank,
+            self.identity, self.nonce, self.num_bytes,
             self.metadata_offset, self.metadata_capacity, self.image_offset, self.image_capacity,
         ).ljust(_FIXED_BYTES, b"\0")  # fmt: skip
         return fields + _native.xxh3_128(fields)
@@ -137,10 +151,13 @@ class Fixed:
         magic, version, index, rank, identity, nonce, num_bytes, *rest = _FIXED.unpack_from(fields)
         if max(num_bytes, *rest) >= _MOST_BYTES:
             raise DamagedError("A slot's control page claims more than memory can be. The slot is not used.")
-        if magic != MAGIC:
+        if magic not in (MAGIC, CONSTANTS_MAGIC):
             raise DamagedError("A region does not begin as a slot does. It is not used.")
-        if version != VERSION:
-            raise FormatError(f"A slot has version {version}; this library reads {VERSION}. It was left.")
+        if not VERSION_WITHOUT_SHARED <= version <= VERSION:
+            raise FormatError(
+                f"A slot has version {version}; this library reads versions {VERSION_WITHOUT_SHARED} to "
+                f"{VERSION}. It was left."
+            )
         fixed = cls(
             index=index,
             rank=rank,
@@ -148,6 +165,8 @@ class Fixed:
             nonce=nonce,
             metadata_capacity=rest[1],
             image_capacity=rest[3],
+            holds_constants=magic == CONSTANTS_MAGIC,
+            version=version,
         )
         if fixed.packed() != data[:FIXED_END] or num_bytes % PAGE or fixed.image_offset % PAGE:
             raise DamagedError("A slot's control page contradicts itself. The slot is not used.")
@@ -158,7 +177,8 @@ class Fixed:
 class Record:
     """What a trainer writes about a snapshot before the sealer checksums and seals it. `image_bytes` are
     those of the shard; `constants_start` and `constants_bytes` are both 0 where there are no constants, as
-    in every record that was written before there were any."""
+    in every record that was written before there were any. `constants_nonce` names the region that holds
+    them, where it is not the slot itself: then they have no start here."""
 
     attempt_number: int
     attempt_nonce: int
@@ -175,11 +195,15 @@ class Record:
     flags: int = 0
     constants_start: int = 0
     constants_bytes: int = 0
+    constants_nonce: int = 0
 
     def fits(self, metadata_capacity: int, image_capacity: int) -> bool:
         """Whether what it describes can stand in a slot of these capacities."""
         end = self.image_bytes
-        if self.constants_start or self.constants_bytes:
+        if self.constants_nonce:
+            if self.constants_start or not self.constants_bytes:
+                return False
+        elif self.constants_start or self.constants_bytes:
             if self.constants_start % PAGE or self.constants_start < end or not self.constants_bytes:
                 return False
             end = self.constants_start + self.constants_bytes

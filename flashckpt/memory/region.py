@@ -18,7 +18,7 @@ from flashckpt.memory.runtime import RuntimeFolder
 
 NAMED = "named"
 MEMFD = "memfd"
-_NAME = re.compile(r"slot-(\d{5})-(\d{1,3})-([0-9a-f]{16})")
+_NAME = re.compile(r"slot-(\d{5})-(\d{1,3})-([0-9a-f]{16})|constants-(\d{5})-([0-9a-f]{16})")
 # Kept free in the file system of named regions, for sockets, locks and the log.
 _SPARE_BYTES = 1 << 20
 
@@ -37,7 +37,12 @@ def region_name(rank: int, index: int, nonce: int) -> str:
     return f"slot-{rank:05d}-{index}-{nonce:016x}"
 
 
+def constants_region_name(rank: int, nonce: int) -> str:
+    return f"constants-{rank:05d}-{nonce:016x}"
+
+
 def is_region_name(name: str) -> bool:
+    """Of a slot, or of constants that slots share."""
     return _NAME.fullmatch(name) is not None
 
 

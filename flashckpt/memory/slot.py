@@ -66,9 +66,11 @@ class Slot:
         nonce: int,
         metadata_capacity: int,
         image_capacity: int,
+        holds_constants: bool = False,
     ) -> Fixed:
         """Make a slot of an allocated region: capacities in bytes, whole pages. The fixed part is written
-        last, so that a region without it is one whose maker died before it was whole."""
+        last, so that a region without it is one whose maker died before it was whole. `holds_constants`: it
+        is not written in turn, but once, with what the snapshots in several slots share."""
         fixed = Fixed(
             index=index,
             rank=rank,
@@ -76,6 +78,7 @@ class Slot:
             nonce=nonce,
             metadata_capacity=metadata_capacity,
             image_capacity=image_capacity,
+            holds_constants=holds_constants,
         )
         _check_size(descriptor, fixed)
         os.pwrite(descriptor, bytes(PAGE - page.FIXED_END), page.FIXED_END)
@@ -243,11 +246,10 @@ class Slot:
                 "A slot's metadata does not match its checksum. The snapshot is not used.", step=sealed.step
             )
         metadata = Metadata.unpack(data)
-        layout, record = metadata.layout, sealed.record
-        constants_bytes = metadata.constants.num_bytes if metadata.constants is not None else 0
-        if (layout.data_start, layout.num_bytes, metadata.image.constants_start, constants_bytes) != (
-            record.data_start, record.image_bytes, record.constants_start, record.constants_bytes,
-        ):  # fmt: skip
+        layout, image, record = metadata.layout, metadata.image, sealed.record
+        found = layout.data_start, layout.num_bytes, image.constants_start, image.constants_bytes
+        said = record.data_start, record.image_bytes, record.constants_start, record.constants_bytes
+        if found != said or metadata.shared != bool(record.constants_nonce):
             raise DamagedError("A slot's plan contradicts its record. It is not used.", step=sealed.step)
         return metadata
 

@@ -103,6 +103,8 @@ class Draining:
             elif name in self._findings and self._findings[name].outcome is report.Outcome.KEPT:
                 self._note(name, report.Outcome.DROPPED)
             self._shelf.remove(held)
+        self._hold.guard()
+        self._shelf.drop_constants()
         self._forget_dead_keepers()
 
     def _forget_dead_keepers(self) -> None:
@@ -121,7 +123,7 @@ class Draining:
 
     def close(self) -> None:
         """Let the slots that stay be found by the next keeper, and leave no name behind but theirs."""
-        for held in self._shelf.all():
+        for held in self._shelf.regions():
             held.slot.close()
         with contextlib.suppress(OSError, FlashckptError):
             if self._hold.election is not None and self._hold.election.stands(self._runtime):
@@ -182,6 +184,7 @@ class Draining:
             owner=self._shelf.own_index(held),
             world=self._world(sealed),
             environment=_environment(held, sealed),
+            constants=self._shelf.shared_by(held),
         )
         outcome = self._written(order, sealed)
         for pause_s in _PAUSES_S:

@@ -18,7 +18,7 @@ from flashckpt.format.names import PART, AttemptName, step_attempt_folder
 from flashckpt.format.records import Manifest, Part
 from flashckpt.keeper.audit import differing
 from flashckpt.keeper.drain import attempt_of
-from flashckpt.memory.region import is_region_name, open_named
+from flashckpt.memory.region import constants_region_name, is_region_name, open_named
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.memory.slot import Sealed, Slot
 from flashckpt.store.base import Store
@@ -51,7 +51,7 @@ def slots_in(runtime: RuntimeFolder) -> list[Seen]:
             if isinstance(slot, str):
                 seen.append(Seen(slot=name, is_slot=False, problem=slot))
                 continue
-            if slot is None:
+            if slot is None or slot.fixed.holds_constants:
                 continue
             try:
                 sealed = slot.sealed()
@@ -77,9 +77,21 @@ def torn_leaves(runtime: RuntimeFolder, name: str) -> list[str] | None:
             begin = os.pread(slot.descriptor, metadata.layout.data_start, slot.image_offset)
             if begin != metadata.layout.header:
                 return None
-            return [metadata.leaves[index].name for index in differing(slot, metadata)]
+            with _constants_of(runtime, slot, sealed) as constants:
+                return [metadata.leaves[index].name for index in differing(slot, metadata, constants)]
         except DamagedError:
             return None
+
+
+@contextlib.contextmanager
+def _constants_of(runtime: RuntimeFolder, slot: Slot, sealed: Sealed) -> Iterator[Slot | None]:
+    """The region that a snapshot names for its constants, where it names one that is here."""
+    nonce = sealed.record.constants_nonce
+    if not nonce:
+        yield None
+        return
+    with _opened(runtime, constants_region_name(slot.rank, nonce)) as region:
+        yield region if isinstance(region, Slot) else None
 
 
 def _seen(name: str, slot: Slot, sealed: Sealed) -> Seen:

@@ -96,14 +96,13 @@ def _refuse_arrived(step: int, wrong: list[str], own_code: list[str]) -> NoRetur
 
 def audit(snapshot: Snapshot, threads: int) -> list[str]:
     """Names of the leaves whose bytes in the image are not those that their digests were taken of."""
-    leaves = snapshot.layout.leaves
-    base = _native.address_of(snapshot.image)
-    found = array("Q", bytes(8 * len(leaves)))
+    places = snapshot.places()
+    found = array("Q", bytes(8 * len(places)))
     _native.digest_many(
-        array("Q", [base + start for start in snapshot.layout.starts()]),
-        array("Q", [leaf.num_bytes for leaf in leaves]),
+        array("Q", [_native.address_of(image) + start for image, _, start in places]),
+        array("Q", [leaf.num_bytes for _, leaf, _ in places]),
         _native.address_of(found),
         threads,
     )
-    pairs = zip(leaves, found, snapshot.digests, strict=True)
-    return [leaf.name for leaf, digest, expected in pairs if digest != expected]
+    pairs = zip(places, found, snapshot.digests, strict=True)
+    return [leaf.name for (_, leaf, _), digest, expected in pairs if digest != expected]

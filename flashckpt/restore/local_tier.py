@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -17,10 +16,11 @@ from flashckpt import _native, crashpoints
 from flashckpt.commit.steps import StepRecord
 from flashckpt.errors import DamagedError, KeeperError
 from flashckpt.format.layout import SlotImage
-from flashckpt.format.metadata import Geometry, geometry, header, plan_bytes
+from flashckpt.format.metadata import Geometry, geometry, plan_bytes, write
 from flashckpt.format.records import RankRecord
 from flashckpt.format.typed import decode
-from flashckpt.memory.page import Record, State, Word
+from flashckpt.memory.page import Record
+from flashckpt.memory.sealing import seal
 from flashckpt.restore.memory_tier import Held
 from flashckpt.restore.shard_reading import File, ShardReading
 from flashckpt.restore.snapshot import Snapshot
@@ -139,7 +139,7 @@ def _unusable(held: Held, why: str) -> KeeperError:
 def _seal(record: StepRecord, content: _Content, held: Held, generation: int) -> None:
     """Describe what was read in the slot's metadata and record, and seal it like any other snapshot."""
     places, image = content.places, content.image
-    _write_metadata(held.slot.metadata_view, content)
+    write(held.slot.metadata_view, content.plan, content.digests, content.values, content.constants_plan)
     held.slot.write_record(
         Record(
             attempt_number=record.attempt.number,
@@ -155,32 +155,9 @@ def _seal(record: StepRecord, content: _Content, held: Held, generation: int) ->
             data_start=image.shard.data_start,
             captured_ns=time.monotonic_ns(),
             constants_start=image.constants_start,
-            constants_bytes=image.constants.num_bytes if image.constants is not None else 0,
+            constants_bytes=image.constants_bytes,
         )
     )
-    sealer = _native.Sealer()
-    try:
-        sealer.submit(
-            waits=[],
-            word=held.slot.word_address,
-            expected=Word(State.WRITING, held.owner, generation).packed(),
-            desired=Word(State.SEALED, 0, generation).packed(),
-            record=held.slot.record_address,
-            metadata=held.slot.metadata_address,
-            metadata_bytes=places.num_bytes,
-            table=held.slot.metadata_address + places.table,
-            table_count=len(content.digests),
-        )
-        if not sealer.drain(60.0) or held.slot.state().state is not State.SEALED:
-            raise _unusable(held, f"it could not be sealed ({sealer.failures()})")
-    finally:
-        sealer.close()
-
-
-def _write_metadata(view: memoryview, content: _Content) -> None:
-    places, head = content.places, header(*content.sizes)
-    view[: len(head)] = head
-    view[places.plan : places.plan + len(content.plan)] = content.plan
-    view[places.constants : places.constants + len(content.constants_plan)] = content.constants_plan
-    view[places.table : places.values] = array("Q", content.digests).tobytes()
-    view[places.values : places.num_bytes] = content.values
+    why = seal(held.slot, held.owner, generation, places, len(content.digests))
+    if why:
+        raise _unusable(held, why)

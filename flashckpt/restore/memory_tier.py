@@ -8,6 +8,7 @@ from flashckpt.errors import DamagedError
 from flashckpt.format.records import AttemptName
 from flashckpt.format.typed import decode_json
 from flashckpt.memory.page import State, Word
+from flashckpt.memory.shared import holds_constants_of
 from flashckpt.memory.slot import Sealed, Slot
 from flashckpt.restore.filling import audit
 from flashckpt.restore.snapshot import Snapshot
@@ -18,7 +19,8 @@ class Held:
     """A slot of this rank, mapped by this process, and the owner index that this process has in it.
 
     `sealed` is the snapshot in it, `pinned` the word while it is ours, `outlives_both` whether the slot
-    survives the death of trainer and keeper together.
+    survives the death of trainer and keeper together, `constants` the region that the snapshot names for what
+    it shares with others, mapped, where it names one that is here.
     """
 
     slot: Slot
@@ -26,6 +28,7 @@ class Held:
     outlives_both: bool
     sealed: Sealed | None = None
     pinned: Word | None = None
+    constants: Slot | None = None
 
     @property
     def step(self) -> int:
@@ -75,6 +78,13 @@ def _is_still(held: Held) -> bool:
 def _audited(held: Held, threads: int) -> Snapshot:
     assert held.sealed is not None
     metadata = held.slot.metadata(held.sealed)
+    region = held.constants if metadata.shared else None
+    if metadata.shared and (region is None or not holds_constants_of(region, metadata)):
+        raise DamagedError(
+            f"The constants that the snapshot of step {held.step} in {held.slot.name} shares with others are "
+            "not in this node's memory. It is passed over.",
+            step=held.step,
+        )
     snapshot = Snapshot(
         step=held.step,
         attempt=held.attempt,
@@ -83,6 +93,7 @@ def _audited(held: Held, threads: int) -> Snapshot:
         digests=metadata.digests,
         values=decode_json(metadata.values),
         image=held.slot.image_view,
+        constants_image=region.image_view if region is not None else None,
     )
     changed = audit(snapshot, threads)
     if changed or not _is_still(held):

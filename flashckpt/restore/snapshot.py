@@ -18,8 +18,9 @@ from flashckpt.state.tree import Saved
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """One rank's state at one step. `image` is a writable buffer that holds what `layout` says; `digests`
-    are those of `layout.leaves`; `values` is what is not a tensor, decoded."""
+    """One rank's state at one step. `image` is a writable buffer that holds what `layout` says, but for
+    constants that are shared: those are in `constants_image`. `digests` are those of `layout.leaves`; `values`
+    is what is not a tensor, decoded."""
 
     step: int
     attempt: AttemptName
@@ -28,6 +29,7 @@ class Snapshot:
     digests: Sequence[int]
     values: dict[str, Any]
     image: memoryview = field(repr=False)
+    constants_image: memoryview | None = field(default=None, repr=False)
 
     def section(self, name: str) -> dict[str, Any]:
         """One part of the values. Raises DamagedError where there is none."""
@@ -42,7 +44,7 @@ class Snapshot:
     def tensor(self, name: str) -> torch.Tensor:
         """A view of one leaf's bytes in the image, row-major, in its true dtype. Not to be kept: the
         image is overwritten by a later snapshot."""
-        return leaf_view(self.image, *self._places[name])
+        return leaf_view(*self._places[name])
 
     @property
     def constants(self) -> dict[str, int]:
@@ -55,18 +57,25 @@ class Snapshot:
     def saved(self) -> Saved:
         """What the live state is compared with and filled from: the same object each time."""
         leaves = {leaf.name: leaf for leaf in self.layout.leaves}
-        image, places = self.image, self._places
+        places = self._places
 
         def tensor(name: str) -> torch.Tensor:
             # Not `self.tensor`: in a cycle with this object, a whole image would wait for the collector.
-            return leaf_view(image, *places[name])
+            return leaf_view(*places[name])
 
         return Saved(leaves=leaves, value=self.section("state"), tensor=tensor)
 
+    def places(self) -> list[tuple[memoryview, Leaf, int]]:
+        """Where each of `layout.leaves` begins: in which buffer, and at which byte of it."""
+        own = len(self.layout.shard.leaves)
+        shared = self.constants_image if self.layout.shared else self.image
+        placed = enumerate(zip(self.layout.leaves, self.layout.starts(), strict=True))
+        found = [(self.image if i < own else shared, leaf, start) for i, (leaf, start) in placed]
+        return [(image, leaf, start) for image, leaf, start in found if image is not None]
+
     @cached_property
-    def _places(self) -> dict[str, tuple[Leaf, int]]:
-        placed = zip(self.layout.leaves, self.layout.starts(), strict=True)
-        return {leaf.name: (leaf, start) for leaf, start in placed}
+    def _places(self) -> dict[str, tuple[memoryview, Leaf, int]]:
+        return {leaf.name: (image, leaf, start) for image, leaf, start in self.places()}
 
 
 def leaf_view(image: memoryview, leaf: Leaf, start: int) -> torch.Tensor:

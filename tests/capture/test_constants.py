@@ -62,7 +62,7 @@ def test_a_constant_is_copied_once_a_slot(loop: Accelerated) -> None:
     iterate_begins(loop)
     pieces = [loop.device.side.pending()]
     # Without its copy there are fewer pieces by those of the leaf: 1.2 MB in pieces of 128 KiB.
-    for target in loop.capture._targets.values():
+    for target in loop.capture._targets.by_name.values():
         target.kept.clear()
     loop.finish()
     loop.device.side.hold()

@@ -116,7 +116,7 @@ def test_a_slot_is_not_sealed_before_a_digest_is_there(ring: SlotRing, sealer: _
     run = Run(ring, sealer)
     run.iterate()
     run.landed()
-    target = run.capture._targets[ring.slots[0].name]
+    target = run.capture._targets.by_name[ring.slots[0].name]
     plan = run.capture._arrangement.plan
     assert target.begin()
     target.prepare(plan, b"{}")

@@ -334,7 +334,7 @@ class TestMetadata:
         with pytest.raises(DamagedError, match="1 digests for 2 leaves"):
             metadata.Metadata.unpack(block)
         block = self.block()
-        block[8] = 3
+        block[8] = 4
         with pytest.raises(FormatError):
             metadata.Metadata.unpack(block)
         with pytest.raises(DamagedError):

@@ -1,0 +1,94 @@
+"""The slots that captures go to, together: exchanged, known to the devices, too small or larger than need be.
+
+Owns which they are and what they leave to a region that they share. Fills none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from flashckpt.capture.device.base import Device
+from flashckpt.capture.plan import Plan
+from flashckpt.capture.room import slot_room
+from flashckpt.capture.shared import Shared
+from flashckpt.capture.target import Target
+from flashckpt.memory.slot import Slot
+from flashckpt.memory.slots import SlotRing
+
+# What is no tensor takes so much at least in a slot's metadata: before the first capture nobody has seen it,
+# and slots that are asked for later fit what was asked for then.
+_LEAST_VALUES_BYTES = 1 << 16
+
+
+class Targets:
+    """`by_name` are the slots of `ring`, ready to be filled; `shared` is the region that holds constants for
+    all of them, where there is one."""
+
+    def __init__(self, devices: Sequence[Device]) -> None:
+        self.by_name: dict[str, Target] = {}
+        self.ring: SlotRing | None = None
+        self.shared: Shared | None = None
+        self._devices = devices
+        self._needed = (0, 0)
+        self._values_bytes = 0
+
+    def exchange(self, ring: SlotRing | None, owner: int | Mapping[str, int]) -> None:
+        """Write to other slots from now on. `owner`: this process's index in them, by name where they differ."""
+        self.release()
+        self.ring, self._needed = ring, (0, 0)
+        for slot in ring.slots if ring is not None else ():
+            self.by_name[slot.name] = Target(slot, owner if isinstance(owner, int) else owner[slot.name])
+        self.register(ring.slots if ring is not None else ())
+
+    def register(self, slots: Sequence[Slot]) -> None:
+        """Make slots known to the devices; once a slot."""
+        for slot in slots:
+            for device in self._devices:
+                device.register(slot.image_address, slot.image_capacity)
+                device.register(slot.metadata_address, slot.metadata_capacity)
+
+    def release(self) -> None:
+        for target in self.by_name.values():
+            for device in self._devices:
+                device.unregister(target.slot.image_address)
+                device.unregister(target.slot.metadata_address)
+            target.release()
+        self.by_name.clear()
+
+    def fitting(self, slot: Slot, plan: Plan, values_bytes: int) -> Target | None:
+        """The target of a slot for this plan; None where it is too small: `room_wanted` says so from now on."""
+        self._values_bytes = values_bytes
+        target = self.by_name[slot.name]
+        if target.fits(plan, values_bytes):
+            return target
+        self._needed = slot_room(plan, values_bytes)
+        return None
+
+    # ---- how large
+
+    @property
+    def room_wanted(self) -> tuple[int, int] | None:
+        """(metadata, image) bytes of the slots that the next capture needs, where these are too small."""
+        return self._needed if self._needed != (0, 0) else None
+
+    def room_for(self, plan: Plan) -> tuple[int, int]:
+        """(metadata, image) bytes that slots need, in whole pages, with slack."""
+        needed = slot_room(plan, max(self._values_bytes, _LEAST_VALUES_BYTES))
+        return max(needed[0], self._needed[0]), max(needed[1], self._needed[1])
+
+    def room_to_spare(self, plan: Plan) -> tuple[int, int, int] | None:
+        """(metadata, image, most image) bytes of slots for a plan whose constants are shared, where those
+        there are still have room for the constants; None else."""
+        if self.ring is None or plan.shared is None:
+            return None
+        metadata, image = self.room_for(plan)
+        most = image + plan.image.constants_bytes // 2
+        is_large = any(slot.image_capacity > most for slot in self.ring.slots)
+        return (metadata, image, most) if is_large else None
+
+    # ---- what they share
+
+    @property
+    def may_share(self) -> bool:
+        """Whether all of them may leave constants to another region; those of an older version may not."""
+        return self.ring is None or all(slot.fixed.may_share for slot in self.ring.slots)

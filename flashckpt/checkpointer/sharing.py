@@ -1,0 +1,185 @@
+"""The region that the slots of one trainer share for their constants: asked for, filled, handed over.
+
+Filled beside the loop, out of a slot that is sealed: what is copied is digested on the way, so that nothing
+needs to be held still. It is never written again: other constants get another region.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable
+
+from flashckpt import _native
+from flashckpt.capture.shared import Shared
+from flashckpt.checkpointer.session import Session
+from flashckpt.errors import DamagedError, FlashckptError
+from flashckpt.events import log
+from flashckpt.format.layout import Layout
+from flashckpt.format.metadata import Metadata, geometry, plan_bytes, write
+from flashckpt.memory.page import Record, State
+from flashckpt.memory.sealing import seal
+from flashckpt.memory.slot import Sealed, Slot
+
+_RETRY_S = 60.0
+_VALUES = b"{}"
+
+Newest = Callable[[], "tuple[Slot, Sealed] | None"]
+
+
+class Sharing:
+    """`newest` gives the newest sealed snapshot in the slots that the trainer writes. `used` is the region
+    that captures name already: that of the snapshot which the run was resumed from."""
+
+    def __init__(self, session: Session, newest: Newest, used: Shared | None) -> None:
+        self._session, self._newest = session, newest
+        self._wanted: Layout | None = None
+        self._ready: Shared | None = None
+        self._used = used
+        self._outgrown: list[str] = []
+        self._region: Slot | None = None
+        self._owner = 0
+        self._retry_s = 0.0
+
+    # ---- called by the training thread
+
+    def want(self, layout: Layout | None) -> None:
+        """The constants that each slot holds itself at present, None where there are none or none need be."""
+        self._wanted = layout
+
+    @property
+    def ready(self) -> bool:
+        return self._ready is not None
+
+    def take_ready(self) -> Shared | None:
+        """A region that is sealed, for the capture to name from now on. Call `taken_up` once it does, and no
+        snapshot is under way that names the one before."""
+        return self._ready
+
+    def taken_up(self) -> None:
+        if self._used is not None:
+            self._outgrown.append(self._used.name)
+        self._used, self._ready, self._wanted = self._ready, None, None
+
+    # ---- called by the attendant's thread
+
+    @property
+    def urgent(self) -> bool:
+        return self._wanted is not None and self._ready is None and time.monotonic() >= self._retry_s
+
+    def tend(self) -> None:
+        """Give back what is not named any more, and get on with the region that is wanted. A failure is no
+        fault of the run's: each slot goes on holding its constants itself."""
+        while self._outgrown:
+            self._session.keeper.release(self._outgrown[:1])
+            self._outgrown.pop(0)
+        layout = self._wanted
+        if layout is None or not self.urgent:
+            return
+        try:
+            if self._granted(layout):
+                self._ready = self._filled(layout)
+        except (FlashckptError, OSError) as error:
+            self._retry_s = time.monotonic() + _RETRY_S
+            log.info("each slot goes on holding its own copy of what never changes: %s", error)
+
+    def close(self) -> None:
+        self._let_go()
+
+    def _granted(self, layout: Layout) -> bool:
+        """Whether there is a region that is large enough, mapped."""
+        plan = plan_bytes(layout)
+        metadata_bytes = geometry(len(plan), len(layout.leaves), len(_VALUES)).num_bytes
+        region = self._region
+        if region is not None and not _has_room(region, metadata_bytes, layout.num_bytes):
+            self._session.keeper.release([region.name])
+            self._let_go()
+        if self._region is None:
+            grant = self._session.keeper.ask_constants(metadata_bytes, layout.num_bytes)
+            if grant is None:
+                return False
+            self._region, self._owner = grant.open(), grant.owner
+        return True
+
+    def _filled(self, layout: Layout) -> Shared | None:
+        """The region, sealed with the constants of the newest snapshot; None where it has others, or was
+        overwritten meanwhile: the next one may do."""
+        region, found = self._region, self._newest()
+        if region is None or found is None:
+            return None
+        slot, sealed = found
+        try:
+            metadata = slot.metadata(sealed)
+        except DamagedError:
+            return None
+        if metadata.shared or metadata.constants != layout:
+            return None
+        generation = region.begin(self._owner)
+        if generation is None:
+            self._let_go()  # not ours any more: another one is asked for
+            return None
+        if not _copied(slot, metadata, region):
+            region.abandon(self._owner, generation)
+            return None
+        why = self._sealed(region, generation, layout, metadata, sealed)
+        if why:
+            region.abandon(self._owner, generation)
+            log.warning("%s cannot be used: %s", region.name, why)
+            return None
+        shared = Shared(region.name, region.fixed.nonce, layout, tuple(metadata.constants_digests))
+        self._let_go()  # captures only compare digests: nothing here touches its bytes again
+        return shared
+
+    def _sealed(
+        self, region: Slot, generation: int, layout: Layout, metadata: Metadata, source: Sealed
+    ) -> str:
+        plan, digests = plan_bytes(layout), metadata.constants_digests
+        places = geometry(len(plan), len(digests), len(_VALUES))
+        write(region.metadata_view, plan, digests, _VALUES)
+        attempt = self._session.attempt
+        region.write_record(
+            Record(
+                attempt_number=attempt.number,
+                attempt_nonce=int(attempt.nonce, 16),
+                step=source.step,
+                generation=generation,
+                plan_id=_native.xxh3_64(plan),
+                plan_bytes=len(plan),
+                table_count=len(digests),
+                values_bytes=len(_VALUES),
+                metadata_bytes=places.num_bytes,
+                image_bytes=layout.num_bytes,
+                data_start=layout.data_start,
+                captured_ns=time.time_ns(),
+            )
+        )
+        return seal(region, self._owner, generation, places, len(digests))
+
+    def _let_go(self) -> None:
+        region, self._region = self._region, None
+        if region is not None:
+            region.close()
+
+
+def _has_room(region: Slot, metadata_bytes: int, image_bytes: int) -> bool:
+    is_free = region.state().state is State.FREE
+    return is_free and region.metadata_capacity >= metadata_bytes and region.image_capacity >= image_bytes
+
+
+def _copied(slot: Slot, metadata: Metadata, region: Slot) -> bool:
+    """Copy the constants' image out of a slot. False where the bytes are not those of the digests: the slot
+    was written meanwhile, or is damaged."""
+    layout = metadata.constants
+    assert layout is not None
+    _native.populate(region.metadata_address, region.metadata_capacity + region.image_capacity, threads=1)
+    starts = [layout.data_start + leaf.offset for leaf in layout.leaves]
+    source, digests = slot.image_address + metadata.image.constants_start, array("Q", bytes(8 * len(starts)))
+    _native.copy_digest(
+        array("Q", [source + start for start in starts]),
+        array("Q", [region.image_address + start for start in starts]),
+        array("Q", [leaf.num_bytes for leaf in layout.leaves]),
+        _native.address_of(digests),
+        1,
+    )
+    region.image_view[: layout.data_start] = layout.header
+    return digests == metadata.constants_digests
