@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,41 +18,26 @@ from flashckpt import _native
 from flashckpt.capture.arrangement import Arrangement
 from flashckpt.capture.device.base import Device
 from flashckpt.capture.flights import Flight, Flights
+from flashckpt.capture.following import Following, Walkable
 from flashckpt.capture.heartbeat import Pulse
 from flashckpt.capture.hooks import Boundary, StepHooks, unwrapped
 from flashckpt.capture.intervals import Intervals
 from flashckpt.capture.outcome import Outcome, Verdict
 from flashckpt.capture.pace import Every, Pace
-from flashckpt.capture.plan import Change, Plan, UsedUp
-from flashckpt.capture.room import arena_room, with_slack
+from flashckpt.capture.room import with_slack
 from flashckpt.capture.shared import ConstantsChanged, Shared
 from flashckpt.capture.target import Target
 from flashckpt.capture.targets import Targets
 from flashckpt.capture.ways import Ways, describe
-from flashckpt.errors import StateError
 from flashckpt.format.layout import Layout
 from flashckpt.memory.slot import Slot
 from flashckpt.memory.slots import SlotRing
 from flashckpt.options import Options
 
 if TYPE_CHECKING:
-    from flashckpt.state.tree import Walk
+    pass
 
-# What a device may take is known once the loop has gone round twice.
-_WARM_BOUNDARIES = 2
-# Walks of one boundary after which its state is given up: one is enough for any that keeps still.
-_MOST_WALKS = 3
 _NO_MEMORY = "the device has no memory left for a snapshot's buffers"
-
-
-class Walkable(Protocol):
-    """The state as a capture needs it (flashckpt.state.tree.Tree)."""
-
-    @property
-    def current(self) -> Walk | None:
-        """The last walk, as long as it stands; asking for values may replace it."""
-
-    def walk(self, used_up: UsedUp) -> Walk: ...
 
 
 class Capture:
@@ -89,9 +74,16 @@ class Capture:
         self._skipped = 0
         self._targets = Targets(devices)
         self.pulse = Pulse(self._targets.by_name)
-        self._arrangement: Arrangement | None = None
-        self._walk: Walk | None = None
-        self._chosen = self._ground()
+        self._following = Following(
+            tree,
+            self._ways,
+            self.hooks,
+            self._targets,
+            self.pulse,
+            devices,
+            options.device_memory,
+            options.threads or torch.get_num_threads(),
+        )
         self._ordered = False
         self._asked: Flight | None = None
         self._captured_step = -1
@@ -99,7 +91,6 @@ class Capture:
         self._call_s = 0.0
         self._step = -1
         self._hooks = Boundary(qualifies=False, gated=False)
-        self._threads = options.threads or torch.get_num_threads()
         if ring is not None:
             self.set_slots(ring, owner)
 
@@ -133,7 +124,7 @@ class Capture:
         if not ordered and not self._has_state():
             return None
         walk = self._tree.walk(self.hooks.used_up)
-        plan = self._plan(walk)
+        plan = self._following.plan(walk)
         needed = self._targets.room_for(plan)
         plan.release()
         return needed
@@ -142,7 +133,7 @@ class Capture:
 
     def sharing_wanted(self) -> Layout | None:
         """The constants of the plan as it stands, where each slot holds them itself and need not."""
-        arrangement = self._arrangement
+        arrangement = self._following.current
         if arrangement is None or self._targets.ring is None or arrangement.plan.shared is not None:
             return None
         may_share = self._targets.may_share and not arrangement.copied_constants()
@@ -153,12 +144,13 @@ class Capture:
         the one before may be let go once no snapshot names it."""
         self._flights.wait()
         self._targets.shared = shared
-        self._drop_arrangement()
+        self._following.drop()
 
     def room_to_spare(self) -> tuple[int, int, int] | None:
         """(metadata, image, most image) bytes of slots for the plan as it stands, where those there are still
         have room for the constants that they share; None else."""
-        return None if self._arrangement is None else self._targets.room_to_spare(self._arrangement.plan)
+        arrangement = self._following.current
+        return None if arrangement is None else self._targets.room_to_spare(arrangement.plan)
 
     # ---- boundaries
 
@@ -228,13 +220,13 @@ class Capture:
         self._flights.wait()
         self._forget_slots()
         self._targets.release()
-        self._drop_arrangement()
+        self._following.drop()
         for device in self._devices:
             device.close()
 
     def describe(self) -> list[tuple[str, int, int]]:
         """Rows (way, leaves, bytes) of the plan as it stands; empty before the first capture."""
-        arrangement = self._arrangement
+        arrangement = self._following.current
         return [] if arrangement is None else describe(arrangement.plan, arrangement.ways)
 
     def report(self) -> dict[str, float]:
@@ -267,9 +259,9 @@ class Capture:
             return _skipped(step, "the copy of the snapshot before is still running")
         began_s = time.perf_counter()
         try:
-            arrangement, data = self._follow(values)
+            arrangement, data = self._following.follow(values)
         except torch.OutOfMemoryError:
-            self._room_is_gone()
+            self._following.give_back()
             return _skipped(step, _NO_MEMORY)
         # The first plan is made once in a run: it says nothing of what the next snapshot costs.
         once_s = 0.0 if self._call_s else time.perf_counter() - began_s
@@ -287,11 +279,11 @@ class Capture:
         except ConstantsChanged as found:
             for index in found.indexes:
                 self._ways.no_constant(arrangement.names[index])
-            self._drop_arrangement()
+            self._following.drop()
             # Once: without these, no region holds just the constants that are left.
             return self._capture(step, values, hooks, capturing, ordered, persist)
         except torch.OutOfMemoryError:
-            self._room_is_gone()
+            self._following.give_back()
             return _skipped(step, _NO_MEMORY)
         call_s = time.perf_counter() - began_s
         self._call_s += call_s
@@ -322,82 +314,17 @@ class Capture:
             self.pace.persist_asked()
             self._asked = flight
 
-    def _follow(self, values: Callable[[], bytes]) -> tuple[Arrangement, bytes]:
-        """The arrangement of the state as it is now, with its values. Values are asked first: that is when
-        their owners make tensors anew, or the tree walks again. What is made after a walk is followed too,
-        since the walk asked for tensors of its own. Raises StateError if that never ends."""
-        if self._tree.current is None:
-            self._tree.walk(self.hooks.used_up)
-        self._give_way()
-        for _ in range(_MOST_WALKS):
-            data = values()
-            arrangement, walk = self._arrangement, self._tree.current
-            if arrangement is not None and self._walk is walk and self._chosen == self._ground():
-                change, indexes = arrangement.plan.follow(self.hooks.used_up)
-                if change is Change.PATCHED:
-                    arrangement.moved(indexes)
-                if change is not Change.REBUILD:
-                    return arrangement, data
-            self._rebuild()
-        raise StateError(
-            "The state has other tensors each time it is asked. Nothing was captured: values and bytes would "
-            "not belong together. Let every state_dict give the same tensors when it is called twice."
-        )
-
-    def _rebuild(self) -> None:
-        held = self._arrangement.arena_bytes() if self._arrangement is not None else {}
-        self._drop_arrangement()
-        self._walk = self._tree.walk(self.hooks.used_up)
-        plan = self._plan(self._walk)
-        plan.note_gradients(self.hooks.used_up)
-        self._chosen = self._ground()
-        self._arrangement = Arrangement(plan, self._ways, self.hooks.fired, self._room(held), self._threads)
-        if plan.shared is not None and self._arrangement.copied_constants():
-            self._targets.shared = None
-            self._rebuild()
-
-    def _plan(self, walk: Walk) -> Plan:
-        """With the constants left to the region that slots share, where that holds just these."""
-        constants, shared = self._ways.constants(walk.leaves), self._targets.shared
-        if shared is None or not self._targets.may_share or not self._ways.are_constants(shared.by_name()):
-            shared = None
-        return Plan(walk, constants, shared)
-
-    def _ground(self) -> tuple[frozenset[int], bool]:
-        """What ways were chosen by, beside the plan: whose hooks fire, and whether room is known."""
-        return self.hooks.fired, not self._devices or self.pulse.boundaries >= _WARM_BOUNDARIES
-
-    def _room(self, held: Mapping[str, int]) -> dict[str, int]:
-        limit = self._options.device_memory
-        known = self._ground()[1] or limit is not None
-        return arena_room(self._devices, limit, held) if known else {}
-
-    def _give_way(self) -> None:
-        """Where headroom has fallen, arenas go, and smaller ones or none are made."""
-        arrangement = self._arrangement
-        if arrangement is not None and any(
-            transfer.arena is not None and transfer.arena.large and transfer.device.room_bytes() < 0
-            for transfer in arrangement.transfers
-        ):
-            self._room_is_gone()
-
-    def _room_is_gone(self) -> None:
-        self._drop_arrangement()
-        for device in self._devices:
-            device.give_back()
-
     # ---- what the parts call
 
     def _close_gates(self) -> None:
-        if self._arrangement is not None:
-            self._arrangement.gate()
+        self._following.gate()
 
     def _capturing(self) -> bool:
         return any(device.capturing() for device in self._devices)
 
     def _rearrange(self) -> None:
         """Ways must be chosen again: with the next capture."""
-        self._drop_arrangement()
+        self._following.drop()
 
     def _lost(self, flight: Flight) -> None:
         self.pace.lost()
@@ -422,13 +349,6 @@ class Capture:
         if not self._optimizers or self.pulse.boundaries >= 8:
             return True
         return all(optimizer.state or id(optimizer) in self.hooks.fired for optimizer in self._optimizers)
-
-    def _drop_arrangement(self) -> None:
-        # Flights hold their own arrangement, and with it the tensors, until their copies have ended.
-        if self._arrangement is not None:
-            self._arrangement.gate()
-            self._arrangement.plan.release()
-            self._arrangement = None
 
     def _forget_slots(self) -> None:
         self._flights.forget()

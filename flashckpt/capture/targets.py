@@ -33,7 +33,7 @@ class Targets:
         self._values_bytes = 0
 
     def exchange(self, ring: SlotRing | None, owner: int | Mapping[str, int]) -> None:
-        """Write to other slots from now on. `owner`: this process's index in them, by name where they differ."""
+        """Write to other slots from now on. `owner`: this process's index in them, by name if they differ."""
         self.release()
         self.ring, self._needed = ring, (0, 0)
         for slot in ring.slots if ring is not None else ():
@@ -56,7 +56,7 @@ class Targets:
         self.by_name.clear()
 
     def fitting(self, slot: Slot, plan: Plan, values_bytes: int) -> Target | None:
-        """The target of a slot for this plan; None where it is too small: `room_wanted` says so from now on."""
+        """The target of a slot for this plan; None where it is too small: `room_wanted` says so from then."""
         self._values_bytes = values_bytes
         target = self.by_name[slot.name]
         if target.fits(plan, values_bytes):

@@ -200,8 +200,8 @@ class KeeperClient:
         return None, None
 
     def surviving(self) -> list[SlotGrant]:
-        """This rank's slots that hold a sealed snapshot, of an earlier attempt or of this one, and the regions
-        of the constants that they share."""
+        """This rank's slots that hold a sealed snapshot, of an earlier attempt or of this one, and regions of
+        the constants that they share."""
         answer, descriptors = self._call_with_descriptors({"op": "surviving"})
         return self._granted(answer, descriptors, lent=True)
 

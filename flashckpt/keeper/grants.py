@@ -11,8 +11,8 @@ from flashckpt.memory.slot import Slot
 @dataclass(frozen=True)
 class SlotGrant:
     """A slot that the keeper handed over. `descriptor` is the receiver's to close (`open` passes it on);
-    `owner` is this trainer's index in the slot; `kind` is "named" or "memfd". One that `holds_constants` is no
-    slot but a region, laid out as one, of what several slots share."""
+    `owner` is this trainer's index in the slot; `kind` is "named" or "memfd". One that `holds_constants` is
+    no slot but a region, laid out as one, of what several slots share."""
 
     descriptor: int
     index: int

@@ -19,8 +19,8 @@ from flashckpt.state.tree import Saved
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
     """One rank's state at one step. `image` is a writable buffer that holds what `layout` says, but for
-    constants that are shared: those are in `constants_image`. `digests` are those of `layout.leaves`; `values`
-    is what is not a tensor, decoded."""
+    constants that are shared: those are in `constants_image`. `digests` are those of `layout.leaves`;
+    `values` is what is not a tensor, decoded."""
 
     step: int
     attempt: AttemptName

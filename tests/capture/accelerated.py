@@ -170,7 +170,7 @@ class Accelerated:
         return content.torn
 
     def ways(self) -> dict[str, str]:
-        arrangement = self.capture._arrangement
+        arrangement = self.capture._following.current
         assert arrangement is not None
         return {name: way.value for name, way in zip(arrangement.names, arrangement.ways, strict=True)}
 

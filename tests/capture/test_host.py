@@ -117,7 +117,7 @@ def test_a_slot_is_not_sealed_before_a_digest_is_there(ring: SlotRing, sealer: _
     run.iterate()
     run.landed()
     target = run.capture._targets.by_name[ring.slots[0].name]
-    plan = run.capture._arrangement.plan
+    plan = run.capture._following.current.plan
     assert target.begin()
     target.prepare(plan, b"{}")
     target.seal(sealer, [], 9, (1, 1))
