@@ -139,6 +139,11 @@ class Capture:
         may_share = self._targets.may_share and not arrangement.copied_constants()
         return arrangement.plan.image.constants if may_share else None
 
+    @property
+    def shares(self) -> bool:
+        """Whether a region that was given to `share` is named by snapshots, or may be by those under way."""
+        return self._targets.shared is not None or self._flights.share()
+
     def share(self, shared: Shared) -> None:
         """Leave constants to this region from now on. Waits for the copies in flight and for their seals:
         the one before may be let go once no snapshot names it."""

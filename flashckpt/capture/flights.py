@@ -69,6 +69,10 @@ class Flights:
         """Whether copies of a device are still on their way."""
         return any(flight.arrangement.transfers for flight in self._flying if flight.arrangement)
 
+    def share(self) -> bool:
+        """Whether one of them leaves its constants to a region that slots share."""
+        return any(flight.arrangement.plan.shared for flight in self._flying if flight.arrangement)
+
     def poll(self) -> None:
         """Look, without waiting, at what was sealed or refused, and at what the keeper found torn."""
         for flight in list(self._flying):

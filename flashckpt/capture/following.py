@@ -115,6 +115,8 @@ class Following:
         plan.note_gradients(self._hooks.used_up)
         self._chosen = self._ground()
         self.current = Arrangement(plan, self._ways, self._hooks.fired, self._room(held), self._threads)
+        # A region that does not hold just these constants never will again: what changed once is none.
+        self._targets.shared = plan.shared
         if plan.shared is not None and self.current.copied_constants():
             # No region holds what has to be made row-major for each snapshot: the slots do.
             self._targets.shared = None

@@ -166,6 +166,8 @@ class Boundaries:
         """Once the size of the state is known, and again when it has outgrown its slots, or they it."""
         slots, capture = self._attendant.slots, self._capture
         slots.sharing.want(capture.sharing_wanted())
+        if not capture.shares:
+            slots.sharing.unused()
         if slots.preparing:
             return
         wanted = capture.room_wanted(ordered=ordered)

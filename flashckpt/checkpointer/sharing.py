@@ -61,6 +61,13 @@ class Sharing:
             self._outgrown.append(self._used.name)
         self._used, self._ready, self._wanted = self._ready, None, None
 
+    def unused(self) -> None:
+        """No snapshot will name a region, and none under way does: the keeper lets it go with the last that
+        has."""
+        if self._used is not None:
+            self._outgrown.append(self._used.name)
+            self._used = None
+
     # ---- called by the attendant's thread
 
     @property

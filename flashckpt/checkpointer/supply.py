@@ -160,9 +160,9 @@ class SlotSupply:
         if wanted is None or time.monotonic() < self._retry_s:
             return
         try:
-            grants = self._session.keeper.ask_slots(
-                self.count, *wanted, minimum=min(2, self.count), most_image_bytes=most
-            )
+            # Smaller ones must not be fewer, too.
+            least = min(2, self.count) if most is None or self.ring is None else len(self.ring.slots)
+            grants = self._session.keeper.ask_slots(self.count, *wanted, minimum=least, most_image_bytes=most)
         except OutOfRoomError as error:
             if most is None:
                 self._failed(error)

@@ -174,7 +174,10 @@ class Desk:
             raise self._refused(refusal, fit, num_bytes, minimum)
         if not self._maker.busy:
             missing = count - len(fit)
-            self._make(trainer, missing, mine, fit, metadata_bytes, image_bytes, reading=reading)
+            smaller = most_image_bytes < _MOST_SLOT_BYTES
+            self._make(
+                trainer, missing, mine, fit, metadata_bytes, image_bytes, reading=reading, smaller=smaller
+            )
         growing = self._growing.get(trainer.rank)
         if not reading or message.get("early") is not True or growing is None:
             return {"preparing": True}, ()
@@ -207,6 +210,7 @@ class Desk:
         image_bytes: int,
         *,
         reading: bool,
+        smaller: bool,
     ) -> None:
         for held in mine:
             # What is too small, empty and nobody's goes first: its room may be what the new one needs.
@@ -227,7 +231,11 @@ class Desk:
             if isinstance(made, BaseException):
                 made = Made((), KeeperError(f"Slots could not be made: {made}"))
             for found in made.regions:
-                self._shelf.put(found)
+                held = self._shelf.put(found)
+                if smaller and self._lives_shorter(held):
+                    # Nobody gives up what outlives all processes for what does not.
+                    self._shelf.remove(held)
+                    made = Made((), room.out_of_room(found.num_bytes, 0))
             if made.error is not None:
                 living = {each.lock for each in self._roster.all()}
                 refusals = {**self._refusals, trainer.lock: made.error}
@@ -292,10 +300,8 @@ class Desk:
             for found in made.regions if isinstance(made, Made) else ():
                 held = self._shelf.put(found)
                 held.writer = lock
-                # Snapshots in memory that outlives all processes must not name what does not.
-                slots = self._shelf.of_rank(rank)
-                if error is None and held.kind == MEMFD and any(each.kind == NAMED for each in slots):
-                    error = KeeperError("There is no room for them where the slots are.")
+                if error is None and self._lives_shorter(held):
+                    error = KeeperError("there is no room for it where the slots are")
                 if error is not None:
                     self._shelf.remove(held)
             if error is not None and any(each.lock == lock for each in self._roster.all()):
@@ -304,6 +310,12 @@ class Desk:
         self._maker.submit(
             lambda: self._shelf.make(rank, [0], metadata_bytes, image_bytes, holds_constants=True), done
         )
+
+    def _lives_shorter(self, held: Held) -> bool:
+        """Whether a region goes with its last process where slots of its rank, which are to need it or are
+        to be replaced by it, do not."""
+        slots = self._shelf.of_rank(held.slot.rank)
+        return held.kind == MEMFD and any(each.kind == NAMED for each in slots)
 
     def _given(self, trainer: Trainer, regions: Sequence[Held]) -> Reply:
         for held in regions:
