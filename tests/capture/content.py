@@ -11,9 +11,24 @@ import torch
 from torch import Tensor
 
 from flashckpt import _native
+from flashckpt.capture.shared import Shared
 from flashckpt.format.layout import Leaf
 from flashckpt.memory.slot import Slot
 from flashckpt.memory.slots import SlotRing
+
+# Images of constants that slots share, by nonce: what a keeper finds in their regions.
+REGIONS: dict[int, bytes] = {}
+
+
+def region_of(content: Content) -> Shared:
+    """A region that holds the constants of a snapshot, whose slot holds them itself."""
+    constants = content.layout.constants
+    assert constants is not None
+    assert not content.layout.shared
+    nonce = 1000 + len(REGIONS)
+    REGIONS[nonce] = content.image[content.layout.constants_start :]
+    digests = content.digests[len(content.layout.shard.leaves) :]
+    return Shared(f"constants-00000-{nonce:016x}", nonce, constants, digests)
 
 
 class Content:
@@ -25,12 +40,15 @@ class Content:
         metadata = slot.metadata(sealed)
         self.step, self.values = sealed.step, metadata.values
         image = bytes(slot.image_view[: metadata.image.num_bytes])
-        self.image, self.layout = image, metadata.image
+        self.image, self.layout, self.digests = image, metadata.image, tuple(metadata.digests)
         self.leaves: dict[str, bytes] = {}
         self.torn: list[str] = []
+        self.constants_nonce = sealed.record.constants_nonce
+        own = len(self.layout.shard.leaves) if self.layout.shared else len(self.layout.leaves)
         placed = zip(self.layout.leaves, self.layout.starts(), metadata.digests, strict=True)
-        for leaf, start, digest in placed:
-            data = image[start : start + leaf.num_bytes]
+        for index, (leaf, start, digest) in enumerate(placed):
+            holder = image if index < own else REGIONS[self.constants_nonce]
+            data = holder[start : start + leaf.num_bytes]
             self.leaves[leaf.name] = data
             buffer = np.frombuffer(data, dtype=np.uint8).copy()
             if _native.digest(_native.address_of(buffer), len(data)) != digest:

@@ -23,10 +23,14 @@ class Frozen(State):
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
         self.weight, self.box = weight, {"w": weight}
+        self.more: list[torch.Tensor] = []
 
     def walk(self, used_up):  # type: ignore[no-untyped-def]
         walk = super().walk(used_up)
         walk.leaves.append(Live("frozen.w", self.box["w"], "parameter", None, self.box, "w"))
+        walk.guards.append((self.more, len(self.more)))
+        for i, tensor in enumerate(self.more):
+            walk.leaves.append(Live("frozen.more", tensor, "parameter", None, self.more, i))
         return walk
 
 

@@ -1,0 +1,200 @@
+"""Constants that slots leave to a region they share: digested at every boundary, never copied again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from flashckpt import _native
+from flashckpt.capture import Capture
+from flashckpt.memory.slots import SlotRing
+from flashckpt.options import Options
+
+from .accelerated import LARGE, Accelerated
+from .content import Content, bytes_of, newest, region_of
+from .test_constants import Frozen, captured, constant, iterate, iterate_begins
+
+
+@pytest.fixture
+def loop(ring: SlotRing, sealer: _native.Sealer) -> Iterator[Accelerated]:
+    """A frozen parameter on a device, a constant already, in a region that the slots share."""
+    loop = Accelerated(ring, sealer)
+    frozen = torch.nn.Parameter(torch.randn(LARGE), requires_grad=False)
+    loop.model.register_parameter("frozen", frozen)
+    loop.device.adopt(frozen)
+    constant(loop)
+    share(loop.capture, newest(ring))
+    yield loop
+    loop.close()
+
+
+def share(capture: Capture, content: Content) -> int:
+    assert capture.sharing_wanted() == content.layout.constants
+    shared = region_of(content)
+    capture.share(shared)
+    assert capture.sharing_wanted() is None
+    return shared.nonce
+
+
+def frozen_capture(ring: SlotRing, sealer: _native.Sealer, *, steps: int = 6) -> tuple[Frozen, Capture]:
+    """A capture of host memory whose constant is shared after so many steps."""
+    state = Frozen(torch.randn(LARGE))
+    state.named["a"] = {"a": torch.ones(3)}
+    capture = Capture(state, ring, sealer, Options(), every=1)
+    for step in range(1, steps + 1):
+        content = captured(capture, ring, sealer, step)
+    share(capture, content)
+    return state, capture
+
+
+def test_a_snapshot_names_the_region_and_holds_the_rest(ring: SlotRing, sealer: _native.Sealer) -> None:
+    state, capture = frozen_capture(ring, sealer)
+    for step in range(7, 12):
+        content = captured(capture, ring, sealer, step)
+        assert content.leaves == {"frozen.w": bytes_of(state.weight), "a.a": bytes_of(torch.ones(3))}
+        assert content.constants_nonce != 0
+        assert content.layout.num_bytes == content.layout.shard.num_bytes < 4 * LARGE
+    assert capture.shares
+    capture.close()
+
+
+def test_on_a_device_no_byte_of_it_is_copied(loop: Accelerated) -> None:
+    assert iterate(loop) == "exact"
+    assert newest(loop.ring).constants_nonce != 0
+    loop.device.side.hold()
+    iterate_begins(loop)
+    pieces = loop.device.side.pending()
+    loop.capture._targets.shared = None
+    loop.capture._following.drop()
+    for target in loop.capture._targets.by_name.values():
+        target.kept.clear()
+    loop.finish()
+    loop.device.side.hold()
+    iterate_begins(loop)
+    # The slot holds it itself again, and gets its copy: 1.2 MB in pieces of 128 KiB.
+    assert loop.device.side.pending() - pieces == -(-4 * LARGE // (128 << 10))
+    assert loop.result() == "exact"
+
+
+def test_on_a_device_a_change_loses_one_snapshot_and_never_a_byte(loop: Accelerated) -> None:
+    assert iterate(loop) == "exact"
+    loop.kernel(lambda: loop.model.frozen.data.mul_(2))
+    assert iterate(loop) == "none"
+    for _ in range(4):
+        assert iterate(loop) == "exact"
+        assert newest(loop.ring).constants_nonce == 0
+    assert loop.ways()["model.frozen"] != "constant"
+    assert not loop.capture.shares
+
+
+def test_on_the_host_the_very_snapshot_has_the_change(ring: SlotRing, sealer: _native.Sealer) -> None:
+    state, capture = frozen_capture(ring, sealer)
+    captured(capture, ring, sealer, 7)
+    state.weight.numpy()[3] = 5.0
+    for step in range(8, 12):
+        content = captured(capture, ring, sealer, step)
+        assert content.leaves["frozen.w"] == bytes_of(state.weight)
+        assert (content.constants_nonce, content.layout.constants) == (0, None)
+    assert not capture.shares
+    assert capture.report()["snapshots_lost"] == 0
+    capture.close()
+
+
+def test_a_region_of_other_digests_is_not_named(ring: SlotRing, sealer: _native.Sealer) -> None:
+    """It was filled from a snapshot before a change of which the capture knows already."""
+    state = Frozen(torch.randn(LARGE))
+    capture = Capture(state, ring, sealer, Options(), every=1)
+    for step in range(1, 7):
+        content = captured(capture, ring, sealer, step)
+    stale = region_of(content)
+    state.weight.numpy()[3] = 5.0
+    captured(capture, ring, sealer, 7)
+    capture.share(stale)
+    for step in range(8, 12):
+        content = captured(capture, ring, sealer, step)
+        assert content.leaves["frozen.w"] == bytes_of(state.weight)
+        assert content.constants_nonce == 0
+    assert not capture.shares
+    capture.close()
+
+
+def test_another_constant_ends_the_sharing_until_a_region_holds_both(
+    ring: SlotRing, sealer: _native.Sealer
+) -> None:
+    state, capture = frozen_capture(ring, sealer)
+    first = captured(capture, ring, sealer, 7).constants_nonce
+    late = torch.randn(LARGE - 8)
+    state.more.append(late)
+    named = []
+    for step in range(8, 20):
+        content = captured(capture, ring, sealer, step)
+        assert content.leaves["frozen.w"] == bytes_of(state.weight)
+        assert content.leaves["frozen.more"] == bytes_of(late)
+        named.append(content.constants_nonce)
+        if step == 16:
+            share(capture, content)
+    assert named[0] == first  # an ordinary leaf beside them
+    assert named[6:9] == [0, 0, 0]
+    assert len({first, 0, named[-1]}) == 3
+    capture.close()
+
+
+def test_what_is_made_row_major_for_each_snapshot_is_never_shared(
+    ring: SlotRing, sealer: _native.Sealer
+) -> None:
+    weight = torch.randn(800, 500).t()
+    state = Frozen(weight)
+    capture = Capture(state, ring, sealer, Options(), every=1)
+    for step in range(1, 9):
+        content = captured(capture, ring, sealer, step)
+    assert content.layout.constants is not None
+    assert capture.sharing_wanted() is None
+    # And where one is offered all the same (from a resume), it is not used.
+    capture.share(region_of(content))
+    content = captured(capture, ring, sealer, 9)
+    assert (content.constants_nonce, content.leaves["frozen.w"]) == (0, bytes_of(weight))
+    capture.close()
+
+
+def test_the_first_capture_after_a_resume_names_the_region(ring: SlotRing, sealer: _native.Sealer) -> None:
+    state, capture = frozen_capture(ring, sealer)
+    shared = capture._targets.shared
+    assert shared is not None
+    capture.close()
+    again = Capture(state, None, sealer, Options(), every=1, constants=shared.by_name())
+    again.share(shared)
+    # Slots need no room for what stands in the region.
+    needed = again.room_needed(ordered=True)
+    assert needed is not None
+    assert needed[1] < 4 * LARGE
+    again.set_slots(ring)
+    assert captured(again, ring, sealer, 20).constants_nonce == shared.nonce
+    again.close()
+
+
+def test_slots_that_have_room_to_spare_are_told_of(ring: SlotRing, sealer: _native.Sealer) -> None:
+    _, capture = frozen_capture(ring, sealer)
+    assert capture.room_to_spare() is None  # no plan stands yet that leaves anything to the region
+    captured(capture, ring, sealer, 7)
+    spare = capture.room_to_spare()
+    assert spare is not None
+    metadata, image, most = spare
+    assert image < most < image + 4 * LARGE
+    assert all(slot.image_capacity > most for slot in ring.slots)
+    assert metadata > 1 << 16
+    capture.close()
+
+
+def test_slots_of_the_first_version_share_nothing(ring: SlotRing, sealer: _native.Sealer) -> None:
+    state = Frozen(torch.randn(LARGE))
+    capture = Capture(state, ring, sealer, Options(), every=1)
+    for step in range(1, 7):
+        content = captured(capture, ring, sealer, step)
+    for slot in ring.slots:
+        object.__setattr__(slot.fixed, "version", 1)
+    assert capture.sharing_wanted() is None
+    capture.share(region_of(content))
+    assert captured(capture, ring, sealer, 7).constants_nonce == 0
+    capture.close()
