@@ -14,7 +14,7 @@ from flashckpt.options import Options
 
 from .accelerated import LARGE, Accelerated
 from .content import Content, bytes_of, newest, region_of
-from .test_constants import Frozen, captured, constant, iterate, iterate_begins
+from .test_constants import Frozen, captured, constant, digest_of, iterate, iterate_begins
 
 
 @pytest.fixture
@@ -118,6 +118,23 @@ def test_a_region_of_other_digests_is_not_named(ring: SlotRing, sealer: _native.
         assert content.constants_nonce == 0
     assert not capture.shares
     capture.close()
+
+
+def test_a_region_of_before_a_resume_with_other_digests_is_not_named(
+    ring: SlotRing, sealer: _native.Sealer
+) -> None:
+    state, capture = frozen_capture(ring, sealer)
+    stale = capture._targets.shared
+    assert stale is not None
+    capture.close()
+    state.weight.numpy()[3] = 5.0
+    again = Capture(state, ring, sealer, Options(), every=1, constants={"frozen.w": digest_of(state.weight)})
+    again.share(stale)
+    content = captured(again, ring, sealer, 20)
+    # It is what it was restored as, so it is a constant still; the slot holds it.
+    assert content.layout.constants is not None
+    assert (content.constants_nonce, content.leaves["frozen.w"]) == (0, bytes_of(state.weight))
+    again.close()
 
 
 def test_another_constant_ends_the_sharing_until_a_region_holds_both(

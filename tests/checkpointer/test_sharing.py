@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +15,11 @@ from torch import nn
 
 import flashckpt
 from flashckpt.checkpointer.facade import Checkpointer
+from flashckpt.checkpointer.sharing import Sharing
 from flashckpt.memory.page import Record
 from flashckpt.memory.slot import Slot
 from tests.checkpointer.test_frozen import BASE_BYTES, Job, attach, flip, record, straight
+from tests.keeper.fake import FakeTrainer
 from tests.memory.mounts import small_tmpfs
 from tests.waiting import until
 
@@ -254,3 +257,33 @@ def test_without_room_for_a_region_each_slot_goes_on_holding_its_own(
         done = checkpointer.completed
     assert job.bytes() == straight(done)
     assert flashckpt.verify(run).ok
+
+
+def test_a_region_is_filled_with_the_bytes_of_the_digests_or_not_at_all(
+    tmp_path: Path, runtime: Path
+) -> None:
+    """A slot that rots, or is written again while it is read, fills none; the next one does."""
+    trainer = FakeTrainer(tmp_path / "run", runtime, constants_kib=1024)
+    trainer.start()
+    trainer.take_slots()
+    slot, _ = trainer.snapshot(1)
+    session = SimpleNamespace(keeper=trainer.client, attempt=trainer.attempt)
+    sharing = Sharing(session, trainer.ring.newest_sealed, None)  # type: ignore[arg-type]
+    constants = trainer.image.constants
+    assert constants is not None
+    spoiled = trainer.image.constants_start + constants.data_start + 12345
+    slot.image_view[spoiled] ^= 1
+    sharing.want(constants)
+    until(lambda: sharing.tend() or regions(runtime, "constants"), "a region")
+    for _ in range(20):
+        sharing.tend()
+        assert not sharing.ready
+    [name] = regions(runtime, "constants")
+    slot.image_view[spoiled] ^= 1
+    sharing.tend()
+    found = sharing.take_ready()
+    assert found is not None
+    assert (found.name, found.layout) == (name, constants)
+    assert found.digests == tuple(slot.metadata(slot.sealed()).constants_digests)  # type: ignore[arg-type]
+    sharing.close()
+    trainer.end()
