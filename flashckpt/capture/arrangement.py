@@ -41,6 +41,9 @@ class Arrangement:
         self.captures = 0
         self.names = [leaf.name for leaf in plan.leaves]
         self.candidates = ways.candidates(plan)
+        # Whether each capture copies some constants all the same: then no region can hold them for all.
+        copies = any(transfer.copied_constants() for transfer in self.transfers)
+        self.copies_constants = copies or self.host.copied_constants()
         self._expected = np.array(ways.expected(self.names[plan.first_constant :]), dtype=np.uint64)
 
     def arena_bytes(self) -> dict[str, int]:
@@ -82,10 +85,6 @@ class Arrangement:
     def device_constants(self) -> list[int]:
         """Those whose bytes are copied into a slot only once."""
         return [index for transfer in self.transfers for index in transfer.constants()]
-
-    def copied_constants(self) -> bool:
-        """Whether each capture copies some constants all the same: then no region can hold them for all."""
-        return self.host.copied_constants() or any(each.copied_constants() for each in self.transfers)
 
     def _find_feeders(self, host: Iterable[int]) -> None:
         """Devices that write leaves in host memory: these are read after the kernels of the boundary."""

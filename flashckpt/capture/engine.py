@@ -136,7 +136,7 @@ class Capture:
         arrangement = self._following.current
         if arrangement is None or self._targets.ring is None or arrangement.plan.shared is not None:
             return None
-        may_share = self._targets.may_share and not arrangement.copied_constants()
+        may_share = self._targets.may_share and not arrangement.copies_constants
         return arrangement.plan.image.constants if may_share else None
 
     @property

@@ -117,7 +117,7 @@ class Following:
         self.current = Arrangement(plan, self._ways, self._hooks.fired, self._room(held), self._threads)
         # A region that does not hold just these constants never will again: what changed once is none.
         self._targets.shared = plan.shared
-        if plan.shared is not None and self.current.copied_constants():
+        if plan.shared is not None and self.current.copies_constants:
             # No region holds what has to be made row-major for each snapshot: the slots do.
             self._targets.shared = None
             self._rebuild()

@@ -80,6 +80,10 @@ class Attendant:
     def prepare(self, metadata_bytes: int, image_bytes: int) -> None:
         """Ask for slots of at least these capacities, in bytes: they are made ready beside the loop."""
         self.slots.ask(metadata_bytes, image_bytes)
+        self.wake()
+
+    def wake(self) -> None:
+        """There is something to be done: the next round begins at once."""
         self._woken.set()
 
     def event(self, event: Event, **fields: object) -> None:

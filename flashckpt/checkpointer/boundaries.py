@@ -165,7 +165,8 @@ class Boundaries:
     def _ask_for_slots(self, *, ordered: bool = False) -> None:
         """Once the size of the state is known, and again when it has outgrown its slots, or they it."""
         slots, capture = self._attendant.slots, self._capture
-        slots.sharing.want(capture.sharing_wanted())
+        if slots.sharing.want(capture.sharing_wanted()):
+            self._attendant.wake()
         if not capture.shares:
             slots.sharing.unused()
         if slots.preparing:
@@ -173,8 +174,8 @@ class Boundaries:
         wanted = capture.room_wanted(ordered=ordered)
         if wanted is not None:
             self._attendant.prepare(*wanted)
-        elif (spare := capture.room_to_spare()) is not None:
-            slots.ask_smaller(*spare)
+        elif (spare := capture.room_to_spare()) is not None and slots.ask_smaller(*spare):
+            self._attendant.wake()
 
     def _adopt_slots(self) -> None:
         slots = self._attendant.slots

@@ -43,9 +43,11 @@ class Sharing:
 
     # ---- called by the training thread
 
-    def want(self, layout: Layout | None) -> None:
-        """The constants that each slot holds itself at present, None where there are none or none need be."""
-        self._wanted = layout
+    def want(self, layout: Layout | None) -> bool:
+        """The constants that each slot holds itself at present, None where there are none or none need be.
+        Returns whether that is news for the attendant."""
+        before, self._wanted = self._wanted, layout
+        return layout is not None and before is None
 
     @property
     def ready(self) -> bool:

@@ -80,12 +80,15 @@ class SlotSupply:
         """Ask for slots of at least these capacities, in bytes: the next `tend` gets them."""
         self.wanted, self._most, self._retry_s = (metadata_bytes, image_bytes), None, 0.0
 
-    def ask_smaller(self, metadata_bytes: int, image_bytes: int, most_image_bytes: int) -> None:
-        """Ask for slots in the place of larger ones, whose memory is the machine's then; once a size."""
+    def ask_smaller(self, metadata_bytes: int, image_bytes: int, most_image_bytes: int) -> bool:
+        """Ask for slots in the place of larger ones, whose memory is the machine's then; once a size: returns
+        whether that was now."""
         sizes = metadata_bytes, image_bytes, most_image_bytes
-        if self._too_small != sizes:
-            self._too_small = sizes
-            self.wanted, self._most, self._retry_s = sizes[:2], most_image_bytes, 0.0
+        if self._too_small == sizes:
+            return False
+        self._too_small = sizes
+        self.wanted, self._most, self._retry_s = sizes[:2], most_image_bytes, 0.0
+        return True
 
     def fits(self) -> None:
         """The state fits the slots there are: larger ones that were asked for are not needed any more."""

@@ -165,8 +165,9 @@ class Desk:
         if reading:
             fit = self._overwritable(fit, in_need=refusal is not None)
         else:
-            # What the trainer writes already comes first: it must not be asked to change without need.
-            fit.sort(key=lambda held: held.writer != trainer.lock)
+            # What the trainer writes already comes first: it must not be asked to change without need. Of what
+            # others left, the smallest that are large enough.
+            fit.sort(key=lambda held: (held.writer != trainer.lock, held.slot.image_capacity))
         if len(fit) >= count or refusal is not None and len(fit) >= minimum:
             return self._granted(trainer, fit[:count], () if reading else mine)
         if refusal is not None:

@@ -31,8 +31,9 @@ from tests.processes import end, keepers_of
 from tests.waiting import until
 
 LIMIT_S = 120.0
-# Slots of a rank, and one that a resume may have read into beside them.
-MOST_REGIONS = 4
+# Slots of a rank and the larger ones that they are about to replace, one that a resume may have read into beside
+# them; and what slots share: the region that they name, and one that is about to be filled.
+MOST_SLOTS, MOST_SHARED = 7, 2
 # The step in flight and the one being copied.
 MOST_LOST = 2
 
@@ -164,9 +165,10 @@ class Job:
         found = self._log_faults()
         if (self.run / "run.json").exists():
             found += self._run_faults(open_store(str(self.run)))
-        regions = sum(is_region_name(path.name) for path in self.runtime.rglob("slot-*"))
-        if regions > MOST_REGIONS:
-            found.append(f"{regions} regions lie in memory")
+        for kind, most in (("slot", MOST_SLOTS), ("constants", MOST_SHARED)):
+            regions = sum(is_region_name(path.name) for path in self.runtime.rglob(f"{kind}-*"))
+            if regions > most:
+                found.append(f"{regions} regions of the kind {kind} lie in memory")
         return found
 
     def expect(self, *, memory: bool) -> None:
@@ -240,8 +242,11 @@ class Job:
         try:
             faults += [f"{row.file} of step {row.step}: {row.status}" for row in verify(store).damaged]
             for each in lineage.visible(store):
-                path = read_step(store, each.step, each.attempt).shard_path(0)
-                if tiny.digest_of(load_file(path)) != self.reference[each.step]:
+                found = read_step(store, each.step, each.attempt)
+                leaves = load_file(found.shard_path(0))
+                if (constants := found.constants_path(0)) is not None:
+                    leaves |= load_file(constants)
+                if tiny.digest_of(leaves) != self.reference[each.step]:
                     faults.append(f"step {each.step} of {each.attempt} holds other weights")
         except (FlashckptError, OSError) as error:
             faults.append(f"{type(error).__name__}: {error}")

@@ -65,13 +65,25 @@ class Noisy(Dataset[torch.Tensor]):
         return self._data[index] + 0.01 * jitter
 
 
+class Frozen(nn.Module):
+    """What never changes, large enough to be shared by all slots: a MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(1 << 18), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 0.1 * self.weight[: x.shape[-1]]
+
+
 def made() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[torch.Tensor]]:
-    """About 100 KB of state: weights and both moments of AdamW."""
+    """About 100 KB of state that changes, weights and both moments of AdamW, and a frozen MiB."""
     torch.manual_seed(1)
     random.seed(2)
     np.random.seed(3)
-    model = nn.Sequential(nn.Linear(32, 120), nn.BatchNorm1d(120), nn.Dropout(0.2), nn.Linear(120, 32))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    layers = nn.Linear(32, 120), nn.BatchNorm1d(120), nn.Dropout(0.2), nn.Linear(120, 32)
+    model = nn.Sequential(Frozen(), *layers)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     return model, optimizer, DataLoader(Noisy(), batch_size=4, shuffle=True)
 
 
