@@ -327,6 +327,9 @@ def main(lines: Iterable[str]) -> None:
             answer = trainer.share()
         elif command == "ask region":
             answer = trainer.ask_region().name
+        elif command == "begin region":
+            grant = trainer.ask_region()
+            answer = grant.open().begin(grant.owner)
         elif command == "keep region":
             answer = trainer.keep_region(rest[0])
         elif command == "survivors":
