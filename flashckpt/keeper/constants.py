@@ -24,6 +24,10 @@ from flashckpt.memory.slot import Slot
 from flashckpt.store.base import Store
 
 _NAMES_TRIED = 8
+REGION_IS_GONE = (
+    "the constants that this snapshot shares with others are not in this node's memory, and no committed "
+    "step names them; committed steps are not touched"
+)
 
 
 class ConstantsShards:
@@ -99,10 +103,7 @@ class ConstantsShards:
         if not metadata.shared:
             region = slot
         elif region is None:
-            raise KeeperError(
-                "the constants that this snapshot shares with others are not in this node's memory, and no "
-                "committed step names them; committed steps are not touched"
-            )
+            raise KeeperError(REGION_IS_GONE)
         elif not holds_constants_of(region, metadata):
             raise torn(metadata, list(range(first, len(metadata.leaves))))
         start = metadata.image.constants_start

@@ -1,4 +1,4 @@
-"""The region that slots share for their constants: how long it stays, who gets it again, what is made of it."""
+"""The region that slots share for their constants: how long it stays, who gets it again, what it gives."""
 
 from __future__ import annotations
 
