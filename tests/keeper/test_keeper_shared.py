@@ -11,6 +11,7 @@ import pytest
 from flashckpt.commit.verification import verify
 from flashckpt.errors import KeeperError
 from flashckpt.format.names import AttemptName
+from flashckpt.keeper.protocol import close_all
 from flashckpt.memory.page import State
 from flashckpt.memory.region import MEMFD, NAMED
 from flashckpt.memory.runtime import RuntimeFolder
@@ -38,6 +39,14 @@ def held_memfds(pid: int, start: str) -> int:
     """How many memfds whose name begins so a process holds."""
     links = {os.readlink(each.path) for each in os.scandir(f"/proc/{pid}/fd")}
     return sum(link.startswith(f"/memfd:{start}") for link in links)
+
+
+def swept(folder: RuntimeFolder) -> None:
+    """Wait until the keeper has let go of all that it can: it removes locks of dead trainers more seldom."""
+    lock = Path(folder.path) / "trainer-00000-0-00000000.lock"
+    for _ in range(2):
+        lock.touch(mode=0o600)
+        eventually(lambda: not lock.exists())
 
 
 def process(run: Path, base: Path, *, share: bool = True) -> Process:
@@ -88,6 +97,9 @@ def test_the_next_attempt_goes_on_with_the_region_and_links_the_shard(tmp_path: 
     first.kill()
     second = FakeTrainer(run, runtime, constants_kib=64, keep=20)
     assert 2 in [step for _, step in second.survivors()]
+    grants = second.client.surviving()
+    assert [grant.name for grant in grants if grant.holds_constants] == [name]
+    close_all([grant.descriptor for grant in grants])
     second.start(AttemptName.parse(first.attempt), 2, slot)
     assert second.keep_region(name) == name
     second.take_slots()
@@ -104,6 +116,33 @@ def test_the_next_attempt_goes_on_with_the_region_and_links_the_shard(tmp_path: 
     second.end()
     eventually(lambda: keeper_pid(folder) is None)
     assert not os.path.exists(folder.path)
+
+
+def test_a_region_that_an_attempt_took_over_is_its_own(tmp_path: Path, runtime: Path) -> None:
+    """Its first snapshots hold their constants themselves, and settle what the attempt before left."""
+    run = tmp_path / "run"
+    first = process(run, runtime)
+    folder = runtime_of(run, runtime)
+    first.do("snapshot", 1, True)
+    first.do("committed", 1)
+    [name] = regions(folder)
+    first.kill()
+    second = FakeTrainer(run, runtime, constants_kib=64, keep=20)
+    second.start(AttemptName.parse(first.attempt), 1)
+    second.keep_region(name)
+    shared, second.image = second.image, type(second.image)(second.layout, second.image.constants)
+    second.take_slots()
+    for step in (2, 3, 4):
+        saved(second, step)
+    assert second.region is not None
+    assert not any(sealed.record.constants_nonce for slot in second.slots if (sealed := slot.sealed()))
+    swept(folder)
+    assert regions(folder) == [name], "nothing names it yet, and its trainer lives"
+    second.image = shared
+    saved(second, 5)
+    assert committed(run) == [1, 2, 3, 4, 5]
+    second.end()
+    eventually(lambda: not os.path.exists(folder.path))
 
 
 def test_a_region_that_is_gone_is_not_granted_by_name(tmp_path: Path, runtime: Path) -> None:
