@@ -30,6 +30,10 @@ REGION_IS_GONE = (
 )
 
 
+class RegionGone(KeeperError):
+    """The region that a snapshot names is not here: only a trainer that has it could hand it over."""
+
+
 class ConstantsShards:
     """Constants shards that this keeper wrote, linked or found named by a committed step. `progress` is
     the address of a word that counts bytes."""
@@ -55,7 +59,7 @@ class ConstantsShards:
 
         The digests in the slot are of the live tensors at its boundary, so a file with the same digests
         has its bytes. `is_held` raises where the slot is not this keeper's any more. Raises Torn where the
-        bytes in memory are needed and are not those of the boundary, KeeperError where they are needed and
+        bytes in memory are needed and are not those of the boundary, RegionGone where they are needed and
         their region is not here, OSError, FlashckptError.
         """
         layout = metadata.constants
@@ -103,7 +107,7 @@ class ConstantsShards:
         if not metadata.shared:
             region = slot
         elif region is None:
-            raise KeeperError(REGION_IS_GONE)
+            raise RegionGone(REGION_IS_GONE)
         elif not holds_constants_of(region, metadata):
             raise torn(metadata, list(range(first, len(metadata.leaves))))
         start = metadata.image.constants_start

@@ -188,7 +188,7 @@ class Draining:
         )
         outcome = self._written(order, sealed)
         for pause_s in _PAUSES_S:
-            if outcome.result is not Result.FAILED:
+            if outcome.result is not Result.FAILED or outcome.lacks_region:
                 break
             time.sleep(pause_s)
             self._hold.guard()

@@ -15,7 +15,7 @@ from flashckpt.memory.page import State
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.memory.slot import Slot
 from flashckpt.store.base import open_store
-from tests.keeper.driver import committed, eventually, kill_keeper, ledger, runtime_of
+from tests.keeper.driver import Process, committed, eventually, kill_keeper, ledger, runtime_of
 from tests.keeper.fake import FakeTrainer, constants_for, content, keeper_pid
 from tests.keeper.region import write_constants
 from tests.keeper.test_keeper_constants import alone as alone
@@ -245,3 +245,16 @@ def test_a_damaged_region_costs_what_names_it_and_no_keeper(
     assert committed(run) == [8]
     assert keeper_pid(folder) == pid
     second.end()
+
+
+def test_no_keeper_waits_for_ever_for_a_region_that_is_gone(tmp_path: Path, runtime: Path) -> None:
+    run = tmp_path / "run"
+    _, slot, folder = left(run, runtime)
+    [name] = regions(folder)
+    os.unlink(Path(folder.path) / name)
+    second = Process(run, runtime, constants_kib=64, linger_s=0.1)
+    eventually(lambda: "are not in this node's memory" in last_error(run))
+    second.kill()
+    eventually(lambda: keeper_pid(folder) is None)
+    assert slot in folder.names(), "it is not for a keeper to say that nobody has the region"
+    assert committed(run) == []
