@@ -60,6 +60,11 @@ def named(store: Store, attempt: AttemptName, rank: int) -> Iterator[tuple[Attem
             return
 
 
+def stands(store: Store, attempt: AttemptName, rank: int, layout: Layout, digests: Sequence[int]) -> bool:
+    """Whether `attempt` may use or link a shard of these constants, as far as its name and length tell."""
+    return any(is_of(contents, layout, digests) for _, contents in named(store, attempt, rank))
+
+
 def unnamed(store: Store, attempt: AttemptName) -> list[str]:
     """The constants shards of an attempt that no part of it names, but for the newest of each rank, which the
     part of the next step may name. DamagedError where a part is none: it may name any."""

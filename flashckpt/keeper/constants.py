@@ -24,6 +24,14 @@ from flashckpt.memory.slot import Slot
 from flashckpt.store.base import Store
 
 _NAMES_TRIED = 8
+REGION_IS_GONE = (
+    "the constants that this snapshot shares with others are not in this node's memory, and no committed "
+    "step names them; committed steps are not touched"
+)
+
+
+class RegionGone(KeeperError):
+    """The region that a snapshot names is not here: only a trainer that has it could hand it over."""
 
 
 class ConstantsShards:
@@ -51,7 +59,7 @@ class ConstantsShards:
 
         The digests in the slot are of the live tensors at its boundary, so a file with the same digests
         has its bytes. `is_held` raises where the slot is not this keeper's any more. Raises Torn where the
-        bytes in memory are needed and are not those of the boundary, KeeperError where they are needed and
+        bytes in memory are needed and are not those of the boundary, RegionGone where they are needed and
         their region is not here, OSError, FlashckptError.
         """
         layout = metadata.constants
@@ -99,10 +107,7 @@ class ConstantsShards:
         if not metadata.shared:
             region = slot
         elif region is None:
-            raise KeeperError(
-                "the constants that this snapshot shares with others are not in this node's memory, and no "
-                "committed step names them; committed steps are not touched"
-            )
+            raise RegionGone(REGION_IS_GONE)
         elif not holds_constants_of(region, metadata):
             raise torn(metadata, list(range(first, len(metadata.leaves))))
         start = metadata.image.constants_start

@@ -305,8 +305,11 @@ class Desk:
                     error = KeeperError("there is no room for it where the slots are")
                 if error is not None:
                     self._shelf.remove(held)
-            if error is not None and any(each.lock == lock for each in self._roster.all()):
-                self._unshared = {lock: error if isinstance(error, Exception) else KeeperError(str(error))}
+            if error is not None:
+                living = {each.lock for each in self._roster.all()}
+                why = error if isinstance(error, Exception) else KeeperError(str(error))
+                refusals = {**self._unshared, lock: why}
+                self._unshared = {lock: each for lock, each in refusals.items() if lock in living}
 
         self._maker.submit(
             lambda: self._shelf.make(rank, [0], metadata_bytes, image_bytes, holds_constants=True), done

@@ -24,7 +24,7 @@ from flashckpt.format.metadata import Metadata
 from flashckpt.format.names import RUN, AttemptName, part_name, step_attempt_folder
 from flashckpt.format.records import CHUNK_BYTES, Contents, Part, RankRecord, ShardRecord
 from flashckpt.keeper.audit import Stopped, Torn, check_header, differing, torn, unlike
-from flashckpt.keeper.constants import ConstantsShards
+from flashckpt.keeper.constants import ConstantsShards, RegionGone
 from flashckpt.memory.page import Word
 from flashckpt.memory.slot import Sealed, Slot
 from flashckpt.options import Keep
@@ -60,7 +60,8 @@ class Order:
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """What became of an order. Sizes in bytes, times in seconds; `leaves` are (index, name) of those that
-    differed; `errno` is 0 where the system gave none."""
+    differed; `errno` is 0 where the system gave none. `lacks_region`: without the region that it names it can
+    never be persisted."""
 
     result: Result
     slot: str
@@ -73,6 +74,7 @@ class Outcome:
     leaves: tuple[tuple[int, str], ...] = ()
     message: str = ""
     errno: int = 0
+    lacks_region: bool = False
 
 
 @dataclass(frozen=True)
@@ -351,4 +353,5 @@ def _discarded(slot: Slot, outcome: Outcome, word: Word, found: Torn) -> Outcome
 def _failure(outcome: Outcome, error: Exception) -> Outcome:
     log.debug("persisting failed", exc_info=True)
     number = error.errno or 0 if isinstance(error, OSError) else 0
-    return replace(outcome, result=Result.FAILED, message=str(error) or type(error).__name__, errno=number)
+    lacks_region, message = isinstance(error, RegionGone), str(error) or type(error).__name__
+    return replace(outcome, result=Result.FAILED, message=message, errno=number, lacks_region=lacks_region)

@@ -299,6 +299,9 @@ class Work:
         held.retry_at = held.failed_at + pause_s(held.tries)
         if outcome.result is Result.WAITING:
             return
+        if outcome.lacks_region and held.slot.rank not in self._living:
+            # Nobody is left who could hand it over. The snapshot stays, and keeps no keeper for ever.
+            held.given_up = outcome.generation
         held.slot.set_failed(outcome.generation, outcome.errno or errno.EIO)
         if self._tally.fail(outcome):
             log.error("step %d is not persisted: %s", outcome.step, outcome.message)

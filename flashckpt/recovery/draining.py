@@ -149,7 +149,7 @@ class Draining:
                 self._note(held.slot.name, report.Outcome.WAS_COMMITTED)
                 is_saved = True
             elif has_failed:
-                self._note(held.slot.name, report.Outcome.KEPT, "a newer one could not be saved")
+                self._note(held.slot.name, report.Outcome.KEPT, report.NEWER_FAILED)
             elif not is_saved or held.slot.wants_persist(sealed.generation):
                 self._hold.guard()
                 result = self._persist(held, sealed)
@@ -188,7 +188,7 @@ class Draining:
         )
         outcome = self._written(order, sealed)
         for pause_s in _PAUSES_S:
-            if outcome.result is not Result.FAILED:
+            if outcome.result is not Result.FAILED or outcome.lacks_region:
                 break
             time.sleep(pause_s)
             self._hold.guard()

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
-from flashckpt.commit import attempts, steps
+from flashckpt.commit import attempts, constants, steps
 from flashckpt.commit.lineage import VisibleStep
+from flashckpt.format.metadata import Metadata
 from flashckpt.format.names import AttemptName
 from flashckpt.format.records import Run
 from flashckpt.keeper import chores
+from flashckpt.keeper.constants import REGION_IS_GONE
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.recovery import lingering, outlook, resting
 from flashckpt.recovery.clearing import findings_of
 from flashckpt.recovery.debris import debris
 from flashckpt.recovery.node import died_here
-from flashckpt.recovery.report import Finding, Kind, Outcome, Report, Watcher, foreign
+from flashckpt.recovery.report import NEWER_FAILED, Finding, Kind, Outcome, Report, Watcher, foreign
 from flashckpt.recovery.resting import Examined
-from flashckpt.recovery.survey import Seen, slots_in, torn_leaves
+from flashckpt.recovery.survey import Seen, lacks_constants, slots_in, torn_leaves
 from flashckpt.store.base import Store
 
 
@@ -68,11 +71,14 @@ class _Foresight:
     def snapshots(self, seen: list[Seen]) -> list[Finding]:
         """One row for each snapshot; `seen` are newest first."""
         saved: set[int] = set()
+        failed: set[int] = set()
         findings = []
         for each in seen:
-            found = self._foresee(each, is_saved=each.rank in saved)
+            found = self._foresee(each, is_saved=each.rank in saved, has_failed=each.rank in failed)
             if found.outcome in (Outcome.COMMITTED, Outcome.WAS_COMMITTED):
                 saved.add(each.rank)
+            elif found.outcome is Outcome.FAILED:
+                failed.add(each.rank)
             findings.append(found)
         commits = [
             (each.step, self._owner(each))
@@ -83,7 +89,7 @@ class _Foresight:
         protected = {each.slot for each in seen if each.is_persisted}
         return [self._settled(found, protected, kept, commits) for found in findings]
 
-    def _foresee(self, each: Seen, *, is_saved: bool) -> Finding:
+    def _foresee(self, each: Seen, *, is_saved: bool, has_failed: bool) -> Finding:
         if not each.is_slot:
             return foreign(each.slot, each.problem)
         found = _finding(each)
@@ -92,9 +98,13 @@ class _Foresight:
         owner = self._owner(each)
         if each.is_persisted:
             return self._persisted(each, found, owner)
+        if has_failed:
+            return replace(found, detail=NEWER_FAILED)
         if is_saved and not each.is_wanted:
             return found
-        torn = torn_leaves(self._runtime, each.slot)
+        on_storage = partial(self._on_storage, owner, each.rank)
+        lacks = lacks_constants(self._runtime, each.slot, on_storage)
+        torn = [] if lacks else torn_leaves(self._runtime, each.slot, on_storage)
         if torn != []:
             names = ", ".join((torn or ["its record or metadata"])[:8])
             return replace(
@@ -107,7 +117,13 @@ class _Foresight:
             return replace(
                 found, detail=f"attempt {newer} has started; attempt {owner} commits nothing more."
             )
+        if lacks:
+            return replace(found, outcome=Outcome.FAILED, detail=REGION_IS_GONE)
         return replace(found, outcome=Outcome.COMMITTED)
+
+    def _on_storage(self, owner: AttemptName, rank: int, metadata: Metadata) -> bool:
+        layout, digests = metadata.constants, metadata.constants_digests
+        return layout is not None and constants.stands(self._store, owner, rank, layout, digests)
 
     def _persisted(self, each: Seen, found: Finding, owner: AttemptName) -> Finding:
         newest = max((whole.step for whole in self._examined.whole), default=-1)
@@ -133,11 +149,19 @@ class _Foresight:
             for each, found in zip(seen, findings, strict=True)
             if found.outcome is Outcome.KEPT and each.attempt is not None and not each.is_persisted
         ]
-        return chores.needed(self._store, left) if left else set()
+        # What is left of an attempt of which something cannot be saved stays, all of it.
+        stays = {each.slot for each in left if each.attempt in self._failed(findings)}
+        return stays | (chores.needed(self._store, left) if left else set())
+
+    @staticmethod
+    def _failed(findings: list[Finding]) -> set[AttemptName | None]:
+        return {each.attempt for each in findings if each.outcome is Outcome.FAILED}
 
     def _settled(
         self, found: Finding, protected: set[str], kept: set[str], commits: list[tuple[int, AttemptName]]
     ) -> Finding:
+        if found.outcome is Outcome.FAILED and self._discard:
+            return replace(found, outcome=Outcome.DISCARDED)
         if found.outcome is not Outcome.KEPT or found.attempt is None or found.place in protected:
             return found
         assert found.step is not None

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 from flashckpt.format.names import AttemptName
 
+NEWER_FAILED = "a newer one could not be saved"
+
 
 class Kind(str, Enum):
     """What was found."""

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
 from flashckpt.commit.lineage import everything
 from flashckpt.commit.steps import missing_files, read_manifest
 from flashckpt.errors import DamagedError, FlashckptError
+from flashckpt.format.metadata import Metadata
 from flashckpt.format.names import PART, AttemptName, step_attempt_folder
 from flashckpt.format.records import Manifest, Part
 from flashckpt.keeper.audit import differing
@@ -63,9 +64,15 @@ def slots_in(runtime: RuntimeFolder) -> list[Seen]:
     return sorted(seen, key=lambda each: each.age, reverse=True)
 
 
-def torn_leaves(runtime: RuntimeFolder, name: str) -> list[str] | None:
+OnStorage = Callable[[Metadata], bool]
+
+
+def torn_leaves(
+    runtime: RuntimeFolder, name: str, on_storage: OnStorage = lambda metadata: False
+) -> list[str] | None:
     """Names of the leaves of a sealed snapshot whose bytes are not those of its boundary; None where the
-    snapshot itself cannot be read, which is as bad."""
+    snapshot itself cannot be read, which is as bad. Where storage has its constants already, what memory has
+    of them counts for nothing: it is not what a save would write."""
     with _opened(runtime, name) as slot:
         if not isinstance(slot, Slot):
             return None
@@ -78,9 +85,29 @@ def torn_leaves(runtime: RuntimeFolder, name: str) -> list[str] | None:
             if begin != metadata.layout.header:
                 return None
             with _constants_of(runtime, slot, sealed) as constants:
-                return [metadata.leaves[index].name for index in differing(slot, metadata, constants)]
+                torn = differing(slot, metadata, constants)
+            own = len(metadata.layout.leaves)
+            if any(index >= own for index in torn) and on_storage(metadata):
+                torn = [index for index in torn if index < own]
+            return [metadata.leaves[index].name for index in torn]
         except DamagedError:
             return None
+
+
+def lacks_constants(runtime: RuntimeFolder, name: str, on_storage: OnStorage) -> bool:
+    """Whether a sealed snapshot cannot be saved, since it names a region of constants that is not here, and
+    storage does not have them."""
+    with _opened(runtime, name) as slot:
+        if not isinstance(slot, Slot):
+            return False
+        try:
+            sealed = slot.sealed()
+            if sealed is None or not sealed.record.constants_nonce:
+                return False
+            with _constants_of(runtime, slot, sealed) as constants:
+                return constants is None and not on_storage(slot.metadata(sealed))
+        except DamagedError:
+            return False
 
 
 @contextlib.contextmanager

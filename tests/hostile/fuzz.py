@@ -2,7 +2,7 @@
 metadata, values. What it makes must be refused by name, or be read; nothing else, and in bounded time.
 
 A program of its own: `python -m tests.hostile.fuzz --minutes 60 --seed 1`. The corpus is the run of
-format 1 that is checked in, and one sealed slot.
+format 1 that is checked in, and sealed slots.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from flashckpt.format.metadata import Metadata
 from flashckpt.format.records import Alive, Claim, Mark, Part, Run, Start, manifest_of
 from flashckpt.memory import page
 from flashckpt.memory.slot import Slot
+from tests.keeper.region import write_constants
 from tests.memory.test_slot import fill, make
+from tests.memory.test_slot_shared import ATTEMPT, CONSTANTS, DATA, fill_shared, make_region
 
 CORPUS = Path(__file__).parents[1] / "compat" / "format-1"
 LONGEST_S = 10.0
@@ -77,12 +79,17 @@ def _header(data: bytes) -> object:
     return parse_header(data[: 8 + min(length, len(data))], len(data), "file")
 
 
-def _slot_bytes() -> bytes:
-    slot = make()
-    fill(slot, 5)
-    data = os.pread(slot.descriptor, slot.fixed.num_bytes, 0)
-    slot.close()
-    return data
+def _slots() -> list[bytes]:
+    """A slot, one whose snapshot names a region for its constants, and such a region."""
+    plain, shared, constants = make(), make(), make_region()
+    fill(plain, 5)
+    fill_shared(shared)
+    write_constants(constants, 1, ATTEMPT, CONSTANTS, DATA)
+    found = []
+    for slot in (plain, shared, constants):
+        found.append(os.pread(slot.descriptor, slot.fixed.num_bytes, 0))
+        slot.close()
+    return found
 
 
 def _read_slot(data: bytes) -> None:
@@ -119,7 +126,7 @@ def _repaired_slot(data: bytes) -> bytes:
 
 
 def targets() -> dict[str, Target]:
-    slot = _slot_bytes()
+    slots = _slots()
     return {
         "run": Target(_files("run.json"), lambda data: Run.from_bytes(data, "file"), _resealed),
         "claim": Target(_files("0*.json"), lambda data: Claim.from_bytes(data, "file"), _resealed),
@@ -129,8 +136,8 @@ def targets() -> dict[str, Target]:
         "part": Target(_files("part-*.json"), lambda data: Part.from_bytes(data, "file"), _resealed),
         "manifest": Target(_files("manifest.json"), lambda data: manifest_of(data, "file"), _resealed),
         "header": Target(_files("*.safetensors"), _header),
-        "slot": Target([slot], _read_slot, _repaired_slot),
-        "metadata": Target([slot[4096:8192]], Metadata.unpack),
+        "slot": Target(slots, _read_slot, _repaired_slot),
+        "metadata": Target([slot[4096:8192] for slot in slots], Metadata.unpack),
         "values": Target([_VALUES], typed.decode_json),
     }
 

@@ -1,0 +1,355 @@
+"""The region that slots share for their constants: how long it stays, who gets it again, what it gives."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from flashckpt.commit.verification import verify
+from flashckpt.errors import KeeperError
+from flashckpt.format.names import AttemptName
+from flashckpt.keeper.protocol import close_all
+from flashckpt.memory.page import State
+from flashckpt.memory.region import MEMFD, NAMED
+from flashckpt.memory.runtime import RuntimeFolder
+from flashckpt.store.base import open_store
+from tests.keeper.driver import Process, committed, eventually, kill_keeper, ledger, runtime_of
+from tests.keeper.fake import FakeTrainer, keeper_pid
+from tests.keeper.test_keeper_constants import attached, files, named, saved
+from tests.memory.mounts import small_tmpfs
+
+MIB = 1 << 20
+
+
+def sharing(run: Path, base: Path, **options: object) -> FakeTrainer:
+    trainer = attached(run, base, **options)
+    trainer.share()
+    return trainer
+
+
+def regions(folder: RuntimeFolder) -> list[str]:
+    """Names of the constants regions that are in memory."""
+    return [name for name in folder.names() if name.startswith("constants-")]
+
+
+def held_memfds(pid: int, start: str) -> int:
+    """How many memfds whose name begins so a process holds."""
+    links = {os.readlink(each.path) for each in os.scandir(f"/proc/{pid}/fd")}
+    return sum(link.startswith(f"/memfd:{start}") for link in links)
+
+
+def swept(folder: RuntimeFolder) -> None:
+    """Wait until the keeper has let go of all that it can: it removes locks of dead trainers more seldom."""
+    lock = Path(folder.path) / "trainer-00000-0-00000000.lock"
+    for _ in range(2):
+        lock.touch(mode=0o600)
+        eventually(lambda: not lock.exists())
+
+
+def process(run: Path, base: Path, *, share: bool = True) -> Process:
+    """A trainer that may be killed, with slots and, if wanted, a region."""
+    trainer = Process(run, base, constants_kib=64, keep=20)
+    trainer.do("start", None, 0, None)
+    trainer.do("slots", 3, 2)
+    if share:
+        trainer.do("share")
+    return trainer
+
+
+def test_the_shard_is_written_once_whatever_step_names_the_region(tmp_path: Path, runtime: Path) -> None:
+    trainer = sharing(tmp_path / "run", runtime)
+    for step in range(1, 6):
+        saved(trainer, step)
+    [file] = files(trainer)
+    sizes = [line["num_bytes"] for line in ledger(trainer.run) if line["event"] == "persist"]
+    own = trainer.layout.num_bytes
+    assert sizes == [own + file.stat().st_size, own, own, own, own]
+    assert {named(trainer.run, step).shard.file for step in range(1, 6)} == {file.name}
+    assert committed(trainer.run) == [1, 2, 3, 4, 5]
+    assert verify(open_store(str(trainer.run))).ok
+    trainer.end()
+
+
+def test_steps_from_before_and_after_the_region_name_one_shard(tmp_path: Path, runtime: Path) -> None:
+    """The way of each slot holding its own, and the way of a region, give the same file."""
+    trainer = attached(tmp_path / "run", runtime)
+    saved(trainer, 1)
+    trainer.share()
+    saved(trainer, 2)
+    [file] = files(trainer)
+    assert named(trainer.run, 1) == named(trainer.run, 2)
+    assert committed(trainer.run) == [1, 2]
+    assert file.stat().st_nlink == 1
+    trainer.end()
+
+
+def test_the_next_attempt_goes_on_with_the_region_and_links_the_shard(tmp_path: Path, runtime: Path) -> None:
+    run = tmp_path / "run"
+    first = process(run, runtime)
+    folder = runtime_of(run, runtime)
+    first.do("snapshot", 1, True)
+    first.do("committed", 1)
+    slot, _ = first.do("snapshot", 2, False)
+    [name] = regions(folder)
+    first.kill()
+    second = FakeTrainer(run, runtime, constants_kib=64, keep=20)
+    assert 2 in [step for _, step in second.survivors()]
+    grants = second.client.surviving()
+    assert [grant.name for grant in grants if grant.holds_constants] == [name]
+    close_all([grant.descriptor for grant in grants])
+    second.start(AttemptName.parse(first.attempt), 2, slot)
+    assert second.keep_region(name) == name
+    second.take_slots()
+    for step in (3, 4, 5, 6):
+        saved(second, step)
+    # No snapshot in memory is the first attempt's any more: the region is the second's now.
+    assert regions(folder) == [name]
+    [old] = run.glob(f"attempts/{first.attempt}/constants-*")
+    [new] = files(second)
+    assert new.stat().st_ino == old.stat().st_ino
+    assert committed(run) == [1, 2, 3, 4, 5, 6]
+    written = [line["num_bytes"] for line in ledger(run) if line["event"] == "persist"]
+    assert max(written[1:]) == second.layout.num_bytes
+    second.end()
+    eventually(lambda: keeper_pid(folder) is None)
+    assert not os.path.exists(folder.path)
+
+
+def test_a_region_that_an_attempt_took_over_is_its_own(tmp_path: Path, runtime: Path) -> None:
+    """Its first snapshots hold their constants themselves, and settle what the attempt before left."""
+    run = tmp_path / "run"
+    first = process(run, runtime)
+    folder = runtime_of(run, runtime)
+    first.do("snapshot", 1, True)
+    first.do("committed", 1)
+    [name] = regions(folder)
+    first.kill()
+    second = FakeTrainer(run, runtime, constants_kib=64, keep=20)
+    second.start(AttemptName.parse(first.attempt), 1)
+    second.keep_region(name)
+    shared, second.image = second.image, type(second.image)(second.layout, second.image.constants)
+    second.take_slots()
+    for step in (2, 3, 4):
+        saved(second, step)
+    assert second.region is not None
+    assert not any(sealed.record.constants_nonce for slot in second.slots if (sealed := slot.sealed()))
+    swept(folder)
+    assert regions(folder) == [name], "nothing names it yet, and its trainer lives"
+    second.image = shared
+    saved(second, 5)
+    assert committed(run) == [1, 2, 3, 4, 5]
+    second.end()
+    eventually(lambda: not os.path.exists(folder.path))
+
+
+def test_a_region_that_is_gone_is_not_granted_by_name(tmp_path: Path, runtime: Path) -> None:
+    trainer = sharing(tmp_path / "run", runtime)
+    with pytest.raises(KeeperError, match="not here any more"):
+        trainer.client.keep_constants("constants-00000-00000000000000ff")
+    with pytest.raises(KeeperError, match="not here any more"):
+        trainer.client.keep_constants(trainer.slots[0].name)
+    saved(trainer, 1)
+    assert committed(trainer.run) == [1]
+    trainer.end()
+
+
+def test_it_stays_while_a_sealed_snapshot_names_it_and_goes_with_the_last(
+    tmp_path: Path, runtime: Path
+) -> None:
+    """Its trainer has let go of it, and goes on with constants that each slot holds itself."""
+    trainer = sharing(tmp_path / "run", runtime)
+    [name] = regions(trainer.folder)
+    for step in (1, 2):
+        saved(trainer, step)
+    assert trainer.region is not None
+    trainer.client.release([name])
+    trainer.region.close()
+    trainer.region, trainer.image = None, type(trainer.image)(trainer.layout, trainer.image.constants)
+    trainer.take_slots()
+    for step in (3, 4, 5):
+        pid = keeper_pid(trainer.folder)
+        assert regions(trainer.folder) == [name], "the snapshot of step 1 or 2 names it"
+        saved(trainer, step)
+        names = [slot.sealed().record.constants_nonce for slot in trainer.slots if slot.sealed()]  # type: ignore[union-attr]
+        if not any(names):
+            break
+    assert not any(names)
+    eventually(lambda: regions(trainer.folder) == [])
+    assert pid is not None
+    assert all(name not in os.readlink(each.path) for each in os.scandir(f"/proc/{pid}/fd"))
+    assert committed(trainer.run)[:2] == [1, 2]
+    trainer.end()
+
+
+def test_it_outlives_its_trainer_for_what_is_still_to_be_persisted(tmp_path: Path, runtime: Path) -> None:
+    run = tmp_path / "run"
+    trainer = process(run, runtime)
+    folder = runtime_of(run, runtime)
+    trainer.do("snapshot", 1, False)
+    trainer.kill()
+    eventually(lambda: committed(run) == [1])
+    assert len(regions(folder)) == 1, "a new attempt may resume from memory"
+    kill_keeper(folder)
+    assert len(regions(folder)) == 1
+
+
+@pytest.mark.parametrize("end", ["closed", "killed"])
+def test_a_region_that_was_never_sealed_goes_with_its_trainer(
+    tmp_path: Path, runtime: Path, end: str
+) -> None:
+    run = tmp_path / "run"
+    trainer = process(run, runtime, share=False)
+    folder = runtime_of(run, runtime)
+    name = trainer.do("ask region")
+    assert regions(folder) == [name]
+    trainer.do("snapshot", 1, True)
+    trainer.do("committed", 1)
+    assert regions(folder) == [name], "its trainer lives and may fill it"
+    if end == "closed":
+        trainer.do("end")
+        trainer.gone()
+    else:
+        trainer.kill()
+    eventually(lambda: not os.path.exists(folder.path) or regions(folder) == [])
+    assert committed(run) == [1]
+
+
+def test_a_region_that_its_trainer_died_writing_goes(tmp_path: Path, runtime: Path) -> None:
+    run = tmp_path / "run"
+    trainer = process(run, runtime, share=False)
+    folder = runtime_of(run, runtime)
+    trainer.do("snapshot", 1, False)
+    trainer.do("begin region")
+    [name] = regions(folder)
+    with open(Path(folder.path) / name, "rb") as file:
+        file.seek(256)
+        assert file.read(1)[0] == State.WRITING
+    trainer.kill()
+    eventually(lambda: regions(folder) == [])
+    eventually(lambda: committed(run) == [1])
+
+
+def test_a_new_keeper_has_the_named_region_again(tmp_path: Path, runtime: Path) -> None:
+    trainer = sharing(tmp_path / "run", runtime)
+    [name] = regions(trainer.folder)
+    kill_keeper(trainer.folder)
+    trainer.snapshot(1, persist=True)
+    assert trainer.client.tend()
+    trainer.wait_committed(1)
+    assert regions(trainer.folder) == [name]
+    assert committed(trainer.run) == [1]
+    assert len(files(trainer)) == 1
+    trainer.end()
+
+
+def test_a_new_keeper_keeps_a_region_that_no_snapshot_names_yet(tmp_path: Path, runtime: Path) -> None:
+    """Asked for by a trainer that lives, and not filled when the keeper dies."""
+    trainer = attached(tmp_path / "run", runtime)
+    grant = trainer.ask_region()
+    os.close(grant.descriptor)
+    kill_keeper(trainer.folder)
+    assert trainer.client.tend()
+    saved(trainer, 1)
+    assert trainer.ask_region().name == grant.name
+    assert regions(trainer.folder) == [grant.name]
+    trainer.end()
+
+
+def test_a_new_keeper_is_handed_a_region_without_a_name(tmp_path: Path, runtime: Path) -> None:
+    with small_tmpfs(MIB) as base:
+        trainer = sharing(tmp_path / "run", base)
+        assert trainer.region_kind == MEMFD
+        assert {grant.kind for grant in trainer.grants} == {MEMFD}
+        assert regions(trainer.folder) == []
+        before = kill_keeper(trainer.folder)
+        trainer.snapshot(1, persist=True)
+        assert trainer.client.tend()
+        trainer.wait_committed(1)
+        pid = keeper_pid(trainer.folder)
+        assert pid not in (None, before)
+        assert held_memfds(pid, "constants-") == 1  # type: ignore[arg-type]
+        assert committed(trainer.run) == [1]
+        assert len(files(trainer)) == 1
+        trainer.end()
+        eventually(lambda: keeper_pid(trainer.folder) is None)
+
+
+def test_a_region_without_a_name_is_let_go_by_a_keeper_when_none_names_it(
+    tmp_path: Path, runtime: Path
+) -> None:
+    with small_tmpfs(MIB) as base:
+        trainer = attached(tmp_path / "run", base)
+        grant = trainer.ask_region()
+        os.close(grant.descriptor)
+        pid = keeper_pid(trainer.folder)
+        assert pid is not None
+        assert held_memfds(pid, "constants-") == 1
+        trainer.client.release([grant.name])
+        eventually(lambda: held_memfds(pid, "constants-") == 0)
+        assert held_memfds(os.getpid(), "constants-") == 0
+        saved(trainer, 1)
+        assert committed(trainer.run) == [1]
+        trainer.end()
+        eventually(lambda: keeper_pid(trainer.folder) is None)
+
+
+def test_what_both_left_with_a_named_region_is_persisted_whole(tmp_path: Path, runtime: Path) -> None:
+    run = tmp_path / "run"
+    first = process(run, runtime)
+    folder = runtime_of(run, runtime)
+    pid = keeper_pid(folder)
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    slot, _ = first.do("snapshot", 1, False)
+    [name] = regions(folder)
+    first.kill()
+    kill_keeper(folder)
+    second = FakeTrainer(run, runtime, constants_kib=64, keep=20)
+    eventually(lambda: committed(run) == [1])
+    assert len(list(run.glob(f"attempts/{first.attempt}/constants-*"))) == 1
+    assert second.survivors() == [(slot, 1)]
+    second.start(AttemptName.parse(first.attempt), 1, slot)
+    second.keep_region(name)
+    second.take_slots()
+    saved(second, 2)
+    assert committed(run) == [1, 2]
+    assert verify(open_store(str(run))).ok
+    second.end()
+
+
+def test_no_region_without_a_name_where_slots_have_one(tmp_path: Path, runtime: Path) -> None:
+    """A snapshot in a slot that outlives all processes must not need what does not."""
+    with small_tmpfs(5 * MIB + MIB // 2) as base:
+        trainer = attached(tmp_path / "run", base, constants_kib=1 << 10)
+        assert {grant.kind for grant in trainer.grants} == {NAMED}
+        for _ in range(2):
+            with pytest.raises(KeeperError, match="where the slots are"):
+                trainer.ask_region()
+        pid = keeper_pid(trainer.folder)
+        assert pid is not None
+        assert held_memfds(pid, "constants-") == 0
+        assert regions(trainer.folder) == []
+        saved(trainer, 1)
+        assert committed(trainer.run) == [1]
+        trainer.end()
+        eventually(lambda: keeper_pid(trainer.folder) is None)
+
+
+def test_smaller_slots_take_the_place_of_those_that_held_constants(tmp_path: Path, runtime: Path) -> None:
+    trainer = attached(tmp_path / "run", runtime, constants_kib=1 << 10)
+    old = {slot.name: slot.fixed.num_bytes for slot in trainer.slots}
+    saved(trainer, 1)
+    trainer.share()
+    saved(trainer, 2)
+    trainer.shrink()
+    assert not old.keys() & {slot.name for slot in trainer.slots}
+    assert max(slot.fixed.num_bytes for slot in trainer.slots) < min(old.values()) - MIB
+    saved(trainer, 3)
+    eventually(lambda: not old.keys() & set(trainer.folder.names()))
+    assert len(regions(trainer.folder)) == 1
+    trainer.shrink()
+    assert committed(trainer.run) == [1, 2, 3]
+    trainer.end()

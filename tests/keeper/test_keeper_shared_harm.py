@@ -1,0 +1,260 @@
+"""A region of constants that is damaged, gone or another one: nothing wrong is committed, and it is said."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from flashckpt.commit.verification import verify
+from flashckpt.format.names import AttemptName
+from flashckpt.keeper.drain import Drain, Order, Result
+from flashckpt.memory.page import State
+from flashckpt.memory.runtime import RuntimeFolder
+from flashckpt.memory.slot import Slot
+from flashckpt.store.base import open_store
+from tests.keeper.driver import Process, committed, eventually, kill_keeper, ledger, runtime_of
+from tests.keeper.fake import FakeTrainer, constants_for, content, keeper_pid
+from tests.keeper.region import write_constants
+from tests.keeper.test_keeper_constants import alone as alone
+from tests.keeper.test_keeper_constants import files, named, saved
+from tests.keeper.test_keeper_shared import process, regions, sharing
+
+
+def flip(path: Path) -> None:
+    """Flip one bit of base.weight in a region."""
+    region = Slot.open(os.open(path, os.O_RDWR), map_image=True)
+    layout = constants_for(64)
+    assert layout is not None
+    region.image_view[layout.data_start + 1000] ^= 4
+    region.close()
+
+
+def flip_of(trainer: FakeTrainer) -> None:
+    [name] = regions(trainer.folder)
+    flip(Path(trainer.folder.path) / name)
+
+
+def last_error(run: Path) -> str:
+    errors = [line for line in ledger(run) if line["event"] == "error"]
+    return str(errors[-1]["message"]) if errors else ""
+
+
+def left(run: Path, base: Path, *, committed_steps: tuple[int, ...] = ()) -> tuple[str, str, RuntimeFolder]:
+    """Both are killed with step 7 in memory and nowhere else. Returns its attempt and its slot's name."""
+    first, folder = process(run, base), runtime_of(run, base)
+    for step in committed_steps:
+        first.do("snapshot", step, True)
+        first.do("committed", step)
+    pid = keeper_pid(folder)
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    slot, _ = first.do("snapshot", 7, False)
+    first.kill()
+    kill_keeper(folder)
+    return first.attempt, slot, folder
+
+
+def test_a_flipped_byte_is_never_written(tmp_path: Path, runtime: Path) -> None:
+    trainer = sharing(tmp_path / "run", runtime)
+    flip_of(trainer)
+    slot, generation = trainer.snapshot(1, persist=True)
+    eventually(lambda: slot.torn[0] == generation)
+    [line] = [line for line in ledger(trainer.run) if line["event"] == "torn"]
+    assert line["leaves"] == ["base.weight"]
+    assert [trainer.image.leaves[index].name for index in slot.torn[1]] == ["base.weight"]
+    assert slot.state().state is State.FREE
+    assert files(trainer) == []
+    assert not list(trainer.run.glob("steps/*/*/*"))
+    # With a region that is whole the run goes on.
+    trainer.share()
+    saved(trainer, 2)
+    assert committed(trainer.run) == [2]
+    trainer.end()
+
+
+def test_a_byte_flipped_once_the_shard_stands_stops_no_step(tmp_path: Path, runtime: Path) -> None:
+    """The digests of its boundary are those of the file: what the file holds is what the step had."""
+    trainer = sharing(tmp_path / "run", runtime)
+    saved(trainer, 1)
+    flip_of(trainer)
+    for step in (2, 3):
+        saved(trainer, step)
+    [file] = files(trainer)
+    assert {named(trainer.run, step).shard.file for step in (1, 2, 3)} == {file.name}
+    assert committed(trainer.run) == [1, 2, 3]
+    assert verify(open_store(str(trainer.run))).ok
+    trainer.end()
+
+
+def test_the_audit_of_an_idle_keeper_looks_into_the_region(tmp_path: Path, runtime: Path) -> None:
+    trainer = sharing(tmp_path / "run", runtime)
+    saved(trainer, 1)
+    flip_of(trainer)
+    slot, generation = trainer.snapshot(2)
+    eventually(lambda: slot.torn[0] == generation)
+    [line] = [line for line in ledger(trainer.run) if line["event"] == "torn"]
+    assert line["leaves"] == ["base.weight"]
+    trainer.end()
+
+
+def test_the_audit_of_an_idle_keeper_finds_a_sound_region_sound(tmp_path: Path, runtime: Path) -> None:
+    trainer = sharing(tmp_path / "run", runtime)
+    slot, generation = trainer.snapshot(1)
+    trainer.wait_for(lambda status: status.counts.get("audited"))
+    assert slot.torn == (0, ())
+    assert slot.state().generation == generation
+    assert slot.state().state is State.SEALED
+    trainer.end()
+
+
+def test_a_region_that_is_gone_is_not_needed_where_its_shard_stands(tmp_path: Path, runtime: Path) -> None:
+    run = tmp_path / "run"
+    attempt, _, folder = left(run, runtime, committed_steps=(1,))
+    [name] = regions(folder)
+    os.unlink(Path(folder.path) / name)
+    second = FakeTrainer(run, runtime, constants_kib=64, keep=20)
+    eventually(lambda: committed(run) == [1, 7])
+    assert len(list(run.glob(f"attempts/{attempt}/constants-*"))) == 1
+    assert verify(open_store(str(run))).ok
+    second.end()
+
+
+def test_without_its_region_and_without_a_shard_nothing_is_committed(tmp_path: Path, runtime: Path) -> None:
+    run = tmp_path / "run"
+    attempt, slot, folder = left(run, runtime)
+    [name] = regions(folder)
+    os.unlink(Path(folder.path) / name)
+    second = FakeTrainer(run, runtime, constants_kib=64, keep=20)
+    eventually(lambda: "are not in this node's memory" in last_error(run))
+    pid = keeper_pid(folder)
+    for _ in range(2):
+        # Each asks for one more try.
+        before = second.client.status(awaited=True).to_dict()
+        assert 7 in before["waiting"]
+    assert second.survivors() == [(slot, 7)], "the snapshot is not freed: a later region or shard may help"
+    assert committed(run) == []
+    assert not list(run.glob("steps/*/*/*"))
+    assert not list(run.glob("attempts/*/constants-*"))
+    # The next attempt begins anew, and the keeper is the same one.
+    second.start(AttemptName.parse(attempt), 0)
+    second.take_slots()
+    saved(second, 1)
+    assert keeper_pid(folder) == pid
+    assert committed(run) == [1]
+    second.end()
+    eventually(lambda: keeper_pid(folder) is None)
+
+
+def test_other_constants_under_the_name_are_refused(tmp_path: Path, runtime: Path) -> None:
+    """The same leaves at the same places, other bytes: sound in itself, and not what the snapshot had."""
+    run = tmp_path / "run"
+    attempt, slot, folder = left(run, runtime)
+    [name] = regions(folder)
+    region = Slot.open(os.open(Path(folder.path) / name, os.O_RDWR), map_image=True)
+    layout = constants_for(64)
+    assert layout is not None
+    assert region.free(region.state())
+    data = [content(leaf, 0)[::-1] for leaf in layout.leaves]
+    write_constants(region, 1, AttemptName.parse(attempt), layout, data)  # type: ignore[arg-type]
+    region.close()
+    second = FakeTrainer(run, runtime, constants_kib=64, keep=20)
+    [line] = eventually(lambda: [line for line in ledger(run) if line["event"] == "torn"])
+    assert line["leaves"] == [leaf.name for leaf in layout.leaves]
+    assert line["slot"] == slot
+    assert committed(run) == []
+    assert not list(run.glob("attempts/*/constants-*"))
+    # Nothing names it now, and who had it is dead.
+    eventually(lambda: regions(folder) == [])
+    second.end()
+
+
+def order(trainer: FakeTrainer, step: int, constants: Slot | None) -> Order:
+    slot, generation = trainer.snapshot(step)
+    return Order(slot=slot, generation=generation, owner=trainer.owners[slot.name], constants=constants)
+
+
+def test_a_header_that_is_none_is_never_written(alone: FakeTrainer) -> None:
+    wake(alone)
+    alone.share()
+    region = alone.region
+    assert region is not None
+    region.image_view[20] ^= 1
+    stop(alone)
+    outcome = Drain(alone.store, "0123abcd").persist(order(alone, 1, region))
+    assert outcome.result is Result.TORN
+    assert files(alone) == []
+
+
+def test_a_region_that_is_not_sealed_is_not_read(alone: FakeTrainer) -> None:
+    """Its bytes may be right by chance; who wrote them has not said that they are."""
+    wake(alone)
+    alone.share()
+    region = alone.region
+    assert region is not None
+    stop(alone)
+    asked = order(alone, 1, region)
+    word = region.state()
+    assert region.free(word)
+    outcome = Drain(alone.store, "0123abcd").persist(asked)
+    assert outcome.result is Result.TORN
+    assert [name for _, name in outcome.leaves] == ["base.weight", "base.scale"]
+    assert files(alone) == []
+    alone.region = None
+    region.close()
+
+
+def stop(trainer: FakeTrainer) -> None:
+    pid = keeper_pid(trainer.folder)
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+
+
+def wake(trainer: FakeTrainer) -> None:
+    pid = keeper_pid(trainer.folder)
+    assert pid is not None
+    os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("damage", ["page", "record", "metadata"])
+def test_a_damaged_region_costs_what_names_it_and_no_keeper(
+    tmp_path: Path, runtime: Path, damage: str
+) -> None:
+    run = tmp_path / "run"
+    _, slot, folder = left(run, runtime)
+    [name] = regions(folder)
+    with open(Path(folder.path) / name, "r+b") as file:
+        file.seek({"page": 40, "record": 800, "metadata": 4096 + 70}[damage])
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+    second = FakeTrainer(run, runtime, constants_kib=64, keep=20)
+    if damage == "page":
+        # No region of ours any more: left where it is, as if there were none.
+        eventually(lambda: "are not in this node's memory" in last_error(run))
+        assert regions(folder) == [name]
+    else:
+        [line] = eventually(lambda: [line for line in ledger(run) if line["event"] == "torn"])
+        assert line["leaves"] == ["base.weight", "base.scale"]
+    pid = keeper_pid(folder)
+    second.start()
+    second.take_slots()
+    saved(second, 8)
+    assert committed(run) == [8]
+    assert keeper_pid(folder) == pid
+    second.end()
+
+
+def test_no_keeper_waits_for_ever_for_a_region_that_is_gone(tmp_path: Path, runtime: Path) -> None:
+    run = tmp_path / "run"
+    _, slot, folder = left(run, runtime)
+    [name] = regions(folder)
+    os.unlink(Path(folder.path) / name)
+    second = Process(run, runtime, constants_kib=64, linger_s=0.1)
+    eventually(lambda: "are not in this node's memory" in last_error(run))
+    second.kill()
+    eventually(lambda: keeper_pid(folder) is None)
+    assert slot in folder.names(), "it is not for a keeper to say that nobody has the region"
+    assert committed(run) == []

@@ -1,0 +1,251 @@
+"""Slots whose constants stand in a region of their own: to the byte, of every version, and refused if not."""
+
+from __future__ import annotations
+
+import os
+import struct
+from array import array
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from flashckpt import _native
+from flashckpt.errors import DamagedError, FormatError, KeeperError
+from flashckpt.format import metadata
+from flashckpt.format.layout import Layout, Leaf
+from flashckpt.format.metadata import Metadata
+from flashckpt.format.names import AttemptName
+from flashckpt.memory import page, region
+from flashckpt.memory.page import Fixed, Record, State
+from flashckpt.memory.sealing import seal
+from flashckpt.memory.shared import holds_constants_of
+from flashckpt.memory.slot import Slot
+from tests.keeper.region import write_constants
+from tests.memory.test_slot import IDENTITY, LAYOUT, VALUES, fill, flip, make
+
+NONCE = 0xAB54A98CEB1F0AD2
+CONSTANTS = Layout.of([Leaf(name="z", dtype="int64", shape=(2,)), Leaf(name="y", dtype="uint8", shape=(9,))])
+DATA = [bytes(range(leaf.num_bytes)) for leaf in CONSTANTS.leaves]
+ATTEMPT = AttemptName(1, "00000007")
+
+
+def make_region(nonce: int = NONCE) -> Slot:
+    descriptor = os.memfd_create("constants")
+    os.ftruncate(descriptor, 4 * 4096)
+    Slot.format(
+        descriptor, identity=IDENTITY, rank=0, index=0, nonce=nonce, metadata_capacity=4096,
+        image_capacity=8192, holds_constants=True,
+    )  # fmt: skip
+    return Slot.open(descriptor, map_image=True, identity=IDENTITY)
+
+
+def fill_shared(slot: Slot, digests: array[int] | None = None, **changes: int) -> int:
+    """Seal a snapshot that names a region; `changes` are to its record. Its generation."""
+    generation = slot.begin(1)
+    assert generation is not None
+    plan, fixed = metadata.plan_bytes(LAYOUT), metadata.plan_bytes(CONSTANTS)
+    table = array("Q", [1, 2]) + (digests or array("Q", [3, 4]))
+    sizes = len(plan), len(table), len(VALUES), len(fixed)
+    places = metadata.geometry(*sizes)
+    metadata.write(slot.metadata_view, plan, table, VALUES, fixed)
+    slot.metadata_view[:64] = metadata.header(*sizes, shared=True)
+    record = Record(
+        attempt_number=1, attempt_nonce=7, step=5, generation=generation, plan_id=3, plan_bytes=len(plan),
+        table_count=len(table), values_bytes=len(VALUES), metadata_bytes=places.num_bytes,
+        image_bytes=LAYOUT.num_bytes, data_start=LAYOUT.data_start, captured_ns=5,
+        constants_bytes=CONSTANTS.num_bytes, constants_nonce=NONCE,
+    )  # fmt: skip
+    slot.write_record(replace(record, **changes))
+    assert seal(slot, 1, generation, places, len(table)) == ""
+    return generation
+
+
+@pytest.fixture
+def slot() -> Iterator[Slot]:
+    made = make()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def filled() -> Iterator[Slot]:
+    """A region that is sealed with DATA."""
+    made = make_region()
+    write_constants(made, 1, ATTEMPT, CONSTANTS, DATA)
+    yield made
+    made.close()
+
+
+def digests_of(held: Slot) -> array[int]:
+    sealed = held.sealed()
+    assert sealed is not None
+    return held.metadata(sealed).digests
+
+
+def found_in(slot: Slot) -> Metadata:
+    sealed = slot.sealed()
+    assert sealed is not None
+    return slot.metadata(sealed)
+
+
+def fixed_bytes(magic: bytes, version: int) -> bytes:
+    """The first 256 bytes of a region as they have always been written, by hand."""
+    fields = struct.pack(
+        "<8sIII4x16sQQQQQQ", magic, version, 3, 7, IDENTITY, NONCE, 4 * 4096, 4096, 4096, 8192, 8192
+    ).ljust(240, b"\0")
+    return fields + _native.xxh3_128(fields)
+
+
+@pytest.mark.parametrize(("version", "may_share"), [(1, False), (2, True)])
+def test_a_page_of_every_version_is_read_and_says_whether_it_may_share(version: int, may_share: bool) -> None:
+    data = fixed_bytes(b"FLCKSLOT", version)
+    fixed = Fixed.unpacked(data)
+    assert fixed.may_share is may_share
+    assert (fixed.holds_constants, fixed.name) == (False, f"slot-00007-3-{NONCE:016x}")
+    assert fixed.packed() == data, "what is read is not made another version"
+
+
+def test_a_page_of_now_is_the_newest_version() -> None:
+    fixed = Fixed(
+        index=3, rank=7, identity=IDENTITY, nonce=NONCE, metadata_capacity=4096, image_capacity=8192
+    )
+    assert fixed.packed() == fixed_bytes(b"FLCKSLOT", 2)
+    assert replace(fixed, holds_constants=True).packed() == fixed_bytes(b"FLCKCNST", 2)
+
+
+def test_a_region_of_constants_is_told_by_its_magic() -> None:
+    fixed = Fixed.unpacked(fixed_bytes(b"FLCKCNST", 2))
+    assert fixed.holds_constants
+    assert fixed.name == f"constants-00007-{NONCE:016x}"
+    assert region.is_region_name(fixed.name)
+    assert not region.is_region_name(fixed.name[:-1])
+    with pytest.raises(DamagedError, match="does not begin as a slot"):
+        Fixed.unpacked(fixed_bytes(b"FLCKCONS", 2))
+
+
+@pytest.mark.parametrize("version", [0, 3, 1 << 31])
+@pytest.mark.parametrize("magic", [b"FLCKSLOT", b"FLCKCNST"])
+def test_other_versions_are_left(magic: bytes, version: int) -> None:
+    with pytest.raises(FormatError, match="It was left"):
+        Fixed.unpacked(fixed_bytes(magic, version))
+
+
+def test_a_slot_of_the_first_version_is_opened_written_and_read(slot: Slot) -> None:
+    os.pwrite(slot.descriptor, replace(slot.fixed, version=1).packed(), 0)
+    old = Slot.open(os.dup(slot.descriptor), map_image=True, identity=IDENTITY)
+    assert not old.fixed.may_share
+    fill(old, 5)
+    assert found_in(old).layout == LAYOUT
+    old.close()
+
+
+def test_a_region_of_another_run_is_refused() -> None:
+    made = make_region()
+    with pytest.raises(KeeperError):
+        Slot.open(made.descriptor, map_image=False, identity=bytes(16))
+    made.close()
+
+
+def test_the_nonce_stands_behind_the_constants_of_the_record() -> None:
+    names = [name for name in Record.__dataclass_fields__ if not name.startswith("constants")]
+    record = Record(**dict.fromkeys(names, 0), constants_start=1, constants_bytes=2, constants_nonce=NONCE)
+    packed = record.packed()
+    assert packed[104:128] == struct.pack("<3Q", 1, 2, NONCE)
+    assert packed[128:] == bytes(96)
+
+
+@pytest.mark.parametrize(
+    ("start", "num_bytes", "nonce", "fits"),
+    [
+        (0, 4096, 1, True), (0, 1 << 40, 1, True), (0, 4096, (1 << 64) - 1, True),
+        (0, 0, 1, False), (8192, 4096, 1, False), (4096, 4096, 1, False), (0, 4096, 0, False),
+    ],
+)  # fmt: skip
+def test_constants_elsewhere_have_no_start_and_take_no_room(
+    start: int, num_bytes: int, nonce: int, fits: bool
+) -> None:
+    names = [name for name in Record.__dataclass_fields__ if not name.startswith("constants")]
+    fields = dict.fromkeys(names, 0) | {"image_bytes": 5000, "metadata_bytes": 4096}
+    record = Record(**fields, constants_start=start, constants_bytes=num_bytes, constants_nonce=nonce)
+    assert record.fits(4096, 8192) is fits
+    assert not record.fits(4096, 4999)
+    assert not record.fits(4095, 8192)
+    sealed = bytes(16) + record.packed()
+    assert Record.unpacked(sealed + _native.xxh3_128(sealed)) == record
+
+
+def test_metadata_of_the_third_version_comes_back(slot: Slot) -> None:
+    fill_shared(slot)
+    assert slot.metadata_view[8] == 3
+    found = found_in(slot)
+    assert (found.shared, found.constants, list(found.constants_digests)) == (True, CONSTANTS, [3, 4])
+    assert found.leaves == LAYOUT.leaves + CONSTANTS.leaves
+    assert (found.image.constants_start, found.image.num_bytes) == (0, LAYOUT.num_bytes)
+    first, own = CONSTANTS.data_start, len(LAYOUT.leaves)
+    assert found.image.starts()[own:] == [first + leaf.offset for leaf in CONSTANTS.leaves]
+
+
+def test_metadata_of_the_third_version_has_constants(slot: Slot) -> None:
+    fill(slot, 5)
+    block = bytearray(slot.metadata_view[:4096])
+    block[8] = 3
+    with pytest.raises(DamagedError, match="contradict"):
+        Metadata.unpack(block)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"constants_nonce": 0, "constants_start": 4096},
+        {"constants_nonce": 0, "constants_bytes": 0},
+        {"constants_bytes": 1},
+        {"constants_start": 4096},
+        {"constants_bytes": 0},
+        {"constants_nonce": 0},
+    ],
+)
+def test_a_record_that_contradicts_its_metadata_is_refused(slot: Slot, changes: dict[str, int]) -> None:
+    fill_shared(slot, **changes)
+    with pytest.raises(DamagedError, match="contradicts"):
+        found_in(slot)
+
+
+def test_metadata_of_the_second_version_under_a_record_with_a_nonce_is_refused(slot: Slot) -> None:
+    """The same lengths, and the constants would be looked for in the slot, which has none."""
+    generation = fill_shared(slot)
+    slot.metadata_view[8] = 2
+    word = slot.state()
+    assert (word.state, word.generation) == (State.SEALED, generation)
+    start, end = page.RECORD_OFFSET, page.RECORD_OFFSET + page.RECORD_FIELDS_END
+    record = slot.sealed()
+    assert record is not None
+    checksum = _native.xxh3_128(bytes(slot.metadata_view[: record.record.metadata_bytes]))
+    os.pwrite(slot.descriptor, checksum, start)
+    os.pwrite(slot.descriptor, _native.xxh3_128(os.pread(slot.descriptor, end - start, start)), end)
+    with pytest.raises(DamagedError, match="contradicts its record"):
+        found_in(slot)
+
+
+def test_a_region_is_a_snapshots_own_by_plan_and_digests(slot: Slot, filled: Slot) -> None:
+    fill_shared(slot, digests_of(filled))
+    found = found_in(slot)
+    assert holds_constants_of(filled, found)
+    for digests in (array("Q", [3, 4]), digests_of(filled)[::-1]):
+        assert not holds_constants_of(filled, replace(found, digests=found.digests[:2] + digests))
+    renamed = Layout.of([replace(leaf, name=leaf.name * 2) for leaf in CONSTANTS.leaves])
+    retyped = Layout.of([replace(leaf, dtype="int8", shape=(leaf.num_bytes,)) for leaf in CONSTANTS.leaves])
+    for other in (renamed, retyped, Layout.of(CONSTANTS.leaves[:1]), None):
+        assert not holds_constants_of(filled, replace(found, constants=other))
+
+
+def test_a_region_that_is_not_sealed_or_damaged_is_nobodys(slot: Slot, filled: Slot) -> None:
+    fill_shared(slot, digests_of(filled))
+    found = found_in(slot)
+    for offset in (page.RECORD_OFFSET + 30, 4096 + 70):
+        flip(filled, offset)
+        assert not holds_constants_of(filled, found)
+        flip(filled, offset)
+    assert holds_constants_of(filled, found)
+    assert filled.free(filled.state())
+    assert not holds_constants_of(filled, found)

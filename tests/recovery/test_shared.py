@@ -1,0 +1,164 @@
+"""Constants that slots shared, after trainer and keeper were killed: saved whole, or said, and let go."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from flashckpt.commit.verification import verify
+from flashckpt.recovery.report import Report
+from flashckpt.store.base import open_store
+from tests.contracts.test_recover_contract import shell
+from tests.keeper.driver import committed, ledger
+from tests.keeper.test_keeper_shared import regions
+from tests.keeper.test_keeper_shared_harm import flip
+from tests.recovery.scene import Crash, recovered, rows, whole_tree
+
+
+def shared(run: Path, runtime: Path, *commits: int) -> Crash:
+    crash = Crash(run, runtime, constants_kib=64, keep=20).slots()
+    crash.trainer.do("share")
+    return crash.commit(*commits)
+
+
+def region_of(crash: Crash) -> Path:
+    [name] = regions(crash.folder)
+    return Path(crash.folder.path) / name
+
+
+def details(report: Report) -> list[str]:
+    return [each.detail for each in report.findings if each.kind.value == "snapshot"]
+
+
+@pytest.mark.parametrize("discard", [False, True])
+def test_it_is_saved_whole_and_the_region_goes(tmp_path: Path, runtime: Path, discard: bool) -> None:
+    run = tmp_path / "run"
+    crash = shared(run, runtime)
+    crash.seal(2, 3)
+    crash.both_killed()
+    before = whole_tree(run, runtime)
+    said = recovered(run, dry_run=True, discard=discard)
+    assert whole_tree(run, runtime) == before
+    done = recovered(run, discard=discard)
+    assert rows(said) == rows(done) == [("snapshot", "committed", 3), ("snapshot", "dropped", 2)]
+    assert committed(run) == [3]
+    assert len(list(run.glob("attempts/*/constants-*"))) == 1
+    assert verify(open_store(str(run))).ok
+    assert not os.path.exists(crash.folder.path), "nothing is left in memory, not even the folder"
+    assert rows(recovered(run)) == []
+
+
+def test_what_stands_on_storage_is_not_written_again(tmp_path: Path, runtime: Path) -> None:
+    run = tmp_path / "run"
+    crash = shared(run, runtime, 1)
+    crash.seal(2)
+    crash.both_killed()
+    [file] = run.glob("attempts/*/constants-*")
+    assert ("snapshot", "committed", 2) in rows(recovered(run))
+    assert list(run.glob("attempts/*/constants-*")) == [file]
+    [line] = [line for line in ledger(run) if line["event"] == "persist" and line.get("by") == "recover"]
+    assert line["num_bytes"] < file.stat().st_size + (256 << 10), "the ordinary leaves alone"
+    assert committed(run) == [1, 2]
+
+
+def test_a_flipped_byte_is_named_and_never_written(tmp_path: Path, runtime: Path) -> None:
+    run = tmp_path / "run"
+    crash = shared(run, runtime)
+    crash.seal(2, 3)
+    flip(region_of(crash))
+    crash.both_killed()
+    for report in (recovered(run, dry_run=True), recovered(run)):
+        assert rows(report) == [("snapshot", "torn", 3), ("snapshot", "torn", 2)]
+        assert all("base.weight" in each.detail for each in report.findings)
+        assert "base.scale" not in report.findings[0].detail
+        assert report.damaged
+        assert report.resume is None
+    assert committed(run) == []
+    assert not list(run.glob("attempts/*/constants-*"))
+    assert not os.path.exists(crash.folder.path)
+
+
+@pytest.mark.parametrize("harm", [flip, os.unlink], ids=["flipped", "gone"])
+def test_a_region_is_not_needed_where_its_shard_stands(tmp_path: Path, runtime: Path, harm: object) -> None:
+    run = tmp_path / "run"
+    crash = shared(run, runtime, 1)
+    crash.seal(2)
+    harm(region_of(crash))  # type: ignore[operator]
+    crash.both_killed()
+    said = recovered(run, dry_run=True)
+    done = recovered(run)
+    assert rows(said) == rows(done) == [("snapshot", "committed", 2), ("snapshot", "was committed", 1)]
+    assert committed(run) == [1, 2]
+    assert verify(open_store(str(run))).ok
+    assert not os.path.exists(crash.folder.path)
+
+
+def test_without_region_and_shard_it_stays_until_discarded(tmp_path: Path, runtime: Path) -> None:
+    run = tmp_path / "run"
+    crash = shared(run, runtime)
+    slots = crash.seal(2, 3)
+    region_of(crash).unlink()
+    crash.both_killed()
+    said, done = recovered(run, dry_run=True), recovered(run)
+    assert rows(said) == rows(done) == [("snapshot", "failed", 3), ("snapshot", "kept", 2)]
+    assert details(said) == details(done)
+    assert "not in this node's memory" in details(done)[0]
+    assert done.failed
+    assert done.resume is None
+    assert sorted(crash.regions()) == sorted(slots), "it is not for us to say that nobody has the region"
+    assert committed(run) == []
+    assert not list(run.glob("steps/*/*/*"))
+    said = recovered(run, dry_run=True, discard=True)
+    done = recovered(run, discard=True)
+    assert rows(said) == rows(done) == [("snapshot", "discarded", 3), ("snapshot", "discarded", 2)]
+    assert not os.path.exists(crash.folder.path)
+
+
+def test_a_region_stays_as_long_as_what_could_not_be_saved(small_disk: Path, runtime: Path) -> None:
+    run = small_disk / "run"
+    crash = Crash(run, runtime, kib=1024, constants_kib=64).slots()
+    crash.trainer.do("share")
+    [slot] = crash.seal(2)
+    crash.both_killed()
+    filler, room = small_disk / "filler", os.statvfs(small_disk)
+    filler.write_bytes(bytes(room.f_bavail * room.f_frsize - (256 << 10)))
+    name = region_of(crash).name
+    assert rows(recovered(run), "snapshot") == [("snapshot", "failed", 2)]
+    assert sorted(crash.regions()) == sorted([slot, name])
+    filler.unlink()
+    assert rows(recovered(run)) == [("snapshot", "committed", 2)]
+    assert committed(run) == [2]
+    assert not os.path.exists(crash.folder.path)
+
+
+def test_a_foreign_file_of_that_name_is_told_and_not_touched(tmp_path: Path, runtime: Path) -> None:
+    run = tmp_path / "run"
+    crash = shared(run, runtime)
+    crash.seal(2)
+    crash.both_killed()
+    foreign = Path(crash.folder.path) / "constants-00000-00000000000000aa"
+    foreign.write_bytes(b"of somebody else" * 1000)
+    foreign.chmod(0o600)
+    before = foreign.stat(), foreign.read_bytes()
+    for how in ({"dry_run": True}, {}, {"discard": True}):
+        report = recovered(run, **how)
+        [found] = [each for each in report.findings if each.place == foreign.name]
+        assert (found.outcome.value, found.damage) == ("kept", True)
+    assert (foreign.stat(), foreign.read_bytes()) == before
+    assert crash.regions() == [foreign.name]
+    assert committed(run) == [2]
+    told = shell("recover", run)
+    assert foreign.name in told.stdout
+
+
+def test_a_region_that_nobody_filled_goes(tmp_path: Path, runtime: Path) -> None:
+    run = tmp_path / "run"
+    crash = Crash(run, runtime, constants_kib=64).slots().commit(1)
+    crash.trainer.do("ask region")
+    crash.both_killed()
+    assert len(regions(crash.folder)) == 1
+    said = recovered(run, dry_run=True)
+    assert rows(said) == rows(recovered(run)) == [("snapshot", "was committed", 1)]
+    assert not os.path.exists(crash.folder.path)
