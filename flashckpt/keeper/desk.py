@@ -165,8 +165,8 @@ class Desk:
         if reading:
             fit = self._overwritable(fit, in_need=refusal is not None)
         else:
-            # What the trainer writes already comes first: it must not be asked to change without need. Of what
-            # others left, the smallest that are large enough.
+            # What the trainer writes already comes first: it must not be asked to change without need. Of
+            # what others left, the smallest that are large enough.
             fit.sort(key=lambda held: (held.writer != trainer.lock, held.slot.image_capacity))
         if len(fit) >= count or refusal is not None and len(fit) >= minimum:
             return self._granted(trainer, fit[:count], () if reading else mine)
@@ -218,6 +218,9 @@ class Desk:
             if held not in fit and held.state() is State.FREE and not self._shelf.is_used(held):
                 self._shelf.remove(held)
         rank = trainer.rank
+        # Snapshots in memory that outlives all processes must not name constants that do not.
+        is_bound = any(held.kind == MEMFD for held in self._shelf.constants_of(rank))
+        kind = MEMFD if is_bound else None
         taken = {held.slot.index for held in self._shelf.of_rank(rank)}
         indexes = [index for index in range(len(taken) + count) if index not in taken][:count]
 
@@ -243,7 +246,7 @@ class Desk:
                 self._refusals = {lock: each for lock, each in refusals.items() if lock in living}
 
         self._maker.submit(
-            lambda: self._shelf.make(rank, indexes, metadata_bytes, image_bytes, begun=begun), done
+            lambda: self._shelf.make(rank, indexes, metadata_bytes, image_bytes, begun=begun, kind=kind), done
         )
 
     def _refused(self, refusal: Exception, fit: list[Held], num_bytes: int, minimum: int) -> Exception:

@@ -121,13 +121,15 @@ class Shelf:
         available: Callable[[], int] = room.available_bytes,
         begun: Callable[[int], None] | None = None,
         holds_constants: bool = False,
+        kind: str | None = None,
     ) -> Made:
         """Allocate regions, in a worker thread: nothing of the shelf is touched. See `put`. `begun` is given
-        the descriptor of each region before it is allocated."""
+        the descriptor of each region before it is allocated. `kind`: None takes the one that there is room
+        for."""
         metadata_capacity, image_capacity = round_up(max(metadata_bytes, 1)), round_up(max(image_bytes, 1))
         num_bytes = PAGE + metadata_capacity + image_capacity
         indexes, made = list(indexes), []
-        kind = region.kind_for(self._folder, num_bytes * len(indexes))
+        kind = kind or region.kind_for(self._folder, num_bytes * len(indexes))
         for index in indexes:
             nonce = secrets.randbits(64) or 1
             name = region.region_name(rank, index, nonce)

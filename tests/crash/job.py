@@ -31,8 +31,8 @@ from tests.processes import end, keepers_of
 from tests.waiting import until
 
 LIMIT_S = 120.0
-# Slots of a rank and the larger ones that they are about to replace, one that a resume may have read into beside
-# them; and what slots share: the region that they name, and one that is about to be filled.
+# Slots of a rank and the larger ones that they are about to replace, one that a resume may have read into
+# beside them; and what slots share: the region that they name, and one that is about to be filled.
 MOST_SLOTS, MOST_SHARED = 7, 2
 # The step in flight and the one being copied.
 MOST_LOST = 2

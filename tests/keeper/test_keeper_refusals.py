@@ -22,7 +22,7 @@ from tests.keeper.driver import eventually
 from tests.keeper.fake import FakeTrainer, keeper_pid, open_runtime
 
 HELLO = {
-    "op": "hello", "protocol": 1, "rank": 0, "world": 1, "attempt": "000001-0123abcd",
+    "op": "hello", "protocol": protocol.PROTOCOL, "rank": 0, "world": 1, "attempt": "000001-0123abcd",
     "lock": "trainer-x.lock", "keep_last": 3, "keep_every": 0, "linger_s": 1.0, "environment": {},
 }  # fmt: skip
 
@@ -175,7 +175,7 @@ def test_a_planted_socket_is_refused_and_left_alone(tmp_path: Path, runtime: Pat
 
 def test_a_keeper_of_another_protocol_is_told_so(trainer: FakeTrainer) -> None:
     peer = connected(trainer)
-    peer.send(json.dumps({**HELLO, "protocol": 2}).encode())
+    peer.send(json.dumps({**HELLO, "protocol": protocol.PROTOCOL + 1}).encode())
     told = answer(peer)
     assert told is not None
     assert "two versions" in told["error"]
