@@ -78,6 +78,8 @@ class Shelf:
         self._folder = folder
         self._life = life
         self._held: dict[str, Held] = {}
+        self._lent: tuple[Slot, ...] = ()
+        self._leaving: list[Slot] = []
 
     def __len__(self) -> int:
         return len(self._held)
@@ -297,9 +299,22 @@ class Shelf:
             self._folder.remove(held.slot.name)
         self._forget(held)
 
+    def lend(self, slots: Iterable[Slot]) -> None:
+        """Another thread looks at these: none of them is unmapped under it before `given_back`, though it is
+        removed."""
+        self._lent = tuple(slots)
+
+    def given_back(self) -> None:
+        self._lent, leaving, self._leaving = (), self._leaving, []
+        for slot in leaving:
+            slot.close()
+
     def _forget(self, held: Held) -> None:
         self._held.pop(held.slot.name, None)
-        held.slot.close()
+        if held.slot in self._lent:
+            self._leaving.append(held.slot)
+        else:
+            held.slot.close()
 
     def _lives(self, lock: str) -> bool:
         try:
