@@ -21,7 +21,7 @@ from flashckpt.format import metadata
 from flashckpt.format.layout import Layout, Leaf, SlotImage
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper.client import KeeperClient, SlotGrant, connect_or_start
-from flashckpt.memory.page import Record, State, Word
+from flashckpt.memory.page import Record, State, Word, round_up
 from flashckpt.memory.runtime import (
     LifeLock,
     RuntimeFolder,
@@ -34,6 +34,7 @@ from flashckpt.memory.slot import Slot, digest_table
 from flashckpt.memory.slots import SlotRing
 from flashckpt.options import Keep
 from flashckpt.store.base import open_store
+from tests.keeper.region import write_constants
 
 VALUES = b'{"step":1}'
 
@@ -107,10 +108,15 @@ class FakeTrainer:
         self.slots: list[Slot] = []
         self.grants: list[SlotGrant] = []
         self.owners: dict[str, int] = {}
+        self.region: Slot | None = None
+        self.region_kind = ""
 
     def survivors(self) -> list[tuple[str, int]]:
         found = []
         for grant in self.client.surviving():
+            if grant.holds_constants:
+                os.close(grant.descriptor)
+                continue
             slot = grant.open()
             sealed = slot.sealed()
             assert sealed is not None
@@ -138,6 +144,58 @@ class FakeTrainer:
         self.owners = {grant.name: grant.owner for grant in self.grants}
         self.ring = SlotRing(self.slots)
 
+    def shrink(self) -> None:
+        """Exchange the slots for ones that have room for no more than is written to them."""
+        size, most = metadata.geometry(*self.sizes()).num_bytes, round_up(self.image.num_bytes)
+        while (grants := self.client.ask_slots(3, size, self.image.num_bytes, most_image_bytes=most)) is None:
+            time.sleep(0.005)
+        before, self.grants = self.slots, grants
+        self.slots = [grant.open() for grant in grants]
+        self.owners |= {grant.name: grant.owner for grant in grants}
+        self.ring = SlotRing(self.slots)
+        names = {slot.name for slot in self.slots}
+        self.client.release([slot.name for slot in before if slot.name not in names])
+        for slot in before:
+            slot.close()
+
+    # What all slots share
+
+    def ask_region(self) -> SlotGrant:
+        layout = self.image.constants
+        assert layout is not None
+        size = metadata.geometry(len(metadata.plan_bytes(layout)), len(layout.leaves), len(VALUES)).num_bytes
+        until = time.monotonic() + 30
+        while (grant := self.client.ask_constants(size, layout.num_bytes)) is None:
+            assert time.monotonic() < until, "no region was made"
+            time.sleep(0.005)
+        return grant
+
+    def share(self) -> str:
+        """Fill a region with the constants: snapshots name it from here on. Returns its name."""
+        grant = self.ask_region()
+        region = grant.open()
+        layout = self.image.constants
+        assert layout is not None
+        data = [content(leaf, 0) for leaf in layout.leaves]
+        write_constants(region, grant.owner, self.attempt, layout, data)
+        return self._names(grant, region)
+
+    def keep_region(self, name: str) -> str:
+        """Go on naming a region that survived."""
+        grant = self.client.keep_constants(name)
+        return self._names(grant, grant.open())
+
+    def _names(self, grant: SlotGrant, region: Slot) -> str:
+        self.region, self.region_kind = region, grant.kind
+        self.image = SlotImage(self.layout, self.image.constants, shared=True)
+        return grant.name
+
+    def _shared_digests(self) -> array[int]:
+        assert self.region is not None
+        sealed = self.region.sealed()
+        assert sealed is not None
+        return self.region.metadata(sealed).digests
+
     def write(self, step: int) -> tuple[Slot, int] | None:
         """Fill a slot with a step, sealed nowhere yet."""
         slot = self.ring.take()
@@ -147,28 +205,32 @@ class FakeTrainer:
         if generation is None:
             return None
         layout, constants, leaves = self.layout, self.image.constants, self.image.leaves
-        plan, fixed = self.plans()
+        shared, plan, fixed = self.image.shared, *self.plans()
         places = metadata.geometry(*self.sizes())
         block = bytearray(places.num_bytes)
-        block[:64] = metadata.header(*self.sizes())
+        block[:64] = metadata.header(*self.sizes(), shared=shared)
         block[places.plan : places.plan + len(plan)] = plan
         block[places.constants : places.constants + len(fixed)] = fixed
         block[places.table : places.values] = digest_table(len(leaves)).tobytes()
         block[places.values :] = VALUES
         slot.metadata_view[: len(block)] = block
         slot.image_view[: layout.data_start] = layout.header
-        if constants is not None:
+        if constants is not None and not shared:
             start = self.image.constants_start
             slot.image_view[start : start + constants.data_start] = constants.header
-        data = [bytearray(content(leaf, step)) for leaf in leaves]
+        own = layout.leaves if shared else leaves
+        data = [bytearray(content(leaf, step)) for leaf in own]
         first = slot.image_address
         _native.copy_digest(
             array("Q", [_native.address_of(each) if each else first for each in data]),
-            array("Q", [first + start for start in self.image.starts()]),
-            array("Q", [leaf.num_bytes for leaf in leaves]),
+            array("Q", [first + start for start in self.image.starts()[: len(own)]]),
+            array("Q", [leaf.num_bytes for leaf in own]),
             slot.metadata_address + places.table,
             1,
         )
+        if shared:
+            table = places.table + 8 * len(own)
+            slot.metadata_view[table : places.values] = self._shared_digests().tobytes()
         slot.write_record(
             Record(
                 attempt_number=self.attempt.number,
@@ -184,7 +246,8 @@ class FakeTrainer:
                 data_start=layout.data_start,
                 captured_ns=time.monotonic_ns(),
                 constants_start=self.image.constants_start,
-                constants_bytes=constants.num_bytes if constants is not None else 0,
+                constants_bytes=self.image.constants_bytes,
+                constants_nonce=self.region.fixed.nonce if shared and self.region is not None else 0,
             )
         )
         return slot, generation
@@ -236,6 +299,8 @@ class FakeTrainer:
         self.client.close()
         for slot in self.slots:
             slot.close()
+        if self.region is not None:
+            self.region.close()
         self.sealer.close()
         self.life.release(self.folder)
 
@@ -258,6 +323,12 @@ def main(lines: Iterable[str]) -> None:
             answer = [(grant.name, grant.kind) for grant in trainer.grants]
         elif command == "ask":
             answer = trainer.client.ask_slots(rest[0], 4096, rest[1])
+        elif command == "share":
+            answer = trainer.share()
+        elif command == "ask region":
+            answer = trainer.ask_region().name
+        elif command == "keep region":
+            answer = trainer.keep_region(rest[0])
         elif command == "survivors":
             answer = trainer.survivors()
         elif command == "snapshot":

@@ -1,0 +1,42 @@
+"""A region of constants as a trainer fills it, natively: sealed once, with whatever bytes a test wants."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Sequence
+
+from flashckpt import _native
+from flashckpt.format import metadata
+from flashckpt.format.layout import Layout
+from flashckpt.format.names import AttemptName
+from flashckpt.memory.page import Record
+from flashckpt.memory.sealing import seal
+from flashckpt.memory.slot import Slot
+
+VALUES = b"{}"
+
+
+def write_constants(
+    region: Slot, owner: int, attempt: AttemptName, layout: Layout, data: Sequence[bytes]
+) -> None:
+    """Write and seal a region: the bytes of each leaf, at the place that the layout gives it."""
+    found = [bytearray(each) for each in data]
+    digests = array("Q", [_native.digest(_native.address_of(each), len(each)) for each in found])
+    plan = metadata.plan_bytes(layout)
+    places = metadata.geometry(len(plan), len(digests), len(VALUES))
+    generation = region.begin(owner)
+    assert generation is not None
+    region.image_view[: layout.data_start] = layout.header
+    for leaf, each in zip(layout.leaves, found, strict=True):
+        start = layout.data_start + leaf.offset
+        region.image_view[start : start + len(each)] = each
+    metadata.write(region.metadata_view, plan, digests, VALUES)
+    record = Record(
+        attempt_number=attempt.number, attempt_nonce=int(attempt.nonce, 16), step=0, generation=generation,
+        plan_id=1, plan_bytes=len(plan), table_count=len(digests), values_bytes=len(VALUES),
+        metadata_bytes=places.num_bytes, image_bytes=layout.num_bytes, data_start=layout.data_start,
+        captured_ns=time.monotonic_ns(),
+    )  # fmt: skip
+    region.write_record(record)
+    assert seal(region, owner, generation, places, len(digests)) == ""
