@@ -38,6 +38,8 @@ class Arrangement:
         self._feeders: dict[int, tuple[Device, Mark]] = {}
         self._find_feeders(host)
         self.transfers = [self._transfer(device, ways) for device in _distinct(self._devices)]
+        # Asked at every boundary, and the same as long as this stands.
+        self.copies_constants = self._copies_constants()
         self.captures = 0
         self.names = [leaf.name for leaf in plan.leaves]
         self.candidates = ways.candidates(plan)
@@ -83,7 +85,7 @@ class Arrangement:
         """Those whose bytes are copied into a slot only once."""
         return [index for transfer in self.transfers for index in transfer.constants()]
 
-    def copied_constants(self) -> bool:
+    def _copies_constants(self) -> bool:
         """Whether each capture copies some constants all the same: then no region can hold them for all."""
         return self.host.copied_constants() or any(each.copied_constants() for each in self.transfers)
 

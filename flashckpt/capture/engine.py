@@ -131,12 +131,27 @@ class Capture:
 
     # ---- constants that slots share
 
+    @property
+    def is_planned(self) -> bool:
+        """Whether a plan stands. Between two of them nobody knows what is wanted."""
+        return self._following.current is not None
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether copies of a device are on their way, as far as was seen at the last boundary."""
+        return self._flights.running()
+
+    @property
+    def may_name_shared(self) -> bool:
+        """Whether the next captures may name the region that was taken up with `share`."""
+        return self._targets.shared is not None
+
     def sharing_wanted(self) -> Layout | None:
         """The constants of the plan as it stands, where each slot holds them itself and need not."""
         arrangement = self._following.current
         if arrangement is None or self._targets.ring is None or arrangement.plan.shared is not None:
             return None
-        may_share = self._targets.may_share and not arrangement.copied_constants()
+        may_share = self._targets.may_share and not arrangement.copies_constants
         return arrangement.plan.image.constants if may_share else None
 
     def share(self, shared: Shared) -> None:

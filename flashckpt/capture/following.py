@@ -85,9 +85,21 @@ class Following:
         """A plan of one walk, with the constants left to the region that slots share, where that holds just
         these."""
         constants, shared = self._ways.constants(walk.leaves), self._targets.shared
-        if shared is None or not self._targets.may_share or not self._ways.are_constants(shared.by_name()):
-            shared = None
-        return Plan(walk, constants, shared)
+        if shared is None or not self._targets.may_share:
+            return Plan(walk, constants)
+        held = shared.by_name()
+        if not self._ways.have_constants(held):
+            self._targets.shared = None  # for good: what was no constant once is none any more
+            return Plan(walk, constants)
+        if len(held) == len(constants):
+            return Plan(walk, constants, shared)
+        # More have been found since. Where slots have no room for all of them, they are copied as before:
+        # else nothing would be captured until there are larger slots, for which there may be no memory.
+        plan = Plan(walk, constants)
+        if self._targets.have_room(plan):
+            return plan
+        plan.release()
+        return Plan(walk, frozenset(held), shared)
 
     def gate(self) -> None:
         if self.current is not None:
@@ -115,7 +127,7 @@ class Following:
         plan.note_gradients(self._hooks.used_up)
         self._chosen = self._ground()
         self.current = Arrangement(plan, self._ways, self._hooks.fired, self._room(held), self._threads)
-        if plan.shared is not None and self.current.copied_constants():
+        if plan.shared is not None and self.current.copies_constants:
             # No region holds what has to be made row-major for each snapshot: the slots do.
             self._targets.shared = None
             self._rebuild()

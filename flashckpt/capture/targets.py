@@ -18,6 +18,8 @@ from flashckpt.memory.slots import SlotRing
 # What is no tensor takes so much at least in a slot's metadata: before the first capture nobody has seen it,
 # and slots that are asked for later fit what was asked for then.
 _LEAST_VALUES_BYTES = 1 << 16
+# Smaller slots are worth asking for where they spare this part of one.
+_LEAST_SPARED = 8
 
 
 class Targets:
@@ -76,6 +78,11 @@ class Targets:
         needed = slot_room(plan, max(self._values_bytes, _LEAST_VALUES_BYTES))
         return max(needed[0], self._needed[0]), max(needed[1], self._needed[1])
 
+    def have_room(self, plan: Plan) -> bool:
+        """Whether each slot has room for this plan."""
+        targets = self.by_name.values()
+        return all(target.fits(plan, max(self._values_bytes, _LEAST_VALUES_BYTES)) for target in targets)
+
     def room_to_spare(self, plan: Plan) -> tuple[int, int, int] | None:
         """(metadata, image, most image) bytes of slots for a plan whose constants are shared, where those
         there are still have room for the constants; None else."""
@@ -83,7 +90,11 @@ class Targets:
             return None
         metadata, image = self.room_for(plan)
         most = image + plan.image.constants_bytes // 2
-        is_large = any(slot.image_capacity > most for slot in self.ring.slots)
+        # All of them are made anew for it, beside those there are: not for a few bytes of each.
+        is_large = any(
+            slot.image_capacity > most and slot.image_capacity - image >= slot.image_capacity // _LEAST_SPARED
+            for slot in self.ring.slots
+        )
         return (metadata, image, most) if is_large else None
 
     # ---- what they share

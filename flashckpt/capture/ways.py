@@ -122,9 +122,9 @@ class Ways:
                     self._constants[live.name] = known[live.name]
         return frozenset(self._constants)
 
-    def are_constants(self, digests: Mapping[str, int]) -> bool:
-        """Whether the constants are these leaves, with these digests."""
-        return self._constants == digests
+    def have_constants(self, digests: Mapping[str, int]) -> bool:
+        """Whether these leaves, with these digests, are among the constants."""
+        return self._constants.items() >= digests.items()
 
     def expected(self, names: Iterable[str]) -> list[int]:
         """The digests that made these leaves constants."""

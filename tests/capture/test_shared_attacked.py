@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from flashckpt import _native
-from flashckpt.capture import Capture
 from flashckpt.capture.shared import Shared
 from flashckpt.memory.slots import SlotRing
-from flashckpt.options import Options
 
 from .accelerated import LARGE, Accelerated
 from .conftest import make_slot
-from .content import State
+from .content import newest
+
+SLOT_BYTES = 28 << 20
 
 
 class Shares(Accelerated):
@@ -62,6 +62,14 @@ def digests_of(loop: Accelerated, leaves: object) -> tuple[int, ...]:
 
 
 @pytest.fixture
+def ring() -> Iterator[SlotRing]:
+    slots = [make_slot(i, 1 << 20, SLOT_BYTES) for i in range(3)]
+    yield SlotRing(slots)
+    for slot in slots:
+        slot.close()
+
+
+@pytest.fixture
 def loop(ring: SlotRing, sealer: _native.Sealer) -> Iterator[Shares]:
     loop = Shares(ring, sealer)
     yield loop
@@ -95,4 +103,70 @@ def test_one_that_changed_is_not_taken_for_torn_where_the_keeper_was_faster(loop
     assert ways["model.still"] == "constant"
     assert ways["model.frozen"] not in ("constant", "wait")
     assert not loop.capture._ways.synchronised("model.frozen")
+    assert loop.named() == 0
+
+
+def test_slots_are_not_made_anew_to_spare_a_small_part_of_them(loop: Shares) -> None:
+    for name in ("large", "larger"):
+        loop.add(name, torch.zeros(8 * LARGE))
+    loop.share()
+    assert [slot.image_capacity for slot in loop.ring.slots] == [SLOT_BYTES] * 3
+    assert loop.capture.room_to_spare() is None
+
+
+def test_slots_that_are_mostly_constants_are(loop: Shares) -> None:
+    loop.share()
+    spare = loop.capture.room_to_spare()
+    assert spare is not None
+    assert spare[2] < SLOT_BYTES
+
+
+def test_whether_a_region_could_be_taken_up_is_known_without_waiting(loop: Shares) -> None:
+    loop.share()
+    loop.device.side.hold()
+    loop.iterate()
+    assert loop.capture.is_copying
+    loop.finish()
+    assert not loop.capture.is_copying
+
+
+def test_a_further_constant_is_copied_where_the_slots_are_too_small_for_all(loop: Shares) -> None:
+    """Else nothing would be captured from then on, until there is memory for slots that hold all of them."""
+    loop.share()
+    third = torch.nn.Parameter(torch.randn(LARGE), requires_grad=False)
+    loop.model.register_parameter("third", third)
+    loop.device.adopt(third)
+    large = loop.ring
+    small = SlotRing([make_slot(i, 1 << 20, 7 << 20, nonce=8) for i in range(3)])
+    loop.capture.set_slots(small)
+    loop.ring = small
+    for _ in range(12):
+        assert loop.iterate().captured
+        loop.finish()
+        assert loop.named() == 9
+        assert set(newest(loop.ring).torn) <= {"model.frozen", "model.still"}, "those are elsewhere"
+    assert loop.ways()["model.third"] != "constant"
+    # With room for them all, each slot holds them until another region does.
+    loop.capture.set_slots(large)
+    loop.ring = large
+    for slot in small.slots:
+        slot.close()
+    loop.capture._following.drop()
+    for _ in range(3):
+        assert loop.iterate().captured
+        loop.finish()
+    assert loop.named() == 0
+    layout = loop.capture.sharing_wanted()
+    assert layout is not None
+    assert [leaf.name for leaf in layout.leaves] == ["model.frozen", "model.still", "model.third"]
+
+
+def test_a_region_with_a_constant_that_is_none_any_more_is_not_named_again(loop: Shares) -> None:
+    loop.share()
+    assert loop.capture.may_name_shared
+    loop.kernel(lambda: loop.model.frozen.data.mul_(2))
+    for _ in range(4):
+        loop.iterate()
+        loop.finish()
+    assert not loop.capture.may_name_shared
     assert loop.named() == 0
