@@ -165,10 +165,11 @@ class Boundaries:
     def _ask_for_slots(self, *, ordered: bool = False) -> None:
         """Once the size of the state is known, and again when it has outgrown its slots, or they it."""
         slots, capture = self._attendant.slots, self._capture
-        slots.sharing.want(capture.sharing_wanted())
-        if slots.preparing:
-            return
+        if capture.is_planned:
+            slots.sharing.want(capture.sharing_wanted(), used=capture.may_name_shared)
         wanted = capture.room_wanted(ordered=ordered)
+        if slots.preparing and (wanted is None or not slots.shrinking):
+            return
         if wanted is not None:
             self._attendant.prepare(*wanted)
         elif (spare := capture.room_to_spare()) is not None:
@@ -181,6 +182,7 @@ class Boundaries:
             self._capture.set_slots(*ready)
             slots.taken_up()
         shared = slots.sharing.take_ready()
-        if shared is not None:
+        # It can wait for another boundary, and the loop must not wait for copies.
+        if shared is not None and not self._capture.is_copying:
             self._capture.share(shared)
             slots.sharing.taken_up()

@@ -22,30 +22,41 @@ from flashckpt.memory.sealing import seal
 from flashckpt.memory.slot import Sealed, Slot
 
 _RETRY_S = 60.0
+# Until the next look for a snapshot that has the constants: one may be a long time coming.
+_LOOK_S = 0.25
 _VALUES = b"{}"
 
 Newest = Callable[[], "tuple[Slot, Sealed] | None"]
 
 
 class Sharing:
-    """`newest` gives the newest sealed snapshot in the slots that the trainer writes. `used` is the region
-    that captures name already: that of the snapshot which the run was resumed from."""
+    """`newest` gives the newest sealed snapshot in the slots that the trainer writes, `is_named` whether what
+    is in them may name the region of a nonce. `used` is the region that captures name already: that of the
+    snapshot which the run was resumed from."""
 
-    def __init__(self, session: Session, newest: Newest, used: Shared | None) -> None:
-        self._session, self._newest = session, newest
+    def __init__(
+        self, session: Session, newest: Newest, is_named: Callable[[int], bool], used: Shared | None
+    ) -> None:
+        self._session, self._newest, self._is_named = session, newest, is_named
         self._wanted: Layout | None = None
         self._ready: Shared | None = None
         self._used = used
-        self._outgrown: list[str] = []
+        self._outgrown: list[Shared] = []
         self._region: Slot | None = None
         self._owner = 0
+        self._asked: tuple[int, int] | None = None
+        self._judged: tuple[str, int, Layout] | None = None
         self._retry_s = 0.0
 
     # ---- called by the training thread
 
-    def want(self, layout: Layout | None) -> None:
-        """The constants that each slot holds itself at present, None where there are none or none need be."""
+    def want(self, layout: Layout | None, *, used: bool) -> None:
+        """The constants that each slot holds itself at present, None where there are none or none need be.
+        used: whether captures to come may name the region that was last taken up."""
         self._wanted = layout
+        if not used and self._used is not None:
+            self._outgrown.append(self._used)
+            self._used = None
 
     @property
     def ready(self) -> bool:
@@ -58,7 +69,7 @@ class Sharing:
 
     def taken_up(self) -> None:
         if self._used is not None:
-            self._outgrown.append(self._used.name)
+            self._outgrown.append(self._used)
         self._used, self._ready, self._wanted = self._ready, None, None
 
     # ---- called by the attendant's thread
@@ -70,17 +81,19 @@ class Sharing:
     def tend(self) -> None:
         """Give back what is not named any more, and get on with the region that is wanted. A failure is no
         fault of the run's: each slot goes on holding its constants itself."""
-        while self._outgrown:
-            self._session.keeper.release(self._outgrown[:1])
-            self._outgrown.pop(0)
+        # Until then: what is in a memfd dies with its keeper where this process lets go of it.
+        for each in [each for each in self._outgrown if not self._is_named(each.nonce)]:
+            self._session.keeper.release([each.name])
+            self._outgrown.remove(each)
         layout = self._wanted
-        if layout is None or not self.urgent:
-            return
         try:
-            if self._granted(layout):
+            if layout is None:
+                self._unwanted()
+            elif self.urgent and self._granted(layout):
                 self._ready = self._filled(layout)
+                self._retry_s = time.monotonic() + _LOOK_S
         except (FlashckptError, OSError) as error:
-            self._retry_s = time.monotonic() + _RETRY_S
+            self._asked, self._retry_s = None, time.monotonic() + _RETRY_S
             log.info("each slot goes on holding its own copy of what never changes: %s", error)
 
     def close(self) -> None:
@@ -90,16 +103,26 @@ class Sharing:
         """Whether there is a region that is large enough, mapped."""
         plan = plan_bytes(layout)
         metadata_bytes = geometry(len(plan), len(layout.leaves), len(_VALUES)).num_bytes
-        region = self._region
-        if region is not None and not _has_room(region, metadata_bytes, layout.num_bytes):
-            self._session.keeper.release([region.name])
-            self._let_go()
+        if self._region is not None and not _has_room(self._region, metadata_bytes, layout.num_bytes):
+            self._give_back()
         if self._region is None:
-            grant = self._session.keeper.ask_constants(metadata_bytes, layout.num_bytes)
-            if grant is None:
-                return False
+            # What was asked for before is had first: the keeper makes it, and knows no other who wants it.
+            self._asked = self._asked or (metadata_bytes, layout.num_bytes)
+            self._ask(*self._asked)
+        return self._region is not None and _has_room(self._region, metadata_bytes, layout.num_bytes)
+
+    def _ask(self, metadata_bytes: int, image_bytes: int) -> None:
+        grant = self._session.keeper.ask_constants(metadata_bytes, image_bytes)
+        if grant is not None:
+            self._asked = None
             self._region, self._owner = grant.open(), grant.owner
-        return True
+
+    def _unwanted(self) -> None:
+        """A region that was asked for, and that nothing is to be left to any more."""
+        if self._region is None and self._asked is not None:
+            self._ask(*self._asked)
+        if self._region is not None:
+            self._give_back()
 
     def _filled(self, layout: Layout) -> Shared | None:
         """The region, sealed with the constants of the newest snapshot; None where it has others, or was
@@ -108,6 +131,10 @@ class Sharing:
         if region is None or found is None:
             return None
         slot, sealed = found
+        judged = slot.name, sealed.generation, layout
+        if judged == self._judged:
+            return None
+        self._judged = judged
         try:
             metadata = slot.metadata(sealed)
         except DamagedError:
@@ -116,7 +143,7 @@ class Sharing:
             return None
         generation = region.begin(self._owner)
         if generation is None:
-            self._let_go()  # not ours any more: another one is asked for
+            self._give_back()  # not ours any more: another one is asked for
             return None
         if not _copied(slot, metadata, region):
             region.abandon(self._owner, generation)
@@ -154,6 +181,11 @@ class Sharing:
             )
         )
         return seal(region, self._owner, generation, places, len(digests))
+
+    def _give_back(self) -> None:
+        if self._region is not None:
+            self._session.keeper.release([self._region.name])
+        self._let_go()
 
     def _let_go(self) -> None:
         region, self._region = self._region, None

@@ -19,6 +19,7 @@ from flashckpt.errors import DamagedError, FlashckptError, KeeperError, OutOfRoo
 from flashckpt.events import log
 from flashckpt.format.metadata import Metadata
 from flashckpt.keeper.protocol import close_all
+from flashckpt.memory.page import State
 from flashckpt.memory.slot import Sealed, Slot
 from flashckpt.memory.slots import SlotRing
 from flashckpt.options import Options
@@ -47,7 +48,7 @@ class SlotSupply:
         self.ring: SlotRing | None = None
         self.wanted: tuple[int, int] | None = None
         self.error: FlashckptError | None = None
-        self.sharing = Sharing(session, self._newest_sealed, shared)
+        self.sharing = Sharing(session, self._newest_sealed, self._name, shared)
         self._most: int | None = None
         self._too_small: tuple[int, int, int] | None = None
         # Held for the moment in which ready slots change hands, never while anything is asked.
@@ -70,6 +71,11 @@ class SlotSupply:
     def preparing(self) -> bool:
         """Whether slots were asked for that the capture does not have yet."""
         return self.wanted is not None or self._ready is not None
+
+    @property
+    def shrinking(self) -> bool:
+        """Whether what was asked for and is not ready is to take the place of larger ones."""
+        return self.wanted is not None and self._most is not None
 
     @property
     def ready(self) -> bool:
@@ -136,6 +142,17 @@ class SlotSupply:
     def _newest_sealed(self) -> tuple[Slot, Sealed] | None:
         return self.ring.newest_sealed() if self.ring is not None else None
 
+    def _name(self, nonce: int) -> bool:
+        """Whether what stands in the slots, or is written to them, may name a region."""
+        for slot in self.ring.slots if self.ring is not None else ():
+            try:
+                sealed, is_writing = slot.sealed(), slot.state().state is State.WRITING
+            except DamagedError:
+                continue
+            if is_writing or sealed is not None and sealed.record.constants_nonce == nonce:
+                return True
+        return False
+
     def request_persist(self) -> None:
         """Ask for the newest sealed snapshot to be persisted."""
         newest = self._newest_sealed()
@@ -160,8 +177,10 @@ class SlotSupply:
         if wanted is None or time.monotonic() < self._retry_s:
             return
         try:
+            # Smaller ones are never fewer: what they spare is not worth a snapshot that is skipped.
+            least = 2 if most is None or self.ring is None else len(self.ring.slots)
             grants = self._session.keeper.ask_slots(
-                self.count, *wanted, minimum=min(2, self.count), most_image_bytes=most
+                self.count, *wanted, minimum=min(least, self.count), most_image_bytes=most
             )
         except OutOfRoomError as error:
             if most is None:
