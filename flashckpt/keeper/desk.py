@@ -233,8 +233,11 @@ class Desk:
                 refusals = {**self._refusals, trainer.lock: made.error}
                 self._refusals = {lock: each for lock, each in refusals.items() if lock in living}
 
+        # Snapshots in memory that outlives all processes must not name what does not.
+        regions = [held for held in self._shelf.constants_of(rank) if held.writer == trainer.lock]
+        only = MEMFD if any(held.kind == MEMFD for held in regions) else None
         self._maker.submit(
-            lambda: self._shelf.make(rank, indexes, metadata_bytes, image_bytes, begun=begun), done
+            lambda: self._shelf.make(rank, indexes, metadata_bytes, image_bytes, begun=begun, only=only), done
         )
 
     def _refused(self, refusal: Exception, fit: list[Held], num_bytes: int, minimum: int) -> Exception:
@@ -301,8 +304,10 @@ class Desk:
             if error is not None and any(each.lock == lock for each in self._roster.all()):
                 self._unshared = {lock: error if isinstance(error, Exception) else KeeperError(str(error))}
 
+        only = NAMED if any(held.kind == NAMED for held in self._shelf.of_rank(rank)) else None
         self._maker.submit(
-            lambda: self._shelf.make(rank, [0], metadata_bytes, image_bytes, holds_constants=True), done
+            lambda: self._shelf.make(rank, [0], metadata_bytes, image_bytes, holds_constants=True, only=only),
+            done,
         )
 
     def _given(self, trainer: Trainer, regions: Sequence[Held]) -> Reply:

@@ -123,13 +123,16 @@ class Shelf:
         available: Callable[[], int] = room.available_bytes,
         begun: Callable[[int], None] | None = None,
         holds_constants: bool = False,
+        only: str | None = None,
     ) -> Made:
         """Allocate regions, in a worker thread: nothing of the shelf is touched. See `put`. `begun` is given
-        the descriptor of each region before it is allocated."""
+        the descriptor of each region before it is allocated. `only`: of that kind, or none if it is NAMED."""
         metadata_capacity, image_capacity = round_up(max(metadata_bytes, 1)), round_up(max(image_bytes, 1))
         num_bytes = PAGE + metadata_capacity + image_capacity
         indexes, made = list(indexes), []
-        kind = region.kind_for(self._folder, num_bytes * len(indexes))
+        kind = MEMFD if only == MEMFD else region.kind_for(self._folder, num_bytes * len(indexes))
+        if only == NAMED != kind:
+            return Made((), KeeperError("There is no room for them where the slots are."))
         for index in indexes:
             nonce = secrets.randbits(64) or 1
             name = region.region_name(rank, index, nonce)

@@ -45,8 +45,7 @@ class Job:
             self.optimizer.step()
             self.optimizer.zero_grad()
             checkpointer.step()
-            slots = checkpointer._attendant.slots
-            until(lambda: slots.ready or not slots.preparing, "slots, or that there are none")
+            settled(checkpointer)
 
     def share(self, checkpointer: Checkpointer, *, smaller: bool = True) -> None:
         """Train until constants are shared, and the slots have shrunk to what they hold then."""
@@ -62,6 +61,12 @@ class Job:
 
     def bytes(self) -> dict[str, bytes]:
         return {name: tensor.numpy().tobytes() for name, tensor in self.model.state_dict().items()}
+
+
+def settled(checkpointer: Checkpointer) -> None:
+    """Stand still until slots that were asked for are ready, or it is known that there are none."""
+    slots = checkpointer._attendant.slots
+    until(lambda: slots.ready or not slots.preparing, "slots, or that there are none")
 
 
 def regions(runtime: Path) -> list[str]:
@@ -115,7 +120,7 @@ def test_a_region_is_held_as_long_as_a_snapshot_names_it(
 def test_a_snapshot_that_cannot_fill_a_region_is_looked_at_once(
     tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A loop that stands still between two snapshots must not have gigabytes copied all the time beside it."""
+    """A loop that stands still between two snapshots must not have gigabytes copied beside it."""
     job, copies, copy = Job(), [], _native.copy_digest
 
     def damaged(*arguments: Any) -> None:
