@@ -147,10 +147,12 @@ class Capture:
         return self._targets.shared is not None
 
     def sharing_wanted(self) -> Layout | None:
-        """The constants of the plan as it stands, where each slot holds them itself and need not."""
+        """The constants of the plan as it stands, where slots hold them, or some of them, and need not."""
         arrangement = self._following.current
-        if arrangement is None or self._targets.ring is None or arrangement.plan.shared is not None:
+        if arrangement is None or self._targets.ring is None:
             return None
+        if arrangement.plan.shared is not None:
+            return self._following.further
         may_share = self._targets.may_share and not arrangement.copies_constants
         return arrangement.plan.image.constants if may_share else None
 

@@ -78,11 +78,6 @@ class Targets:
         needed = slot_room(plan, max(self._values_bytes, _LEAST_VALUES_BYTES))
         return max(needed[0], self._needed[0]), max(needed[1], self._needed[1])
 
-    def have_room(self, plan: Plan) -> bool:
-        """Whether each slot has room for this plan."""
-        targets = self.by_name.values()
-        return all(target.fits(plan, max(self._values_bytes, _LEAST_VALUES_BYTES)) for target in targets)
-
     def room_to_spare(self, plan: Plan) -> tuple[int, int, int] | None:
         """(metadata, image, most image) bytes of slots for a plan whose constants are shared, where those
         there are still have room for the constants; None else."""

@@ -6,9 +6,11 @@ needs to be held still. It is never written again: other constants get another r
 
 from __future__ import annotations
 
+import contextlib
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from flashckpt import _native
 from flashckpt.capture.shared import Shared
@@ -19,6 +21,7 @@ from flashckpt.format.layout import Layout
 from flashckpt.format.metadata import Metadata, geometry, plan_bytes, write
 from flashckpt.memory.page import Record, State
 from flashckpt.memory.sealing import seal
+from flashckpt.memory.shared import holds_constants_of
 from flashckpt.memory.slot import Sealed, Slot
 
 _RETRY_S = 60.0
@@ -139,28 +142,46 @@ class Sharing:
             metadata = slot.metadata(sealed)
         except DamagedError:
             return None
-        if metadata.shared or metadata.constants != layout:
-            return None
+        with contextlib.ExitStack() as stack:
+            before = stack.enter_context(self._before(metadata, sealed))
+            sources = _sources(slot, metadata, before, layout)
+            return self._filled_from(sources, region, layout, sealed) if sources else None
+
+    @contextlib.contextmanager
+    def _before(self, metadata: Metadata, sealed: Sealed) -> Iterator[Slot | None]:
+        """The region that a snapshot names already, for as long as it is read."""
+        used = self._used
+        if not metadata.shared or used is None or used.nonce != sealed.record.constants_nonce:
+            yield None
+            return
+        with contextlib.closing(self._session.keeper.keep_constants(used.name).open()) as region:
+            yield region if holds_constants_of(region, metadata) else None
+
+    def _filled_from(
+        self, sources: list[tuple[int, int]], region: Slot, layout: Layout, sealed: Sealed
+    ) -> Shared | None:
+        """`sources` are the address and the digest of each leaf."""
         generation = region.begin(self._owner)
         if generation is None:
             self._give_back()  # not ours any more: another one is asked for
             return None
-        if not _copied(slot, metadata, region):
+        if not _copied(sources, region, layout):
             region.abandon(self._owner, generation)
             return None
-        why = self._sealed(region, generation, layout, metadata, sealed)
+        digests = array("Q", [digest for _, digest in sources])
+        why = self._sealed(region, generation, layout, digests, sealed)
         if why:
             region.abandon(self._owner, generation)
             log.warning("%s cannot be used: %s", region.name, why)
             return None
-        shared = Shared(region.name, region.fixed.nonce, layout, tuple(metadata.constants_digests))
+        shared = Shared(region.name, region.fixed.nonce, layout, tuple(digests))
         self._let_go()  # captures only compare digests: nothing here touches its bytes again
         return shared
 
     def _sealed(
-        self, region: Slot, generation: int, layout: Layout, metadata: Metadata, source: Sealed
+        self, region: Slot, generation: int, layout: Layout, digests: array[int], source: Sealed
     ) -> str:
-        plan, digests = plan_bytes(layout), metadata.constants_digests
+        plan = plan_bytes(layout)
         places = geometry(len(plan), len(digests), len(_VALUES))
         write(region.metadata_view, plan, digests, _VALUES)
         attempt = self._session.attempt
@@ -198,20 +219,34 @@ def _has_room(region: Slot, metadata_bytes: int, image_bytes: int) -> bool:
     return is_free and region.metadata_capacity >= metadata_bytes and region.image_capacity >= image_bytes
 
 
-def _copied(slot: Slot, metadata: Metadata, region: Slot) -> bool:
-    """Copy the constants' image out of a slot. False where the bytes are not those of the digests: the slot
+def _sources(
+    slot: Slot, metadata: Metadata, before: Slot | None, layout: Layout
+) -> list[tuple[int, int]] | None:
+    """Address and digest of each leaf of a layout, in a snapshot and in the region that it names; None where
+    these do not hold them all, as they are in the layout."""
+    own = len(metadata.layout.leaves) if metadata.shared else len(metadata.leaves)
+    found = {}
+    rows = zip(metadata.leaves, metadata.image.starts(), metadata.digests, strict=True)
+    for index, (leaf, start, digest) in enumerate(rows):
+        holder = slot if index < own else before
+        if holder is not None:
+            found[replace(leaf, offset=-1)] = holder.image_address + start, digest
+    wanted = [replace(leaf, offset=-1) for leaf in layout.leaves]
+    return [found[leaf] for leaf in wanted] if all(leaf in found for leaf in wanted) else None
+
+
+def _copied(sources: list[tuple[int, int]], region: Slot, layout: Layout) -> bool:
+    """Copy leaves to their places in a region. False where the bytes are not those of the digests: the slot
     was written meanwhile, or is damaged."""
-    layout = metadata.constants
-    assert layout is not None
     _native.populate(region.metadata_address, region.metadata_capacity + region.image_capacity, threads=1)
+    digests = array("Q", bytes(8 * len(sources)))
     starts = [layout.data_start + leaf.offset for leaf in layout.leaves]
-    source, digests = slot.image_address + metadata.image.constants_start, array("Q", bytes(8 * len(starts)))
     _native.copy_digest(
-        array("Q", [source + start for start in starts]),
+        array("Q", [address for address, _ in sources]),
         array("Q", [region.image_address + start for start in starts]),
         array("Q", [leaf.num_bytes for leaf in layout.leaves]),
         _native.address_of(digests),
         1,
     )
     region.image_view[: layout.data_start] = layout.header
-    return digests == metadata.constants_digests
+    return digests.tolist() == [digest for _, digest in sources]

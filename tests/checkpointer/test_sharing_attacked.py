@@ -185,6 +185,18 @@ def test_a_parameter_that_is_frozen_later_ends_no_snapshots_where_memory_is_shor
             job.train(checkpointer)
             checkpointer.save()
             assert checkpointer._attendant.newest_sealed_step() == checkpointer.completed
+
+        def both() -> bool:
+            arrangement = checkpointer._capture._following.current
+            assert arrangement is not None
+            shared = arrangement.plan.shared
+            return shared is not None and len(shared.digests) == 2
+
+        # Filled from a slot and from the region before it: for that there need be no room in slots.
+        until(lambda: job.train(checkpointer) or both(), "a region of both")
+        checkpointer.save()
+        until(lambda: job.train(checkpointer) or len(regions(runtime)) == 1, "the region before it to go")
+        checkpointer.save()
         done, completed = job.bytes(), checkpointer.completed
         monkeypatch.undo()
         checkpointer.wait()
