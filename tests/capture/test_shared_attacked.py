@@ -162,3 +162,22 @@ def test_a_region_with_a_constant_that_is_none_any_more_is_not_named_again(loop:
         loop.finish()
     assert not loop.capture.may_name_shared
     assert loop.named() == 0
+
+
+def test_a_constant_that_has_left_the_state_is_waited_for_no_more(loop: Shares) -> None:
+    """Else a region with what it already holds would be asked for, and filled, for ever."""
+    loop.share()
+    third = torch.nn.Parameter(torch.randn(LARGE), requires_grad=False)
+    loop.model.register_parameter("third", third)
+    loop.device.adopt(third)
+    for _ in range(12):
+        loop.iterate()
+        loop.finish()
+    layout = loop.capture.sharing_wanted()
+    assert layout is not None
+    assert len(layout.leaves) == 3
+    del loop.model.third
+    loop.iterate()
+    loop.finish()
+    assert loop.named() == 9
+    assert loop.capture.sharing_wanted() is None
