@@ -25,6 +25,8 @@ from flashckpt.memory.slots import SlotRing
 from flashckpt.options import Options
 
 _RETRY_S = 5.0
+# No room for smaller slots beside those there are: not tried again with each page that they differ by.
+_SMALLER_RETRY_S = 300.0
 _SLOTS = 3
 
 Ready = tuple[SlotRing, dict[str, int]]
@@ -51,6 +53,7 @@ class SlotSupply:
         self.sharing = Sharing(session, self._newest_sealed, self._name, shared)
         self._most: int | None = None
         self._too_small: tuple[int, int, int] | None = None
+        self._smaller_s = 0.0
         # Held for the moment in which ready slots change hands, never while anything is asked.
         self._handover = threading.Lock()
         self._ready: Ready | None = None
@@ -89,7 +92,7 @@ class SlotSupply:
     def ask_smaller(self, metadata_bytes: int, image_bytes: int, most_image_bytes: int) -> None:
         """Ask for slots in the place of larger ones, whose memory is the machine's then; once a size."""
         sizes = metadata_bytes, image_bytes, most_image_bytes
-        if self._too_small != sizes:
+        if self._too_small != sizes and time.monotonic() >= self._smaller_s:
             self._too_small = sizes
             self.wanted, self._most, self._retry_s = sizes[:2], most_image_bytes, 0.0
 
@@ -185,7 +188,9 @@ class SlotSupply:
         except OutOfRoomError as error:
             if most is None:
                 self._failed(error)
-            elif self.wanted == wanted:
+                return
+            self._smaller_s = time.monotonic() + _SMALLER_RETRY_S
+            if self.wanted == wanted:
                 self.wanted = self._most = None  # those there are do, and hold what they held
             return
         if grants is None:
