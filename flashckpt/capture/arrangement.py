@@ -41,7 +41,8 @@ class Arrangement:
         self.captures = 0
         self.names = [leaf.name for leaf in plan.leaves]
         self.candidates = ways.candidates(plan)
-        # Whether each capture copies some constants all the same: then no region can hold them for all.
+        # Whether each capture copies some constants all the same: then no region can hold them for all. Asked
+        # at every boundary.
         copies = any(transfer.copied_constants() for transfer in self.transfers)
         self.copies_constants = copies or self.host.copied_constants()
         self._expected = np.array(ways.expected(self.names[plan.first_constant :]), dtype=np.uint64)

@@ -131,18 +131,30 @@ class Capture:
 
     # ---- constants that slots share
 
-    def sharing_wanted(self) -> Layout | None:
-        """The constants of the plan as it stands, where each slot holds them itself and need not."""
-        arrangement = self._following.current
-        if arrangement is None or self._targets.ring is None or arrangement.plan.shared is not None:
-            return None
-        may_share = self._targets.may_share and not arrangement.copies_constants
-        return arrangement.plan.image.constants if may_share else None
+    @property
+    def is_planned(self) -> bool:
+        """Whether a plan stands. Between two of them nobody knows what is wanted."""
+        return self._following.current is not None
 
     @property
-    def shares(self) -> bool:
-        """Whether a region that was given to `share` is named by snapshots, or may be by those under way."""
-        return self._targets.shared is not None or self._flights.share()
+    def is_copying(self) -> bool:
+        """Whether copies of a device are on their way, as far as was seen at the last boundary."""
+        return self._flights.running()
+
+    @property
+    def may_name_shared(self) -> bool:
+        """Whether the next captures may name the region that was taken up with `share`."""
+        return self._targets.shared is not None
+
+    def sharing_wanted(self) -> Layout | None:
+        """The constants of the plan as it stands, where slots hold them, or some of them, and need not."""
+        arrangement = self._following.current
+        if arrangement is None or self._targets.ring is None:
+            return None
+        if arrangement.plan.shared is not None:
+            return self._following.further
+        may_share = self._targets.may_share and not arrangement.copies_constants
+        return arrangement.plan.image.constants if may_share else None
 
     def share(self, shared: Shared) -> None:
         """Leave constants to this region from now on. Waits for the copies in flight and for their seals:

@@ -69,10 +69,6 @@ class Flights:
         """Whether copies of a device are still on their way."""
         return any(flight.arrangement.transfers for flight in self._flying if flight.arrangement)
 
-    def share(self) -> bool:
-        """Whether one of them leaves its constants to a region that slots share."""
-        return any(flight.arrangement.plan.shared for flight in self._flying if flight.arrangement)
-
     def poll(self) -> None:
         """Look, without waiting, at what was sealed or refused, and at what the keeper found torn."""
         for flight in list(self._flying):
@@ -151,9 +147,22 @@ class Flights:
             log.error("The snapshot of step %d was not sealed: %s.", flight.step, reason)
         target.forget()
         names = arrangement.names
-        leaves = [leaf for leaf in torn if leaf < len(names)]
+        changed = self._changed(flight, arrangement)
+        leaves = [leaf for leaf in torn if leaf < len(names) and leaf not in changed]
         self._tear(_Landed(flight, target, names, arrangement.ways), leaves)
         self._lose(flight)
+
+    def _changed(self, flight: Flight, arrangement: Arrangement) -> set[int]:
+        """Constants that were written since the capture before, which is no fault of how they are copied."""
+        target = flight.target
+        if target.generation != flight.generation:
+            return set()
+        changed = {*arrangement.changed_constants(target.table)} - {*target.empty_entries()}
+        for index in changed:
+            self._ways.no_constant(arrangement.names[index])
+        if changed:
+            self._on_changed()
+        return changed
 
     def _listen(self, landed: _Landed) -> None:
         """Leaves that the keeper's audit found to differ from their digests."""

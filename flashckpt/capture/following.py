@@ -13,11 +13,12 @@ from flashckpt.capture.arrangement import Arrangement
 from flashckpt.capture.device.base import Device
 from flashckpt.capture.heartbeat import Pulse
 from flashckpt.capture.hooks import StepHooks
-from flashckpt.capture.plan import Change, Plan, UsedUp
+from flashckpt.capture.plan import Change, Plan, UsedUp, layout_of
 from flashckpt.capture.room import arena_room
 from flashckpt.capture.targets import Targets
 from flashckpt.capture.ways import Ways
 from flashckpt.errors import StateError
+from flashckpt.format.layout import Layout
 
 if TYPE_CHECKING:
     from flashckpt.state.tree import Walk
@@ -39,8 +40,9 @@ class Walkable(Protocol):
 
 
 class Following:
-    """`current` is None until the first capture, and where ways are to be chosen again. device_memory: bytes
-    that arenas may take on a device, None to find out."""
+    """`current` is None until the first capture, and where ways are to be chosen again; `further` are all
+    constants where the region that slots share does not hold them all. device_memory: bytes that arenas may
+    take on a device, None to find out."""
 
     def __init__(
         self,
@@ -54,6 +56,7 @@ class Following:
         threads: int,
     ) -> None:
         self.current: Arrangement | None = None
+        self.further: Layout | None = None
         self._tree, self._ways, self._hooks, self._targets = tree, ways, hooks, targets
         self._pulse, self._devices, self._limit, self._threads = pulse, devices, device_memory, threads
         self._walk: Walk | None = None
@@ -84,10 +87,22 @@ class Following:
     def plan(self, walk: Walk) -> Plan:
         """A plan of one walk, with the constants left to the region that slots share, where that holds just
         these."""
-        constants, shared = self._ways.constants(walk.leaves), self._targets.shared
-        if shared is None or not self._targets.may_share or not self._ways.are_constants(shared.by_name()):
-            shared = None
-        return Plan(walk, constants, shared)
+        constants, shared, self.further = self._ways.constants(walk.leaves), self._targets.shared, None
+        if shared is None or not self._targets.may_share:
+            return Plan(walk, constants)
+        held = shared.by_name()
+        if not self._ways.have_constants(held):
+            self._targets.shared = None  # for good: what was no constant once is none any more
+            return Plan(walk, constants)
+        # Those that were found since are copied as before, until there is a region with them. In the slots
+        # there may be no room for all: nothing would be captured, and for larger ones there may be no memory.
+        plan = Plan(walk, frozenset(held), shared)
+        if plan.shared is None:
+            plan.release()
+            return Plan(walk, constants)
+        if len(held) < len(constants):
+            self.further = layout_of(walk, constants)
+        return plan
 
     def gate(self) -> None:
         if self.current is not None:
@@ -115,8 +130,6 @@ class Following:
         plan.note_gradients(self._hooks.used_up)
         self._chosen = self._ground()
         self.current = Arrangement(plan, self._ways, self._hooks.fired, self._room(held), self._threads)
-        # A region that does not hold just these constants never will again: what changed once is none.
-        self._targets.shared = plan.shared
         if plan.shared is not None and self.current.copies_constants:
             # No region holds what has to be made row-major for each snapshot: the slots do.
             self._targets.shared = None

@@ -217,6 +217,12 @@ def _image(walk: Walk, constants: frozenset[str], shared: Shared | None) -> Slot
     return SlotImage(Layout.of(ordinary), layout, is_shared)
 
 
+def layout_of(walk: Walk, names: frozenset[str]) -> Layout:
+    """Just these leaves of a walk, in image order."""
+    lives = (live for live in walk.leaves if live.name in names)
+    return Layout.of(leaf_of(live.name, local(live.tensor), tuple(live.aliases)) for live in lives)
+
+
 def _holds(container: Any, key: Any, value: Any) -> bool:
     try:
         return _item(container, key) is value

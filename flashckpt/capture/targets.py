@@ -18,6 +18,8 @@ from flashckpt.memory.slots import SlotRing
 # What is no tensor takes so much at least in a slot's metadata: before the first capture nobody has seen it,
 # and slots that are asked for later fit what was asked for then.
 _LEAST_VALUES_BYTES = 1 << 16
+# Smaller slots are worth asking for where they spare this part of one.
+_LEAST_SPARED = 8
 
 
 class Targets:
@@ -83,7 +85,11 @@ class Targets:
             return None
         metadata, image = self.room_for(plan)
         most = image + plan.image.constants_bytes // 2
-        is_large = any(slot.image_capacity > most for slot in self.ring.slots)
+        # All of them are made anew for it, beside those there are: not for a few bytes of each.
+        is_large = any(
+            slot.image_capacity > most and slot.image_capacity - image >= slot.image_capacity // _LEAST_SPARED
+            for slot in self.ring.slots
+        )
         return (metadata, image, most) if is_large else None
 
     # ---- what they share

@@ -111,20 +111,20 @@ class Ways:
         copied, and for the copy."""
         return self._torn.get(name) is Way.WAIT
 
-    def constants(self, lives: Iterable[LiveLeaf]) -> frozenset[str]:
-        """Names of the leaves that are constants. Those of an earlier attempt are taken over here, where they
-        still may be ones: a later difference is found by the digest of the first capture."""
+    def constants(self, lives: Sequence[LiveLeaf]) -> frozenset[str]:
+        """Names of those of these leaves that are constants. Those of an earlier attempt are taken over here,
+        where they still may be ones: a later difference is found by the digest of the first capture."""
         if self._known:
             known, self._known = self._known, {}
             owned = self._owners()
             for live in lives:
                 if live.name in known and self._may_be_constant(live, owned):
                     self._constants[live.name] = known[live.name]
-        return frozenset(self._constants)
+        return frozenset(live.name for live in lives if live.name in self._constants)
 
-    def are_constants(self, digests: Mapping[str, int]) -> bool:
-        """Whether the constants are these leaves, with these digests."""
-        return self._constants == digests
+    def have_constants(self, digests: Mapping[str, int]) -> bool:
+        """Whether these leaves, with these digests, are among the constants."""
+        return self._constants.items() >= digests.items()
 
     def expected(self, names: Iterable[str]) -> list[int]:
         """The digests that made these leaves constants."""

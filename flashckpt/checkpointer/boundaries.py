@@ -165,13 +165,13 @@ class Boundaries:
     def _ask_for_slots(self, *, ordered: bool = False) -> None:
         """Once the size of the state is known, and again when it has outgrown its slots, or they it."""
         slots, capture = self._attendant.slots, self._capture
-        if slots.sharing.want(capture.sharing_wanted()):
-            self._attendant.wake()
-        if not capture.shares:
-            slots.sharing.unused()
-        if slots.preparing:
-            return
+        if capture.is_planned:
+            used = capture.may_name_shared
+            if slots.sharing.want(capture.sharing_wanted(), used=used):
+                self._attendant.wake()
         wanted = capture.room_wanted(ordered=ordered)
+        if slots.preparing and (wanted is None or not slots.shrinking):
+            return
         if wanted is not None:
             self._attendant.prepare(*wanted)
         elif (spare := capture.room_to_spare()) is not None and slots.ask_smaller(*spare):
@@ -184,6 +184,7 @@ class Boundaries:
             self._capture.set_slots(*ready)
             slots.taken_up()
         shared = slots.sharing.take_ready()
-        if shared is not None:
+        # It can wait for another boundary, and the loop must not wait for copies.
+        if shared is not None and not self._capture.is_copying:
             self._capture.share(shared)
             slots.sharing.taken_up()

@@ -6,9 +6,11 @@ needs to be held still. It is never written again: other constants get another r
 
 from __future__ import annotations
 
+import contextlib
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from flashckpt import _native
 from flashckpt.capture.shared import Shared
@@ -19,34 +21,46 @@ from flashckpt.format.layout import Layout
 from flashckpt.format.metadata import Metadata, geometry, plan_bytes, write
 from flashckpt.memory.page import Record, State
 from flashckpt.memory.sealing import seal
+from flashckpt.memory.shared import holds_constants_of
 from flashckpt.memory.slot import Sealed, Slot
 
 _RETRY_S = 60.0
+# Until the next look for a snapshot that has the constants: one may be a long time coming.
+_LOOK_S = 0.25
 _VALUES = b"{}"
 
 Newest = Callable[[], "tuple[Slot, Sealed] | None"]
 
 
 class Sharing:
-    """`newest` gives the newest sealed snapshot in the slots that the trainer writes. `used` is the region
-    that captures name already: that of the snapshot which the run was resumed from."""
+    """`newest` gives the newest sealed snapshot in the slots that the trainer writes, `is_named` whether what
+    is in them may name the region of a nonce. `used` is the region that captures name already: that of the
+    snapshot which the run was resumed from."""
 
-    def __init__(self, session: Session, newest: Newest, used: Shared | None) -> None:
-        self._session, self._newest = session, newest
+    def __init__(
+        self, session: Session, newest: Newest, is_named: Callable[[int], bool], used: Shared | None
+    ) -> None:
+        self._session, self._newest, self._is_named = session, newest, is_named
         self._wanted: Layout | None = None
         self._ready: Shared | None = None
         self._used = used
-        self._outgrown: list[str] = []
+        self._outgrown: list[Shared] = []
         self._region: Slot | None = None
         self._owner = 0
+        self._asked: tuple[int, int] | None = None
+        self._judged: tuple[str, int, Layout] | None = None
         self._retry_s = 0.0
 
     # ---- called by the training thread
 
-    def want(self, layout: Layout | None) -> bool:
+    def want(self, layout: Layout | None, *, used: bool) -> bool:
         """The constants that each slot holds itself at present, None where there are none or none need be.
-        Returns whether that is news for the attendant."""
+        used: whether captures to come may name the region that was last taken up. Returns whether this is
+        news for the attendant."""
         before, self._wanted = self._wanted, layout
+        if not used and self._used is not None:
+            self._outgrown.append(self._used)
+            self._used = None
         return layout is not None and before is None
 
     @property
@@ -60,15 +74,8 @@ class Sharing:
 
     def taken_up(self) -> None:
         if self._used is not None:
-            self._outgrown.append(self._used.name)
+            self._outgrown.append(self._used)
         self._used, self._ready, self._wanted = self._ready, None, None
-
-    def unused(self) -> None:
-        """No snapshot will name a region, and none under way does: the keeper lets it go with the last that
-        has."""
-        if self._used is not None:
-            self._outgrown.append(self._used.name)
-            self._used = None
 
     # ---- called by the attendant's thread
 
@@ -79,17 +86,19 @@ class Sharing:
     def tend(self) -> None:
         """Give back what is not named any more, and get on with the region that is wanted. A failure is no
         fault of the run's: each slot goes on holding its constants itself."""
-        while self._outgrown:
-            self._session.keeper.release(self._outgrown[:1])
-            self._outgrown.pop(0)
+        # Until then: what is in a memfd dies with its keeper where this process lets go of it.
+        for each in [each for each in self._outgrown if not self._is_named(each.nonce)]:
+            self._session.keeper.release([each.name])
+            self._outgrown.remove(each)
         layout = self._wanted
-        if layout is None or not self.urgent:
-            return
         try:
-            if self._granted(layout):
+            if layout is None:
+                self._unwanted()
+            elif self.urgent and self._granted(layout):
                 self._ready = self._filled(layout)
+                self._retry_s = time.monotonic() + _LOOK_S
         except (FlashckptError, OSError) as error:
-            self._retry_s = time.monotonic() + _RETRY_S
+            self._asked, self._retry_s = None, time.monotonic() + _RETRY_S
             log.info("each slot goes on holding its own copy of what never changes: %s", error)
 
     def close(self) -> None:
@@ -99,16 +108,26 @@ class Sharing:
         """Whether there is a region that is large enough, mapped."""
         plan = plan_bytes(layout)
         metadata_bytes = geometry(len(plan), len(layout.leaves), len(_VALUES)).num_bytes
-        region = self._region
-        if region is not None and not _has_room(region, metadata_bytes, layout.num_bytes):
-            self._session.keeper.release([region.name])
-            self._let_go()
+        if self._region is not None and not _has_room(self._region, metadata_bytes, layout.num_bytes):
+            self._give_back()
         if self._region is None:
-            grant = self._session.keeper.ask_constants(metadata_bytes, layout.num_bytes)
-            if grant is None:
-                return False
+            # What was asked for before is had first: the keeper makes it, and knows no other who wants it.
+            self._asked = self._asked or (metadata_bytes, layout.num_bytes)
+            self._ask(*self._asked)
+        return self._region is not None and _has_room(self._region, metadata_bytes, layout.num_bytes)
+
+    def _ask(self, metadata_bytes: int, image_bytes: int) -> None:
+        grant = self._session.keeper.ask_constants(metadata_bytes, image_bytes)
+        if grant is not None:
+            self._asked = None
             self._region, self._owner = grant.open(), grant.owner
-        return True
+
+    def _unwanted(self) -> None:
+        """A region that was asked for, and that nothing is to be left to any more."""
+        if self._region is None and self._asked is not None:
+            self._ask(*self._asked)
+        if self._region is not None:
+            self._give_back()
 
     def _filled(self, layout: Layout) -> Shared | None:
         """The region, sealed with the constants of the newest snapshot; None where it has others, or was
@@ -117,32 +136,54 @@ class Sharing:
         if region is None or found is None:
             return None
         slot, sealed = found
+        judged = slot.name, sealed.generation, layout
+        if judged == self._judged:
+            return None
+        self._judged = judged
         try:
             metadata = slot.metadata(sealed)
         except DamagedError:
             return None
-        if metadata.shared or metadata.constants != layout:
-            return None
+        with contextlib.ExitStack() as stack:
+            before = stack.enter_context(self._before(metadata, sealed))
+            sources = _sources(slot, metadata, before, layout)
+            return self._filled_from(sources, region, layout, sealed) if sources else None
+
+    @contextlib.contextmanager
+    def _before(self, metadata: Metadata, sealed: Sealed) -> Iterator[Slot | None]:
+        """The region that a snapshot names already, for as long as it is read."""
+        used = self._used
+        if not metadata.shared or used is None or used.nonce != sealed.record.constants_nonce:
+            yield None
+            return
+        with contextlib.closing(self._session.keeper.keep_constants(used.name).open()) as region:
+            yield region if holds_constants_of(region, metadata) else None
+
+    def _filled_from(
+        self, sources: list[tuple[int, int]], region: Slot, layout: Layout, sealed: Sealed
+    ) -> Shared | None:
+        """`sources` are the address and the digest of each leaf."""
         generation = region.begin(self._owner)
         if generation is None:
-            self._let_go()  # not ours any more: another one is asked for
+            self._give_back()  # not ours any more: another one is asked for
             return None
-        if not _copied(slot, metadata, region):
+        if not _copied(sources, region, layout):
             region.abandon(self._owner, generation)
             return None
-        why = self._sealed(region, generation, layout, metadata, sealed)
+        digests = array("Q", [digest for _, digest in sources])
+        why = self._sealed(region, generation, layout, digests, sealed)
         if why:
             region.abandon(self._owner, generation)
             log.warning("%s cannot be used: %s", region.name, why)
             return None
-        shared = Shared(region.name, region.fixed.nonce, layout, tuple(metadata.constants_digests))
+        shared = Shared(region.name, region.fixed.nonce, layout, tuple(digests))
         self._let_go()  # captures only compare digests: nothing here touches its bytes again
         return shared
 
     def _sealed(
-        self, region: Slot, generation: int, layout: Layout, metadata: Metadata, source: Sealed
+        self, region: Slot, generation: int, layout: Layout, digests: array[int], source: Sealed
     ) -> str:
-        plan, digests = plan_bytes(layout), metadata.constants_digests
+        plan = plan_bytes(layout)
         places = geometry(len(plan), len(digests), len(_VALUES))
         write(region.metadata_view, plan, digests, _VALUES)
         attempt = self._session.attempt
@@ -164,6 +205,11 @@ class Sharing:
         )
         return seal(region, self._owner, generation, places, len(digests))
 
+    def _give_back(self) -> None:
+        if self._region is not None:
+            self._session.keeper.release([self._region.name])
+        self._let_go()
+
     def _let_go(self) -> None:
         region, self._region = self._region, None
         if region is not None:
@@ -175,20 +221,34 @@ def _has_room(region: Slot, metadata_bytes: int, image_bytes: int) -> bool:
     return is_free and region.metadata_capacity >= metadata_bytes and region.image_capacity >= image_bytes
 
 
-def _copied(slot: Slot, metadata: Metadata, region: Slot) -> bool:
-    """Copy the constants' image out of a slot. False where the bytes are not those of the digests: the slot
+def _sources(
+    slot: Slot, metadata: Metadata, before: Slot | None, layout: Layout
+) -> list[tuple[int, int]] | None:
+    """Address and digest of each leaf of a layout, in a snapshot and in the region that it names; None where
+    these do not hold them all, as they are in the layout."""
+    own = len(metadata.layout.leaves) if metadata.shared else len(metadata.leaves)
+    found = {}
+    rows = zip(metadata.leaves, metadata.image.starts(), metadata.digests, strict=True)
+    for index, (leaf, start, digest) in enumerate(rows):
+        holder = slot if index < own else before
+        if holder is not None:
+            found[replace(leaf, offset=-1)] = holder.image_address + start, digest
+    wanted = [replace(leaf, offset=-1) for leaf in layout.leaves]
+    return [found[leaf] for leaf in wanted] if all(leaf in found for leaf in wanted) else None
+
+
+def _copied(sources: list[tuple[int, int]], region: Slot, layout: Layout) -> bool:
+    """Copy leaves to their places in a region. False where the bytes are not those of the digests: the slot
     was written meanwhile, or is damaged."""
-    layout = metadata.constants
-    assert layout is not None
     _native.populate(region.metadata_address, region.metadata_capacity + region.image_capacity, threads=1)
+    digests = array("Q", bytes(8 * len(sources)))
     starts = [layout.data_start + leaf.offset for leaf in layout.leaves]
-    source, digests = slot.image_address + metadata.image.constants_start, array("Q", bytes(8 * len(starts)))
     _native.copy_digest(
-        array("Q", [source + start for start in starts]),
+        array("Q", [address for address, _ in sources]),
         array("Q", [region.image_address + start for start in starts]),
         array("Q", [leaf.num_bytes for leaf in layout.leaves]),
         _native.address_of(digests),
         1,
     )
     region.image_view[: layout.data_start] = layout.header
-    return digests == metadata.constants_digests
+    return digests.tolist() == [digest for _, digest in sources]

@@ -19,11 +19,14 @@ from flashckpt.errors import DamagedError, FlashckptError, KeeperError, OutOfRoo
 from flashckpt.events import log
 from flashckpt.format.metadata import Metadata
 from flashckpt.keeper.protocol import close_all
+from flashckpt.memory.page import State
 from flashckpt.memory.slot import Sealed, Slot
 from flashckpt.memory.slots import SlotRing
 from flashckpt.options import Options
 
 _RETRY_S = 5.0
+# No room for smaller slots beside those there are: not tried again with each page that they differ by.
+_SMALLER_RETRY_S = 300.0
 _SLOTS = 3
 
 Ready = tuple[SlotRing, dict[str, int]]
@@ -47,9 +50,10 @@ class SlotSupply:
         self.ring: SlotRing | None = None
         self.wanted: tuple[int, int] | None = None
         self.error: FlashckptError | None = None
-        self.sharing = Sharing(session, self._newest_sealed, shared)
+        self.sharing = Sharing(session, self._newest_sealed, self._name, shared)
         self._most: int | None = None
         self._too_small: tuple[int, int, int] | None = None
+        self._smaller_s = 0.0
         # Held for the moment in which ready slots change hands, never while anything is asked.
         self._handover = threading.Lock()
         self._ready: Ready | None = None
@@ -72,6 +76,11 @@ class SlotSupply:
         return self.wanted is not None or self._ready is not None
 
     @property
+    def shrinking(self) -> bool:
+        """Whether what was asked for and is not ready is to take the place of larger ones."""
+        return self.wanted is not None and self._most is not None
+
+    @property
     def ready(self) -> bool:
         """Whether slots wait to be taken."""
         return self._ready is not None
@@ -84,7 +93,7 @@ class SlotSupply:
         """Ask for slots in the place of larger ones, whose memory is the machine's then; once a size: returns
         whether that was now."""
         sizes = metadata_bytes, image_bytes, most_image_bytes
-        if self._too_small == sizes:
+        if self._too_small == sizes or time.monotonic() < self._smaller_s:
             return False
         self._too_small = sizes
         self.wanted, self._most, self._retry_s = sizes[:2], most_image_bytes, 0.0
@@ -139,6 +148,17 @@ class SlotSupply:
     def _newest_sealed(self) -> tuple[Slot, Sealed] | None:
         return self.ring.newest_sealed() if self.ring is not None else None
 
+    def _name(self, nonce: int) -> bool:
+        """Whether what stands in the slots, or is written to them, may name a region."""
+        for slot in self.ring.slots if self.ring is not None else ():
+            try:
+                sealed, is_writing = slot.sealed(), slot.state().state is State.WRITING
+            except DamagedError:
+                continue
+            if is_writing or sealed is not None and sealed.record.constants_nonce == nonce:
+                return True
+        return False
+
     def request_persist(self) -> None:
         """Ask for the newest sealed snapshot to be persisted."""
         newest = self._newest_sealed()
@@ -163,13 +183,17 @@ class SlotSupply:
         if wanted is None or time.monotonic() < self._retry_s:
             return
         try:
-            # Smaller ones must not be fewer, too.
-            least = min(2, self.count) if most is None or self.ring is None else len(self.ring.slots)
-            grants = self._session.keeper.ask_slots(self.count, *wanted, minimum=least, most_image_bytes=most)
+            # Smaller ones are never fewer: what they spare is not worth a snapshot that is skipped.
+            least = 2 if most is None or self.ring is None else len(self.ring.slots)
+            grants = self._session.keeper.ask_slots(
+                self.count, *wanted, minimum=min(least, self.count), most_image_bytes=most
+            )
         except OutOfRoomError as error:
             if most is None:
                 self._failed(error)
-            elif self.wanted == wanted:
+                return
+            self._smaller_s = time.monotonic() + _SMALLER_RETRY_S
+            if self.wanted == wanted:
                 self.wanted = self._most = None  # those there are do, and hold what they held
             return
         if grants is None:

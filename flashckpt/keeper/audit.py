@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from flashckpt import _native
 from flashckpt.format.layout import PAGE, Layout
 from flashckpt.format.metadata import Metadata
-from flashckpt.memory.shared import holds_constants_of
+from flashckpt.memory.shared import not_held
 from flashckpt.memory.slot import Slot
 
 WINDOW_BYTES = 64 << 20
@@ -60,10 +60,10 @@ def differing(
     found = []
     image = metadata.image
     own = len(image.shard.leaves) if metadata.shared else len(image.leaves)
-    is_there = constants is not None and holds_constants_of(constants, metadata)
+    absent = set(not_held(constants, metadata)) if constants is not None and metadata.shared else set()
     for index, (leaf, start) in enumerate(zip(image.leaves, image.starts(), strict=True)):
         holder = slot if index < own else constants
-        if holder is None or (index >= own and not is_there):
+        if holder is None or index in absent:
             found.append(index)
             continue
         offset = holder.image_offset + start

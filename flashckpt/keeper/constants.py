@@ -19,7 +19,7 @@ from flashckpt.format.metadata import Metadata
 from flashckpt.format.names import AttemptName, attempt_folder
 from flashckpt.format.records import CHUNK_BYTES, Contents, ShardRecord
 from flashckpt.keeper.audit import check_header, torn, unlike
-from flashckpt.memory.shared import holds_constants_of
+from flashckpt.memory.shared import not_held
 from flashckpt.memory.slot import Slot
 from flashckpt.store.base import Store
 
@@ -108,8 +108,8 @@ class ConstantsShards:
             region = slot
         elif region is None:
             raise RegionGone(REGION_IS_GONE)
-        elif not holds_constants_of(region, metadata):
-            raise torn(metadata, list(range(first, len(metadata.leaves))))
+        elif absent := not_held(region, metadata):
+            raise torn(metadata, absent)
         start = metadata.image.constants_start
         check_header(region, start, layout)
         name, found, checksums = self._create(region, start, layout, attempt)

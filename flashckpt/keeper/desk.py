@@ -218,9 +218,6 @@ class Desk:
             if held not in fit and held.state() is State.FREE and not self._shelf.is_used(held):
                 self._shelf.remove(held)
         rank = trainer.rank
-        # Snapshots in memory that outlives all processes must not name constants that do not.
-        is_bound = any(held.kind == MEMFD for held in self._shelf.constants_of(rank))
-        kind = MEMFD if is_bound else None
         taken = {held.slot.index for held in self._shelf.of_rank(rank)}
         indexes = [index for index in range(len(taken) + count) if index not in taken][:count]
 
@@ -245,8 +242,11 @@ class Desk:
                 refusals = {**self._refusals, trainer.lock: made.error}
                 self._refusals = {lock: each for lock, each in refusals.items() if lock in living}
 
+        # Snapshots in memory that outlives all processes must not name what does not.
+        regions = [held for held in self._shelf.constants_of(rank) if held.writer == trainer.lock]
+        only = MEMFD if any(held.kind == MEMFD for held in regions) else None
         self._maker.submit(
-            lambda: self._shelf.make(rank, indexes, metadata_bytes, image_bytes, begun=begun, kind=kind), done
+            lambda: self._shelf.make(rank, indexes, metadata_bytes, image_bytes, begun=begun, only=only), done
         )
 
     def _refused(self, refusal: Exception, fit: list[Held], num_bytes: int, minimum: int) -> Exception:
@@ -314,8 +314,10 @@ class Desk:
                 refusals = {**self._unshared, lock: why}
                 self._unshared = {lock: each for lock, each in refusals.items() if lock in living}
 
+        only = NAMED if any(held.kind == NAMED for held in self._shelf.of_rank(rank)) else None
         self._maker.submit(
-            lambda: self._shelf.make(rank, [0], metadata_bytes, image_bytes, holds_constants=True), done
+            lambda: self._shelf.make(rank, [0], metadata_bytes, image_bytes, holds_constants=True, only=only),
+            done,
         )
 
     def _lives_shorter(self, held: Held) -> bool:

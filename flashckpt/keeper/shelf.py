@@ -78,6 +78,8 @@ class Shelf:
         self._folder = folder
         self._life = life
         self._held: dict[str, Held] = {}
+        self._lent: tuple[Slot, ...] = ()
+        self._leaving: list[Slot] = []
 
     def __len__(self) -> int:
         return len(self._held)
@@ -121,15 +123,16 @@ class Shelf:
         available: Callable[[], int] = room.available_bytes,
         begun: Callable[[int], None] | None = None,
         holds_constants: bool = False,
-        kind: str | None = None,
+        only: str | None = None,
     ) -> Made:
         """Allocate regions, in a worker thread: nothing of the shelf is touched. See `put`. `begun` is given
-        the descriptor of each region before it is allocated. `kind`: None takes the one that there is room
-        for."""
+        the descriptor of each region before it is allocated. `only`: of that kind, or none if it is NAMED."""
         metadata_capacity, image_capacity = round_up(max(metadata_bytes, 1)), round_up(max(image_bytes, 1))
         num_bytes = PAGE + metadata_capacity + image_capacity
         indexes, made = list(indexes), []
-        kind = kind or region.kind_for(self._folder, num_bytes * len(indexes))
+        kind = MEMFD if only == MEMFD else region.kind_for(self._folder, num_bytes * len(indexes))
+        if only == NAMED != kind:
+            return Made((), KeeperError("There is no room for them where the slots are."))
         for index in indexes:
             nonce = secrets.randbits(64) or 1
             name = region.region_name(rank, index, nonce)
@@ -299,9 +302,22 @@ class Shelf:
             self._folder.remove(held.slot.name)
         self._forget(held)
 
+    def lend(self, slots: Iterable[Slot]) -> None:
+        """Another thread looks at these: none of them is unmapped under it before `given_back`, though it is
+        removed."""
+        self._lent = tuple(slots)
+
+    def given_back(self) -> None:
+        self._lent, leaving, self._leaving = (), self._leaving, []
+        for slot in leaving:
+            slot.close()
+
     def _forget(self, held: Held) -> None:
         self._held.pop(held.slot.name, None)
-        held.slot.close()
+        if held.slot in self._lent:
+            self._leaving.append(held.slot)
+        else:
+            held.slot.close()
 
     def _lives(self, lock: str) -> bool:
         try:

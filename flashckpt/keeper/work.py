@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from flashckpt.events import Event, log
@@ -32,6 +32,8 @@ _AWAITED_RETRY_S = 1.0
 _AUDIT_SHARE = 0.05
 _LEAST_AUDIT_PAUSE_S = 1.0
 _LOOK_PAUSE_S = 0.2
+
+_Done = Callable[[Outcome | BaseException], None]
 
 
 class Work:
@@ -217,7 +219,17 @@ class Work:
                 # After the commit was told, and beside the next one: nobody waits for deletions.
                 self.pruner.committed(AttemptName.parse(outcome.attempt), order.keep, order.world)
 
-        self.worker.submit(partial(self._drain.persist, order), done)
+        self._hand_over(order, partial(self._drain.persist, order), done)
+
+    def _hand_over(self, order: Order, deed: Callable[[], Outcome], done: _Done) -> None:
+        def ended(outcome: Outcome | BaseException) -> None:
+            try:
+                done(outcome)
+            finally:
+                self._shelf.given_back()
+
+        self._shelf.lend([order.slot] + ([order.constants] if order.constants is not None else []))
+        self.worker.submit(deed, ended)
 
     def _audit_newest(self) -> None:
         self._audit_at = time.monotonic() + _LOOK_PAUSE_S
@@ -239,7 +251,7 @@ class Work:
                 self._follow(held, outcome)
 
             self._is_hurried.clear()
-            self.worker.submit(partial(self._drain.audit, order, self._is_hurried.is_set), done)
+            self._hand_over(order, partial(self._drain.audit, order, self._is_hurried.is_set), done)
             return
 
     # What follows

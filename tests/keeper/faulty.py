@@ -80,8 +80,9 @@ def _harm(faults: Path) -> None:
     def slow_sums(*arguments: Any, **named: Any) -> Any:
         with open(faults / "audit.windows", "ab") as file:
             file.write(b".")
+        found = sums(*arguments, **named)
         _pause(faults, "audit")
-        return sums(*arguments, **named)
+        return found
 
     audit.WINDOW_BYTES, audit._sums = 64 << 10, slow_sums
     _native.write_file = write_file

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from flashckpt.format.layout import SlotImage
 from tests.keeper.driver import committed, eventually
-from tests.keeper.fake import FakeTrainer
+from tests.keeper.fake import FakeTrainer, layout_for
 from tests.keeper.faulty import faulty_keeper
 
 
@@ -31,4 +32,34 @@ def test_an_audit_ends_where_something_is_to_be_persisted(tmp_path: Path, runtim
         trainer.wait_for(lambda status: status.counts.get("audited"))
         assert (faults / "audit.windows").stat().st_size > 64
         assert committed(run) == [2]
+        trainer.end()
+
+
+def test_a_slot_that_is_let_go_while_it_is_audited(tmp_path: Path, runtime: Path) -> None:
+    """Its memory goes: an audit that looks at it afterwards is the keeper's death."""
+    run, faults = tmp_path / "run", tmp_path / "faults"
+    with faulty_keeper(run, runtime, faults) as keeper:
+        trainer = FakeTrainer(run, runtime, kib=16)
+        trainer.start()
+        trainer.take_slots()
+        before, names = trainer.slots, [grant.name for grant in trainer.grants]
+
+        def left() -> list[str]:
+            return [name for name in names if list(runtime.glob(f"*/*/{name}"))]
+
+        (faults / "audit.pause").touch()
+        trainer.snapshot(1)
+        eventually(lambda: (faults / "audit.paused").exists())
+        trainer.layout = layout_for(6000)
+        trainer.image = SlotImage(trainer.layout)
+        trainer.take_slots()
+        trainer.client.release(names)
+        trainer.snapshot(2)
+        eventually(lambda: not left())
+        (faults / "audit.pause").unlink()
+        trainer.wait_for(lambda status: status.counts.get("audited"))
+        assert keeper.poll() is None
+        assert trainer.client.restarts == 0
+        for slot in before:
+            slot.close()
         trainer.end()
