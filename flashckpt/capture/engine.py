@@ -105,6 +105,8 @@ class Capture:
         self._flights.wait()
         self._forget_slots()
         self._targets.exchange(ring, owner)
+        if not self._targets.may_share:
+            self._following.drop()  # the plan that stands may leave constants to another region
 
     def register(self, slots: Sequence[Slot]) -> None:
         """Make slots known to the devices. Takes up to half a second a GiB, so that it may be done before

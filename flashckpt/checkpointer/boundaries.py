@@ -170,7 +170,7 @@ class Boundaries:
             if slots.sharing.want(capture.sharing_wanted(), used=used):
                 self._attendant.wake()
         wanted = capture.room_wanted(ordered=ordered)
-        if slots.preparing and (wanted is None or not slots.shrinking):
+        if slots.preparing and (wanted is None or not slots.may_be_replaced(wanted)):
             return
         if wanted is not None:
             self._attendant.prepare(*wanted)

@@ -152,11 +152,13 @@ class Sharing:
     @contextlib.contextmanager
     def _before(self, metadata: Metadata, sealed: Sealed) -> Iterator[Slot | None]:
         """The region that a snapshot names already, for as long as it is read."""
-        used = self._used
-        if not metadata.shared or used is None or used.nonce != sealed.record.constants_nonce:
+        # Also one that no capture may name any more: with a constant of it changed, it still has the others.
+        known = {each.nonce: each.name for each in (*self._outgrown, self._used) if each is not None}
+        name = known.get(sealed.record.constants_nonce)
+        if not metadata.shared or name is None:
             yield None
             return
-        with contextlib.closing(self._session.keeper.keep_constants(used.name).open()) as region:
+        with contextlib.closing(self._session.keeper.keep_constants(name).open()) as region:
             yield region if holds_constants_of(region, metadata) else None
 
     def _filled_from(

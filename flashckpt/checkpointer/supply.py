@@ -75,10 +75,11 @@ class SlotSupply:
         """Whether slots were asked for that the capture does not have yet."""
         return self.wanted is not None or self._ready is not None
 
-    @property
-    def shrinking(self) -> bool:
-        """Whether what was asked for and is not ready is to take the place of larger ones."""
-        return self.wanted is not None and self._most is not None
+    def may_be_replaced(self, wanted: tuple[int, int]) -> bool:
+        """Whether slots of these sizes are to be asked for though others have been and are not ready: smaller
+        ones than there are, or ones for which there is no memory."""
+        is_refused = self.error is not None and self.wanted not in (None, wanted)
+        return self.wanted is not None and (self._most is not None or is_refused)
 
     @property
     def ready(self) -> bool:

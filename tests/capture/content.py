@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flashckpt import _native
 from flashckpt.capture.shared import Shared
-from flashckpt.format.layout import Leaf
+from flashckpt.format.layout import Layout, Leaf
 from flashckpt.memory.slot import Slot
 from flashckpt.memory.slots import SlotRing
 
@@ -31,6 +31,16 @@ def region_of(content: Content) -> Shared:
     return Shared(f"constants-00000-{nonce:016x}", nonce, constants, digests)
 
 
+def region_with(layout: Layout, content: Content) -> Shared:
+    """A region for these leaves, that a snapshot and the region it names hold."""
+    nonce = 1000 + len(REGIONS)
+    image = layout.header + b"".join(content.leaves[leaf.name] for leaf in layout.leaves)
+    digests = {leaf.name: digest for leaf, digest in zip(content.layout.leaves, content.digests, strict=True)}
+    REGIONS[nonce] = image
+    found = tuple(digests[leaf.name] for leaf in layout.leaves)
+    return Shared(f"constants-00000-{nonce:016x}", nonce, layout, found)
+
+
 class Content:
     """What a sealed slot holds, read the way the keeper reads it: leaves by name, audited."""
 
@@ -47,7 +57,7 @@ class Content:
         own = len(self.layout.shard.leaves) if self.layout.shared else len(self.layout.leaves)
         placed = zip(self.layout.leaves, self.layout.starts(), metadata.digests, strict=True)
         for index, (leaf, start, digest) in enumerate(placed):
-            holder = image if index < own else REGIONS[self.constants_nonce]
+            holder = image if index < own else REGIONS.get(self.constants_nonce, b"")
             data = holder[start : start + leaf.num_bytes]
             self.leaves[leaf.name] = data
             buffer = np.frombuffer(data, dtype=np.uint8).copy()

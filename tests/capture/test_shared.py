@@ -13,7 +13,7 @@ from flashckpt.memory.slots import SlotRing
 from flashckpt.options import Options
 
 from .accelerated import LARGE, Accelerated
-from .content import Content, bytes_of, newest, region_of
+from .content import Content, bytes_of, newest, region_of, region_with
 from .test_constants import Frozen, captured, constant, digest_of, iterate, iterate_begins
 
 
@@ -56,7 +56,7 @@ def test_a_snapshot_names_the_region_and_holds_the_rest(ring: SlotRing, sealer: 
         assert content.leaves == {"frozen.w": bytes_of(state.weight), "a.a": bytes_of(torch.ones(3))}
         assert content.constants_nonce != 0
         assert content.layout.num_bytes == content.layout.shard.num_bytes < 4 * LARGE
-    assert capture.shares
+    assert capture.may_name_shared
     capture.close()
 
 
@@ -86,7 +86,7 @@ def test_on_a_device_a_change_loses_one_snapshot_and_never_a_byte(loop: Accelera
         assert iterate(loop) == "exact"
         assert newest(loop.ring).constants_nonce == 0
     assert loop.ways()["model.frozen"] != "constant"
-    assert not loop.capture.shares
+    assert not loop.capture.may_name_shared
 
 
 def test_on_the_host_the_very_snapshot_has_the_change(ring: SlotRing, sealer: _native.Sealer) -> None:
@@ -97,7 +97,7 @@ def test_on_the_host_the_very_snapshot_has_the_change(ring: SlotRing, sealer: _n
         content = captured(capture, ring, sealer, step)
         assert content.leaves["frozen.w"] == bytes_of(state.weight)
         assert (content.constants_nonce, content.layout.constants) == (0, None)
-    assert not capture.shares
+    assert not capture.may_name_shared
     assert capture.report()["snapshots_lost"] == 0
     capture.close()
 
@@ -116,7 +116,7 @@ def test_a_region_of_other_digests_is_not_named(ring: SlotRing, sealer: _native.
         content = captured(capture, ring, sealer, step)
         assert content.leaves["frozen.w"] == bytes_of(state.weight)
         assert content.constants_nonce == 0
-    assert not capture.shares
+    assert not capture.may_name_shared
     capture.close()
 
 
@@ -137,24 +137,29 @@ def test_a_region_of_before_a_resume_with_other_digests_is_not_named(
     again.close()
 
 
-def test_another_constant_ends_the_sharing_until_a_region_holds_both(
+def test_another_constant_is_ordinary_until_a_region_holds_both(
     ring: SlotRing, sealer: _native.Sealer
 ) -> None:
     state, capture = frozen_capture(ring, sealer)
     first = captured(capture, ring, sealer, 7).constants_nonce
     late = torch.randn(LARGE - 8)
     state.more.append(late)
-    named = []
-    for step in range(8, 20):
+    for step in range(8, 17):
         content = captured(capture, ring, sealer, step)
         assert content.leaves["frozen.w"] == bytes_of(state.weight)
         assert content.leaves["frozen.more"] == bytes_of(late)
-        named.append(content.constants_nonce)
-        if step == 16:
-            share(capture, content)
-    assert named[0] == first  # an ordinary leaf beside them
-    assert named[6:9] == [0, 0, 0]
-    assert len({first, 0, named[-1]}) == 3
+        assert content.constants_nonce == first
+    wanted = capture.sharing_wanted()
+    assert wanted is not None
+    assert [leaf.name for leaf in wanted.leaves] == ["frozen.more", "frozen.w"]
+    both = region_with(wanted, content)
+    capture.share(both)
+    for step in range(17, 20):
+        content = captured(capture, ring, sealer, step)
+        assert content.leaves["frozen.more"] == bytes_of(late)
+        assert content.constants_nonce == both.nonce != first
+        assert {leaf.name for leaf in content.layout.shard.leaves} == {"a.a"}
+    assert capture.sharing_wanted() is None
     capture.close()
 
 
@@ -214,4 +219,16 @@ def test_slots_of_the_first_version_share_nothing(ring: SlotRing, sealer: _nativ
     assert capture.sharing_wanted() is None
     capture.share(region_of(content))
     assert captured(capture, ring, sealer, 7).constants_nonce == 0
+    capture.close()
+
+
+def test_slots_of_the_first_version_that_come_later_end_the_sharing(
+    ring: SlotRing, sealer: _native.Sealer
+) -> None:
+    _, capture = frozen_capture(ring, sealer)
+    assert captured(capture, ring, sealer, 7).constants_nonce != 0
+    for slot in ring.slots:
+        object.__setattr__(slot.fixed, "version", 1)
+    capture.set_slots(ring)
+    assert captured(capture, ring, sealer, 8).constants_nonce == 0
     capture.close()

@@ -268,19 +268,17 @@ def test_a_region_is_filled_with_the_bytes_of_the_digests_or_not_at_all(
     trainer.take_slots()
     slot, _ = trainer.snapshot(1)
     session = SimpleNamespace(keeper=trainer.client, attempt=trainer.attempt)
-    sharing = Sharing(session, trainer.ring.newest_sealed, None)  # type: ignore[arg-type]
+    sharing = Sharing(session, trainer.ring.newest_sealed, lambda _: False, None)  # type: ignore[arg-type]
     constants = trainer.image.constants
     assert constants is not None
     spoiled = trainer.image.constants_start + constants.data_start + 12345
     slot.image_view[spoiled] ^= 1
-    sharing.want(constants)
-    until(lambda: sharing.tend() or regions(runtime, "constants"), "a region")
-    for _ in range(20):
-        sharing.tend()
-        assert not sharing.ready
+    sharing.want(constants, used=False)
+    until(lambda: sharing.tend() or sharing._judged, "a region, and a look at the slot")
     [name] = regions(runtime, "constants")
-    slot.image_view[spoiled] ^= 1
-    sharing.tend()
+    assert not sharing.ready
+    slot, _ = trainer.snapshot(2)
+    until(lambda: sharing.tend() or sharing.ready, "the region to be filled")
     found = sharing.take_ready()
     assert found is not None
     assert (found.name, found.layout) == (name, constants)

@@ -79,7 +79,7 @@ class History:
 def settled(checkpointer: Checkpointer) -> None:
     """Stand still until slots that were asked for are ready, or it is known that there are none."""
     slots = checkpointer._attendant.slots
-    until(lambda: slots.ready or not slots.preparing, "slots, or that there are none")
+    until(lambda: slots.ready or not slots.preparing or slots.error, "slots, or that there are none")
 
 
 def regions(runtime: Path) -> list[str]:
@@ -219,6 +219,55 @@ def test_a_parameter_that_is_frozen_later_ends_no_snapshots_where_memory_is_shor
     kill_keepers(remove_regions=True)
     again = Job()
     again.model.register_parameter("late", nn.Parameter(torch.zeros(512, 640), requires_grad=False))
+    with attach(run, again) as checkpointer:  # type: ignore[arg-type]
+        assert checkpointer.completed == completed
+        assert again.bytes() == done
+
+
+def test_a_parameter_that_is_trained_again_ends_no_snapshots_where_memory_is_short(
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch, kill_keepers: Callable[..., None]
+) -> None:
+    """Of two constants the smaller is none any more: slots then need room for that one, and not for both."""
+    job, run = Job(), tmp_path / "run"
+    thaws = nn.Parameter(torch.randn(512, 520), requires_grad=False)
+    job.model.register_parameter("thaws", thaws)
+    limit = 0
+    asked: list[int] = []
+    ask = KeeperClient.ask_slots
+
+    def in_little_room(client: KeeperClient, count: int, metadata: int, image: int, **options: Any) -> Any:
+        asked.append(image)
+        if limit and image > limit:
+            raise OutOfRoomError("no room", needed=image, available=limit)
+        return ask(client, count, metadata, image, **options)
+
+    with attach(run, job) as checkpointer:  # type: ignore[arg-type]
+        job.share(checkpointer)
+        monkeypatch.setattr(KeeperClient, "ask_slots", in_little_room)
+        limit = 4 * WIDE * WIDE  # the base alone
+        thaws.requires_grad_(True)
+        thaws.data.add_(1)
+        until(
+            lambda: job.train(checkpointer) or max(asked, default=0) > limit, "slots for both to be asked for"
+        )
+        before = checkpointer._attendant.newest_sealed_step()
+
+        def goes_on() -> bool:
+            job.train(checkpointer)
+            return checkpointer._attendant.newest_sealed_step() != before
+
+        until(goes_on, "snapshots")
+        checkpointer.save()
+        arrangement = checkpointer._capture._following.current
+        assert arrangement is not None
+        assert arrangement.plan.shared is not None
+        assert len(arrangement.plan.shared.digests) == 1
+        done, completed = job.bytes(), checkpointer.completed
+        monkeypatch.undo()
+        checkpointer.wait()
+    kill_keepers(remove_regions=True)
+    again = Job()
+    again.model.register_parameter("thaws", nn.Parameter(torch.zeros(512, 520)))
     with attach(run, again) as checkpointer:  # type: ignore[arg-type]
         assert checkpointer.completed == completed
         assert again.bytes() == done
