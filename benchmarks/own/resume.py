@@ -39,6 +39,8 @@ def resume(job: Job) -> tuple[flashckpt.Checkpointer, dict[str, Any]]:
     workload.step()
     workload.sync()
     run = Path(job.folder, "run")
+    # Once before: a cache below this machine then has the file for the resume as for the limit beside it.
+    _read_s(run, workload.num_bytes())
     files.forget(run)
     with _timed() as stages:
         began = time.perf_counter()

@@ -7,6 +7,7 @@ import json
 import time
 from typing import TYPE_CHECKING
 
+from flashckpt import crashpoints
 from flashckpt.capture.plan import bytes_of, local
 from flashckpt.capture.ways import SMALL_BYTES
 from flashckpt.checkpointer.environment import describe_environment
@@ -188,3 +189,4 @@ class Boundaries:
         if shared is not None and not self._capture.is_copying:
             self._capture.share(shared)
             slots.sharing.taken_up()
+            crashpoints.point("share.named")

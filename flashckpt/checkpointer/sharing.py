@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from flashckpt import _native
+from flashckpt import _native, crashpoints
 from flashckpt.capture.shared import Shared
 from flashckpt.checkpointer.session import Session
 from flashckpt.errors import DamagedError, FlashckptError
@@ -172,12 +172,14 @@ class Sharing:
         if not _copied(sources, region, layout):
             region.abandon(self._owner, generation)
             return None
+        crashpoints.point("share.filled")
         digests = array("Q", [digest for _, digest in sources])
         why = self._sealed(region, generation, layout, digests, sealed)
         if why:
             region.abandon(self._owner, generation)
             log.warning("%s cannot be used: %s", region.name, why)
             return None
+        crashpoints.point("share.sealed")
         shared = Shared(region.name, region.fixed.nonce, layout, tuple(digests))
         self._let_go()  # captures only compare digests: nothing here touches its bytes again
         return shared

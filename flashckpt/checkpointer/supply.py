@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from flashckpt.capture import Capture
+from flashckpt.capture.room import least_room
 from flashckpt.capture.shared import Shared
 from flashckpt.checkpointer.provision import made_usable, what_they_mean
 from flashckpt.checkpointer.session import Session
@@ -187,7 +188,11 @@ class SlotSupply:
             # Smaller ones are never fewer: what they spare is not worth a snapshot that is skipped.
             least = 2 if most is None or self.ring is None else len(self.ring.slots)
             grants = self._session.keeper.ask_slots(
-                self.count, *wanted, minimum=min(least, self.count), most_image_bytes=most
+                self.count,
+                *wanted,
+                minimum=min(least, self.count),
+                most_image_bytes=most,
+                least_bytes=least_room(*wanted),
             )
         except OutOfRoomError as error:
             if most is None:

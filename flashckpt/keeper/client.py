@@ -144,10 +144,13 @@ class KeeperClient:
         *,
         minimum: int = 2,
         most_image_bytes: int | None = None,
+        least_bytes: tuple[int, int] | None = None,
     ) -> list[SlotGrant] | None:
         """The same without waiting: None while the keeper is still making them ready. Ask again. Slots whose
-        image has room for more than `most_image_bytes`, where that is given, are not among them."""
-        return self._ask(count, metadata_bytes, image_bytes, minimum, False, most_image_bytes)[0]
+        image has room for more than `most_image_bytes`, where that is given, are not among them. With
+        `least_bytes` of (metadata, image), slots that are there already do, too."""
+        sizes = metadata_bytes, image_bytes
+        return self._ask(count, *sizes, minimum, False, most_image_bytes, least_bytes)[0]
 
     def ask_constants(self, metadata_bytes: int, image_bytes: int) -> SlotGrant | None:
         """A region for the constants that this trainer's slots are to share, FREE. None while the keeper is
@@ -181,6 +184,7 @@ class KeeperClient:
         minimum: int,
         early: bool,
         most_image_bytes: int | None = None,
+        least_bytes: tuple[int, int] | None = None,
     ) -> tuple[list[SlotGrant] | None, tuple[int, int] | None]:
         asked = {
             "op": "slots",
@@ -189,6 +193,7 @@ class KeeperClient:
             "metadata_bytes": metadata_bytes,
             "image_bytes": image_bytes,
             "most_image_bytes": max(image_bytes, most_image_bytes or _ANY_BYTES),
+            "least_bytes": least_bytes or (metadata_bytes, image_bytes),
             "early": early,
         }
         answer, descriptors = self._call_with_descriptors(asked)

@@ -20,6 +20,7 @@ from flashckpt.keeper.protocol import (
     close_all,
     flag,
     number,
+    numbers,
     seconds,
     text,
 )
@@ -153,12 +154,13 @@ class Desk:
         metadata_bytes = number(message, "metadata_bytes", 1, _MOST_SLOT_BYTES)
         image_bytes = number(message, "image_bytes", 1, _MOST_SLOT_BYTES)
         most_image_bytes = number(message, "most_image_bytes", image_bytes, _MOST_SLOT_BYTES)
+        least_metadata_bytes, least_image_bytes = numbers(message, "least_bytes", 2, _MOST_SLOT_BYTES)
         mine = self._shelf.of_rank(trainer.rank)
         fit = [
             held
             for held in mine
-            if held.slot.metadata_capacity >= metadata_bytes
-            and image_bytes <= held.slot.image_capacity <= most_image_bytes
+            if held.slot.metadata_capacity >= least_metadata_bytes
+            and least_image_bytes <= held.slot.image_capacity <= most_image_bytes
         ]
         refusal = self._refusals.pop(trainer.lock, None)
         reading = count == 1

@@ -146,6 +146,14 @@ def number(message: dict[str, Any], key: str, least: int = 0, most: int = _MAX_N
     return value
 
 
+def numbers(message: dict[str, Any], key: str, count: int, most: int) -> list[int]:
+    """So many whole numbers of a message, from 1 on. Raises ProtocolError."""
+    found = message.get(key)
+    if not isinstance(found, list) or len(found) != count:
+        _malformed(key)
+    return [number({key: each}, key, 1, most) for each in found]
+
+
 def text(message: dict[str, Any], key: str, most: int = 256) -> str:
     value = message.get(key)
     if not isinstance(value, str) or not value or len(value) > most or "\0" in value:

@@ -14,7 +14,7 @@ from flashckpt.memory.slot import Slot
 def holds_constants_of(region: Slot, metadata: Metadata) -> bool:
     """Whether a region was sealed with the constants of a snapshot: the same leaves at the same places, of
     the same digests. Whether its bytes still have them is for an audit to say."""
-    return not not_held(region, metadata)
+    return metadata.constants is not None and not not_held(region, metadata)
 
 
 def not_held(region: Slot, metadata: Metadata) -> list[int]:

@@ -242,20 +242,33 @@ def room_for(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_without_room_for_a_region_each_slot_goes_on_holding_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kill_keepers: Callable[..., None]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, job = tmp_path / "run", Job()
-    with room_for(3 * LARGE_SLOT + (1 << 20), monkeypatch) as base, attach(run, job) as checkpointer:
-        job.train(checkpointer, 4)
-        assert len(regions(base, "slot")) == 3
-        sharing = checkpointer._attendant.slots.sharing
-        train_until(job, checkpointer, lambda: sharing._retry_s > 0, "the refusal")
-        job.train(checkpointer, 1, save=True)
-        assert record(run, checkpointer.completed).constants is not None
+    with room_for(3 * LARGE_SLOT + (1 << 20), monkeypatch) as base:
+        broken = attach(run, job)
+        job.train(broken, 4)
+        slots = regions(base, "slot")
+        assert len(slots) == 3
+        sharing = broken._attendant.slots.sharing
+        train_until(job, broken, lambda: sharing._retry_s > time.monotonic() + 30, "the refusal")
+        job.train(broken, 1, save=True)
+        assert record(run, broken.completed).constants is not None
         assert not regions(base, "constants")
         assert newest(base)[1] == 0
-        done = checkpointer.completed
-    assert job.bytes() == straight(done)
+        done = broken.completed
+        del broken  # as a death would leave it
+        again = Job(blank=True)
+        with attach(run, again) as checkpointer:
+            assert checkpointer.resumed is not None
+            assert (checkpointer.resumed.tier, checkpointer.completed) == ("memory", done)
+            # What it holds is laid out a little differently from the beginning: the slots do all the same.
+            again.train(checkpointer, 3)
+            ring = checkpointer._attendant.slots.ring
+            assert ring is not None
+            assert {slot.name for slot in ring.slots} == set(slots)
+            again.train(checkpointer, 1, save=True)
+    assert again.bytes() == straight(done + 4)
     assert flashckpt.verify(run).ok
 
 

@@ -168,7 +168,10 @@ class Job:
         for kind, most in (("slot", MOST_SLOTS), ("constants", MOST_SHARED)):
             regions = sum(is_region_name(path.name) for path in self.runtime.rglob(f"{kind}-*"))
             if regions > most:
-                found.append(f"{regions} regions of the kind {kind} lie in memory")
+                names = sorted(
+                    f"{path.name} {path.stat().st_size >> 10} KiB" for path in self.runtime.rglob(f"{kind}-*")
+                )
+                found.append(f"{regions} regions of the kind {kind} lie in memory: {names}")
         return found
 
     def expect(self, *, memory: bool) -> None:

@@ -20,8 +20,8 @@ from tests.crash.zygote import Zygote
 from tests.waiting import until
 
 PACKAGE = Path(__file__).parents[2] / "flashckpt"
-# Memory must be empty for these: a step is read from disk, slots are made.
-FROM_DISK = {"resume.read", "resume.sealed", "slots.taken"}
+# Memory must be empty for these: a step is read from disk, slots are made, and what they share.
+FROM_DISK = {"resume.read", "resume.sealed", "slots.taken", "share.filled", "share.sealed", "share.named"}
 # The trainer must stand still for these: an idle keeper looks, or is to see the trainer killed.
 HELD = {"audit.begun", "rescue.asked"}
 # Which process comes to a point, where the other one does not live any more.
