@@ -29,7 +29,7 @@ def least_room(metadata_bytes: int, image_bytes: int) -> tuple[int, int]:
     made for a state that was laid out a little differently, and are taken back."""
     metadata_slack = metadata_bytes // (2 * (_METADATA_SLACK + 1)) + _LEAST_SLACK_BYTES // 2
     image_slack = image_bytes // (2 * (_IMAGE_SLACK + 1)) + _LEAST_SLACK_BYTES // 2
-    return metadata_bytes - metadata_slack, image_bytes - image_slack
+    return max(1, metadata_bytes - metadata_slack), max(1, image_bytes - image_slack)
 
 
 def slot_room(plan: Plan, values_bytes: int) -> tuple[int, int]:

@@ -21,6 +21,7 @@ from flashckpt.memory.slot import Slot
 from tests.checkpointer.test_frozen import BASE_BYTES, Job, attach, flip, record, straight
 from tests.keeper.fake import FakeTrainer
 from tests.memory.mounts import small_tmpfs
+from tests.processes import end, keepers_of
 from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("runtime")
@@ -238,7 +239,10 @@ def test_what_has_to_be_made_row_major_stays_in_the_slots(tmp_path: Path, runtim
 def room_for(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with small_tmpfs(num_bytes) as base:
         monkeypatch.setenv("FLASHCKPT_RUNTIME", str(base))
-        yield base
+        try:
+            yield base
+        finally:
+            end(keepers_of(base))
 
 
 def test_without_room_for_a_region_each_slot_goes_on_holding_its_own(

@@ -62,7 +62,7 @@ def test_a_flipped_byte_is_never_written(tmp_path: Path, runtime: Path) -> None:
     flip_of(trainer)
     slot, generation = trainer.snapshot(1, persist=True)
     eventually(lambda: slot.torn[0] == generation)
-    [line] = [line for line in ledger(trainer.run) if line["event"] == "torn"]
+    [line] = eventually(lambda: [line for line in ledger(trainer.run) if line["event"] == "torn"])
     assert line["leaves"] == ["base.weight"]
     assert [trainer.image.leaves[index].name for index in slot.torn[1]] == ["base.weight"]
     assert slot.state().state is State.FREE
@@ -95,7 +95,7 @@ def test_the_audit_of_an_idle_keeper_looks_into_the_region(tmp_path: Path, runti
     flip_of(trainer)
     slot, generation = trainer.snapshot(2)
     eventually(lambda: slot.torn[0] == generation)
-    [line] = [line for line in ledger(trainer.run) if line["event"] == "torn"]
+    [line] = eventually(lambda: [line for line in ledger(trainer.run) if line["event"] == "torn"])
     assert line["leaves"] == ["base.weight"]
     trainer.end()
 
