@@ -36,6 +36,7 @@ class Live:
     kind: str = "other"
     owner: object = None
     aliases: list[str] = field(default_factory=list)
+    tied: list[Tensor] = field(default_factory=list)
 
 
 class Flat:
