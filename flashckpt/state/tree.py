@@ -69,7 +69,7 @@ class Tree:
         self._gradients = Gradients([])
         self._used_up: UsedUp = _all_used_up
         self.current: Walk | None = None
-        self._found_to_fit: Saved | None = None
+        self._fitting: tuple[Saved, Leaves] | None = None
         walk = self.walk(_all_used_up)
         check_backward_optimizers(self._parameters(), self.optimizers)
         for name, optimizer in optimizers.items():
@@ -138,7 +138,7 @@ class Tree:
         assert live is not None
         try:
             rows = self._differences(saved, live)
-            self._found_to_fit = None if rows else saved
+            self._fitting = None if rows else (saved, live)
             return rows
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise DamagedError(
@@ -177,18 +177,15 @@ class Tree:
         Raises MismatchError or DamagedError with nothing changed; what a `load_state_dict` of the
         user's own raises, or does not take back, comes as StateError, when all else was filled. A leaf
         that has no place in the live state is a DamagedError then. What `differences` found to fit last is
-        not compared again: nothing of the live state may have changed since."""
-        rows = [] if self._found_to_fit is saved else self.differences(saved)
-        self._found_to_fit = None
-        if rows:
+        neither compared nor walked again: nothing of the live state may have changed since."""
+        rows = [] if self._fitting is not None and self._fitting[0] is saved else self.differences(saved)
+        fitting, self._fitting = self._fitting, None
+        if rows or fitting is None:
             raise MismatchError(
                 f"The live state does not fit the checkpoint: {len(rows)} differences. Nothing was loaded.",
                 differences=tuple(rows),
             )
-        live, owners = Leaves(), Owners()
-        for entry in self._in_order():
-            entry.walk(live, owners)
-        filling, values = Filling(saved), saved.value["entries"]
+        live, filling, values = fitting[1], Filling(saved), saved.value["entries"]
         for entry in self._in_order():
             entry.restore(values[entry.name], filling, live)
         # From here on what was filled is read (indices of sparse gradients, code of the program's own):
