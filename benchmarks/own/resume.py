@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import time
-from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -39,8 +38,9 @@ def resume(job: Job) -> tuple[flashckpt.Checkpointer, dict[str, Any]]:
     workload.step()
     workload.sync()
     run = Path(job.folder, "run")
-    # Once before: a cache below this machine then has the file for the resume as for the limit beside it.
-    _read_s(run, workload.num_bytes())
+    # The limit is taken before and after: a disk is not as fast at one moment as at the next, and a cache
+    # below this machine has the file for the resume as for the limit.
+    reads = _direct_reads(run, workload.num_bytes())
     files.forget(run)
     with _timed() as stages:
         began = time.perf_counter()
@@ -50,7 +50,9 @@ def resume(job: Job) -> tuple[flashckpt.Checkpointer, dict[str, Any]]:
     result: dict[str, Any] = {"num_bytes": workload.num_bytes(), "attach_s": attach_s, **stages}
     if resumed is not None:
         result |= {"tier": resumed.tier, "resumed_s": resumed.seconds}
-        result |= _rates(job, workload, run)
+        result |= _rates(workload, job.settings.repetitions)
+        after = _direct_reads(run, workload.num_bytes())
+        result["direct_read_s"] = [a + b for a, b in zip(reads, after, strict=True)]
     workload.step()
     checkpointer.save()
     checkpointer.wait()
@@ -84,17 +86,15 @@ def _timed() -> Iterator[dict[str, float]]:
         yield stages
 
 
-def _rates(job: Job, workload: Workload, run: Path) -> dict[str, Any]:
-    """Seconds for the bytes of the state, the better of three: these are limits."""
+def _rates(workload: Workload, count: int) -> dict[str, Any]:
+    """Seconds for the bytes of the state, of each repetition."""
     leaves = [leaf.detach() for leaf in workload.leaves().values()]
     threads = torch.get_num_threads()
-    rates: dict[str, Any] = {
-        "digest_s": _best(workload, lambda: digest_tensors(leaves, threads)),
-        "copy_s": _best(workload, _filler(workload, leaves)),
-        "checksum_s": _best(workload, _checksum(leaves, threads)),
+    return {
+        "digest_s": _repeated(workload, count, lambda: digest_tensors(leaves, threads)),
+        "copy_s": _repeated(workload, count, _filler(workload, leaves)),
+        "checksum_s": _repeated(workload, count, _checksum(leaves, threads)),
     }
-    read_s = _read_s(run, workload.num_bytes())
-    return rates if read_s is None else {**rates, "direct_read_s": read_s}
 
 
 def _filler(workload: Workload, leaves: list[Tensor]) -> Callable[[], None]:
@@ -121,28 +121,32 @@ def _checksum(leaves: list[Tensor], threads: int) -> Callable[[], None]:
     return checksum
 
 
-def _best(workload: Workload, run: Callable[[], object]) -> float:
-    seconds = array("d")
-    for _ in range(3):
+def _repeated(workload: Workload, count: int, run: Callable[[], object]) -> list[float]:
+    seconds = []
+    for _ in range(count):
         workload.sync()
         began = time.perf_counter()
         run()
         workload.sync()
         seconds.append(time.perf_counter() - began)
-    return min(seconds)
+    return seconds
 
 
-def _read_s(run: Path, num_bytes: int) -> float | None:
-    """O_DIRECT of the newest shard itself, in whole blocks, told for all of it."""
+def _direct_reads(run: Path, num_bytes: int) -> list[list[float]]:
+    """For each shape of requests, seconds of O_DIRECT reads of the newest shard itself: in whole blocks, told
+    for all of it. Empty where there is no shard yet or no O_DIRECT."""
     shards = sorted(run.rglob("*.safetensors"), key=lambda path: path.stat().st_mtime)
+    seconds: list[list[float]] = [[] for _ in direct_io.SHAPES]
     if not shards:
-        return None
+        return seconds
     whole = shards[-1].stat().st_size // _BLOCK * _BLOCK
     try:
-        seconds = [direct_io.read_s(shards[-1], whole, shape) for shape in direct_io.SHAPES for _ in range(2)]
+        for _ in range(2):
+            for found, shape in zip(seconds, direct_io.SHAPES, strict=True):
+                found.append(direct_io.read_s(shards[-1], whole, shape) * num_bytes / whole)
     except direct_io.DirectRefused:
-        return None
-    return min(seconds) * num_bytes / whole
+        return [[] for _ in direct_io.SHAPES]
+    return seconds
 
 
 def main() -> None:
