@@ -12,7 +12,6 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,20 +22,7 @@ from flashckpt.capture import Capture
 from flashckpt.memory.slot import Slot
 from flashckpt.memory.slots import SlotRing
 from flashckpt.options import Options
-
-
-@dataclass
-class Live:
-    """One leaf of the flat state below."""
-
-    name: str
-    tensor: Tensor
-    container: dict[str, Tensor]
-    key: str
-    kind: str = "other"
-    owner: object = None
-    aliases: list[str] = field(default_factory=list)
-    tied: list[Tensor] = field(default_factory=list)
+from flashckpt.state.tree import LiveLeaf, Walk
 
 
 class Flat:
@@ -44,13 +30,15 @@ class Flat:
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors
-        self.leaves = [Live(name, tensor, tensors, name) for name, tensor in tensors.items()]
-        self.guards = [(tensors, len(tensors))]
-        self.anchors: list[Any] = []
-        self.current = self
+        leaves = [LiveLeaf(name, tensor, "other", None, tensors, name) for name, tensor in tensors.items()]
+        self._walk = Walk(leaves, value={}, guards=[(tensors, len(tensors))], anchors=[], gradient_kinds="")
 
-    def walk(self, used_up: Callable[[Tensor, Tensor], bool]) -> Flat:
-        return self
+    @property
+    def current(self) -> Walk:
+        return self._walk
+
+    def walk(self, used_up: Callable[[Any, Tensor], bool]) -> Walk:
+        return self._walk
 
 
 def slots(metadata_bytes: int, image_bytes: int, threads: int) -> SlotRing:

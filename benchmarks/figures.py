@@ -225,7 +225,7 @@ def _describe_disk(part: dict[str, Any]) -> list[Figure]:
 
 
 def _median_of(part: dict[str, Any], name: str) -> float:
-    return median(seconds for each in part["resumes"] for seconds in each[name])
+    return float(median(seconds for each in part["resumes"] for seconds in each[name]))
 
 
 def _range(seconds: Iterable[float]) -> tuple[float, float]:

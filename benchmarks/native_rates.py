@@ -17,6 +17,7 @@ import time
 from array import array
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -140,7 +141,7 @@ def file_rates(folder: Path, num_bytes: int, repeats: int) -> None:
     for offset in range(0, num_bytes, 1 << 20):
         region[offset : offset + (1 << 20)] = os.urandom(1 << 16) * 16
     ours, raw, other = folder / "rates-ours", folder / "rates-raw", folder / "rates-buffered"
-    leaves = {"leaf_offsets": u64(0), "leaf_sizes": u64(num_bytes)}
+    leaves: dict[str, Any] = {"leaf_offsets": u64(0), "leaf_sizes": u64(num_bytes)}
     sums: list[bytes] = []
 
     def write(threads: int) -> None:
@@ -154,7 +155,7 @@ def file_rates(folder: Path, num_bytes: int, repeats: int) -> None:
         "write_file, threads=1": lambda: write(1),
         "write_file, threads=2": lambda: write(2),
     })  # fmt: skip
-    back = {"num_bytes": num_bytes, "checksums": sums[0], **leaves}
+    back: dict[str, Any] = {"num_bytes": num_bytes, "checksums": sums[0], **leaves}
     report("file to region", num_bytes, repeats, {
         "raw O_DIRECT, 2 in flight": lambda: raw_read(raw, num_bytes, 2),
         "raw O_DIRECT, 4 in flight": lambda: raw_read(raw, num_bytes, 4),
