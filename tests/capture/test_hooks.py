@@ -206,5 +206,6 @@ def test_a_step_that_a_scaler_skips_is_no_step() -> None:
 def test_optimizers_can_still_be_copied() -> None:
     optimizer = torch.optim.SGD([parameter()], lr=0.1)
     hooks = StepHooks([optimizer])
-    copy.deepcopy(optimizer)
+    copied = copy.deepcopy(optimizer)
+    assert copied.state_dict() == optimizer.state_dict()
     hooks.close()

@@ -66,7 +66,7 @@ def marked(run: Path) -> list[Path]:
     return list(run.glob("steps/*/*/mark-*"))
 
 
-def refused(run: Path, error: type[flashckpt.FlashckptError], match: str) -> None:
+def assert_refused(run: Path, error: type[flashckpt.FlashckptError], match: str) -> None:
     """attach stops with this error, and changes, marks and starts nothing."""
     job, starts = Job(), set(run.glob("attempts/*/start.json"))
     weight, numbers = job.model.weight.detach().clone(), (random.getstate(), torch.get_rng_state())
@@ -92,7 +92,7 @@ def test_lost_records_are_no_fresh_start_and_branch_gets_the_run_back(run: Path,
     else:
         [path] = run.glob("attempts/*/start.json" if lost == "start" else "attempts/*.json")
         path.unlink()
-    refused(run, flashckpt.UnusableRunError, f"4@{attempt}")
+    assert_refused(run, flashckpt.UnusableRunError, f"4@{attempt}")
     with pytest.raises(flashckpt.UnusableRunError):
         flashckpt.load(run)
     with pytest.raises(flashckpt.UnusableRunError, match=f"4@{attempt}"):
@@ -134,7 +134,7 @@ def test_a_fault_of_memory_is_not_the_steps(run: Path, monkeypatch: pytest.Monke
         raise DamagedError("the slot's word is none")
 
     monkeypatch.setattr(Slot, "begin", broken)
-    refused(run, flashckpt.KeeperError, "not in doubt")
+    assert_refused(run, flashckpt.KeeperError, "not in doubt")
 
 
 class Failing:
@@ -160,7 +160,7 @@ def test_storage_that_fails_once_costs_no_step(run: Path, monkeypatch: pytest.Mo
 
 def test_storage_that_goes_on_failing_stops_the_resume(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Failing(monkeypatch, times=10**6)
-    refused(run, flashckpt.RunError, "flashckpt branch")
+    assert_refused(run, flashckpt.RunError, "flashckpt branch")
     monkeypatch.undo()
 
 
@@ -219,7 +219,7 @@ def test_a_disk_that_gives_no_shard_at_all_is_no_fresh_start(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     FaultyShards(monkeypatch, steps="shard-")
-    refused(run, flashckpt.UnusableRunError, "Input/output error")
+    assert_refused(run, flashckpt.UnusableRunError, "Input/output error")
 
 
 @pytest.mark.parametrize("number", [errno.ETIMEDOUT, errno.ESTALE, errno.EACCES])
@@ -227,7 +227,7 @@ def test_storage_that_is_away_is_no_reason_for_an_older_step(
     run: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     FaultyShards(monkeypatch, number=number)
-    refused(run, flashckpt.RunError, "flashckpt branch")
+    assert_refused(run, flashckpt.RunError, "flashckpt branch")
 
 
 def test_a_storage_that_goes_away_as_a_whole_stops_the_resume(
@@ -242,7 +242,7 @@ def test_a_storage_that_goes_away_as_a_whole_stops_the_resume(
             Failing(monkeypatch, times=10**6)
 
     FaultyShards(monkeypatch, then=then)
-    refused(run, flashckpt.RunError, "Start again when the storage answers")
+    assert_refused(run, flashckpt.RunError, "Start again when the storage answers")
     monkeypatch.undo()
 
 
@@ -253,7 +253,7 @@ def test_a_step_of_a_newer_format_is_not_left_behind(run: Path) -> None:
         return head + between + xxh3_128(head).hex().encode() + b'"}\n'
 
     rewrite_part(run, newer)
-    refused(run, flashckpt.FormatError, "Upgrade")
+    assert_refused(run, flashckpt.FormatError, "Upgrade")
 
 
 @pytest.mark.parametrize(

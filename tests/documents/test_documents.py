@@ -25,7 +25,7 @@ def test_relative_links_lead_to_files(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_python_examples_parse(name: str) -> None:
     for block in re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.DOTALL):
-        ast.parse(block.replace("…", "..."))
+        assert ast.parse(block.replace("…", "...")).body
 
 
 @pytest.mark.parametrize("name", NAMES)

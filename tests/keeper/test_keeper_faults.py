@@ -193,6 +193,7 @@ def test_a_ledger_that_cannot_be_written_harms_nothing(tmp_path: Path, runtime: 
     trainer.wait_committed(1)
     trainer.end()
     eventually(lambda: keeper_pid(trainer.folder) is None)
+    assert (run / "events").read_text() == "in the way"
 
 
 def test_events_of_the_trainer_stand_in_the_ledger(trainer: FakeTrainer) -> None:

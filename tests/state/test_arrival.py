@@ -114,8 +114,10 @@ def test_values_that_differ_at_each_call_are_no_loss() -> None:
         def state_dict(self) -> dict[str, Any]:
             return {**super().state_dict(), "now": next(self.ticks)}
 
-    image = capture(Tree({"meter": Clock()}))
-    restore(Tree({"meter": Clock()}), image)
+    saved, fresh = Clock(), Clock()
+    saved.count = 7
+    restore(Tree({"meter": fresh}), capture(Tree({"meter": saved})))
+    assert fresh.count == 7
 
 
 class Momentum(Optimizer):
