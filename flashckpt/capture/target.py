@@ -115,7 +115,7 @@ class Target:
                 metadata_bytes=places.num_bytes,
                 image_bytes=plan.image.shard.num_bytes,
                 data_start=plan.image.shard.data_start,
-                captured_ns=time.time_ns(),
+                captured_ns=time.monotonic_ns(),
                 constants_start=plan.image.constants_start,
                 constants_bytes=plan.image.constants_bytes,
                 constants_nonce=plan.shared.nonce if plan.shared is not None else 0,

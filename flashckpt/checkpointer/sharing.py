@@ -204,7 +204,7 @@ class Sharing:
                 metadata_bytes=places.num_bytes,
                 image_bytes=layout.num_bytes,
                 data_start=layout.data_start,
-                captured_ns=time.time_ns(),
+                captured_ns=time.monotonic_ns(),
             )
         )
         return seal(region, self._owner, generation, places, len(digests))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -90,11 +91,14 @@ def test_an_image_is_a_stock_safetensors_file(run: Run, ring: SlotRing, tmp_path
 
 
 def test_record_and_metadata_are_what_the_trainer_said(run: Run, ring: SlotRing) -> None:
+    before_ns = time.monotonic_ns()
     run.iterate()
     run.landed()
     found = ring.newest_sealed()
     assert found is not None
     record = found[1].record
+    # Not of the wall clock: a clock that is set back would make the older of two snapshots the newer.
+    assert before_ns <= record.captured_ns <= time.monotonic_ns()
     assert (record.attempt_number, record.attempt_nonce, record.step) == (3, 4, 1)
     assert record.generation == found[1].word.generation
     assert record.image_bytes == len(Content(found[0]).image)
