@@ -74,10 +74,23 @@ def unnamed(store: Store, attempt: AttemptName) -> list[str]:
             rank, number = _numbers(entry.name)
             numbers.setdefault(rank, []).append((number, entry.name))
     older = {name for each in numbers.values() for _, name in sorted(each)[:-1]}
-    for each in lineage.everything(store) if older else ():
+    return sorted(older - _named_in(store, attempt)) if older else []
+
+
+def unnamed_of(store: Store, attempt: AttemptName, rank: int) -> list[str]:
+    """All of a rank that no part names, the newest too. DamagedError where a part is none."""
+    names = [entry.name for entry in store.list(attempt_folder(attempt)) if not entry.is_folder]
+    found = {name for name in names if CONSTANTS.fullmatch(name) and _numbers(name)[0] == rank}
+    return sorted(found - _named_in(store, attempt)) if found else []
+
+
+def _named_in(store: Store, attempt: AttemptName) -> set[str]:
+    """The constants shards that the parts of an attempt name. DamagedError for a part that is none."""
+    named: set[str] = set()
+    for each in lineage.everything(store):
         if each.attempt == attempt:
-            older -= constants_of_parts(store, step_attempt_folder(each.step, attempt))
-    return sorted(older)
+            named |= constants_of_parts(store, step_attempt_folder(each.step, attempt))
+    return named
 
 
 def fresh_name(store: Store, attempt: AttemptName, rank: int) -> str:

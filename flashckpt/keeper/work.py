@@ -188,11 +188,13 @@ class Work:
 
     def _order(self, held: Held, generation: int) -> Order:
         trainer = self._known.get(held.slot.rank)
+        world = trainer.world if trainer else 1
         return Order(
             slot=held.slot,
             generation=generation,
             owner=self._shelf.own_index(held),
-            world=trainer.world if trainer else 1,
+            world=world,
+            is_alone=world == 1 and not any(self._shelf.other_keepers().values()),
             keep=trainer.keep if trainer else None,
             environment=trainer.environment if trainer else {},
             constants=self._shelf.shared_by(held),

@@ -178,11 +178,13 @@ class Draining:
             held.slot.free(word)
 
     def _persist(self, held: Held, sealed: Sealed) -> Result:
+        world = self._world(sealed)
         order = Order(
             slot=held.slot,
             generation=sealed.generation,
             owner=self._shelf.own_index(held),
-            world=self._world(sealed),
+            world=world,
+            is_alone=world == 1 and not any(self._shelf.other_keepers().values()),
             environment=_environment(held, sealed),
             constants=self._shelf.shared_by(held),
         )
