@@ -9,11 +9,12 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 from flashckpt.commit import lineage
 from flashckpt.commit.steps import constants_of_parts, read_step
 from flashckpt.commit.verification import verify_file
-from flashckpt.errors import FlashckptError
+from flashckpt.errors import DamagedError, FlashckptError
 from flashckpt.events import log
 from flashckpt.format.layout import Layout
 from flashckpt.format.names import (
@@ -95,11 +96,11 @@ def _named_in(store: Store, attempt: AttemptName) -> set[str]:
 
 def fresh_name(store: Store, attempt: AttemptName, rank: int) -> str:
     """A file name that no constants shard of the attempt has. Whoever creates it first has it."""
-    numbers = [0]
-    for entry in store.list(attempt_folder(attempt)):
-        if CONSTANTS.fullmatch(entry.name):
-            of_rank, number = _numbers(entry.name)
-            numbers += [number] if of_rank == rank else []
+    names = {entry.name for entry in store.list(attempt_folder(attempt)) if CONSTANTS.fullmatch(entry.name)}
+    with suppress(DamagedError):
+        # One that was lost may be put back, and must not be another step's meanwhile.
+        names |= _named_in(store, attempt)
+    numbers = [0, *(number for of_rank, number in map(_numbers, names) if of_rank == rank)]
     return constants_name(rank, max(numbers) + 1)
 
 

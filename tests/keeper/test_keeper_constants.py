@@ -278,6 +278,18 @@ def test_a_file_that_was_taken_away_is_written_again_under_another_name(alone: F
     assert committed(alone.run) == [2], "step 1 has lost its constants and is not committed any more"
 
 
+def test_a_name_that_a_step_gives_is_not_taken_for_another_file(alone: FakeTrainer) -> None:
+    drain = Drain(alone.store, "0123abcd")
+    assert drain.persist(order(alone, 1)).result is Result.COMMITTED
+    [file] = files(alone)
+    lost = file.rename(alone.run / "lost")
+    assert drain.persist(order(alone, 2)).result is Result.COMMITTED
+    assert [found.name for found in files(alone)] == ["constants-00000-2.safetensors"]
+    lost.rename(file)
+    assert committed(alone.run) == [1, 2]
+    assert verify(alone.store).ok
+
+
 def second_attempt(alone: FakeTrainer, befalls: Callable[[Path], object]) -> Outcome:
     """Persist step 2 as a new attempt's that went on from step 1, after something befell the first's file."""
     drain = Drain(alone.store, "0123abcd")
