@@ -21,6 +21,7 @@ from flashckpt.keeper.grants import SlotGrant as SlotGrant
 from flashckpt.keeper.possession import Possession
 from flashckpt.keeper.protocol import (
     ELECTION_LOCK,
+    MAX_DESCRIPTORS,
     PROTOCOL,
     SOCKET_NAME,
     ProtocolError,
@@ -333,8 +334,7 @@ class KeeperClient:
             return
         try:
             self._asked(peer, self._said["hello"])
-            if nameless := self._possession.nameless():
-                self._hand_over(peer, nameless)
+            self._hand_over(peer)
             if self._possession.released:
                 self._asked(peer, {"op": "release", "names": self._possession.released})
             for op in ("started", "closing"):
@@ -345,12 +345,18 @@ class KeeperClient:
             raise
         self.restarts += 1
 
-    def _hand_over(self, peer: socket.socket, slots: Sequence[int]) -> None:
+    def _hand_over(self, peer: socket.socket) -> None:
+        nameless = self._possession.nameless()
         try:
-            self._asked(peer, {"op": "adopt"}, slots)
-        except KeeperError as error:
-            # One that is damaged must not keep a run from having a keeper at all.
-            log.error("the new keeper: %s", error)
+            # One message carries no more of them: slots, those that they replace, and what they share.
+            for first in range(0, len(nameless), MAX_DESCRIPTORS):
+                try:
+                    self._asked(peer, {"op": "adopt"}, nameless[first : first + MAX_DESCRIPTORS])
+                except KeeperError as error:
+                    # One that is damaged must not keep a run from having a keeper at all.
+                    log.error("the new keeper: %s", error)
+        finally:
+            close_all(nameless)
 
     def _reach(self) -> socket.socket | None:
         if not self._runtime.check_socket(SOCKET_NAME):
