@@ -32,9 +32,8 @@ from flashckpt.memory import room
 from flashckpt.memory.page import State, round_up
 from flashckpt.memory.region import MEMFD, NAMED
 from flashckpt.memory.runtime import check_name
-from flashckpt.options import Keep
+from flashckpt.options import MOST_SLOTS, Keep
 
-_MOST_SLOTS = 16
 _MOST_SLOT_BYTES = 1 << 46
 MAX_PATH = 4096
 
@@ -149,7 +148,7 @@ class Desk:
             self._told(text(message, "run", MAX_PATH))
 
     def _slots(self, trainer: Trainer, message: dict[str, Any]) -> Reply:
-        count = number(message, "count", 1, _MOST_SLOTS)
+        count = number(message, "count", 1, MOST_SLOTS)
         minimum = number(message, "minimum", 1, count)
         metadata_bytes = number(message, "metadata_bytes", 1, _MOST_SLOT_BYTES)
         image_bytes = number(message, "image_bytes", 1, _MOST_SLOT_BYTES)
