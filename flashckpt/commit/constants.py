@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from flashckpt.commit import lineage
-from flashckpt.commit.steps import constants_of_parts, read_step
+from flashckpt.commit.steps import constants_of_parts, read_manifest, read_step
 from flashckpt.commit.verification import verify_file
 from flashckpt.errors import DamagedError, FlashckptError
 from flashckpt.events import log
@@ -24,7 +24,7 @@ from flashckpt.format.names import (
     constants_name,
     step_attempt_folder,
 )
-from flashckpt.format.records import Contents
+from flashckpt.format.records import Contents, Manifest
 from flashckpt.store.base import Store
 
 # Of one attempt and of the one before it the newest step is asked; no other can be meant.
@@ -75,21 +75,26 @@ def unnamed(store: Store, attempt: AttemptName) -> list[str]:
             rank, number = _numbers(entry.name)
             numbers.setdefault(rank, []).append((number, entry.name))
     older = {name for each in numbers.values() for _, name in sorted(each)[:-1]}
-    return sorted(older - _named_in(store, attempt)) if older else []
+    return sorted(older - named_in(store, attempt)) if older else []
 
 
 def unnamed_of(store: Store, attempt: AttemptName, rank: int) -> list[str]:
     """All of a rank that no part names, the newest too. DamagedError where a part is none."""
     names = [entry.name for entry in store.list(attempt_folder(attempt)) if not entry.is_folder]
     found = {name for name in names if CONSTANTS.fullmatch(name) and _numbers(name)[0] == rank}
-    return sorted(found - _named_in(store, attempt)) if found else []
+    return sorted(found - named_in(store, attempt)) if found else []
 
 
-def _named_in(store: Store, attempt: AttemptName) -> set[str]:
-    """The constants shards that the parts of an attempt name. DamagedError for a part that is none."""
+def named_in(store: Store, attempt: AttemptName) -> set[str]:
+    """The constants shards that a part or a manifest of an attempt names. DamagedError where one of them
+    cannot be read: it may name any."""
     named: set[str] = set()
     for each in lineage.everything(store):
         if each.attempt == attempt:
+            manifest = read_manifest(store, each.step, attempt)
+            if isinstance(manifest, Manifest):
+                # A part that is lost may be put back.
+                named |= {file.file for file in manifest.constants}
             named |= constants_of_parts(store, step_attempt_folder(each.step, attempt))
     return named
 
@@ -99,7 +104,7 @@ def fresh_name(store: Store, attempt: AttemptName, rank: int) -> str:
     names = {entry.name for entry in store.list(attempt_folder(attempt)) if CONSTANTS.fullmatch(entry.name)}
     with suppress(DamagedError):
         # One that was lost may be put back, and must not be another step's meanwhile.
-        names |= _named_in(store, attempt)
+        names |= named_in(store, attempt)
     numbers = [0, *(number for of_rank, number in map(_numbers, names) if of_rank == rank)]
     return constants_name(rank, max(numbers) + 1)
 

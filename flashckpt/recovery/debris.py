@@ -7,13 +7,14 @@ them cannot be read; anything of an attempt that may still have a keeper somewhe
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from flashckpt.commit.attempts import AttemptInfo, attempt_folders, attempts, newest_claimed
-from flashckpt.commit.lineage import VisibleStep, everything
-from flashckpt.commit.steps import constants_of_parts, read_manifest
+from flashckpt.commit.constants import named_in
+from flashckpt.commit.lineage import everything
+from flashckpt.commit.steps import read_manifest
 from flashckpt.errors import DamagedError
 from flashckpt.format.names import (
     ATTEMPTS,
@@ -58,7 +59,7 @@ def debris(store: Store, dead: Collection[AttemptName] = ()) -> list[Debris]:
             found += _temporaries(store, attempt_folder(name), name, None)
     begun = list(everything(store))
     for name in over:
-        found += _constants(store, name, begun)
+        found += _constants(store, name)
     for each in begun:
         if each.attempt in over:
             found += _of_step(store, each.step, each.attempt)
@@ -105,32 +106,18 @@ def _of_step(store: Store, step: int, attempt: AttemptName) -> Iterator[Debris]:
         yield Debris(path=folder, kind="folder", attempt=attempt, step=step, why="it is empty")
 
 
-def _constants(store: Store, attempt: AttemptName, begun: Sequence[VisibleStep]) -> Iterator[Debris]:
+def _constants(store: Store, attempt: AttemptName) -> Iterator[Debris]:
     """The constants shards of an attempt that none of its steps names: a base model's size each."""
     folder = attempt_folder(attempt)
     found = [each for each in store.list(folder) if CONSTANTS.fullmatch(each.name) and not each.is_folder]
-    named: set[str] = set()
-    for step in (each.step for each in begun if found and each.attempt == attempt):
-        of_step = _named_constants(store, step, attempt)
-        if of_step is None:
-            return
-        named |= of_step
+    try:
+        named = named_in(store, attempt) if found else set()
+    except DamagedError:
+        return
     for each in found:
         if each.name not in named:
             path = f"{folder}/{each.name}"
-            why = "no step names it"
-            yield Debris(path=path, num_bytes=each.num_bytes, attempt=attempt, why=why)
-
-
-def _named_constants(store: Store, step: int, attempt: AttemptName) -> set[str] | None:
-    """Those that a step's manifest or parts name. None where one of them cannot be read: it may name any."""
-    try:
-        manifest = read_manifest(store, step, attempt)
-        named = constants_of_parts(store, step_attempt_folder(step, attempt))
-    except DamagedError:
-        return None
-    # A part that is lost may be put back.
-    return named | ({each.file for each in manifest.constants} if isinstance(manifest, Manifest) else set())
+            yield Debris(path=path, num_bytes=each.num_bytes, attempt=attempt, why="no step names it")
 
 
 def _is_of_step(name: str) -> bool:

@@ -125,3 +125,16 @@ def test_what_a_part_names_stays(alone: FakeTrainer) -> None:
     names = [file.name for file in files(alone)]
     assert names == [first.name, constants_name(0, 2), other.name]
     assert committed(alone.run) == [2]
+
+
+def test_what_a_manifest_names_stays_though_its_part_is_lost(alone: FakeTrainer) -> None:
+    drain = Drain(alone.store, "0123abcd")
+    assert drain.persist(order(alone, 1)).result is Result.COMMITTED
+    [first], [part] = files(alone), alone.run.glob("steps/*/*/part-*")
+    lost, data = part.rename(alone.run / "lost"), first.read_bytes()
+    first.write_bytes(data[:-1])
+    assert drain.persist(replace(order(alone, 2), is_alone=True)).result is Result.COMMITTED
+    assert [file.name for file in files(alone)] == [first.name, constants_name(0, 2)]
+    lost.rename(part)
+    first.write_bytes(data)
+    assert committed(alone.run) == [1, 2]
