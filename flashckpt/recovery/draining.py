@@ -152,9 +152,10 @@ class Draining:
                 self._note(held.slot.name, report.Outcome.KEPT, report.NEWER_FAILED)
             elif not is_saved or held.slot.wants_persist(sealed.generation):
                 self._hold.guard()
-                result = self._persist(held, sealed)
-                is_saved |= result is Result.COMMITTED
-                has_failed |= result in (Result.FAILED, Result.WAITING)
+                outcome = self._persist(held, sealed)
+                is_saved |= outcome.result is Result.COMMITTED
+                # One without its region says nothing of storage: an older one may have what it needs.
+                has_failed |= outcome.result in (Result.FAILED, Result.WAITING) and not outcome.lacks_region
 
     def _newest_first(self, rank: int) -> list[tuple[Held, Sealed]]:
         found = []
@@ -177,7 +178,7 @@ class Draining:
         if word is not None and word.state is State.SEALED:
             held.slot.free(word)
 
-    def _persist(self, held: Held, sealed: Sealed) -> Result:
+    def _persist(self, held: Held, sealed: Sealed) -> Outcome:
         world = self._world(sealed)
         order = Order(
             slot=held.slot,
@@ -198,7 +199,7 @@ class Draining:
         self._follow(held, outcome)
         if outcome.result is Result.COMMITTED:
             self._saved[held.slot.name] = self._place(held, sealed)
-        return outcome.result
+        return outcome
 
     def _world(self, sealed: Sealed) -> int:
         """As many ranks as its attempt has, which nobody is left to say."""
