@@ -11,6 +11,8 @@ from typing import Literal
 
 from flashckpt.errors import OptionError
 
+# Each is a region that a keeper holds, and a copy of the state.
+MOST_SLOTS = 16
 _UNITS_S = {"ms": 1e-3, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|min|m|h|d)\s*")
 
@@ -89,7 +91,7 @@ class Options:
     """What is rarely changed.
 
     overhead: share of the loop's time that captures may cost with every="auto" (0.01 is 1 %).
-    slots: snapshots held in host memory; None takes 3, or 2 where memory does not allow more.
+    slots: snapshots held in host memory, 16 at most; None takes 3, or 2 where memory does not allow more.
     device_memory: bytes a device that the clone arena may take; None takes up to half of what is free.
     streams: further device streams that write the state, beside the current and the default ones.
     linger: how long the keeper stays after an abnormal death, waiting for the next attempt.
@@ -126,6 +128,10 @@ class Options:
             raise OptionError(f"overhead={self.overhead!r}: a share of the loop's time, between 0 and 1.")
         if self.slots is not None and not _is_count(self.slots, 2):
             raise OptionError(f"slots={self.slots!r}: two are the least (one sealed, one being written).")
+        if self.slots is not None and self.slots > MOST_SLOTS:
+            raise OptionError(
+                f"slots={self.slots!r}: {MOST_SLOTS} are the most that a keeper gives a trainer."
+            )
         if self.threads is not None and not _is_count(self.threads, 1):
             raise OptionError(f"threads={self.threads!r}: a number; at least one thread must copy.")
         if self.device_memory is not None and not _is_count(self.device_memory, 0):

@@ -9,11 +9,12 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 from flashckpt.commit import lineage
-from flashckpt.commit.steps import constants_of_parts, read_step
+from flashckpt.commit.steps import constants_of_parts, read_manifest, read_step
 from flashckpt.commit.verification import verify_file
-from flashckpt.errors import FlashckptError
+from flashckpt.errors import DamagedError, FlashckptError
 from flashckpt.events import log
 from flashckpt.format.layout import Layout
 from flashckpt.format.names import (
@@ -23,7 +24,7 @@ from flashckpt.format.names import (
     constants_name,
     step_attempt_folder,
 )
-from flashckpt.format.records import Contents
+from flashckpt.format.records import Contents, Manifest
 from flashckpt.store.base import Store
 
 # Of one attempt and of the one before it the newest step is asked; no other can be meant.
@@ -74,19 +75,37 @@ def unnamed(store: Store, attempt: AttemptName) -> list[str]:
             rank, number = _numbers(entry.name)
             numbers.setdefault(rank, []).append((number, entry.name))
     older = {name for each in numbers.values() for _, name in sorted(each)[:-1]}
-    for each in lineage.everything(store) if older else ():
+    return sorted(older - named_in(store, attempt)) if older else []
+
+
+def unnamed_of(store: Store, attempt: AttemptName, rank: int) -> list[str]:
+    """All of a rank that no part names, the newest too. DamagedError where a part is none."""
+    names = [entry.name for entry in store.list(attempt_folder(attempt)) if not entry.is_folder]
+    found = {name for name in names if CONSTANTS.fullmatch(name) and _numbers(name)[0] == rank}
+    return sorted(found - named_in(store, attempt)) if found else []
+
+
+def named_in(store: Store, attempt: AttemptName) -> set[str]:
+    """The constants shards that a part or a manifest of an attempt names. DamagedError where one of them
+    cannot be read: it may name any."""
+    named: set[str] = set()
+    for each in lineage.everything(store):
         if each.attempt == attempt:
-            older -= constants_of_parts(store, step_attempt_folder(each.step, attempt))
-    return sorted(older)
+            manifest = read_manifest(store, each.step, attempt)
+            if isinstance(manifest, Manifest):
+                # A part that is lost may be put back.
+                named |= {file.file for file in manifest.constants}
+            named |= constants_of_parts(store, step_attempt_folder(each.step, attempt))
+    return named
 
 
 def fresh_name(store: Store, attempt: AttemptName, rank: int) -> str:
     """A file name that no constants shard of the attempt has. Whoever creates it first has it."""
-    numbers = [0]
-    for entry in store.list(attempt_folder(attempt)):
-        if CONSTANTS.fullmatch(entry.name):
-            of_rank, number = _numbers(entry.name)
-            numbers += [number] if of_rank == rank else []
+    names = {entry.name for entry in store.list(attempt_folder(attempt)) if CONSTANTS.fullmatch(entry.name)}
+    with suppress(DamagedError):
+        # One that was lost may be put back, and must not be another step's meanwhile.
+        names |= named_in(store, attempt)
+    numbers = [0, *(number for of_rank, number in map(_numbers, names) if of_rank == rank)]
     return constants_name(rank, max(numbers) + 1)
 
 

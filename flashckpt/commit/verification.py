@@ -32,6 +32,9 @@ Status = Literal["ok", "missing", "truncated", "damaged", "unreadable"]
 # Bytes read so far, and bytes to read in all.
 Progress = Callable[[int, int], None]
 
+# A file, and what a step says of it: length, checksums and digests.
+_Claimed = tuple[str, int, bytes, tuple[int, ...]]
+
 _POLL_S = 0.1
 _SHOWN = 8
 
@@ -85,7 +88,7 @@ def verify(
     NoSuchStepError for a step that is not there, RunError for a folder that is no run, FormatError.
     """
     open_run(store, create=False)
-    known: dict[str, Row] = {}
+    known: dict[_Claimed, Row] = {}
     rows: list[Row] = []
     records = []
     for each in _chosen(store, step, attempt, all_steps):
@@ -206,18 +209,19 @@ def _records(store: Store, each: VisibleStep) -> tuple[StepRecord | None, list[R
     return record, [Row(step=each.step, attempt=name, file=file, status="ok") for file in files]
 
 
-def _shards(store: Store, record: StepRecord, known: dict[str, Row], reading: _Reading) -> Iterator[Row]:
+def _shards(store: Store, record: StepRecord, known: dict[_Claimed, Row], reading: _Reading) -> Iterator[Row]:
     """Rows for the shards of a step. A constants shard that several steps name is read once; if it is not
-    whole, each of them has a row that says so."""
+    whole, each of them has a row that says so. Where they do not say the same of it, it is read for each."""
     folder, home = step_attempt_folder(record.step, record.attempt), attempt_folder(record.attempt)
     for rank in (rank for part in record.parts for rank in part.ranks):
         files = [(f"{folder}/{rank.shard.file}", rank.contents)]
         if rank.constants is not None:
             files.append((f"{home}/{rank.constants.shard.file}", rank.constants))
         for file, contents in files:
-            if file not in known:
+            claimed = file, contents.shard.num_bytes, contents.shard.checksums, contents.digests
+            if claimed not in known:
                 status, detail = reading.file(store.local_path(file), contents)
-                known[file] = Row(
+                known[claimed] = Row(
                     step=record.step,
                     attempt=str(record.attempt),
                     file=file,
@@ -225,9 +229,9 @@ def _shards(store: Store, record: StepRecord, known: dict[str, Row], reading: _R
                     detail=detail,
                     num_bytes=contents.shard.num_bytes,
                 )
-                yield known[file]
-            elif known[file].status != "ok":
-                yield replace(known[file], step=record.step, num_bytes=0)
+                yield known[claimed]
+            elif known[claimed].status != "ok":
+                yield replace(known[claimed], step=record.step, num_bytes=0)
 
 
 def _is_gone(store: Store, row: Row) -> bool:

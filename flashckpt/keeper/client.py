@@ -1,45 +1,26 @@
 """The trainer's side of the keeper: find it or start it, get slots from it, ask it.
 
-Owns the connection and the memory of what must be said again to a new keeper. Safe to use from any
-thread; every call has a time limit. Never called by the training thread between two batches.
+Owns the words of each request and what is held of an answer; the connection is the line's. Safe to use from
+any thread; every call has a time limit. Never called by the training thread between two batches.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import socket
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from flashckpt.errors import KeeperError, OutOfRoomError
-from flashckpt.events import log
-from flashckpt.keeper import start
+from flashckpt.errors import KeeperError
 from flashckpt.keeper.grants import SlotGrant as SlotGrant
+from flashckpt.keeper.line import Line
 from flashckpt.keeper.possession import Possession
-from flashckpt.keeper.protocol import (
-    ELECTION_LOCK,
-    PROTOCOL,
-    SOCKET_NAME,
-    ProtocolError,
-    Status,
-    close_all,
-    peer_uid,
-    receive,
-    send,
-)
-from flashckpt.keeper.standing import make_stand
-from flashckpt.memory.runtime import LifeLock, RuntimeFolder, is_alive
+from flashckpt.keeper.protocol import PROTOCOL, ProtocolError, Status, close_all
+from flashckpt.memory.runtime import LifeLock, RuntimeFolder
 from flashckpt.options import Keep
 
-_START_TIMEOUT_S = 60.0
 _PATIENCE_S = 30.0
-_START_AGAIN_S = 5.0
-_RETRY_S, _SOON_S = 0.05, 0.005
-_TRIES = 4
-_CLOSE_PATIENCE_S = 2.0
+_SOON_S = 0.005
 _ANY_BYTES = 1 << 46
 
 
@@ -51,18 +32,22 @@ class KeeperClient:
     def __init__(
         self, run_path: str, runtime: RuntimeFolder, life: LifeLock, *, patience_s: float = _PATIENCE_S
     ) -> None:
-        self._run_path = run_path
-        self._runtime = runtime
-        self._life = life
-        self._patience_s = patience_s
-        self._lock = threading.RLock()
-        self._peer: socket.socket | None = None
-        self._elected: tuple[int, int] | None = None
-        self._said: dict[str, dict[str, Any]] = {}
+        self._run_path, self._life = run_path, life
         self._possession = Possession()
-        self._pauses = start.Pauses()
-        self.longest_pause_s = start.LONGEST_PAUSE_S
-        self.restarts = 0
+        self._line = Line(run_path, runtime, life, self._possession, patience_s)
+
+    @property
+    def restarts(self) -> int:
+        """How many keepers this one has had after its first."""
+        return self._line.restarts
+
+    @property
+    def longest_pause_s(self) -> float:
+        return self._line.longest_pause_s
+
+    @longest_pause_s.setter
+    def longest_pause_s(self, pause_s: float) -> None:
+        self._line.longest_pause_s = pause_s
 
     # What a trainer says
 
@@ -98,8 +83,7 @@ class KeeperClient:
             "stacks_signal": stacks_signal,
             "kill_when_stuck": kill_when_stuck,
         }
-        self._call(said)
-        self._said["hello"] = said
+        self._line.say(said)
 
     def slots(
         self,
@@ -157,7 +141,7 @@ class KeeperClient:
         still making it ready: ask again. It stays until this trainer has released it, or died, and no
         snapshot names it. Raises OutOfRoomError, or KeeperError where it would not live as long as slots."""
         asked = {"op": "constants", "metadata_bytes": metadata_bytes, "image_bytes": image_bytes}
-        answer, descriptors = self._call_with_descriptors(asked)
+        answer, descriptors = self._line.call_with_descriptors(asked)
         if answer.get("preparing"):
             close_all(descriptors)
             return None
@@ -166,7 +150,7 @@ class KeeperClient:
     def keep_constants(self, name: str) -> SlotGrant:
         """The region of constants that survived under this name: this trainer goes on naming it. Raises
         KeeperError where it is gone."""
-        return self._taken(*self._call_with_descriptors({"op": "constants", "name": name}))
+        return self._taken(*self._line.call_with_descriptors({"op": "constants", "name": name}))
 
     def _taken(self, answer: dict[str, Any], descriptors: list[int]) -> SlotGrant:
         grants = self._parsed(answer, descriptors)
@@ -196,7 +180,7 @@ class KeeperClient:
             "least_bytes": least_bytes or (metadata_bytes, image_bytes),
             "early": early,
         }
-        answer, descriptors = self._call_with_descriptors(asked)
+        answer, descriptors = self._line.call_with_descriptors(asked)
         if not answer.get("preparing"):
             return self._granted(answer, descriptors, lent=count == 1), None
         if len(descriptors) == 1 and isinstance(offset := answer.get("image_offset"), int):
@@ -207,26 +191,25 @@ class KeeperClient:
     def surviving(self) -> list[SlotGrant]:
         """This rank's slots that hold a sealed snapshot, of an earlier attempt or of this one, and regions of
         the constants that they share."""
-        answer, descriptors = self._call_with_descriptors({"op": "surviving"})
+        answer, descriptors = self._line.call_with_descriptors({"op": "surviving"})
         return self._granted(answer, descriptors, lent=True)
 
     def started(self, *, loaded: str | None, step: int) -> None:
         """`start.json` of this trainer's attempt is written: it went on from `step`, out of the slot named
         `loaded` if that was its tier."""
         said = {"op": "started", "loaded": loaded or "", "step": step}
-        self._call(said)
-        self._said["started"] = said
+        self._line.say(said)
 
     def release(self, names: Sequence[str]) -> None:
         """This trainer maps these slots no longer: they go as soon as nothing in them is needed."""
-        self._call({"op": "release", "names": list(names)})
+        self._line.call({"op": "release", "names": list(names)})
         # Only now: a keeper that is started for this very call has what is in a memfd from us alone.
         self._possession.release(names)
 
     def status(self, *, awaited: bool = False) -> Status:
         """What the keeper has done. `awaited`: somebody waits for it, so that what failed is tried again
         soon and not after the pauses that many failures have made long."""
-        answer = self._call({"op": "status", "awaited": awaited})
+        answer = self._line.call({"op": "status", "awaited": awaited})
         found = answer.get("status")
         if not isinstance(found, dict):
             raise ProtocolError("The keeper's answer holds no status.")
@@ -234,156 +217,19 @@ class KeeperClient:
 
     def event(self, event: dict[str, Any]) -> None:
         """One line for the run's ledger. `event` names what happened; the keeper adds the time."""
-        self._call({"op": "event", "event": event})
+        self._line.call({"op": "event", "event": event})
 
     def tend(self) -> bool:
         """Start a keeper again if it is dead or silent. Returns whether this trainer has a new one. To be
         called once a second or so."""
-        with self._lock:
-            before = self.restarts
-            if make_stand(self._runtime, self._life):
-                self._drop()
-            self._call({"op": "ping"})
-            return self.restarts > before
+        return self._line.tend()
 
     def closing(self) -> None:
         """This trainer ends in order: what it asked for is still persisted, then the keeper may go."""
-        said = {"op": "closing"}
-        self._call(said)
-        self._said["closing"] = said
+        self._line.say({"op": "closing"})
 
     def close(self) -> None:
-        # Another thread may wait for a keeper that is silent: then the process's end closes all this.
-        if not self._lock.acquire(timeout=_CLOSE_PATIENCE_S):
-            return
-        try:
-            self._drop()
-            self._possession.close()
-        finally:
-            self._lock.release()
-
-    # The connection
-
-    def _call(self, message: dict[str, Any]) -> dict[str, Any]:
-        answer, descriptors = self._call_with_descriptors(message)
-        close_all(descriptors)
-        return answer
-
-    def _call_with_descriptors(self, message: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
-        with self._lock:
-            tries = 1
-            while True:
-                try:
-                    return self._asked(self._connected(), message)
-                except (OSError, EOFError) as error:
-                    self._drop()
-                    if tries >= _TRIES:
-                        raise _unreachable(self._runtime, f"it does not answer ({error})") from error
-                    if isinstance(error, TimeoutError):
-                        self._depose()
-                        tries = _TRIES
-                    else:
-                        # A keeper that is being killed takes connections until its listener is closed.
-                        time.sleep(_RETRY_S)
-                        tries += 1
-
-    def _asked(
-        self, peer: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()
-    ) -> tuple[dict[str, Any], list[int]]:
-        send(peer, message, descriptors)
-        answer, received = receive(peer)
-        if answer.get("ok") is True:
-            return answer, received
-        close_all(received)
-        raise _as_error(answer)
-
-    def _connected(self) -> socket.socket:
-        """The connection, made anew if there is none: with a keeper that is started if there is none."""
-        if self._peer is not None:
-            return self._peer
-        make_stand(self._runtime, self._life)
-        until = time.monotonic() + _START_TIMEOUT_S
-        tried_at = -_START_AGAIN_S
-        mute, mute_since = self._runtime.inode(ELECTION_LOCK), time.monotonic()
-        while (peer := self._reach()) is None:
-            now = time.monotonic()
-            elected = self._runtime.inode(ELECTION_LOCK)
-            if elected is None or elected != mute or not is_alive(self._runtime, ELECTION_LOCK):
-                mute, mute_since = elected, now
-            elif now - mute_since > self._patience_s + _START_AGAIN_S:
-                # Elected and without a socket for so long: it hangs, and would keep others out for ever.
-                self._elected = elected
-                self._depose()
-            if now > until:
-                raise _unreachable(self._runtime, f"it did not answer within {_START_TIMEOUT_S:.0f} s")
-            if now - tried_at > _START_AGAIN_S and not is_alive(self._runtime, ELECTION_LOCK):
-                if self._pauses.left_s(self.longest_pause_s) > 0:
-                    raise _unreachable(self._runtime, "each dies soon after its start; the next has to wait")
-                start.start(self._run_path, self._runtime)
-                self._pauses.started()
-                tried_at = now
-            time.sleep(_RETRY_S)
-        self._peer = peer
-        self._introduce(peer)
-        return peer
-
-    def _introduce(self, peer: socket.socket) -> None:
-        """Tell a keeper that may be a new one all that the last one was told."""
-        if "hello" not in self._said:
-            return
-        try:
-            self._asked(peer, self._said["hello"])
-            if nameless := self._possession.nameless():
-                self._hand_over(peer, nameless)
-            if self._possession.released:
-                self._asked(peer, {"op": "release", "names": self._possession.released})
-            for op in ("started", "closing"):
-                if op in self._said:
-                    self._asked(peer, self._said[op])
-        except BaseException:
-            self._drop()
-            raise
-        self.restarts += 1
-
-    def _hand_over(self, peer: socket.socket, slots: Sequence[int]) -> None:
-        try:
-            self._asked(peer, {"op": "adopt"}, slots)
-        except KeeperError as error:
-            # One that is damaged must not keep a run from having a keeper at all.
-            log.error("the new keeper: %s", error)
-
-    def _reach(self) -> socket.socket | None:
-        if not self._runtime.check_socket(SOCKET_NAME):
-            return None
-        self._elected = self._runtime.inode(ELECTION_LOCK)
-        peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            peer.settimeout(self._patience_s)
-            peer.connect(self._runtime.reachable(SOCKET_NAME))
-            if peer_uid(peer)[1] != os.geteuid():
-                raise _unreachable(self._runtime, "another user's process answers in its place")
-        except (ConnectionError, FileNotFoundError, BlockingIOError):
-            peer.close()
-            return None
-        except BaseException:
-            peer.close()
-            raise
-        return peer
-
-    def _depose(self) -> None:
-        """Let go of a keeper that lives and does not answer (stopped, or hanging in storage): its names
-        go, so that another can be elected. When it wakes it finds that it is not the keeper any more."""
-        self._drop()
-        # Another trainer may have been faster: the keeper that it has started stays.
-        if self._runtime.inode(ELECTION_LOCK) == self._elected:
-            for name in (SOCKET_NAME, ELECTION_LOCK):
-                self._runtime.remove(name)
-
-    def _drop(self) -> None:
-        if self._peer is not None:
-            with contextlib.suppress(OSError):
-                self._peer.close()
-            self._peer = None
+        self._line.close()
 
     def _granted(self, answer: dict[str, Any], descriptors: list[int], *, lent: bool) -> list[SlotGrant]:
         """What was granted; slots to be written, unless they are `lent`, to be looked at."""
@@ -414,18 +260,3 @@ def connect_or_start(
     client = KeeperClient(run_path, runtime, life, patience_s=patience_s)
     client.tend()
     return client
-
-
-def _as_error(answer: dict[str, Any]) -> KeeperError | OutOfRoomError:
-    message = str(answer.get("error", "The keeper refused without a reason."))
-    if answer.get("kind") == "room":
-        return OutOfRoomError(message, needed=int(answer["needed"]), available=int(answer["available"]))
-    return KeeperError(message)
-
-
-def _unreachable(runtime: RuntimeFolder, reason: str) -> KeeperError:
-    return KeeperError(
-        f"The keeper cannot be asked: {reason}. Training is not touched; what is sealed stays in memory and "
-        f"is persisted as soon as a keeper runs. Its log: {os.path.join(runtime.path, 'keeper.log')}",
-        path=runtime.path,
-    )

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from flashckpt import _native
 from flashckpt.commit import constants
-from flashckpt.errors import FlashckptError, KeeperError
+from flashckpt.errors import DamagedError, FlashckptError, KeeperError
 from flashckpt.format.layout import Layout
 from flashckpt.format.metadata import Metadata
 from flashckpt.format.names import AttemptName, attempt_folder
@@ -52,15 +52,19 @@ class ConstantsShards:
         region: Slot | None,
         attempt: AttemptName,
         is_held: Callable[[], None],
+        *,
+        is_alone: bool = False,
     ) -> tuple[Contents | None, int]:
         """The constants shard of `attempt` that holds this slot's constants, and the bytes written for it:
         0 where it stood already or was linked. None for a slot without constants. `region` is the one that
         the slot's snapshot shares with others, where it names one.
 
         The digests in the slot are of the live tensors at its boundary, so a file with the same digests
-        has its bytes. `is_held` raises where the slot is not this keeper's any more. Raises Torn where the
-        bytes in memory are needed and are not those of the boundary, RegionGone where they are needed and
-        their region is not here, OSError, FlashckptError.
+        has its bytes. `is_held` raises where the slot is not this keeper's any more. `is_alone`: nobody else
+        may name a constants shard of the attempt. Then those that keepers left which died go before another
+        is written: they may be the room for it. Raises Torn where the bytes in memory are needed and are not
+        those of the boundary, RegionGone where they are needed and their region is not here, OSError,
+        FlashckptError.
         """
         layout = metadata.constants
         if layout is None:
@@ -69,6 +73,8 @@ class ConstantsShards:
         found = self._standing(attempt, slot.rank, layout, digests)
         num_bytes = 0
         if found is None:
+            if is_alone:
+                self._clear(attempt, slot.rank, is_held)
             found = self._written(slot, metadata, region, layout, attempt)
             num_bytes = layout.num_bytes
             try:
@@ -146,6 +152,16 @@ class ConstantsShards:
                 continue
             return name, array("Q", digests), checksums
         raise FileExistsError(f"{attempt_folder(attempt)}: every name for a constants shard was taken")
+
+    def _clear(self, attempt: AttemptName, rank: int, is_held: Callable[[], None]) -> None:
+        try:
+            names = constants.unnamed_of(self._store, attempt, rank)
+        except DamagedError:
+            return
+        # After the look: what stood then was begun before any keeper that has replaced this one could begin.
+        is_held()
+        for name in names:
+            self._remove(attempt, name)
 
     def _remove(self, attempt: AttemptName, name: str) -> None:
         with contextlib.suppress(OSError, FlashckptError):

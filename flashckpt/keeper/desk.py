@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flashckpt.errors import DamagedError, FormatError, KeeperError, OutOfRoomError
+from flashckpt.errors import DamagedError, FlashckptError, FormatError, KeeperError, OutOfRoomError
 from flashckpt.events import Event
 from flashckpt.format.layout import PAGE
 from flashckpt.format.names import MAX_RANK, MAX_STEP, AttemptName
@@ -32,9 +32,8 @@ from flashckpt.memory import room
 from flashckpt.memory.page import State, round_up
 from flashckpt.memory.region import MEMFD, NAMED
 from flashckpt.memory.runtime import check_name
-from flashckpt.options import Keep
+from flashckpt.options import MOST_SLOTS, Keep
 
-_MOST_SLOTS = 16
 _MOST_SLOT_BYTES = 1 << 46
 MAX_PATH = 4096
 
@@ -149,7 +148,7 @@ class Desk:
             self._told(text(message, "run", MAX_PATH))
 
     def _slots(self, trainer: Trainer, message: dict[str, Any]) -> Reply:
-        count = number(message, "count", 1, _MOST_SLOTS)
+        count = number(message, "count", 1, MOST_SLOTS)
         minimum = number(message, "minimum", 1, count)
         metadata_bytes = number(message, "metadata_bytes", 1, _MOST_SLOT_BYTES)
         image_bytes = number(message, "image_bytes", 1, _MOST_SLOT_BYTES)
@@ -234,7 +233,12 @@ class Desk:
             if isinstance(made, BaseException):
                 made = Made((), KeeperError(f"Slots could not be made: {made}"))
             for found in made.regions:
-                held = self._shelf.put(found)
+                try:
+                    held = self._shelf.take(found)
+                except FlashckptError as error:
+                    # More than one keeper holds, of all its trainers: no reason to end for it.
+                    made = Made((), error)
+                    continue
                 if smaller and self._lives_shorter(held):
                     # Nobody gives up what outlives all processes for what does not.
                     self._shelf.remove(held)
@@ -304,7 +308,11 @@ class Desk:
         def done(made: Made | BaseException) -> None:
             error = made if isinstance(made, BaseException) else made.error
             for found in made.regions if isinstance(made, Made) else ():
-                held = self._shelf.put(found)
+                try:
+                    held = self._shelf.take(found)
+                except FlashckptError as refused:
+                    error = refused
+                    continue
                 held.writer = lock
                 if error is None and self._lives_shorter(held):
                     error = KeeperError("there is no room for it where the slots are")

@@ -46,7 +46,8 @@ class Result(Enum):
 @dataclass(frozen=True, kw_only=True)
 class Order:
     """One snapshot to persist or to audit. `keep` is None where nothing may be pruned: no trainer has
-    said what its user wants to keep. `constants` is the region that the snapshot shares with others."""
+    said what its user wants to keep. `constants` is the region that the snapshot shares with others.
+    `is_alone`: no other keeper lives that could write for its attempt."""
 
     slot: Slot
     generation: int
@@ -55,6 +56,7 @@ class Order:
     keep: Keep | None = None
     environment: Mapping[str, Any] = field(default_factory=dict)
     constants: Slot | None = None
+    is_alone: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +247,7 @@ class Drain:
 
         # Before the part that names it: what is written here is debris until then, and nothing more.
         constants, constants_bytes = self._constants.shard_for(
-            slot, metadata, order.constants, attempt, check_held
+            slot, metadata, order.constants, attempt, check_held, is_alone=order.is_alone
         )
         self._files += 1
         name = steps.shard_name(slot.rank, f"{self._nonce}{self._files:04x}")

@@ -47,8 +47,10 @@ class Possession:
             self.released = [*self.released, *names][-MAX_DESCRIPTORS:]
 
     def nameless(self) -> list[int]:
-        """Memfds, and regions that somebody has taken the name from: nobody else finds them."""
-        return [each for each in self.held.values() if not os.fstat(each).st_nlink]
+        """Memfds, and regions that somebody has taken the name from: nobody else finds them. Descriptors of
+        the caller's own, since those here may be let go at any time."""
+        with self._lock:
+            return [os.dup(each) for each in self.held.values() if not os.fstat(each).st_nlink]
 
     def close(self) -> None:
         with self._lock:

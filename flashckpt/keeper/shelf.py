@@ -177,6 +177,15 @@ class Shelf:
         self._held[slot.name] = held
         return held
 
+    def take(self, made: Region) -> Held:
+        """Take up a region that was just made: where it cannot be, nothing of it is left. See `put`."""
+        try:
+            return self.put(made)
+        except BaseException:
+            if made.kind == NAMED:
+                self._folder.remove(made.name)
+            raise
+
     def adopt_named(self) -> list[Held]:
         """Take up the regions that an earlier keeper left in the runtime folder. One that was never
         finished goes; one that is not ours, or damaged, is left alone and said."""

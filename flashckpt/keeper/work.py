@@ -62,11 +62,12 @@ class Work:
             if trainer.attempt is not None:
                 self._known[trainer.rank] = trainer
 
-    def rescue(self, rank: int) -> None:
+    def rescue(self, rank: int, *, past_given_up: bool = False) -> None:
         """Ask for the newest sealed snapshot that a dead or stuck trainer left, whether it had asked or
-        not. One that lives after all may ask for a newer one in the same slot meanwhile: that stands."""
+        not; `past_given_up`, for the newest of those that are not. One that lives after all may ask for a
+        newer one in the same slot meanwhile: that stands."""
         asked = {held.slot.name: held.slot.asked for held in self._shelf.of_rank(rank)}
-        newest = self._newest(rank)
+        newest = self._newest(rank, past_given_up=past_given_up)
         if newest is None:
             return
         held, sealed = newest
@@ -149,9 +150,11 @@ class Work:
             return True
         return held.slot.wants_persist(sealed.generation) and held.given_up != sealed.generation
 
-    def _newest(self, rank: int) -> tuple[Held, Sealed] | None:
+    def _newest(self, rank: int, *, past_given_up: bool = False) -> tuple[Held, Sealed] | None:
         found = [(held, held.sealed()) for held in self._shelf.of_rank(rank)]
         whole = [(held, sealed) for held, sealed in found if sealed is not None]
+        if past_given_up:
+            whole = [(held, sealed) for held, sealed in whole if held.given_up != sealed.generation]
         return max(whole, key=lambda pair: pair[1].age, default=None)
 
     def _due(self) -> list[tuple[Held, Sealed]]:
@@ -188,11 +191,13 @@ class Work:
 
     def _order(self, held: Held, generation: int) -> Order:
         trainer = self._known.get(held.slot.rank)
+        world = trainer.world if trainer else 1
         return Order(
             slot=held.slot,
             generation=generation,
             owner=self._shelf.own_index(held),
-            world=trainer.world if trainer else 1,
+            world=world,
+            is_alone=world == 1 and not any(self._shelf.other_keepers().values()),
             keep=trainer.keep if trainer else None,
             environment=trainer.environment if trainer else {},
             constants=self._shelf.shared_by(held),
@@ -314,6 +319,8 @@ class Work:
         if outcome.lacks_region and held.slot.rank not in self._living:
             # Nobody is left who could hand it over. The snapshot stays, and keeps no keeper for ever.
             held.given_up = outcome.generation
+            # An older one may hold its constants itself, and be newer than all that is committed.
+            self.rescue(held.slot.rank, past_given_up=True)
         held.slot.set_failed(outcome.generation, outcome.errno or errno.EIO)
         if self._tally.fail(outcome):
             log.error("step %d is not persisted: %s", outcome.step, outcome.message)

@@ -337,7 +337,8 @@ os.register_at_fork(after_in_child=_held.forget)
 
 def check_name(name: str) -> None:
     """Raises KeeperError for a name that could lead out of the folder."""
-    if not name or name in (".", "..") or "/" in name or "\0" in name or len(name.encode()) > _MAX_NAME_BYTES:
+    is_ours = name.isascii() and 0 < len(name) <= _MAX_NAME_BYTES and name not in (".", "..")
+    if not is_ours or "/" in name or "\0" in name:
         raise KeeperError(f"{name!r} is not a name that this library gives. It was left alone.")
 
 

@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flashckpt.commit.attempts import AttemptInfo, attempt_folders, attempts, newest_claimed
+from flashckpt.commit.constants import named_in
 from flashckpt.commit.lineage import everything
 from flashckpt.commit.steps import read_manifest
+from flashckpt.errors import DamagedError
 from flashckpt.format.names import (
     ATTEMPTS,
+    CONSTANTS,
     MANIFEST,
     MARK,
     PART,
@@ -55,6 +58,8 @@ def debris(store: Store, dead: Collection[AttemptName] = ()) -> list[Debris]:
         if name in over:
             found += _temporaries(store, attempt_folder(name), name, None)
     begun = list(everything(store))
+    for name in over:
+        found += _constants(store, name)
     for each in begun:
         if each.attempt in over:
             found += _of_step(store, each.step, each.attempt)
@@ -99,6 +104,20 @@ def _of_step(store: Store, step: int, attempt: AttemptName) -> Iterator[Debris]:
         yield Debris(path=path, num_bytes=each.num_bytes, attempt=attempt, step=step, why=why)
     if not entries and rest.state is State.NOTHING:
         yield Debris(path=folder, kind="folder", attempt=attempt, step=step, why="it is empty")
+
+
+def _constants(store: Store, attempt: AttemptName) -> Iterator[Debris]:
+    """The constants shards of an attempt that none of its steps names: a base model's size each."""
+    folder = attempt_folder(attempt)
+    found = [each for each in store.list(folder) if CONSTANTS.fullmatch(each.name) and not each.is_folder]
+    try:
+        named = named_in(store, attempt) if found else set()
+    except DamagedError:
+        return
+    for each in found:
+        if each.name not in named:
+            path = f"{folder}/{each.name}"
+            yield Debris(path=path, num_bytes=each.num_bytes, attempt=attempt, why="no step names it")
 
 
 def _is_of_step(name: str) -> bool:

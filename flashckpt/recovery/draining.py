@@ -152,9 +152,10 @@ class Draining:
                 self._note(held.slot.name, report.Outcome.KEPT, report.NEWER_FAILED)
             elif not is_saved or held.slot.wants_persist(sealed.generation):
                 self._hold.guard()
-                result = self._persist(held, sealed)
-                is_saved |= result is Result.COMMITTED
-                has_failed |= result in (Result.FAILED, Result.WAITING)
+                outcome = self._persist(held, sealed)
+                is_saved |= outcome.result is Result.COMMITTED
+                # One without its region says nothing of storage: an older one may have what it needs.
+                has_failed |= outcome.result in (Result.FAILED, Result.WAITING) and not outcome.lacks_region
 
     def _newest_first(self, rank: int) -> list[tuple[Held, Sealed]]:
         found = []
@@ -177,12 +178,14 @@ class Draining:
         if word is not None and word.state is State.SEALED:
             held.slot.free(word)
 
-    def _persist(self, held: Held, sealed: Sealed) -> Result:
+    def _persist(self, held: Held, sealed: Sealed) -> Outcome:
+        world = self._world(sealed)
         order = Order(
             slot=held.slot,
             generation=sealed.generation,
             owner=self._shelf.own_index(held),
-            world=self._world(sealed),
+            world=world,
+            is_alone=world == 1 and not any(self._shelf.other_keepers().values()),
             environment=_environment(held, sealed),
             constants=self._shelf.shared_by(held),
         )
@@ -196,7 +199,7 @@ class Draining:
         self._follow(held, outcome)
         if outcome.result is Result.COMMITTED:
             self._saved[held.slot.name] = self._place(held, sealed)
-        return outcome.result
+        return outcome
 
     def _world(self, sealed: Sealed) -> int:
         """As many ranks as its attempt has, which nobody is left to say."""

@@ -77,7 +77,7 @@ class _Foresight:
             found = self._foresee(each, is_saved=each.rank in saved, has_failed=each.rank in failed)
             if found.outcome in (Outcome.COMMITTED, Outcome.WAS_COMMITTED):
                 saved.add(each.rank)
-            elif found.outcome is Outcome.FAILED:
+            elif found.outcome is Outcome.FAILED and found.detail != REGION_IS_GONE:
                 failed.add(each.rank)
             findings.append(found)
         commits = [

@@ -68,3 +68,10 @@ def test_a_word_that_is_not_understood_is_refused_before_anything_is_done(
 def test_a_value_of_another_kind_is_an_option_error(make: Callable[[], object]) -> None:
     with pytest.raises(OptionError):
         make()
+
+
+def test_more_slots_than_a_keeper_gives_are_an_option_error() -> None:
+    """Refused by the keeper at each boundary, a run went on without one snapshot."""
+    assert Options(slots=16).slots == 16
+    with pytest.raises(OptionError, match="16 are the most"):
+        Options(slots=17)

@@ -15,10 +15,12 @@ from flashckpt.commit.steps import commit as commit_step
 from flashckpt.commit.steps import publish_part, read_step
 from flashckpt.commit.verification import verify, verify_file
 from flashckpt.errors import NoSuchStepError, RunError
-from flashckpt.format.names import manifest_path, step_attempt_folder
-from flashckpt.format.records import Part, RankRecord
+from flashckpt.format.names import AttemptName, attempt_folder, manifest_path, step_attempt_folder
+from flashckpt.format.records import Contents, Part, RankRecord
 from flashckpt.options import Keep
 from flashckpt.store.local import LocalStore
+from flashckpt.store.system import System
+from tests.commit import runs
 from tests.commit.runs import attempt_at, commit, contents_of, new_run, write_file
 
 
@@ -67,6 +69,26 @@ def test_damaged_constants_are_told_of_every_step_that_names_them(store: LocalSt
     rows = verify(store).damaged
     assert [(row.step, row.status) for row in rows] == [(200, "damaged"), (100, "damaged")]
     assert [row.num_bytes for row in rows] == [Path(path).stat().st_size, 0], "read once"
+
+
+def test_constants_that_are_another_steps_are_not_taken_for_whole(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that was lost, and another that was written under its name: steps say different things of it."""
+    path = resolve(store, 200).constants_path(0)
+    assert path is not None
+    of_before = runs.constants_of
+
+    def constants_of(store: LocalStore, attempt: AttemptName, rank: int, system: System | None) -> Contents:
+        found = of_before(store, attempt, 7, system)
+        Path(store.local_path(f"{attempt_folder(attempt)}/{found.shard.file}")).replace(path)
+        return replace(found, shard=replace(found.shard, file=Path(path).name))
+
+    monkeypatch.setattr(runs, "constants_of", constants_of)
+    commit(store, 300, resolve(store, 200).attempt, constants=True)
+    report = verify(store)
+    assert [(row.step, row.status) for row in report.damaged] == [(200, "damaged"), (100, "damaged")]
+    assert verify(store, 300).ok
 
 
 def test_what_is_damaged_is_named(store: LocalStore) -> None:

@@ -59,6 +59,7 @@ MALFORMED: list[bytes] = [
     b'{"op":"slots","count":1,"minimum":1,"metadata_bytes":1,"image_bytes":1}', b'{"op":"closing"}',
     *(json.dumps({**HELLO, **change}).encode() for change in (
         {"lock": "../../etc/passwd"}, {"lock": "keeper.lock"}, {"lock": ""}, {"lock": "trainer-" + "x" * 99},
+        {"lock": "trainer-\udc80.lock"}, {"lock": "trainer-\ud800.lock"}, {"lock": "trainer-\xe9.lock"},
         {"attempt": "1"}, {"attempt": "000001-0123abcd/../.."}, {"rank": -1}, {"rank": True}, {"rank": 1e400},
         {"world": 0}, {"keep_last": 0}, {"linger_s": "1"}, {"linger_s": -1}, {"environment": []},
         {"protocol": "x"},
@@ -68,24 +69,30 @@ MALFORMED: list[bytes] = [
 
 @pytest.mark.parametrize("data", MALFORMED, ids=lambda data: data[:40].decode(errors="replace"))
 def test_a_malformed_message_closes_its_connection_and_no_other(trainer: FakeTrainer, data: bytes) -> None:
-    peer = connected(trainer)
+    peer, pid = connected(trainer), keeper_pid(trainer.folder)
     peer.send(data)
     told = answer(peer)
     assert told is None or told["ok"] is False
     assert told is None or answer(peer) is None
     peer.close()
+    trainer.client.status()
+    assert keeper_pid(trainer.folder) == pid, "it is the same keeper that still serves"
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"count": 0}, {"count": 10**9}, {"minimum": 4}, *({"image_bytes": size} for size in (0, 1 << 62, 1.5))],
+    [{"count": 0}, {"count": 10**9}, {"minimum": 4}, *({"image_bytes": size} for size in (0, 1 << 62, 1.5)),
+     {"most_image_bytes": 0}, *({"least_bytes": sizes} for sizes in (None, 1, [1], [1, 0], [1, True]))],
 )  # fmt: skip
 def test_a_request_for_slots_is_bounded(trainer: FakeTrainer, change: dict[str, Any]) -> None:
     peer = connected(trainer)
     hello = {**HELLO, "lock": trainer.life.name, "attempt": str(trainer.attempt)}
     peer.send(json.dumps(hello).encode())
     assert answer(peer) == {"ok": True}
-    asked = {"op": "slots", "count": 3, "minimum": 2, "metadata_bytes": 1, "image_bytes": 1}
+    sizes = {"metadata_bytes": 1, "image_bytes": 1, "most_image_bytes": 1 << 40, "least_bytes": [1, 1]}
+    asked = {"op": "slots", "count": 3, "minimum": 2, **sizes}
+    peer.send(json.dumps(asked).encode())
+    assert "slots" in (answer(peer) or {}), "without the change it is a request"
     peer.send(json.dumps({**asked, **change}).encode())
     told = answer(peer)
     assert told is not None

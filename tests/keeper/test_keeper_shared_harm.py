@@ -258,3 +258,27 @@ def test_no_keeper_waits_for_ever_for_a_region_that_is_gone(tmp_path: Path, runt
     eventually(lambda: keeper_pid(folder) is None)
     assert slot in folder.names(), "it is not for a keeper to say that nobody has the region"
     assert committed(run) == []
+
+
+def test_without_its_region_the_newest_gives_way_to_one_that_needs_none(
+    tmp_path: Path, runtime: Path
+) -> None:
+    run = tmp_path / "run"
+    first, folder = process(run, runtime, share=False), runtime_of(run, runtime)
+    first.do("snapshot", 6, False)
+    first.do("share")
+    pid = keeper_pid(folder)
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    slot, _ = first.do("snapshot", 7, False)
+    first.kill()
+    kill_keeper(folder)
+    [name] = regions(folder)
+    os.unlink(Path(folder.path) / name)
+    second = Process(run, runtime, constants_kib=64, linger_s=0.1)
+    second.kill()
+    eventually(lambda: committed(run) == [6])
+    assert "are not in this node's memory" in last_error(run)
+    eventually(lambda: keeper_pid(folder) is None)
+    assert slot in folder.names()
+    assert committed(run) == [6]

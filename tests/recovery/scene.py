@@ -61,6 +61,11 @@ class Crash:
             self._stopped = stop_keeper(self.folder)
         return [self.trainer.do("snapshot", step, persist)[0] for step in steps]
 
+    def wake(self) -> None:
+        """The keeper goes on."""
+        os.kill(self._stopped, signal.SIGCONT)
+        self._stopped = 0
+
     def both_killed(self) -> Crash:
         pid = self._stopped or stop_keeper(self.folder)
         self.trainer.kill()

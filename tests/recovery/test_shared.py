@@ -102,7 +102,7 @@ def test_without_region_and_shard_it_stays_until_discarded(tmp_path: Path, runti
     region_of(crash).unlink()
     crash.both_killed()
     said, done = recovered(run, dry_run=True), recovered(run)
-    assert rows(said) == rows(done) == [("snapshot", "failed", 3), ("snapshot", "kept", 2)]
+    assert rows(said) == rows(done) == [("snapshot", "failed", 3), ("snapshot", "failed", 2)]
     assert details(said) == details(done)
     assert "not in this node's memory" in details(done)[0]
     assert done.failed
@@ -114,6 +114,26 @@ def test_without_region_and_shard_it_stays_until_discarded(tmp_path: Path, runti
     done = recovered(run, discard=True)
     assert rows(said) == rows(done) == [("snapshot", "discarded", 3), ("snapshot", "discarded", 2)]
     assert not os.path.exists(crash.folder.path)
+
+
+@pytest.mark.parametrize("discard", [False, True])
+def test_an_older_one_that_needs_no_region_is_saved(tmp_path: Path, runtime: Path, discard: bool) -> None:
+    """Discarding lets go of what cannot be saved, and of nothing that can."""
+    run = tmp_path / "run"
+    crash = Crash(run, runtime, constants_kib=64, keep=20).slots()
+    crash.seal(2)
+    crash.wake()
+    crash.trainer.do("share")
+    [newest] = crash.seal(3)
+    region_of(crash).unlink()
+    crash.both_killed()
+    said, done = recovered(run, dry_run=True, discard=discard), recovered(run, discard=discard)
+    outcome = "discarded" if discard else "failed"
+    assert rows(said) == rows(done) == [("snapshot", outcome, 3), ("snapshot", "committed", 2)]
+    assert crash.regions() == ([] if discard else [newest])
+    assert committed(run) == [2]
+    assert done.resume is not None
+    assert (done.resume.step, done.resume.tier) == (2, "local")
 
 
 def test_a_region_stays_as_long_as_what_could_not_be_saved(small_disk: Path, runtime: Path) -> None:

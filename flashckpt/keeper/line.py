@@ -1,0 +1,231 @@
+"""The line from a trainer to its node's keeper: found, started where there is none, and made anew.
+
+Owns the connection, and the memory of what must be said again to a new keeper. What is asked, and what an
+answer means, others say. Safe to use from any thread; every call has a time limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from flashckpt.errors import KeeperError, OutOfRoomError
+from flashckpt.events import log
+from flashckpt.keeper import start
+from flashckpt.keeper.possession import Possession
+from flashckpt.keeper.protocol import (
+    ELECTION_LOCK,
+    MAX_DESCRIPTORS,
+    SOCKET_NAME,
+    close_all,
+    peer_uid,
+    receive,
+    send,
+)
+from flashckpt.keeper.standing import make_stand
+from flashckpt.memory.runtime import LifeLock, RuntimeFolder, is_alive
+
+_START_TIMEOUT_S = 60.0
+_START_AGAIN_S = 5.0
+_RETRY_S = 0.05
+_TRIES = 4
+_CLOSE_PATIENCE_S = 2.0
+
+
+class Line:
+    """`restarts` counts the connections after the first that was introduced; `longest_pause_s` is how long a
+    keeper that would come after many that died may have to wait. `possession` is handed to a new one."""
+
+    def __init__(
+        self,
+        run_path: str,
+        runtime: RuntimeFolder,
+        life: LifeLock,
+        possession: Possession,
+        patience_s: float,
+    ) -> None:
+        self._run_path = run_path
+        self._runtime = runtime
+        self._life = life
+        self._possession = possession
+        self._patience_s = patience_s
+        self._lock = threading.RLock()
+        self._peer: socket.socket | None = None
+        self._elected: tuple[int, int] | None = None
+        self._said: dict[str, dict[str, Any]] = {}
+        self._pauses = start.Pauses()
+        self.longest_pause_s = start.LONGEST_PAUSE_S
+        self.restarts = 0
+
+    def call(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a request. Raises KeeperError, or OutOfRoomError where that is the answer."""
+        answer, descriptors = self.call_with_descriptors(message)
+        close_all(descriptors)
+        return answer
+
+    def say(self, message: dict[str, Any]) -> None:
+        """The same for what each new keeper is to be told again."""
+        self.call(message)
+        self._said[message["op"]] = message
+
+    def call_with_descriptors(self, message: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+        """The same with the descriptors that came with the answer, which are the caller's to close."""
+        with self._lock:
+            tries = 1
+            while True:
+                try:
+                    return self._asked(self._connected(), message)
+                except (OSError, EOFError) as error:
+                    self._drop()
+                    if tries >= _TRIES:
+                        raise _unreachable(self._runtime, f"it does not answer ({error})") from error
+                    if isinstance(error, TimeoutError):
+                        self._depose()
+                        tries = _TRIES
+                    else:
+                        # A keeper that is being killed takes connections until its listener is closed.
+                        time.sleep(_RETRY_S)
+                        tries += 1
+
+    def tend(self) -> bool:
+        """Start a keeper again if it is dead or silent. Returns whether this trainer has a new one."""
+        with self._lock:
+            before = self.restarts
+            if make_stand(self._runtime, self._life):
+                self._drop()
+            self.call({"op": "ping"})
+            return self.restarts > before
+
+    def close(self) -> None:
+        """Hang up, and let go of what was held for a keeper to come."""
+        # Another thread may wait for a keeper that is silent: then the process's end closes all this.
+        if not self._lock.acquire(timeout=_CLOSE_PATIENCE_S):
+            return
+        try:
+            self._drop()
+            self._possession.close()
+        finally:
+            self._lock.release()
+
+    def _asked(
+        self, peer: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()
+    ) -> tuple[dict[str, Any], list[int]]:
+        send(peer, message, descriptors)
+        answer, received = receive(peer)
+        if answer.get("ok") is True:
+            return answer, received
+        close_all(received)
+        raise _as_error(answer)
+
+    def _connected(self) -> socket.socket:
+        """The connection, made anew if there is none: with a keeper that is started if there is none."""
+        if self._peer is not None:
+            return self._peer
+        make_stand(self._runtime, self._life)
+        until = time.monotonic() + _START_TIMEOUT_S
+        tried_at = -_START_AGAIN_S
+        mute, mute_since = self._runtime.inode(ELECTION_LOCK), time.monotonic()
+        while (peer := self._reach()) is None:
+            now = time.monotonic()
+            elected = self._runtime.inode(ELECTION_LOCK)
+            if elected is None or elected != mute or not is_alive(self._runtime, ELECTION_LOCK):
+                mute, mute_since = elected, now
+            elif now - mute_since > self._patience_s + _START_AGAIN_S:
+                # Elected and without a socket for so long: it hangs, and would keep others out for ever.
+                self._elected = elected
+                self._depose()
+            if now > until:
+                raise _unreachable(self._runtime, f"it did not answer within {_START_TIMEOUT_S:.0f} s")
+            if now - tried_at > _START_AGAIN_S and not is_alive(self._runtime, ELECTION_LOCK):
+                if self._pauses.left_s(self.longest_pause_s) > 0:
+                    raise _unreachable(self._runtime, "each dies soon after its start; the next has to wait")
+                start.start(self._run_path, self._runtime)
+                self._pauses.started()
+                tried_at = now
+            time.sleep(_RETRY_S)
+        self._peer = peer
+        self._introduce(peer)
+        return peer
+
+    def _introduce(self, peer: socket.socket) -> None:
+        """Tell a keeper that may be a new one all that the last one was told."""
+        if "hello" not in self._said:
+            return
+        try:
+            self._asked(peer, self._said["hello"])
+            self._hand_over(peer)
+            if self._possession.released:
+                self._asked(peer, {"op": "release", "names": self._possession.released})
+            for op in ("started", "closing"):
+                if op in self._said:
+                    self._asked(peer, self._said[op])
+        except BaseException:
+            self._drop()
+            raise
+        self.restarts += 1
+
+    def _hand_over(self, peer: socket.socket) -> None:
+        nameless = self._possession.nameless()
+        try:
+            # One message carries no more of them: slots, those that they replace, and what they share.
+            for first in range(0, len(nameless), MAX_DESCRIPTORS):
+                try:
+                    self._asked(peer, {"op": "adopt"}, nameless[first : first + MAX_DESCRIPTORS])
+                except KeeperError as error:
+                    # One that is damaged must not keep a run from having a keeper at all.
+                    log.error("the new keeper: %s", error)
+        finally:
+            close_all(nameless)
+
+    def _reach(self) -> socket.socket | None:
+        if not self._runtime.check_socket(SOCKET_NAME):
+            return None
+        self._elected = self._runtime.inode(ELECTION_LOCK)
+        peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            peer.settimeout(self._patience_s)
+            peer.connect(self._runtime.reachable(SOCKET_NAME))
+            if peer_uid(peer)[1] != os.geteuid():
+                raise _unreachable(self._runtime, "another user's process answers in its place")
+        except (ConnectionError, FileNotFoundError, BlockingIOError):
+            peer.close()
+            return None
+        except BaseException:
+            peer.close()
+            raise
+        return peer
+
+    def _depose(self) -> None:
+        """Let go of a keeper that lives and does not answer (stopped, or hanging in storage): its names
+        go, so that another can be elected. When it wakes it finds that it is not the keeper any more."""
+        self._drop()
+        # Another trainer may have been faster: the keeper that it has started stays.
+        if self._runtime.inode(ELECTION_LOCK) == self._elected:
+            for name in (SOCKET_NAME, ELECTION_LOCK):
+                self._runtime.remove(name)
+
+    def _drop(self) -> None:
+        if self._peer is not None:
+            with contextlib.suppress(OSError):
+                self._peer.close()
+            self._peer = None
+
+
+def _as_error(answer: dict[str, Any]) -> KeeperError | OutOfRoomError:
+    message = str(answer.get("error", "The keeper refused without a reason."))
+    if answer.get("kind") == "room":
+        return OutOfRoomError(message, needed=int(answer["needed"]), available=int(answer["available"]))
+    return KeeperError(message)
+
+
+def _unreachable(runtime: RuntimeFolder, reason: str) -> KeeperError:
+    return KeeperError(
+        f"The keeper cannot be asked: {reason}. Training is not touched; what is sealed stays in memory and "
+        f"is persisted as soon as a keeper runs. Its log: {os.path.join(runtime.path, 'keeper.log')}",
+        path=runtime.path,
+    )

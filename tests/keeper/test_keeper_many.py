@@ -1,0 +1,98 @@
+"""More regions than one keeper holds, or than one message carries: no keeper ends of it, and none is lost."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from flashckpt.errors import KeeperError
+from flashckpt.keeper.grants import SlotGrant
+from flashckpt.keeper.possession import Possession
+from flashckpt.keeper.protocol import MAX_DESCRIPTORS, close_all
+from flashckpt.keeper.shelf import MAX_SLOTS
+from flashckpt.memory.region import is_region_name
+from tests.keeper.driver import committed, kill_keeper
+from tests.keeper.fake import FakeTrainer, keeper_pid
+
+MOST = 16
+
+
+def grown(trainer: FakeTrainer, image_bytes: int) -> None:
+    """Slots that are larger than all before, of which none is released."""
+    grants = trainer.client.slots(MOST, 4096, image_bytes)
+    assert len(grants) == MOST
+    close_all([grant.descriptor for grant in grants])
+
+
+def region_files(trainer: FakeTrainer) -> int:
+    return sum(map(is_region_name, trainer.folder.names()))
+
+
+@pytest.mark.parametrize("what", ["slots", "constants"])
+def test_a_keeper_does_not_end_of_more_than_it_holds(tmp_path: Path, runtime: Path, what: str) -> None:
+    trainer = FakeTrainer(tmp_path / "run", runtime, kib=4, constants_kib=4)
+    trainer.start()
+    trainer.take_slots(3)
+    pid = keeper_pid(trainer.folder)
+    for larger in range(MAX_SLOTS // MOST - 1):
+        grown(trainer, (16 + larger) << 12)
+    trainer.client.slots(MAX_SLOTS - region_files(trainer), 4096, 40 << 12)
+    assert region_files(trainer) == MAX_SLOTS
+    with pytest.raises(KeeperError, match=f"already holds {MAX_SLOTS}"):
+        trainer.client.slots(2, 4096, 50 << 12) if what == "slots" else trainer.ask_region()
+    assert region_files(trainer) == MAX_SLOTS, "nothing is left of what it could not take"
+    trainer.snapshot(1, persist=True)
+    trainer.wait_committed(1)
+    assert committed(trainer.run) == [1]
+    assert keeper_pid(trainer.folder) == pid
+    trainer.end()
+
+
+@pytest.mark.usefixtures("runtime")
+def test_memfds_are_handed_over_however_many_they_are(tmp_path: Path, small_disk: Path) -> None:
+    """Slots, those that they replace, and what they share: a new keeper has them from the trainer alone."""
+    trainer = FakeTrainer(tmp_path / "run", small_disk, kib=16, constants_kib=9000)
+    trainer.start()
+    trainer.take_slots(MOST)
+    trainer.share()
+    grown(trainer, 12 << 20)
+    assert {trainer.region_kind, *(grant.kind for grant in trainer.grants)} == {"memfd"}
+    held = trainer.client._possession.nameless()
+    close_all(held)
+    assert len(held) == 2 * MOST + 1 > MAX_DESCRIPTORS
+    kill_keeper(trainer.folder)
+    assert trainer.client.tend()
+    trainer.snapshot(1, persist=True)
+    trainer.wait_committed(1)
+    assert committed(trainer.run) == [1]
+    trainer.end()
+
+
+def test_what_is_let_go_meanwhile_is_not_handed_over() -> None:
+    """Another thread keeps and releases: neither a closed descriptor is given, nor one that is another's."""
+    possession, region, other = Possession(), os.memfd_create("region"), os.memfd_create("other")
+    ended = threading.Event()
+
+    def use() -> None:
+        turn = 0
+        while not ended.is_set():
+            turn += 1
+            possession.keep([SlotGrant(region, 0, f"slot-{turn % 7}", 1, "memfd", 1)])
+            possession.release([f"slot-{(turn + 3) % 7}"])
+            os.close(os.dup(other))
+
+    user = threading.Thread(target=use)
+    user.start()
+    try:
+        for _ in range(10000):
+            given = possession.nameless()
+            assert {os.fstat(each).st_ino for each in given} <= {os.fstat(region).st_ino}
+            close_all(given)
+    finally:
+        ended.set()
+        user.join()
+        possession.close()
+        close_all([region, other])
