@@ -10,7 +10,6 @@ import contextlib
 import time
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 from flashckpt import _native, crashpoints
 from flashckpt.capture.shared import Shared
@@ -229,15 +228,16 @@ def _sources(
     slot: Slot, metadata: Metadata, before: Slot | None, layout: Layout
 ) -> list[tuple[int, int]] | None:
     """Address and digest of each leaf of a layout, in a snapshot and in the region that it names; None where
-    these do not hold them all, as they are in the layout."""
+    these do not hold them all, with as many elements of the same kind: further names and strides are others
+    where a tie, or the live tensor, is laid out otherwise, and the bytes in an image are not."""
     own = len(metadata.layout.leaves) if metadata.shared else len(metadata.leaves)
     found = {}
     rows = zip(metadata.leaves, metadata.image.starts(), metadata.digests, strict=True)
     for index, (leaf, start, digest) in enumerate(rows):
         holder = slot if index < own else before
         if holder is not None:
-            found[replace(leaf, offset=-1)] = holder.image_address + start, digest
-    wanted = [replace(leaf, offset=-1) for leaf in layout.leaves]
+            found[leaf.name, leaf.dtype, leaf.shape] = holder.image_address + start, digest
+    wanted = [(leaf.name, leaf.dtype, leaf.shape) for leaf in layout.leaves]
     return [found[leaf] for leaf in wanted] if all(leaf in found for leaf in wanted) else None
 
 

@@ -24,7 +24,8 @@ class Little:
     """Room for slots of `limit` bytes of image and no more, once that is set. `asked` are sizes asked for."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.limit, self.asked, ask = 0, [], KeeperClient.ask_slots
+        self.asked: list[int] = []
+        self.limit, ask = 0, KeeperClient.ask_slots
 
         def in_little_room(client: KeeperClient, count: int, metadata: int, image: int, **how: Any) -> Any:
             self.asked.append(image)
@@ -63,14 +64,14 @@ def test_slots_that_are_large_enough_again_are_not_asked_for_any_more(
         little.limit = 4 * WIDE * WIDE
         thaws.data.add_(1)
         until(
-            lambda: job.train(checkpointer) or shares(checkpointer, 1) and is_captured(checkpointer),
+            lambda: (job.train(checkpointer), shares(checkpointer, 1) and is_captured(checkpointer))[1],
             "a region of the base alone",
         )
         asked = len(little.asked)
         job.train(checkpointer, 4)
         assert is_captured(checkpointer)
         assert len(little.asked) == asked
-        take, tries = SlotRing.take, []
+        take, tries = SlotRing.take, list[SlotRing]()
 
         def busy(ring: SlotRing) -> Any:
             tries.append(ring)
@@ -98,3 +99,48 @@ def test_a_region_that_cannot_be_mapped_leaves_no_descriptor(tmp_path: Path, run
             os.pwrite(region.fileno(), began, 0)
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(grant.descriptor)
+
+
+def test_what_no_region_can_hold_does_not_take_the_others_out_of_theirs(
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A weight that is frozen later and does not lie row by row: with it, nothing was shared any more, and
+    for slots that hold all there may be no memory."""
+    job, little = Job(), Little(monkeypatch)
+    late = nn.Parameter(torch.randn(256, 128, 3, 3).to(memory_format=torch.channels_last))
+    job.model.register_parameter("late", late)
+    job.optimizer.add_param_group({"params": [late]})
+    with attach(tmp_path / "run", job) as checkpointer:  # type: ignore[arg-type]
+        late.grad = torch.zeros_like(late)
+        job.share(checkpointer)
+        little.limit = 4 * WIDE * WIDE
+        late.requires_grad_(False)
+        late.grad = None
+        job.optimizer.param_groups.pop()
+        job.optimizer.state.pop(late, None)
+        for _ in range(8):
+            job.train(checkpointer)
+            assert is_captured(checkpointer)
+        assert shares(checkpointer, 1)
+        little.limit = 0
+        checkpointer.save()
+    assert flashckpt.load(tmp_path / "run")["model.late"].equal(late)
+
+
+def test_a_constant_that_is_laid_out_otherwise_leaves_the_others_shared(
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, little = Job(), Little(monkeypatch)
+    turned = frozen(job, "turned", 64, 64, 9, 9)
+    with attach(tmp_path / "run", job) as checkpointer:  # type: ignore[arg-type]
+        job.share(checkpointer)
+        assert shares(checkpointer, 2)
+        little.limit = 4 * WIDE * WIDE
+        turned.data = turned.data.to(memory_format=torch.channels_last)
+        until(
+            lambda: (job.train(checkpointer), shares(checkpointer, 1) and is_captured(checkpointer))[1],
+            "a region of the base alone",
+        )
+        little.limit = 0
+        checkpointer.save()
+    assert flashckpt.load(tmp_path / "run")["model.turned"].equal(turned)
