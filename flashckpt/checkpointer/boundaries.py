@@ -170,6 +170,8 @@ class Boundaries:
             used = capture.may_name_shared
             if slots.sharing.want(capture.sharing_wanted(), used=used):
                 self._attendant.wake()
+            if slots.shrinking and capture.room_to_spare() is None:
+                slots.keep_larger()
         wanted = capture.room_wanted(ordered=ordered)
         if slots.preparing and (wanted is None or not slots.may_be_replaced(wanted)):
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,11 +13,14 @@ from torch import nn
 
 import flashckpt
 from flashckpt.checkpointer.facade import Checkpointer
+from flashckpt.checkpointer.sharing import Sharing
 from flashckpt.errors import OutOfRoomError
+from flashckpt.format.layout import Layout, Leaf
 from flashckpt.keeper.client import KeeperClient
 from flashckpt.memory.slots import SlotRing
 from tests.checkpointer.test_frozen import attach
-from tests.checkpointer.test_sharing_attacked import WIDE, Job
+from tests.checkpointer.test_sharing_attacked import WIDE, Job, regions
+from tests.keeper.fake import FakeTrainer
 from tests.waiting import until
 
 
@@ -144,3 +148,85 @@ def test_a_constant_that_is_laid_out_otherwise_leaves_the_others_shared(
         little.limit = 0
         checkpointer.save()
     assert flashckpt.load(tmp_path / "run")["model.turned"].equal(turned)
+
+
+def test_smaller_slots_do_not_replace_those_that_a_changed_constant_needs(
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are ready when it has changed: where they were taken, nothing could be captured until there were
+    larger ones again."""
+    job, asked, ask, is_held = Job(), list[int](), KeeperClient.ask_slots, [True]
+    thaws = frozen(job, "thaws", 512, 520)
+
+    def slowly(client: KeeperClient, count: int, metadata: int, image: int, **how: Any) -> Any:
+        if is_held[0] and how["most_image_bytes"] is not None:
+            asked.append(image)
+            return None
+        return ask(client, count, metadata, image, **how)
+
+    monkeypatch.setattr(KeeperClient, "ask_slots", slowly)
+    with attach(tmp_path / "run", job) as checkpointer:  # type: ignore[arg-type]
+        slots = checkpointer._attendant.slots
+        job.train(checkpointer, 2)
+        until(lambda: asked or one(job, checkpointer), "smaller slots to be asked for")
+        rounds, ring = checkpointer._attendant._rounds, slots.ring
+        is_held[0] = False
+        until(lambda: checkpointer._attendant._rounds > rounds + 2 and slots.ready, "smaller slots")
+        assert slots.shrinking
+        # The boundary before takes them up; here the change is seen first.
+        take, slots.take_ready = slots.take_ready, lambda: None  # type: ignore[method-assign]
+        thaws.data.add_(1)
+        one(job, checkpointer)
+        slots.take_ready = take  # type: ignore[method-assign]
+        assert is_captured(checkpointer)
+        one(job, checkpointer)
+        assert is_captured(checkpointer)
+        assert slots.ring is ring
+        until(lambda: one(job, checkpointer) or len([*runtime.glob("*/*/slot-*")]) == 3, "them to go")
+        job.share(checkpointer)
+        assert slots.ring is not ring
+        checkpointer.save()
+    assert flashckpt.load(tmp_path / "run")["model.thaws"].equal(thaws)
+
+
+def one(job: Job, checkpointer: Checkpointer) -> None:
+    """One step, without standing still for slots."""
+    job.optimizer.zero_grad()
+    job.model(torch.randn(2, WIDE)).square().sum().backward()
+    job.optimizer.step()
+    job.optimizer.zero_grad()
+    checkpointer.step()
+
+
+def test_no_region_is_taken_that_nothing_can_fill(tmp_path: Path, runtime: Path) -> None:
+    """It would keep its memory from the slots that are to hold what it does not."""
+    trainer = FakeTrainer(tmp_path / "run", runtime, constants_kib=1024)
+    trainer.start()
+    trainer.take_slots()
+    session = SimpleNamespace(keeper=trainer.client, attempt=trainer.attempt)
+    sharing = Sharing(session, trainer.ring.newest_sealed, lambda _: False, None)  # type: ignore[arg-type]
+    constants = trainer.image.constants
+    assert constants is not None
+    others = Layout.of([*constants.leaves, Leaf(name="more", dtype="float32", shape=(4,))])
+
+    def tended(times: int) -> None:
+        for _ in range(times):
+            sharing._retry_s = 0.0
+            sharing.tend()
+            assert not sharing.ready
+
+    sharing.want(constants, used=False)
+    tended(20)
+    trainer.snapshot(1)
+    sharing.want(others, used=False)
+    tended(20)
+    assert not regions(runtime)
+    sharing.want(constants, used=False)
+    until(lambda: sharing.tend() or regions(runtime), "a region to be made")
+    sharing.want(others, used=False)
+    until(lambda: (tended(1), not regions(runtime))[1], "it to be given back")
+    sharing.want(constants, used=False)
+    sharing._retry_s = 0.0
+    until(lambda: sharing.tend() or sharing.ready, "a region that is filled")
+    sharing.close()
+    trainer.end()
