@@ -18,6 +18,7 @@ from flashckpt.errors import OutOfRoomError
 from flashckpt.format.layout import Layout, Leaf
 from flashckpt.keeper.client import KeeperClient
 from flashckpt.memory.slots import SlotRing
+from flashckpt.state.tree import Tree
 from tests.checkpointer.test_frozen import attach
 from tests.checkpointer.test_sharing_attacked import WIDE, Job, regions
 from tests.keeper.fake import FakeTrainer
@@ -230,3 +231,31 @@ def test_no_region_is_taken_that_nothing_can_fill(tmp_path: Path, runtime: Path)
     until(lambda: sharing.tend() or sharing.ready, "a region that is filled")
     sharing.close()
     trainer.end()
+
+
+def test_the_state_is_walked_once_for_the_size_of_its_first_slots(
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may take minutes to be made, and every boundary meanwhile would pay for a walk."""
+    job, walks, walk, is_held = Job(), list[Tree](), Tree.walk, [True]
+    ask = KeeperClient.ask_slots
+
+    def slowly(client: KeeperClient, *sizes: int, **how: Any) -> Any:
+        return None if is_held[0] else ask(client, *sizes, **how)
+
+    def seen(tree: Tree, used_up: Any) -> Any:
+        walks.append(tree)
+        return walk(tree, used_up)
+
+    monkeypatch.setattr(KeeperClient, "ask_slots", slowly)
+    with attach(tmp_path / "run", job) as checkpointer:  # type: ignore[arg-type]
+        one(job, checkpointer)
+        assert checkpointer._attendant.slots.preparing
+        monkeypatch.setattr(Tree, "walk", seen)
+        for _ in range(5):
+            one(job, checkpointer)
+        assert not walks
+        is_held[0] = False
+        until(lambda: checkpointer._attendant.slots.ready, "slots")
+        one(job, checkpointer)
+        assert is_captured(checkpointer)
