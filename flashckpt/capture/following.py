@@ -75,8 +75,8 @@ class Following:
             arrangement, walk = self.current, self._tree.current
             if arrangement is not None and self._walk is walk and self._chosen == self._ground():
                 change, indexes = arrangement.plan.follow(self._hooks.used_up)
-                if change is Change.PATCHED:
-                    arrangement.moved(indexes)
+                if change is Change.PATCHED and not arrangement.moved(indexes):
+                    change = Change.REBUILD
                 if change is not Change.REBUILD:
                     return arrangement, data
             self._rebuild()
