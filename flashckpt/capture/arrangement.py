@@ -51,12 +51,13 @@ class Arrangement:
         """What the arenas take, by device name."""
         return {t.device.name: t.arena.num_bytes for t in self.transfers if t.arena is not None}
 
-    def moved(self, indexes: Iterable[int]) -> None:
-        """The plan was patched: these leaves lie elsewhere now."""
+    def moved(self, indexes: Iterable[int]) -> bool:
+        """The plan was patched: these leaves lie elsewhere now. False where they cannot be read there in the
+        way that was chosen: others have to be."""
         self.host.moved()
         self._find_feeders(i for i in indexes if self._devices[i] is None)
-        for transfer in self.transfers:
-            transfer.moved()
+        # A list, so that every one of them is told.
+        return all([transfer.moved() for transfer in self.transfers])
 
     def capture(self, target: Target, *, gated: bool) -> list[int]:
         """Start every copy. Returns the handles that a seal waits for.

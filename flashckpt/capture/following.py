@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from flashckpt.capture.arena import words_of
 from flashckpt.capture.arrangement import Arrangement
 from flashckpt.capture.device.base import Device
 from flashckpt.capture.heartbeat import Pulse
@@ -18,7 +19,7 @@ from flashckpt.capture.room import arena_room
 from flashckpt.capture.targets import Targets
 from flashckpt.capture.ways import Ways
 from flashckpt.errors import StateError
-from flashckpt.format.layout import Layout
+from flashckpt.format.layout import Layout, Leaf
 
 if TYPE_CHECKING:
     from flashckpt.state.tree import Walk
@@ -74,8 +75,8 @@ class Following:
             arrangement, walk = self.current, self._tree.current
             if arrangement is not None and self._walk is walk and self._chosen == self._ground():
                 change, indexes = arrangement.plan.follow(self._hooks.used_up)
-                if change is Change.PATCHED:
-                    arrangement.moved(indexes)
+                if change is Change.PATCHED and not arrangement.moved(indexes):
+                    change = Change.REBUILD
                 if change is not Change.REBUILD:
                     return arrangement, data
             self._rebuild()
@@ -97,12 +98,36 @@ class Following:
         # Those that were found since are copied as before, until there is a region with them. In the slots
         # there may be no room for all: nothing would be captured, and for larger ones there may be no memory.
         plan = Plan(walk, frozenset(held), shared)
-        if plan.shared is None:
+        unfit = self._unfit(plan, constants, shared.layout)
+        for name in unfit:
+            self._ways.no_constant(name)
+        constants -= unfit
+        if plan.shared is None or unfit & held.keys():
             plan.release()
             return Plan(walk, constants)
         if len(held) < len(constants):
             self.further = layout_of(walk, constants)
         return plan
+
+    def _unfit(self, plan: Plan, constants: frozenset[str], held: Layout) -> frozenset[str]:
+        """Constants that no region can hold: what each snapshot has to make row-major, or what is laid out
+        otherwise than it is held. Slots would, for all constants: these become ordinary leaves instead, and
+        a region goes on holding the others."""
+        places = {leaf.name: index for index, leaf in enumerate(plan.leaves)}
+        before = {leaf.name: leaf for leaf in held.leaves}
+        return frozenset(
+            name
+            for name in constants
+            if not self._is_read_in_place(plan, places[name])
+            or (name in before and not _same_bytes(before[name], plan.leaves[places[name]]))
+        )
+
+    def _is_read_in_place(self, plan: Plan, index: int) -> bool:
+        """Whether a capture digests a leaf where it lies."""
+        tensor = plan.tensors[index]
+        if any(device.owns(tensor) for device in self._devices):
+            return index not in plan.odd and words_of(tensor) is not None
+        return index not in plan.odd and tensor.device.type == "cpu"
 
     def gate(self) -> None:
         if self.current is not None:
@@ -150,3 +175,7 @@ class Following:
             for transfer in self.current.transfers
         ):
             self.give_back()
+
+
+def _same_bytes(one: Leaf, other: Leaf) -> bool:
+    return (one.dtype, one.shape, one.stride) == (other.dtype, other.shape, other.stride)

@@ -58,13 +58,16 @@ class Targets:
         self.by_name.clear()
 
     def fitting(self, slot: Slot, plan: Plan, values_bytes: int) -> Target | None:
-        """The target of a slot for this plan; None where it is too small: `room_wanted` says so from then."""
+        """The target of a slot for this plan; None where it is too small: `room_wanted` says so until
+        all of them have room."""
         self._values_bytes = values_bytes
         target = self.by_name[slot.name]
-        if target.fits(plan, values_bytes):
-            return target
-        self._needed = slot_room(plan, values_bytes)
-        return None
+        if not target.fits(plan, values_bytes):
+            self._needed = slot_room(plan, values_bytes)
+            return None
+        if self._needed != (0, 0) and all(each.fits(plan, values_bytes) for each in self.by_name.values()):
+            self._needed = (0, 0)  # the state has become smaller: there may be no memory for what it was
+        return target
 
     # ---- how large
 

@@ -50,11 +50,12 @@ class Transfer:
         self._read, self._copied, self._done = (device.new_mark() for _ in range(3))
         self._gate_open = False
 
-    def moved(self) -> None:
-        """The plan was patched: read its tensors again."""
+    def moved(self) -> bool:
+        """The plan was patched: read its tensors again. False where one cannot be read where it lies now."""
         self._sources()
         if self.arena is not None:
             self.arena.moved()
+        return len(self._words) == len(self._direct)
 
     def capture(self, target: Target, *, gated: bool, check: bool) -> int:
         """Enqueue everything. Returns the handle that a seal waits for.

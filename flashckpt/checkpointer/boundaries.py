@@ -170,6 +170,10 @@ class Boundaries:
             used = capture.may_name_shared
             if slots.sharing.want(capture.sharing_wanted(), used=used):
                 self._attendant.wake()
+            if slots.shrinking and capture.room_to_spare() is None:
+                slots.keep_larger()
+        if slots.preparing and slots.ring is None and slots.error is None:
+            return  # the first ones are on their way: not at each boundary is the state walked for their size
         wanted = capture.room_wanted(ordered=ordered)
         if slots.preparing and (wanted is None or not slots.may_be_replaced(wanted)):
             return

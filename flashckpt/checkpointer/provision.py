@@ -21,15 +21,18 @@ def made_usable(grants: Sequence[SlotGrant], capture: Capture) -> list[Slot]:
     a copy.
     """
     slots: list[Slot] = []
+    left = [grant.descriptor for grant in grants]
     try:
-        slots.extend(grant.open() for grant in grants)
+        for grant in grants:
+            left.pop(0)  # from here on that of `open`, whatever becomes of it
+            slots.append(grant.open())
         for slot in slots:
             _native.populate(slot.metadata_address, slot.metadata_capacity + slot.image_capacity, threads=1)
         capture.register(slots)
     except BaseException:
         for slot in slots:
             slot.close()
-        close_all([grant.descriptor for grant in grants[len(slots) :]])
+        close_all(left)
         raise
     return slots
 

@@ -10,14 +10,13 @@ import contextlib
 import time
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 from flashckpt import _native, crashpoints
 from flashckpt.capture.shared import Shared
 from flashckpt.checkpointer.session import Session
 from flashckpt.errors import DamagedError, FlashckptError
 from flashckpt.events import log
-from flashckpt.format.layout import Layout
+from flashckpt.format.layout import Layout, Leaf
 from flashckpt.format.metadata import Metadata, geometry, plan_bytes, write
 from flashckpt.memory.page import Record, State
 from flashckpt.memory.sealing import seal
@@ -94,7 +93,7 @@ class Sharing:
         try:
             if layout is None:
                 self._unwanted()
-            elif self.urgent and self._granted(layout):
+            elif self.urgent and self._can_be_filled(layout) and self._granted(layout):
                 self._ready = self._filled(layout)
                 self._retry_s = time.monotonic() + _LOOK_S
         except (FlashckptError, OSError) as error:
@@ -103,6 +102,26 @@ class Sharing:
 
     def close(self) -> None:
         self._let_go()
+
+    def _can_be_filled(self, layout: Layout) -> bool:
+        """Whether a region is had or asked for, or the newest snapshot has what is to stand in it: one that
+        waits to be filled takes memory, and slots that hold everything may need that."""
+        if self._region is not None or self._asked is not None:
+            return True
+        self._retry_s = time.monotonic() + _LOOK_S
+        found = self._newest()
+        if found is None:
+            return False
+        try:
+            metadata = found[0].metadata(found[1])
+        except DamagedError:
+            return False
+        is_known = not metadata.shared or found[1].record.constants_nonce in self._names()
+        held = {_content(leaf) for leaf in (metadata.leaves if is_known else metadata.layout.leaves)}
+        if any(_content(leaf) not in held for leaf in layout.leaves):
+            return False
+        self._retry_s = 0.0
+        return True
 
     def _granted(self, layout: Layout) -> bool:
         """Whether there is a region that is large enough, mapped."""
@@ -147,14 +166,20 @@ class Sharing:
         with contextlib.ExitStack() as stack:
             before = stack.enter_context(self._before(metadata, sealed))
             sources = _sources(slot, metadata, before, layout)
-            return self._filled_from(sources, region, layout, sealed) if sources else None
+            if sources is not None:
+                return self._filled_from(sources, region, layout, sealed)
+        self._give_back()  # until there is a snapshot that has them
+        return None
+
+    def _names(self) -> dict[int, str]:
+        """Regions that snapshots of this trainer may name, by nonce: also what no capture may name any more.
+        With a constant of it changed, it still has the others."""
+        return {each.nonce: each.name for each in (*self._outgrown, self._used) if each is not None}
 
     @contextlib.contextmanager
     def _before(self, metadata: Metadata, sealed: Sealed) -> Iterator[Slot | None]:
         """The region that a snapshot names already, for as long as it is read."""
-        # Also one that no capture may name any more: with a constant of it changed, it still has the others.
-        known = {each.nonce: each.name for each in (*self._outgrown, self._used) if each is not None}
-        name = known.get(sealed.record.constants_nonce)
+        name = self._names().get(sealed.record.constants_nonce)
         if not metadata.shared or name is None:
             yield None
             return
@@ -229,16 +254,21 @@ def _sources(
     slot: Slot, metadata: Metadata, before: Slot | None, layout: Layout
 ) -> list[tuple[int, int]] | None:
     """Address and digest of each leaf of a layout, in a snapshot and in the region that it names; None where
-    these do not hold them all, as they are in the layout."""
+    these do not hold them all."""
     own = len(metadata.layout.leaves) if metadata.shared else len(metadata.leaves)
     found = {}
     rows = zip(metadata.leaves, metadata.image.starts(), metadata.digests, strict=True)
     for index, (leaf, start, digest) in enumerate(rows):
         holder = slot if index < own else before
         if holder is not None:
-            found[replace(leaf, offset=-1)] = holder.image_address + start, digest
-    wanted = [replace(leaf, offset=-1) for leaf in layout.leaves]
+            found[_content(leaf)] = holder.image_address + start, digest
+    wanted = [_content(leaf) for leaf in layout.leaves]
     return [found[leaf] for leaf in wanted] if all(leaf in found for leaf in wanted) else None
+
+
+def _content(leaf: Leaf) -> tuple[str, str, tuple[int, ...]]:
+    """What makes the bytes of a leaf in an image: not its further names, nor how the live tensor lies."""
+    return leaf.name, leaf.dtype, leaf.shape
 
 
 def _copied(sources: list[tuple[int, int]], region: Slot, layout: Layout) -> bool:

@@ -58,6 +58,7 @@ class SlotSupply:
         # Held for the moment in which ready slots change hands, never while anything is asked.
         self._handover = threading.Lock()
         self._ready: Ready | None = None
+        self._is_ready_smaller = False
         self._replaced: SlotRing | None = None
         self._outgrown: list[SlotRing] = []
         self._carried: Sealed | None = None
@@ -101,6 +102,22 @@ class SlotSupply:
         self.wanted, self._most, self._retry_s = sizes[:2], most_image_bytes, 0.0
         return True
 
+    @property
+    def shrinking(self) -> bool:
+        """Whether smaller slots than there are were asked for and are not taken yet."""
+        return self._most is not None or self._is_ready_smaller
+
+    def keep_larger(self) -> None:
+        """Smaller slots that were asked for, or are ready, are not wanted any more: the state needs those
+        there are."""
+        with self._handover:
+            if self._most is not None:
+                self.wanted = self._most = None
+            if self._ready is not None and self._is_ready_smaller:
+                self._outgrown.append(self._ready[0])
+                self._ready = None
+            self._is_ready_smaller, self._too_small = False, None
+
     def fits(self) -> None:
         """The state fits the slots there are: larger ones that were asked for are not needed any more."""
         if self.ring is not None and self._most is None:
@@ -112,6 +129,7 @@ class SlotSupply:
         more."""
         with self._handover:
             ready, self._ready = self._ready, None
+            self._is_ready_smaller = False
             if ready is not None:
                 self._replaced, self.ring = self.ring, ready[0]
         return ready
@@ -218,10 +236,14 @@ class SlotSupply:
         for text in what_they_mean(grants, self.count):
             self._say(text, text)
         owners = {slot.name: grant.owner for slot, grant in zip(slots, grants, strict=True)}
+        unused: Ready | None = SlotRing(slots), owners
         with self._handover:
-            replaced, self._ready = self._ready, (SlotRing(slots), owners)
-            self.wanted = self._most = self.error = None
-        self._drop(replaced)
+            # Smaller ones that are not wanted any more must not take the place of those there are.
+            if most is None or self._most == most:
+                unused, self._ready = self._ready, unused
+                self._is_ready_smaller = most is not None
+                self.wanted = self._most = self.error = None
+        self._drop(unused)
 
     def give_back(self, names: Sequence[str]) -> None:
         """Release granted slots that this trainer does not write: their memory is the machine's again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from flashckpt.memory.region import MEMFD
@@ -28,5 +29,9 @@ class SlotGrant:
         return self.kind != MEMFD
 
     def open(self, *, map_image: bool = True) -> Slot:
-        """Map the slot, which owns the descriptor from here on."""
-        return Slot.open(self.descriptor, map_image=map_image)
+        """Map the slot, which owns the descriptor from here on. The descriptor is closed where that fails."""
+        try:
+            return Slot.open(self.descriptor, map_image=map_image)
+        except BaseException:
+            os.close(self.descriptor)
+            raise

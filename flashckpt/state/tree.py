@@ -177,13 +177,20 @@ class Tree:
         Raises MismatchError or DamagedError with nothing changed; what a `load_state_dict` of the
         user's own raises, or does not take back, comes as StateError, when all else was filled. A leaf
         that has no place in the live state is a DamagedError then. What `differences` found to fit last is
-        neither compared nor walked again: nothing of the live state may have changed since."""
-        rows = [] if self._fitting is not None and self._fitting[0] is saved else self.differences(saved)
+        neither compared nor walked again, as long as the tensors that were found are those of the state."""
+        known = self._fitting is not None and self._fitting[0] is saved and self._fitting[1].stand()
+        rows = [] if known else self.differences(saved)
         fitting, self._fitting = self._fitting, None
         if rows or fitting is None:
             raise MismatchError(
                 f"The live state does not fit the checkpoint: {len(rows)} differences. Nothing was loaded.",
                 differences=tuple(rows),
+            )
+        if not fitting[1].stand():
+            raise StateError(
+                "The state has other tensors each time it is asked: what was filled would not be what is "
+                "trained. Nothing was loaded. Let no state_dict put new tensors into the state's modules or "
+                "optimizers."
             )
         live, filling, values = fitting[1], Filling(saved), saved.value["entries"]
         for entry in self._in_order():

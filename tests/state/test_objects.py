@@ -334,3 +334,51 @@ def test_tensors_made_in_inference_mode_are_filled() -> None:
         held["average"].zero_()
     restore(tree, image)
     assert held["average"].tolist() == [1.0, 1.0, 1.0]
+
+
+class Consolidating:
+    """Puts a parameter of its own making into the model when it is asked for its state for the nth time."""
+
+    def __init__(self, model: nn.Linear, at: frozenset[int]) -> None:
+        self.model, self.at, self.calls = model, at, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        self.calls += 1
+        if self.calls in self.at:
+            self.model.weight = nn.Parameter(self.model.weight.detach().clone())
+        return {"n": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_a_parameter_that_is_exchanged_while_the_state_is_asked_for_is_restored(at: int) -> None:
+    source, model = nn.Linear(4, 4), nn.Linear(4, 4)
+    image = capture(Tree({"model": source, "odd": Consolidating(source, frozenset())}))
+    tree = Tree({"model": model, "odd": Consolidating(model, frozenset({at}))})
+    saved = image.saved()
+    assert not tree.differences(saved)
+    tree.restore(saved)
+    assert torch.equal(model.weight, source.weight)
+
+
+def test_a_model_that_is_another_each_time_is_not_filled() -> None:
+    source, model = nn.Linear(4, 4), nn.Linear(4, 4)
+    image = capture(Tree({"model": source, "odd": Consolidating(source, frozenset())}))
+    tree = Tree({"model": model, "odd": Consolidating(model, frozenset(range(99)))})
+    saved, before = image.saved(), model.weight.detach().clone()
+    assert not tree.differences(saved)
+    with pytest.raises(StateError, match="other tensors each time"):
+        tree.restore(saved)
+    assert torch.equal(model.weight, before)
+
+
+def test_a_parameter_that_is_exchanged_after_the_comparison_is_restored() -> None:
+    source, model = nn.Linear(4, 4), nn.Linear(4, 4)
+    image, tree = capture(Tree({"model": source})), Tree({"model": model})
+    saved = image.saved()
+    assert not tree.differences(saved)
+    model.weight = nn.Parameter(torch.zeros(4, 4))
+    tree.restore(saved)
+    assert torch.equal(model.weight, source.weight)
