@@ -124,9 +124,9 @@ class Zygote:
         with self._turn:
             try:
                 socket.send_fds(self._socket, [json.dumps([what, about]).encode()], descriptors)
-                ready, _, _ = select.select([self._socket, self._end], [], [], LIMIT_S)
+                ready, _, _ = select.select([self._socket.fileno(), self._end], [], [], LIMIT_S)
                 assert ready, f"the process that forks has not answered for {LIMIT_S:.0f} s"
-                answer = self._socket.recv(1 << 16) if self._socket in ready else b""
+                answer = self._socket.recv(1 << 16) if self._socket.fileno() in ready else b""
             except OSError:
                 answer = b""
         if not answer:
