@@ -11,6 +11,20 @@ from pathlib import Path
 import pytest
 
 from tests.processes import end, keepers_of
+from tests.zygote import Zygote, close_shared, shared
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_zygote_stays() -> Iterator[None]:
+    """The process that forks trainers, if any test has asked for it, goes with the last test."""
+    yield
+    close_shared()
+
+
+@pytest.fixture
+def zygote() -> Zygote:
+    """Torch is imported once, for all trainers that this process's tests want to kill."""
+    return shared()
 
 
 @pytest.fixture

@@ -12,14 +12,17 @@ from pathlib import Path
 def keepers_of(runtime: Path) -> list[int]:
     """The processes that serve a runtime folder, found by their environment."""
     wanted, found = f"FLASHCKPT_RUNTIME={runtime}".encode(), []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            with contextlib.suppress(OSError):
-                if b"keeper/boot.py" not in (entry / "cmdline").read_bytes():
-                    continue
-                if wanted in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
+    # Asked after every test, and again and again while one waits: without a `Path` for every process.
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        with contextlib.suppress(OSError):
+            if b"keeper/boot.py" in _told(pid, "cmdline") and wanted in _told(pid, "environ").split(b"\0"):
+                found.append(pid)
     return found
+
+
+def _told(pid: int, what: str) -> bytes:
+    with open(f"/proc/{pid}/{what}", "rb", buffering=0) as file:
+        return file.read()
 
 
 def end(pids: list[int]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import flashckpt
+from tests import zygote
 from tests.checkpointer.forking import REFUSED
 
 ROOT = Path(__file__).parents[2]
@@ -21,10 +22,12 @@ ROOT = Path(__file__).parents[2]
 def test_a_forked_child_ends_by_itself(tmp_path: Path, runtime: Path, way: str, status: int) -> None:
     """Slots are not mapped in it: whoever looks into one there dies of it."""
     run = tmp_path / "run"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.checkpointer.forking", run, way],
-        cwd=ROOT, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    module = ["tests.checkpointer.forking", str(run), way]
+    if way == "break":
+        command = [sys.executable, "-m", *module]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    else:
+        done = zygote.shared().run(module, timeout=120)
     assert done.stdout.splitlines() == [f"child {status}", "after 6"], done.stderr
     assert done.returncode == 0
     assert flashckpt.steps(run) == [6]

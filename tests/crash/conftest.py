@@ -1,22 +1,14 @@
-"""One zygote for all tests that kill: torch is imported once."""
+"""What a training that nobody kills does, computed once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from tests.crash.zygote import Zygote
+from tests.crash.job import reference_of
+from tests.zygote import shared
 
 
 @pytest.fixture(scope="session")
-def zygote() -> Iterator[Zygote]:
-    made = Zygote()
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="session")
-def reference(zygote: Zygote) -> list[int]:
+def reference() -> list[int]:
     """Digests of a plain loop of 24 steps."""
-    return zygote.reference(24)
+    return reference_of(shared(), 24)

@@ -7,6 +7,7 @@ runtime folder. A fault is a sentence; none is raised, so that one look finds al
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import shutil
@@ -26,9 +27,9 @@ from flashckpt.memory.region import is_region_name
 from flashckpt.store.base import Store, open_store
 from tests.crash import tiny
 from tests.crash.tiny import RESUMED, STEP, Record
-from tests.crash.zygote import Zygote
 from tests.processes import end, keepers_of
 from tests.waiting import until
+from tests.zygote import DEVNULL, Zygote
 
 LIMIT_S = 120.0
 # Slots of a rank and the larger ones that they are about to replace, one that a resume may have read into
@@ -78,6 +79,7 @@ class Job:
         assert self._pid < 0
         self.lives += 1
         environment = {
+            **os.environ,
             "FLASHCKPT_RUNTIME": str(self.runtime),
             "FLASHCKPT_CRASH_AT": armed,
             # The launcher says that this is a restart: who finds another runtime folder need not watch.
@@ -86,7 +88,12 @@ class Job:
         }
         steps = len(self.reference) - 1
         arguments = {"run": str(self.run), "log": str(self.log), "steps": steps, **how}
-        self._pid = self.zygote.fork(self._folder / "stderr", environment, **arguments)
+        program = ["tests.crash.trainer", "train", json.dumps(arguments)]
+        with open(self._folder / "stderr", "ab") as said:
+            self._process = self.zygote.start(
+                program, stdin=DEVNULL, stdout=said, stderr=said, env=environment
+            )
+        self._pid = self._process.pid
         self._pidfd = os.pidfd_open(self._pid)
 
     def ended(self, timeout_s: float = 0.0) -> bool:
@@ -95,7 +102,7 @@ class Job:
 
     def status(self) -> int:
         """The exit status of the trainer that has ended; its life is over with it."""
-        status = self.zygote.wait(self._pid)
+        status = self._process.wait()
         os.close(self._pidfd)
         self._pid = self._pidfd = -1
         return status
@@ -153,7 +160,7 @@ class Job:
         """Look until it is so (True) or the trainer has ended (False). The moment counts: no long sleeps."""
         end_s = time.monotonic() + limit_s
         while not condition():
-            if self.ended(0.0001):
+            if self.ended(0.0005):
                 return False
             assert time.monotonic() < end_s, f"nothing happened for {limit_s:.0f} s: {self.said}"
         return True
@@ -307,6 +314,14 @@ class Job:
             "keepers": len(keepers),
             "keeper descriptors": max(descriptors),
         }
+
+
+def reference_of(zygote: Zygote, steps: int) -> list[int]:
+    """The digests after 0, 1, … steps of a loop that nothing of this library has touched."""
+    done = zygote.run(["tests.crash.trainer", "reference", str(steps)])
+    assert done.returncode == 0, done.stderr
+    found: list[int] = json.loads(done.stdout)
+    return found
 
 
 def _is_steady(steps: list[Record]) -> bool:

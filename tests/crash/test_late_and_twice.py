@@ -14,9 +14,9 @@ import pytest
 from flashckpt.commit.attempts import attempts
 from flashckpt.store.base import open_store
 from tests.crash.job import LIMIT_S, Job
-from tests.crash.zygote import Zygote
 from tests.processes import end, keepers_of
 from tests.waiting import until
+from tests.zygote import Zygote
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from flashckpt import crashpoints
 from flashckpt.crashpoints import POINTS
 from flashckpt.errors import OptionError
 from tests.crash.job import LIMIT_S, Job
-from tests.crash.zygote import Zygote
 from tests.waiting import until
+from tests.zygote import Zygote
 
 PACKAGE = Path(__file__).parents[2] / "flashckpt"
 # Memory must be empty for these: a step is read from disk, slots are made, and what they share.

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.crash.torture import Torture, main
-from tests.crash.zygote import Zygote
+from tests.zygote import Zygote
 
 KILLS = 200
 # Of a seed that is written down the draws are always the same; what the processes do at them is not.

@@ -23,10 +23,10 @@ from rich.table import Table
 
 import flashckpt
 from flashckpt.errors import NoSuchStepError
-from tests.crash.job import Job
+from tests.crash.job import Job, reference_of
 from tests.crash.tiny import TIERS
-from tests.crash.zygote import Zygote
 from tests.processes import end, keepers_of
+from tests.zygote import Zygote
 
 STEPS = 500
 # What must not be passed, however long a run is killed.
@@ -94,7 +94,7 @@ class Torture:
 
     def __init__(self, zygote: Zygote, folder: Path, seed: int, *, steps: int = STEPS) -> None:
         self._zygote, self._folder, self._luck = zygote, folder, random.Random(seed)
-        self._reference = zygote.reference(steps)
+        self._reference = reference_of(zygote, steps)
         self.tally = Tally(seed)
         self._counted = (0, 0)
 

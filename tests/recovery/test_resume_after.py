@@ -32,8 +32,7 @@ def kill_both_in_step(job: Trainer, runtime: Path, step: int) -> None:
     assert process.stdout.readline() == f"held {step}\n"
     [keeper] = keepers_of(runtime)
     os.kill(keeper, signal.SIGSTOP)
-    process.kill()
-    process.communicate()
+    job.kill(process)
     kill(keeper)
 
 
@@ -90,8 +89,7 @@ def test_beside_a_job_the_shell_names_its_process(tmp_path: Path, runtime: Path)
     assert process.stdout is not None
     process.stdout.readline()
     done = shell("recover", job.run)
-    process.kill()
-    process.communicate()
+    job.kill(process)
     assert done.returncode == 3
     assert f"process {process.pid}" in done.stderr
     until(lambda: flashckpt.steps(job.run), "the job's own keeper to save what it had")

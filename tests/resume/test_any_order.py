@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import select
 import signal
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ import pytest
 import flashckpt
 from flashckpt.memory.region import is_region_name, on_tmpfs
 from flashckpt.memory.runtime import RuntimeFolder
+from tests import zygote
 from tests.keeper.driver import eventually, kill_keeper, ledger, runtime_of
 from tests.keeper.fake import keeper_pid
 from tests.processes import end, keepers_of
@@ -39,7 +39,7 @@ class Job:
 
     trainer: Trainer
     base: Path
-    process: subprocess.Popen[str] | None = None
+    process: zygote.Program | None = None
     said: list[str] = field(default_factory=list)
 
     @property
@@ -61,9 +61,7 @@ class Job:
 
     def kill_trainer(self) -> None:
         assert self.process is not None
-        self.process.kill()
-        _, said = self.process.communicate(timeout=60)
-        self.said.append(said)
+        self.said.append(self.trainer.kill(self.process))
 
     def wait_rescued(self, step: int) -> None:
         """Until the keeper has committed the newest snapshot that the dead trainer had sealed."""

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
-
 import flashckpt
+from tests import zygote
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -21,40 +17,46 @@ class Trainer:
     """One recipe on one run folder, started as often as it takes."""
 
     def __init__(self, folder: Path, runtime: Path, recipe: str, **options: object) -> None:
-        self.run, self.log, self.recipe = folder / "run", folder / "log", recipe
+        self.run, self.log, self._err, self.recipe = folder / "run", folder / "log", folder / "err", recipe
         self.environment = {**os.environ, "FLASHCKPT_RUNTIME": str(runtime)}
         self.options = {"every": 1, "persist_every": 3, **options}
 
-    def start(self, hold_at: int = -1) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "tests.resume.trainer", self.recipe, str(self.run), str(self.log)]
-        return subprocess.Popen(
-            [*command, str(hold_at), json.dumps(self.options)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=self.environment,
-            cwd=ROOT,
-        )
+    def start(self, hold_at: int = -1, *, fresh: bool = False) -> zygote.Program:
+        """fresh: in an interpreter of its own."""
+        module = ["tests.resume.trainer", self.recipe, str(self.run), str(self.log)]
+        module += [str(hold_at), json.dumps(self.options)]
+        with open(self._err, "wb") as err:
+            return zygote.start(module, fresh=fresh, stdout=zygote.PIPE, stderr=err, env=self.environment)
 
-    def finish(self) -> str:
-        process = self.start()
-        out, err = process.communicate(timeout=120)
+    def finish(self, *, fresh: bool = False) -> str:
+        """Run it to its end. Returns what it wrote to its standard error."""
+        process = self.start(fresh=fresh)
+        assert process.stdout is not None
+        with process.stdout:
+            out = process.stdout.read()
+        err = self._ended(process)
         assert process.returncode == 0, err
         assert out.strip().endswith("finished"), out
         return err
 
-    def kill_in_step(self, step: int) -> None:
-        process = self.start(hold_at=step)
+    def kill_in_step(self, step: int, *, fresh: bool = False) -> None:
+        process = self.start(hold_at=step, fresh=fresh)
         assert process.stdout is not None
-        assert process.stderr is not None
         line = process.stdout.readline()
-        if line != f"held {step}\n":
-            process.kill()
-            pytest.fail(f"the trainer did not reach step {step}: {line!r} {process.stderr.read()}")
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
+        said = self.kill(process)
+        assert line == f"held {step}\n", f"the trainer did not reach step {step}: {line!r} {said}"
+
+    def kill(self, process: zygote.Program) -> str:
+        """Returns what it had written to its standard error."""
+        process.kill()
+        said = self._ended(process)
+        assert process.stdout is not None
         process.stdout.close()
-        process.stderr.close()
+        return said
+
+    def _ended(self, process: zygote.Program) -> str:
+        process.wait(timeout=120)
+        return self._err.read_text()
 
     def wait_committed(self) -> None:
         """The keeper outlives the trainer: wait until it has committed the newest snapshot."""

@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from tests.signals.program import expect_interrupts, install, say, stand_still
+from tests.signals.conduct import expect_interrupts, install, say, stand_still
 
 
 def main() -> None:

@@ -6,8 +6,6 @@ import functools
 import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +13,8 @@ from pathlib import Path
 import flashckpt
 from flashckpt.commit.attempts import attempts
 from flashckpt.store.base import open_store
+from tests import zygote
 from tests.waiting import until
-
-ROOT = Path(__file__).parents[2]
 
 
 @dataclass
@@ -30,16 +27,18 @@ class Ended:
 
 
 class Process:
-    """One program, until it has ended. `held`: it stands still where it was told to."""
+    """One program, until it has ended. `held`: it stands still where it was told to. fresh: an interpreter
+    of its own runs it, else it is forked from one."""
 
-    def __init__(self, arguments: list[str], environment: dict[str, str], folder: Path) -> None:
+    def __init__(
+        self, arguments: list[str], environment: dict[str, str], folder: Path, *, fresh: bool = False
+    ) -> None:
         self._out, self._err = folder / "out", folder / "err"
         self._out.unlink(missing_ok=True)
         with open(self._out, "wb") as out, open(self._err, "wb") as err:
-            self.popen = subprocess.Popen(
-                [sys.executable, "-m", *arguments],
-                stdout=out, stderr=err, env=environment, cwd=ROOT, start_new_session=True,
-            )  # fmt: skip
+            self.popen = zygote.start(
+                arguments, fresh=fresh, stdout=out, stderr=err, env=environment, start_new_session=True
+            )
 
     def has_said(self, word: str) -> bool:
         assert self.popen.poll() is None or word in self._out.read_text(), self._err.read_text()
@@ -65,11 +64,11 @@ class Process:
 
 
 class Job:
-    """One recipe on one run folder."""
+    """One recipe on one run folder. fresh: in interpreters of its own."""
 
-    def __init__(self, folder: Path, recipe: str) -> None:
+    def __init__(self, folder: Path, recipe: str, *, fresh: bool = False) -> None:
         folder.mkdir(exist_ok=True)
-        self.folder, self.recipe = folder, recipe
+        self.folder, self.recipe, self._fresh = folder, recipe, fresh
         self.run, self.log, self.go = folder / "run", folder / "log", folder / "go"
 
     def start(self, **orders: object) -> Process:
@@ -77,12 +76,12 @@ class Job:
         environment.update(orders.pop("environment", {}))  # type: ignore[call-overload]
         text = json.dumps({"go": str(self.go), **orders})
         arguments = ["tests.signals.program", self.recipe, str(self.run), str(self.log), text]
-        return Process(arguments, environment, self.folder)
+        return Process(arguments, environment, self.folder, fresh=self._fresh)
 
     def script(self, name: str) -> Process:
         """A script instead of a recipe; held where it says so."""
         arguments = ["tests.signals.scripts", name, str(self.run), str(self.go)]
-        return Process(arguments, dict(os.environ), self.folder)
+        return Process(arguments, dict(os.environ), self.folder, fresh=self._fresh)
 
     def held_script(self, name: str) -> Process:
         process = self.script(name)
@@ -135,9 +134,8 @@ def control_status(name: str, handler: str = "") -> int:
 
 def _control(folder: Path, name: str, handler: str) -> int:
     go = folder / "go"
-    process = Process(
-        ["tests.signals.control", json.dumps({"go": str(go), "handler": handler})], dict(os.environ), folder
-    )
+    orders = json.dumps({"go": str(go), "handler": handler})
+    process = Process(["tests.signals.control", orders], dict(os.environ), folder, fresh=True)
     until(lambda: process.has_said("held"), "the hold")
     process.send(name)
     if handler == "flag":

@@ -10,11 +10,8 @@ stands still until the file `go` exists. handler: what the script itself does ab
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,47 +19,8 @@ import torch
 
 import flashckpt
 from tests.resume.recipes import RECIPES, seed
+from tests.signals.conduct import expect_interrupts, install, say, stand_still
 from tests.waiting import until_slots
-
-
-def expect_interrupts() -> None:
-    """Also where the tests run in the background of a shell, which ignores SIGINT for them."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def say(text: str) -> None:
-    os.write(1, f"{text}\n".encode())  # a print may be interrupted by a handler that prints
-
-
-def install(kind: str, run: Callable[[], Any]) -> None:
-    """What people do in their own handlers."""
-
-    def flag(number: int, frame: object) -> None:
-        say(f"flag {signal.Signals(number).name}")
-
-    def leave(number: int, frame: object) -> None:
-        say("leave")
-        sys.exit(7)
-
-    def stop(number: int, frame: object) -> None:
-        say("stop")
-        run().stop()
-
-    before = signal.getsignal(signal.SIGTERM)
-
-    def chain(number: int, frame: object) -> None:
-        say("chain")
-        if callable(before):
-            before(number, frame)
-
-    chosen = {"flag": flag, "leave": leave, "chain": chain, "stop": stop, "ignore": signal.SIG_IGN}[kind]
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, chosen)
-
-
-def stand_still(go: Path) -> None:
-    while not go.exists():
-        time.sleep(0.002)
 
 
 def main() -> None:

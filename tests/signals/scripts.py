@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import flashckpt
 from flashckpt.memory.page import State
-from tests.signals.program import expect_interrupts, say, stand_still
+from tests.signals.conduct import expect_interrupts, say, stand_still
 from tests.waiting import until_slots
 
 

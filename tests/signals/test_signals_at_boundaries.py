@@ -57,7 +57,8 @@ PLACES = [
 def test_the_boundary_is_persisted_and_the_status_is_as_without(
     recipe: str, hold_at: int, reached: int, name: str, tmp_path: Path, runtime: Path, references: References
 ) -> None:
-    job = Job(tmp_path / "job", recipe)
+    # Everywhere else what is forked stands for a program that was started: here it is one.
+    job = Job(tmp_path / "job", recipe, fresh=hold_at == 10)
     process = job.held(hold_at)
     process.send(name)
     until(lambda: process.has_logged(f"{name}: the loop ends"), "the signal to be noted")

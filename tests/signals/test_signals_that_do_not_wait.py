@@ -139,7 +139,7 @@ def test_in_wait_the_iteration_goes_on(tmp_path: Path, runtime: Path, stopped: l
 
 
 def test_in_the_wait_at_the_end_of_a_loop(tmp_path: Path, runtime: Path, stopped: list[int]) -> None:
-    job = Job(tmp_path / "job", "")
+    job = Job(tmp_path / "job", "", fresh=True)
     process = job.held_script("closing")
     stop_keeper(runtime, stopped)
     job.go.touch()
@@ -165,7 +165,7 @@ def test_outside_of_a_loop_as_without(script: str, name: str, tmp_path: Path, ru
 
 def test_workers_that_are_signalled_while_a_batch_is_drawn(tmp_path: Path, runtime: Path) -> None:
     """The batch never comes. The loop ends at the boundary before it, and no batch is lost or given twice."""
-    job = Job(tmp_path / "job", "")
+    job = Job(tmp_path / "job", "", fresh=True)
     process = job.script("drawing")
     until(lambda: process.has_said("draws"), "the draw that waits")
     process.send("SIGTERM", group=True)
@@ -219,7 +219,7 @@ def test_a_forked_child_dies_as_it_would_have(tmp_path: Path, runtime: Path) -> 
 
 def test_an_exception_raises_and_what_was_sealed_is_saved(tmp_path: Path, runtime: Path) -> None:
     """Nobody asked for any of it to be persisted."""
-    job = Job(tmp_path / "job", "plain")
+    job = Job(tmp_path / "job", "plain", fresh=True)
     ended = job.start(**{"hold_at": 6, "raise": True}).ended()
     assert ended.status == 1
     assert "ValueError: of the user's own" in ended.err

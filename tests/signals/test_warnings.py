@@ -30,7 +30,7 @@ def noted(process: Process, what: str) -> None:
 
 
 def test_a_warning_signal_that_is_named(tmp_path: Path, runtime: Path) -> None:
-    job = Job(tmp_path / "job", "plain")
+    job = Job(tmp_path / "job", "plain", fresh=True)
     process = job.held(6, signals={"warning_signals": ["SIGUSR2", "SIGUSR1"]})
     process.send("SIGUSR1")
     noted(process, "SIGUSR1")

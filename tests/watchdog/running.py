@@ -6,15 +6,13 @@ import contextlib
 import json
 import os
 import select
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests import zygote
 from tests.keeper.driver import eventually, ledger
 
-ROOT = Path(__file__).parents[2]
 HANG_AT = 5
 # Long enough that no ordinary step of a few milliseconds takes it on a busy machine.
 PATIENCE = "4s"
@@ -23,21 +21,21 @@ Line = dict[str, Any]
 
 
 class Run:
-    """A trainer in its own process, which hangs in iteration HANG_AT."""
+    """A trainer in its own process, which hangs in iteration HANG_AT. fresh: in an interpreter of its own."""
 
     def __init__(
-        self, folder: Path, hang: str, hang_at: int = HANG_AT, no_signal_is_free: bool = False, **options: Any
+        self,
+        folder: Path,
+        hang: str,
+        hang_at: int = HANG_AT,
+        no_signal_is_free: bool = False,
+        fresh: bool = False,
+        **options: Any,
     ) -> None:
         self.folder, self.hang_at = folder, hang_at
         arguments = {"options": {"watchdog": PATIENCE, **options}, "no_signal_is_free": no_signal_is_free}
-        rest = [folder, str(hang_at), json.dumps(arguments)]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.watchdog.trainer", hang, *rest],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        )
+        module = ["tests.watchdog.trainer", hang, str(folder), str(hang_at), json.dumps(arguments)]
+        self.process = zygote.start(module, fresh=fresh, stdin=zygote.PIPE, stdout=zygote.PIPE)
 
     @property
     def pid(self) -> int:

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("runtime")
 def test_a_hang_is_told_once_with_stacks_and_saved_and_the_run_goes_on(
     tmp_path: Path, hang: str, function: str
 ) -> None:
-    with running(tmp_path / "run", hang) as run:
+    with running(tmp_path / "run", hang, fresh=hang == "gil") as run:
         run.hangs()
         stuck = run.wait_told("stuck")
         assert stuck["source"] == "faulthandler", stuck["reason"]
@@ -107,7 +107,7 @@ def test_a_stopped_trainer_is_told_as_stopped_and_never_ended(tmp_path: Path) ->
 
 
 def test_a_trainer_without_a_signal_is_read_by_py_spy(tmp_path: Path, runtime: Path) -> None:
-    with running(tmp_path / "run", "gil", no_signal_is_free=True) as run:
+    with running(tmp_path / "run", "gil", no_signal_is_free=True, fresh=True) as run:
         run.hangs()
         stuck = run.wait_told("stuck")
         if "permission" in str(stuck["reason"]).lower():
