@@ -96,12 +96,13 @@ def files(run: Path) -> list[Path]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Five steps without an order (the base is a constant from the fourth on), then steps 6, 7 and 8."""
+    """Five steps without an order (the base is a constant from the fourth on), then steps 6, 7 and 8. One
+    before them is committed, too, where smaller slots were taken then: the newest before that is."""
     run, job = tmp_path / "run", Job()
     with attach(run, job) as checkpointer:
         job.train(checkpointer, 5)
         job.train(checkpointer, 3, save=True)
-    assert flashckpt.steps(run) == [6, 7, 8]
+    assert flashckpt.steps(run)[-3:] == [6, 7, 8]
     assert job.bytes() == straight(8)
     return run
 
@@ -115,12 +116,13 @@ def test_a_later_step_writes_the_trained_part_alone(run: Path) -> None:
         assert [leaf.name for leaf in each.constants.leaves] == ["model.base.weight"]
         assert each.constants.shard.file == file.name
         assert each.shard.num_bytes < BASE_BYTES // 8
-    written = [line["num_bytes"] for line in ledger(run) if line["event"] == "persist"]
-    assert written == [
-        record(run, 6).shard.num_bytes + file.stat().st_size,
-        record(run, 7).shard.num_bytes,
-        record(run, 8).shard.num_bytes,
-    ]
+    written = {line["step"]: line["num_bytes"] for line in ledger(run) if line["event"] == "persist"}
+    assert set(written) >= {6, 7, 8}
+    first = min(step for step in written if record(run, step).constants is not None)
+    assert written == {
+        step: record(run, step).shard.num_bytes + (file.stat().st_size if step == first else 0)
+        for step in written
+    }
     assert flashckpt.load(run, 7)["model.base.weight"].numpy().tobytes() == straight(0)["base.weight"]
 
 
@@ -149,7 +151,7 @@ def test_it_comes_back_exactly_and_is_stored_once_more_as_a_link(
     [new] = [file for file in files(run) if file.parent.name == attempt]
     assert new.stat().st_ino == old.stat().st_ino
     later = [line for line in ledger(run) if line["event"] == "persist" and line["step"] > done]
-    assert len(later) == 2
+    assert [line["step"] for line in later] == [done + 1, done + 2]
     assert all(line["num_bytes"] < BASE_BYTES // 8 for line in later)
 
 
@@ -166,9 +168,8 @@ def test_one_that_the_user_changes_is_ordinary_from_then_on(
         done = job.bytes()
     assert now != before
     bases = {step: flashckpt.load(run, step)["model.base.weight"] for step in flashckpt.steps(run)}
-    assert {step: base.numpy().tobytes() == now for step, base in bases.items()} == {
-        6: False, 7: False, 8: False, 9: False, 10: False, 11: True, 12: True, 13: True,
-    }  # fmt: skip
+    assert set(bases) >= set(range(6, 14))
+    assert all((base.numpy().tobytes() == now) == (step > 10) for step, base in bases.items())
     assert all(base.numpy().tobytes() in (before, now) for base in bases.values())
     assert record(run, 10).constants is not None
     assert record(run, 13).constants is None
@@ -212,7 +213,7 @@ def test_a_flipped_byte_in_the_file_is_found_and_an_older_step_taken(
     kill_keepers(remove_regions=True)
     [file] = files(run)
     flip(file, -100)
-    [row] = flashckpt.verify(run).damaged
+    [row] = flashckpt.verify(run, 7).damaged
     assert (row.file, row.detail) == (
         str(file.relative_to(run)),
         "chunk 0 does not have its checksum; not the bytes that were captured: model.base.weight",

@@ -129,14 +129,13 @@ def test_a_resume_takes_region_and_slots_back(
         assert checkpointer.resumed is not None
         assert (checkpointer.resumed.tier, checkpointer.completed) == ("memory", done)
         assert again.bytes() == straight(done)
-        again.train(checkpointer, 5)
         # Its own first snapshots name the region already, and the slots are large enough for them.
-        assert set(records(runtime)) == {done + 3, done + 4, done + 5}
+        train_until(again, checkpointer, lambda: min(records(runtime)) > done, "its own in every slot")
         assert {each.constants_nonce for each in records(runtime).values()} == {newest(runtime)[1]} != {0}
         assert list(regions(runtime, "constants")) == [name]
         assert regions(runtime, "slot") == slots
         again.train(checkpointer, 1, save=True)
-    assert again.bytes() == straight(done + 6)
+    assert again.bytes() == straight(checkpointer.completed)
     assert flashckpt.verify(run).ok
 
 
