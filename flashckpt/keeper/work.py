@@ -332,12 +332,13 @@ class Work:
     def _superseded(self, held: Held, outcome: Outcome) -> None:
         held.given_up = outcome.generation
         held.slot.set_failed(outcome.generation, errno.ESTALE)
-        if self._tally.fail(outcome):
-            log.warning("step %d is not persisted: %s", outcome.step, outcome.message)
-            self._ledger.add(
-                outcome.attempt or None, Event.ERROR, what="superseded", step=outcome.step,
-                slot=outcome.slot, message=outcome.message,
-            )  # fmt: skip
+        self._tally.fail(outcome)
+        # Said also where a try before it failed: this is the last word on the snapshot.
+        log.warning("step %d is not persisted: %s", outcome.step, outcome.message)
+        self._ledger.add(
+            outcome.attempt or None, Event.ERROR, what="superseded", step=outcome.step,
+            slot=outcome.slot, message=outcome.message,
+        )  # fmt: skip
 
     def _unpin_own(self, held: Held, owner: int) -> None:
         word = held.word()

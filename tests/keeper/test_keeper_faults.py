@@ -130,6 +130,30 @@ def test_a_snapshot_that_failed_is_tried_again_by_itself(tmp_path: Path, runtime
         eventually(lambda: keeper_pid(trainer.folder) is None)
 
 
+def test_a_snapshot_that_failed_and_is_superseded_then_is_said_to_be_given_up(
+    tmp_path: Path, runtime: Path
+) -> None:
+    """The failure was said before: it does not stand for the last word."""
+    elsewhere = runtime / "elsewhere"
+    elsewhere.mkdir()
+    with small_tmpfs(4 << 20) as disk:
+        trainer = FakeTrainer(disk / "run", runtime, kib=1024)
+        trainer.start()
+        trainer.take_slots()
+        filler = fill(disk, left=512 << 10)
+        trainer.snapshot(1, persist=True)
+        trainer.wait_for(lambda status: status.failures)
+        other = FakeTrainer(trainer.run, elsewhere)
+        other.start()
+        filler.unlink()
+        eventually(lambda: "superseded" in [line.get("what") for line in ledger(trainer.run)])
+        assert [line.get("what") for line in ledger(trainer.run)].count("persist") == 1
+        assert committed(trainer.run) == []
+        for each in (trainer, other):
+            each.end()
+            eventually(lambda each=each: keeper_pid(each.folder) is None)
+
+
 def test_a_superseded_attempt_commits_nothing(trainer: FakeTrainer, runtime: Path) -> None:
     trainer.snapshot(1, persist=True)
     trainer.wait_committed(1)
