@@ -27,6 +27,7 @@ def test_one_line_a_resume_and_none_for_a_new_keeper(
     kill_keepers(remove_regions=True)
     with flashckpt.attach(run, every=None, **Job().named) as checkpointer:
         attendant = checkpointer._attendant
+        until(lambda: resumes(run), "the line: a keeper writes it when it comes to it")
         kill_keepers()
         until(lambda: attendant.report()["keeper_restarts"] >= 1, "another keeper, which is told all again")
         # Lines are written in order: once this one is there, all before it are.
