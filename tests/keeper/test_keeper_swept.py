@@ -42,7 +42,8 @@ def test_a_run_goes_on_without_its_folder(tmp_path: Path, runtime: Path) -> None
         trainer.wait_committed(step)
     assert [slot.name for slot in trainer.slots] == slots
     assert is_alive(trainer.folder, trainer.life.name)
-    eventually(lambda: committed(trainer.run) == [3, 4, 5])
+    # The first keeper may have taken the trainer for dead when its lock was swept away, and saved step 2.
+    eventually(lambda: set(committed(trainer.run)) - {2} == {3, 4, 5})
     [known] = attempts.attempts(trainer.store)
     assert not known.ended, "it lives"
     trainer.end()
