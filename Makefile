@@ -11,14 +11,14 @@
 #   make clean           remove what was built; make distclean: the environments too
 #
 #   PYTHON=python3.12    the interpreter to start from
-#   JOBS=3               tests at once; they wait for processes as much as they compute. JOBS=0: one, in pytest's process
+#   JOBS=2               tests at once; each may have a trainer and a keeper beside it. JOBS=0: one, in pytest's process
 #   VENV=.venv           where the environment stands
 #   TORCH=system         use the torch that PYTHON already has, and install none
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?=
-JOBS ?= 3
+JOBS ?= 2
 ARGS ?=
 export PYTHON VENV TORCH
 

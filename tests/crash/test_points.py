@@ -67,6 +67,8 @@ def test_killed_at_a_point(
     _first_lives(job, from_disk=point in FROM_DISK)
     release = tmp_path / "release"
     held = {"hold": (HOLD_AT, str(release)), "persist_every": 1000} if point in HELD else {}
+    # Before its steps are over: a region is filled beside them.
+    held |= {"wait_shared": HOLD_AT} if point == "share.named" else {}
     job.start(armed=f"{point}:1:stop", **held)
     if point == "rescue.asked":
         assert job.await_(lambda: job.stands_at(HOLD_AT)), job.said
