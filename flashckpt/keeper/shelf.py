@@ -215,8 +215,9 @@ class Shelf:
         keepers go once what they left half written has gone."""
         for name in self._folder.names():
             if is_trainer_lock(name) and not self._lives(name):
-                self._folder.remove(name)
+                # The lock last: by it the next keeper finds the other file if this one is killed here.
                 self._folder.remove(stacks_name(name))
+                self._folder.remove(name)
 
     def other_keepers(self) -> dict[str, bool]:
         """Nonces of the keepers that have a lock here, but for this one, and whether each still lives: one of

@@ -85,8 +85,9 @@ class Roster:
         dead = [each for each in self._trainers.values() if not is_alive(self._folder, each.lock)]
         for trainer in dead:
             del self._trainers[trainer.lock]
-            self._folder.remove(trainer.lock)
+            # The lock last: by it the next keeper finds the other file if this one is killed here.
             self._folder.remove(stacks_name(trainer.lock))
+            self._folder.remove(trainer.lock)
             if trainer.pidfd >= 0:
                 os.close(trainer.pidfd)
                 trainer.pidfd = -1

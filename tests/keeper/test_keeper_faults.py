@@ -329,3 +329,29 @@ def test_a_trainer_is_told_of_its_own_attempts_commits_only(tmp_path: Path, runt
     kill_keeper(second.folder)
     assert second.client.status().committed == (6,)
     second.end()
+
+
+def test_a_keeper_that_ends_between_two_removals_leaves_nothing_for_ever(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RuntimeFolder.open(str(runtime), "cd" * 16)
+    life = LifeLock.acquire(folder, "keeper-test.lock")
+    assert life is not None
+    for name in ("trainer-00000-1-aabbccdd.lock", "stacks-00000-1-aabbccdd"):
+        (Path(folder.path) / name).touch()
+    remove, ended = RuntimeFolder.remove, []
+
+    def once(folder: RuntimeFolder, name: str) -> None:
+        remove(folder, name)
+        ended.append(name)
+        raise KeyboardInterrupt
+
+    shelf = Shelf(folder, life)
+    with monkeypatch.context() as killed:
+        killed.setattr(RuntimeFolder, "remove", once)
+        with pytest.raises(KeyboardInterrupt):
+            shelf.remove_dead_locks()
+    assert len(ended) == 1
+    Shelf(folder, life).remove_dead_locks()
+    assert folder.names() == ["keeper-test.lock"]
+    life.release(folder)
