@@ -31,6 +31,7 @@ from flashckpt.keeper.trainers import Roster, Trainer
 from flashckpt.keeper.watchdog import Watchdog
 from flashckpt.keeper.work import Work
 from flashckpt.keeper.worker import Worker
+from flashckpt.memory.living import Living
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder
 from flashckpt.store.base import open_store
 
@@ -63,8 +64,9 @@ class Keeper:
         store = open_store(run_path)
         home = Home(store, os.path.basename(folder.path))
         self.ledger = Ledger(store, stands=home.stands)
-        self.roster = Roster(folder)
-        self.shelf = Shelf(folder, life)
+        living = Living(folder)
+        self.roster = Roster(living)
+        self.shelf = Shelf(folder, life, living)
         self.tally = Tally(self.nonce)
         drain, worker = Drain(store, self.nonce, stands=home.stands), Worker("drain", self._wake)
         self.pruner = Pruner(store, self.shelf, self.tally, self.ledger, Worker("pruner", self._wake))

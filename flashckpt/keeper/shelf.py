@@ -17,9 +17,10 @@ from flashckpt.errors import DamagedError, FormatError, KeeperError, OutOfRoomEr
 from flashckpt.events import log
 from flashckpt.format.layout import PAGE
 from flashckpt.memory import region, room
+from flashckpt.memory.living import Living
 from flashckpt.memory.page import State, Word, round_up
 from flashckpt.memory.region import MEMFD, NAMED, Region
-from flashckpt.memory.runtime import LifeLock, RuntimeFolder, is_alive, is_trainer_lock, stacks_name
+from flashckpt.memory.runtime import LifeLock, RuntimeFolder, is_alive, is_trainer_lock
 from flashckpt.memory.slot import Sealed, Slot
 
 MAX_SLOTS = 64
@@ -72,11 +73,13 @@ class Made:
 
 
 class Shelf:
-    """Held slots by name. `life` is this keeper's own lock: its index in each slot's owner table."""
+    """Held slots by name. `life` is this keeper's own lock: its index in each slot's owner table. `living`
+    says whose slots are not to be touched."""
 
-    def __init__(self, folder: RuntimeFolder, life: LifeLock) -> None:
+    def __init__(self, folder: RuntimeFolder, life: LifeLock, living: Living | None = None) -> None:
         self._folder = folder
         self._life = life
+        self._living = Living(folder) if living is None else living
         self._held: dict[str, Held] = {}
         self._lent: tuple[Slot, ...] = ()
         self._leaving: list[Slot] = []
@@ -213,11 +216,8 @@ class Shelf:
     def remove_dead_locks(self) -> None:
         """Remove the lock files of trainers that are gone, those that nobody heard of included. Those of
         keepers go once what they left half written has gone."""
-        for name in self._folder.names():
-            if is_trainer_lock(name) and not self._lives(name):
-                # The lock last: by it the next keeper finds the other file if this one is killed here.
-                self._folder.remove(stacks_name(name))
-                self._folder.remove(name)
+        for name in filter(is_trainer_lock, self._folder.names()):
+            self._living.remove_dead(name)
 
     def other_keepers(self) -> dict[str, bool]:
         """Nonces of the keepers that have a lock here, but for this one, and whether each still lives: one of
@@ -330,10 +330,7 @@ class Shelf:
             held.slot.close()
 
     def _lives(self, lock: str) -> bool:
-        try:
-            return is_alive(self._folder, lock)
-        except KeeperError:
-            return False
+        return self._living.holds(lock)
 
     def _keeps(self, lock: str) -> bool:
         return lock == self._life.name if _is_keeper(lock) else self._lives(lock)

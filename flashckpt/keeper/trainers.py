@@ -1,7 +1,7 @@
 """The trainers that a keeper watches, and what each of them has said.
 
-Owns who is alive. Alive means: holds its life lock. A pidfd only wakes the loop early; a closed
-connection says nothing.
+Owns who is alive. Alive means: holds its life lock, whether that still has its name or not. A pidfd only
+wakes the loop early: it may be of another process. A closed connection says nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flashckpt.format.names import AttemptName
-from flashckpt.memory.runtime import RuntimeFolder, is_alive, stacks_name
+from flashckpt.memory.living import Living
 from flashckpt.options import Keep
 
 
@@ -38,8 +38,8 @@ class Trainer:
 class Roster:
     """Trainers by the names of their life locks."""
 
-    def __init__(self, folder: RuntimeFolder) -> None:
-        self._folder = folder
+    def __init__(self, living: Living) -> None:
+        self._living = living
         self._trainers: dict[str, Trainer] = {}
 
     def __len__(self) -> int:
@@ -48,6 +48,7 @@ class Roster:
     def watch(self, trainer: Trainer) -> Trainer:
         """Watch a trainer from now on, or take over what it says anew. One known by its slots only never
         replaces one that has said who it is."""
+        self._living.watch(trainer.lock)
         known = self._trainers.get(trainer.lock)
         if known is not None:
             if trainer.attempt is None:
@@ -82,12 +83,10 @@ class Roster:
 
     def bury(self) -> list[Trainer]:
         """Take out those that are dead, and remove their locks."""
-        dead = [each for each in self._trainers.values() if not is_alive(self._folder, each.lock)]
+        dead = [each for each in self._trainers.values() if self._living.remove_dead(each.lock)]
         for trainer in dead:
             del self._trainers[trainer.lock]
-            # The lock last: by it the next keeper finds the other file if this one is killed here.
-            self._folder.remove(stacks_name(trainer.lock))
-            self._folder.remove(trainer.lock)
+            self._living.forget(trainer.lock)
             if trainer.pidfd >= 0:
                 os.close(trainer.pidfd)
                 trainer.pidfd = -1

@@ -284,9 +284,14 @@ def holder_of(folder: RuntimeFolder, name: str) -> int | None:
         except FileNotFoundError:
             return None
         with _opened(descriptor):
-            asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-            kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
-            return None if kind == fcntl.F_UNLCK else max(pid, 0)
+            return locker_of(descriptor)
+
+
+def locker_of(descriptor: int) -> int | None:
+    """The same for the open file of a lock of another process, whether it still has a name or not."""
+    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
+    return None if kind == fcntl.F_UNLCK else max(pid, 0)
 
 
 def is_trainer_lock(name: str) -> bool:

@@ -19,6 +19,7 @@ from flashckpt.keeper.daemon import Keeper
 from flashckpt.keeper.protocol import ELECTION_LOCK, SOCKET_NAME
 from flashckpt.keeper.start import Pauses
 from flashckpt.keeper.trainers import Roster, Trainer
+from flashckpt.memory.living import Living
 from flashckpt.memory.page import State
 from flashckpt.memory.region import is_region_name
 from flashckpt.memory.runtime import RuntimeFolder
@@ -238,7 +239,7 @@ def test_a_pidfd_of_another_process_does_not_keep_the_keeper_awake(tmp_path: Pat
     trainer = FakeTrainer(tmp_path / "run", runtime)
     child = subprocess.Popen(["true"])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    roster = Roster(trainer.folder)
+    roster = Roster(Living(trainer.folder))
     roster.watch(Trainer(lock=trainer.life.name, rank=0, pid=child.pid))
     assert select.select(roster.pidfds(), [], [], 10)[0] == roster.pidfds() != []
     assert roster.bury() == []

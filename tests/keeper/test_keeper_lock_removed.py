@@ -1,0 +1,224 @@
+"""A living trainer's life lock loses its name: an operator's `rm`, a cleaner of temporary files."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flashckpt.commit import attempts
+from flashckpt.format.names import AttemptName
+from flashckpt.keeper.protocol import PROTOCOL, SOCKET_NAME, receive
+from flashckpt.keeper.trainers import Roster, Trainer
+from flashckpt.memory.living import Living
+from flashckpt.memory.runtime import RuntimeFolder, is_alive
+from flashckpt.store.base import open_store
+from tests.keeper.driver import Process, committed, eventually, ledger, runtime_of
+from tests.keeper.fake import FakeTrainer, keeper_pid, open_runtime
+
+# A round of the keeper is a second or more, and it sweeps several times between two. The first count after a
+# moment may be of a round before it, so the sweep between the second and the third is the first that is not.
+_ROUNDS = 3
+
+HOLDER = (
+    "import sys; from flashckpt.memory.runtime import *;"
+    "folder, life = join(sys.argv[1], sys.argv[2], trainer_lock_name(0));"
+    "print(life.name, flush=True);"
+    "[print(getattr(life, line.strip())(folder) or 'done', flush=True) for line in sys.stdin]"
+)
+
+
+class Job:
+    """A run with a keeper and one trainer in a process of its own, which does nothing unless it is told to:
+    it does not look after its lock meanwhile."""
+
+    def __init__(self, run: Path, runtime: Path) -> None:
+        self.run = run
+        self.trainer = Process(run, runtime)
+        self.trainer.do("start", None, 0, None)
+        self.trainer.do("slots", 3, 2)
+        self.folder = runtime_of(run, runtime)
+
+    def lock(self) -> str:
+        [name] = [name for name in self.folder.names() if name.startswith("trainer-")]
+        return name
+
+    def deaths(self) -> list[int]:
+        return [line["pid"] for line in ledger(self.run) if line["event"] == "death"]
+
+    def beats(self) -> int:
+        found = attempts.alive(open_store(str(self.run)), self.attempt)
+        return 0 if found is None else found.count
+
+    @property
+    def attempt(self) -> AttemptName:
+        attempt = AttemptName.parse(self.trainer.attempt)
+        assert attempt is not None
+        return attempt
+
+    def keeper_descriptors(self) -> int:
+        return len(os.listdir(f"/proc/{keeper_pid(self.folder)}/fd"))
+
+    def judged(self) -> None:
+        """Wait until the keeper has looked at who lives, and has either told of a death or let the counter of
+        the attempt go on."""
+        before = self.beats()
+        eventually(lambda: self.deaths() or self.beats() >= before + _ROUNDS)
+
+
+@pytest.fixture
+def job(tmp_path: Path, runtime: Path) -> Iterator[Job]:
+    made = Job(tmp_path / "run", runtime)
+    yield made
+    made.trainer.kill()
+    made.folder.close()
+
+
+def test_it_is_not_dead_and_what_it_writes_is_its_own_until_it_dies(job: Job) -> None:
+    job.trainer.do("snapshot", 7, False)
+    job.trainer.do("write", 8)
+    job.folder.remove(job.lock())
+    job.judged()
+    assert job.deaths() == []
+    [known] = attempts.attempts(open_store(str(job.run)))
+    assert not known.ended, "no other job may claim the run"
+    assert committed(job.run) == [], "nothing is rescued from who lives"
+    # A slot that was taken from it while it wrote could not be sealed any more.
+    job.trainer.do("seal")
+    job.trainer.kill()
+    eventually(lambda: committed(job.run) == [8])
+    assert job.deaths() == [job.trainer.pid]
+    eventually(lambda: attempts.attempts(open_store(str(job.run)))[0].ended)
+
+
+def test_it_takes_its_lock_again_and_loses_it_again(job: Job) -> None:
+    for step in (1, 2):
+        lock = job.lock()
+        job.folder.remove(lock)
+        job.trainer.do("tend")
+        assert is_alive(job.folder, lock), "at its next look"
+        job.trainer.do("snapshot", step, True)
+        job.trainer.do("committed", step)
+    job.folder.remove(job.lock())
+    job.judged()
+    assert job.deaths() == []
+    job.trainer.do("end")
+    job.trainer.gone()
+    eventually(lambda: keeper_pid(job.folder) is None)
+    assert not os.path.exists(job.folder.path), "nothing stays behind"
+
+
+def said_by_another(job: Job, lock: str) -> socket.socket:
+    """This process tells the keeper that it is the trainer with this lock."""
+    peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    peer.settimeout(30)
+    peer.connect(job.folder.reachable(SOCKET_NAME))
+    hello = {
+        "op": "hello", "protocol": PROTOCOL, "rank": 0, "world": 1, "attempt": str(job.attempt), "lock": lock,
+        "keep_last": 3, "keep_every": 0, "linger_s": 30.0, "environment": {},
+    }  # fmt: skip
+    peer.send(json.dumps(hello).encode())
+    assert receive(peer)[0] == {"ok": True}
+    return peer
+
+
+class Holder:
+    """A process that takes a life lock, and lives on when it has let go of it."""
+
+    def __init__(self, folder: RuntimeFolder) -> None:
+        base, identity = os.path.split(folder.path)
+        command = [sys.executable, "-c", HOLDER, os.path.dirname(base), identity]
+        self.child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self.child.stdout is not None
+        self.lock = self.child.stdout.readline().strip()
+
+    def told(self, deed: str) -> str:
+        assert self.child.stdin is not None
+        assert self.child.stdout is not None
+        print(deed, file=self.child.stdin, flush=True)
+        return self.child.stdout.readline().strip()
+
+
+def test_a_process_that_lives_says_nothing_for_who_does_not(job: Job) -> None:
+    """The pid that the keeper has is of a process that lives: of another one, or of the very one, which has
+    let go of its run and goes on with something else."""
+    open_before = job.keeper_descriptors()
+    killed, released = Holder(job.folder), Holder(job.folder)
+    with killed.child, released.child:
+        peers = [said_by_another(job, each.lock) for each in (killed, released)]
+        for each in (killed, released):
+            job.folder.remove(each.lock)
+        job.judged()
+        assert job.deaths() == []
+        killed.child.kill()
+        eventually(lambda: job.deaths() == [os.getpid()])
+        assert released.told("release") == "done"
+        assert released.child.poll() is None
+        eventually(lambda: job.deaths() == [os.getpid()] * 2)
+        for peer in peers:
+            peer.close()
+        released.child.kill()
+    eventually(lambda: job.keeper_descriptors() == open_before)
+    job.trainer.do("end")
+    job.trainer.gone()
+
+
+class LateRenewal(RuntimeFolder):
+    """A trainer takes its lock again between a keeper's look at it and the removal of its names."""
+
+    trainer: FakeTrainer
+
+    def remove(self, name: str) -> None:
+        if not self.trainer.life.stands(self.trainer.folder):
+            self.trainer.life.renew(self.trainer.folder)
+        super().remove(name)
+
+
+def test_a_lock_that_was_taken_again_meanwhile_stays(tmp_path: Path, runtime: Path) -> None:
+    trainer = FakeTrainer(tmp_path / "run", runtime)
+    trainer.folder.remove(trainer.life.name)
+    folder = LateRenewal(trainer.folder.path, os.dup(trainer.folder.descriptor))
+    folder.trainer = trainer
+    roster = Roster(Living(folder))
+    roster.watch(Trainer(lock=trainer.life.name, rank=0))
+    assert [each.lock for each in roster.bury()] == [trainer.life.name], "it had no lock then"
+    assert trainer.life.stands(trainer.folder)
+    folder.close()
+    trainer.end()
+
+
+class RenewalWhileLooked(RuntimeFolder):
+    """A trainer takes its lock again right after a keeper has seen that its name is gone."""
+
+    holder: Holder | None = None
+
+    def inode(self, name: str) -> tuple[int, int] | None:
+        found = super().inode(name)
+        if found is None and self.holder is not None:
+            assert self.holder.told("renew") == "done"
+        return found
+
+
+def test_a_lock_that_is_taken_again_while_it_is_looked_at_is_held(tmp_path: Path, runtime: Path) -> None:
+    _, identity = open_runtime(tmp_path / "run", runtime)
+    with contextlib.closing(RuntimeFolder.open(str(runtime), identity)) as folder:
+        looking = RenewalWhileLooked(folder.path, folder.descriptor)
+        holder, living = Holder(folder), Living(looking)
+        with holder.child:
+            living.watch(holder.lock)
+            folder.remove(holder.lock)
+            looking.holder = holder
+            assert living.holds(holder.lock)
+            looking.holder = None
+            assert holder.told("renew") == "done"
+            assert living.holds(holder.lock), "the file that it has now"
+            holder.child.kill()
+        assert not living.holds(holder.lock)
+        living.forget(holder.lock)
