@@ -1,12 +1,14 @@
 """One job at a time: whether the newest attempt still has a trainer. Owns the check, takes no claim.
 
-A free lock on the same boot and runtime folder means dead; elsewhere the alive counter is watched for a
-few beats. No clock of another machine is ever compared with one of ours.
+A free lock on the same boot and runtime folder means dead; elsewhere, and where the lock has no name while
+its process may live, the alive counter is watched for a few beats. No clock of another machine is ever
+compared with one of ours.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import socket
 import time
 from collections.abc import Callable
@@ -60,7 +62,8 @@ def check(
         if theirs is not None and probe is not None and _same_runtime(me, theirs):
             if probe(theirs.runtime, theirs.lock):
                 raise _held(store, newest, theirs, f"process {theirs.pid} on this machine ({theirs.host})")
-            return
+            if not _may_hold_unseen(theirs):
+                return
         if theirs is not None and _is_restart(me, theirs):
             return
         if _moves(store, newest, watch_s, sleep):
@@ -107,6 +110,23 @@ def _holder(store: Store, attempt: AttemptName) -> Holder | None:
 def _same_runtime(me: Holder, theirs: Holder) -> bool:
     mine = (me.boot_id, me.runtime, me.runtime_id)
     return bool(theirs.lock and me.runtime) and mine == (theirs.boot_id, theirs.runtime, theirs.runtime_id)
+
+
+def _may_hold_unseen(theirs: Holder) -> bool:
+    """Whether it may live and hold a lock whose name somebody has removed. Most often its keeper has, after
+    its death, and nobody is to wait for that: so only if its pid is of another process that lives."""
+    if theirs.pid == os.getpid() or os.path.lexists(os.path.join(theirs.runtime, theirs.lock)):
+        return False
+    try:
+        descriptor = os.pidfd_open(theirs.pid)
+    except OSError:
+        return False
+    try:
+        ended = select.poll()
+        ended.register(descriptor, select.POLLIN)
+        return not ended.poll(0)
+    finally:
+        os.close(descriptor)
 
 
 def _is_restart(me: Holder, theirs: Holder) -> bool:

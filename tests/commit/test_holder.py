@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,6 +67,46 @@ def test_a_free_lock_is_dead_without_watching(store: LocalStore, tmp_path: Path)
     sleep = Beats(lambda count: beat(store, name, count))
     check(store, holder(tmp_path), lambda runtime, lock: False, sleep=sleep)
     assert sleep.count == 0
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+def test_a_lock_without_a_name_is_not_free_while_its_process_lives(
+    store: LocalStore, tmp_path: Path, child: subprocess.Popen[bytes]
+) -> None:
+    name = claim(store, holder(tmp_path, pid=child.pid))
+
+    def look() -> int:
+        sleep = Beats(lambda count: beat(store, name, count))
+        check(store, holder(tmp_path), lambda runtime, lock: False, sleep=sleep)
+        return sleep.count
+
+    with pytest.raises(RunHeldError, match=str(name)):
+        look()
+    # Nothing is watched where it is plain that it is dead.
+    lock = tmp_path / "trainer-1"
+    lock.touch()
+    assert look() == 0, "its lock is there, and free"
+    lock.unlink()
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert look() == 0, "dead, though nobody has waited for it yet"
+    child.wait()
+    assert look() == 0, "gone"
+
+
+def test_a_process_that_lives_and_lets_the_counter_stand_is_another(
+    store: LocalStore, tmp_path: Path, child: subprocess.Popen[bytes]
+) -> None:
+    claim(store, holder(tmp_path, pid=child.pid))
+    sleep = Beats()
+    check(store, holder(tmp_path), lambda runtime, lock: False, sleep=sleep)
+    assert sleep.count > 1
 
 
 @pytest.mark.parametrize("difference", [{"boot_id": "other"}, {"runtime": "/other"}, {"runtime_id": "0:0"}])

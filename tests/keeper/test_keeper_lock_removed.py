@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from flashckpt.commit import attempts
+from flashckpt.commit.holder import check, here
+from flashckpt.errors import RunHeldError
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper.protocol import PROTOCOL, SOCKET_NAME, receive
 from flashckpt.keeper.trainers import Roster, Trainer
@@ -87,15 +89,17 @@ def test_it_is_not_dead_and_what_it_writes_is_its_own_until_it_dies(job: Job) ->
     job.folder.remove(job.lock())
     job.judged()
     assert job.deaths() == []
-    [known] = attempts.attempts(open_store(str(job.run)))
-    assert not known.ended, "no other job may claim the run"
+    store = open_store(str(job.run))
+    assert not attempts.attempts(store)[0].ended
+    with pytest.raises(RunHeldError, match=job.trainer.attempt):
+        check(store, here(job.folder.path), lambda _, name: is_alive(job.folder, name))
     assert committed(job.run) == [], "nothing is rescued from who lives"
     # A slot that was taken from it while it wrote could not be sealed any more.
     job.trainer.do("seal")
     job.trainer.kill()
     eventually(lambda: committed(job.run) == [8])
     assert job.deaths() == [job.trainer.pid]
-    eventually(lambda: attempts.attempts(open_store(str(job.run)))[0].ended)
+    eventually(lambda: attempts.attempts(store)[0].ended)
 
 
 def test_it_takes_its_lock_again_and_loses_it_again(job: Job) -> None:
