@@ -171,11 +171,12 @@ class TestMapping:
     def test_it_lies_in_huge_pages_as_the_file_does(self) -> None:
         descriptor = os.memfd_create("mapped")
         os.ftruncate(descriptor, 8 << 20)
-        mapping = _native.Mapping(descriptor, (8 << 20) - 100)
-        assert _native.address_of(mapping) % (HUGE or mmap.PAGESIZE) == 0
-        flags = smaps(_native.address_of(mapping))["VmFlags"].split()
-        assert {"sh", "dc", "dd"} <= set(flags)  # shared, and neither forked nor dumped
-        mapping.close()
+        kept = [_native.Mapping(descriptor, num_bytes) for num_bytes in ((5 << 20) + 1, 2 << 20, 3 << 20) * 2]
+        for mapping in kept:
+            assert _native.address_of(mapping) % (HUGE or mmap.PAGESIZE) == 0
+            flags = smaps(_native.address_of(mapping))["VmFlags"].split()
+            assert {"sh", "dc", "dd"} <= set(flags)  # shared, and neither forked nor dumped
+            mapping.close()
         os.close(descriptor)
 
     def test_nothing_but_the_mapping_is_left_of_the_address_space_it_took(self) -> None:
