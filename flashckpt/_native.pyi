@@ -59,8 +59,26 @@ def fetch_add(address: int, value: int) -> int:
 def allocate(fd: int, offset: int, num_bytes: int) -> None:
     """Reserves room in a file (fallocate). On tmpfs this takes memory: ask for it in small steps."""
 
+def huge_page() -> int:
+    """Bytes of the machine's huge page; 0 where it has none that is small beside a region."""
+
+def allocate_huge(fd: int, offset: int, num_bytes: int) -> bool:
+    """Takes the whole huge pages in a range of a file on tmpfs, as such; False where the kernel has none left
+    or gives none. What of the range has no memory then is still to be reserved. The file grows to the end of
+    the range before it has memory there: nobody else may touch it meanwhile."""
+
 def populate(address: int, num_bytes: int, threads: int) -> None:
     """Faults pages in for writing without changing them; others may use the memory meanwhile."""
+
+class Mapping:
+    """The first `num_bytes` of a region, shared and writable, not inherited by forks and in no core dump:
+    a buffer. Where the region is held in huge pages it is mapped by them. It must not be longer than its
+    file."""
+
+    def __init__(self, fd: int, num_bytes: int) -> None: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+    def close(self) -> None:
+        """Unmaps it. BufferError while there are views; then it goes with the last of them."""
 
 def write_file(
     path: str | os.PathLike[str],

@@ -2,12 +2,58 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdlib>
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 namespace flashckpt {
+namespace {
+
+// With larger ones (512 MiB, where a page is 64 KiB) a region would be mostly what they are rounded up to.
+constexpr std::uint64_t kLargestHugePage = 32ull << 20;
+
+std::uint64_t read_huge_page() {
+    Fd fd(::open("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size", O_RDONLY | O_CLOEXEC));
+    char text[32] = {};
+    if (!fd || ::read(fd.get(), text, sizeof(text) - 1) <= 0) return 0;
+    std::uint64_t num_bytes = std::strtoull(text, nullptr, 10);
+    bool is_power = num_bytes != 0 && (num_bytes & (num_bytes - 1)) == 0;
+    return is_power && num_bytes > kPage && num_bytes <= kLargestHugePage ? num_bytes : 0;
+}
+
+// Room of the address space for `num_bytes` at an address that is `offset` modulo `huge`; MAP_FAILED if there
+// is none.
+void* aligned_room(std::uint64_t offset, std::size_t num_bytes, std::uint64_t huge) {
+    const auto page = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
+    const std::uint64_t length = round_up(num_bytes, page);
+    constexpr int kNothing = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void* room = ::mmap(nullptr, length + huge, PROT_NONE, kNothing, -1, 0);
+    if (room == MAP_FAILED) return room;
+    const auto begin = reinterpret_cast<std::uint64_t>(room);
+    const std::uint64_t before = (offset - begin) & (huge - 1);
+    if (before > 0) ::munmap(room, before);
+    ::munmap(reinterpret_cast<void*>(begin + before + length), huge - before);
+    return reinterpret_cast<void*>(begin + before);
+}
+
+void* map_file(int fd, std::uint64_t offset, std::size_t num_bytes, int access, int flags) {
+    const std::uint64_t huge = huge_page();
+    const auto at = static_cast<off_t>(offset);
+    void* place = nullptr;
+    if (huge != 0 && num_bytes >= huge) place = aligned_room(offset, num_bytes, huge);
+    if (place == nullptr || place == MAP_FAILED)
+        return ::mmap(nullptr, num_bytes, access, MAP_SHARED | flags, fd, at);
+    void* data = ::mmap(place, num_bytes, access, MAP_SHARED | MAP_FIXED | flags, fd, at);
+    if (data != MAP_FAILED) return data;
+    int code = errno;
+    ::munmap(place, num_bytes);
+    errno = code;
+    return data;
+}
+
+} // namespace
 
 Fd::~Fd() {
     close();
@@ -25,11 +71,8 @@ Mapping::~Mapping() {
     if (data_ != nullptr) ::munmap(data_, size_);
 }
 
-Error Mapping::shared(int fd, std::uint64_t offset, std::size_t num_bytes, bool writable, Mapping& out) {
-    int access = writable ? PROT_READ | PROT_WRITE : PROT_READ;
-    void* data =
-        ::mmap(nullptr, num_bytes, access, MAP_SHARED | MAP_POPULATE, fd, static_cast<off_t>(offset));
-    if (data == MAP_FAILED) return os_error(errno, "map " + std::to_string(num_bytes) + " bytes of a region");
+Error Mapping::take(void* data, std::size_t num_bytes, const char* what, Mapping& out) {
+    if (data == MAP_FAILED) return os_error(errno, "map " + std::to_string(num_bytes) + " bytes of " + what);
     Mapping made;
     made.data_ = data;
     made.size_ = num_bytes;
@@ -37,14 +80,27 @@ Error Mapping::shared(int fd, std::uint64_t offset, std::size_t num_bytes, bool 
     return {};
 }
 
+Error Mapping::shared(int fd, std::uint64_t offset, std::size_t num_bytes, bool writable, Mapping& out) {
+    int access = writable ? PROT_READ | PROT_WRITE : PROT_READ;
+    return take(map_file(fd, offset, num_bytes, access, MAP_POPULATE), num_bytes, "a region", out);
+}
+
+Error Mapping::region(int fd, std::uint64_t offset, std::size_t num_bytes, Mapping& out) {
+    void* data = map_file(fd, offset, num_bytes, PROT_READ | PROT_WRITE, 0);
+    if (Error error = take(data, num_bytes, "a region", out)) return error;
+    if (::madvise(data, num_bytes, MADV_DONTFORK) == 0 && ::madvise(data, num_bytes, MADV_DONTDUMP) == 0)
+        return {};
+    return os_error(errno, "keep a region from forks and core dumps");
+}
+
 Error Mapping::anonymous(std::size_t num_bytes, Mapping& out) {
     void* data = ::mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (data == MAP_FAILED) return os_error(errno, "take " + std::to_string(num_bytes) + " bytes of memory");
-    Mapping made;
-    made.data_ = data;
-    made.size_ = num_bytes;
-    out = std::move(made);
-    return {};
+    return take(data, num_bytes, "memory", out);
+}
+
+std::uint64_t huge_page() {
+    static const std::uint64_t num_bytes = read_huge_page();
+    return num_bytes;
 }
 
 Error regular_size(int fd, const std::string& path, std::uint64_t& num_bytes) {

@@ -57,15 +57,24 @@ class Mapping {
     std::uint8_t* data() const { return static_cast<std::uint8_t*>(data_); }
     std::size_t size() const { return size_; }
 
+    // Mappings of files lie in the huge pages of the address space as their bytes do in those of the file:
+    // where the file is held in huge pages, they are mapped as such.
     // `offset` must be a multiple of the machine's page; pages are faulted in at once.
     static Error shared(int fd, std::uint64_t offset, std::size_t num_bytes, bool writable, Mapping& out);
+    // The same to be written, and nothing faulted in. Loader workers are forked later and must not copy its
+    // page tables; a core dump must not hold a model.
+    static Error region(int fd, std::uint64_t offset, std::size_t num_bytes, Mapping& out);
     static Error anonymous(std::size_t num_bytes, Mapping& out);
 
   private:
+    static Error take(void* data, std::size_t num_bytes, const char* what, Mapping& out);
+
     void* data_ = nullptr;
     std::size_t size_ = 0;
 };
 
+// Bytes of the machine's huge page; 0 where it has none, or none that is small beside a region.
+std::uint64_t huge_page();
 // Size of the regular file behind `fd`; an error for anything that is no regular file.
 Error regular_size(int fd, const std::string& path, std::uint64_t& num_bytes);
 // Sets or clears O_DIRECT on an open descriptor; false where the file system refuses it.

@@ -1,11 +1,9 @@
-// Addresses, digests, checksums, atomics and room for slots.
+// Addresses, digests, checksums and atomics.
 #include "bindings/arguments.h"
 
-#include "base/posix.h"
 #include "checksum/xxh3.h"
 #include "copy/copy.h"
 #include "digest/digest.h"
-#include "memory/pages.h"
 
 #include <algorithm>
 #include <optional>
@@ -81,25 +79,6 @@ bool compare_exchange(std::uint64_t address, std::uint64_t expected, std::uint64
                                        __ATOMIC_ACQUIRE);
 }
 
-void allocate(int fd, std::uint64_t offset, std::uint64_t num_bytes) {
-    Error error;
-    {
-        nb::gil_scoped_release released;
-        error = reserve(fd, offset, num_bytes, "");
-    }
-    raise_if(error);
-}
-
-void fault_in(std::uint64_t address, std::uint64_t num_bytes, int threads) {
-    checked_threads(threads);
-    Error error;
-    {
-        nb::gil_scoped_release released;
-        error = populate(address, num_bytes, threads);
-    }
-    raise_if(error);
-}
-
 void bind_checksums(nb::module_& module) {
     module.def(
         "xxh3_64",
@@ -152,8 +131,6 @@ void bind_bytes(nb::module_& module) {
                nb::arg("threads"));
     module.def("copy_digest", copy_each, nb::arg("sources"), nb::arg("destinations"), nb::arg("sizes"),
                nb::arg("digests_address"), nb::arg("threads"));
-    module.def("allocate", allocate, nb::arg("fd"), nb::arg("offset"), nb::arg("num_bytes"));
-    module.def("populate", fault_in, nb::arg("address"), nb::arg("num_bytes"), nb::arg("threads"));
     bind_checksums(module);
     bind_atomics(module);
 }

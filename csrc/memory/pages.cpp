@@ -12,6 +12,9 @@
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
 #endif
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25
+#endif
 
 namespace flashckpt {
 namespace {
@@ -37,6 +40,15 @@ int fault_in(std::uint64_t begin, std::uint64_t end, std::uint64_t page) {
     }
 }
 
+bool gather(const Mapping& range) {
+    // It says EAGAIN where a page is busy for a moment.
+    for (int tries = 0; tries < 3; ++tries) {
+        if (::madvise(range.data(), range.size(), MADV_COLLAPSE) == 0) return true;
+        if (errno != EAGAIN && errno != EINTR) return false;
+    }
+    return false;
+}
+
 } // namespace
 
 Error populate(std::uint64_t address, std::uint64_t num_bytes, int threads) {
@@ -54,6 +66,25 @@ Error populate(std::uint64_t address, std::uint64_t num_bytes, int threads) {
     });
     if (failed.load() == 0) return {};
     return os_error(failed.load(), "fault in " + std::to_string(num_bytes) + " bytes of memory");
+}
+
+Error take_huge_pages(int fd, std::uint64_t offset, std::uint64_t num_bytes, bool& taken) {
+    taken = false;
+    const std::uint64_t huge = huge_page();
+    if (huge == 0) return {};
+    const std::uint64_t begin = round_up(offset, huge);
+    const std::uint64_t end = (offset + num_bytes) / huge * huge;
+    taken = true;
+    if (begin >= end) return {};
+    // The kernel gathers pages into a huge one, whatever tmpfs was mounted with; where there is one page, the
+    // others come as zeros, and nothing is copied.
+    for (std::uint64_t at = begin; at < end; at += huge) {
+        if (Error error = reserve(fd, at, kPage, "")) return error;
+    }
+    if (Error error = reserve(fd, end - kPage, kPage, "")) return error;
+    Mapping range;
+    taken = !Mapping::region(fd, begin, end - begin, range) && gather(range);
+    return {};
 }
 
 } // namespace flashckpt

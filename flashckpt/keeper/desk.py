@@ -223,7 +223,7 @@ class Desk:
         indexes = [index for index in range(len(taken) + count) if index not in taken][:count]
 
         def begun(descriptor: int) -> None:
-            if reading and rank not in self._growing:
+            if rank not in self._growing:
                 self._growing[rank] = os.dup(descriptor)
 
         def done(made: Made | BaseException) -> None:
@@ -251,8 +251,9 @@ class Desk:
         # Snapshots in memory that outlives all processes must not name what does not.
         regions = [held for held in self._shelf.constants_of(rank) if held.writer == trainer.lock]
         only = MEMFD if any(held.kind == MEMFD for held in regions) else None
+        early = begun if reading else None
         self._maker.submit(
-            lambda: self._shelf.make(rank, indexes, metadata_bytes, image_bytes, begun=begun, only=only), done
+            lambda: self._shelf.make(rank, indexes, metadata_bytes, image_bytes, begun=early, only=only), done
         )
 
     def _refused(self, refusal: Exception, fit: list[Held], num_bytes: int, minimum: int) -> Exception:

@@ -73,7 +73,8 @@ def create(
     """Make a region of `num_bytes`, every byte of it allocated: touching it can never be SIGBUS.
 
     Takes the node's lock. A named region that its file system has no room for becomes a memfd. `begun` is
-    given the descriptor before anything is allocated: until then the region is as long as what it has.
+    given the descriptor before anything is allocated: while the region is made it is as long as what it has,
+    which is in small pages then.
     Raises OutOfRoomError with nothing left behind.
     """
     with room.node_lock(folder):
@@ -103,7 +104,7 @@ def _named(
     try:
         if begun is not None:
             begun(descriptor)
-        room.take(descriptor, num_bytes, available=available)
+        room.take(descriptor, num_bytes, available=available, huge=begun is None)
     except BaseException:
         folder.remove(name)
         os.close(descriptor)
@@ -118,7 +119,7 @@ def _memfd(
     try:
         if begun is not None:
             begun(descriptor)
-        room.take(descriptor, num_bytes, available=available)
+        room.take(descriptor, num_bytes, available=available, huge=begun is None)
         # Nobody who is handed the descriptor can cut the region under the others' mappings.
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     except OSError as error:

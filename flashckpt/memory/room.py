@@ -22,6 +22,8 @@ _LEAST_MARGIN_BYTES = 64 << 20
 _MOST_MARGIN_BYTES = 1 << 30
 _UNLIMITED = 1 << 60
 _LOCK_TIMEOUT_S = 60.0
+# For huge pages the kernel may have to move others' memory about, with everybody who wants the lock waiting.
+_SLOWEST_HUGE_STEP_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -98,8 +100,12 @@ def take(
     *,
     available: Callable[[], int] = available_bytes,
     step_bytes: int = STEP_BYTES,
+    huge: bool = True,
 ) -> None:
     """Allocate the first `num_bytes` of a region in steps, asking for room before each.
+
+    `huge`: in huge pages as far as the kernel has them to give. The region is then, within a step, longer
+    than what it has: not for one that somebody fills meanwhile.
 
     Call it under `node_lock`. Raises OutOfRoomError, with what was taken so far still allocated (the
     caller closes or removes the region); OSError where the file system refuses.
@@ -112,8 +118,16 @@ def take(
         room = available()
         if room < step:
             raise out_of_room(num_bytes, done + room)
+        huge = huge and _take_huge(descriptor, done, step)
         _native.allocate(descriptor, done, step)
         done += step
+
+
+def _take_huge(descriptor: int, start: int, num_bytes: int) -> bool:
+    """Whether the next step may ask for huge pages, too."""
+    began_s = time.monotonic()
+    taken = _native.allocate_huge(descriptor, start, num_bytes)
+    return taken and time.monotonic() - began_s < _SLOWEST_HUGE_STEP_S
 
 
 def out_of_room(needed: int, available: int) -> OutOfRoomError:

@@ -6,7 +6,6 @@ FREE -> WRITING -> SEALED <-> PINNED, SEALED -> FREE. Never frees or resizes the
 
 from __future__ import annotations
 
-import mmap
 import os
 from array import array
 from collections.abc import Callable, Sequence
@@ -49,10 +48,7 @@ class Slot:
         self.descriptor = descriptor
         self.fixed = fixed
         length = fixed.num_bytes if map_image else fixed.image_offset
-        self._map = mmap.mmap(descriptor, length, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-        # Loader workers are forked later and must not copy page tables; a core dump must not hold a model.
-        self._map.madvise(mmap.MADV_DONTFORK)
-        self._map.madvise(mmap.MADV_DONTDUMP)
+        self._map = _native.Mapping(descriptor, length)
         self._address = _native.address_of(self._map)
         self._maps_image = map_image
 
@@ -150,12 +146,16 @@ class Slot:
 
     @property
     def metadata_view(self) -> memoryview:
-        return memoryview(self._map)[self.fixed.metadata_offset : self.fixed.image_offset]
+        return self._view[self.fixed.metadata_offset : self.fixed.image_offset]
 
     @property
     def image_view(self) -> memoryview:
         assert self._maps_image, "this process maps no image"
-        return memoryview(self._map)[self.fixed.image_offset :]
+        return self._view[self.fixed.image_offset :]
+
+    @property
+    def _view(self) -> memoryview:
+        return memoryview(self._map)
 
     # The word
 
@@ -219,7 +219,7 @@ class Slot:
         """Write the fields that the sealer will checksum. The slot must be this process's own, WRITING."""
         start = page.RECORD_OFFSET + page.RECORD_FIELDS_OFFSET
         fields = record.packed()
-        self._map[start : start + len(fields)] = fields
+        self._view[start : start + len(fields)] = fields
 
     def sealed(self) -> Sealed | None:
         """What is sealed or pinned in the slot, or None. Raises DamagedError for a record whose checksum,
@@ -227,7 +227,7 @@ class Slot:
         word = self.state()
         if word.state not in (State.SEALED, State.PINNED):
             return None
-        data = self._map[page.RECORD_OFFSET : page.RECORD_OFFSET + page.RECORD_BYTES]
+        data = bytes(self._view[page.RECORD_OFFSET : page.RECORD_OFFSET + page.RECORD_BYTES])
         after = self.state()
         if after.generation != word.generation or after.state not in (State.SEALED, State.PINNED):
             return None
@@ -240,7 +240,7 @@ class Slot:
     def metadata(self, sealed: Sealed) -> Metadata:
         """The metadata of a sealed snapshot, copied. Raises DamagedError where it is not what was sealed."""
         start = self.fixed.metadata_offset
-        data = self._map[start : start + sealed.record.metadata_bytes]
+        data = bytes(self._view[start : start + sealed.record.metadata_bytes])
         if _native.xxh3_128(data) != sealed.metadata_checksum:
             raise DamagedError(
                 "A slot's metadata does not match its checksum. The snapshot is not used.", step=sealed.step
@@ -339,7 +339,7 @@ class Slot:
         if not 1 <= index <= page.OWNERS:
             return None
         start = page.OWNERS_OFFSET + (index - 1) * page.OWNER_BYTES
-        return page.unpack_owner(self._map[start : start + page.OWNER_BYTES])
+        return page.unpack_owner(bytes(self._view[start : start + page.OWNER_BYTES]))
 
     def enroll(self, pid: int, lock: str, is_alive: Callable[[str], bool]) -> int:
         """Give the holder of `lock` an owner's index in this slot, the keeper alone does. Entries of the
@@ -356,7 +356,7 @@ class Slot:
                     self._store(page.BEATER_OFFSET, 0)
                     self.set_stuck(0, 0)
                 start = page.OWNERS_OFFSET + (index - 1) * page.OWNER_BYTES
-                self._map[start : start + page.OWNER_BYTES] = page.pack_owner(pid, lock)
+                self._view[start : start + page.OWNER_BYTES] = page.pack_owner(pid, lock)
                 return index
         raise KeeperError(f"{self.name} has {page.OWNERS} living owners. No further process can use it.")
 

@@ -1,0 +1,93 @@
+// Room for slots, and their mappings.
+#include "bindings/arguments.h"
+
+#include "base/posix.h"
+#include "memory/pages.h"
+
+namespace flashckpt {
+namespace {
+
+void allocate(int fd, std::uint64_t offset, std::uint64_t num_bytes) {
+    Error error;
+    {
+        nb::gil_scoped_release released;
+        error = reserve(fd, offset, num_bytes, "");
+    }
+    raise_if(error);
+}
+
+bool allocate_huge(int fd, std::uint64_t offset, std::uint64_t num_bytes) {
+    bool taken = false;
+    Error error;
+    {
+        nb::gil_scoped_release released;
+        error = take_huge_pages(fd, offset, num_bytes, taken);
+    }
+    raise_if(error);
+    return taken;
+}
+
+void fault_in(std::uint64_t address, std::uint64_t num_bytes, int threads) {
+    if (threads < 1) raise_value("threads must be at least 1");
+    Error error;
+    {
+        nb::gil_scoped_release released;
+        error = populate(address, num_bytes, threads);
+    }
+    raise_if(error);
+}
+
+// A region's mapping as a writable buffer. It goes with its last view.
+class Region {
+  public:
+    Region(int fd, std::uint64_t num_bytes) { raise_if(Mapping::region(fd, 0, num_bytes, mapping_)); }
+
+    int view(PyObject* self, Py_buffer* out, int flags) {
+        if (mapping_.data() == nullptr) {
+            PyErr_SetString(PyExc_ValueError, "this mapping was closed");
+            return -1;
+        }
+        auto size = static_cast<Py_ssize_t>(mapping_.size());
+        if (PyBuffer_FillInfo(out, self, mapping_.data(), size, 0, flags) != 0) return -1;
+        ++views_;
+        return 0;
+    }
+    void release() { --views_; }
+
+    void close() {
+        if (views_ > 0) throw nb::buffer_error("this mapping is viewed");
+        mapping_ = Mapping();
+    }
+
+  private:
+    Mapping mapping_;
+    std::size_t views_ = 0;
+};
+
+int get_view(PyObject* self, Py_buffer* out, int flags) {
+    return nb::inst_ptr<Region>(self)->view(self, out, flags);
+}
+
+void release_view(PyObject* self, Py_buffer*) {
+    nb::inst_ptr<Region>(self)->release();
+}
+
+PyType_Slot slots[] = {
+    {Py_bf_getbuffer, reinterpret_cast<void*>(get_view)},
+    {Py_bf_releasebuffer, reinterpret_cast<void*>(release_view)},
+    {0, nullptr},
+};
+
+} // namespace
+
+void bind_memory(nb::module_& module) {
+    module.def("huge_page", huge_page);
+    module.def("allocate", allocate, nb::arg("fd"), nb::arg("offset"), nb::arg("num_bytes"));
+    module.def("allocate_huge", allocate_huge, nb::arg("fd"), nb::arg("offset"), nb::arg("num_bytes"));
+    module.def("populate", fault_in, nb::arg("address"), nb::arg("num_bytes"), nb::arg("threads"));
+    nb::class_<Region>(module, "Mapping", nb::type_slots(slots))
+        .def(nb::init<int, std::uint64_t>(), nb::arg("fd"), nb::arg("num_bytes"))
+        .def("close", &Region::close);
+}
+
+} // namespace flashckpt

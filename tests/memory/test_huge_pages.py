@@ -1,0 +1,241 @@
+"""Regions in huge pages: had where the kernel gives them, never at the cost of a byte, a SIGBUS or room."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import mmap
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flashckpt import _native
+from flashckpt.errors import OutOfRoomError
+from flashckpt.memory import region, room
+from flashckpt.memory.runtime import RuntimeFolder
+from tests.memory.mounts import small_tmpfs
+
+HUGE = _native.huge_page()
+IDENTITY = "0" * 32
+NAME = "slot-00000-0-0000000000000000"
+
+
+@pytest.fixture
+def folder(runtime: Path) -> Iterator[RuntimeFolder]:
+    opened = RuntimeFolder.open(str(runtime), IDENTITY)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def given() -> None:
+    """Skips the test where the kernel gives this process no huge page of shared memory (one before 6.1, or
+    `shmem_enabled` is deny): the other tests hold there all the same."""
+    descriptor = os.memfd_create("huge")
+    try:
+        if not HUGE or not _native.allocate_huge(descriptor, 0, HUGE):
+            pytest.skip("this kernel gives no huge pages of shared memory")
+    finally:
+        os.close(descriptor)
+
+
+def smaps(address: int) -> dict[str, str]:
+    """The fields of the mapping that begins at an address."""
+    text = Path("/proc/self/smaps").read_text()
+    [part] = re.findall(rf"^{address:x}-\S+ .*\n((?:\w+:.*\n)+)", text, re.MULTILINE)
+    return dict(line.split(":", 1) for line in part.splitlines())
+
+
+def mapped_huge(descriptor: int, num_bytes: int) -> int:
+    """Bytes that a mapping has by huge pages, once all was read."""
+    mapping = _native.Mapping(descriptor, num_bytes)
+    address = _native.address_of(mapping)
+    _native.digest(address, num_bytes)
+    found = int(smaps(address)["ShmemPmdMapped"].split()[0]) << 10
+    mapping.close()
+    return found
+
+
+@pytest.mark.parametrize("kind", [region.NAMED, region.MEMFD])
+def test_a_region_is_held_and_mapped_in_huge_pages(folder: RuntimeFolder, given: None, kind: str) -> None:
+    num_bytes = 3 * HUGE + 5 * 4096
+    made = region.create(folder, NAME, num_bytes, kind)
+    found = os.fstat(made.descriptor)
+    assert made.kind == kind
+    assert found.st_size == num_bytes
+    assert found.st_blocks * 512 == num_bytes  # not a byte more, and none left to a later touch
+    assert mapped_huge(made.descriptor, num_bytes) == 3 * HUGE
+    assert not any(os.pread(made.descriptor, num_bytes, 0))
+    os.close(made.descriptor)
+
+
+@pytest.mark.parametrize("step_bytes", [HUGE + 4096, 3 * HUGE, 4096 * 100])
+def test_steps_need_not_end_where_huge_pages_do(step_bytes: int) -> None:
+    descriptor = os.memfd_create("steps")
+    num_bytes = 7 * (HUGE or 1 << 21) + 4096
+    room.take(descriptor, num_bytes, available=lambda: 1 << 40, step_bytes=step_bytes)
+    found = os.fstat(descriptor)
+    assert (found.st_size, found.st_blocks * 512) == (num_bytes, num_bytes)
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_between_steps_a_region_is_as_long_as_what_it_has(folder: RuntimeFolder, early: bool) -> None:
+    """And within them, where somebody fills it meanwhile: such a region is never made in huge pages."""
+    seen: list[tuple[int, int]] = []
+    begun: list[int] = []
+
+    def available() -> int:
+        path = os.path.join(folder.path, NAME)
+        if os.path.exists(path):
+            found = os.stat(path)
+            seen.append((found.st_size, found.st_blocks * 512))
+        return 1 << 40
+
+    num_bytes = 2 * room.STEP_BYTES + 4096
+    made = region.create(
+        folder, NAME, num_bytes, region.NAMED, available=available, begun=begun.append if early else None
+    )
+    assert len(seen) >= 3
+    assert all(size == had for size, had in seen)
+    if early:
+        assert begun == [made.descriptor]
+        assert mapped_huge(made.descriptor, num_bytes) == 0
+    os.close(made.descriptor)
+
+
+def test_a_file_system_without_room_for_huge_pages_is_filled_to_its_last_byte() -> None:
+    with small_tmpfs(5 << 20) as base, open(base / "beside", "wb") as beside:
+        beside.write(bytes(4096 * 3))
+        beside.flush()
+        left = os.statvfs(base)
+        num_bytes = left.f_bavail * left.f_frsize
+        descriptor = os.open(base / "region", os.O_RDWR | os.O_CREAT, 0o600)
+        room.take(descriptor, num_bytes, available=lambda: 1 << 40)
+        assert os.fstat(descriptor).st_blocks * 512 == num_bytes
+        mapping = _native.Mapping(descriptor, num_bytes)
+        memoryview(mapping)[:] = bytes(num_bytes)  # a page that is not there would be SIGBUS
+        mapping.close()
+        os.close(descriptor)
+
+
+def test_a_file_system_that_is_full_within_a_step_says_so() -> None:
+    with small_tmpfs(5 << 20) as base:
+        descriptor = os.open(base / "region", os.O_RDWR | os.O_CREAT, 0o600)
+        with pytest.raises(OSError, match="reserve") as refused:
+            room.take(descriptor, 9 << 20, available=lambda: 1 << 40)
+        assert refused.value.errno == errno.ENOSPC
+        os.close(descriptor)
+
+
+def test_what_stands_in_a_file_stands_there_in_huge_pages_too(given: None) -> None:
+    descriptor = os.memfd_create("filled")
+    data = os.urandom(2 * HUGE)
+    os.pwrite(descriptor, data, 0)
+    assert _native.allocate_huge(descriptor, 0, 2 * HUGE)
+    assert mapped_huge(descriptor, 2 * HUGE) == 2 * HUGE
+    assert os.pread(descriptor, 2 * HUGE, 0) == data
+    os.close(descriptor)
+
+
+def test_after_a_refusal_no_more_huge_pages_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def refuses(descriptor: int, offset: int, num_bytes: int) -> bool:
+        asked.append(offset)
+        return False
+
+    monkeypatch.setattr(_native, "allocate_huge", refuses)
+    descriptor = os.memfd_create("small")
+    room.take(descriptor, 3 << 20, available=lambda: 1 << 40, step_bytes=1 << 20)
+    assert asked == [0]
+    assert os.fstat(descriptor).st_blocks * 512 == 3 << 20
+    os.close(descriptor)
+
+
+def test_no_room_is_found_out_before_huge_pages_are_taken() -> None:
+    descriptor = os.memfd_create("none")
+    answers = iter([64 << 20, 64 << 20, 1 << 20])
+    with pytest.raises(OutOfRoomError):
+        room.take(descriptor, 64 << 20, available=lambda: next(answers), step_bytes=16 << 20)
+    assert os.fstat(descriptor).st_blocks * 512 == 16 << 20
+    os.close(descriptor)
+
+
+class TestMapping:
+    """A region's mapping: what `mmap.mmap` is, at an address that huge pages can be mapped at."""
+
+    def test_it_lies_in_huge_pages_as_the_file_does(self) -> None:
+        descriptor = os.memfd_create("mapped")
+        os.ftruncate(descriptor, 8 << 20)
+        kept = [_native.Mapping(descriptor, num_bytes) for num_bytes in ((5 << 20) + 1, 2 << 20, 3 << 20) * 2]
+        for mapping in kept:
+            assert _native.address_of(mapping) % (HUGE or mmap.PAGESIZE) == 0
+            flags = smaps(_native.address_of(mapping))["VmFlags"].split()
+            assert {"sh", "dc", "dd"} <= set(flags)  # shared, and neither forked nor dumped
+            mapping.close()
+        os.close(descriptor)
+
+    def test_nothing_but_the_mapping_is_left_of_the_address_space_it_took(self) -> None:
+        descriptor = os.memfd_create("mapped")
+        os.ftruncate(descriptor, 8 << 20)
+
+        def taken() -> int:
+            return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+
+        before = taken()
+        kept = [_native.Mapping(descriptor, 8 << 20) for _ in range(8)]
+        assert taken() - before == 64 << 20
+        for mapping in kept:
+            mapping.close()
+        assert taken() == before
+        os.close(descriptor)
+
+    def test_bytes_are_shared_with_other_mappings(self) -> None:
+        descriptor = os.memfd_create("mapped")
+        os.ftruncate(descriptor, 8192)
+        one, other = _native.Mapping(descriptor, 8192), _native.Mapping(descriptor, 4096)
+        memoryview(one)[10:13] = b"abc"
+        assert bytes(memoryview(other)[10:13]) == b"abc"
+        assert (len(memoryview(one)), len(memoryview(other))) == (8192, 4096)
+        os.close(descriptor)
+
+    def test_it_is_not_taken_away_under_a_view(self) -> None:
+        descriptor = os.memfd_create("mapped")
+        os.ftruncate(descriptor, 4096)
+        mapping = _native.Mapping(descriptor, 4096)
+        address = _native.address_of(mapping)
+        view = memoryview(mapping)[5:9]
+        with pytest.raises(BufferError, match="viewed"):
+            mapping.close()
+        del mapping
+        gc.collect()
+        view[:] = b"last"
+        assert os.pread(descriptor, 4, 5) == b"last"
+        assert smaps(address)
+        view.release()
+        with pytest.raises(ValueError, match="unpack"):
+            smaps(address)
+        os.close(descriptor)
+
+    def test_a_closed_one_is_no_buffer(self) -> None:
+        descriptor = os.memfd_create("mapped")
+        os.ftruncate(descriptor, 4096)
+        mapping = _native.Mapping(descriptor, 4096)
+        mapping.close()
+        mapping.close()
+        with pytest.raises((ValueError, BufferError), match="closed"):
+            memoryview(mapping)
+        os.close(descriptor)
+
+    def test_what_cannot_be_mapped_is_an_error(self) -> None:
+        reader, writer = os.pipe()
+        with pytest.raises(OSError, match="map 4096 bytes"):
+            _native.Mapping(reader, 4096)
+        with pytest.raises(OSError, match="map 0 bytes"):
+            _native.Mapping(os.memfd_create("none"), 0)
+        os.close(reader)
+        os.close(writer)
