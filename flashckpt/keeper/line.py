@@ -38,8 +38,8 @@ _CLOSE_PATIENCE_S = 2.0
 
 
 class Line:
-    """`restarts` counts the connections after the first that was introduced; `longest_pause_s` is how long a
-    keeper that would come after many that died may have to wait. `possession` is handed to a new one."""
+    """`restarts` counts the keepers after the first; `longest_pause_s` is how long one that would come after
+    many that died may have to wait. `possession` is handed to a new one."""
 
     def __init__(
         self,
@@ -57,6 +57,7 @@ class Line:
         self._lock = threading.RLock()
         self._peer: socket.socket | None = None
         self._elected: tuple[int, int] | None = None
+        self._known: tuple[tuple[int, int] | None, int] | None = None
         self._said: dict[str, dict[str, Any]] = {}
         self._pauses = start.Pauses()
         self.longest_pause_s = start.LONGEST_PAUSE_S
@@ -154,7 +155,10 @@ class Line:
 
     def _introduce(self, peer: socket.socket) -> None:
         """Tell a keeper that may be a new one all that the last one was told."""
+        # The next keeper may take over the lock's file, so the process counts, too.
+        found = self._elected, peer_uid(peer)[0]
         if "hello" not in self._said:
+            self._known = found
             return
         try:
             self._asked(peer, self._said["hello"])
@@ -167,7 +171,8 @@ class Line:
         except BaseException:
             self._drop()
             raise
-        self.restarts += 1
+        self.restarts += self._known != found
+        self._known = found
 
     def _hand_over(self, peer: socket.socket) -> None:
         nameless = self._possession.nameless()
