@@ -12,7 +12,17 @@ struct Item {
     std::optional<Place> place; // without one the tensor is watched alone
     nb::object tensor;
     Look look;
+
+    void prefetch() const {
+        if (place) __builtin_prefetch(place->container().ptr());
+        __builtin_prefetch(tensor.ptr());
+        look.prefetch();
+    }
 };
+
+// After a step nothing of this is in a cache, and a look at one tensor waits for several lines in turn: those
+// of the tensors that follow are asked for meanwhile.
+constexpr std::size_t kAhead = 8;
 
 class Busy {
   public:
@@ -91,6 +101,7 @@ nb::list Watch::changed(nb::handle addresses_out) {
     Busy busy(busy_);
     nb::list indexes;
     for (std::size_t i = 0; i < items_.size(); ++i) {
+        if (i + kAhead < items_.size()) items_[i + kAhead].prefetch();
         std::uint64_t address = 0;
         bool same = holds(items_[i], address);
         out.data()[i] = address;
