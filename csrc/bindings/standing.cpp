@@ -50,10 +50,6 @@ class Standing {
     Standing(nb::handle guards, nb::handle anchors);
 
     bool stands() const;
-    void clear() {
-        std::vector<Guard> guards = std::exchange(guards_, {});
-        std::vector<Anchor> anchors = std::exchange(anchors_, {});
-    }
 
     int traverse(visitproc visit, void* arg) const {
         for (const Guard& guard : guards_)
@@ -129,14 +125,9 @@ int traverse(PyObject* self, visitproc visit, void* arg) {
     return nb::inst_ready(self) ? nb::inst_ptr<Standing>(self)->traverse(visit, arg) : 0;
 }
 
-int clear(PyObject* self) {
-    if (nb::inst_ready(self)) nb::inst_ptr<Standing>(self)->clear();
-    return 0;
-}
-
+// As a tuple it needs no tp_clear: what it holds was there before it, so another object closes any cycle.
 PyType_Slot slots[] = {
     {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
-    {Py_tp_clear, reinterpret_cast<void*>(clear)},
     {0, nullptr},
 };
 

@@ -24,8 +24,8 @@ class Look {
     // Asks the processor for the lines in which torch keeps what `holds` will read. A hint only: nothing
     // there is read, so a record that has gone since does no harm.
     void prefetch() const {
-        for (int line = -1; line < 3; ++line)
-            __builtin_prefetch(reinterpret_cast<const char*>(record_at_) + line * 64);
+        for (std::uintptr_t at = record_at_ - 64; at != record_at_ + 192; at += 64)
+            __builtin_prefetch(reinterpret_cast<const void*>(at));
     }
 
   private:

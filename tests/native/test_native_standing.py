@@ -299,9 +299,10 @@ def test_references_are_neither_lost_nor_kept() -> None:
     key, value, listed, owner = Key("key"), Plain(), [Plain()], Plain()
     owner.place = value
     held = {Key("before"): value, key: value}
-    everything = [key, value, listed, listed[0], owner, held]
+    named = {"a": value}
+    everything = [key, value, listed, listed[0], owner, held, named]
     before = [sys.getrefcount(each) for each in everything]
-    anchors = [(held, key, value), (listed, 0, listed[0]), (owner, "place", value)]
+    anchors = [(held, key, value), (named, "a", value), (listed, 0, listed[0]), (owner, "place", value)]
     standing = _native.Standing([(held, 2), (listed, 1)], anchors)
     made = [sys.getrefcount(each) for each in everything]
     for _ in range(100):
