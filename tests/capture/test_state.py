@@ -112,6 +112,18 @@ def test_gradients_after_the_step_are_leaves_again(loop: Loop) -> None:
     assert len(gradients(loop.boundary())) == 4
 
 
+def test_gradients_that_a_step_used_up_are_leaves_no_more(loop: Loop) -> None:
+    loop.backward()
+    loop.one.step()
+    loop.two.step()
+    assert gradients(loop.boundary()) == set()
+    loop.backward()
+    assert len(gradients(loop.boundary(ordered=True))) == 4
+    loop.one.step()
+    loop.two.step()
+    assert gradients(loop.boundary()) == set()
+
+
 def test_the_mask_is_that_of_this_boundary(loop: Loop) -> None:
     """zero_grad(set_to_none=False): an idle expert's decay depends on whether it has a gradient."""
     loop.backward()
