@@ -8,7 +8,7 @@ is RuntimeError.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import Any
 
 from typing_extensions import Buffer
@@ -251,3 +251,21 @@ class Watch:
         """Lets go of all tensors and containers."""
 
     def __len__(self) -> int: ...
+
+class Standing:
+    """Tells whether the containers of a state hold what they held when it was made.
+
+    `guards` are (container, length); `anchors` are (container, key, object): the object must be
+    `container[key]`, or the attribute of that name where the key is a str and the container no dict. Nothing
+    is made by asking: of a dict whose item access is dict's own, an absent key is absent. Holds strong
+    references to all of it (the garbage collector sees through it).
+    """
+
+    def __init__(
+        self, guards: Sequence[tuple[Sized, int]], anchors: Sequence[tuple[Any, Any, Any]]
+    ) -> None: ...
+    def stands(self) -> bool:
+        """Whether every container has its length and every place holds its very object.
+
+        LookupError and AttributeError of a place mean no; what else is raised there is raised.
+        """

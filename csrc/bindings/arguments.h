@@ -55,5 +55,6 @@ void bind_files(nb::module_& module);
 void bind_sync(nb::module_& module);
 void bind_device(nb::module_& module);
 void bind_watch(nb::module_& module);
+void bind_standing(nb::module_& module);
 
 } // namespace flashckpt

@@ -9,4 +9,5 @@ NB_MODULE(_native, module) {
     flashckpt::bind_sync(module);
     flashckpt::bind_device(module);
     flashckpt::bind_watch(module);
+    flashckpt::bind_standing(module);
 }

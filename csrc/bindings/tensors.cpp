@@ -84,6 +84,7 @@ bool Look::take_view(nb::handle tensor) {
     if (!view_of(*api_, tensor, view)) return false;
     address_ = flashckpt::address_of(view);
     dtype_ = view.dtype;
+    record_at_ = reinterpret_cast<std::uintptr_t>(view.shape);
     extents_.assign(view.shape, view.shape + view.ndim);
     if (view.strides != nullptr) extents_.insert(extents_.end(), view.strides, view.strides + view.ndim);
     return true;

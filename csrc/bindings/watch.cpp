@@ -1,50 +1,28 @@
 // Watch: which of the state's tensors are still where the plan found them. Asked at every boundary.
+#include "bindings/places.h"
 #include "bindings/tensors.h"
 
+#include <optional>
 #include <utility>
 
 namespace flashckpt {
 namespace {
 
-enum class Access { none, dict, list, attribute, item };
-
 struct Item {
-    nb::object container;
-    nb::object key;
+    std::optional<Place> place; // without one the tensor is watched alone
     nb::object tensor;
-    Access access = Access::none;
-    Py_ssize_t index = 0;
     Look look;
+
+    void prefetch() const {
+        if (place) __builtin_prefetch(place->container().ptr());
+        __builtin_prefetch(tensor.ptr());
+        look.prefetch();
+    }
 };
 
-Access access_of(nb::handle container, nb::handle key) {
-    if (container.is_none()) return Access::none;
-    if (PyDict_Check(container.ptr())) return Access::dict;
-    if (PyList_Check(container.ptr()) && PyLong_Check(key.ptr())) return Access::list;
-    return PyUnicode_Check(key.ptr()) ? Access::attribute : Access::item;
-}
-
-// What stands there now; not valid if nothing does.
-nb::object current_of(const Item& item) {
-    PyObject* container = item.container.ptr();
-    PyObject* found = nullptr;
-    switch (item.access) {
-    case Access::none:
-        return item.tensor;
-    case Access::dict:
-        return nb::borrow(PyDict_GetItemWithError(container, item.key.ptr()));
-    case Access::list:
-        return item.index < PyList_GET_SIZE(container) ? nb::borrow(PyList_GET_ITEM(container, item.index))
-                                                       : nb::object();
-    case Access::attribute:
-        found = PyObject_GetAttr(container, item.key.ptr());
-        break;
-    case Access::item:
-        found = PyObject_GetItem(container, item.key.ptr());
-        break;
-    }
-    return nb::steal(found);
-}
+// After a step nothing of this is in a cache, and a look at one tensor waits for several lines in turn: those
+// of the tensors that follow are asked for meanwhile.
+constexpr std::size_t kAhead = 8;
 
 class Busy {
   public:
@@ -67,9 +45,9 @@ class Watch {
 
     int traverse(visitproc visit, void* arg) const {
         for (const Item& item : items_) {
-            Py_VISIT(item.container.ptr());
-            Py_VISIT(item.key.ptr());
             Py_VISIT(item.tensor.ptr());
+            if (!item.place) continue;
+            if (int result = item.place->traverse(visit, arg); result != 0) return result;
         }
         return 0;
     }
@@ -94,22 +72,16 @@ Watch::Watch(nb::handle items, nb::handle tensors) {
         if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2)
             raise_value("an item must be (container, key)");
         Item item;
-        item.container = nb::borrow(PyTuple_GET_ITEM(pair, 0));
-        item.key = nb::borrow(PyTuple_GET_ITEM(pair, 1));
+        nb::handle container = PyTuple_GET_ITEM(pair, 0);
+        if (!container.is_none()) item.place = Place::stored(container, PyTuple_GET_ITEM(pair, 1));
         item.tensor = nb::borrow(PySequence_Fast_GET_ITEM(all.ptr(), i));
-        item.access = access_of(item.container, item.key);
-        if (item.access == Access::list) {
-            item.index = PyLong_AsSsize_t(item.key.ptr());
-            if (PyErr_Occurred() != nullptr) throw nb::python_error();
-            if (item.index < 0) raise_value("an index must not be negative");
-        }
         item.look = Look::at(item.tensor);
         items_.push_back(std::move(item));
     }
 }
 
 bool Watch::holds(const Item& item, std::uint64_t& address) const {
-    nb::object now = current_of(item);
+    nb::object now = item.place ? item.place->current() : item.tensor;
     if (!now.is_valid()) {
         // Gone is an answer, not an error; but Ctrl-C in a property is not for us to swallow.
         if (PyErr_Occurred() != nullptr && PyErr_ExceptionMatches(PyExc_Exception) == 0)
@@ -129,6 +101,7 @@ nb::list Watch::changed(nb::handle addresses_out) {
     Busy busy(busy_);
     nb::list indexes;
     for (std::size_t i = 0; i < items_.size(); ++i) {
+        if (i + kAhead < items_.size()) items_[i + kAhead].prefetch();
         std::uint64_t address = 0;
         bool same = holds(items_[i], address);
         out.data()[i] = address;

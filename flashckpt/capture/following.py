@@ -7,14 +7,16 @@ Copies nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
 
 from flashckpt.capture.arena import words_of
 from flashckpt.capture.arrangement import Arrangement
 from flashckpt.capture.device.base import Device
 from flashckpt.capture.heartbeat import Pulse
 from flashckpt.capture.hooks import StepHooks
-from flashckpt.capture.plan import Change, Plan, UsedUp, layout_of
+from flashckpt.capture.plan import Change, Plan, layout_of
 from flashckpt.capture.room import arena_room
 from flashckpt.capture.targets import Targets
 from flashckpt.capture.ways import Ways
@@ -24,6 +26,8 @@ from flashckpt.format.layout import Layout, Leaf
 if TYPE_CHECKING:
     from flashckpt.state.tree import Walk
 
+UsedUp = Callable[[Any, Tensor], bool]
+
 # What a device may take is known once the loop has gone round twice.
 _WARM_BOUNDARIES = 2
 # Walks of one boundary after which its state is given up: one is enough for any that keeps still.
@@ -31,11 +35,13 @@ _MOST_WALKS = 3
 
 
 class Walkable(Protocol):
-    """The state as a capture needs it (flashckpt.state.tree.Tree)."""
+    """The state as a capture needs it (flashckpt.state.tree.Tree). `used_up(parameter, gradient)` says that
+    a gradient is no leaf."""
 
     @property
     def current(self) -> Walk | None:
-        """The last walk, as long as it stands; asking for values may replace it."""
+        """The last walk, as long as it stands; asking for values may replace it, and does where other
+        gradients are leaves than it found."""
 
     def walk(self, used_up: UsedUp) -> Walk: ...
 
@@ -74,7 +80,7 @@ class Following:
             data = values()
             arrangement, walk = self.current, self._tree.current
             if arrangement is not None and self._walk is walk and self._chosen == self._ground():
-                change, indexes = arrangement.plan.follow(self._hooks.used_up)
+                change, indexes = arrangement.plan.follow()
                 if change is Change.PATCHED and not arrangement.moved(indexes):
                     change = Change.REBUILD
                 if change is not Change.REBUILD:
@@ -152,7 +158,6 @@ class Following:
         self.drop()
         self._walk = self._tree.walk(self._hooks.used_up)
         plan = self.plan(self._walk)
-        plan.note_gradients(self._hooks.used_up)
         self._chosen = self._ground()
         self.current = Arrangement(plan, self._ways, self._hooks.fired, self._room(held), self._threads)
         if plan.shared is not None and self.current.copies_constants:

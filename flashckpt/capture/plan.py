@@ -6,7 +6,6 @@ addresses that native code reads. Decides nothing about ways, copies nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 from flashckpt.state.tensors import DTYPE_NAMES, leaf_of, same_memory, strides
 
 Addresses = NDArray[np.uint64]
-UsedUp = Callable[[Any, Tensor], bool]
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 
@@ -85,27 +83,20 @@ class Plan:
         self._ties = [(live, tied) for live in self.lives for tied in live.tied]
         self._dynamic = [i for i, live in enumerate(self.lives) if live.container is None]
         self.addresses: Addresses = np.zeros(len(self.lives), dtype=np.uint64)
-        self._guards = list(walk.guards)
-        self._anchors = list(walk.anchors)
-        self.parameters = [live.tensor for live in self.lives if live.kind == "parameter"]
-        self._gradients: bytes = b""
+        self._standing = _native.Standing(walk.guards, walk.anchors)
         self._watch: _native.Watch | None = None
         self._arm()
 
     def __len__(self) -> int:
         return len(self.lives)
 
-    def note_gradients(self, used_up: UsedUp) -> None:
-        """Remember which gradients were leaves when the walk was made. Which of the others are absent is
-        a value, not a leaf: it may change at every step (experts that idle) and the plan stands."""
-        self._gradients = self._gradient_leaves(used_up)
-
-    def follow(self, used_up: UsedUp) -> tuple[Change, list[int]]:
-        """Compare the live state with the plan; take over new memory of the same leaves.
+    def follow(self) -> tuple[Change, list[int]]:
+        """Compare the live state with the plan; take over new memory of the same leaves. Which gradients are
+        leaves is not asked: the values, which come first, read that, and walk anew where it has changed.
 
         Returns the indexes that were patched. REBUILD: the walk must be made again.
         """
-        if not self._stands() or self._gradient_leaves(used_up) != self._gradients:
+        if not self._standing.stands():
             return Change.REBUILD, []
         assert self._watch is not None
         changed = self._watch.changed(self._watched_addresses.data)
@@ -119,12 +110,6 @@ class Plan:
             return Change.REBUILD, []
         indexes += fresh
         return (Change.PATCHED, indexes) if indexes else (Change.NONE, [])
-
-    def _stands(self) -> bool:
-        """Containers are as long as they were, and hold the very objects that the walk went through."""
-        return all(len(container) == length for container, length in self._guards) and all(
-            _holds(container, key, value) for container, key, value in self._anchors
-        )
 
     def _ties_hold(self) -> bool:
         """Whether what is stored once is still one: another object in one of its places, or other memory
@@ -199,12 +184,6 @@ class Plan:
         self._watched_addresses: Addresses = np.zeros(len(items), dtype=np.uint64)
         self._watch = _native.Watch(items, tensors)
 
-    def _gradient_leaves(self, used_up: UsedUp) -> bytes:
-        return bytes(
-            (gradient := parameter.grad) is not None and not used_up(parameter, gradient)
-            for parameter in self.parameters
-        )
-
 
 def _image(walk: Walk, constants: frozenset[str], shared: Shared | None) -> SlotImage:
     ordinary: list[Leaf] = []
@@ -221,13 +200,6 @@ def layout_of(walk: Walk, names: frozenset[str]) -> Layout:
     """Just these leaves of a walk, in image order."""
     lives = (live for live in walk.leaves if live.name in names)
     return Layout.of(leaf_of(live.name, local(live.tensor), tuple(live.aliases)) for live in lives)
-
-
-def _holds(container: Any, key: Any, value: Any) -> bool:
-    try:
-        return _item(container, key) is value
-    except (KeyError, IndexError, AttributeError):
-        return False
 
 
 def _item(container: Any, key: Any) -> Any:

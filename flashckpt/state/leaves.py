@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from flashckpt import _native
 from flashckpt.format.typed import LeafRef
 from flashckpt.state.subclasses import flatten, is_wrapper, kind_of, part_name
 from flashckpt.state.tensors import check, refuse, same_memory, span, strides
@@ -90,16 +91,13 @@ class Leaves:
     def stand(self) -> bool:
         """Whether modules and optimizers still hold the parameters and buffers that were found in them: the
         state's own code may have put others there since, also in this very walk."""
-        return (
-            all(len(container) == length for container, length in self.guards)
-            and all(
-                _stands_at(leaf.container, leaf.key, leaf.tensor)
-                for leaf in self.leaves
-                # What a wrapper is made of, it may make anew each time it is asked.
-                if leaf.kind in ("parameter", "buffer") and not isinstance(leaf.container, Tensor)
-            )
-            and all(_stands_at(*anchor) for anchor in self.anchors)
-        )
+        found = [
+            (leaf.container, leaf.key, leaf.tensor)
+            for leaf in self.leaves
+            # What a wrapper is made of, it may make anew each time it is asked.
+            if leaf.kind in ("parameter", "buffer") and not isinstance(leaf.container, Tensor)
+        ]
+        return _native.Standing(self.guards, [*found, *self.anchors]).stands()
 
     def asking(self, values: Callable[[Sink], dict[str, Any]]) -> dict[str, Any]:
         """The values that go with what was walked; the tensors among them are told from the others."""
@@ -175,14 +173,6 @@ class Leaves:
                 refuse(name, f"shares part of its memory with {holder}", "Clone one of them.")
             if stop > end:
                 end, holder, kind = stop, name, this
-
-
-def _stands_at(container: Any, key: Any, value: object) -> bool:
-    by_name = isinstance(key, str) and not isinstance(container, dict)
-    try:
-        return (getattr(container, key) if by_name else container[key]) is value
-    except (LookupError, AttributeError):
-        return False
 
 
 class Refresh:

@@ -112,6 +112,18 @@ def test_gradients_after_the_step_are_leaves_again(loop: Loop) -> None:
     assert len(gradients(loop.boundary())) == 4
 
 
+def test_gradients_that_a_step_used_up_are_leaves_no_more(loop: Loop) -> None:
+    loop.backward()
+    loop.one.step()
+    loop.two.step()
+    assert gradients(loop.boundary()) == set()
+    loop.backward()
+    assert len(gradients(loop.boundary(ordered=True))) == 4
+    loop.one.step()
+    loop.two.step()
+    assert gradients(loop.boundary()) == set()
+
+
 def test_the_mask_is_that_of_this_boundary(loop: Loop) -> None:
     """zero_grad(set_to_none=False): an idle expert's decay depends on whether it has a gradient."""
     loop.backward()
@@ -360,7 +372,7 @@ def test_a_tensor_that_went_to_another_device_is_planned_anew() -> None:
     box = {"w": torch.zeros(4)}
     plan = Plan(Walk([Live("w", box["w"], "buffer", None, box, "w")], [], []))
     torch.utils.swap_tensors(box["w"], torch.zeros(4, device="meta"))
-    assert plan.follow(lambda p, g: True)[0] is Change.REBUILD
+    assert plan.follow()[0] is Change.REBUILD
     plan.release()
 
 
@@ -387,10 +399,9 @@ def test_of_a_sharded_tensor_the_local_one_is_copied_and_watched() -> None:
     live = Live("w", sharded, "parameter", None, box, "w")
     plan = Plan(Walk([live], [], []))
     assert int(plan.addresses[0]) == sharded._local_tensor.data_ptr()
-    plan.parameters.clear()
-    assert plan.follow(lambda p, g: True) == (Change.NONE, [])
+    assert plan.follow() == (Change.NONE, [])
     sharded._local_tensor = torch.arange(4.0) + 1
-    assert plan.follow(lambda p, g: True) == (Change.PATCHED, [0])
+    assert plan.follow() == (Change.PATCHED, [0])
     assert int(plan.addresses[0]) == sharded._local_tensor.data_ptr()
     plan.release()
 

@@ -1,0 +1,142 @@
+// Standing: whether containers hold as many objects, and the very objects, that a walk of the state found in
+// them. Asked at every boundary.
+#include "bindings/places.h"
+
+#include <algorithm>
+#include <unordered_map>
+#include <utility>
+
+namespace flashckpt {
+namespace {
+
+nb::object fast(nb::handle sequence, const char* message) {
+    nb::object result = nb::steal(PySequence_Fast(sequence.ptr(), message));
+    if (!result.is_valid()) throw nb::python_error();
+    return result;
+}
+
+nb::object part_of(nb::handle sequence, Py_ssize_t index, Py_ssize_t count, const char* message) {
+    nb::object part = nb::borrow(PySequence_Fast_GET_ITEM(sequence.ptr(), index));
+    if (!PyTuple_Check(part.ptr()) || PyTuple_GET_SIZE(part.ptr()) != count) raise_value(message);
+    return part;
+}
+
+struct Guard {
+    nb::object container;
+    Py_ssize_t length;
+};
+
+struct Anchor {
+    Place place;
+    nb::object value;
+    std::size_t dict; // a number for each dict that is gone through, kNotThrough for other places
+};
+
+constexpr std::size_t kNotThrough = static_cast<std::size_t>(-1);
+
+// The value of a key that a dict holds at or behind a position, which moves on behind it. Nothing borrowed
+// from the dict is touched, only compared: what was asked before may have changed it.
+PyObject* next_of(const Place& place, Py_ssize_t& position) {
+    PyObject* key = nullptr;
+    PyObject* value = nullptr;
+    while (PyDict_Next(place.container().ptr(), &position, &key, &value) != 0)
+        if (key == place.key().ptr()) return value;
+    return nullptr;
+}
+
+// What is asked may run any code, this object's methods included: it never changes once it is made.
+class Standing {
+  public:
+    Standing(nb::handle guards, nb::handle anchors);
+
+    bool stands() const;
+
+    int traverse(visitproc visit, void* arg) const {
+        for (const Guard& guard : guards_)
+            Py_VISIT(guard.container.ptr());
+        for (const Anchor& anchor : anchors_) {
+            Py_VISIT(anchor.value.ptr());
+            if (int result = anchor.place.traverse(visit, arg); result != 0) return result;
+        }
+        return 0;
+    }
+
+  private:
+    bool holds(const Anchor& anchor, std::vector<Py_ssize_t>& positions) const;
+
+    std::vector<Guard> guards_;
+    std::vector<Anchor> anchors_;
+    std::size_t dicts_ = 0;
+};
+
+Standing::Standing(nb::handle guards, nb::handle anchors) {
+    nb::object pairs = fast(guards, "guards must be a list of (container, length)");
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(pairs.ptr()); ++i) {
+        nb::object pair = part_of(pairs, i, 2, "a guard must be (container, length)");
+        Py_ssize_t length = PyLong_AsSsize_t(PyTuple_GET_ITEM(pair.ptr(), 1));
+        if (length == -1 && PyErr_Occurred() != nullptr) throw nb::python_error();
+        guards_.push_back({nb::borrow(PyTuple_GET_ITEM(pair.ptr(), 0)), length});
+    }
+    nb::object triples = fast(anchors, "anchors must be a list of (container, key, object)");
+    std::unordered_map<PyObject*, std::size_t> numbers;
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(triples.ptr()); ++i) {
+        nb::object triple = part_of(triples, i, 3, "an anchor must be (container, key, object)");
+        nb::handle container = PyTuple_GET_ITEM(triple.ptr(), 0);
+        nb::handle key = PyTuple_GET_ITEM(triple.ptr(), 1);
+        Place place = Place::asked(container, key);
+        // An optimizer's state is keyed by parameters, whose hash is a call of Python: the dict is gone
+        // through once, in its order. The hash of a str is known.
+        bool through = place.access() == Access::dict && !PyUnicode_Check(key.ptr());
+        std::size_t dict =
+            through ? numbers.try_emplace(container.ptr(), numbers.size()).first->second : kNotThrough;
+        anchors_.push_back({std::move(place), nb::borrow(PyTuple_GET_ITEM(triple.ptr(), 2)), dict});
+    }
+    dicts_ = numbers.size();
+}
+
+// What is there; not valid if nothing is. Other errors than those of an absent item are for the caller.
+nb::object found_at(const Place& place) {
+    nb::object found = place.current();
+    if (found.is_valid() || PyErr_Occurred() == nullptr) return found;
+    if (PyErr_ExceptionMatches(PyExc_LookupError) == 0 && PyErr_ExceptionMatches(PyExc_AttributeError) == 0)
+        throw nb::python_error();
+    PyErr_Clear();
+    return found;
+}
+
+bool Standing::holds(const Anchor& anchor, std::vector<Py_ssize_t>& positions) const {
+    PyObject* met = anchor.dict == kNotThrough ? nullptr : next_of(anchor.place, positions[anchor.dict]);
+    return met != nullptr ? met == anchor.value.ptr() : found_at(anchor.place).is(anchor.value);
+}
+
+bool Standing::stands() const {
+    for (const Guard& guard : guards_) {
+        Py_ssize_t length = PyObject_Size(guard.container.ptr());
+        if (length == -1 && PyErr_Occurred() != nullptr) throw nb::python_error();
+        if (length != guard.length) return false;
+    }
+    std::vector<Py_ssize_t> positions(dicts_, 0);
+    return std::all_of(anchors_.begin(), anchors_.end(),
+                       [&](const Anchor& anchor) { return holds(anchor, positions); });
+}
+
+int traverse(PyObject* self, visitproc visit, void* arg) {
+    Py_VISIT(Py_TYPE(self));
+    return nb::inst_ready(self) ? nb::inst_ptr<Standing>(self)->traverse(visit, arg) : 0;
+}
+
+// As a tuple it needs no tp_clear: what it holds was there before it, so another object closes any cycle.
+PyType_Slot slots[] = {
+    {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
+    {0, nullptr},
+};
+
+} // namespace
+
+void bind_standing(nb::module_& module) {
+    nb::class_<Standing>(module, "Standing", nb::type_slots(slots))
+        .def(nb::init<nb::handle, nb::handle>(), nb::arg("guards"), nb::arg("anchors"))
+        .def("stands", &Standing::stands);
+}
+
+} // namespace flashckpt

@@ -1,0 +1,331 @@
+"""Standing says what `container[key] is value` says, and leaves no trace of having asked."""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+import weakref
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flashckpt import _native
+
+
+class Plain:
+    """An object with attributes, that can be referred to weakly."""
+
+
+class Key:
+    """Hashed and compared by code of Python, as a Parameter is; counts how often."""
+
+    hashed = 0
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+
+    def __hash__(self) -> int:
+        Key.hashed += 1
+        return hash(self.name)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Key) and other.name == self.name
+
+
+class Asking(dict[Any, Any]):
+    """A dict whose item access is its own."""
+
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(key).inner
+
+
+class Reversing(list[Any]):
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(-1 - index)
+
+
+def anchored(container: Any, key: Any) -> _native.Standing:
+    by_name = isinstance(key, str) and not isinstance(container, dict)
+    return _native.Standing([], [(container, key, getattr(container, key) if by_name else container[key])])
+
+
+def the_rule(container: Any, key: Any, value: object) -> bool:
+    """What is asked, in Python."""
+    by_name = isinstance(key, str) and not isinstance(container, dict)
+    try:
+        return (getattr(container, key) if by_name else container[key]) is value
+    except (LookupError, AttributeError):
+        return False
+
+
+DICTS = (
+    dict,
+    OrderedDict,
+    lambda pairs: defaultdict(list, pairs),
+    lambda pairs: Counter(dict(pairs)),
+    type("Mine", (dict,), {}),
+)
+
+
+@pytest.mark.parametrize("make", DICTS)
+@pytest.mark.parametrize("keys", [("a", "b", "c"), (Key("a"), Key("b"), Key("c")), (1, (2, "x"), None)])
+def test_what_a_dict_holds(make: Callable[[Any], dict[Any, Any]], keys: tuple[Any, ...]) -> None:
+    values = [Plain(), None, Plain()]
+    held = make(zip(keys, values, strict=True))
+    standing = _native.Standing([(held, 3)], [(held, *pair) for pair in zip(keys, values, strict=True)])
+    assert standing.stands()
+    for key, value in zip(keys, values, strict=True):
+        held[key] = Plain()
+        assert not standing.stands()
+        held[key] = value
+        assert standing.stands()
+        loose = _native.Standing([], [(held, key, value)])
+        del held[key]
+        assert not loose.stands()
+        assert not standing.stands()
+        assert key not in held  # asking made no entry
+        held[key] = value  # behind the others now
+        assert standing.stands()
+    held["more"] = Plain()
+    assert not standing.stands()
+
+
+def test_an_absent_key_holds_not_even_none() -> None:
+    held: dict[Any, Any] = {"none": None, Key("none"): None}
+    standings = [anchored(held, key) for key in held]
+    assert all(standing.stands() for standing in standings)
+    held.clear()
+    assert not any(standing.stands() for standing in standings)
+
+
+def test_equal_is_not_the_same() -> None:
+    first, same = Key("a"), Key("a")
+    held = {first: [1.0]}
+    assert _native.Standing([], [(held, same, held[first])]).stands()
+    assert not _native.Standing([], [(held, first, [1.0])]).stands()
+    assert not _native.Standing([], [([[1.0]], 0, [1.0])]).stands()
+
+
+@pytest.mark.parametrize("key", [0, 1, -1, -2, True])
+def test_what_lists_and_other_sequences_hold(key: int) -> None:
+    for make in (list, Reversing, deque):
+        held: Any = make([Plain(), Plain()])
+        value = held[key]
+        standing = _native.Standing([], [(held, key, value)])
+        assert standing.stands()
+        held.reverse()
+        assert not standing.stands()
+        held.reverse()
+        held.append(Plain())  # an index from the end means another place now, and so does a reversed one
+        assert standing.stands() is the_rule(held, key, value) is (key >= 0 and make is not Reversing) or (
+            make is Reversing and key < 0
+        )
+        held.clear()
+        assert not standing.stands()
+
+
+def test_every_answer_is_that_of_the_rule() -> None:
+    """Any kind of container, changed in any way between two questions."""
+    chance = random.Random(7)
+    values = [Plain() for _ in range(4)]
+    for _ in range(300):
+        keys: list[Any] = [Key(str(i)) for i in range(6)]
+        containers: list[Any] = [
+            chance.choice(DICTS)((key, chance.choice(values)) for key in keys),
+            {key: chance.choice(values) for key in reversed(keys)},
+            [chance.choice(values) for _ in keys],
+            deque(chance.choice(values) for _ in keys),
+        ]
+        places = [
+            (held, i if n > 1 else key) for n, held in enumerate(containers) for i, key in enumerate(keys)
+        ]
+        chance.shuffle(places)
+        anchors = [(held, key, held[key]) for held, key in places]
+        standing = _native.Standing([], anchors)
+        assert standing.stands()
+        for _ in range(3):
+            held = chance.choice(containers)
+            key = chance.choice(keys) if isinstance(held, dict) else chance.randrange(len(keys))
+            held[key] = chance.choice(values)
+            if isinstance(held, dict) and chance.random() < 0.5:
+                held[key] = held.pop(key)  # the last in order
+            assert standing.stands() is all(the_rule(*anchor) for anchor in anchors)
+
+
+def test_a_dict_of_parameters_is_gone_through_and_not_looked_up() -> None:
+    keys = [Key(str(i)) for i in range(100)]
+    held = {key: Plain() for key in keys}
+    others = [{"shared": held[key]} for key in keys]
+    anchors: list[tuple[Any, Any, object]] = []
+    for index in (*range(1, 50), *range(51, 100)):  # some are left out
+        anchors.append((held, keys[index], held[keys[index]]))
+        anchors.append((others[index], "shared", held[keys[index]]))  # another container between any two
+    standing = _native.Standing([], anchors)
+    Key.hashed = 0
+    assert standing.stands()
+    assert Key.hashed == 0
+    held[keys[3]] = held.pop(keys[3])
+    Key.hashed = 0
+    assert standing.stands()
+    assert 0 < Key.hashed < 100
+
+
+def test_attributes_and_items_of_other_objects() -> None:
+    owner, module, series = Plain(), nn.Linear(2, 2), (Plain(), Plain())
+    owner.held = module
+    standing = _native.Standing(
+        [(series, 2)],
+        [(owner, "held", module), (module, "weight", module.weight), (module, "bias", module.bias)]
+        + [(module.weight, "grad", None), (series, 1, series[1])],
+    )
+    assert standing.stands()
+    module.weight.grad = torch.ones(2, 2)
+    assert not standing.stands()
+    module.weight.grad = None
+    assert standing.stands()
+    del module.bias
+    assert not standing.stands()
+    assert not _native.Standing([], [(None, "no such", None)]).stands()
+
+
+def test_a_subclass_with_an_item_access_of_its_own_is_asked() -> None:
+    box, other, key = Plain(), Plain(), Key("a")
+    box.inner = other.inner = Plain()
+    held = Asking({key: box, "a": box})
+    standing = _native.Standing([], [(held, key, box.inner), (held, "a", box.inner)])
+    assert standing.stands()
+    dict.__setitem__(held, key, other)  # it gives the same
+    assert standing.stands()
+    other.inner = Plain()
+    assert not standing.stands()
+    held.clear()
+    assert not standing.stands()
+
+
+def test_lengths() -> None:
+    class Counted:
+        length: Any = 3
+
+        def __len__(self) -> int:
+            if isinstance(self.length, BaseException):
+                raise self.length
+            return self.length  # type: ignore[no-any-return]
+
+    counted, listed, named = Counted(), [1, 2], {"a": 1}
+    standing = _native.Standing([(counted, 3), (listed, 2), (named, 1)], [])
+    assert standing.stands()
+    for change in (listed.append, lambda x: named.update(b=x), lambda x: setattr(counted, "length", x)):
+        change(4)
+        assert not standing.stands()
+        listed[2:], Counted.length = [], 3
+        named.pop("b", None)
+        vars(counted).clear()
+        assert standing.stands()
+    Counted.length = AttributeError("no")
+    with pytest.raises(AttributeError):
+        standing.stands()
+
+
+class Raising:
+    error: BaseException = RuntimeError("no")
+
+    @property
+    def place(self) -> object:
+        raise self.error
+
+    def __getitem__(self, key: object) -> object:
+        raise self.error
+
+
+@pytest.mark.parametrize("key", ["place", 1])
+def test_what_a_place_raises(key: Any) -> None:
+    standing = _native.Standing([], [(Raising(), key, None)])
+    for error in (KeyError(1), IndexError(1), AttributeError("x")):
+        Raising.error = error
+        assert not standing.stands()
+    for error in (RuntimeError("no"), TypeError("no"), KeyboardInterrupt()):
+        Raising.error = error
+        with pytest.raises(type(error)):
+            standing.stands()
+    with pytest.raises(TypeError):
+        _native.Standing([], [({}, [], None)]).stands()
+
+
+def test_what_runs_while_it_looks_cannot_hurt() -> None:
+    class Owner:
+        @property
+        def place(self) -> object:
+            if depth:
+                return None
+            depth.append(1)
+            answers.append(standing.stands())
+            held.clear()
+            gc.collect()
+            held.update((Key(str(i)), Plain()) for i in range(9))
+            return None
+
+    depth: list[int] = []
+    answers: list[bool] = []
+    held: dict[Any, Any] = {Key(str(i)): Plain() for i in range(50)}
+    first, *others = ((held, key, value) for key, value in held.items())
+    standing = _native.Standing([], [first, (Owner(), "place", None), *others])
+    assert not standing.stands()
+    assert answers == [True]
+
+
+def test_the_garbage_collector_sees_through_it() -> None:
+    def cycles() -> Iterator[Callable[[Any], object]]:
+        yield lambda held: _native.Standing([([held], 1)], [])
+        yield lambda held: _native.Standing([], [([held], 0, None)])
+        yield lambda held: _native.Standing([], [({1: 2}, (held,), None)])
+        yield lambda held: _native.Standing([], [([], 0, [held])])
+
+    for cycle in cycles():
+        held = Plain()
+        held.standing = cycle(held)
+        seen = weakref.ref(held)
+        assert seen() is not None
+        del held
+        gc.collect()
+        assert seen() is None
+
+
+def test_references_are_neither_lost_nor_kept() -> None:
+    key, value, listed, owner = Key("key"), Plain(), [Plain()], Plain()
+    owner.place = value
+    held = {Key("before"): value, key: value}
+    named = {"a": value}
+    everything = [key, value, listed, listed[0], owner, held, named]
+    before = [sys.getrefcount(each) for each in everything]
+    anchors = [(held, key, value), (named, "a", value), (listed, 0, listed[0]), (owner, "place", value)]
+    standing = _native.Standing([(held, 2), (listed, 1)], anchors)
+    made = [sys.getrefcount(each) for each in everything]
+    for _ in range(100):
+        assert standing.stands()
+    held[key] = held.pop(key)
+    held[Key("before")] = held.pop(Key("before"))
+    for _ in range(100):
+        assert standing.stands()
+    assert [sys.getrefcount(each) for each in everything] == made
+    owner.place = None
+    for _ in range(100):
+        assert not standing.stands()
+    owner.place = value
+    del standing, anchors
+    assert [sys.getrefcount(each) for each in everything] == before
+
+
+def test_arguments_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="container, length"):
+        _native.Standing([([], 0, 1)], [])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="container, key, object"):
+        _native.Standing([], [([], 0)])  # type: ignore[list-item]
+    with pytest.raises(TypeError):
+        _native.Standing([([], "0")], [])  # type: ignore[list-item]
+    with pytest.raises(OverflowError):
+        _native.Standing([], [([], 1 << 70, None)])
