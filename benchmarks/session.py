@@ -100,6 +100,7 @@ class Session:
         while process.poll() is None:
             if time.monotonic() > end_s:
                 self.end_processes()
+                process.kill()  # it may have written over its environment, as programs that set a title do
                 process.wait()
                 return None
             self.sample()
@@ -126,16 +127,21 @@ class Session:
         thousand reads of /proc a second would be felt by what is measured."""
         living = {int(name) for name in os.listdir("/proc") if name.isdigit()}
         self._strangers &= living
-        found = [pid for pid in living - self._strangers if self._is_ours(pid)]
-        self._strangers |= living.difference(found)
+        asked = {pid: self._is_ours(pid) for pid in living - self._strangers}
+        found = [pid for pid, is_ours in asked.items() if is_ours]
+        self._strangers.update(pid for pid, is_ours in asked.items() if is_ours is False)
         self._keepers.update(pid for pid in set(found) - self._pids if _is_keeper(pid))
         self._pids.update(found)
         return found
 
-    def _is_ours(self, pid: int) -> bool:
+    def _is_ours(self, pid: int) -> bool | None:
+        """None while it has no environment yet: in the middle of an exec it is empty."""
         wanted = f"{_TAG}={self.tag}".encode()
         try:
-            return wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            environment = Path(f"/proc/{pid}/environ").read_bytes()
+            if not environment and _has_memory(pid):
+                return None
+            return wanted in environment.split(b"\0")
         except OSError:
             return False
 
@@ -182,6 +188,11 @@ def _memory(pid: int) -> tuple[int, int, int]:
     except OSError:
         pass
     return values["RssAnon"], values["RssFile"], values["RssShmem"]
+
+
+def _has_memory(pid: int) -> bool:
+    """Not so of the kernel's own threads, and of what is dead."""
+    return Path(f"/proc/{pid}/statm").read_bytes().split()[0] != b"0"
 
 
 def _is_keeper(pid: int) -> bool:

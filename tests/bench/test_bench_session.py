@@ -72,6 +72,28 @@ def test_a_process_that_does_not_end_is_ended_and_said_so(
     assert session.processes() == []
 
 
+def test_a_process_that_hides_its_tag_is_ended_too(session: Session, module: Callable[[str], str]) -> None:
+    """As one does that writes its title over its environment."""
+    with pytest.raises(ProcessFailed, match="did not end within"):
+        session.run([module(_HIDDEN), str(session.folder / "hidden")], timeout_s=10)
+    assert (session.folder / "hidden").exists()
+
+
+def test_a_process_without_an_environment_is_asked_again(session: Session) -> None:
+    """In the middle of an exec it has none: whose it is shows afterwards."""
+    read, write = os.pipe()
+    child = subprocess.Popen(["/bin/cat"], stdin=read, env={})
+    try:
+        assert child.pid not in session.processes()
+        assert child.pid not in session._strangers
+        assert 1 in session._strangers
+        assert 2 not in session._strangers or not os.path.exists("/proc/2/exe")
+    finally:
+        os.close(write)
+        os.close(read)
+        child.wait()
+
+
 def test_the_reason_is_the_line_that_names_the_error(session: Session, module: Callable[[str], str]) -> None:
     with pytest.raises(ProcessFailed, match="RuntimeError: no such device"):
         session.run([module("raise RuntimeError('no such device')")], timeout_s=60)
@@ -83,6 +105,16 @@ def test_shared_memory_is_counted_once(session: Session, module: Callable[[str],
     most = max(sample.shared for sample in session.samples)
     assert 64 << 20 <= most < 100 << 20
 
+
+_HIDDEN = """
+import ctypes, sys, time
+fields = open("/proc/self/stat").read().rpartition(")")[2].split()
+begin, end = int(fields[47]), int(fields[48])
+ctypes.memset(begin, 120, end - begin)
+assert b"FLASHCKPT_BENCH_TAG" not in open("/proc/self/environ", "rb").read()
+open(sys.argv[1], "w").close()
+time.sleep(600)
+"""
 
 _SHARED = """
 import mmap, os, time

@@ -17,7 +17,7 @@ from flashckpt.commit.steps import read_step
 from flashckpt.format.records import RankRecord
 from flashckpt.memory.slot import Slot
 from flashckpt.store.base import open_store
-from tests.keeper.driver import ledger
+from tests.keeper.driver import told
 from tests.waiting import until, until_slots
 
 pytestmark = pytest.mark.usefixtures("runtime")
@@ -116,7 +116,7 @@ def test_a_later_step_writes_the_trained_part_alone(run: Path) -> None:
         assert [leaf.name for leaf in each.constants.leaves] == ["model.base.weight"]
         assert each.constants.shard.file == file.name
         assert each.shard.num_bytes < BASE_BYTES // 8
-    written = {line["step"]: line["num_bytes"] for line in ledger(run) if line["event"] == "persist"}
+    written = {line["step"]: line["num_bytes"] for line in told(run, "persist", len(flashckpt.steps(run)))}
     assert set(written) >= {6, 7, 8}
     first = min(step for step in written if record(run, step).constants is not None)
     assert written == {
@@ -150,7 +150,7 @@ def test_it_comes_back_exactly_and_is_stored_once_more_as_a_link(
     assert job.bytes() == straight(done + 2)
     [new] = [file for file in files(run) if file.parent.name == attempt]
     assert new.stat().st_ino == old.stat().st_ino
-    later = [line for line in ledger(run) if line["event"] == "persist" and line["step"] > done]
+    later = [line for line in told(run, "persist", len(flashckpt.steps(run))) if line["step"] > done]
     assert [line["step"] for line in later] == [done + 1, done + 2]
     assert all(line["num_bytes"] < BASE_BYTES // 8 for line in later)
 

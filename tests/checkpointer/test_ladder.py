@@ -30,7 +30,7 @@ from flashckpt.store.base import open_store
 from flashckpt.store.local import LocalStore
 from tests.checkpointer.test_bad_input import trained
 from tests.checkpointer.test_loop import Job
-from tests.keeper.driver import ledger
+from tests.keeper.driver import told
 
 pytestmark = pytest.mark.usefixtures("runtime")
 
@@ -207,7 +207,7 @@ def test_a_shard_that_the_disk_does_not_give_leads_to_the_older_step_and_back(
     [said] = [each.getMessage() for each in caplog.records if "CANNOT READ" in each.getMessage()]
     assert "Input/output error" in said
     assert f"flashckpt branch {run} 4@{attempt}" in said
-    [line] = [line for line in ledger(run) if line["event"] == "resume"]
+    [line] = told(run, "resume", 1)
     assert "step 4" in line["refused"][0]
     assert not marked(run)
     flashckpt.branch(run, 4, attempt)

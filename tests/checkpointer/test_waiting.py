@@ -15,7 +15,7 @@ import flashckpt
 from flashckpt.checkpointer.awaited import Advance, Awaited
 from flashckpt.keeper.protocol import Failure, Status, Torn
 from tests.checkpointer.test_loop import Job
-from tests.keeper.driver import ledger
+from tests.keeper.driver import told
 from tests.keeper.faulty import faulty_keeper
 from tests.waiting import until, until_slots
 
@@ -59,7 +59,7 @@ def test_a_failure_that_passes_is_waited_for(tmp_path: Path, faults: Path) -> No
         checkpointer.save()
         assert waited(checkpointer) is None
         assert flashckpt.steps(tmp_path / "run") == [checkpointer.completed]
-    errors = [line["errno"] for line in ledger(tmp_path / "run") if line["event"] == "error"]
+    errors = [line["errno"] for line in told(tmp_path / "run", "error", 1)]
     assert errors == [errno.EIO]
     assert (faults / "write").read_text().startswith("0 ")
 

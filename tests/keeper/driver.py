@@ -117,6 +117,16 @@ def _verified(run: Path) -> list[int]:
     return found
 
 
+def told(run: Path, event: str, count: int) -> list[dict[str, Any]]:
+    """The lines of one kind, once there are so many: a keeper writes them beside what they tell of."""
+
+    def found() -> list[dict[str, Any]]:
+        return [line for line in ledger(run) if line["event"] == event]
+
+    eventually(lambda: len(found()) >= count)
+    return found()
+
+
 def ledger(run: Path) -> list[dict[str, Any]]:
     lines = []
     for path in sorted((run / "events").glob("*.jsonl")):

@@ -22,7 +22,7 @@ from flashckpt.format.records import Contents
 from flashckpt.keeper.drain import Drain, Order, Outcome, Result
 from flashckpt.memory.slot import Slot
 from flashckpt.store.base import open_store
-from tests.keeper.driver import Process, committed, eventually, kill_keeper, ledger, runtime_of
+from tests.keeper.driver import Process, committed, eventually, kill_keeper, runtime_of, told
 from tests.keeper.fake import FakeTrainer, keeper_pid
 
 LARGE_KIB = 32 << 10
@@ -95,9 +95,9 @@ def test_the_second_step_and_a_new_attempt_write_no_constants(tmp_path: Path, ru
     for step in (1, 2):
         saved(first, step)
     [old] = files(first)
-    sizes = [line["num_bytes"] for line in ledger(first.run) if line["event"] == "persist"]
-    assert sizes == [first.layout.num_bytes + old.stat().st_size, first.layout.num_bytes]
+    sizes = [line["num_bytes"] for line in told(first.run, "persist", 2)]
     first.end()
+    assert sizes == [first.layout.num_bytes + old.stat().st_size, first.layout.num_bytes]
     second = next_attempt(first, runtime, 2)
     saved(second, 3)
     [new] = files(second)

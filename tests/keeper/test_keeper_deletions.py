@@ -112,7 +112,7 @@ def test_what_a_killed_keeper_left_half_written_goes(
     assert committed(trainer.run) == [1, 2], "what the dead keeper had published stays"
     assert first in shards(trainer.run)
     assert len(shards(trainer.run)) == 2
-    assert any(cut_off in str(line.get("unfinished")) for line in ledger(trainer.run))
+    eventually(lambda: any(cut_off in str(line.get("unfinished")) for line in ledger(trainer.run)))
     end(trainer)
 
 

@@ -174,17 +174,6 @@ def test_a_process_that_lives_says_nothing_for_who_does_not(job: Job) -> None:
     job.trainer.gone()
 
 
-def test_the_keeper_that_a_lock_was_taken_again_for_is_no_new_one(tmp_path: Path, runtime: Path) -> None:
-    trainer = FakeTrainer(tmp_path / "run", runtime)
-    trainer.start()
-    pid = keeper_pid(trainer.folder)
-    trainer.folder.remove(trainer.life.name)
-    assert trainer.client.tend() is False
-    assert trainer.life.stands(trainer.folder)
-    assert (keeper_pid(trainer.folder), trainer.client.restarts) == (pid, 0)
-    trainer.end()
-
-
 class LateRenewal(RuntimeFolder):
     """A trainer takes its lock again between a keeper's look at it and the removal of its names."""
 

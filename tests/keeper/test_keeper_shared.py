@@ -16,7 +16,7 @@ from flashckpt.memory.page import State
 from flashckpt.memory.region import MEMFD, NAMED
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.store.base import open_store
-from tests.keeper.driver import Process, committed, eventually, kill_keeper, ledger, runtime_of
+from tests.keeper.driver import Process, committed, eventually, kill_keeper, runtime_of, told
 from tests.keeper.fake import FakeTrainer, keeper_pid
 from tests.keeper.test_keeper_constants import attached, files, named, saved
 from tests.memory.mounts import small_tmpfs
@@ -64,7 +64,7 @@ def test_the_shard_is_written_once_whatever_step_names_the_region(tmp_path: Path
     for step in range(1, 6):
         saved(trainer, step)
     [file] = files(trainer)
-    sizes = [line["num_bytes"] for line in ledger(trainer.run) if line["event"] == "persist"]
+    sizes = [line["num_bytes"] for line in told(trainer.run, "persist", 5)]
     own = trainer.layout.num_bytes
     assert sizes == [own + file.stat().st_size, own, own, own, own]
     assert {named(trainer.run, step).shard.file for step in range(1, 6)} == {file.name}
@@ -111,7 +111,7 @@ def test_the_next_attempt_goes_on_with_the_region_and_links_the_shard(tmp_path: 
     [new] = files(second)
     assert new.stat().st_ino == old.stat().st_ino
     assert committed(run) == [1, 2, 3, 4, 5, 6]
-    written = [line["num_bytes"] for line in ledger(run) if line["event"] == "persist"]
+    written = [line["num_bytes"] for line in told(run, "persist", 6)]
     assert max(written[1:]) == second.layout.num_bytes
     second.end()
     eventually(lambda: keeper_pid(folder) is None)

@@ -54,11 +54,13 @@ def test_a_run_goes_on_without_its_folder(tmp_path: Path, runtime: Path) -> None
 
 def test_a_life_lock_that_was_removed_is_taken_again(tmp_path: Path, runtime: Path) -> None:
     trainer = begun(tmp_path / "run", runtime)
+    pid = keeper_pid(trainer.folder)
     os.unlink(Path(trainer.folder.path) / trainer.life.name)
-    eventually(trainer.client.tend)
+    assert trainer.client.tend() is False, "it is told all again, and is no new one"
+    assert trainer.life.stands(trainer.folder)
+    assert (keeper_pid(trainer.folder), trainer.client.restarts) == (pid, 0)
     trainer.snapshot(1, persist=True)
     trainer.wait_committed(1)
-    assert trainer.life.stands(trainer.folder)
     trainer.end()
     eventually(lambda: keeper_pid(trainer.folder) is None)
     assert not Path(trainer.folder.path).exists()

@@ -88,7 +88,9 @@ def test_a_stuck_trainer_is_ended_where_that_was_asked_for(
     assert flashckpt.steps(run.folder) == [HANG_AT]
     with running(tmp_path / "run", hang, hang_at=-1) as again:
         again.finishes()
-    resumed = [line for line in ledger(run.folder) if line["event"] == "resume" and "tier" in line]
+    resumed = eventually(
+        lambda: [line for line in ledger(run.folder) if line["event"] == "resume" and "tier" in line]
+    )
     assert [(line["step"], line["tier"]) for line in resumed] == [(HANG_AT, "memory")]
 
 
