@@ -37,8 +37,8 @@ void* map_file(int fd, std::uint64_t offset, std::size_t num_bytes, int access, 
     const std::uint64_t huge = huge_page();
     void* place = nullptr;
     if (huge != 0 && num_bytes >= huge) place = aligned_place(offset, num_bytes, huge);
-    // A wish, not MAP_FIXED: a mapping that fails leaves a hole there (Linux before 6.12), which may be another
-    // thread's before it is given back. Where one was faster, it lies elsewhere and has small pages.
+    // A wish, not MAP_FIXED: a mapping that fails leaves a hole there (Linux before 6.12), which may be
+    // another thread's before it is given back. Where one was faster, it lies elsewhere and has small pages.
     return ::mmap(place, num_bytes, access, MAP_SHARED | flags, fd, static_cast<off_t>(offset));
 }
 
