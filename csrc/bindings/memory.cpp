@@ -12,7 +12,7 @@ namespace {
 void allocate(int fd, std::uint64_t offset, std::uint64_t num_bytes) {
     Error error;
     {
-        nb::gil_scoped_release released;
+        Released released;
         error = reserve(fd, offset, num_bytes, "");
     }
     raise_if(error);
@@ -22,7 +22,7 @@ bool allocate_huge(int fd, std::uint64_t offset, std::uint64_t num_bytes) {
     bool taken = false;
     Error error;
     {
-        nb::gil_scoped_release released;
+        Released released;
         error = take_huge_pages(fd, offset, num_bytes, taken);
     }
     raise_if(error);
@@ -33,7 +33,7 @@ void fault_in(std::uint64_t address, std::uint64_t num_bytes, int threads) {
     if (threads < 1) raise_value("threads must be at least 1");
     Error error;
     {
-        nb::gil_scoped_release released;
+        Released released;
         error = populate(address, num_bytes, threads);
     }
     raise_if(error);
@@ -77,7 +77,7 @@ class Region {
         if (is_forked()) gone.forget();
         if (gone.data() == nullptr) return;
         // A second for 8 GiB in small pages: training goes on meanwhile.
-        nb::gil_scoped_release released;
+        Released released;
         gone = Mapping();
     }
 
