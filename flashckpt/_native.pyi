@@ -73,7 +73,7 @@ def populate(address: int, num_bytes: int, threads: int) -> None:
 class Mapping:
     """The first `num_bytes` of a region, shared and writable, not inherited by forks and in no core dump:
     a buffer. Where the region is held in huge pages it is mapped by them. It must not be longer than its
-    file."""
+    file. A forked child has no view of it (ValueError), and unmaps nothing when it drops it."""
 
     def __init__(self, fd: int, num_bytes: int) -> None: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...

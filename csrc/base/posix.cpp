@@ -23,34 +23,23 @@ std::uint64_t read_huge_page() {
     return is_power && num_bytes > kPage && num_bytes <= kLargestHugePage ? num_bytes : 0;
 }
 
-// Room of the address space for `num_bytes` at an address that is `offset` modulo `huge`; MAP_FAILED if there
-// is none.
-void* aligned_room(std::uint64_t offset, std::size_t num_bytes, std::uint64_t huge) {
-    const auto page = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
-    const std::uint64_t length = round_up(num_bytes, page);
+// A free address that is `offset` modulo `huge`, with room for `num_bytes`; null if there is none.
+void* aligned_place(std::uint64_t offset, std::size_t num_bytes, std::uint64_t huge) {
     constexpr int kNothing = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-    void* room = ::mmap(nullptr, length + huge, PROT_NONE, kNothing, -1, 0);
-    if (room == MAP_FAILED) return room;
+    void* room = ::mmap(nullptr, num_bytes + huge, PROT_NONE, kNothing, -1, 0);
+    if (room == MAP_FAILED) return nullptr;
+    ::munmap(room, num_bytes + huge);
     const auto begin = reinterpret_cast<std::uint64_t>(room);
-    const std::uint64_t before = (offset - begin) & (huge - 1);
-    if (before > 0) ::munmap(room, before);
-    ::munmap(reinterpret_cast<void*>(begin + before + length), huge - before);
-    return reinterpret_cast<void*>(begin + before);
+    return reinterpret_cast<void*>(begin + ((offset - begin) & (huge - 1)));
 }
 
 void* map_file(int fd, std::uint64_t offset, std::size_t num_bytes, int access, int flags) {
     const std::uint64_t huge = huge_page();
-    const auto at = static_cast<off_t>(offset);
     void* place = nullptr;
-    if (huge != 0 && num_bytes >= huge) place = aligned_room(offset, num_bytes, huge);
-    if (place == nullptr || place == MAP_FAILED)
-        return ::mmap(nullptr, num_bytes, access, MAP_SHARED | flags, fd, at);
-    void* data = ::mmap(place, num_bytes, access, MAP_SHARED | MAP_FIXED | flags, fd, at);
-    if (data != MAP_FAILED) return data;
-    int code = errno;
-    ::munmap(place, num_bytes);
-    errno = code;
-    return data;
+    if (huge != 0 && num_bytes >= huge) place = aligned_place(offset, num_bytes, huge);
+    // A wish, not MAP_FIXED: a mapping that fails leaves a hole there (Linux before 6.12), which may be
+    // another thread's before it is given back. Where one was faster, it lies elsewhere and has small pages.
+    return ::mmap(place, num_bytes, access, MAP_SHARED | flags, fd, static_cast<off_t>(offset));
 }
 
 } // namespace
@@ -69,6 +58,11 @@ int Fd::close() {
 
 Mapping::~Mapping() {
     if (data_ != nullptr) ::munmap(data_, size_);
+}
+
+void Mapping::forget() {
+    data_ = nullptr;
+    size_ = 0;
 }
 
 Error Mapping::take(void* data, std::size_t num_bytes, const char* what, Mapping& out) {

@@ -56,6 +56,8 @@ class Mapping {
 
     std::uint8_t* data() const { return static_cast<std::uint8_t*>(data_); }
     std::size_t size() const { return size_; }
+    // Leaves it to whoever has it: for a forked child that was not given it.
+    void forget();
 
     // Mappings of files lie in the huge pages of the address space as their bytes do in those of the file:
     // where the file is held in huge pages, they are mapped as such.

@@ -1,6 +1,7 @@
 #include "bindings/arguments.h"
 
 #include <cstring>
+#include <unistd.h>
 
 namespace flashckpt {
 namespace {
@@ -19,6 +20,16 @@ void raise_os(const Error& error) {
 }
 
 } // namespace
+
+Released::~Released() {
+    try {
+        PyEval_RestoreThread(state_);
+    } catch (...) {
+        // The interpreter has ended. The thread goes with the process, as in Python 3.14.
+        for (;;)
+            ::pause();
+    }
+}
 
 void raise_if(const Error& error) {
     switch (error.kind) {

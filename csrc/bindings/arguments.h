@@ -18,6 +18,20 @@ namespace nb = nanobind;
 void raise_if(const Error& error);
 [[noreturn]] void raise_value(const char* message);
 
+// Gives up the interpreter's lock while it lives. In place of nanobind's: an interpreter that ends takes its
+// daemon threads' lives where they ask for the lock again (before Python 3.14), by unwinding their stack, and
+// out of a destructor that is std::terminate: a job that is done would end with SIGABRT.
+class Released {
+  public:
+    Released() : state_(PyEval_SaveThread()) {}
+    ~Released();
+    Released(const Released&) = delete;
+    Released& operator=(const Released&) = delete;
+
+  private:
+    PyThreadState* state_;
+};
+
 // A borrowed C-contiguous buffer.
 class BytesView {
   public:

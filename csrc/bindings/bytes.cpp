@@ -21,7 +21,7 @@ class MaybeReleased {
     }
 
   private:
-    std::optional<nb::gil_scoped_release> released_;
+    std::optional<Released> released_;
 };
 
 int checked_threads(int threads) {
@@ -46,7 +46,7 @@ void digest_each(nb::handle addresses, nb::handle sizes, std::uint64_t out_addre
     if (from.size() == 0) return;
     std::uint64_t* out = u64_pointer(out_address);
     checked_threads(threads);
-    nb::gil_scoped_release released;
+    Released released;
     digest_many(from.data(), bytes.data(), from.size(), out, threads);
 }
 
@@ -61,7 +61,7 @@ void copy_each(nb::handle sources, nb::handle destinations, nb::handle sizes, st
     if (from.size() == 0) return;
     std::uint64_t* digests = u64_pointer(digests_address);
     checked_threads(threads);
-    nb::gil_scoped_release released;
+    Released released;
     copy_digest(from.data(), to.data(), bytes.data(), from.size(), digests, threads);
 }
 

@@ -16,7 +16,7 @@ void copy_to_host(std::uint64_t stream, nb::handle sources, nb::handle destinati
     }
     Error error;
     {
-        nb::gil_scoped_release released;
+        Released released;
         error = cuda_copy_to_host(stream, from.data(), to.data(), bytes.data(), bytes.size(), piece_bytes,
                                   device);
     }
@@ -32,7 +32,7 @@ std::uint64_t event_handle(std::uint64_t event, int device) {
 void register_memory(std::uint64_t address, std::uint64_t num_bytes, int device) {
     Error error;
     {
-        nb::gil_scoped_release released;
+        Released released;
         error = cuda_register(address, num_bytes, device);
     }
     raise_if(error);
@@ -41,7 +41,7 @@ void register_memory(std::uint64_t address, std::uint64_t num_bytes, int device)
 void unregister_memory(std::uint64_t address) {
     Error error;
     {
-        nb::gil_scoped_release released;
+        Released released;
         error = cuda_unregister(address);
     }
     raise_if(error);
@@ -50,7 +50,7 @@ void unregister_memory(std::uint64_t address) {
 } // namespace
 
 void bind_device(nb::module_& module) {
-    module.def("cuda_available", cuda_available, nb::call_guard<nb::gil_scoped_release>());
+    module.def("cuda_available", cuda_available, nb::call_guard<Released>());
     module.def("cuda_register", register_memory, nb::arg("address"), nb::arg("num_bytes"), nb::arg("device"));
     module.def("cuda_unregister", unregister_memory, nb::arg("address"));
     module.def("cuda_event_handle", event_handle, nb::arg("event"), nb::arg("device") = 0);

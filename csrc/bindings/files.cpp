@@ -37,7 +37,7 @@ nb::tuple write_one(nb::handle path, int source_fd, std::uint64_t source_offset,
     WriteResult result;
     Error error;
     {
-        nb::gil_scoped_release released;
+        Released released;
         error = write_file(request, result);
     }
     raise_if(error);
@@ -60,7 +60,7 @@ nb::tuple read_one(const ReadRequest& request) {
     ReadResult result;
     Error error;
     {
-        nb::gil_scoped_release released;
+        Released released;
         error = read_file(request, result);
     }
     raise_if(error);

@@ -4,13 +4,15 @@
 #include "base/posix.h"
 #include "memory/pages.h"
 
+#include <unistd.h>
+
 namespace flashckpt {
 namespace {
 
 void allocate(int fd, std::uint64_t offset, std::uint64_t num_bytes) {
     Error error;
     {
-        nb::gil_scoped_release released;
+        Released released;
         error = reserve(fd, offset, num_bytes, "");
     }
     raise_if(error);
@@ -20,7 +22,7 @@ bool allocate_huge(int fd, std::uint64_t offset, std::uint64_t num_bytes) {
     bool taken = false;
     Error error;
     {
-        nb::gil_scoped_release released;
+        Released released;
         error = take_huge_pages(fd, offset, num_bytes, taken);
     }
     raise_if(error);
@@ -31,7 +33,7 @@ void fault_in(std::uint64_t address, std::uint64_t num_bytes, int threads) {
     if (threads < 1) raise_value("threads must be at least 1");
     Error error;
     {
-        nb::gil_scoped_release released;
+        Released released;
         error = populate(address, num_bytes, threads);
     }
     raise_if(error);
@@ -41,12 +43,13 @@ void fault_in(std::uint64_t address, std::uint64_t num_bytes, int threads) {
 class Region {
   public:
     Region(int fd, std::uint64_t num_bytes) { raise_if(Mapping::region(fd, 0, num_bytes, mapping_)); }
+    ~Region() { drop(); }
+    Region(const Region&) = delete;
+    Region& operator=(const Region&) = delete;
 
     int view(PyObject* self, Py_buffer* out, int flags) {
-        if (mapping_.data() == nullptr) {
-            PyErr_SetString(PyExc_ValueError, "this mapping was closed");
-            return -1;
-        }
+        if (mapping_.data() == nullptr) return refuse(out, "this mapping was closed");
+        if (is_forked()) return refuse(out, "this mapping is another process's, which has forked this one");
         auto size = static_cast<Py_ssize_t>(mapping_.size());
         if (PyBuffer_FillInfo(out, self, mapping_.data(), size, 0, flags) != 0) return -1;
         ++views_;
@@ -56,15 +59,35 @@ class Region {
 
     void close() {
         if (views_ > 0) throw nb::buffer_error("this mapping is viewed");
-        mapping_ = Mapping();
+        drop();
+    }
+
+    static int refuse(Py_buffer* out, const char* reason) {
+        if (out != nullptr) out->obj = nullptr;
+        PyErr_SetString(PyExc_ValueError, reason);
+        return -1;
     }
 
   private:
+    // A forked child has this object and not its memory: what is at its address there is something else.
+    bool is_forked() const { return ::getpid() != maker_; }
+
+    void drop() {
+        Mapping gone = std::move(mapping_);
+        if (is_forked()) gone.forget();
+        if (gone.data() == nullptr) return;
+        // A second for 8 GiB in small pages: training goes on meanwhile.
+        Released released;
+        gone = Mapping();
+    }
+
+    const pid_t maker_ = ::getpid();
     Mapping mapping_;
     std::size_t views_ = 0;
 };
 
 int get_view(PyObject* self, Py_buffer* out, int flags) {
+    if (!nb::inst_ready(self)) return Region::refuse(out, "this mapping was never made");
     return nb::inst_ptr<Region>(self)->view(self, out, flags);
 }
 

@@ -20,7 +20,7 @@ bool interruptible(double timeout_s, Wait wait) {
         std::chrono::duration<double> left = end - std::chrono::steady_clock::now();
         bool done;
         {
-            nb::gil_scoped_release released;
+            Released released;
             done = wait(std::clamp(left.count(), 0.0, slice_s));
         }
         if (done) return true;
@@ -80,7 +80,7 @@ nb::list take_failures(Sealer& sealer) {
 }
 
 void close(Sealer& sealer) {
-    nb::gil_scoped_release released;
+    Released released;
     sealer.close();
 }
 

@@ -62,7 +62,7 @@ def check(
         if theirs is not None and probe is not None and _same_runtime(me, theirs):
             if probe(theirs.runtime, theirs.lock):
                 raise _held(store, newest, theirs, f"process {theirs.pid} on this machine ({theirs.host})")
-            if not _may_hold_unseen(theirs):
+            if not _may_hold_unseen(theirs, probe):
                 return
         if theirs is not None and _is_restart(me, theirs):
             return
@@ -112,15 +112,21 @@ def _same_runtime(me: Holder, theirs: Holder) -> bool:
     return bool(theirs.lock and me.runtime) and mine == (theirs.boot_id, theirs.runtime, theirs.runtime_id)
 
 
-def _may_hold_unseen(theirs: Holder) -> bool:
-    """Whether it may live and hold a lock whose name somebody has removed. Most often its keeper has, after
-    its death, and nobody is to wait for that: so only if its pid is of another process that lives."""
-    if theirs.pid == os.getpid() or os.path.lexists(os.path.join(theirs.runtime, theirs.lock)):
+def _may_hold_unseen(theirs: Holder, probe: Probe) -> bool:
+    """Whether it may live and hold a lock that had no name when it was asked for. Most often its keeper has
+    removed that, after its death, and nobody is to wait: so only if its pid is of another process that
+    lives."""
+    if theirs.pid == os.getpid():
         return False
+    if os.path.lexists(os.path.join(theirs.runtime, theirs.lock)):
+        # It may be there only since it was asked for: its holder takes it again.
+        return probe(theirs.runtime, theirs.lock)
     try:
         descriptor = os.pidfd_open(theirs.pid)
-    except OSError:
+    except ProcessLookupError:
         return False
+    except OSError:
+        return True  # a kernel before 5.3, or a sandbox, that does not tell
     try:
         ended = select.poll()
         ended.register(descriptor, select.POLLIN)

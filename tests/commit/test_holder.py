@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -98,6 +99,36 @@ def test_a_lock_without_a_name_is_not_free_while_its_process_lives(
     assert look() == 0, "dead, though nobody has waited for it yet"
     child.wait()
     assert look() == 0, "gone"
+
+
+def test_a_lock_that_is_taken_again_while_it_is_asked_for_is_not_free(
+    store: LocalStore, tmp_path: Path, child: subprocess.Popen[bytes]
+) -> None:
+    name = claim(store, holder(tmp_path, pid=child.pid))
+
+    def probe(runtime: str, lock: str) -> bool:
+        was_there = (tmp_path / lock).exists()
+        (tmp_path / lock).touch()  # right after it was asked for
+        return was_there
+
+    with pytest.raises(RunHeldError, match=str(name)):
+        check(store, holder(tmp_path), probe, sleep=Beats(lambda count: beat(store, name, count)))
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EPERM, errno.EMFILE])
+def test_where_nothing_tells_whether_the_process_lives_the_counter_does(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuses(pid: int) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "pidfd_open", refuses)
+    name = claim(store, holder(tmp_path, pid=os.getppid()))
+    still, moving = Beats(), Beats(lambda count: beat(store, name, count))
+    check(store, holder(tmp_path), lambda runtime, lock: False, sleep=still)
+    assert still.count > 1
+    with pytest.raises(RunHeldError, match=str(name)):
+        check(store, holder(tmp_path), lambda runtime, lock: False, sleep=moving)
 
 
 def test_a_process_that_lives_and_lets_the_counter_stand_is_another(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
 import gc
 import mmap
 import os
 import re
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -239,3 +243,76 @@ class TestMapping:
             _native.Mapping(os.memfd_create("none"), 0)
         os.close(reader)
         os.close(writer)
+
+    @pytest.mark.parametrize("goes", [_native.Mapping.close, id], ids=["at once", "with its last reference"])
+    def test_other_threads_run_while_it_is_unmapped(
+        self, big: int, goes: Callable[[_native.Mapping], object]
+    ) -> None:
+        descriptor = os.memfd_create("mapped")
+        _native.allocate(descriptor, 0, big)
+        over, turns = threading.Event(), [0]
+        other = threading.Thread(target=count_turns, args=(over, turns))
+        other.start()
+        most = 0
+        for _ in range(3):
+            mapping = _native.Mapping(descriptor, big)
+            _native.populate(_native.address_of(mapping), big, 2)
+            before = turns[0]
+            goes(mapping)
+            del mapping
+            most = max(most, turns[0] - before)
+        over.set()
+        other.join()
+        os.close(descriptor)
+        assert most > 100  # a few are to be had while the interpreter changes threads
+
+    def test_a_forked_child_that_drops_it_loses_nothing_of_its_own(self) -> None:
+        """The child has the object without the memory, and puts something else at its address."""
+        descriptor = os.memfd_create("mapped")
+        os.ftruncate(descriptor, 8 << 20)
+        for goes in (_native.Mapping.close, id):
+            mapping = _native.Mapping(descriptor, 8 << 20)
+            address = _native.address_of(mapping)
+            child = os.fork()
+            if child == 0:
+                with contextlib.suppress(BaseException):
+                    kept = put_at(address, 8 << 20)
+                    with pytest.raises(ValueError, match="another process's"):
+                        memoryview(mapping)
+                    goes(mapping)
+                    del mapping
+                    ctypes.memset(kept, 1, 8 << 20)
+                    os._exit(0)
+                os._exit(1)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            mapping.close()
+        os.close(descriptor)
+
+    def test_one_that_was_never_made_is_no_buffer(self) -> None:
+        with pytest.raises((ValueError, BufferError), match="never made"):
+            memoryview(_native.Mapping.__new__(_native.Mapping))
+
+
+@pytest.fixture
+def big() -> int:
+    """Bytes that take the kernel longer to unmap, in small pages, than it takes to change threads."""
+    if room.available_bytes() < 2 << 30:
+        pytest.skip("too little memory here")
+    return 1 << 30
+
+
+def count_turns(over: threading.Event, turns: list[int]) -> None:
+    while not over.is_set():
+        turns[0] += 1
+        time.sleep(0)
+
+
+def put_at(address: int, num_bytes: int) -> int:
+    """Map memory of this process's own at an address where it has none."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    access, anonymous = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    found: int | None = libc.mmap(address, num_bytes, access, anonymous, -1, 0)
+    assert found == address
+    return address
