@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -22,8 +23,8 @@ _LEAST_MARGIN_BYTES = 64 << 20
 _MOST_MARGIN_BYTES = 1 << 30
 _UNLIMITED = 1 << 60
 _LOCK_TIMEOUT_S = 60.0
-# For huge pages the kernel may have to move others' memory about, with everybody who wants the lock waiting.
-_SLOWEST_HUGE_STEP_S = 0.5
+# For huge pages the kernel may have to move others' memory about, and whoever wants the lock waits meanwhile.
+_SLOWEST_HUGE_STEP_S, _MOST_HUGE_S = 0.5, 20.0
 
 
 @dataclass(frozen=True)
@@ -112,22 +113,24 @@ def take(
     """
     if (room := available()) < num_bytes:
         raise out_of_room(num_bytes, room)
-    done = 0
+    done, huge_left_s = 0, _MOST_HUGE_S if huge else 0.0
     while done < num_bytes:
         step = min(step_bytes, num_bytes - done)
         room = available()
         if room < step:
             raise out_of_room(num_bytes, done + room)
-        huge = huge and _take_huge(descriptor, done, step)
+        if huge_left_s > 0:
+            huge_left_s -= _take_huge(descriptor, done, step)
         _native.allocate(descriptor, done, step)
         done += step
 
 
-def _take_huge(descriptor: int, start: int, num_bytes: int) -> bool:
-    """Whether the next step may ask for huge pages, too."""
+def _take_huge(descriptor: int, start: int, num_bytes: int) -> float:
+    """Seconds that it took; infinite where no more huge pages are to be asked for."""
     began_s = time.monotonic()
     taken = _native.allocate_huge(descriptor, start, num_bytes)
-    return taken and time.monotonic() - began_s < _SLOWEST_HUGE_STEP_S
+    took_s = time.monotonic() - began_s
+    return took_s if taken and took_s < _SLOWEST_HUGE_STEP_S else math.inf
 
 
 def out_of_room(needed: int, available: int) -> OutOfRoomError:
