@@ -160,6 +160,24 @@ def test_after_a_refusal_no_more_huge_pages_are_asked_for(monkeypatch: pytest.Mo
     os.close(descriptor)
 
 
+@pytest.mark.parametrize("limit", ["_SLOWEST_HUGE_STEP_S", "_MOST_HUGE_S"])
+def test_what_takes_too_long_ends_the_asking(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    """Others wait for the node's lock meanwhile."""
+    asked: list[int] = []
+
+    def is_slow(descriptor: int, offset: int, num_bytes: int) -> bool:
+        asked.append(offset)
+        return True
+
+    monkeypatch.setattr(_native, "allocate_huge", is_slow)
+    monkeypatch.setattr(room, limit, 1e-12)
+    descriptor = os.memfd_create("slow")
+    room.take(descriptor, 3 << 20, available=lambda: 1 << 40, step_bytes=1 << 20)
+    assert asked == [0]
+    assert os.fstat(descriptor).st_blocks * 512 == 3 << 20
+    os.close(descriptor)
+
+
 def test_no_room_is_found_out_before_huge_pages_are_taken() -> None:
     descriptor = os.memfd_create("none")
     answers = iter([64 << 20, 64 << 20, 1 << 20])
