@@ -11,14 +11,14 @@
 #   make clean           remove what was built; make distclean: the environments too
 #
 #   PYTHON=python3.12    the interpreter to start from
-#   JOBS=2               tests at once; each may have a trainer and a keeper beside it. JOBS=0: one, in pytest's process
+#   JOBS=3               tests at once; each may have a trainer and a keeper beside it. JOBS=0: one, in pytest's process
 #   VENV=.venv           where the environment stands
 #   TORCH=system         use the torch that PYTHON already has, and install none
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?=
-JOBS ?= 2
+JOBS ?= 3
 ARGS ?=
 export PYTHON VENV TORCH
 
