@@ -39,6 +39,7 @@ from flashckpt.restore.ladder import Ladder, Loaded
 from flashckpt.restore.memory_tier import Held
 from flashckpt.restore.snapshot import Snapshot
 from flashckpt.state import rng
+from flashckpt.state.collection import no_collection
 from flashckpt.state.tree import Tree
 
 _KEEP, _OPTIONS = Keep(last=3), Options()
@@ -73,7 +74,8 @@ def attach(
     began = time.perf_counter()
     session = open_session(path, keep, options)
     try:
-        taken = _resume(session, tree, progress, options, began)
+        with no_collection():
+            taken = _resume(session, tree, progress, options, began)
         return _checkpointer(session, tree, progress, options, every, persist_every, taken)
     except BaseException:
         session.close()
