@@ -39,7 +39,6 @@ from flashckpt.restore.ladder import Ladder, Loaded
 from flashckpt.restore.memory_tier import Held
 from flashckpt.restore.snapshot import Snapshot
 from flashckpt.state import rng
-from flashckpt.state.collection import no_collection
 from flashckpt.state.tree import Tree
 
 _KEEP, _OPTIONS = Keep(last=3), Options()
@@ -74,8 +73,7 @@ def attach(
     began = time.perf_counter()
     session = open_session(path, keep, options)
     try:
-        with no_collection():
-            taken = _resume(session, tree, progress, options, began)
+        taken = _resume(session, tree, progress, options, began)
         return _checkpointer(session, tree, progress, options, every, persist_every, taken)
     except BaseException:
         session.close()

@@ -6,7 +6,9 @@ nothing live changes before everything fits, and what a plan has to watch. Never
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Sized
+import contextlib
+import gc
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +19,6 @@ import flashckpt.state.adapters  # noqa: F401  (registers the types that torch a
 from flashckpt.errors import DamagedError, MismatchError, StateError
 from flashckpt.format.typed import check_roundtrip
 from flashckpt.state.arrival import tensors_held
-from flashckpt.state.collection import no_collection
 from flashckpt.state.containers import ContainerEntry, is_container
 from flashckpt.state.drivers import check_backward_optimizers, check_schedulers, unwrapped
 from flashckpt.state.entry import MISSING, Entry, Row
@@ -96,7 +97,7 @@ class Tree:
         """Every leaf and value of the state, now. `used_up(parameter, gradient)` says of a gradient that
         the optimizer has used it and it is not needed again. Raises StateError."""
         leaves, owners = Leaves(), Owners()
-        with no_collection():
+        with _no_collection():
             found = {entry.name: entry.walk(leaves, owners) for entry in self._in_order()}
             gradients = Gradients(self._parameters())
             mask = gradients.walk(leaves, used_up)
@@ -213,6 +214,18 @@ class Tree:
             for entry in self._entries.values()
             if isinstance(entry, ObjectEntry) or (isinstance(entry, ModuleEntry) and entry.has_extra_state)
         ]
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """A walk makes many small objects and no garbage: collections would be most of its time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _all_used_up(parameter: object, gradient: Tensor) -> bool:
