@@ -86,8 +86,9 @@ def test_a_process_without_an_environment_is_asked_again(session: Session) -> No
     try:
         assert child.pid not in session.processes()
         assert child.pid not in session._strangers
-        assert 1 in session._strangers
-        assert 2 not in session._strangers or not os.path.exists("/proc/2/exe")
+        assert os.getpid() in session._strangers, "it has an environment without the tag"
+        assert child.pid not in session.processes(), "nor is it taken for one of the session's"
+        assert child.pid not in session._strangers
     finally:
         os.close(write)
         os.close(read)

@@ -126,6 +126,7 @@ def test_a_snapshot_that_failed_is_tried_again_by_itself(tmp_path: Path, runtime
         trainer.wait_for(lambda status: status.failures)
         filler.unlink()
         trainer.wait_committed(1)
+        assert committed(trainer.run) == [1]
         trainer.end()
         eventually(lambda: keeper_pid(trainer.folder) is None)
 
@@ -282,6 +283,7 @@ def test_two_slots_and_a_dead_disk_do_not_stop_training(tmp_path: Path, runtime:
             trainer.snapshot(step, persist=True)
         filler.unlink()
         trainer.wait_committed(7)
+        assert committed(trainer.run)[-1] == 7
         trainer.end()
         eventually(lambda: keeper_pid(trainer.folder) is None)
 

@@ -97,4 +97,5 @@ def test_the_log_is_bounded_while_a_keeper_lives(tmp_path: Path, runtime: Path) 
     eventually(lambda: log.stat().st_size < MIB)
     trainer.snapshot(1, persist=True)
     trainer.wait_committed(1)
+    assert log.stat().st_size < MIB
     trainer.end()

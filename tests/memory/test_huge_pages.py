@@ -257,8 +257,10 @@ class TestMapping:
         reader, writer = os.pipe()
         with pytest.raises(OSError, match="map 4096 bytes"):
             _native.Mapping(reader, 4096)
+        empty = os.memfd_create("none")
         with pytest.raises(OSError, match="map 0 bytes"):
-            _native.Mapping(os.memfd_create("none"), 0)
+            _native.Mapping(empty, 0)
+        os.close(empty)
         os.close(reader)
         os.close(writer)
 
