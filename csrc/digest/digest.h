@@ -3,14 +3,14 @@
 // of a leaf, cut anywhere, add up to it. See docs/format.md.
 #pragma once
 
+#include "digest/definition.h"
+
 #include <cstddef>
 #include <cstdint>
 
 namespace flashckpt {
 
 constexpr std::uint64_t kDigestSeed = 0x9E3779B97F4A7C15ull;
-// What a digest table is filled with before a capture.
-constexpr std::uint64_t kEmptyDigest = ~0ull;
 
 constexpr std::uint64_t digest_start(std::uint64_t leaf_bytes) {
     return leaf_bytes * kDigestSeed;
