@@ -11,7 +11,7 @@ namespace {
 
 // Digest and checksum take turns on blocks that stay in the first-level cache, the digest first: its loop
 // asks memory ahead, and the checksum finds what it brought.
-constexpr std::uint64_t kBlockBytes = 16 << 10;
+constexpr std::uint64_t kStepBytes = 16 << 10;
 
 std::vector<std::size_t> by_offset(const Geometry& geometry) {
     std::vector<std::size_t> order;
@@ -62,8 +62,8 @@ Checksum Audit::add(std::uint64_t chunk, const std::uint8_t* data) {
     Xxh3Stream stream;
     const std::uint64_t start = chunk * geometry_.chunk_bytes;
     const std::uint64_t count = geometry_.bytes_of(chunk);
-    for (std::uint64_t done = 0; done < count; done += kBlockBytes) {
-        std::uint64_t size = std::min(kBlockBytes, count - done);
+    for (std::uint64_t done = 0; done < count; done += kStepBytes) {
+        std::uint64_t size = std::min(kStepBytes, count - done);
         add_shares(data + done, start + done, start + done + size);
         stream.update(data + done, size);
     }
