@@ -77,6 +77,10 @@ class Mapping:
 
     def __init__(self, fd: int, num_bytes: int) -> None: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
+    def register(self, device: int) -> None:
+        """Page-locks it for every CUDA device, once, until it is unmapped. RuntimeError with the driver's
+        reason."""
+
     def close(self) -> None:
         """Unmaps it. BufferError while there are views; then it goes with the last of them."""
 
@@ -187,10 +191,12 @@ class Sealer:
         table: int,
         table_count: int,
         on_done_word: int = 0,
+        moves: Buffer | None = None,
     ) -> None:
         """Seals a slot as soon as all of `waits` have happened. Never blocks.
 
-        Then: the digest table (u64[table_count] at `table`) must hold no EMPTY_DIGEST; XXH3-128 of the
+        Then: bytes are put in their places (`moves`: u64 triples of source, destination and bytes, flat); the
+        digest table (u64[table_count] at `table`) must hold no EMPTY_DIGEST; XXH3-128 of the
         metadata goes to record[0:16] and of record[0:240] to record[240:256]; the u64 at `word` goes from
         `expected` to `desired`. Where a wait failed or a digest is empty the word goes to `expected` with
         state and owner 0 instead, and `failures` has the reason. The u64 at `on_done_word`, unless that is
@@ -219,6 +225,33 @@ def cuda_unregister(address: int) -> None:
 
     The memory must still be mapped.
     """
+
+def cuda_capturing(streams: Buffer, device: int) -> bool:
+    """Whether a graph is being captured on one of these streams (u64: handles). Breaks none."""
+
+class CudaCopies:
+    """Copies from a device to host memory, on one stream, enqueued by a native thread in waves.
+
+    `handle` is for `Sealer.submit`: all that was submitted before that has been copied, or the newest of it
+    has failed. Nothing of a job that is done or has failed is still written. ValueError in a forked child.
+    """
+
+    handle: int
+
+    def __init__(self, stream: int, device: int, piece_bytes: int) -> None: ...
+    def submit(self, sources: Buffer, destinations: Buffer, sizes: Buffer, num_first: int) -> int:
+        """u64 arrays of absolute addresses and bytes, copied in order, in pieces, once what is on the stream
+        now has been done. Returns at once, with a ticket. Memory on both sides must stay until then."""
+
+    def hold(self, ticket: int, streams: Buffer) -> None:
+        """What these streams get from now on waits for the ticket's `num_first` first copies. Returns when
+        these are enqueued."""
+
+    def wait(self, ticket: int, *, first: bool = False) -> None:
+        """The host waits for a ticket's copies, or its first ones. RuntimeError where one of them failed."""
+
+    def close(self) -> None:
+        """Waits for what was submitted, then ends the thread."""
 
 def cuda_event_handle(event: int, device: int = 0) -> int:
     """A handle for `Sealer.submit` of a CUDA event (`torch.cuda.Event.cuda_event`) of that device.

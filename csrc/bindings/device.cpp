@@ -1,6 +1,7 @@
 // CUDA, where there is one.
 #include "bindings/arguments.h"
 
+#include "device/copies.h"
 #include "device/cuda.h"
 
 namespace flashckpt {
@@ -47,9 +48,78 @@ void unregister_memory(std::uint64_t address) {
     raise_if(error);
 }
 
+bool is_capturing(nb::handle streams, int device) {
+    U64View asked(streams);
+    bool capturing = false;
+    raise_if(cuda_capturing(asked.data(), asked.size(), device, capturing));
+    return capturing;
+}
+
+// Owns copies and their handle; a seal that waits for them goes on when this object has gone.
+class CopiesObject {
+  public:
+    CopiesObject(std::uint64_t stream, int device, std::uint64_t piece_bytes) {
+        Error error;
+        {
+            Released released;
+            error = DeviceCopies::make(stream, device, piece_bytes, copies_);
+        }
+        raise_if(error);
+        handle_ = enroll(copies_);
+    }
+    ~CopiesObject() { retire(handle_); }
+    CopiesObject(const CopiesObject&) = delete;
+    CopiesObject& operator=(const CopiesObject&) = delete;
+
+    std::uint64_t handle() const { return handle_; }
+
+    std::uint64_t submit(nb::handle sources, nb::handle destinations, nb::handle sizes,
+                         std::size_t num_first) {
+        CopyJob job{U64View(sources).copy(), U64View(destinations).copy(), U64View(sizes).copy(), num_first};
+        std::uint64_t ticket = 0;
+        raise_if(copies_->submit(std::move(job), ticket));
+        return ticket;
+    }
+    void hold(std::uint64_t ticket, nb::handle streams) {
+        U64View held(streams);
+        call([&] { return copies_->hold(ticket, held.data(), held.size()); });
+    }
+    void wait(std::uint64_t ticket, bool first) {
+        call([&] { return first ? copies_->wait_first(ticket) : copies_->wait(ticket); });
+    }
+    void close() {
+        Released released;
+        copies_->close();
+    }
+
+  private:
+    template <class Call>
+    void call(Call call) {
+        Error error;
+        {
+            Released released;
+            error = call();
+        }
+        raise_if(error);
+    }
+
+    std::shared_ptr<DeviceCopies> copies_;
+    std::uint64_t handle_ = 0;
+};
+
 } // namespace
 
 void bind_device(nb::module_& module) {
+    nb::class_<CopiesObject>(module, "CudaCopies")
+        .def(nb::init<std::uint64_t, int, std::uint64_t>(), nb::arg("stream"), nb::arg("device"),
+             nb::arg("piece_bytes"))
+        .def_prop_ro("handle", &CopiesObject::handle)
+        .def("submit", &CopiesObject::submit, nb::arg("sources"), nb::arg("destinations"), nb::arg("sizes"),
+             nb::arg("num_first"))
+        .def("hold", &CopiesObject::hold, nb::arg("ticket"), nb::arg("streams"))
+        .def("wait", &CopiesObject::wait, nb::arg("ticket"), nb::kw_only(), nb::arg("first") = false)
+        .def("close", &CopiesObject::close);
+    module.def("cuda_capturing", is_capturing, nb::arg("streams"), nb::arg("device"));
     module.def("cuda_available", cuda_available, nb::call_guard<Released>());
     module.def("cuda_register", register_memory, nb::arg("address"), nb::arg("num_bytes"), nb::arg("device"));
     module.def("cuda_unregister", unregister_memory, nb::arg("address"));

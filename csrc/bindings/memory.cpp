@@ -2,6 +2,7 @@
 #include "bindings/arguments.h"
 
 #include "base/posix.h"
+#include "device/cuda.h"
 #include "memory/pages.h"
 
 #include <unistd.h>
@@ -57,6 +58,23 @@ class Region {
     }
     void release() { --views_; }
 
+    // Page-locks it for every device, once. It ends with the mapping, on every path: pages that stayed
+    // registered at an address that is used again would send the next copies to memory that is nobody's.
+    void register_with(int device) {
+        if (mapping_.data() == nullptr) raise_value("this mapping was closed");
+        if (is_forked()) raise_value("this mapping is another process's, which has forked this one");
+        if (is_registered_) return;
+        Error error;
+        ++views_; // it must not be closed meanwhile
+        {
+            Released released;
+            error = cuda_register(address(), mapping_.size(), device);
+        }
+        --views_;
+        raise_if(error);
+        is_registered_ = true;
+    }
+
     void close() {
         if (views_ > 0) throw nb::buffer_error("this mapping is viewed");
         drop();
@@ -78,12 +96,17 @@ class Region {
         if (gone.data() == nullptr) return;
         // A second for 8 GiB in small pages: training goes on meanwhile.
         Released released;
+        // A driver that has ended already, at the end of a process, refuses: then nothing is registered any
+        // more.
+        if (is_registered_) (void)cuda_unregister(reinterpret_cast<std::uint64_t>(gone.data()));
         gone = Mapping();
     }
+    std::uint64_t address() const { return reinterpret_cast<std::uint64_t>(mapping_.data()); }
 
     const pid_t maker_ = ::getpid();
     Mapping mapping_;
     std::size_t views_ = 0;
+    bool is_registered_ = false;
 };
 
 int get_view(PyObject* self, Py_buffer* out, int flags) {
@@ -110,6 +133,7 @@ void bind_memory(nb::module_& module) {
     module.def("populate", fault_in, nb::arg("address"), nb::arg("num_bytes"), nb::arg("threads"));
     nb::class_<Region>(module, "Mapping", nb::type_slots(slots))
         .def(nb::init<int, std::uint64_t>(), nb::arg("fd"), nb::arg("num_bytes"))
+        .def("register", &Region::register_with, nb::arg("device"))
         .def("close", &Region::close);
 }
 

@@ -58,16 +58,28 @@ std::vector<std::uint64_t> handles_of(nb::handle waits) {
     return handles;
 }
 
+// A u64 array of (source, destination, bytes), flat.
+std::vector<Move> moves_of(nb::handle flat) {
+    if (flat.is_none()) return {};
+    U64View view(flat);
+    if (view.size() % 3 != 0) raise_value("moves must be triples of source, destination and bytes");
+    std::vector<Move> moves;
+    for (std::size_t i = 0; i < view.size(); i += 3) {
+        moves.push_back({view.data()[i], view.data()[i + 1], view.data()[i + 2]});
+    }
+    return moves;
+}
+
 void submit(Sealer& sealer, nb::handle waits, std::uint64_t word, std::uint64_t expected,
             std::uint64_t desired, std::uint64_t record, std::uint64_t metadata, std::uint64_t metadata_bytes,
-            std::uint64_t table, std::uint64_t table_count, std::uint64_t on_done_word) {
+            std::uint64_t table, std::uint64_t table_count, std::uint64_t on_done_word, nb::handle moves) {
     u64_pointer(word);
     if (record == 0) raise_value("record must be an address");
     if (metadata_bytes > 0 && metadata == 0) raise_value("metadata must be an address");
     if (table_count > 0) u64_pointer(table);
     if (on_done_word != 0) u64_pointer(on_done_word);
     raise_if(sealer.submit({handles_of(waits), word, expected, desired, record, metadata, metadata_bytes,
-                            table, table_count, on_done_word}));
+                            table, table_count, on_done_word, moves_of(moves)}));
 }
 
 nb::list take_failures(Sealer& sealer) {
@@ -103,7 +115,8 @@ void bind_sync(nb::module_& module) {
         .def(nb::init<>())
         .def("submit", submit, nb::kw_only(), nb::arg("waits"), nb::arg("word"), nb::arg("expected"),
              nb::arg("desired"), nb::arg("record"), nb::arg("metadata"), nb::arg("metadata_bytes"),
-             nb::arg("table"), nb::arg("table_count"), nb::arg("on_done_word") = 0)
+             nb::arg("table"), nb::arg("table_count"), nb::arg("on_done_word") = 0,
+             nb::arg("moves") = nb::none())
         .def(
             "drain",
             [](Sealer& self, double timeout_s) {

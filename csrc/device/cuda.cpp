@@ -1,6 +1,6 @@
 #include "device/cuda.h"
 
-#include "device/driver.h"
+#include "device/context.h"
 #include "sync/event.h"
 
 #include <algorithm>
@@ -10,69 +10,6 @@
 
 namespace flashckpt {
 namespace {
-
-Error need_driver(const Driver*& driver) {
-    std::string why;
-    driver = Driver::get(why);
-    return driver != nullptr ? Error{} : Error{Kind::device, 0, "CUDA cannot be used: " + why, ""};
-}
-
-// Retained once a device and never released: torch holds the same context for the life of the process.
-Error primary_context(const Driver& driver, int ordinal, CuContext& out) {
-    static auto* mutex = new std::mutex;
-    static auto* contexts = new std::map<int, CuContext>;
-    std::lock_guard lock(*mutex);
-    auto found = contexts->find(ordinal);
-    if (found != contexts->end()) {
-        out = found->second;
-        return {};
-    }
-    CuDevice device = 0;
-    if (CuResult code = driver.device_get(&device, ordinal)) {
-        return driver.failure(code, "find device " + std::to_string(ordinal));
-    }
-    if (CuResult code = driver.primary_retain(&out, device)) {
-        return driver.failure(code, "open device " + std::to_string(ordinal));
-    }
-    contexts->emplace(ordinal, out);
-    return {};
-}
-
-// This thread, in relaxed capture mode and in one device's context, until it goes.
-class Entered {
-  public:
-    Error enter(const Driver& driver, int device) {
-        driver_ = &driver;
-        // Before the context: opening a device is itself a call that a capture elsewhere would forbid.
-        mode_ = kCuCaptureRelaxed;
-        if (CuResult code = driver.exchange_capture_mode(&mode_)) {
-            return driver.failure(code, "enter relaxed capture mode");
-        }
-        relaxed_ = true;
-        CuContext wanted = nullptr;
-        if (Error error = primary_context(driver, device, wanted)) return error;
-        if (CuResult code = driver.context_get(&before_)) return driver.failure(code, "ask for the context");
-        if (before_ == wanted) return {};
-        if (CuResult code = driver.context_set(wanted))
-            return driver.failure(code, "enter the device's context");
-        moved_ = true;
-        return {};
-    }
-    ~Entered() {
-        if (moved_) driver_->context_set(before_);
-        if (relaxed_) driver_->exchange_capture_mode(&mode_);
-    }
-    Entered() = default;
-    Entered(const Entered&) = delete;
-    Entered& operator=(const Entered&) = delete;
-
-  private:
-    const Driver* driver_ = nullptr;
-    CuContext before_ = nullptr;
-    int mode_ = kCuCaptureRelaxed;
-    bool relaxed_ = false;
-    bool moved_ = false;
-};
 
 // The device that memory was registered with: undoing it in another's context would make one there, and a
 // rank must take no memory of a GPU that is another rank's.
@@ -155,6 +92,23 @@ Error cuda_unregister(std::uint64_t address) {
     if (Error error = entered.enter(*driver, device)) return error;
     CuResult code = driver->host_unregister(reinterpret_cast<void*>(address));
     return code == kCuSuccess ? Error{} : driver->failure(code, "unregister host memory");
+}
+
+Error cuda_capturing(const std::uint64_t* streams, std::size_t num_streams, int device, bool& capturing) {
+    const Driver* driver = nullptr;
+    if (Error error = need_driver(driver)) return error;
+    Entered entered;
+    if (Error error = entered.enter(*driver, device)) return error;
+    capturing = false;
+    for (std::size_t i = 0; i < num_streams && !capturing; ++i) {
+        int status = 0;
+        CuResult code = driver->stream_capturing(reinterpret_cast<CuStream>(streams[i]), &status);
+        if (code != kCuSuccess && code != kCuCaptureImplicit) {
+            return driver->failure(code, "tell whether a graph is being captured");
+        }
+        capturing = code == kCuCaptureImplicit || status != 0;
+    }
+    return {};
 }
 
 Error cuda_event_handle(std::uint64_t event, int device, std::uint64_t& handle) {

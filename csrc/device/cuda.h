@@ -17,6 +17,10 @@ bool cuda_available();
 Error cuda_register(std::uint64_t address, std::uint64_t num_bytes, int device);
 Error cuda_unregister(std::uint64_t address);
 
+// Whether a graph is being captured on one of these streams; also true where the legacy stream is among them
+// and some stream that blocks it is captured. Never breaks a capture.
+Error cuda_capturing(const std::uint64_t* streams, std::size_t num_streams, int device, bool& capturing);
+
 // A handle a seal can wait for. `event` is a CUevent of that device: it must live, and must not be recorded
 // again, until the seal is decided. The same event gets the same handle.
 Error cuda_event_handle(std::uint64_t event, int device, std::uint64_t& handle);

@@ -25,6 +25,12 @@ bool find_all(void* library, Driver& driver, std::string& why) {
            find(library, "cuMemcpyDtoHAsync_v2", driver.copy_to_host, why) &&
            find(library, "cuThreadExchangeStreamCaptureMode", driver.exchange_capture_mode, why) &&
            find(library, "cuEventQuery", driver.event_query, why) &&
+           find(library, "cuEventCreate", driver.event_create, why) &&
+           find(library, "cuEventRecord", driver.event_record, why) &&
+           find(library, "cuEventSynchronize", driver.event_synchronize, why) &&
+           find(library, "cuStreamWaitEvent", driver.stream_wait_event, why) &&
+           find(library, "cuStreamSynchronize", driver.stream_synchronize, why) &&
+           find(library, "cuStreamIsCapturing", driver.stream_capturing, why) &&
            find(library, "cuGetErrorName", driver.error_name, why) &&
            find(library, "cuGetErrorString", driver.error_text, why);
 }

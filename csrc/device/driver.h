@@ -20,6 +20,9 @@ constexpr CuResult kCuSuccess = 0;
 constexpr CuResult kCuNotReady = 600;
 constexpr unsigned kCuRegisterPortable = 1;
 constexpr int kCuCaptureRelaxed = 2;
+constexpr CuResult kCuCaptureImplicit = 906; // the legacy stream was asked while another one is captured
+constexpr unsigned kCuEventBlockingSync = 1;
+constexpr unsigned kCuEventNoTiming = 2;
 
 struct Driver {
     CuResult (*init)(unsigned flags);
@@ -34,6 +37,12 @@ struct Driver {
                              CuStream stream);
     CuResult (*exchange_capture_mode)(int* mode);
     CuResult (*event_query)(CuEvent event);
+    CuResult (*event_create)(CuEvent* event, unsigned flags);
+    CuResult (*event_record)(CuEvent event, CuStream stream);
+    CuResult (*event_synchronize)(CuEvent event);
+    CuResult (*stream_wait_event)(CuStream stream, CuEvent event, unsigned flags);
+    CuResult (*stream_synchronize)(CuStream stream);
+    CuResult (*stream_capturing)(CuStream stream, int* status);
     CuResult (*error_name)(CuResult code, const char** name);
     CuResult (*error_text)(CuResult code, const char** text);
 

@@ -36,6 +36,10 @@ std::string refuse(const Seal& seal, const std::string& reason) {
 
 // The reason why the slot was not sealed, or nothing.
 std::string seal_slot(const Seal& seal) {
+    for (const Move& move : seal.moves) {
+        std::memcpy(reinterpret_cast<void*>(move.destination), reinterpret_cast<const void*>(move.source),
+                    move.num_bytes);
+    }
     for (std::uint64_t entry = 0; entry < seal.table_count; ++entry) {
         std::uint64_t value = __atomic_load_n(u64_at(seal.table) + entry, __ATOMIC_ACQUIRE);
         if (value == kEmptyDigest) {

@@ -18,6 +18,13 @@ namespace flashckpt {
 constexpr std::uint64_t kRecordBytes = 256;
 constexpr std::uint64_t kChecksumBytes = 16;
 
+// Bytes that are put in their place once all waits are over, before the digests are looked at.
+struct Move {
+    std::uint64_t source = 0;
+    std::uint64_t destination = 0;
+    std::uint64_t num_bytes = 0;
+};
+
 // All addresses must stay mapped until the seal is done or refused.
 struct Seal {
     std::vector<std::uint64_t> waits; // handles
@@ -30,6 +37,7 @@ struct Seal {
     std::uint64_t table = 0; // digests, u64[table_count]
     std::uint64_t table_count = 0;
     std::uint64_t on_done_word = 0; // 0, or an address whose u64 grows by one when this seal is decided
+    std::vector<Move> moves;
 };
 
 using SealFailure = std::pair<std::uint64_t, std::string>; // address of the word, reason

@@ -1,0 +1,247 @@
+#include "device/copies.h"
+
+#include "device/context.h"
+#include "sync/pool.h"
+
+#include <algorithm>
+#include <deque>
+#include <map>
+#include <system_error>
+#include <thread>
+
+namespace flashckpt {
+namespace {
+
+// Enqueued between two marks of a wave; two waves are on their way at most, beside a few marks.
+constexpr std::size_t kWave = 256;
+constexpr std::chrono::nanoseconds kForever = std::chrono::hours(24);
+
+struct Job {
+    std::uint64_t ticket = 0;
+    CopyJob copies;
+};
+
+} // namespace
+
+// Guarded by the bell's lock, but for what is set once, when it is made.
+struct DeviceCopies::State {
+    const Driver* driver = nullptr;
+    CuStream stream = nullptr;
+    int device = 0;
+    std::uint64_t piece_bytes = 0;
+    CuEvent first = nullptr; // recorded behind the first copies of the job that runs
+    CuEvent last = nullptr;
+    CuEvent waves[2] = {nullptr, nullptr};
+    std::uint64_t forks = 0;
+
+    std::deque<Job> jobs;
+    std::uint64_t submitted = 0;
+    std::uint64_t enqueued = 0; // tickets up to this one have had their first copies enqueued, or have failed
+    std::uint64_t finished = 0;
+    std::map<std::uint64_t, Error> failures;
+    bool closing = false;
+    bool running = false;
+
+    Error check(CuResult code, const char* what) const {
+        return code == kCuSuccess ? Error{} : driver->failure(code, what);
+    }
+
+    Error make_events() {
+        Entered entered;
+        if (Error error = entered.enter(*driver, device)) return error;
+        for (CuEvent* event : {&first, &last, &waves[0], &waves[1]}) {
+            CuResult code = driver->event_create(event, kCuEventBlockingSync | kCuEventNoTiming);
+            if (Error error = check(code, "make an event")) return error;
+        }
+        return {};
+    }
+
+    Error enqueue(const CopyJob& job, std::size_t from, std::size_t to, std::size_t& pieces) const {
+        for (std::size_t copy = from; copy < to; ++copy) {
+            for (std::uint64_t done = 0; done < job.sizes[copy]; done += piece_bytes) {
+                std::uint64_t count = std::min(piece_bytes, job.sizes[copy] - done);
+                CuResult code = driver->copy_to_host(reinterpret_cast<void*>(job.destinations[copy] + done),
+                                                     job.sources[copy] + done, count, stream);
+                if (Error error = check(code, "copy to host memory")) return error;
+                if (Error error = ++pieces % kWave == 0 ? next_wave(pieces / kWave) : Error{}) return error;
+            }
+        }
+        return {};
+    }
+
+    Error next_wave(std::size_t number) const {
+        if (Error error = check(driver->event_record(waves[number % 2], stream), "mark a stream"))
+            return error;
+        if (number < 2) return {};
+        return check(driver->event_synchronize(waves[(number + 1) % 2]), "wait for copies");
+    }
+
+    Error run(const Job& job) {
+        Entered entered;
+        if (Error error = entered.enter(*driver, device)) return error;
+        std::size_t pieces = 0;
+        Error error = enqueue(job.copies, 0, job.copies.num_first, pieces);
+        if (!error) error = check(driver->event_record(first, stream), "mark a stream");
+        if (!error) {
+            tell_enqueued(job.ticket);
+            error = enqueue(job.copies, job.copies.num_first, job.copies.sizes.size(), pieces);
+        }
+        if (!error) error = check(driver->event_record(last, stream), "mark a stream");
+        if (!error) return check(driver->event_synchronize(last), "wait for copies");
+        // What was enqueued before it still writes: nobody may have the memory before that has ended.
+        driver->stream_synchronize(stream);
+        return error;
+    }
+
+    void tell_enqueued(std::uint64_t ticket) {
+        std::lock_guard lock(Bell::get().mutex);
+        enqueued = ticket;
+        Bell::get().ring();
+    }
+};
+
+Error DeviceCopies::make(std::uint64_t stream, int device, std::uint64_t piece_bytes,
+                         std::shared_ptr<DeviceCopies>& out) {
+    if (piece_bytes == 0) return value_error("piece_bytes must not be 0");
+    auto state = std::make_shared<State>();
+    if (Error error = need_driver(state->driver)) return error;
+    state->stream = reinterpret_cast<CuStream>(stream);
+    state->device = device;
+    state->piece_bytes = piece_bytes;
+    if (Error error = state->make_events()) return error;
+    {
+        std::lock_guard lock(Bell::get().mutex);
+        state->forks = Bell::get().forks();
+    }
+    out = std::shared_ptr<DeviceCopies>(new DeviceCopies(std::move(state)));
+    return {};
+}
+
+DeviceCopies::~DeviceCopies() {
+    close();
+}
+
+bool DeviceCopies::is_forked() const {
+    return state_->forks != Bell::get().forks();
+}
+
+Error DeviceCopies::submit(CopyJob job, std::uint64_t& ticket) {
+    if (job.sources.size() != job.sizes.size() || job.destinations.size() != job.sizes.size()) {
+        return value_error("sources, destinations and sizes differ in length");
+    }
+    if (job.num_first > job.sizes.size()) return value_error("there are fewer copies than first ones");
+    std::lock_guard lock(Bell::get().mutex);
+    if (is_forked()) return value_error("these copies are another process's, which has forked this one");
+    if (state_->closing) return value_error("these copies were closed");
+    if (!state_->running) {
+        SignalsBlocked blocked;
+        try {
+            std::thread(serve, state_).detach();
+        } catch (const std::system_error& refused) {
+            return os_error(refused.code().value(), "start the copying thread");
+        }
+        state_->running = true;
+    }
+    ticket = ++state_->submitted;
+    state_->jobs.push_back({ticket, std::move(job)});
+    Bell::get().ring();
+    return {};
+}
+
+void DeviceCopies::serve(std::shared_ptr<State> state) {
+    name_this_thread("flashckpt-copy");
+    Bell& bell = Bell::get();
+    std::unique_lock lock(bell.mutex);
+    for (;;) {
+        bell.wait(lock, kForever, [&] { return state->closing || !state->jobs.empty(); });
+        if (state->jobs.empty()) {
+            if (state->closing) break;
+            continue;
+        }
+        Job job = std::move(state->jobs.front());
+        state->jobs.pop_front();
+        lock.unlock();
+        Error error = state->run(job);
+        lock.lock();
+        if (error) state->failures.emplace(job.ticket, std::move(error));
+        state->enqueued = state->finished = job.ticket;
+        bell.ring();
+    }
+    state->running = false;
+    bell.ring();
+}
+
+Error DeviceCopies::failure(std::uint64_t ticket) const {
+    auto found = state_->failures.find(ticket);
+    return found == state_->failures.end() ? Error{} : found->second;
+}
+
+Error DeviceCopies::hold(std::uint64_t ticket, const std::uint64_t* streams, std::size_t num_streams) {
+    Bell& bell = Bell::get();
+    {
+        std::unique_lock lock(bell.mutex);
+        if (is_forked()) return value_error("these copies are another process's, which has forked this one");
+        if (ticket > state_->submitted) return value_error("no copies have this ticket");
+        while (state_->enqueued < ticket)
+            bell.wait(lock, kForever, [&] { return state_->enqueued >= ticket; });
+        // Of a job that has ended there is nothing to wait for, whatever the event says of a later one.
+        if (state_->finished >= ticket) return {};
+    }
+    Entered entered;
+    if (Error error = entered.enter(*state_->driver, state_->device)) return error;
+    for (std::size_t i = 0; i < num_streams; ++i) {
+        auto* stream = reinterpret_cast<CuStream>(streams[i]);
+        CuResult code = state_->driver->stream_wait_event(stream, state_->first, 0);
+        if (Error error = state_->check(code, "let a stream wait for copies")) return error;
+    }
+    return {};
+}
+
+Error DeviceCopies::wait_first(std::uint64_t ticket) {
+    Bell& bell = Bell::get();
+    {
+        std::unique_lock lock(bell.mutex);
+        if (is_forked() || ticket > state_->submitted) return value_error("no copies have this ticket");
+        while (state_->enqueued < ticket)
+            bell.wait(lock, kForever, [&] { return state_->enqueued >= ticket; });
+        if (state_->finished >= ticket) return failure(ticket);
+    }
+    Entered entered;
+    if (Error error = entered.enter(*state_->driver, state_->device)) return error;
+    return state_->check(state_->driver->event_synchronize(state_->first), "wait for copies");
+}
+
+Error DeviceCopies::wait(std::uint64_t ticket) {
+    Bell& bell = Bell::get();
+    std::unique_lock lock(bell.mutex);
+    if (is_forked() || ticket > state_->submitted) return value_error("no copies have this ticket");
+    while (state_->finished < ticket)
+        bell.wait(lock, kForever, [&] { return state_->finished >= ticket; });
+    return failure(ticket);
+}
+
+void DeviceCopies::close() {
+    Bell& bell = Bell::get();
+    std::unique_lock lock(bell.mutex);
+    if (is_forked()) return; // the thread is the parent's
+    state_->closing = true;
+    bell.ring();
+    while (state_->running)
+        bell.wait(lock, kForever, [&] { return !state_->running; });
+}
+
+std::uint64_t DeviceCopies::begin() {
+    std::lock_guard lock(Bell::get().mutex);
+    return state_->submitted;
+}
+
+Progress DeviceCopies::poll(std::uint64_t ticket, std::string& why) {
+    std::lock_guard lock(Bell::get().mutex);
+    if (state_->finished < ticket) return Progress::pending;
+    Error error = failure(ticket);
+    if (!error) return Progress::done;
+    why = error.message;
+    return Progress::failed;
+}
+
+} // namespace flashckpt
