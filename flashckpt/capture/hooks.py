@@ -5,6 +5,7 @@ digests; it never makes one wrong.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -47,6 +48,24 @@ class _Record:
         self.fired = False
         self.gradients: list[weakref.ref[Tensor]] = []
         self.versions: list[int] = []
+
+
+class StepHook:
+    """A hook that holds its owner weakly. Optimizers leave their hooks out of what is copied and pickled. A
+    copy of one that does not has a callable of the standard library in this one's place: it does nothing."""
+
+    def __init__(self, method: Callable[[Optimizer], None]) -> None:
+        self._method = weakref.WeakMethod(method)
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        method = self._method()
+        if method is not None:
+            method(optimizer)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 class StepHooks:
@@ -113,34 +132,21 @@ class StepHooks:
 
     def _install(self, optimizer: Optimizer) -> None:
         self._records[id(optimizer)] = _Record()
-        me = weakref.ref(self)
-
-        def before(stepping: Optimizer, args: Any, kwargs: Any) -> None:
-            hooks = me()
-            if hooks is not None and not hooks._blind():
-                hooks._before(stepping)
-
-        def after(stepping: Optimizer, args: Any, kwargs: Any) -> None:
-            hooks = me()
-            if hooks is not None and not hooks._blind():
-                hooks._after(stepping)
-
-        handle = optimizer.register_step_pre_hook(before)
+        handle = optimizer.register_step_pre_hook(StepHook(self._before))
         # A user's own pre-hook may write parameters: the gate must be closed before it.
         optimizer._optimizer_step_pre_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
-        self._handles += [handle, optimizer.register_step_post_hook(after)]
-
-    def _blind(self) -> bool:
-        return torch.compiler.is_compiling() or self._capturing()
+        self._handles += [handle, optimizer.register_step_post_hook(StepHook(self._after))]
 
     def _before(self, optimizer: Optimizer) -> None:
+        if self._capturing():
+            return
         call = self._before_step()
         if call is not None:
             call()
 
     def _after(self, optimizer: Optimizer) -> None:
         record = self._records.get(id(optimizer))
-        if record is None:
+        if record is None or self._capturing():
             return
         self._stepped = record.fired = True
         gradients = [

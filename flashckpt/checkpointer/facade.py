@@ -220,6 +220,7 @@ class Checkpointer:
 
     def _begin_iteration(self) -> None:
         self._in_iteration, self._marked = True, False
+        self._use.batch_given()
         self._capture.pulse.expect()
 
     def _end_of_iteration(self) -> None:

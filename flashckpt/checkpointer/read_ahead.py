@@ -8,12 +8,17 @@ shows itself on the second batch it draws, so only the first few batches are loo
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
+from flashckpt.capture.hooks import StepHook
 from flashckpt.errors import BoundaryError
 from flashckpt.state.tree import Tree
 
@@ -33,24 +38,29 @@ class Use:
         self._before: dict[str, int] | None = None
         self._since_batch = False
         self._since_boundary = used
-        mine = weakref.ref(self)
+        self._tree = tree
+        self._forward_hooks: list[_ForwardHook] = []
+        self._step_hooks = [o.register_step_post_hook(StepHook(self._stepped)) for o in tree.optimizers]
 
-        def seen(*_: object) -> None:
-            if torch.compiler.is_compiling():
-                return
-            use = mine()
-            if use is not None:
-                use._since_batch = use._since_boundary = True
+    def _stepped(self, optimizer: Optimizer | None = None) -> None:
+        self._since_batch = self._since_boundary = True
 
-        self._handles: list[Any] = [module.register_forward_pre_hook(seen) for module in tree.modules]
-        self._handles += [optimizer.register_step_post_hook(seen) for optimizer in tree.optimizers]
+    def _forward_seen(self) -> None:
+        self._stepped()
+        self._unwatch_forward()
+
+    def _unwatch_forward(self) -> None:
+        while self._forward_hooks:
+            with contextlib.suppress(IndexError, KeyError):  # another thread that runs a module was first
+                self._forward_hooks.pop().handle.remove()
 
     def since_boundary(self) -> bool:
-        """Whether a hook saw use since the last boundary; use that calls none is not seen."""
+        """Whether a hook saw use since the last boundary: mostly the step of an optimizer."""
         return self._since_boundary
 
     def at_boundary(self) -> None:
         self._since_boundary = False
+        self._unwatch_forward()
 
     def before_batch(self, *, holds_one: bool) -> None:
         """Called before each batch is drawn; `holds_one` says that the loop was given one before. Raises
@@ -70,7 +80,32 @@ class Use:
             )
         self._before = now if now is not None else self._before
 
+    def batch_given(self) -> None:
+        if self._left and not self._forward_hooks:
+            self._forward_hooks += [_ForwardHook(module, self) for module in self._tree.modules]
+
     def close(self) -> None:
-        for handle in self._handles:
+        for handle in self._step_hooks:
             handle.remove()
-        self._handles.clear()
+        self._step_hooks.clear()
+        self._unwatch_forward()
+
+
+class _ForwardHook:
+    """On a module from a batch to its first forward, and only for the first few batches: `torch.save(model)`
+    and `deepcopy(model)` take along what is on it. A copy that is made right then has, in this one's place,
+    torch's own handle of a hook, which takes itself off with the first call."""
+
+    def __init__(self, module: nn.Module, use: Use) -> None:
+        self._use = weakref.ref(use)
+        self.handle = module.register_forward_pre_hook(self)
+
+    def __call__(self, module: nn.Module, args: object) -> None:
+        if torch.compiler.is_compiling():
+            return
+        use = self._use()
+        if use is not None:
+            use._forward_seen()
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return partial, (self.handle.__exit__, None)
