@@ -7,6 +7,7 @@
 #   make fuzz            read hostile bytes                ARGS="--minutes 60 --seed 1"
 #   make lint            ruff, mypy, import-linter, clang-format: look only
 #   make format          the same formatters, writing
+#   make ptx             make csrc/device/digest.ptx anew from its sources
 #   make build           a wheel in dist/
 #   make clean           remove what was built; make distclean: the environments too
 #
@@ -23,13 +24,13 @@ ARGS ?=
 export PYTHON VENV TORCH
 
 RUN := $(VENV)/bin
-CPP = $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.h' | grep -v third_party)
+CPP = $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name '*.cu' | grep -v third_party)
 
-.PHONY: help test demo bench torture fuzz lint format build clean distclean
+.PHONY: help test demo bench torture fuzz lint format ptx build clean distclean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n '3,17s/^# \{0,1\}//p' Makefile
+	@sed -n '3,18s/^# \{0,1\}//p' Makefile
 
 test:
 	@scripts/environment test,demo
@@ -64,6 +65,10 @@ format:
 	$(RUN)/ruff check --fix .
 	$(RUN)/ruff format .
 	$(RUN)/clang-format -i $(CPP)
+
+ptx:
+	@scripts/environment dev
+	$(RUN)/python scripts/make-ptx
 
 build:
 	@scripts/environment test,demo

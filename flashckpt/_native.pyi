@@ -264,6 +264,31 @@ def cuda_copy_to_host(
 ) -> None:
     """Queues copies from device to host addresses on a stream, in pieces, and returns. No digest is taken."""
 
+def cuda_digest_table(sources: Buffer, destinations: Buffer | None, sizes: Buffer) -> bytes:
+    """The table of one `cuda_digest_launch`, to be put into device memory as it is (at a multiple of 16).
+
+    u64 arrays of n device addresses and bytes. Leaves are contiguous bytes of any alignment and length, none
+    included; with a destination that is not 0 what is read there is written here too. Sources may overlap
+    each other. ValueError, naming the leaf's index, for an address that cannot be, or a destination that
+    overlaps anything. That the memory is there, and the device's, is the caller's to know: a kernel that
+    reads past an allocation ends the process's use of the device.
+    """
+
+def cuda_digest_launch(
+    stream: int, table_device_address: int, num_entries: int, digests_device_address: int, device: int
+) -> None:
+    """Queues one pass over all leaves of a table on a stream, and returns: two fills and one kernel.
+
+    `digests_device_address` is u64[num_entries]. All of it is EMPTY_DIGEST first; a leaf's digest, of the
+    bytes that were read (and written, where there is a destination), is there when all its blocks were
+    counted, and equals `digest` of the same bytes. One launch of a table must be over, in stream order,
+    before the next of the same table. Not while a graph is being captured. RuntimeError with what the
+    driver says.
+    """
+
+def cuda_digests_usable(device: int) -> str:
+    """Loads the kernel of digests on a device; "" or why it cannot be used there. May take a second."""
+
 class Watch:
     """Tells which tensors are no longer where they were when it was made.
 

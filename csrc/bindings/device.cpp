@@ -3,6 +3,10 @@
 
 #include "device/copies.h"
 #include "device/cuda.h"
+#include "device/cuda_digest.h"
+
+#include <optional>
+#include <vector>
 
 namespace flashckpt {
 namespace {
@@ -107,6 +111,43 @@ class CopiesObject {
     std::uint64_t handle_ = 0;
 };
 
+nb::bytes make_digest_table(nb::handle sources, nb::handle destinations, nb::handle sizes) {
+    U64View from(sources);
+    U64View bytes(sizes);
+    std::optional<U64View> to;
+    if (!destinations.is_none()) to.emplace(destinations);
+    if (from.size() != bytes.size() || (to && to->size() != bytes.size())) {
+        raise_value("sources, destinations and sizes differ in length");
+    }
+    std::vector<std::uint8_t> table;
+    Error error;
+    {
+        Released released;
+        error = digest_table(from.data(), to ? to->data() : nullptr, bytes.data(), bytes.size(), table);
+    }
+    raise_if(error);
+    return bytes_of(table.data(), table.size());
+}
+
+void launch_digests(std::uint64_t stream, std::uint64_t table_device_address, std::size_t num_entries,
+                    std::uint64_t digests_device_address, int device) {
+    Error error;
+    {
+        Released released;
+        error = cuda_digest_launch(stream, table_device_address, num_entries, digests_device_address, device);
+    }
+    raise_if(error);
+}
+
+nb::str why_no_digests(int device) {
+    Error error;
+    {
+        Released released;
+        error = cuda_digests_usable(device);
+    }
+    return nb::str(error.message.c_str());
+}
+
 } // namespace
 
 void bind_device(nb::module_& module) {
@@ -126,6 +167,11 @@ void bind_device(nb::module_& module) {
     module.def("cuda_event_handle", event_handle, nb::arg("event"), nb::arg("device") = 0);
     module.def("cuda_copy_to_host", copy_to_host, nb::arg("stream"), nb::arg("sources"),
                nb::arg("destinations"), nb::arg("sizes"), nb::arg("piece_bytes"), nb::arg("device"));
+    module.def("cuda_digest_table", make_digest_table, nb::arg("sources"), nb::arg("destinations").none(),
+               nb::arg("sizes"));
+    module.def("cuda_digest_launch", launch_digests, nb::arg("stream"), nb::arg("table_device_address"),
+               nb::arg("num_entries"), nb::arg("digests_device_address"), nb::arg("device"));
+    module.def("cuda_digests_usable", why_no_digests, nb::arg("device"));
 }
 
 } // namespace flashckpt

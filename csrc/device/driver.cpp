@@ -31,6 +31,12 @@ bool find_all(void* library, Driver& driver, std::string& why) {
            find(library, "cuStreamWaitEvent", driver.stream_wait_event, why) &&
            find(library, "cuStreamSynchronize", driver.stream_synchronize, why) &&
            find(library, "cuStreamIsCapturing", driver.stream_capturing, why) &&
+           find(library, "cuDeviceGetAttribute", driver.device_attribute, why) &&
+           find(library, "cuModuleLoadDataEx", driver.module_load, why) &&
+           find(library, "cuModuleGetFunction", driver.module_function, why) &&
+           find(library, "cuOccupancyMaxActiveBlocksPerMultiprocessor", driver.occupancy, why) &&
+           find(library, "cuLaunchKernel", driver.launch, why) &&
+           find(library, "cuMemsetD8Async", driver.fill, why) &&
            find(library, "cuGetErrorName", driver.error_name, why) &&
            find(library, "cuGetErrorString", driver.error_text, why);
 }

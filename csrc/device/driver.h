@@ -15,6 +15,8 @@ using CuDevice = int;
 using CuContext = void*;
 using CuStream = void*;
 using CuEvent = void*;
+using CuModule = void*;
+using CuFunction = void*;
 
 constexpr CuResult kCuSuccess = 0;
 constexpr CuResult kCuNotReady = 600;
@@ -23,6 +25,9 @@ constexpr int kCuCaptureRelaxed = 2;
 constexpr CuResult kCuCaptureImplicit = 906; // the legacy stream was asked while another one is captured
 constexpr unsigned kCuEventBlockingSync = 1;
 constexpr unsigned kCuEventNoTiming = 2;
+constexpr int kCuMultiprocessors = 16; // attribute of a device
+constexpr int kCuJitErrorLog = 5;      // options of a load: a buffer of text
+constexpr int kCuJitErrorLogBytes = 6; // and its size
 
 struct Driver {
     CuResult (*init)(unsigned flags);
@@ -43,6 +48,15 @@ struct Driver {
     CuResult (*stream_wait_event)(CuStream stream, CuEvent event, unsigned flags);
     CuResult (*stream_synchronize)(CuStream stream);
     CuResult (*stream_capturing)(CuStream stream, int* status);
+    CuResult (*device_attribute)(int* value, int attribute, CuDevice device);
+    CuResult (*module_load)(CuModule* module, const void* image, unsigned num_options, int* options,
+                            void** values);
+    CuResult (*module_function)(CuFunction* function, CuModule module, const char* name);
+    CuResult (*occupancy)(int* num_blocks, CuFunction function, int block_threads, std::size_t shared_bytes);
+    CuResult (*launch)(CuFunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
+                       unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
+                       CuStream stream, void** parameters, void** extra);
+    CuResult (*fill)(std::uint64_t address, unsigned char byte, std::size_t num_bytes, CuStream stream);
     CuResult (*error_name)(CuResult code, const char** name);
     CuResult (*error_text)(CuResult code, const char** text);
 

@@ -61,6 +61,12 @@ FLASHCKPT_HOST_DEVICE constexpr Word first_start(int lane) {
 FLASHCKPT_HOST_DEVICE constexpr Word second_start(int lane) {
     return digest_key(264 + lane);
 }
+FLASHCKPT_HOST_DEVICE constexpr Word first_fold_key(int lane) {
+    return digest_key(272 + lane);
+}
+FLASHCKPT_HOST_DEVICE constexpr Word second_fold_key(int lane) {
+    return digest_key(280 + lane);
+}
 
 // The low half of x ^ key times its high half: 32 by 32 bits, unsigned, all 64 kept.
 FLASHCKPT_HOST_DEVICE constexpr Word product(Word x, Word key) {
@@ -78,10 +84,10 @@ FLASHCKPT_HOST_DEVICE inline Word fold(Word a, Word b) {
 }
 // `a` is the accumulator of `lane`, which is even, and `b` that of `lane` + 1.
 FLASHCKPT_HOST_DEVICE inline Word fold_first(int lane, Word a, Word b) {
-    return fold(a ^ digest_key(272 + lane), b ^ digest_key(273 + lane));
+    return fold(a ^ first_fold_key(lane), b ^ first_fold_key(lane + 1));
 }
 FLASHCKPT_HOST_DEVICE inline Word fold_second(int lane, Word a, Word b) {
-    return fold(a ^ digest_key(280 + lane), b ^ digest_key(281 + lane));
+    return fold(a ^ second_fold_key(lane), b ^ second_fold_key(lane + 1));
 }
 
 // `block` counts from 0 within the leaf; `folds` is the sum of the block's eight folds.

@@ -1,7 +1,9 @@
 /* A CUDA driver that does nothing but tell what it was asked, one line a call, in the file FAKE_CUDA_LOG.
    Contexts are 0x1000 + ordinal; events below 100 are done, 100 to 199 pending until asked three times,
    others failed. Copies are made at once, but for those of 17 bytes, which are refused. Graphs are captured on
-   stream 5; stream 6 is the legacy stream beside one. Unregistering tells whether the memory was still mapped. */
+   stream 5; stream 6 is the legacy stream beside one. Unregistering tells whether the memory was still mapped.
+   The kernel of digests is the emulated one, run at once; what FAKE_CUDA_REFUSES names (module, function, fill,
+   launch) is refused. */
 #define _DEFAULT_SOURCE
 #include <stdint.h>
 #include <stdio.h>
@@ -68,5 +70,51 @@ int cuStreamIsCapturing(void* stream, int* status) {
     *status = (unsigned long)stream == 5;
     return (unsigned long)stream == 6 ? 906 : 0;
 }
-int cuGetErrorName(int code, const char** name) { *name = code == 712 ? "ALREADY" : "FAULT"; return 0; }
+static int refused(const char* what) {
+    const char* refuses = getenv("FAKE_CUDA_REFUSES");
+    return refuses != NULL && strcmp(refuses, what) == 0;
+}
+int cuDeviceGetAttribute(int* value, int attribute, int device) {
+    *value = attribute == 16 ? 2 + device : -1;
+    return 0;
+}
+int cuModuleLoadDataEx(void** module, const char* image, unsigned count, int* options, void** values) {
+    tell("module", strlen(image), count);
+    if (strstr(image, ".version 7.8") == NULL || strstr(image, ".target sm_50") == NULL) return 218;
+    if (refused("module")) {
+        for (unsigned i = 0; i < count; ++i)
+            if (options[i] == 5) strcpy(values[i], "ptxas: too new");
+        return 222;
+    }
+    *module = (void*)0x77ul;
+    return 0;
+}
+int cuModuleGetFunction(void** function, void* module, const char* name) {
+    *function = (void*)0x88ul;
+    return refused("function") || module != (void*)0x77ul || strcmp(name, "flashckpt_digest") != 0 ? 500 : 0;
+}
+int cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, void* function, int threads, size_t shared) {
+    *blocks = function == (void*)0x88ul && threads == 256 && shared == 0 ? 2 : 0;
+    return 0;
+}
+int cuMemsetD8Async(unsigned long long address, unsigned char byte, size_t bytes, void* stream) {
+    tell("fill", bytes, (unsigned long)stream);
+    if (refused("fill")) return 719;
+    memset((void*)address, byte, bytes);
+    return 0;
+}
+void emulate_digest(void* table, unsigned long entries, void* digests, unsigned blocks, unsigned long seed,
+                    unsigned long* did);
+int cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
+                   unsigned shared, void* stream, void** parameters, void** extra) {
+    tell("launch", gx, (unsigned long)stream);
+    if (function != (void*)0x88ul || gy * gz * by * bz != 1 || bx != 256 || shared != 0 || extra != NULL) return 1;
+    if (refused("launch")) return 719;
+    emulate_digest(*(void**)parameters[0], *(unsigned long*)parameters[1], *(void**)parameters[2], gx, 1, NULL);
+    return 0;
+}
+int cuGetErrorName(int code, const char** name) {
+    *name = code == 712 ? "ALREADY" : code == 222 ? "UNSUPPORTED_PTX" : "FAULT";
+    return 0;
+}
 int cuGetErrorString(int code, const char** text) { *text = code == 712 ? "registered already" : "no"; return 0; }

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from fake_cuda import build_driver, run
 
 from flashckpt import _native
 
@@ -65,24 +62,7 @@ sealer.close()
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    compiler = shutil.which("gcc") or shutil.which("cc") or shutil.which("clang")
-    if compiler is None:
-        pytest.skip("there is no C compiler")
-    folder = tmp_path_factory.mktemp("driver")
-    source = Path(__file__).with_name("fake_driver.c")
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", folder / "libcuda.so.1", source], check=True)
-    return folder
-
-
-def run(driver: Path, program: str, devices: int) -> list[str]:
-    log = driver / "log"
-    log.write_text("")
-    changed = {"LD_LIBRARY_PATH": str(driver), "FAKE_CUDA_LOG": str(log), "FAKE_CUDA_DEVICES": str(devices)}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, **changed}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return log.read_text().splitlines()
+    return build_driver(tmp_path_factory.mktemp("driver"))
 
 
 def test_what_the_driver_is_asked(driver: Path) -> None:

@@ -1,0 +1,31 @@
+"""A stand-in for the CUDA driver, built where a test runs, and programs that are run with it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from emulated_kernel import CSRC, FLAGS, HERE
+
+
+def build_driver(folder: Path) -> Path:
+    made = folder / "fake_driver.o"
+    subprocess.run(["gcc", "-c", "-fPIC", "-o", made, HERE / "fake_driver.c"], check=True)
+    kernel = [HERE / "emulated_digest.cpp", made, "-I", CSRC]
+    subprocess.run(["g++", *FLAGS, "-shared", "-fPIC", *kernel, "-o", folder / "libcuda.so.1"], check=True)
+    return folder
+
+
+def run(driver: Path, program: str, devices: int, refuses: str = "") -> list[str]:
+    """The driver's log, a line a call. `refuses`: see fake_driver.c."""
+    log = driver / "log"
+    log.write_text("")
+    changed = {"LD_LIBRARY_PATH": str(driver), "FAKE_CUDA_LOG": str(log), "FAKE_CUDA_DEVICES": str(devices)}
+    changed["FAKE_CUDA_REFUSES"] = refuses
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, **changed}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return log.read_text().splitlines()

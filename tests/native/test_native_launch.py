@@ -1,0 +1,120 @@
+"""The launch of the digest kernel without a GPU: what a driver is asked, and what follows if it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fake_cuda import build_driver, run
+from reference_digest import numpy_digest
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_driver(tmp_path_factory.mktemp("driver"))
+
+
+SIZES = (100, 0, 5000, 30000)
+DIGESTS = """
+import ctypes
+from array import array
+from flashckpt import _native
+
+def u64(*values):
+    return array("Q", values)
+
+def buffer(data, align=16):
+    memory = ctypes.create_string_buffer(len(data) + align)
+    at = -(-ctypes.addressof(memory) // align) * align
+    ctypes.memmove(at, bytes(data), len(data))
+    return memory, at
+
+leaves = [buffer(bytes([i + 1]) * size) for i, size in enumerate((100, 0, 5000, 30000))]
+sizes = u64(100, 0, 5000, 30000)
+sources = u64(*(at for _, at in leaves))
+keep, clone = buffer(bytes(5000))
+table_keep, table = buffer(_native.cuda_digest_table(sources, u64(0, 0, clone, 0), sizes))
+digests = u64(1, 2, 3, 4)
+out = _native.address_of(digests)
+"""
+DIGESTS += f"expected = u64{tuple(numpy_digest(bytes([i + 1]) * size) for i, size in enumerate(SIZES))}\n"
+DIGESTS += f"changed = {numpy_digest(bytes([9]) + bytes([4]) * (SIZES[3] - 1))}\n"
+
+
+def test_digests_are_two_fills_and_a_launch(driver: Path) -> None:
+    program = """
+assert _native.cuda_digests_usable(1) == ""
+for _ in range(2):
+    _native.cuda_digest_launch(77, table, 4, out, 1)
+    assert digests == expected, (digests, expected)
+assert ctypes.string_at(clone, 5000) == bytes([3]) * 5000
+ctypes.memset(sources[3], 9, 1)
+_native.cuda_digest_launch(78, table, 4, out, 1)
+assert digests[:3] == expected[:3] and digests[3] == changed
+# A table of another number of leaves than was said: nothing that could be taken for a digest.
+_native.cuda_digest_launch(78, table, 3, out, 1)
+assert digests == u64(*[_native.EMPTY_DIGEST] * 3, digests[3])
+_native.cuda_digest_launch(78, 0, 0, 0, 1)
+for wrong in ((table + 8, 4, out), (table, 4, out + 4), (0, 4, out), (table, 4, 0)):
+    try:
+        _native.cuda_digest_launch(78, *wrong, 1)
+    except ValueError as error:
+        assert "multiple of" in str(error)
+    else:
+        raise AssertionError("not refused")
+"""
+    there = "context=1001 mode=2"
+    lines = run(driver, DIGESTS + program, 2)
+    assert lines[0] == "retain 1 0 context=0 mode=2"
+    assert lines[1].startswith("module ")
+    assert lines[1].endswith(there)
+    a_launch = [f"fill 32 77 {there}", f"fill 64 77 {there}", f"launch 6 77 {there}"]
+    assert lines[2:8] == a_launch * 2
+    assert len(lines) == 14
+
+
+def test_kernels_are_loaded_once_a_device(driver: Path) -> None:
+    program = """
+for device in (0, 1, 0, 1):
+    assert _native.cuda_digests_usable(device) == ""
+    _native.cuda_digest_launch(77, table, 4, out, device)
+"""
+    lines = [line.split() for line in run(driver, DIGESTS + program, 2)]
+    assert [line[-2] for line in lines if line[0] == "module"] == ["context=1000", "context=1001"]
+    assert [line[1] for line in lines if line[0] == "launch"] == ["4", "6"] * 2
+
+
+@pytest.mark.parametrize(
+    ("refuses", "reason"),
+    [
+        ("module", "CUDA refused to load the kernel of digests: UNSUPPORTED_PTX (no): ptxas: too new"),
+        ("function", "CUDA refused to find flashckpt_digest: FAULT (no)"),
+    ],
+)
+def test_a_kernel_that_cannot_be_loaded(driver: Path, refuses: str, reason: str) -> None:
+    program = f"""
+reason = {reason!r}
+assert _native.cuda_digests_usable(0) == reason, _native.cuda_digests_usable(0)
+assert "find device 7" in _native.cuda_digests_usable(7)
+try:
+    _native.cuda_digest_launch(77, table, 4, out, 0)
+except RuntimeError as error:
+    assert str(error) == reason
+else:
+    raise AssertionError("not refused")
+assert digests == u64(1, 2, 3, 4)
+"""
+    assert not any(line.startswith(("fill", "launch")) for line in run(driver, DIGESTS + program, 2, refuses))
+
+
+def test_a_launch_that_is_refused_leaves_no_digest(driver: Path) -> None:
+    program = """
+try:
+    _native.cuda_digest_launch(77, table, 4, out, 0)
+except RuntimeError as error:
+    assert str(error) == "CUDA refused to launch the kernel of digests: FAULT (no)", error
+else:
+    raise AssertionError("not refused")
+assert digests == u64(*[_native.EMPTY_DIGEST] * 4)
+"""
+    run(driver, DIGESTS + program, 2, "launch")
