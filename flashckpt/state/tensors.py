@@ -39,6 +39,7 @@ def check(tensor: Tensor, location: str) -> None:
         refuse(location, f"has the layout {tensor.layout}", "Keep its indices and values as plain tensors.")
     if tensor.device.type == "meta":
         refuse(location, "is on the meta device and has no data", "Give it memory: to_empty().")
+    _check_device(tensor, location)
     if tensor.dtype not in DTYPE_NAMES:
         refuse(location, f"has the dtype {tensor.dtype}", "Dequantize it, or keep its raw integers.")
     if tensor.is_conj() or tensor.is_neg():
@@ -56,6 +57,17 @@ def _check_subclass(tensor: Tensor, location: str) -> None:
             "belongs to a lazy module that has not seen an input yet",
             "Run one forward pass before the state is attached.",
         )
+
+
+def _check_device(tensor: Tensor, location: str) -> None:
+    """Host memory and CUDA. Of other devices nothing is known that a snapshot rests on: the order of their
+    streams, and their random numbers."""
+    kind = tensor.device.type
+    if kind == "cuda" and torch.version.hip is not None:
+        kind = "ROCm, which torch calls cuda"
+    elif kind in ("cpu", "cuda"):
+        return
+    refuse(location, f"is on {kind}, which is not supported", "Keep it in host memory or on a CUDA device.")
 
 
 def _is_fake(tensor: Tensor) -> bool:

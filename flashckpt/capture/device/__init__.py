@@ -1,4 +1,4 @@
-"""Devices behind one small protocol: CUDA and ROCm, any other accelerator, and a simulated one."""
+"""Devices behind one small protocol: CUDA, and a simulated one. State on any other is refused by its walk."""
 
 from __future__ import annotations
 

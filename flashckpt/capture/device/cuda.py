@@ -1,4 +1,4 @@
-"""CUDA (and ROCm, which torch names the same) behind the device protocol.
+"""CUDA behind the device protocol.
 
 Owns the side stream and the pool that arenas live in. Compute is whatever stream the training thread is on.
 Registration and copies go through native code, which enters relaxed capture mode: on another thread they
