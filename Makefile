@@ -3,6 +3,7 @@
 #   make test            build, and run the tests            ARGS="-k resume -x" goes to pytest
 #   make demo            train, kill, go on, compare         ARGS="--steps 120" goes to the demo
 #   make bench           measure against the peers           ARGS="--gib 1" goes to the benchmark
+#   make gpu             all that only a GPU can say, in 9 minutes: see docs/benchmarks.md
 #   make torture         kill a training at random         ARGS="--kills 1000 --seed 1 --json out.json"
 #   make fuzz            read hostile bytes                ARGS="--minutes 60 --seed 1"
 #   make lint            ruff, mypy, import-linter, clang-format: look only
@@ -15,22 +16,26 @@
 #   JOBS=3               tests at once; each may have a trainer and a keeper beside it. JOBS=0: one, in pytest's process
 #   VENV=.venv           where the environment stands
 #   TORCH=system         use the torch that PYTHON already has, and install none
+#   WHEELS=folder        install from these wheels, not from the network; wants TORCH=system
+#   OUT=folder           where `make gpu` writes; bench-output/gpu
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?=
 JOBS ?= 3
 ARGS ?=
-export PYTHON VENV TORCH
+WHEELS ?=
+OUT ?= bench-output/gpu
+export PYTHON VENV TORCH WHEELS
 
 RUN := $(VENV)/bin
 CPP = $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name '*.cu' | grep -v third_party)
 
-.PHONY: help test demo bench torture fuzz lint format ptx build clean distclean
+.PHONY: help test demo bench gpu torture fuzz lint format ptx build clean distclean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n '3,18s/^# \{0,1\}//p' Makefile
+	@sed -n '3,21s/^# \{0,1\}//p' Makefile
 
 test:
 	@scripts/environment test,demo
@@ -43,6 +48,9 @@ demo:
 bench:
 	@scripts/environment test,demo
 	@$(RUN)/python -m benchmarks $(ARGS)
+
+gpu:
+	@$(PYTHON) -m benchmarks.gpu --out $(OUT) $(ARGS)
 
 torture:
 	@scripts/environment test,demo

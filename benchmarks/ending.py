@@ -22,7 +22,8 @@ def reporting(job: Job) -> Iterator[None]:
     except BaseException as error:
         traceback.print_exc()
         lines = str(error).strip().splitlines() or [""]
-        job.report({"failed": f"{type(error).__name__}: {lines[0]}"})
+        # Beside what was reported before: a part that fails takes nothing from those that came to their end.
+        job.report({**job.reported(), "failed": f"{type(error).__name__}: {lines[0]}"})
         code = 1
     finally:
         sys.stdout.flush()

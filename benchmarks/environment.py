@@ -20,25 +20,28 @@ _REQUIREMENTS = _ROOT / "benchmarks" / "requirements.txt"
 _HELD = ("torch", "numpy")
 
 
-def prepare(folder: Path) -> tuple[str, dict[str, str]]:
-    """The interpreter to run peers with, and why what could not be installed was not, by distribution."""
+def prepare(folder: Path, wheels: str = "") -> tuple[str, dict[str, str]]:
+    """The interpreter to run peers with, and why what could not be installed was not, by distribution.
+    wheels: a folder to install from, without a network; versions are then those that it has."""
     python = folder / "bin" / "python"
     stamp = folder / ".installed.json"
-    key = _key()
+    key = _key(wheels)
     if stamp.exists():
         installed = json.loads(stamp.read_text())
-        if installed["key"] == key and not installed["failures"]:
-            return str(python), {}
+        # What a network refused once it may give now; a folder has what it has.
+        if installed["key"] == key and (wheels or not installed["failures"]):
+            return str(python), installed["failures"]
     if not python.exists():
         _create(folder)
-    failures = _install(python, folder / "install.log", folder / "constraints.txt")
+    failures = _install(python, folder / "install.log", folder / "constraints.txt", wheels)
     stamp.write_text(json.dumps({"key": key, "failures": failures}))
     return str(python), failures
 
 
-def _key() -> str:
+def _key(wheels: str) -> str:
     """What decides whether the environment is up to date."""
-    parts = [_REQUIREMENTS.read_text(), sys.executable, *_constraints()]
+    names = sorted(path.name for path in Path(wheels).iterdir()) if wheels else []
+    parts = [_REQUIREMENTS.read_text(), sys.executable, wheels, *names, *_constraints()]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
@@ -57,7 +60,7 @@ def _create(folder: Path) -> None:
     (packages / "below.pth").write_text(f"import site; {below}\n")
 
 
-def _install(python: Path, log: Path, constraints: Path) -> dict[str, str]:
+def _install(python: Path, log: Path, constraints: Path, wheels: str) -> dict[str, str]:
     """All at once, which pip resolves best; one by one when that fails."""
     constraints.write_text("\n".join(_constraints()) + "\n")
     wanted = [
@@ -65,26 +68,32 @@ def _install(python: Path, log: Path, constraints: Path) -> dict[str, str]:
         for line in _REQUIREMENTS.read_text().splitlines()
         if line.strip() and not line.startswith("#")
     ]
+    options = ["-c", str(constraints)]
+    if wheels:
+        # Whatever version is there, in the folder or on the machine, is better than none.
+        wanted = [_name(requirement) for requirement in wanted]
+        options += ["--no-index", "--find-links", wheels]
     log.write_text("")
-    if not _pip(python, log, constraints, wanted):
+    if not _pip(python, log, [*options, *wanted]):
         return {}
     failures = {}
     for requirement in wanted:
-        reason = _pip(python, log, constraints, [requirement])
+        reason = _pip(python, log, [*options, requirement])
         if reason:
-            failures[normalized(re.split(r"[=<>~! ]", requirement)[0])] = f"not installed: {reason}"
+            failures[normalized(_name(requirement))] = f"not installed: {reason}"
     return failures
 
 
-def _pip(python: Path, log: Path, constraints: Path, requirements: list[str]) -> str:
+def _name(requirement: str) -> str:
+    return re.split(r"[=<>~! ]", requirement)[0]
+
+
+def _pip(python: Path, log: Path, arguments: list[str]) -> str:
     """Empty when it worked, else the last line that says why not."""
     command = [str(python), "-m", "pip", "install", "--no-input", "--disable-pip-version-check"]
-    done = subprocess.run(
-        [*command, "-c", str(constraints), *requirements],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    # A network that is not there must not take minutes to say so.
+    command += ["--retries", "1", "--timeout", "15"]
+    done = subprocess.run([*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     with open(log, "a") as file:
         file.write(done.stdout)
     if done.returncode == 0:
@@ -95,3 +104,14 @@ def _pip(python: Path, log: Path, constraints: Path, requirements: list[str]) ->
 
 def normalized(distribution: str) -> str:
     return re.sub(r"[-_.]+", "-", distribution).lower()
+
+
+def main() -> None:
+    """`python -m benchmarks.environment FOLDER REPORT [WHEELS]`: the same, told in a file."""
+    folder, report, *wheels = sys.argv[1:]
+    python, failures = prepare(Path(folder), *wheels)
+    Path(report).write_text(json.dumps({"python": python, "failures": failures}))
+
+
+if __name__ == "__main__":
+    main()

@@ -79,23 +79,32 @@ class Measurement:
         return {"call_s": call_s, "waited_s": waited_s}
 
     def block(self, steps: int) -> dict[str, Any]:
-        """Steps with checkpoints. What the last one still does after the block is waited for outside."""
+        """Steps with checkpoints. What the last one still does after the block is waited for outside:
+        `waited_s` is from its call until the peer says that it is safe."""
         calls: list[float] = []
         boundaries: list[float] = []
         self.workload.sync()
-        began = time.perf_counter()
+        asked = began = time.perf_counter()
         for _ in range(steps):
             self.workload.step(self._gate)
             self._step += 1
             called = time.perf_counter()
             taken = self.peer.boundary(self._step, self._step % self.settings.every == 0)
             (calls if taken else boundaries).append(time.perf_counter() - called)
+            asked = called if taken else asked
         self.peer.gate()
         self.workload.sync()
         seconds = time.perf_counter() - began
         self.peer.wait()
+        waited_s = time.perf_counter() - asked
         files.keep_newest(self.folder, _KEPT)
-        return {"with_s": seconds, "taken": len(calls), "calls_s": calls, "boundaries_s": boundaries}
+        return {
+            "with_s": seconds,
+            "taken": len(calls),
+            "calls_s": calls,
+            "boundaries_s": boundaries,
+            "waited_s": waited_s,
+        }
 
     def rounds(self) -> list[dict[str, Any]]:
         steps = self.settings.every * self.settings.checkpoints
@@ -109,7 +118,7 @@ class Measurement:
 
     def alone(self) -> dict[str, float]:
         """One checkpoint with the loop held still: call, staged, waited for, durable; from the call on."""
-        for _ in range(self.settings.every - 1):
+        while (self._step + 1) % self.settings.every:
             self.workload.step(self._gate)
             self._step += 1
             self.peer.boundary(self._step, False)

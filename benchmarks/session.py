@@ -63,24 +63,38 @@ class Session:
     def run(self, arguments: list[str], *, timeout_s: float, may_die: bool = False) -> float:
         """Run `python -m …` to its end. Returns seconds. Raises ProcessFailed with its reason."""
         log = self.folder / f"{arguments[0]}.log"
-        os.makedirs(self._runtime, mode=0o700, exist_ok=True)
         began = time.monotonic()
-        with open(log, "w") as output:
-            process = subprocess.Popen(
-                [self.python, "-m", *arguments],
-                cwd=_ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env=self.environment(),
-            )
-            code = self._watch(process, began + timeout_s)
+        log.unlink(missing_ok=True)
+        code = self.call([self.python, "-m", *arguments], log=log, timeout_s=timeout_s)
         if code is None:
             raise ProcessFailed(f"did not end within {timeout_s:.0f} s")
         if code != 0 and not (may_die and code == -signal.SIGKILL):
             raise ProcessFailed(_reason(log) or f"exit code {code}")
         return time.monotonic() - began
+
+    def call(
+        self, command: list[str], *, log: Path, timeout_s: float, environment: dict[str, str] | None = None
+    ) -> int | None:
+        """Run any command to its end, its output at the end of `log`. Returns its code, negative for a
+        signal; None if it was ended for its time, and all with it that it had started."""
+        os.makedirs(self._runtime, mode=0o700, exist_ok=True)
+        with open(log, "a") as output:
+            process = subprocess.Popen(
+                command,
+                cwd=_ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**self.environment(), **(environment or {})},
+            )
+            try:
+                return self._watch(process, time.monotonic() + timeout_s)
+            finally:
+                if process.poll() is None:  # whoever waits here was interrupted
+                    self.end_processes()
+                    process.kill()
+                    process.wait()
 
     @property
     def _runtime(self) -> str:

@@ -98,6 +98,12 @@ class Job:
         fields = json.loads(Path(path).read_text())
         return cls(**{**fields, "settings": Settings(**fields["settings"])})
 
+    def reported(self) -> dict[str, Any]:
+        """What was reported last; empty if nothing was."""
+        path = Path(self.result)
+        found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        return found
+
     def report(self, result: dict[str, Any]) -> None:
         """Written whole or not at all: the process may be killed right after, and its parent reads on."""
         path = Path(self.result)

@@ -60,9 +60,16 @@ class Workload:
         torch.manual_seed(0)
         self.device = torch.device(settings.device)
         width, vocabulary = shape_of(settings.state_bytes, settings.layers)
-        self.model = Gpt(width, settings.layers, vocabulary).to(self.device)
+        # Made where it stays: filling gigabytes of weights on the host takes longer than many a measurement.
+        with self.device:
+            self.model = Gpt(width, settings.layers, vocabulary)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        tokens = torch.randint(0, vocabulary, (settings.batch, settings.length + 1))
+        self._vocabulary, self._length = vocabulary, settings.length
+        self.feed(settings.batch)
+
+    def feed(self, batch: int) -> None:
+        """As many sequences a step from now on: how long a step takes."""
+        tokens = torch.randint(0, self._vocabulary, (batch, self._length + 1))
         self._tokens = tokens.to(self.device)
 
     def step(self, gate: Callable[[], None] | None = None) -> None:

@@ -36,7 +36,7 @@ def snapshot(job: Job) -> dict[str, Any]:
         optimizer=workload.optimizer,
     ) as checkpointer:
         warm(workload, checkpointer)
-        measure = _on_gpu if workload.device.type == "cuda" else _on_cpu
+        measure = measure_on_gpu if workload.device.type == "cuda" else _on_cpu
         result = measure(job, workload, checkpointer, copy)
     return {**result, "leaves": len(workload.leaves()), "num_bytes": workload.num_bytes()}
 
@@ -96,7 +96,7 @@ def _on_cpu(
     return {"cost_s": costs, "call_s": calls, "quiet_call_s": quiet, "copy_s": copies, "plain_s": plain}
 
 
-def _on_gpu(
+def measure_on_gpu(
     job: Job, workload: Workload, checkpointer: flashckpt.Checkpointer, copy: Callable[[], float]
 ) -> dict[str, Any]:
     costs: list[float] = []

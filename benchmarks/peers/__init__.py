@@ -5,8 +5,10 @@ it: a library that cannot be imported must not stop the others.
 from __future__ import annotations
 
 import importlib
+from typing import TYPE_CHECKING
 
-from benchmarks.peers.base import Peer
+if TYPE_CHECKING:  # it imports torch, which whoever only asks for names may not have
+    from benchmarks.peers.base import Peer
 
 PEERS = {
     "flashckpt": ("flashckpt_run:ToDisk", "flashckpt, to disk"),

@@ -1,0 +1,348 @@
+"""The stages of `make gpu`, in the order of what is wanted most: build, tests, our own figures, peers. Each
+has a limit of its own, and what is found is written down at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks import files
+from benchmarks.gpu import machine
+from benchmarks.gpu.machine import BATCHES, Interpreter
+from benchmarks.gpu.stages import ROOT, Budget, OutOfTime, Record, call, measure
+from benchmarks.peers import PEERS
+from benchmarks.session import Session
+from benchmarks.settings import Settings
+
+STAGES = ("build", "tests", "own", "peers")
+FAILED, NOT_BUILT = 1, 4
+_BUILD_S, _PEERS_INSTALL_S, _TESTS_S = 240.0, 60.0, 130.0
+_TEST_S = 60.0
+# Less than that, and a process would only be started to be killed.
+_LEAST_S, _LEAST_PEER_S = 15.0, 30.0
+# A test that ends pytest itself costs one more start of it.
+_MOST_STARTS = 6
+_LOOP = "benchmarks.gpu.loop_cost"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What the command line asks for."""
+
+    out: Path
+    seconds: float
+    stages: list[str]
+    peers: list[str]
+    tests: str
+    folder: Path | None
+    device: str
+    small: bool
+    here: bool
+    command: list[str]
+
+
+class Course:
+    """One run of the command. `record.found` is what is written to gpu.json."""
+
+    def __init__(self, wish: Wish, interpreter: Interpreter) -> None:
+        self.wish, self.python, self.interpreter = wish, interpreter.python, interpreter
+        self.budget = Budget(wish.seconds)
+        self.code = 0
+        self.wheels = os.environ.get("WHEELS", "")
+        self.log = wish.out / "log.txt"
+        self.log.write_text("")
+        self.peers_python, self.missing = interpreter.python, dict[str, str]()
+        parent = wish.folder or wish.out
+        parent.mkdir(parents=True, exist_ok=True)
+        self.work = Path(tempfile.mkdtemp(prefix="work-", dir=parent)).resolve()
+        described = machine.describe(interpreter, self.work)
+        self.settings, smaller = machine.settings_for(
+            described, self.work, device=wish.device, small=wish.small
+        )
+        found: dict[str, Any] = {
+            "command": wish.command,
+            "environment": {name: os.environ.get(name, "") for name in ("PYTHON", "TORCH", "VENV", "WHEELS")},
+            "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "ended": "",
+            "machine": described,
+            "settings": self.settings.to_dict(),
+            "stages": [],
+            "lacks": [],
+            "tests": {},
+            "own": {},
+            "peers": {},
+        }
+        self.record = Record(wish.out / "gpu.json", found)
+        for lacking in filter(None, [smaller, _not_a_gpu(wish)]):
+            self.record.lacks(lacking)
+
+    def run(self) -> int:
+        """All stages that were asked for, as far as time goes. Returns the exit code."""
+        ended = "interrupted"
+        try:
+            if "build" in self.wish.stages and not self.wish.here and not self._build():
+                ended = "not built"
+                return NOT_BUILT
+            for name, stage in (("tests", self._tests), ("own", self._own), ("peers", self._peers)):
+                if name in self.wish.stages:
+                    self._guarded(name, stage)
+            ended = "done"
+            return self.code
+        finally:
+            files.remove(self.work)
+            self.record.found["ended"] = ended
+            self.record.found["seconds"] = round(time.monotonic() - self.budget.began_s, 1)
+            self.record.write()
+
+    def _guarded(self, name: str, stage: Callable[[], None]) -> None:
+        try:
+            stage()
+        except OutOfTime as out:
+            self.record.lacks(f"{name}: {out}")
+            if name != "peers":
+                self.code = FAILED
+
+    # ---- build
+
+    def _build(self) -> bool:
+        environment = self.interpreter.environment or {}
+        if environment.get("TORCH") == "system" and not self.wheels and not machine.reaches_an_index():
+            self.record.lacks("a network: only what is installed here was used (more: WHEELS=folder)")
+            self.wheels = str(self.work / "none")
+            os.mkdir(self.wheels)
+        environment = {**environment, "WHEELS": self.wheels}
+        limit_s = self.budget.limit(_BUILD_S)
+        ended = call(
+            ["bash", "scripts/environment", "test,demo"],
+            limit_s=limit_s,
+            log=self.log,
+            environment=environment,
+        )
+        self._say("build", ended.outcome, ended.seconds)
+        if ended.code != 0:
+            self.record.found["build_log"] = self.log.read_text(errors="replace").splitlines()[-40:]
+            self.record.lacks(
+                f"a build: {ended.outcome}; the end of its output is in gpu.json, all in log.txt"
+            )
+            return False
+        lacking = ROOT / environment.get("VENV", ".venv") / "lacking.txt"
+        for requirement in lacking.read_text().splitlines() if lacking.exists() else ():
+            self.record.lacks(f"{requirement} (not installed, and not among the wheels)")
+        facts = machine.probe(self.python)
+        if isinstance(facts, dict):
+            self.record.found["machine"].update(facts)
+        return True
+
+    # ---- tests
+
+    def _tests(self) -> None:
+        record = self.wish.out / "tests.jsonl"
+        record.write_text("")
+        began, limit_s = time.monotonic(), self.budget.limit(_TESTS_S, least_s=_LEAST_S)
+        command = [
+            self.python, "-m", "pytest", self.wish.tests, "-m", "gpu", "-q",
+            "-c", str(ROOT / "pyproject.toml"), "-p", "no:cacheprovider", "-p", "benchmarks.gpu.recorder",
+            "--continue-on-collection-errors",
+        ]  # fmt: skip
+        if "pytest-timeout" in self.record.found["machine"]["versions"]:
+            command += [f"--timeout={_TEST_S:.0f}", "--timeout-method=thread"]
+        else:
+            command += ["--override-ini", "addopts=--strict-markers"]
+            self.record.lacks("pytest-timeout: one test that hangs takes the time of those after it")
+        environment = {"FLASHCKPT_GPU_RECORD": str(record)}
+        outcome = ""
+        for _ in range(_MOST_STARTS):
+            left_s = limit_s - (time.monotonic() - began)
+            if left_s < _LEAST_S / 3:
+                break
+            before = record.read_text()
+            ended = call(command, limit_s=left_s, log=self.log, environment=environment)
+            outcome = ended.outcome
+            # 0 all passed, 1 some failed, 5 none was left; 1 also where the device was lost: then go on.
+            whole = ended.code in (0, 5) or (ended.code == 1 and not _cut_short(record))
+            if whole or record.read_text() == before:
+                outcome = "done" if whole else outcome
+                break
+        self.record.found["tests"], missing = _outcomes(record)
+        for each in missing:
+            self.record.lacks(each)
+        self._say("tests", outcome, time.monotonic() - began)
+        counts = self.record.found["tests"]["counts"]
+        if outcome != "done" or set(counts) - {"passed", "skipped"}:
+            self.code = FAILED
+        if not counts.get("passed"):
+            self.record.lacks("a test that is marked gpu and ran here")
+
+    # ---- our own figures
+
+    def _own(self) -> None:
+        batches = [1, 2] if self.wish.small else list(BATCHES)
+        whole = {"batches": batches, "alone": 2, "last": True}
+        self._part("rates", 60, partial(self._measure, "benchmarks.own.rates"))
+        self.settings = self._paced(self.settings)
+        self._part("flashckpt_memory", 110, partial(self._loop, "flashckpt_memory", whole))
+        self._part("flashckpt", 90, partial(self._loop, "flashckpt", {**whole, "batches": batches[:1]}))
+        if self.wish.device == "cuda":
+            self._part("ways", 90, partial(self._measure, "benchmarks.own.ways"))
+        self._part("small", 40, partial(self._measure, "benchmarks.own.small"))
+
+    def _paced(self, settings: Settings) -> Settings:
+        """Fewer steps a block where a step is long: a slow GPU must not spend the budget on its own pace."""
+        steps = self.record.found["own"].get("rates", {}).get("step_s")
+        if not steps or self.wish.small:
+            return settings
+        wanted = max(8, min(settings.every, int(4.0 / min(steps))))
+        if wanted < settings.every:
+            self.record.lacks(f"short steps: {min(steps):.2f} s each here, so {wanted} a block")
+        self.record.found["settings"]["every"] = wanted
+        return replace(settings, every=wanted)
+
+    def _part(self, name: str, most_s: float, run: Callable[[float], dict[str, Any]]) -> None:
+        began = time.monotonic()
+        try:
+            found = run(self.budget.limit(most_s, least_s=_LEAST_S))
+        except OutOfTime as out:
+            found = {"failed": str(out)}
+        self.record.found["own"][name] = found
+        if "failed" in found:
+            self.code = FAILED
+        self._say(f"own: {name}", found.get("failed", "done"), time.monotonic() - began)
+
+    # ---- peers
+
+    def _peers(self) -> None:
+        if self.wish.peers and not self.wish.here:
+            self._install_peers()
+        told = {"batches": [1] if self.wish.small else [BATCHES[0]], "alone": 0, "last": False}
+        for name in self.wish.peers:
+            began = time.monotonic()
+            try:
+                limit_s = self.budget.limit(75.0, least_s=_LEAST_PEER_S)
+                found = self._loop(name, told, limit_s, python=self.peers_python)
+            except OutOfTime as out:
+                found = {"failed": str(out)}
+            found["title"] = PEERS[name][1]
+            self.record.found["peers"][name] = found
+            if "failed" in found and "blocks" not in found:
+                self.record.lacks(f"{PEERS[name][1]}: {self._why(found['failed'])}")
+            self._say(f"peer: {name}", found.get("failed", "done"), time.monotonic() - began)
+
+    def _install_peers(self) -> None:
+        report = self.work / "peers.json"
+        began, limit_s = time.monotonic(), self.budget.limit(_PEERS_INSTALL_S, least_s=_LEAST_S)
+        folder = ROOT / (".venv-bench" if self.python.endswith("/.venv/bin/python") else ".venv-gpu-bench")
+        command = [self.python, "-m", "benchmarks.environment", str(folder), str(report)]
+        ended = call([*command, *([self.wheels] if self.wheels else [])], limit_s=limit_s, log=self.log)
+        self._say("peers installed", ended.outcome, time.monotonic() - began)
+        if report.exists():
+            made = json.loads(report.read_text())
+            self.peers_python, self.missing = made["python"], made["failures"]
+        else:
+            self.record.lacks(f"the peers' environment: {ended.outcome}; see log.txt")
+
+    def _why(self, failure: str) -> str:
+        """Why a module is missing is known to the one that could not install it."""
+        for distribution, reason in self.missing.items():
+            if "ModuleNotFoundError" in failure and distribution.replace("-", "_") in failure.replace(
+                "-", "_"
+            ):
+                return reason
+        return failure
+
+    # ---- processes
+
+    def _measure(self, module: str, limit_s: float) -> dict[str, Any]:
+        session = Session(self.python, Path(tempfile.mkdtemp(dir=self.work)))
+        try:
+            return measure(session, module, self.settings, limit_s=limit_s)
+        finally:
+            self._close(session)
+
+    def _loop(
+        self, peer: str, told: dict[str, Any], limit_s: float, python: str | None = None
+    ) -> dict[str, Any]:
+        """A peer's loop, and, where a last checkpoint was left, a load of it in a new process."""
+        end_s = time.monotonic() + limit_s
+        session = Session(python or self.python, Path(tempfile.mkdtemp(dir=self.work)))
+        try:
+            found = measure(session, _LOOP, self.settings, limit_s=limit_s, peer=peer, extra=told)
+            last = found.pop("last", None)
+            phases = found.get("phases", {})
+            found["memory"] = {name: session.peak(span) for name, span in phases.items()}
+            if last is not None:
+                left_s = max(5.0, end_s - time.monotonic())
+                load = measure(
+                    session, "benchmarks.load", self.settings, limit_s=left_s, peer=peer, extra=last
+                )
+                found["load"] = load
+                if load.get("exact") is not True:
+                    found.setdefault("failed", load.get("failed", "what was loaded is not what was saved"))
+            return found
+        finally:
+            self._close(session)
+
+    def _close(self, session: Session) -> None:
+        session.clean()
+        with open(self.log, "a") as log:
+            for path in sorted(session.folder.glob("*.log")):
+                log.write(f"\n==== {path.name}\n{path.read_text(errors='replace')[-8000:]}")
+        shutil.rmtree(session.folder, ignore_errors=True)
+
+    def _say(self, name: str, outcome: str, seconds: float) -> None:
+        self.record.stage(name, outcome, seconds)
+        print(f"{name:<24} {seconds:6.1f} s  {outcome}", flush=True)
+
+
+def _not_a_gpu(wish: Wish) -> str:
+    return "a GPU: this is a trial of the command on a CPU" if wish.device == "cpu" else ""
+
+
+def _cut_short(record: Path) -> bool:
+    """Whether the last test that began has no end, or has lost the device."""
+    entries = [json.loads(line) for line in record.read_text().splitlines()]
+    return bool(entries) and (entries[-1]["outcome"] == "begun" or entries[-1].get("device_lost", False))
+
+
+def _outcomes(record: Path) -> tuple[dict[str, Any], list[str]]:
+    """The last word on each test: one that began and has no end took pytest with it, or its time was over.
+    And the files that want a package that is not there."""
+    last: dict[str, dict[str, Any]] = {}
+    for line in record.read_text().splitlines():
+        entry = json.loads(line)
+        known = last.get(entry["test"])
+        if known is None or known["outcome"] in ("begun", "passed"):
+            last[entry["test"]] = entry
+    for entry in last.values():
+        if entry["outcome"] == "begun":
+            entry["outcome"] = "did not end"
+    missing = []
+    for name, entry in list(last.items()):
+        told = entry.get("told", "").strip().splitlines()
+        if entry["outcome"] == "not collected" and told and "ModuleNotFoundError" in told[-1]:
+            missing.append(f"the tests of {name}: {told[-1].removeprefix('E').strip()}")
+            del last[name]
+    bad = [entry for entry in last.values() if entry["outcome"] not in ("passed", "skipped")]
+    found = {
+        "counts": dict(Counter(entry["outcome"] for entry in last.values())),
+        "not_passed": bad,
+        "skipped": sorted({str(entry["told"]) for entry in last.values() if entry["outcome"] == "skipped"}),
+        "slowest": sorted(
+            ([entry["seconds"], entry["test"]] for entry in last.values() if "seconds" in entry), reverse=True
+        )[:5],
+    }
+    return found, missing
+
+
+if sys.platform != "linux":
+    raise SystemExit("make gpu reads /proc: it runs on Linux only")
