@@ -71,7 +71,7 @@ class Capture:
         self._ways = Ways(self._optimizers, devices, constants)
         self._flights = Flights(self._ways, sealer, self._lost, self._rearrange)
         self._intervals = Intervals(self.pace.budget, devices)
-        self._skipped = 0
+        self._skipped, self._skipped_step = 0, -1
         self._targets = Targets(devices)
         self.pulse = Pulse(self._targets.by_name)
         self._following = Following(
@@ -107,6 +107,15 @@ class Capture:
         self._targets.exchange(ring, owner)
         if not self._targets.may_share:
             self._following.drop()  # the plan that stands may leave constants to another region
+
+    def let_go(self, slot: Slot) -> None:
+        """Write to this slot no more, so that its memory may go. Waits for the copies in flight."""
+        self._flights.wait()
+        if self._asked is not None and self._asked.target.slot is slot:
+            self._asked = None
+            self.pace.persist_ended(fulfilled=False)
+        self._flights.drop(self._targets.by_name[slot.name])
+        self._targets.drop(slot)
 
     def register(self, slots: Sequence[Slot]) -> None:
         """Make slots known to the devices. Takes up to half a second a GiB, so that it may be done before
@@ -214,8 +223,9 @@ class Capture:
         outcome = self._capture(step, values, hooks, capturing, ordered, persist)
         if outcome.captured:
             self._ordered, self._captured_step, self.lost_step = False, step, None
-        else:
-            self._skipped += 1
+        # A boundary that is tried again, after it has waited for slots, is one and not two.
+        self._skipped += (not outcome.captured) - (self._skipped_step == step)
+        self._skipped_step = -1 if outcome.captured else step
         return outcome
 
     def _enter(self, step: int, capturing: bool) -> None:
@@ -286,6 +296,7 @@ class Capture:
         once_s = 0.0 if self._call_s else time.perf_counter() - began_s
         slot = self._targets.ring.take()
         if slot is None:
+            self._targets.measure(arrangement.plan, len(data))
             return _skipped(step, "every slot is in use")
         target = self._targets.fitting(slot, arrangement.plan, len(data))
         if target is None:

@@ -104,6 +104,10 @@ class Flights:
         self._flying.clear()
         self._landed.clear()
 
+    def drop(self, target: Target) -> None:
+        """Nothing is under way to this slot, and nothing is to be heard of it any more."""
+        self._landed.pop(target.slot.name, None)
+
     def _land(self, flight: Flight, arrangement: Arrangement) -> None:
         target = flight.target
         self.sealed += 1

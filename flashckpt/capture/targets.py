@@ -57,16 +57,33 @@ class Targets:
             target.release()
         self.by_name.clear()
 
+    def drop(self, slot: Slot) -> None:
+        """Write to this one no more. Nothing may be under way to it."""
+        target = self.by_name.pop(slot.name)
+        for device in self._devices:
+            device.unregister(slot.image_address)
+            device.unregister(slot.metadata_address)
+        target.release()
+        left = [each for each in self.ring.slots if each is not slot] if self.ring is not None else []
+        self.ring = SlotRing(left) if left else None
+
+    def measure(self, plan: Plan, values_bytes: int) -> None:
+        """Compare the slots with a plan: `room_wanted` says what is needed where one of them is too small."""
+        self._values_bytes = values_bytes
+        has_room = all(each.fits(plan, values_bytes) for each in self.by_name.values())
+        self._needed = (0, 0) if has_room else slot_room(plan, values_bytes)
+
     def fitting(self, slot: Slot, plan: Plan, values_bytes: int) -> Target | None:
         """The target of a slot for this plan; None where it is too small: `room_wanted` says so until
         all of them have room."""
-        self._values_bytes = values_bytes
         target = self.by_name[slot.name]
         if not target.fits(plan, values_bytes):
-            self._needed = slot_room(plan, values_bytes)
+            self.measure(plan, values_bytes)
             return None
-        if self._needed != (0, 0) and all(each.fits(plan, values_bytes) for each in self.by_name.values()):
-            self._needed = (0, 0)  # the state has become smaller: there may be no memory for what it was
+        self._values_bytes = values_bytes
+        if self._needed != (0, 0):
+            # It may have become smaller: there may be no memory for what it was.
+            self.measure(plan, values_bytes)
         return target
 
     # ---- how large

@@ -100,10 +100,8 @@ class Attendant:
         slots = self.slots
         if slots.wanted is None:
             return
-        slots.error = None
-        # Memory is taken and faulted in at a GiB a second or so, which is no news from the keeper.
-        making_s = slots.count * sum(slots.wanted) / _SLOWEST_BYTES_PER_S
-        patience_s = self.patience_s + making_s
+        slots.ask_now()
+        patience_s = self.patience_s + self._making_s()
         self._wait_until(lambda: not slots.wanted or slots.error is not None, patience_s)
         if slots.wanted is not None:
             raise slots.error or KeeperError(
@@ -111,12 +109,36 @@ class Attendant:
                 "state is as it was. The keeper's log stands in the runtime folder."
             )
 
+    def slots_come(self, stopped: Callable[[], bool]) -> bool:
+        """Wait until the slots that were asked for are ready. False once `stopped`, or where they cannot be
+        had: then `slots.error` says why."""
+        slots = self.slots
+        until = self._making_s() + self.patience_s
+        came = self._wait_until(lambda: slots.ready or slots.error is not None or stopped(), until)
+        return came and slots.ready
+
+    def persist_newest(self, stopped: Callable[[], bool]) -> None:
+        """See the newest snapshot that the slots hold committed, or its persisting failed, before others go.
+        Returns at once where there is none, and once `stopped`."""
+        newest = self.slots.newest_sealed()
+        if newest is None:
+            return
+        slot, generation = newest[0], newest[1].generation
+        if slot.persisted != generation:
+            slot.request_persist(generation)
+        done = (generation,)
+        self._wait_until(
+            lambda: slot.persisted in done or slot.failed[0] in done or slot.torn[0] in done or stopped(),
+            self.patience_s,
+        )
+
     def wait_for_room(self) -> None:
         """Wait until a slot can be written again (the keeper is still busy with all of them), one round
         of this thread at least. Raises PersistError where the keeper makes no progress."""
         ring, rounds = self.slots.ring, self._rounds
         if not self._wait_until(
-            lambda: self._rounds > rounds and (ring is None or ring.take() is not None), self.patience_s
+            lambda: self._rounds > rounds and (self.slots.ready or ring is None or ring.take() is not None),
+            self.patience_s,
         ):
             raise self._failed("every slot is still to be persisted, and the keeper makes no progress")
 
@@ -279,6 +301,10 @@ class Attendant:
             log.warning("%s", text)
 
     # ---- waiting
+
+    def _making_s(self) -> float:
+        """Memory is taken and faulted in at a GiB a second or so, which is no news from the keeper."""
+        return self.slots.count * sum(self.slots.wanted or ()) / _SLOWEST_BYTES_PER_S
 
     @property
     def patience_s(self) -> float:

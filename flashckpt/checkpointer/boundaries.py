@@ -5,19 +5,22 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from flashckpt import crashpoints
 from flashckpt.capture.plan import bytes_of, local
 from flashckpt.capture.ways import SMALL_BYTES
 from flashckpt.checkpointer.environment import describe_environment
-from flashckpt.errors import FlashckptError, StateError, SupersededError
+from flashckpt.checkpointer.growth import Growth
+from flashckpt.errors import FlashckptError, OutOfRoomError, StateError, SupersededError
 from flashckpt.events import log
 from flashckpt.format.typed import check_roundtrip, encode_json
 from flashckpt.state import rng
 
 if TYPE_CHECKING:
     from flashckpt.capture import Capture
+    from flashckpt.capture.outcome import Outcome
     from flashckpt.checkpointer.attendant import Attendant
     from flashckpt.checkpointer.progress import Progress
     from flashckpt.checkpointer.read_ahead import Use
@@ -29,13 +32,22 @@ _TRIES = 4
 
 class Boundaries:
     """Called from the training thread only. `unsaved` is why the newest boundary that was due is not
-    captured; `ordered_at` the step after which a capture was ordered that no boundary has answered yet."""
+    captured; `ordered_at` the step after which a capture was ordered that no boundary has answered yet;
+    `waited` counts the boundaries that waited for larger slots. `stopped` is whether the run is to end."""
 
     def __init__(
-        self, tree: Tree, progress: Progress, capture: Capture, attendant: Attendant, use: Use
+        self,
+        tree: Tree,
+        progress: Progress,
+        capture: Capture,
+        attendant: Attendant,
+        use: Use,
+        stopped: Callable[[], bool],
     ) -> None:
         self._tree, self._progress, self._capture = tree, progress, capture
         self._attendant, self._use = attendant, use
+        self._growth = Growth(capture, attendant, stopped)
+        self.waited = 0
         self._environment = describe_environment()
         self.unsaved: FlashckptError | None = None
         self.ordered_at: int | None = None
@@ -53,7 +65,8 @@ class Boundaries:
                 step=self._progress.step,
             )
         error = self._attendant.slots.error
-        if error is not None and not self._attendant.slots.any:
+        slots, newest = self._attendant.slots, self._attendant.newest_sealed_step()
+        if error is not None and not slots.any and newest is None:
             raise error
 
     def order(self) -> None:
@@ -67,12 +80,30 @@ class Boundaries:
         self._progress.step += 1
         self._adopt_slots()
         try:
-            if self._capture.boundary(self._progress.step, self.values, ordered=ordered).captured:
+            outcome = self._capture.boundary(self._progress.step, self.values, ordered=ordered)
+            if self._growth.waits_after(outcome):
+                outcome = self._in_larger_slots(outcome, ordered)
+            self._growth.saw(outcome)
+            if outcome.captured:
                 self._saved()
         except Exception as error:
             self.not_saved(error)
         self._ask_for_slots()
         self._use.at_boundary()
+
+    def _in_larger_slots(self, outcome: Outcome, ordered: bool) -> Outcome:
+        """A state that grows would go on without a snapshot for ever if no boundary waited for slots."""
+        self.waited += 1
+        with self._capture.pulse.resting():
+            for _ in range(_TRIES):
+                self._ask_for_slots()
+                if not self._growth.slots_come(outcome.step):
+                    break
+                self._adopt_slots()
+                outcome = self._capture.boundary(outcome.step, self.values, due=True, ordered=ordered)
+                if not self._growth.waits_after(outcome):
+                    break
+        return outcome
 
     def capture_now(self, *, persist: bool) -> None:
         """Capture the present boundary, whatever the pace, and see it sealed, unless it is already.
@@ -86,7 +117,7 @@ class Boundaries:
         while attendant.newest_sealed_step() != step:
             if outgrown or not attendant.slots.any:
                 self._ask_for_slots(ordered=True)
-                attendant.ensure_slots()
+                self._ensure_slots()
             self._adopt_slots()
             outcome = self._capture.boundary(step, self.values, ordered=True)
             outgrown = self._capture.room_wanted() is not None
@@ -101,6 +132,16 @@ class Boundaries:
         self._use.at_boundary()
         if persist:
             attendant.slots.request_persist()
+
+    def _ensure_slots(self) -> None:
+        while True:
+            try:
+                self._attendant.ensure_slots()
+            except OutOfRoomError:
+                if not self._growth.give_way():
+                    raise
+            else:
+                return
 
     def is_unchanged(self) -> bool:
         """Whether nothing has come since the present boundary: no use of the state was seen and, where it is
@@ -176,6 +217,8 @@ class Boundaries:
             return  # the first ones are on their way: not at each boundary is the state walked for their size
         wanted = capture.room_wanted(ordered=ordered)
         if slots.preparing and (wanted is None or not slots.may_be_replaced(wanted)):
+            if wanted is None and slots.error is not None:
+                slots.fits()
             return
         if wanted is not None:
             self._attendant.prepare(*wanted)

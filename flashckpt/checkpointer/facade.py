@@ -61,7 +61,9 @@ class Checkpointer:
     ) -> None:
         self._progress, self._capture, self._session = progress, capture, session
         self._attendant, self._use, self._signals = attendant, use, signals
-        self._boundaries = Boundaries(tree, progress, capture, attendant, use)
+        self._boundaries = Boundaries(
+            tree, progress, capture, attendant, use, lambda: signals.reason is not None
+        )
         self.resumed = resumed
         self._in_iteration = self._marked = self._stopping = self._closed = False
         # What is drawn between here and the loop is no part of the run: put back once more there.
@@ -202,6 +204,7 @@ class Checkpointer:
         self._check_process()
         return {
             "loop_seconds": time.perf_counter() - self._began_s,
+            "boundaries_waited": self._boundaries.waited,
             **self._capture.report(),
             **self._attendant.report(),
         }

@@ -74,7 +74,7 @@ class Keeper:
         self._maker = Worker("maker", self._wake)
         self._chores = Chores(store, home.stands)
         self._chores_worker = Worker("chores", self._wake)
-        questions = self.work.status, home.told, self.work.try_again
+        questions = self.work.status, home.told, self.work.try_again, self.work.is_needed
         self._desk = Desk(self.shelf, self.roster, self.ledger, self._maker, *questions)
         self._server = Server(folder, self._desk.answer)
         self._watch_worker = Worker("watchdog", self._wake)

@@ -32,6 +32,7 @@ from flashckpt.memory import room
 from flashckpt.memory.page import State, round_up
 from flashckpt.memory.region import MEMFD, NAMED
 from flashckpt.memory.runtime import check_name
+from flashckpt.memory.slot import Sealed
 from flashckpt.options import MOST_SLOTS, Keep
 
 _MOST_SLOT_BYTES = 1 << 46
@@ -52,15 +53,18 @@ class Desk:
         status: Callable[[AttemptName | None, bool], Status],
         told: Callable[[str], None],
         try_again: Callable[[], None],
+        is_needed: Callable[[Held, Sealed], bool],
     ) -> None:
         self._shelf = shelf
         self._roster = roster
         self._ledger = ledger
         self._maker = maker
         self._status, self._told, self._try_again = status, told, try_again
+        self._is_needed = is_needed
         # By life lock: what one trainer had no room for, the next of its rank is not to be told.
         self._refusals: dict[str, Exception] = {}
         self._unshared: dict[str, Exception] = {}  # likewise, of a region for shared constants
+        self._waiting: set[str] = set()  # life locks of trainers that wait for what others are to leave
         # The region that is being made for a rank to read into. Written by the maker's thread, closed here.
         self._growing: dict[int, int] = {}
 
@@ -155,14 +159,17 @@ class Desk:
         most_image_bytes = number(message, "most_image_bytes", image_bytes, _MOST_SLOT_BYTES)
         least_metadata_bytes, least_image_bytes = numbers(message, "least_bytes", 2, _MOST_SLOT_BYTES)
         mine = self._shelf.of_rank(trainer.rank)
+        reading = count == 1
+        refusal = self._refusals.pop(trainer.lock, None) if reading else self._refusal(trainer, mine)
+        # What others left and is more than twice too large goes, unless there is no memory for another.
+        spares = not reading and refusal is None
         fit = [
             held
             for held in mine
             if held.slot.metadata_capacity >= least_metadata_bytes
             and least_image_bytes <= held.slot.image_capacity <= most_image_bytes
+            and not (spares and held.slot.image_capacity > 2 * image_bytes and held.writer != trainer.lock)
         ]
-        refusal = self._refusals.pop(trainer.lock, None)
-        reading = count == 1
         if reading:
             fit = self._overwritable(fit, in_need=refusal is not None)
         else:
@@ -170,11 +177,13 @@ class Desk:
             # what others left, the smallest that are large enough.
             fit.sort(key=lambda held: (held.writer != trainer.lock, held.slot.image_capacity))
         if len(fit) >= count or refusal is not None and len(fit) >= minimum:
+            self._refusals.pop(trainer.lock, None)
+            self._waiting.discard(trainer.lock)
             return self._granted(trainer, fit[:count], () if reading else mine)
-        if refusal is not None:
+        if refusal is not None and trainer.lock not in self._waiting:
             num_bytes = PAGE + round_up(metadata_bytes) + round_up(image_bytes)
             raise self._refused(refusal, fit, num_bytes, minimum)
-        if not self._maker.busy:
+        if refusal is None and not self._maker.busy:
             missing = count - len(fit)
             smaller = most_image_bytes < _MOST_SLOT_BYTES
             self._make(
@@ -184,6 +193,28 @@ class Desk:
         if not reading or message.get("early") is not True or growing is None:
             return {"preparing": True}, ()
         return {"preparing": True, "image_offset": PAGE + round_up(metadata_bytes)}, (growing,)
+
+    def _refusal(self, trainer: Trainer, mine: Sequence[Held]) -> Exception | None:
+        """What the last try to make slots for a trainer failed of. It stands as long as memory is on its way
+        that they may need: then the trainer waits (`_waiting`), and once that has come it is tried again."""
+        refusal = self._refusals.pop(trainer.lock, None)
+        if isinstance(refusal, OutOfRoomError) and any(map(self._is_leaving, mine)):
+            self._refusals[trainer.lock] = refusal
+            self._waiting.add(trainer.lock)
+        elif trainer.lock in self._waiting:
+            self._waiting.discard(trainer.lock)
+            return None
+        return refusal
+
+    def _is_leaving(self, held: Held) -> bool:
+        """Whether a slot that no trainer uses any more goes soon: not where it holds the newest snapshot of
+        its rank, nor one that cannot be persisted."""
+        if not held.retired:
+            return False
+        sealed = held.sealed()
+        if sealed is None or not self._is_needed(held, sealed):
+            return True
+        return held.slot.wants_persist(sealed.generation) and held.slot.failed[0] != sealed.generation
 
     def _overwritable(self, fit: list[Held], *, in_need: bool) -> list[Held]:
         """Slots that a resume may read a step into: empty ones, then those whose snapshot is committed,
@@ -215,8 +246,8 @@ class Desk:
         smaller: bool,
     ) -> None:
         for held in mine:
-            # What is too small, empty and nobody's goes first: its room may be what the new one needs.
-            if held not in fit and held.state() is State.FREE and not self._shelf.is_used(held):
+            # Of another size and nobody's: it goes first, its room may be what the new one needs.
+            if held not in fit and self._is_left(held, reading):
                 self._shelf.remove(held)
         rank = trainer.rank
         taken = {held.slot.index for held in self._shelf.of_rank(rank)}
@@ -255,6 +286,16 @@ class Desk:
         self._maker.submit(
             lambda: self._shelf.make(rank, indexes, metadata_bytes, image_bytes, begun=early, only=only), done
         )
+
+    def _is_left(self, held: Held, reading: bool) -> bool:
+        """Whether a slot may be removed: it is nobody's, and holds nothing that is needed. A resume that
+        reads may still come down to each of those that it has seen; who asks for slots to write has done."""
+        if held.state() is State.FREE and not self._shelf.is_used(held):
+            return True
+        sealed = held.sealed()
+        if reading or sealed is None or self._shelf.is_written(held) or self._is_needed(held, sealed):
+            return False
+        return sealed.word.state is State.SEALED and held.slot.free(sealed.word)
 
     def _refused(self, refusal: Exception, fit: list[Held], num_bytes: int, minimum: int) -> Exception:
         for held in fit:

@@ -22,6 +22,7 @@ from flashckpt.keeper.protocol import (
     ELECTION_LOCK,
     MAX_DESCRIPTORS,
     SOCKET_NAME,
+    Refusal,
     close_all,
     peer_uid,
     receive,
@@ -221,11 +222,11 @@ class Line:
             self._peer = None
 
 
-def _as_error(answer: dict[str, Any]) -> KeeperError | OutOfRoomError:
+def _as_error(answer: dict[str, Any]) -> Refusal | OutOfRoomError:
     message = str(answer.get("error", "The keeper refused without a reason."))
     if answer.get("kind") == "room":
         return OutOfRoomError(message, needed=int(answer["needed"]), available=int(answer["available"]))
-    return KeeperError(message)
+    return Refusal(message)
 
 
 def _unreachable(runtime: RuntimeFolder, reason: str) -> KeeperError:

@@ -31,6 +31,10 @@ class ProtocolError(KeeperError):
     """What came over the socket is not what this library sends: the connection is closed."""
 
 
+class Refusal(KeeperError):
+    """The keeper's answer is that it cannot: to ask again at once would be in vain."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """A snapshot that was to be persisted and could not be. `errno` is 0 where the system gave none."""

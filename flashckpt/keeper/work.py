@@ -138,13 +138,14 @@ class Work:
             if not held.retired:
                 continue
             sealed = held.sealed()
-            if sealed is not None and sealed.word.state is State.SEALED and not self._is_needed(held, sealed):
+            if sealed is not None and sealed.word.state is State.SEALED and not self.is_needed(held, sealed):
                 held.slot.free(sealed.word)
             if held.state() is State.FREE:
                 self._shelf.remove(held)
         self._shelf.drop_constants()
 
-    def _is_needed(self, held: Held, sealed: Sealed) -> bool:
+    def is_needed(self, held: Held, sealed: Sealed) -> bool:
+        """Whether a snapshot is the newest of its rank, or still to be persisted."""
         newest = self._newest(held.slot.rank)
         if newest is not None and newest[0] is held:
             return True

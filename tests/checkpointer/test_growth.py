@@ -1,0 +1,181 @@
+"""State that grows in every step: it is snapshotted all the same, in ample memory and in little.
+
+Real trainers, killed by SIGKILL and started again. With `every=1` at most `_LOST` steps may be lost while
+there is memory for a larger slot beside that of the newest snapshot: two boundaries are skipped while larger
+slots are made, the third waits for them, and one snapshot may still be on its way to its seal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import zygote
+from tests.memory.mounts import small_tmpfs
+from tests.processes import end, keepers_of
+from tests.waiting import until
+
+MIB = 1 << 20
+_LOST = 3
+_STEPS, _KILLED_AT = 34, 22
+_CGROUP = Path("/sys/fs/cgroup/memory")
+# Of the room in a cgroup the keeper leaves this untouched; see `available_bytes`.
+_MARGIN_BYTES = 64 * MIB
+
+
+class Growing:
+    """One kind of trainer in one run folder, started as often as it takes."""
+
+    def __init__(self, folder: Path, runtime: Path, kind: str, every: int | str, *limit: str) -> None:
+        folder.mkdir()
+        self.run, self.log, self._err = folder / "run", folder / "log", folder / "err"
+        self._command = ["tests.checkpointer.growing", kind, str(self.run), str(self.log), str(every)]
+        self.limit = limit
+        self._environment = {**os.environ, "FLASHCKPT_RUNTIME": str(runtime)}
+
+    def goes(self, steps: int, hold_at: int = -1) -> dict[str, float]:
+        """Train until the end, or be killed once `hold_at` steps are completed. What `report` said then."""
+        self._before = len(self.lines()) if self.log.exists() else 0
+        with open(self._err, "ab") as err:
+            command = [*self._command, str(steps), str(hold_at), *self.limit]
+            process = zygote.start(command, stdout=zygote.PIPE, stderr=err, env=self._environment)
+        assert process.stdout is not None
+        with process.stdout:
+            line = process.stdout.readline()
+            assert line, self.said()
+            if hold_at >= 0:
+                process.kill()
+        status = process.wait(240)
+        assert hold_at >= 0 or status == 0, self.said()
+        found: dict[str, float] = json.loads(line)
+        return found
+
+    def said(self) -> str:
+        return self._err.read_text()
+
+    def lines(self) -> list[list[Any]]:
+        return [json.loads(line) for line in self.log.read_text().splitlines()]
+
+    def resumed_after(self) -> int:
+        """The step that the last start went on from: its first line is of the step after."""
+        step: int = self.lines()[self._before][0]
+        return step - 1
+
+
+def _is_exact(growing: Growing, reference: list[list[Any]]) -> None:
+    """Each line, of a step that was done again too, is that of a run that was never killed."""
+    expected = {line[0]: line for line in reference}
+    assert all(line == expected[line[0]] for line in growing.lines())
+    assert growing.lines()[-1] == reference[-1]
+
+
+def _is_counted(report: dict[str, float], boundaries: int) -> None:
+    """Each boundary is a snapshot or was skipped; the last may be on its way to its seal."""
+    assert boundaries - report["snapshots"] - report["snapshots_skipped"] in (0, 1)
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[list[Any]]]:
+    """What a run says that is never killed and takes no snapshot but its last, by its kind."""
+    found: dict[str, list[list[Any]]] = {}
+
+    def reference(kind: str) -> list[list[Any]]:
+        if kind not in found:
+            folder = tmp_path_factory.mktemp("reference")
+            growing = Growing(folder / kind, folder, kind, 10 * _STEPS)
+            growing.goes(_STEPS)
+            found[kind] = growing.lines()
+            end(keepers_of(folder))
+        return found[kind]
+
+    return reference
+
+
+@pytest.mark.parametrize("every", [1, "auto"])
+@pytest.mark.parametrize("kind", ["replay", "lbfgs"])
+def test_in_ample_memory(
+    kind: str, every: int | str, tmp_path: Path, runtime: Path, references: Callable[[str], list[list[Any]]]
+) -> None:
+    growing = Growing(tmp_path / kind, runtime, kind, every)
+    report = growing.goes(_STEPS, _KILLED_AT)
+    assert report["snapshots"] > 0
+    if every == 1:
+        assert report["newest_sealed_step"] >= _KILLED_AT - _LOST
+        _is_counted(report, _KILLED_AT)
+    growing.goes(_STEPS)
+    # One that was sealed between the report and the kill counts, too.
+    assert growing.resumed_after() >= report["newest_sealed_step"] > 0
+    _is_exact(growing, references(kind))
+
+
+@pytest.mark.parametrize("num_bytes", [100 * MIB, 48 * MIB])
+def test_in_small_shared_memory(
+    num_bytes: int, tmp_path: Path, references: Callable[[str], list[list[Any]]]
+) -> None:
+    """Where named slots do not fit, they are memfds: also in the middle of a run."""
+    with small_tmpfs(num_bytes) as runtime:
+        growing = Growing(tmp_path / "replay", runtime, "replay", 1)
+        report = growing.goes(_STEPS, _KILLED_AT)
+        assert report["newest_sealed_step"] >= _KILLED_AT - _LOST
+        growing.goes(_STEPS)
+        assert growing.resumed_after() >= report["newest_sealed_step"]
+        _is_exact(growing, references("replay"))
+        until(lambda: not keepers_of(runtime), "the keeper to leave")
+
+
+@contextmanager
+def _limited(num_bytes: int) -> Iterator[Path]:
+    """A memory cgroup whose processes may take so much. Skipped, with the reason, where none can be made."""
+    made = _CGROUP / f"flashckpt-growth-{os.getpid()}"
+    try:
+        made.mkdir()
+        (made / "memory.limit_in_bytes").write_text(str(num_bytes + _MARGIN_BYTES))
+    except OSError as error:
+        pytest.skip(f"no memory cgroup can be made here: {error}")
+    try:
+        yield made
+    finally:
+        until(lambda: not (made / "cgroup.procs").read_text(), "the cgroup to be empty")
+        made.rmdir()
+
+
+# When the run is killed its state has 44 MiB and at its end 68: three slots fit nowhere.
+_TWO_SLOTS, _ONE_BESIDE = 172 * MIB, 104 * MIB
+
+
+@pytest.mark.parametrize("room", [_TWO_SLOTS, _ONE_BESIDE])
+def test_in_little_memory(
+    room: int, tmp_path: Path, runtime: Path, references: Callable[[str], list[list[Any]]]
+) -> None:
+    """For two slots of what the state has come to, and only for one beside that of the newest snapshot."""
+    with _limited(room) as cgroup:
+        growing = Growing(tmp_path / "replay", runtime, "replay", 1, str(cgroup))
+        report = growing.goes(_STEPS, _KILLED_AT)
+        assert report["newest_sealed_step"] >= _KILLED_AT - _LOST
+        _is_counted(report, _KILLED_AT)
+        assert report["boundaries_waited"] > 0
+        end(keepers_of(runtime))  # it may be of another cgroup from here on: named slots outlive it
+    growing = Growing(tmp_path / "again", runtime, "replay", 1)
+    growing.run, growing.log = tmp_path / "replay" / "run", tmp_path / "replay" / "log"
+    growing._command[2:4] = [str(growing.run), str(growing.log)]
+    growing.goes(_STEPS)
+    assert growing.resumed_after() >= report["newest_sealed_step"]
+    _is_exact(growing, references("replay"))
+
+
+def test_without_memory_for_more_it_trains_on_and_says_so(tmp_path: Path, runtime: Path) -> None:
+    """The newest snapshot that there was memory for stays, is persisted, and is what a resume begins with."""
+    with _limited(64 * MIB) as cgroup:
+        growing = Growing(tmp_path / "replay", runtime, "replay", 1, str(cgroup))
+        report = growing.goes(_STEPS, _STEPS)
+        assert "training goes on without waiting" in growing.said()
+        assert 0 < report["newest_sealed_step"] < _STEPS - _LOST
+        _is_counted(report, _STEPS)
+        until(lambda: (tmp_path / "replay/run/steps").is_dir(), "a commit")
+        end(keepers_of(runtime))
