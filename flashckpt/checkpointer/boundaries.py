@@ -213,8 +213,9 @@ class Boundaries:
                 self._attendant.wake()
             if slots.shrinking and capture.room_to_spare() is None:
                 slots.keep_larger()
-        if slots.preparing and slots.ring is None and slots.error is None:
-            return  # the first ones are on their way: not at each boundary is the state walked for their size
+        is_settled = slots.error is None or not (ordered or slots.urgent)
+        if slots.preparing and slots.ring is None and is_settled:
+            return  # they are on their way: not at each boundary is the state walked for their size
         wanted = capture.room_wanted(ordered=ordered)
         if slots.preparing and (wanted is None or not slots.may_be_replaced(wanted)):
             if wanted is None and slots.error is not None:
