@@ -296,7 +296,7 @@ class SlotSupply:
         elif self._more is not None and self.ring is not None and len(self.ring.slots) >= _LEAST_SLOTS:
             self.wanted = self._more = None  # those there are do
         else:
-            self._failed(error)
+            self._failed(KeeperError(str(error)) if isinstance(error, Refusal) else error)
 
     def _unreachable(self, error: Exception) -> None:
         """The keeper does not answer. One that dies is replaced; but a run that has had no slot yet must not

@@ -313,16 +313,32 @@ def join(base: str, identity: str, lock: str) -> tuple[RuntimeFolder, LifeLock]:
     """Open a run's runtime folder and take the life lock `lock` in it. A keeper that leaves removes an
     empty folder: with the lock in it, it is not empty any more. Raises KeeperError."""
     for _ in range(_JOIN_TRIES):
-        folder = RuntimeFolder.open(base, identity)
+        try:
+            folder = RuntimeFolder.open(base, identity)
+        except OSError as error:
+            if isinstance(error, FileNotFoundError) and os.path.isdir(base):
+                continue  # it went between its making and its opening
+            raise _no_place(base, error) from error
         try:
             life = LifeLock.born(folder, lock)
         except FileNotFoundError:
             folder.close()
             continue
+        except OSError as error:
+            folder.close()
+            raise _no_place(base, error) from error
         if folder.exists():
             return folder, life
         folder.close()
     raise KeeperError(f"No life lock can be taken in {os.path.join(base, identity)}. Nothing was started.")
+
+
+def _no_place(base: str, error: OSError) -> KeeperError:
+    return KeeperError(
+        f"The keeper has no runtime folder: {base} cannot be used ({error.strerror or error}). Nothing was "
+        "started. Make it writable, or set FLASHCKPT_RUNTIME to a folder of yours, on a tmpfs if possible.",
+        path=base,
+    )
 
 
 class _Held:
