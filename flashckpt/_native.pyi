@@ -230,7 +230,7 @@ def cuda_capturing(streams: Buffer, device: int) -> bool:
     """Whether a graph is being captured on one of these streams (u64: handles). Breaks none."""
 
 class CudaCopies:
-    """Copies from a device to host memory, on one stream, enqueued by a native thread in waves.
+    """Copies from a device to host memory, on a stream of their own, enqueued by a native thread in waves.
 
     `handle` is for `Sealer.submit`: all that was submitted before that has been copied, or the newest of it
     has failed. Nothing of a job that is done or has failed is still written. ValueError in a forked child.
@@ -238,10 +238,12 @@ class CudaCopies:
 
     handle: int
 
-    def __init__(self, stream: int, device: int, piece_bytes: int) -> None: ...
-    def submit(self, sources: Buffer, destinations: Buffer, sizes: Buffer, num_first: int) -> int:
-        """u64 arrays of absolute addresses and bytes, copied in order, in pieces, once what is on the stream
-        now has been done. Returns at once, with a ticket. Memory on both sides must stay until then."""
+    def __init__(self, device: int, piece_bytes: int) -> None: ...
+    def submit(
+        self, sources: Buffer, destinations: Buffer, sizes: Buffer, num_first: int, after: int = 0
+    ) -> int:
+        """u64 arrays of absolute addresses and bytes, copied in order, in pieces, once the event `after`, as
+        it is recorded now, has happened. Returns at once, with a ticket. Memory must stay until then."""
 
     def hold(self, ticket: int, streams: Buffer) -> None:
         """What these streams get from now on waits for the ticket's `num_first` first copies. Returns when

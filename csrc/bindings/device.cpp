@@ -62,11 +62,11 @@ bool is_capturing(nb::handle streams, int device) {
 // Owns copies and their handle; a seal that waits for them goes on when this object has gone.
 class CopiesObject {
   public:
-    CopiesObject(std::uint64_t stream, int device, std::uint64_t piece_bytes) {
+    CopiesObject(int device, std::uint64_t piece_bytes) {
         Error error;
         {
             Released released;
-            error = DeviceCopies::make(stream, device, piece_bytes, copies_);
+            error = DeviceCopies::make(device, piece_bytes, copies_);
         }
         raise_if(error);
         handle_ = enroll(copies_);
@@ -77,11 +77,11 @@ class CopiesObject {
 
     std::uint64_t handle() const { return handle_; }
 
-    std::uint64_t submit(nb::handle sources, nb::handle destinations, nb::handle sizes,
-                         std::size_t num_first) {
+    std::uint64_t submit(nb::handle sources, nb::handle destinations, nb::handle sizes, std::size_t num_first,
+                         std::uint64_t after) {
         CopyJob job{U64View(sources).copy(), U64View(destinations).copy(), U64View(sizes).copy(), num_first};
         std::uint64_t ticket = 0;
-        raise_if(copies_->submit(std::move(job), ticket));
+        raise_if(copies_->submit(std::move(job), after, ticket));
         return ticket;
     }
     void hold(std::uint64_t ticket, nb::handle streams) {
@@ -152,11 +152,10 @@ nb::str why_no_digests(int device) {
 
 void bind_device(nb::module_& module) {
     nb::class_<CopiesObject>(module, "CudaCopies")
-        .def(nb::init<std::uint64_t, int, std::uint64_t>(), nb::arg("stream"), nb::arg("device"),
-             nb::arg("piece_bytes"))
+        .def(nb::init<int, std::uint64_t>(), nb::arg("device"), nb::arg("piece_bytes"))
         .def_prop_ro("handle", &CopiesObject::handle)
         .def("submit", &CopiesObject::submit, nb::arg("sources"), nb::arg("destinations"), nb::arg("sizes"),
-             nb::arg("num_first"))
+             nb::arg("num_first"), nb::arg("after") = 0)
         .def("hold", &CopiesObject::hold, nb::arg("ticket"), nb::arg("streams"))
         .def("wait", &CopiesObject::wait, nb::arg("ticket"), nb::kw_only(), nb::arg("first") = false)
         .def("close", &CopiesObject::close);

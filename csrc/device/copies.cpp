@@ -46,9 +46,12 @@ struct DeviceCopies::State {
         return code == kCuSuccess ? Error{} : driver->failure(code, what);
     }
 
-    Error make_events() {
+    // Never destroyed: a job's last event may be waited for until the process ends.
+    Error make_stream() {
         Entered entered;
         if (Error error = entered.enter(*driver, device)) return error;
+        CuResult made = driver->stream_create(&stream, kCuStreamNonBlocking);
+        if (Error error = check(made, "make a stream")) return error;
         for (CuEvent* event : {&first, &last, &waves[0], &waves[1]}) {
             CuResult code = driver->event_create(event, kCuEventBlockingSync | kCuEventNoTiming);
             if (Error error = check(code, "make an event")) return error;
@@ -100,15 +103,13 @@ struct DeviceCopies::State {
     }
 };
 
-Error DeviceCopies::make(std::uint64_t stream, int device, std::uint64_t piece_bytes,
-                         std::shared_ptr<DeviceCopies>& out) {
+Error DeviceCopies::make(int device, std::uint64_t piece_bytes, std::shared_ptr<DeviceCopies>& out) {
     if (piece_bytes == 0) return value_error("piece_bytes must not be 0");
     auto state = std::make_shared<State>();
     if (Error error = need_driver(state->driver)) return error;
-    state->stream = reinterpret_cast<CuStream>(stream);
     state->device = device;
     state->piece_bytes = piece_bytes;
-    if (Error error = state->make_events()) return error;
+    if (Error error = state->make_stream()) return error;
     {
         std::lock_guard lock(Bell::get().mutex);
         state->forks = Bell::get().forks();
@@ -125,14 +126,19 @@ bool DeviceCopies::is_forked() const {
     return state_->forks != Bell::get().forks();
 }
 
-Error DeviceCopies::submit(CopyJob job, std::uint64_t& ticket) {
+Error DeviceCopies::submit(CopyJob job, std::uint64_t after, std::uint64_t& ticket) {
     if (job.sources.size() != job.sizes.size() || job.destinations.size() != job.sizes.size()) {
         return value_error("sources, destinations and sizes differ in length");
     }
     if (job.num_first > job.sizes.size()) return value_error("there are fewer copies than first ones");
+    {
+        std::lock_guard lock(Bell::get().mutex);
+        if (is_forked()) return value_error("these copies are another process's, which has forked this one");
+        if (state_->closing) return value_error("these copies were closed");
+    }
+    // Here and now, since the event may be recorded again before the thread gets to it.
+    if (Error error = wait_for(after)) return error;
     std::lock_guard lock(Bell::get().mutex);
-    if (is_forked()) return value_error("these copies are another process's, which has forked this one");
-    if (state_->closing) return value_error("these copies were closed");
     if (!state_->running) {
         SignalsBlocked blocked;
         try {
@@ -146,6 +152,14 @@ Error DeviceCopies::submit(CopyJob job, std::uint64_t& ticket) {
     state_->jobs.push_back({ticket, std::move(job)});
     Bell::get().ring();
     return {};
+}
+
+Error DeviceCopies::wait_for(std::uint64_t event) {
+    if (event == 0) return {};
+    Entered entered;
+    if (Error error = entered.enter(*state_->driver, state_->device)) return error;
+    CuResult code = state_->driver->stream_wait_event(state_->stream, reinterpret_cast<CuEvent>(event), 0);
+    return state_->check(code, "let copies wait for the device");
 }
 
 void DeviceCopies::serve(std::shared_ptr<State> state) {

@@ -1,5 +1,6 @@
-// Copies from a device to host memory, enqueued on one stream by a thread of their own: a stream takes about
-// a thousand operations, and blocks whoever enqueues the next. The thread that asks for copies enqueues none.
+// Copies from a device to host memory, enqueued on a stream and by a thread of their own: a stream takes
+// about a thousand operations, and blocks whoever enqueues the next. The thread that asks for copies enqueues
+// none.
 #pragma once
 
 #include "base/error.h"
@@ -26,14 +27,13 @@ struct CopyJob {
 // is still written afterwards.
 class DeviceCopies : public Waitable {
   public:
-    // `stream` must live as long as this, and nobody else may enqueue copies on it.
-    static Error make(std::uint64_t stream, int device, std::uint64_t piece_bytes,
-                      std::shared_ptr<DeviceCopies>& out);
+    // The stream is none of torch's: those are lent to several users, one of whom may capture a graph on it.
+    static Error make(int device, std::uint64_t piece_bytes, std::shared_ptr<DeviceCopies>& out);
     ~DeviceCopies() override;
 
-    // Returns at once. The copies begin when all that is on the stream now has been done. Jobs go in order
-    // and are counted from 1.
-    Error submit(CopyJob job, std::uint64_t& ticket);
+    // Returns at once. The copies begin when `after`, an event as it is recorded now, has happened (0: at
+    // once). Jobs go in order and are counted from 1.
+    Error submit(CopyJob job, std::uint64_t after, std::uint64_t& ticket);
     // Work that is enqueued on these streams from now on waits for a job's first copies. Returns when these
     // are enqueued, which for more than a few hundred means: when most of them are made. Holds nothing where
     // the job has failed: nothing is read any more.
@@ -52,6 +52,7 @@ class DeviceCopies : public Waitable {
     struct State;
     explicit DeviceCopies(std::shared_ptr<State> state) : state_(std::move(state)) {}
     static void serve(std::shared_ptr<State> state);
+    Error wait_for(std::uint64_t event);
     bool is_forked() const; // needs the bell's lock
     Error failure(std::uint64_t ticket) const;
 

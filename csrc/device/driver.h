@@ -23,6 +23,7 @@ constexpr CuResult kCuNotReady = 600;
 constexpr unsigned kCuRegisterPortable = 1;
 constexpr int kCuCaptureRelaxed = 2;
 constexpr CuResult kCuCaptureImplicit = 906; // the legacy stream was asked while another one is captured
+constexpr unsigned kCuStreamNonBlocking = 1;
 constexpr unsigned kCuEventBlockingSync = 1;
 constexpr unsigned kCuEventNoTiming = 2;
 constexpr int kCuMultiprocessors = 16; // attribute of a device
@@ -46,6 +47,7 @@ struct Driver {
     CuResult (*event_record)(CuEvent event, CuStream stream);
     CuResult (*event_synchronize)(CuEvent event);
     CuResult (*stream_wait_event)(CuStream stream, CuEvent event, unsigned flags);
+    CuResult (*stream_create)(CuStream* stream, unsigned flags);
     CuResult (*stream_synchronize)(CuStream stream);
     CuResult (*stream_capturing)(CuStream stream, int* status);
     CuResult (*device_attribute)(int* value, int attribute, CuDevice device);

@@ -1,147 +1,127 @@
-"""The arena: where leaves are cloned on their device, and how it is digested and emptied.
+"""The arena: where leaves are cloned on their device.
 
-Owns one buffer's geometry. Large leaves each start on a row of 4,096 bytes, so that one pass of row sums
-digests all of them; small ones are packed word by word in the order of the image, so that many leave in
-one copy. Leaves that are not row-major, or whose bytes are no whole words, are made so here; padding is
-zero and stays zero.
+Owns the geometry of one buffer, and the buffer while it is held. Leaves lie as they do in the image, so
+that many leave for the host in one copy; small leaves in host memory that lie between them leave a hole,
+which is copied along and filled on the host before the seal. Leaves that are not row-major are made so
+here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from flashckpt.capture.digests import ROW_BYTES, LeafDigests, PackedDigests, RowDigests, block_rows
-from flashckpt.capture.plan import Plan
+from flashckpt.capture.device.base import Copies, Device
+from flashckpt.capture.plan import Addresses, Plan
 from flashckpt.capture.ways import SMALL_BYTES
 
-Allocate = Callable[[int], Tensor]
-
-
-def words_of(tensor: Tensor) -> Tensor | None:
-    """The tensor's bytes as int32 words, one-dimensional and without a copy; None where they are none."""
-    num_bytes = tensor.numel() * tensor.element_size()
-    start = tensor.storage_offset() * tensor.element_size()
-    if num_bytes % 4 or start % 4 or tensor.data_ptr() % 4 or not tensor.is_contiguous():
-        return None
-    return tensor.detach().view(-1).view(torch.int32)
-
-
-def arena_bytes(sizes: Sequence[int]) -> int:
-    """What an arena for leaves of these sizes takes on the device, with what its digests need."""
-    large = sum(-(-size // ROW_BYTES) for size in sizes if size >= SMALL_BYTES)
-    small = sum(_packed(size) for size in sizes if size < SMALL_BYTES)
-    scratch = 8 * (ROW_BYTES // 4) * block_rows(large) + 4 * 8 * large if large else 0
-    return large * ROW_BYTES + small + scratch + min(small, SMALL_BYTES * 5) * 8
+# Where a run begins it is aligned to this as it is in the image: kernels read wide words.
+_ALIGNED = 512
 
 
 class Arena:
-    """A place for each of the leaves `indexes` of a plan."""
+    """Places for the leaves `indexes` of a plan, in image order. `holes` are leaves that may lie between
+    them without ending a run: those that do are `bridged`. The buffer is taken with `take`, which must come
+    before any use."""
 
-    def __init__(self, plan: Plan, indexes: Sequence[int], allocate: Allocate) -> None:
-        sizes = {i: int(plan.sizes[i]) for i in indexes}
-        self.large = [i for i in indexes if sizes[i] >= SMALL_BYTES]
-        self.small = [i for i in indexes if sizes[i] < SMALL_BYTES]
-        self.indexes = self.large + self.small
+    def __init__(self, plan: Plan, indexes: Sequence[int], holes: Collection[int]) -> None:
         self._plan = plan
+        self.indexes = list(indexes)
+        self.bridged: list[int] = []
+        # What was given room for: small leaves and odd ones are cloned whether there is any or not.
+        large = [i for i in indexes if plan.sizes[i] >= SMALL_BYTES and i not in plan.odd]
+        self._spare_bytes = int(plan.sizes[large].sum())
         self._offsets: dict[int, int] = {}
-        end = self._place(sizes)
-        self.buffer = allocate(end)
-        self.buffer.zero_()
-        self._words = self.buffer.view(torch.int32)
-        self._digests(sizes, allocate)
-        self._targets = {i: self._target(i, sizes[i]) for i in self.indexes}
-        self._pair()
+        self._runs: list[tuple[int, int, int]] = []
+        self.num_bytes = self._place(holes)
+        self._odd = [i for i in indexes if i in plan.odd]
+        self._buffer: Tensor | None = None
+        self._odd_targets: list[Tensor] = []
+
+    # ---- memory
 
     @property
-    def num_bytes(self) -> int:
-        return self.buffer.numel()
+    def is_large(self) -> bool:
+        """Whether it takes room that other ways would not."""
+        return self._spare_bytes > 0
 
-    def moved(self) -> None:
-        """The plan's tensors are others: read them from here on."""
-        self._pair()
+    @property
+    def is_held(self) -> bool:
+        return self._buffer is not None
 
-    def clone(self) -> None:
-        """Copy every leaf here: one fused operation for all that are whole words."""
-        if self._word_sources:
-            torch._foreach_copy_(self._word_targets, self._word_sources)
-        for target, source in self._odd_pairs:
-            target.copy_(source)
+    def take(self, device: Device) -> None:
+        """Raises torch.OutOfMemoryError where the device has no room that the loop can spare."""
+        if self.is_large and device.room_bytes() < self._spare_bytes:
+            # Not left to the allocator: it would give all that it keeps for the loop back to the device
+            # first.
+            raise torch.OutOfMemoryError(f"{device.name} has no room for an arena of {self.num_bytes} bytes")
+        self._buffer = device.allocate(self.num_bytes)
+        self._odd_targets = [self._odd_target(index) for index in self._odd]
 
-    def digest(self, out: Tensor) -> None:
-        """One digest a leaf, in the order of `indexes`."""
-        if self._rows is not None:
-            self._rows.into(self._words, out[: len(self.large)])
-        if self._packed is not None:
-            self._packed.into(self._words[self._packed_start // 4 :], out[len(self.large) :])
+    def let_go(self) -> None:
+        """The loop may have the memory. Nothing may be on its way from here."""
+        self._buffer = None
+        self._odd_targets = []
 
-    def digest_sources(self, out: Tensor, digests: LeafDigests) -> None:
-        """The same of the live leaves, where they lie; those made row-major here are not looked at."""
-        for place, words in self._checked:
-            digests.into(words, out[place])
+    # ---- what is in it
 
-    def checkable(self) -> list[bool]:
-        """Which of `indexes` `digest_sources` takes."""
-        taken = {place for place, _ in self._checked}
-        return [place in taken for place in range(len(self.indexes))]
+    @property
+    def odd(self) -> list[Tensor]:
+        """The places of leaves that are made row-major here, in image order."""
+        return self._odd_targets
 
-    def runs(self) -> list[tuple[int, int, int]]:
-        """(address here, offset in the image, bytes) of copies to the host, joined where both go on."""
-        joined: list[tuple[int, int, int]] = []
-        base = self.buffer.data_ptr()
-        for index in sorted(self.indexes):
-            here, there = base + self._offsets[index], int(self._plan.offsets[index])
-            size = int(self._plan.sizes[index])
-            if joined:
-                address, offset, length = joined[-1]
-                if address + length == here and offset + length == there:
-                    joined[-1] = (address, offset, length + size)
-                    continue
-            joined.append((here, there, size))
-        return joined
+    def make_row_major(self) -> None:
+        """Copy those leaves: one operation each, since torch has none for several of different strides."""
+        for target, index in zip(self._odd_targets, self._odd, strict=True):
+            target.copy_(self._plan.tensors[index].detach())
 
-    def _place(self, sizes: dict[int, int]) -> int:
+    def addresses(self, indexes: Sequence[int]) -> Addresses:
+        """Where leaves lie on the device; 0 for those that do not."""
+        base = self._base()
+        found = [base + self._offsets[i] if i in self._offsets else 0 for i in indexes]
+        return np.array(found, dtype=np.uint64)
+
+    def copies(self, image_address: int) -> Copies:
+        """To an image: one for each run."""
+        runs = np.array(self._runs, dtype=np.uint64).reshape(-1, 3)
+        return Copies(runs[:, 0] + np.uint64(self._base()), runs[:, 1] + np.uint64(image_address), runs[:, 2])
+
+    def _base(self) -> int:
+        assert self._buffer is not None, "the arena was let go"
+        return self._buffer.data_ptr()
+
+    def _place(self, holes: Collection[int]) -> int:
+        """Runs are (offset here, offset in the image, bytes)."""
         end = 0
-        for index in self.large:
-            self._offsets[index] = end
-            end += -(-sizes[index] // ROW_BYTES) * ROW_BYTES
-        self._packed_start = end
-        for index in self.small:
-            # A leaf of wide elements after odd bytes: its view needs its own alignment.
-            item = self._plan.tensors[index].element_size()
-            end = -(-end // item) * item if item > 4 else end
-            self._offsets[index] = end
-            end += -(-sizes[index] // 4) * 4
-        return -(-end // ROW_BYTES) * ROW_BYTES
-
-    def _digests(self, sizes: dict[int, int], allocate: Allocate) -> None:
-        rows = [self._offsets[i] // ROW_BYTES for i in self.large]
-        self._rows = RowDigests(allocate, rows, [sizes[i] for i in self.large]) if self.large else None
-        starts = [(self._offsets[i] - self._packed_start) // 4 for i in self.small]
-        self._packed = PackedDigests(allocate, starts, [sizes[i] for i in self.small]) if self.small else None
-
-    def _target(self, index: int, size: int) -> Tensor:
-        start = self._offsets[index]
-        return self.buffer[start : start + size]
-
-    def _pair(self) -> None:
-        self._word_targets: list[Tensor] = []
-        self._word_sources: list[Tensor] = []
-        self._odd_pairs: list[tuple[Tensor, Tensor]] = []
-        self._checked: list[tuple[int, Tensor]] = []
-        for place, index in enumerate(self.indexes):
-            tensor, target = self._plan.tensors[index], self._targets[index]
-            words = None if index in self._plan.odd else words_of(tensor)
-            if words is not None:
-                self._word_sources.append(words)
-                self._word_targets.append(target.view(torch.int32))
-                self._checked.append((place, words))
+        offsets, sizes = self._plan.offsets.tolist(), self._plan.sizes.tolist()
+        before = -1
+        for index in self.indexes:
+            there, size = offsets[index], sizes[index]
+            gap = range(before + 1, index)
+            if before >= 0 and self._is_bridged(gap, there - offsets[before] - sizes[before], holes):
+                self.bridged += gap
+                here, start, length = self._runs.pop()
+                self._runs.append((here, start, there + size - start))
+                self._offsets[index] = here + there - start
             else:
-                shaped = target.view(tensor.dtype).view(tensor.shape)
-                self._odd_pairs.append((shaped, tensor.detach()))
+                here = -(-end // _ALIGNED) * _ALIGNED + there % _ALIGNED
+                self._runs.append((here, there, size))
+                self._offsets[index] = here
+            end = self._offsets[index] + size
+            before = index
+        return end
 
+    def _is_bridged(self, gap: range, num_bytes: int, holes: Collection[int]) -> bool:
+        """Whether just these leaves, few bytes and all of them holes, lie between two others in the image."""
+        if num_bytes < 0 or num_bytes > SMALL_BYTES or not all(index in holes for index in gap):
+            return False
+        return sum(int(self._plan.sizes[index]) for index in gap) == num_bytes
 
-def _packed(size: int) -> int:
-    return -(-size // 16) * 16
+    def _odd_target(self, index: int) -> Tensor:
+        assert self._buffer is not None
+        tensor, start = self._plan.tensors[index], self._offsets[index]
+        place = self._buffer[start : start + int(self._plan.sizes[index])]
+        return place.view(tensor.dtype).view(tensor.shape)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from flashckpt.capture.device.base import Device, Mark, On
+from flashckpt.capture.device.base import Device, Mark
 from flashckpt.capture.host import HostCopies
 from flashckpt.capture.plan import Addresses, Plan
 from flashckpt.capture.target import Target
@@ -37,7 +37,9 @@ class Arrangement:
         self._choice = ways
         self._feeders: dict[int, tuple[Device, Mark]] = {}
         self._find_feeders(host)
-        self.transfers = [self._transfer(device, ways) for device in _distinct(self._devices)]
+        holes = self.host.may_be_staged()
+        self.transfers = [self._transfer(device, ways, holes) for device in _distinct(self._devices)]
+        self.host.stage(i for t in self.transfers if t.arena is not None for i in t.arena.bridged)
         self.captures = 0
         self.names = [leaf.name for leaf in plan.leaves]
         self.candidates = ways.candidates(plan)
@@ -47,33 +49,40 @@ class Arrangement:
         self.copies_constants = copies or self.host.copied_constants()
         self._expected = np.array(ways.expected(self.names[plan.first_constant :]), dtype=np.uint64)
 
-    def arena_bytes(self) -> dict[str, int]:
-        """What the arenas take, by device name."""
-        return {t.device.name: t.arena.num_bytes for t in self.transfers if t.arena is not None}
-
-    def moved(self, indexes: Iterable[int]) -> bool:
-        """The plan was patched: these leaves lie elsewhere now. False where they cannot be read there in the
-        way that was chosen: others have to be."""
+    def moved(self, indexes: Iterable[int]) -> None:
+        """The plan was patched: these leaves lie elsewhere now."""
         self.host.moved()
         self._find_feeders(i for i in indexes if self._devices[i] is None)
-        # A list, so that every one of them is told.
-        return all([transfer.moved() for transfer in self.transfers])
+        for transfer in self.transfers:
+            transfer.moved()
 
-    def capture(self, target: Target, *, gated: bool) -> list[int]:
-        """Start every copy. Returns the handles that a seal waits for.
+    def capture(self, target: Target, *, gated: bool) -> tuple[list[int], Addresses]:
+        """Start every copy. Returns the handles that a seal waits for, and the moves that it makes then
+        (`Target.seal`). Whatever is raised, copies may have begun: `wait` for them.
 
         Devices first: their copies run while the host copies its own.
         """
         check = self.captures < _CHECKED
         self.captures += 1
         for device, mark in self._feeders.values():
-            device.gather(On.COMPUTE)
-            device.mark(On.COMPUTE, mark)
+            device.gather()
+            device.mark(mark)
         handles = [t.capture(target, gated=gated, check=check) for t in self.transfers]
         for _, mark in self._feeders.values():
             mark.wait()
         self.host.capture(target, check=check)
-        return handles
+        return handles, np.concatenate([self.host.moves(target), *(t.moves(target) for t in self.transfers)])
+
+    def wait(self) -> None:
+        """The host waits until nothing that was begun writes to a slot any more. Raises nothing for copies
+        that failed: these have ended too."""
+        for transfer in self.transfers:
+            transfer.wait()
+
+    def landed(self) -> None:
+        """The copies of a snapshot have ended."""
+        for transfer in self.transfers:
+            transfer.landed()
 
     def gate(self) -> None:
         for transfer in self.transfers:
@@ -93,10 +102,10 @@ class Arrangement:
         for device in self._choice.feeders(self.plan.tensors[i] for i in host):
             self._feeders.setdefault(id(device), (device, device.new_mark()))
 
-    def _transfer(self, device: Device, ways: Ways) -> Transfer:
+    def _transfer(self, device: Device, ways: Ways, holes: frozenset[int]) -> Transfer:
         indexes = [i for i, owner in enumerate(self._devices) if owner is device]
         synchronised = [i for i in indexes if ways.synchronised(self.plan.leaves[i].name)]
-        return Transfer(device, self.plan, indexes, self.ways, synchronised)
+        return Transfer(device, self.plan, indexes, self.ways, synchronised, holes)
 
 
 def _distinct(devices: Sequence[Device | None]) -> list[Device]:

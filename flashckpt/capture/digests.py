@@ -68,6 +68,25 @@ class LeafDigests:
             out.add_((self._odd[: tail.numel()] + 2 * ROW_WORDS * whole).mul_(block).sum())
 
 
+def digest_leaves(leaves: Sequence[Tensor], out: Tensor) -> None:
+    """The digest of each leaf, given as its bytes (uint8, one-dimensional, at any address), into int64
+    `out`."""
+
+    def allocate(num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=out.device)
+
+    kernels = LeafDigests(allocate, max((leaf.numel() for leaf in leaves), default=0))
+    for place, leaf in enumerate(leaves):
+        size = leaf.numel()
+        words = -(-size // 4)
+        if size % 4 or leaf.data_ptr() % 4:
+            padded = torch.zeros(4 * words, dtype=torch.uint8, device=out.device)
+            padded[:size].copy_(leaf)
+            leaf = padded
+        kernels.into(leaf.view(torch.int32), out[place])
+        out[place].add_(signed(size_term(size) - size_term(4 * words)))
+
+
 class RowDigests:
     """Digests of many leaves that each start on a row of one buffer: four kernels a block, whatever
     the number of leaves. Rows are summed on their own and the sums of each leaf's rows taken by a

@@ -290,7 +290,7 @@ class Capture:
         try:
             arrangement, data = self._following.follow(values)
         except torch.OutOfMemoryError:
-            self._following.give_back()
+            self._following.drop()
             return _skipped(step, _NO_MEMORY)
         # The first plan is made once in a run: it says nothing of what the next snapshot costs.
         once_s = 0.0 if self._call_s else time.perf_counter() - began_s
@@ -313,7 +313,7 @@ class Capture:
             # Once: without these, no region holds just the constants that are left.
             return self._capture(step, values, hooks, capturing, ordered, persist)
         except torch.OutOfMemoryError:
-            self._following.give_back()
+            self._following.drop()
             return _skipped(step, _NO_MEMORY)
         call_s = time.perf_counter() - began_s
         self._call_s += call_s
@@ -327,16 +327,17 @@ class Capture:
     ) -> None:
         try:
             target.prepare(arrangement.plan, data)
-            handles = arrangement.capture(target, gated=hooks.gated)
+            handles, moves = arrangement.capture(target, gated=hooks.gated)
             if persist:
                 target.slot.request_persist(target.generation)
-            target.seal(self._sealer, handles, step, self._attempt)
+            target.seal(self._sealer, handles, moves, step, self._attempt)
         except BaseException:
-            # What was enqueued still writes to the slot: nobody may have it before that has ended.
-            for device in self._devices:
-                device.synchronize()
             target.forget()
-            target.abandon()
+            try:
+                # What was begun still writes to the slot: nobody may have it before that has ended.
+                arrangement.wait()
+            finally:
+                target.abandon()
             raise
         flight = Flight(step, target, target.generation, persist, arrangement, self._ordered)
         self._flights.add(flight)

@@ -78,6 +78,7 @@ class Flights:
             self._flying.remove(flight)
             arrangement, flight.arrangement = flight.arrangement, None
             assert arrangement is not None
+            arrangement.landed()
             if state is State.SEALED:
                 self._land(flight, arrangement)
             else:

@@ -6,12 +6,11 @@ Copies nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from flashckpt.capture.arena import words_of
 from flashckpt.capture.arrangement import Arrangement
 from flashckpt.capture.device.base import Device
 from flashckpt.capture.heartbeat import Pulse
@@ -81,8 +80,8 @@ class Following:
             arrangement, walk = self.current, self._tree.current
             if arrangement is not None and self._walk is walk and self._chosen == self._ground():
                 change, indexes = arrangement.plan.follow()
-                if change is Change.PATCHED and not arrangement.moved(indexes):
-                    change = Change.REBUILD
+                if change is Change.PATCHED:
+                    arrangement.moved(indexes)
                 if change is not Change.REBUILD:
                     return arrangement, data
             self._rebuild()
@@ -131,9 +130,8 @@ class Following:
     def _is_read_in_place(self, plan: Plan, index: int) -> bool:
         """Whether a capture digests a leaf where it lies."""
         tensor = plan.tensors[index]
-        if any(device.owns(tensor) for device in self._devices):
-            return index not in plan.odd and words_of(tensor) is not None
-        return index not in plan.odd and tensor.device.type == "cpu"
+        is_reached = any(device.owns(tensor) for device in self._devices) or tensor.device.type == "cpu"
+        return index not in plan.odd and is_reached
 
     def gate(self) -> None:
         if self.current is not None:
@@ -147,19 +145,12 @@ class Following:
             self.current.plan.release()
             self.current = None
 
-    def give_back(self) -> None:
-        """A device has no memory left: what a capture took goes back to it."""
-        self.drop()
-        for device in self._devices:
-            device.give_back()
-
     def _rebuild(self) -> None:
-        held = self.current.arena_bytes() if self.current is not None else {}
         self.drop()
         self._walk = self._tree.walk(self._hooks.used_up)
         plan = self.plan(self._walk)
         self._chosen = self._ground()
-        self.current = Arrangement(plan, self._ways, self._hooks.fired, self._room(held), self._threads)
+        self.current = Arrangement(plan, self._ways, self._hooks.fired, self._room(), self._threads)
         if plan.shared is not None and self.current.copies_constants:
             # No region holds what has to be made row-major for each snapshot: the slots do.
             self._targets.shared = None
@@ -169,17 +160,17 @@ class Following:
         """What ways were chosen by, beside the plan: whose hooks fire, and whether room is known."""
         return self._hooks.fired, not self._devices or self._pulse.boundaries >= _WARM_BOUNDARIES
 
-    def _room(self, held: Mapping[str, int]) -> dict[str, int]:
+    def _room(self) -> dict[str, int]:
         known = self._ground()[1] or self._limit is not None
-        return arena_room(self._devices, self._limit, held) if known else {}
+        return arena_room(self._devices, self._limit) if known else {}
 
     def _give_way(self) -> None:
         """Where headroom has fallen, arenas go, and smaller ones or none are made."""
         if self.current is not None and any(
-            transfer.arena is not None and transfer.arena.large and transfer.device.room_bytes() < 0
+            transfer.arena is not None and transfer.arena.is_large and transfer.device.room_bytes() < 0
             for transfer in self.current.transfers
         ):
-            self.give_back()
+            self.drop()
 
 
 def _same_bytes(one: Leaf, other: Leaf) -> bool:

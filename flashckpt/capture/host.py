@@ -16,6 +16,7 @@ from flashckpt import _native
 from flashckpt.capture.plan import Addresses, Plan
 from flashckpt.capture.shared import ConstantsChanged
 from flashckpt.capture.target import Target
+from flashckpt.capture.ways import SMALL_BYTES
 
 
 class HostCopies:
@@ -47,8 +48,32 @@ class HostCopies:
         self._digests: Addresses = np.empty(count, dtype=np.uint64)
         self._constant_sizes: Addresses = plan.sizes[self._constants]
         self._constant_digests: Addresses = np.empty(len(self._constants), dtype=np.uint64)
+        # Leaves whose bytes wait beside the image until the copies of a device have ended, which go over
+        # their places: positions in the plain ones, and where each waits.
+        self._staged = np.empty(0, dtype=np.int64)
+        self._staging = np.empty(0, dtype=np.uint8)
+        self._staged_places: Addresses = np.empty(0, dtype=np.uint64)
         # One run of the table where all leaves are plain host leaves: digests go there without a detour.
         self._whole = count == len(plan)
+
+    def may_be_staged(self) -> frozenset[int]:
+        """Small leaves that can be put in their places later."""
+        return frozenset(i for i in self._plain.tolist() if self._plan.sizes[i] < SMALL_BYTES)
+
+    def stage(self, indexes: Iterable[int]) -> None:
+        """Copy these of `may_be_staged` beside the image from now on; `moves` says where they belong."""
+        chosen = set(indexes)
+        staged = [place for place, index in enumerate(self._plain.tolist()) if index in chosen]
+        self._staged = np.array(staged, dtype=np.int64)
+        sizes = self._sizes[self._staged]
+        self._staging = np.empty(int(sizes.sum()), dtype=np.uint8)
+        starts = np.cumsum(sizes, dtype=np.uint64) - sizes
+        self._staged_places = starts + np.uint64(self._staging.ctypes.data)
+
+    def moves(self, target: Target) -> Addresses:
+        """What the sealing thread puts in its place, as triples of source, destination and bytes."""
+        places = self._offsets[self._staged] + np.uint64(target.image_address)
+        return np.stack([self._staged_places, places, self._sizes[self._staged]], axis=1)
 
     def copied_constants(self) -> bool:
         """Whether there are constants that are no row-major bytes in memory: each capture copies them."""
@@ -67,6 +92,7 @@ class HostCopies:
         """
         if len(self._plain):
             np.add(self._offsets, np.uint64(target.image_address), out=self._destinations)
+            self._destinations[self._staged] = self._staged_places
             out = target.table_address if self._whole else _native.address_of(self._digests.data)
             _native.copy_digest(
                 self._sources.data, self._destinations.data, self._sizes.data, out, self._threads

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from flashckpt.capture.device.base import Device, Mark, On
+from flashckpt.capture.device.base import Device, Mark
 from flashckpt.capture.pace import Budget
 
 # Boundaries that may be on their way on a device at once; older ones are taken by the host's clock.
@@ -51,7 +51,8 @@ class Intervals:
             self._open.end_s, self._open.ends = now, marks
             self._pending.append(self._open)
         self._open = _Interval(now, marks, trailing=trailing)
-        self._poll()
+        if marking:  # asking for an event would break a graph that is being captured
+            self._poll()
 
     def captured(self, call_s: float, *, ordered: bool, once_s: float = 0.0) -> None:
         """The boundary that was entered last was captured; the host itself copied for `call_s`, and was
@@ -71,7 +72,7 @@ class Intervals:
     def _mark(self) -> tuple[Mark, ...]:
         marks = self._spare.pop() if self._spare else tuple(d.new_mark(timing=True) for d in self._devices)
         for device, mark in zip(self._devices, marks, strict=True):
-            device.mark(On.COMPUTE, mark)
+            device.mark(mark)
         return marks
 
     def _poll(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from flashckpt.capture.device.base import Device
 from flashckpt.capture.plan import Plan
@@ -44,11 +44,10 @@ def slot_room(plan: Plan, values_bytes: int) -> tuple[int, int]:
     return with_slack(metadata, plan.image.num_bytes)
 
 
-def arena_room(devices: Sequence[Device], limit: int | None, held: Mapping[str, int]) -> dict[str, int]:
-    """Bytes that arenas may take, by device: at most half of what is free, or what the user set.
-    held: what arenas that were just let go of had, which their pools still hold."""
+def arena_room(devices: Sequence[Device], limit: int | None) -> dict[str, int]:
+    """Bytes that arenas may take, by device: at most half of what is free, or what the user set."""
     room = {}
     for device in devices:
-        free = device.room_bytes() + held.get(device.name, 0)
+        free = device.room_bytes()
         room[device.name] = max(0, free // 2 if limit is None else min(free, limit))
     return room

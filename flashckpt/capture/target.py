@@ -97,8 +97,16 @@ class Target:
             view = self._odd_views[index] = place.view(tensor.dtype).view(leaf.shape)
         return view
 
-    def seal(self, sealer: _native.Sealer, waits: Sequence[int], step: int, attempt: tuple[int, int]) -> None:
-        """Hand the slot to the native thread: it seals once every wait is over and every digest is there."""
+    def seal(
+        self,
+        sealer: _native.Sealer,
+        waits: Sequence[int],
+        moves: Addresses,
+        step: int,
+        attempt: tuple[int, int],
+    ) -> None:
+        """Hand the slot to the native thread: it seals once every wait is over, what comes late has been
+        put in its place (moves: rows of source, destination and bytes) and every digest is there."""
         assert self.plan is not None
         crashpoints.point("capture.copied")
         plan, places = self.plan, self._places
@@ -132,6 +140,7 @@ class Target:
             metadata_bytes=places.num_bytes,
             table=self.table_address,
             table_count=len(plan),
+            moves=moves.reshape(-1).data,
         )
         crashpoints.point("seal.submitted")
 

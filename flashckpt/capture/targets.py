@@ -43,26 +43,19 @@ class Targets:
         self.register(ring.slots if ring is not None else ())
 
     def register(self, slots: Sequence[Slot]) -> None:
-        """Make slots known to the devices; once a slot."""
+        """Make slots known to the devices, until they are unmapped; once a slot."""
         for slot in slots:
             for device in self._devices:
-                device.register(slot.image_address, slot.image_capacity)
-                device.register(slot.metadata_address, slot.metadata_capacity)
+                device.register(slot.mapping)
 
     def release(self) -> None:
         for target in self.by_name.values():
-            for device in self._devices:
-                device.unregister(target.slot.image_address)
-                device.unregister(target.slot.metadata_address)
             target.release()
         self.by_name.clear()
 
     def drop(self, slot: Slot) -> None:
         """Write to this one no more. Nothing may be under way to it."""
         target = self.by_name.pop(slot.name)
-        for device in self._devices:
-            device.unregister(slot.image_address)
-            device.unregister(slot.metadata_address)
         target.release()
         left = [each for each in self.ring.slots if each is not slot] if self.ring is not None else []
         self.ring = SlotRing(left) if left else None

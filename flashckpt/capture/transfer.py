@@ -1,30 +1,32 @@
 """What one device does at a boundary: clones, digests, copies to the host, and the gate.
 
 Owns the order of streams on one device: leaves are read after every stream that may write them, nothing
-writes them before they were read, and a seal waits for the last copy. Chooses no way.
+writes them before they were read, and a seal waits for the last copy. How much is enqueued does not grow
+with the number of leaves, but for those that have to be made row-major. Chooses no way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from flashckpt import _native
-from flashckpt.capture.arena import Allocate, Arena, words_of
-from flashckpt.capture.device.base import Device, On
-from flashckpt.capture.digests import LeafDigests, signed
+from flashckpt.capture.arena import Arena
+from flashckpt.capture.device.base import Copies, Copying, Device, Table
 from flashckpt.capture.plan import Addresses, Plan
 from flashckpt.capture.target import Target
 from flashckpt.capture.way import Way
 
-_EMPTY = signed(_native.EMPTY_DIGEST)
+_EMPTY = _native.EMPTY_DIGEST - (1 << 64)  # as int64
 
 
 class Transfer:
-    """The leaves of a plan that live on one device, with the way of each."""
+    """The leaves of a plan that live on one device, with the way of each. `holes` are leaves in host memory
+    that may lie between cloned ones (`Arena`)."""
 
     def __init__(
         self,
@@ -33,76 +35,93 @@ class Transfer:
         indexes: Sequence[int],
         ways: Sequence[Way],
         synchronised: Sequence[int],
+        holes: Collection[int],
     ) -> None:
         self.device, self._plan = device, plan
-        self._synchronised = frozenset(synchronised)
-        cloned = [i for i in indexes if ways[i] is Way.CLONE or not _direct(plan, i)]
-        self._direct = [i for i in indexes if i not in set(cloned)]
+        self._is_synchronised = bool(synchronised)
         self._ways = {i: ways[i] for i in indexes}
-        # An odd leaf that was torn: made row-major in the arena, and the loop waits for it all the same.
+        cloned = [i for i in indexes if ways[i] is Way.CLONE or i in plan.odd]
+        self._direct = [i for i in indexes if i not in set(cloned)]
         self._waits = any(ways[i] is Way.WAIT for i in indexes)
         self._gates = any(ways[i] is Way.GATE for i in indexes)
-        with device.preparing():
-            self.arena = Arena(plan, cloned, device.allocate) if cloned else None
-            self._order = (self.arena.indexes if self.arena else []) + self._direct
-            self._tables(device.allocate)
-        self._sources()
-        self._read, self._copied, self._done = (device.new_mark() for _ in range(3))
-        self._gate_open = False
+        self.arena = Arena(plan, cloned, holes) if cloned else None
+        # The order of the digests: leaves that are read where they lie, then those made row-major.
+        self._plain = [i for i in indexes if i not in plan.odd]
+        self._order = self._plain + [i for i in indexes if i in plan.odd]
+        self._checked = [i for i in cloned if i not in plan.odd]
+        self._checked_always = [i for i in synchronised if i not in plan.odd and i not in set(self._checked)]
+        self._make_buffers()
+        self._make_tables()
+        self._read = device.new_mark()
+        self._copying: Copying | None = None
+        self._gate: Copying | None = None
 
-    def moved(self) -> bool:
-        """The plan was patched: read its tensors again. False where one cannot be read where it lies now."""
-        self._sources()
-        if self.arena is not None:
-            self.arena.moved()
-        return len(self._words) == len(self._direct)
+    def moved(self) -> None:
+        """The plan was patched: read its tensors again."""
+        self._make_tables()
 
     def capture(self, target: Target, *, gated: bool, check: bool) -> int:
-        """Enqueue everything. Returns the handle that a seal waits for.
+        """Enqueue everything. Returns the handle that a seal waits for; the digests come to the table with
+        `moves`.
 
         gated: a hook will close the gate before the next write; else the loop waits for copies that read
         live leaves. check: digest the sources again after the clone, and let the seal refuse a difference.
         Leaves that were torn before are checked in every capture, and the host waits for their copies: a
-        stream that nobody named, or a graph's, is held back by no event, but by a host that enqueues nothing.
+        stream that nobody named, or a graph's, is held back by no event, but by a host that enqueues
+        nothing.
         """
-        device, arena = self.device, self.arena
-        check = check or bool(self._synchronised)
-        if self._synchronised:
+        device = self.device
+        self._copying = self._gate = None
+        self._host_table.fill(_native.EMPTY_DIGEST)
+        if self.arena is not None and not self.arena.is_held:
+            self._make_tables()
+        if self._is_synchronised:
             device.synchronize()
-        device.gather(On.COMPUTE)
-        if arena is not None:
-            device.launch(On.COMPUTE, arena.clone)
-        if self._direct:
-            device.launch(On.COMPUTE, self._digest_direct)
-        if check and arena is not None:
-            device.launch(On.COMPUTE, self._digest_again)
-        device.mark(On.COMPUTE, self._read)
+        device.gather()
+        if self.arena is not None and self.arena.odd:
+            device.launch(self.arena.make_row_major)
+        device.digest(self._table, self._digests)
+        if self._clone_check is not None and (check or self._is_synchronised):
+            self._digest_again(self._clone_check, self._clone_places)
+        device.mark(self._read)
         # Other streams that may write must not do so before the leaves were read.
         device.hold_writers(self._read)
-        device.hold(On.SIDE, self._read)
-        self._copy_direct(target)
-        if self._again_words:
-            device.launch(On.SIDE, self._digest_direct_again)
-        device.mark(On.SIDE, self._copied)
+        if self._is_synchronised:
+            return self._copy_synchronised(target)
+        direct = self._direct_copies(target)
+        copying = self._begin([direct, *self._others(target)], len(direct))
         if self._waits or (self._gates and not gated):
-            device.hold_writers(self._copied)
-        else:
-            self._gate_open = self._gates
-        if arena is not None:
-            device.launch(On.SIDE, self._digest_checked if check else self._digest_arena)
-            self._copy(target, self._runs)
-        device.launch(On.SIDE, self._sort_table)
-        self._copy_table(target)
-        device.mark(On.SIDE, self._done)
-        if self._synchronised:
-            self._copied.wait()
-        return self._done.handle
+            copying.hold_writers()
+        elif self._gates:
+            self._gate = copying
+        return copying.handle
 
     def gate(self) -> None:
         """Before an optimizer writes: the device's streams, not the host, wait for the open copies."""
-        if self._gate_open:
-            self._gate_open = False
-            self.device.hold_writers(self._copied)
+        gate, self._gate = self._gate, None
+        if gate is not None:
+            gate.hold_writers()
+
+    def wait(self) -> None:
+        """The host waits until nothing that was begun is written any more, whether it failed or not."""
+        if self._copying is not None:
+            with contextlib.suppress(RuntimeError):
+                self._copying.wait()
+
+    def landed(self) -> None:
+        """The copies have ended: the arena goes where headroom is short, and is taken again for the next
+        ones. One that is held is no memory that torch could use when it runs out."""
+        arena, device = self.arena, self.device
+        if arena is None or not arena.is_large or not arena.is_held or device.capturing():
+            return
+        if device.room_bytes() < arena.num_bytes // 2:
+            arena.let_go()
+
+    def moves(self, target: Target) -> Addresses:
+        """What the sealing thread puts in its place, as triples of source, destination and bytes: the
+        digests."""
+        base = [self._host_table.ctypes.data, target.table_address, 0]
+        return self._digest_moves + np.array(base, dtype=np.uint64)
 
     def constants(self) -> list[int]:
         return [i for i in self._direct if self._ways[i] is Way.CONSTANT]
@@ -112,97 +131,90 @@ class Transfer:
         direct = set(self._direct)
         return any(way is Way.CONSTANT and i not in direct for i, way in self._ways.items())
 
-    def _tables(self, allocate: Allocate) -> None:
-        count = len(self._order)
-        self._digests = allocate(8 * count).view(torch.int64)
-        self._sorted = allocate(8 * count).view(torch.int64)
-        self._again = allocate(8 * count).view(torch.int64)
-        places = sorted(range(count), key=lambda place: self._order[place])
-        self._permutation = torch.tensor(places, dtype=torch.int64, device=self._digests.device)
-        self._table_runs = _table_runs([self._order[place] for place in places])
-        largest = max((int(self._plan.sizes[i]) for i in self._order), default=0)
-        self._leaf_digests = LeafDigests(allocate, largest)
+    # ---- with the plan
+
+    def _make_buffers(self) -> None:
+        device, count = self.device, len(self._order)
+        self._digests = device.allocate(8 * count).view(torch.int64)
+        self._again = device.allocate(8 * count).view(torch.int64)
+        self._host_digests = device.host_memory(8 * count)  # keeps alive what the next one shows
+        self._host_table: Addresses = self._host_digests.numpy().view(np.uint64)
+        self._digest_moves = _runs(self._order)
+        self._clone_places = self._places(self._checked)
+        self._direct_places = self._places(self._checked_always)
+
+    def _make_tables(self) -> None:
+        if self.arena is not None and not self.arena.is_held:
+            self.arena.take(self.device)
+        leaves = [self._plan.tensors[i].detach() for i in self._plain]
+        destinations = np.zeros(len(self._order), dtype=np.uint64)
         if self.arena is not None:
-            flags = torch.tensor(self.arena.checkable(), dtype=torch.bool)
-            self._checkable = flags.to(self._digests.device)
-        self._runs = np.array(self.arena.runs() if self.arena else [], dtype=np.uint64).reshape(-1, 3)
+            leaves += self.arena.odd
+            destinations[: len(self._plain)] = self.arena.addresses(self._plain)
+        self._table = self.device.make_table(leaves, destinations)
+        self._clone_check = self._check_table(self._checked)
+        self._direct_check = self._check_table(self._checked_always)
 
-    def _sources(self) -> None:
-        words = [words_of(self._plan.tensors[i]) for i in self._direct]
-        self._words: list[Tensor] = [each for each in words if each is not None]
-        first = len(self._order) - len(self._direct)
-        self._again_words = [
-            (first + place, words)
-            for place, words in enumerate(self._words)
-            if self._direct[place] in self._synchronised
-        ]
+    def _check_table(self, indexes: Sequence[int]) -> Table | None:
+        leaves = [self._plan.tensors[i].detach() for i in indexes]
+        return self.device.make_table(leaves, np.zeros(len(leaves), dtype=np.uint64)) if leaves else None
 
-    def _digest_direct(self) -> None:
-        first = len(self._order) - len(self._direct)
-        for place, words in enumerate(self._words, first):
-            self._leaf_digests.into(words, self._digests[place])
+    def _places(self, indexes: Sequence[int]) -> Tensor:
+        places = {index: place for place, index in enumerate(self._order)}
+        found = torch.tensor([places[i] for i in indexes], dtype=torch.int64)
+        return found.to(self._digests.device)
 
-    def _digest_direct_again(self) -> None:
-        """After the copy: bytes and digest may agree, and have been taken in the middle of a write."""
-        for place, words in self._again_words:
-            self._leaf_digests.into(words, self._again[place])
-            again, digest = self._again[place : place + 1], self._digests[place : place + 1]
-            digest.masked_fill_(digest != again, _EMPTY)
+    # ---- at a boundary
 
-    def _digest_again(self) -> None:
-        assert self.arena is not None
-        self.arena.digest_sources(self._again, self._leaf_digests)
-
-    def _digest_arena(self) -> None:
-        assert self.arena is not None
-        self.arena.digest(self._digests[: len(self.arena.indexes)])
-
-    def _digest_checked(self) -> None:
+    def _digest_again(self, table: Table, places: Tensor) -> None:
         """An unequal leaf gets the entry that no seal accepts, without the host looking at anything."""
-        self._digest_arena()
-        count = len(self._checkable)
-        unequal = (self._digests[:count] != self._again[:count]).logical_and_(self._checkable)
-        self._digests[:count].masked_fill_(unequal, _EMPTY)
+        again = self._again[: len(table)]
+        self.device.digest(table, again)
 
-    def _sort_table(self) -> None:
-        torch.index_select(self._digests, 0, self._permutation, out=self._sorted)
+        def compare() -> None:
+            found = self._digests[places]
+            self._digests.index_copy_(0, places, found.masked_fill_(found != again, _EMPTY))
 
-    def _copy_direct(self, target: Target) -> None:
-        kept = target.kept
+        self.device.launch(compare)
+
+    def _copy_synchronised(self, target: Target) -> int:
+        """The loop waits for the copies of live leaves, and these are digested after them too: bytes and
+        digest may agree, and have been taken in the middle of a write."""
+        direct = self._direct_copies(target)
+        self._begin([direct], len(direct)).wait()
+        if self._direct_check is not None:
+            self._digest_direct_again(self._direct_check)
+            self.device.mark(self._read)
+            self._read.wait()  # or whoever writes next is taken for one who wrote during the copy
+        return self._begin(self._others(target), 0).handle
+
+    def _digest_direct_again(self, table: Table) -> None:
+        self._digest_again(table, self._direct_places)
+
+    def _begin(self, parts: Sequence[Copies], num_first: int) -> Copying:
+        self._copying = self.device.copy_to_host(Copies.joined(parts), num_first, self._read)
+        return self._copying
+
+    def _direct_copies(self, target: Target) -> Copies:
+        """Of leaves that are read where they lie; of constants, those that do not stand in the slot
+        already."""
+        kept, plan = target.kept, self._plan
         chosen = [i for i in self._direct if self._ways[i] is not Way.CONSTANT or i not in kept]
-        if chosen:
-            index = np.array(chosen, dtype=np.int64)
-            base = np.uint64(target.image_address)
-            plan = self._plan
-            self.device.copy_to_host(plan.addresses[index], plan.offsets[index] + base, plan.sizes[index])
+        index = np.array(chosen, dtype=np.int64)
+        places = plan.offsets[index] + np.uint64(target.image_address)
+        return Copies(plan.addresses[index], places, plan.sizes[index])
 
-    def _copy(self, target: Target, runs: Addresses) -> None:
-        base = np.uint64(target.image_address)
-        columns = [np.ascontiguousarray(runs[:, column]) for column in range(3)]
-        self.device.copy_to_host(columns[0], columns[1] + base, columns[2])
-
-    def _copy_table(self, target: Target) -> None:
-        runs = self._table_runs
-        here, there = np.uint64(self._sorted.data_ptr()), np.uint64(target.table_address)
-        self.device.copy_to_host(runs[0] + here, runs[1] + there, runs[2])
+    def _others(self, target: Target) -> list[Copies]:
+        """Of what stands still: the arena, and the digests."""
+        columns = (self._digests.data_ptr(), self._host_table.ctypes.data, self._host_table.nbytes)
+        digests = Copies(*(np.array([column], dtype=np.uint64) for column in columns))
+        return [self.arena.copies(target.image_address), digests] if self.arena is not None else [digests]
 
 
-def _direct(plan: Plan, index: int) -> bool:
-    """Whether the leaf can be read where it lies."""
-    return index not in plan.odd and words_of(plan.tensors[index]) is not None
-
-
-def _table_runs(indexes: Sequence[int]) -> tuple[Addresses, Addresses, Addresses]:
-    """Copies of a packed table (sorted by image order) to its entries in the slot's: offsets in bytes."""
-    sources: list[int] = []
-    places: list[int] = []
-    counts: list[int] = []
-    for position, index in enumerate(indexes):
-        if places and places[-1] + counts[-1] == index:
-            counts[-1] += 1
-        else:
-            sources.append(position)
-            places.append(index)
-            counts.append(1)
-    columns = [8 * np.array(column, dtype=np.uint64) for column in (sources, places, counts)]
-    return columns[0], columns[1], columns[2]
+def _runs(order: Sequence[int]) -> Addresses:
+    """Moves of a packed table to its entries (`order`) in the slot's: triples of offsets and bytes,
+    joined."""
+    entries = np.array(order, dtype=np.int64)
+    starts = np.flatnonzero(np.diff(entries, prepend=-2) != 1)
+    counts = np.diff(starts, append=len(entries))
+    return (8 * np.stack([starts, entries[starts], counts], axis=1)).astype(np.uint64)

@@ -182,6 +182,8 @@ class Ways:
 
     def _by_room(self, plan: Plan, index: int, device: Device, left: dict[str, int], gated: bool) -> Way:
         size = int(plan.sizes[index])
+        if not device.in_one_launch:
+            return Way.WAIT
         if left.get(device.name, 0) >= size:
             left[device.name] -= size
             return Way.CLONE

@@ -116,6 +116,11 @@ class Slot:
         return self.fixed.rank
 
     @property
+    def mapping(self) -> _native.Mapping:
+        """To make it known to a device, for as long as it is mapped."""
+        return self._map
+
+    @property
     def word_address(self) -> int:
         return self._address + page.WORD_OFFSET
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -124,7 +125,7 @@ def test_a_slot_is_not_sealed_before_a_digest_is_there(ring: SlotRing, sealer: _
     plan = run.capture._following.current.plan
     assert target.begin()
     target.prepare(plan, b"{}")
-    target.seal(sealer, [], 9, (1, 1))
+    target.seal(sealer, [], np.empty((0, 3), dtype=np.uint64), 9, (1, 1))
     run.landed()
     assert ring.newest_sealed() is None
     assert "digest" in sealer.failures()[0][1]

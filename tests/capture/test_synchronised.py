@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from flashckpt import _native
+from flashckpt.capture.device.base import Table
 from flashckpt.capture.device.simulated import SimulatedMark, SimulatedStream
 from flashckpt.capture.transfer import Transfer
 from flashckpt.memory.slots import SlotRing
@@ -101,9 +102,9 @@ def test_a_synchronised_leaf_that_is_written_meanwhile_is_refused_by_its_second_
     teacher = torn_on_wait(loop, rogue)
     again = Transfer._digest_direct_again
 
-    def written(transfer: Transfer) -> None:
+    def written(transfer: Transfer, table: Table) -> None:
         teacher.add_(1)
-        again(transfer)
+        again(transfer, table)
 
     with monkeypatch.context() as patch:
         patch.setattr(Transfer, "_digest_direct_again", written)

@@ -11,6 +11,7 @@ import torch
 from flashckpt import _native
 from flashckpt.capture import Verdict
 from flashckpt.capture.device.simulated import SimulatedStream
+from flashckpt.memory.page import State
 from flashckpt.memory.slots import SlotRing
 
 from .accelerated import LARGE, Accelerated
@@ -305,12 +306,131 @@ def test_the_arena_gives_way_when_headroom_falls(make: Maker) -> None:
     assert loop.ways()["model.a"] == "gate"
 
 
+def test_the_arena_is_let_go_after_each_landing_while_headroom_is_short(make: Maker) -> None:
+    """What is held is no memory that torch could use when it runs out."""
+    loop = warm(make(), 4)
+    transfer = loop.capture._following.current.transfers[0]
+    assert transfer.arena.is_held
+    loop.device.room = transfer.arena.num_bytes // 2 - 1
+    loop.iterate()
+    assert transfer.arena.is_held, "the copies are on their way"
+    assert loop.result() == "exact"
+    assert not transfer.arena.is_held
+    loop.device.room = transfer.arena.num_bytes  # the loop's peak is over: what was let go is there again
+    loop.iterate()
+    assert loop.result() == "exact"
+    assert loop.ways()["model.a"] == "clone"
+    assert loop.capture._following.current.transfers[0] is transfer
+
+
+def test_no_arena_is_taken_again_where_the_loop_has_the_memory(make: Maker) -> None:
+    loop = warm(make(), 4)
+    arena = loop.capture._following.current.transfers[0].arena
+    loop.device.room = 1 << 20
+    loop.iterate()
+    assert loop.result() == "exact"
+    assert not arena.is_held
+    taken = loop.device.allocated_bytes
+    outcome = loop.iterate()
+    assert outcome.verdict is Verdict.SKIPPED
+    assert "memory" in outcome.reason
+    assert loop.device.allocated_bytes == taken
+    warm(loop, 2)
+    assert loop.ways()["model.a"] == "gate"
+
+
+def test_nothing_is_asked_or_let_go_while_a_graph_is_captured(make: Maker) -> None:
+    """An event that is asked for in a capture makes the user's graph invalid."""
+    loop = warm(make(), 4)
+    transfer = loop.capture._following.current.transfers[0]
+    loop.device.room = 1
+    loop.device.side.hold()
+    loop.iterate()
+    loop.device.graph_capture = True  # any use of the device fails from here on
+    loop.device.side.release()
+    loop.device.side.drain()
+    assert loop.sealer.drain(20.0)
+    assert loop.capture.boundary(99, lambda: b"{}").verdict is not Verdict.CAPTURED
+    assert transfer.arena.is_held
+    loop.device.graph_capture = False
+
+
+def test_without_the_kernel_large_leaves_are_waited_for(make: Maker) -> None:
+    loop = make()
+    loop.device.in_one_launch = False
+    loop.add("odd", torch.randint(0, 255, (1_100_001,), dtype=torch.uint8))
+    loop.add("transposed", torch.randn(700, 500).t())
+    warm(loop, 4)
+    ways = loop.ways()
+    assert ways["model.a"] == ways["more.odd"] == "wait"
+    assert ways["model.small"] == ways["more.transposed"] == "clone"
+
+
+def test_a_capture_that_breaks_off_leaves_no_slot_that_is_written(
+    make: Maker, ring: SlotRing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the device is not even to be waited for: its copies are."""
+    loop = warm(make())
+
+    def refuses(*args: object, **named: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.device, "synchronize", refuses)
+        patch.setattr(loop.capture._following.current.host, "capture", refuses)
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            loop.iterate()
+        assert State.WRITING not in [slot.state().state for slot in ring.slots]
+    loop.capture._following.drop()
+    loop.iterate()
+    assert loop.result() == "exact"
+
+
+def test_copies_that_are_on_their_way_are_waited_for_before_a_slot_is_given_up(
+    make: Maker, ring: SlotRing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stray copy would go into the next snapshot."""
+    loop = warm(make())
+    loop.train()
+    loop.device.compute.drain()
+    loop.device.side.hold()
+    states: list[State] = []
+
+    def refuses(*args: object, **named: object) -> None:
+        states.extend(slot.state().state for slot in ring.slots)
+        loop.device.side.release()
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.capture._following.current.host, "capture", refuses)
+        with pytest.raises(MemoryError):
+            loop.boundary()
+    assert State.WRITING in states
+    assert loop.device.side.pending() == 0
+    assert State.WRITING not in [slot.state().state for slot in ring.slots]
+
+
+def test_leaves_of_the_host_that_lie_between_cloned_ones_keep_their_bytes(make: Maker) -> None:
+    """The arena is copied in one piece, over their places; they are put there afterwards."""
+    loop = make()
+    for number in range(20):
+        loop.add(f"{number:02}.device", torch.full((11,), float(number)))
+        loop.state.named["more"][f"{number:02}.host"] = torch.full((number,), -float(number))
+    warm(loop, 4)
+    arena = loop.capture._following.current.transfers[0].arena
+    assert len(arena.bridged) >= 20
+    moved = loop.state.named["more"]["07.host"] = torch.full((7,), 3.0)
+    loop.device.side.hold()
+    loop.iterate()
+    moved.fill_(9.0)
+    assert loop.result() == "exact"
+
+
 def test_slots_are_known_to_the_device_while_they_are_used(make: Maker, ring: SlotRing) -> None:
     loop = make()
-    addresses = [(slot.image_address, slot.metadata_address) for slot in ring.slots]
-    assert set(loop.device.registered) == {address for pair in addresses for address in pair}
-    loop.capture.set_slots(None)
-    assert loop.device.registered == {}
+    loop.capture.register(ring.slots)  # made ready before they are taken up, and once only
+    sizes = {_native.address_of(slot.mapping): slot.fixed.num_bytes for slot in ring.slots}
+    assert loop.device.registered == sizes
 
 
 @pytest.mark.parametrize("moved", [False, True])

@@ -118,7 +118,7 @@ def refused(call, *args, **named):
 
 source, to = bytearray(os.urandom(100_000)), bytearray(100_000)
 a, b = _native.address_of(source), _native.address_of(to)
-lane = _native.CudaCopies(77, 1, 40)
+lane = _native.CudaCopies(1, 40)
 """
 
 
@@ -126,7 +126,7 @@ def test_copies_are_enqueued_by_a_thread_of_their_own(driver: Path) -> None:
     program = (
         LANE
         + """
-ticket = lane.submit(u64(a, a + 90), u64(b, b + 90), u64(90, 10), 1)
+ticket = lane.submit(u64(a, a + 90), u64(b, b + 90), u64(90, 10), 1, 55)
 lane.wait(ticket)
 lane.hold(ticket, u64(8, 9))  # what has been copied holds nobody
 assert source[:100] == to[:100]
@@ -137,6 +137,7 @@ lane.close()
     there = "context=1001 mode=2"
     assert run(driver, program, 2) == [
         "retain 1 0 context=0 mode=2",
+        f"hold 77 55 {there}",
         *(f"copy {n} 77 {there}" for n in (40, 40, 10)),
         f"record 1001 77 {there}",
         f"copy 10 77 {there}",

@@ -7,18 +7,19 @@ stepped or released: tests decide every order, and never sleep.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import threading
 import time
+from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from flashckpt import _native
-from flashckpt.capture.device.base import PIECE_BYTES, Mark, On
+from flashckpt.capture.device.base import PIECE_BYTES, Copies, Mark, Table
+from flashckpt.capture.digests import digest_leaves
 from flashckpt.capture.plan import Addresses
 
 _LONG_S = 60.0
@@ -29,6 +30,7 @@ class SimulatedStream:
 
     def __init__(self, name: str) -> None:
         self._work: deque[Callable[[], None]] = deque()
+        self.enqueued = 0
         self._changed = threading.Condition()
         self._allowed: int | None = None
         self._busy = self._closed = self._waiting = False
@@ -39,6 +41,7 @@ class SimulatedStream:
     def enqueue(self, work: Callable[[], None]) -> None:
         with self._changed:
             self._work.append(work)
+            self.enqueued += 1
             self._changed.notify_all()
 
     def hold(self) -> None:
@@ -164,6 +167,57 @@ class SimulatedMark:
                 self._changed.wait(0.01)
 
 
+class SimulatedCopying:
+    """Copies on the side stream, with a mark behind the first ones and one behind all."""
+
+    def __init__(self, hold_writers: Callable[[Mark], None]) -> None:
+        self._hold_writers = hold_writers
+        self.first, self.last = SimulatedMark(), SimulatedMark()
+
+    @property
+    def handle(self) -> int:
+        return self.last.handle
+
+    def hold_writers(self) -> None:
+        self._hold_writers(self.first)
+
+    def wait(self) -> None:
+        self.last.wait()
+
+
+class SimulatedTable:
+    """Leaves that are copied and digested as one piece of work, by native code; or, as on a device without
+    the kernel, with torch's operations."""
+
+    def __init__(self, leaves: Sequence[Tensor], destinations: Addresses, in_one_launch: bool) -> None:
+        self._leaves = list(leaves)
+        sources = [leaf.data_ptr() for leaf in leaves]
+        sizes = [leaf.numel() * leaf.element_size() for leaf in leaves]
+        rows = list(zip(range(len(leaves)), sources, destinations.tolist(), sizes, strict=True))
+        self._in_one_launch = in_one_launch
+        self._cloned = [row for row in rows if row[2]]
+        self._read = [row for row in rows if not row[2]]
+
+    def __len__(self) -> int:
+        return len(self._leaves)
+
+    def run(self, out: Tensor) -> None:
+        if not self._in_one_launch:
+            for _, source, destination, size in self._cloned:
+                ctypes.memmove(destination, source, size)
+            digest_leaves([leaf.reshape(-1).view(torch.uint8) for leaf in self._leaves], out)
+            return
+        cloned, read = (array("Q", bytes(8 * len(rows))) for rows in (self._cloned, self._read))
+        sources, places, sizes = (array("Q", [row[n] for row in self._cloned]) for n in (1, 2, 3))
+        _native.copy_digest(sources, places, sizes, _native.address_of(cloned), 1)
+        sources, sizes = (array("Q", [row[n] for row in self._read]) for n in (1, 3))
+        _native.digest_many(sources, sizes, _native.address_of(read), 1)
+        digests = dict(zip((row[0] for row in self._cloned), cloned, strict=True))
+        digests.update(zip((row[0] for row in self._read), read, strict=True))
+        signed = [digests[place] - (digests[place] >> 63 << 64) for place in range(len(self))]
+        out.copy_(torch.tensor(signed, dtype=torch.int64))
+
+
 class SimulatedDevice:
     """A device whose compute stream, side stream and further streams are threads.
 
@@ -185,6 +239,7 @@ class SimulatedDevice:
         self.room = room_bytes
         self.graph_capture = False
         self.out_of_memory = False
+        self.in_one_launch = True
         self.allocated_bytes = 0
         self.registered: dict[int, int] = {}
         self._streams = streams
@@ -210,49 +265,59 @@ class SimulatedDevice:
     def owns(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self._adopted
 
-    def launch(self, on: On, work: Callable[[], None]) -> None:
+    def launch(self, work: Callable[[], None]) -> None:
         self._refuse_in_graph()
-        self._stream(on).enqueue(work)
+        self.compute.enqueue(work)
+
+    def make_table(self, leaves: Sequence[Tensor], destinations: Addresses) -> SimulatedTable:
+        self._refuse_in_graph()
+        return SimulatedTable(leaves, destinations, self.in_one_launch)
+
+    def digest(self, table: Table, out: Tensor) -> None:
+        assert isinstance(table, SimulatedTable)
+        self.launch(lambda: table.run(out))
 
     def new_mark(self, *, timing: bool = False) -> SimulatedMark:
         return SimulatedMark()
 
-    def mark(self, on: On, mark: Mark) -> None:
+    def mark(self, mark: Mark) -> None:
         self._refuse_in_graph()
-        self._mark(self._stream(on), mark)
+        self._mark(self.compute, mark)
 
-    def hold(self, on: On, mark: Mark) -> None:
-        self._hold(self._stream(on), mark)
-
-    def gather(self, on: On) -> None:
-        target = self._stream(on)
-        for stream in (self.compute, *self._streams):
-            if stream is not target:
-                mark = SimulatedMark()
-                self._mark(stream, mark)
-                self._hold(target, mark)
+    def gather(self) -> None:
+        for stream in self._streams:
+            mark = SimulatedMark()
+            self._mark(stream, mark)
+            self._hold(self.compute, mark)
 
     def hold_writers(self, mark: Mark) -> None:
         self._refuse_in_graph()
         for stream in (self.compute, *self._streams):
             self._hold(stream, mark)
 
-    def copy_to_host(self, sources: Addresses, destinations: Addresses, sizes: Addresses) -> None:
-        columns = (sources.tolist(), destinations.tolist(), sizes.tolist())
-        for source, destination, size in zip(*columns, strict=True):
+    def copy_to_host(self, copies: Copies, num_first: int, after: Mark) -> SimulatedCopying:
+        self._refuse_in_graph()
+        self._hold(self.side, after)
+        copying = SimulatedCopying(self.hold_writers)
+        columns = (copies.sources.tolist(), copies.destinations.tolist(), copies.sizes.tolist())
+        for place, (source, destination, size) in enumerate(zip(*columns, strict=True)):
+            if place == num_first:
+                self._mark(self.side, copying.first)
             for start in range(0, size, self._piece_bytes):
                 length = min(self._piece_bytes, size - start)
                 self.side.enqueue(_copy(source + start, destination + start, length))
+        if num_first == len(copies):
+            self._mark(self.side, copying.first)
+        self._mark(self.side, copying.last)
+        return copying
 
-    def register(self, address: int, num_bytes: int) -> None:
-        self.registered[address] = num_bytes
+    def host_memory(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
 
-    def unregister(self, address: int) -> None:
-        self.registered.pop(address, None)
-
-    def preparing(self) -> contextlib.AbstractContextManager[None]:
-        self._refuse_in_graph()
-        return contextlib.nullcontext()
+    def register(self, mapping: _native.Mapping) -> None:
+        """Once a mapping; a device forgets it with the mapping, this one does not."""
+        with memoryview(mapping) as view:
+            self.registered.setdefault(_native.address_of(view), view.nbytes)
 
     def allocate(self, num_bytes: int) -> Tensor:
         self._refuse_in_graph()
@@ -261,9 +326,6 @@ class SimulatedDevice:
         self.allocated_bytes += num_bytes
         return torch.empty(num_bytes, dtype=torch.uint8)
 
-    def give_back(self) -> None:
-        pass
-
     def room_bytes(self) -> int:
         return self.room
 
@@ -271,6 +333,7 @@ class SimulatedDevice:
         return self.graph_capture
 
     def elapsed_s(self, start: Mark, end: Mark) -> float | None:
+        self._refuse_in_graph()
         assert isinstance(start, SimulatedMark)
         assert isinstance(end, SimulatedMark)
         return end.passed_s - start.passed_s if start.done() and end.done() else None
@@ -289,9 +352,6 @@ class SimulatedDevice:
         for stream in (self.compute, self.side):
             stream.close()
 
-    def _stream(self, on: On) -> SimulatedStream:
-        return self.side if on is On.SIDE else self.compute
-
     def _mark(self, stream: SimulatedStream, mark: Mark) -> None:
         assert isinstance(mark, SimulatedMark)
         number = mark._place()
@@ -309,7 +369,7 @@ class SimulatedDevice:
 
     def _refuse_in_graph(self) -> None:
         # A real device breaks the graph that is being captured.
-        assert not self.graph_capture, "work was enqueued while a graph was being captured"
+        assert not self.graph_capture, "the device was used while a graph was being captured"
 
 
 def _copy(source: int, destination: int, num_bytes: int) -> Callable[[], None]:

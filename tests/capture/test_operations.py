@@ -1,0 +1,118 @@
+"""How much is enqueued at a boundary: as much for ten thousand leaves as for ten.
+
+A CUDA stream takes about a thousand operations; the next call blocks the training thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from flashckpt import _native
+from flashckpt.capture import Capture, arena, host, ways
+from flashckpt.capture.device.base import Copies, Mark
+from flashckpt.capture.device.simulated import SimulatedCopying, SimulatedDevice
+from flashckpt.memory.slots import SlotRing
+from flashckpt.options import Options
+
+from .accelerated import Descent
+from .conftest import make_slot
+from .content import State, newest
+
+COUNTS = (10, 1_000, 10_000)
+
+
+class Counting(SimulatedDevice):
+    """Counts what the training thread enqueues, and, apart from it, the copies that it hands to another
+    thread."""
+
+    def __init__(self) -> None:
+        super().__init__(room_bytes=0)
+        self.handed: list[int] = []
+
+    def copy_to_host(self, copies: Copies, num_first: int, after: Mark) -> SimulatedCopying:
+        self.handed.append(len(copies))
+        return super().copy_to_host(copies, num_first, after)
+
+
+@pytest.fixture(autouse=True)
+def _leaves_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten thousand leaves of a mebibyte are more than a test may take: here these are large ones."""
+    for module in (ways, arena, host):
+        monkeypatch.setattr(module, "SMALL_BYTES", 256)
+
+
+@pytest.fixture
+def ring() -> Iterator[SlotRing]:
+    slots = [make_slot(i, 16 << 20, 32 << 20) for i in range(3)]
+    yield SlotRing(slots)
+    for slot in slots:
+        slot.close()
+
+
+def counted(ring: SlotRing, sealer: _native.Sealer, way: str, count: int) -> tuple[int, list[int]]:
+    """(operations of the training thread, copies of each job) of the fifth capture of a state that has
+    `count` leaves of this way, with as many small ones in host memory between them."""
+    device = Counting()
+    device.room = 1 << 40 if way == "clone" else 0
+    elements = 16 if way == "small" else 128
+    module = torch.nn.Module()
+    leaves = {f"{i:05}.device": torch.full((elements,), float(i)) for i in range(count)}
+    device.adopt(*leaves.values())
+    hosts = {f"{i:05}.host": torch.full((), float(i)) for i in range(count)}
+    state = State(plain=leaves | hosts)
+    if way == "gate":
+        for name, leaf in leaves.items():
+            module.register_parameter(name.replace(".", "_"), torch.nn.Parameter(leaf))
+        device.adopt(*module.parameters())
+        state = State(model=module, plain=hosts)
+        state.named["optimizer"] = Descent(list(module.parameters()), device)
+    capture = Capture(state, ring, sealer, Options(), [device], optimizers=state.optimizers, every=1)
+    for step in range(count, count + 5):
+        if way == "gate":
+            state.optimizers[0].step()
+        device.handed.clear()
+        before = device.compute.enqueued
+        assert capture.boundary(step, lambda: b"{}", ordered=True).captured
+        found = device.compute.enqueued - before
+        device.synchronize()
+        assert sealer.drain(60.0)
+    content = newest(ring)
+    assert (content.step, content.torn) == (count + 4, [])
+    assert len(content.leaves) == 2 * count
+    named = {row[0] for row in capture.describe()}
+    assert named == {"clone" if way == "small" else way, "host"}
+    capture.close()
+    device.shutdown()
+    return found, list(device.handed)
+
+
+@pytest.mark.parametrize("way", ["small", "clone", "gate", "wait"])
+def test_what_is_enqueued_does_not_grow_with_the_number_of_leaves(
+    ring: SlotRing, sealer: _native.Sealer, way: str
+) -> None:
+    results = [counted(ring, sealer, way, count) for count in COUNTS]
+    operations = [found for found, _ in results]
+    assert operations == [operations[0]] * len(COUNTS)
+    assert operations[0] <= 8
+    assert [len(handed) for _, handed in results] == [1, 1, 1]
+    if way in ("small", "clone"):
+        # The arena lies as the image does, leaves of the host included: one copy, and one of the digests.
+        assert [handed[0] for _, handed in results] == [2, 2, 2]
+
+
+def test_what_is_read_first_is_what_a_gate_waits_for(
+    ring: SlotRing, sealer: _native.Sealer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    firsts: list[int] = []
+    copy: Callable[..., SimulatedCopying] = Counting.copy_to_host
+
+    def seen(device: Counting, copies: Copies, num_first: int, after: Mark) -> SimulatedCopying:
+        firsts.append(num_first)
+        return copy(device, copies, num_first, after)
+
+    monkeypatch.setattr(Counting, "copy_to_host", seen)
+    counted(ring, sealer, "wait", 10)
+    assert firsts == [10] * 5
