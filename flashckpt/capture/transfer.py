@@ -99,7 +99,7 @@ class Transfer:
     def gate(self) -> None:
         """Before an optimizer writes: the device's streams, not the host, wait for the open copies."""
         gate, self._gate = self._gate, None
-        if gate is not None:
+        if gate is not None and not self.device.capturing():
             gate.hold_writers()
 
     def wait(self) -> None:
@@ -161,8 +161,10 @@ class Transfer:
 
     def _places(self, indexes: Sequence[int]) -> Tensor:
         places = {index: place for place, index in enumerate(self._order)}
-        found = torch.tensor([places[i] for i in indexes], dtype=torch.int64)
-        return found.to(self._digests.device)
+        host = self.device.host_memory(8 * len(indexes)).view(torch.int64)
+        host.copy_(torch.tensor([places[i] for i in indexes], dtype=torch.int64))
+        # The host must not wait for the loop's kernels, behind which this goes.
+        return host.to(self._digests.device, non_blocking=True)
 
     # ---- at a boundary
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from flashckpt import _native
-from flashckpt.capture import Capture
-from flashckpt.capture.device import devices_of
-from flashckpt.capture.digests import LeafDigests
+from flashckpt.capture import Capture, Verdict, arena, host, ways
+from flashckpt.capture.device import cuda, devices_of
+from flashckpt.memory.slot import Slot
 from flashckpt.memory.slots import SlotRing
 from flashckpt.options import Options
 
@@ -25,22 +29,29 @@ pytestmark = [
 
 
 class Loop:
-    """A small model on the device, with the state as it was at each boundary cloned in stream order."""
+    """A small model on the device, with the state as it was at each boundary cloned in stream order.
+    `more` are further tensors of the state."""
 
-    def __init__(self, sealer: _native.Sealer, optimizer: Any = torch.optim.AdamW, **how: Any) -> None:
+    def __init__(
+        self,
+        sealer: _native.Sealer,
+        optimizer: Any = torch.optim.AdamW,
+        more: dict[str, Tensor] | None = None,
+        **how: Any,
+    ) -> None:
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.Linear(1024, 8)).cuda()
         self.optimizer = optimizer(self.model.parameters(), **how)
-        self.state = State(model=self.model, optimizer=self.optimizer)
+        self.state = State(model=self.model, optimizer=self.optimizer, **({"more": more} if more else {}))
         self.sealer, self.step = sealer, 0
         self.inputs = torch.randn(64, 1024, device="cuda")
 
     def attach(self, ring: SlotRing, **options: Any) -> None:
         given = Options(**options)
+        self.devices = devices_of((live.tensor for live in self.state.walk_now()), given.streams)
         self.capture = Capture(
-            self.state, ring, self.sealer, given, devices_of(self.state, given),
-            optimizers=[self.optimizer], every=1,
-        )  # fmt: skip
+            self.state, ring, self.sealer, given, self.devices, optimizers=[self.optimizer], every=1
+        )
 
     def train(self) -> None:
         self.optimizer.zero_grad()
@@ -149,10 +160,277 @@ def test_a_graph_that_is_captured_beside_it_is_not_broken(
     loop.capture.close()
 
 
-@pytest.mark.parametrize("count", [1, 1023, 1024, 5_000_001])
-def test_digests_equal_the_native_ones(count: int) -> None:
-    words = torch.randint(-(2**31), 2**31 - 1, (count,), dtype=torch.int32)
-    out = torch.zeros((), dtype=torch.int64, device="cuda")
-    digests = LeafDigests(lambda n: torch.empty(n, dtype=torch.uint8, device="cuda"), 4 * count)
-    digests.into(words.cuda(), out)
-    assert out.item() % 2**64 == _native.digest(words.data_ptr(), 4 * count)
+def test_a_graph_can_be_captured_while_copies_and_registrations_run(
+    sealer: _native.Sealer, large_ring: SlotRing
+) -> None:
+    """Copies wait behind a kernel while the graph is captured, and another thread makes a slot ready."""
+    loop = Loop(sealer)
+    loop.attach(large_ring)
+    for _ in range(4):
+        loop.iterate(large_ring)
+    counted = torch.zeros(1000, device="cuda")
+    ready = make_slot(7, 1 << 20, 64 << 20)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1_000_000_000)
+    loop.step += 1
+    assert loop.capture.boundary(loop.step, lambda: b"{}", ordered=True).captured
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        graph.capture_begin()
+        counted.add_(1)
+        registering = threading.Thread(target=loop.capture.register, args=([ready],))
+        registering.start()
+        registering.join()
+        outcome = loop.capture.boundary(loop.step + 1, lambda: b"{}", due=True)
+        graph.capture_end()
+    assert outcome.verdict is not Verdict.CAPTURED
+    torch.cuda.synchronize()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert counted.eq(1).all()
+    assert sealer.drain(30)
+    content = newest(large_ring)
+    assert (content.step, content.torn) == (loop.step, [])
+    loop.step += 1
+    loop.iterate(large_ring)
+    loop.capture.close()
+    ready.close()
+
+
+def test_slots_that_come_and_go_are_registered_as_long_as_they_are_mapped(
+    sealer: _native.Sealer, large_ring: SlotRing
+) -> None:
+    """Addresses are used again: what stayed registered there would be refused, or be other pages."""
+    loop = Loop(sealer)
+    loop.attach(large_ring)
+    for number in range(12):
+        slot = make_slot(10 + number, 1 << 20, (8 + number % 3) << 20)
+        loop.capture.register([slot])
+        if number % 2:
+            slot.close()
+        del slot
+    loop.iterate(large_ring)
+    slots = [make_slot(30 + number, 1 << 20, 64 << 20) for number in range(3)]
+    loop.capture.set_slots(SlotRing(slots))
+    for slot in large_ring.slots:
+        slot.close()
+    for _ in range(3):
+        loop.iterate(SlotRing(slots))
+    loop.capture.close()
+    for slot in slots:
+        slot.close()
+
+
+class _Refusing:
+    def register(self, device: int) -> None:
+        raise RuntimeError("CUDA refused to register host memory: OUT_OF_MEMORY")
+
+
+@pytest.mark.parametrize("memory", [None, 0])
+def test_a_registration_that_is_refused_costs_speed_and_no_snapshots(
+    sealer: _native.Sealer,
+    large_ring: SlotRing,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    memory: int | None,
+) -> None:
+    cuda._say_unregistered.cache_clear()
+    monkeypatch.setattr(Slot, "mapping", _Refusing())
+    loop = Loop(sealer)
+    loop.attach(large_ring, device_memory=memory)
+    for _ in range(5):
+        loop.iterate(large_ring, behind=True)
+    assert caplog.text.count("page-locked") == 1
+    loop.capture.close()
+
+
+def test_without_the_kernel_snapshots_are_as_exact(
+    sealer: _native.Sealer, large_ring: SlotRing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "why_not_in_one_launch", lambda index: "a test asked for it")
+    odd = torch.randint(0, 255, (1_100_001,), dtype=torch.uint8, device="cuda")
+    loop = Loop(sealer, more={"odd": odd, "shifted": odd[3:5000]})
+    loop.attach(large_ring)
+    for _ in range(5):
+        loop.iterate(large_ring, behind=True)
+    assert loop.ways() == {"clone", "wait", "host"}
+    loop.capture.close()
+
+
+@pytest.mark.parametrize("memory", [None, 0])
+def test_tensors_of_every_kind(sealer: _native.Sealer, large_ring: SlotRing, memory: int | None) -> None:
+    data = torch.randint(0, 255, (3_000_001,), dtype=torch.uint8, device="cuda")
+    more = {
+        "channels_last": torch.randn(64, 32, 8, 9, device="cuda").to(memory_format=torch.channels_last),
+        "transposed": torch.randn(1000, 700, device="cuda").t(),
+        "conjugated": torch.randn(500, dtype=torch.complex64, device="cuda").conj(),
+        "shifted": data[1:2_000_000],
+        "odd": data[5:1_500_000].clone(),
+        "half": torch.randn(1_000_003, device="cuda").to(torch.bfloat16)[1:],
+        "byte": data[7:8],
+        "none": torch.empty(0, 5, device="cuda"),
+        "host": torch.randn(77),
+        "flags": torch.rand(12_345, device="cuda") > 0.5,
+        "wide": torch.randn(9, dtype=torch.complex128, device="cuda"),
+    }
+    loop = Loop(sealer, more=more)
+    loop.attach(large_ring, device_memory=memory)
+    for _ in range(5):
+        data.add_(1)
+        loop.iterate(large_ring, behind=True)
+    loop.capture.close()
+
+
+def test_memory_that_moves_patches_the_table(sealer: _native.Sealer, large_ring: SlotRing) -> None:
+    loop = Loop(sealer)
+    loop.attach(large_ring)
+    for _ in range(6):
+        loop.iterate(large_ring, behind=True)
+        for parameter in loop.model.parameters():
+            parameter.data = parameter.data.clone() + 1
+    loop.capture.close()
+
+
+def test_the_loop_may_have_the_arena_once_it_was_let_go(
+    sealer: _native.Sealer, large_ring: SlotRing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = Loop(sealer)
+    loop.attach(large_ring)
+    for _ in range(4):
+        loop.iterate(large_ring)
+    loop.capture.boundary(loop.step, lambda: b"{}", due=False)  # hears of the landing
+    [transfer] = loop.capture._following.current.transfers
+    assert transfer.arena.is_held
+    size = transfer.arena.num_bytes
+    before = torch.cuda.memory_allocated()
+    monkeypatch.setattr(cuda.CudaDevice, "room_bytes", lambda device: 0)
+    transfer.landed()
+    assert torch.cuda.memory_allocated() <= before - size
+    total = torch.cuda.mem_get_info()[1]
+    held = torch.cuda.memory_reserved()
+    try:
+        # No more than it has now: what the loop asks for can only be what the arena had.
+        torch.cuda.set_per_process_memory_fraction((held + (1 << 20)) / total)
+        taken = torch.empty(size, dtype=torch.uint8, device="cuda")
+        assert torch.cuda.memory_reserved() <= held
+        loop.train()
+        outcome = loop.capture.boundary(loop.step + 1, lambda: b"{}", ordered=True)
+        assert outcome.verdict is Verdict.SKIPPED
+        assert "memory" in outcome.reason
+        del taken
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    monkeypatch.undo()
+    loop.step += 1
+    for _ in range(3):
+        loop.iterate(large_ring)
+    loop.capture.close()
+
+
+def test_only_streams_of_the_state_are_asked_whether_a_graph_is_captured(sealer: _native.Sealer) -> None:
+    named, other = torch.cuda.Stream(), torch.cuda.Stream()
+    [device] = devices_of([torch.zeros(1, device="cuda")], (named,))
+    assert not device.capturing()
+    for stream, expected in ((named, True), (other, False)):
+        graph = torch.cuda.CUDAGraph()
+        value = torch.zeros(10, device="cuda")
+        torch.cuda.synchronize()
+        found: list[bool] = []
+        with torch.cuda.stream(stream):
+            graph.capture_begin(capture_error_mode="thread_local")
+            value.add_(1)
+            # As another thread sees it, whose own stream is none that is captured.
+            asking = threading.Thread(target=lambda into=found: into.append(device.capturing()))
+            asking.start()
+            asking.join()
+            assert device.capturing()  # here it is the current stream
+            graph.capture_end()
+        assert found == [expected]
+    device.close()
+
+
+@pytest.mark.parametrize("way", ["clone", "gate"])
+def test_ten_thousand_leaves_do_not_hold_the_training_thread_up(
+    sealer: _native.Sealer,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Any,
+    way: str,
+) -> None:
+    """The device is busy when the boundary comes, and still is when the call is over."""
+    for module in (ways, arena, host):
+        monkeypatch.setattr(module, "SMALL_BYTES", 256)
+    calls: dict[int, float] = {}
+    for count in (10, 10_000):
+        slots = [make_slot(number, 16 << 20, 64 << 20, nonce=count) for number in range(3)]
+        ring = SlotRing(slots)
+        model = torch.nn.ParameterList([torch.full((128,), float(i), device="cuda") for i in range(count)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        state = State(model=model, optimizer=optimizer)
+        devices = devices_of(model.parameters())
+        memory = 0 if way == "gate" else None
+        capture = Capture(
+            state, ring, sealer, Options(device_memory=memory), devices, optimizers=[optimizer], every=1
+        )
+        for step in range(6):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            reference = [parameter.detach().clone() for parameter in model.parameters()]
+            torch.cuda.synchronize()
+            busy = torch.cuda.Event()
+            torch.cuda._sleep(4_000_000_000)  # two seconds, and more
+            busy.record()
+            began_s = time.perf_counter()
+            assert capture.boundary(step, lambda: b"{}", ordered=True).captured
+            calls[count] = time.perf_counter() - began_s
+            if step == 5:
+                assert not busy.query(), "the call waited for the device"
+            torch.cuda.synchronize()
+            assert sealer.drain(30)
+            content = newest(ring)
+            assert (content.step, content.torn) == (step, [])
+        found = [content.leaves[f"model.{i}"] for i in range(count)]
+        assert found == [bytes_of(tensor.cpu()) for tensor in reference]
+        assert {row[0] for row in capture.describe()} == {way}
+        capture.close()
+        for slot in slots:
+            slot.close()
+    record_property("call_s", calls)
+
+
+def test_the_kernel_equals_the_native_digest_at_every_alignment() -> None:
+    assert cuda.why_not_in_one_launch(0) == ""
+    data = torch.randint(0, 256, (6_000_000,), dtype=torch.uint8)
+    live = data.cuda()
+    sizes = [0, 1, 2, 3, 4, 7, 8, 63, 64, 65, 1000, 1023, 1024, 1025, 2047, 2048, 4096, 70_001, 5_000_001]
+    places = [(start, size) for start in range(17) for size in sizes]
+    leaves = [live[start : start + size] for start, size in places]
+    room = sum(size + 64 for _, size in places)
+    copied = torch.zeros(room, dtype=torch.uint8, device="cuda")
+    starts, end = [], 0
+    for number, (_, size) in enumerate(places):
+        starts.append(end + number % 33)
+        end += size + 64
+    cloned = [bool(number % 3) and size > 0 for number, (_, size) in enumerate(places)]
+    destinations = [copied.data_ptr() + start if is_cloned else 0 for start, is_cloned in zip(starts, cloned)]  # noqa: B905
+    table = cuda.CudaTable(0, leaves, np.array(destinations, dtype=np.uint64))
+    out = torch.zeros(len(places), dtype=torch.int64, device="cuda")
+    for _ in range(2):
+        table.run(out)
+    expected = [_native.digest(data.data_ptr() + start, size) for start, size in places]
+    assert [digest % 2**64 for digest in out.tolist()] == expected
+    result = copied.cpu()
+    written = torch.zeros(room, dtype=torch.uint8)
+    for (source, size), start, is_cloned in zip(places, starts, cloned, strict=True):
+        if is_cloned:
+            written[start : start + size] = data[source : source + size]
+    assert torch.equal(result, written), "what is between the copies was not touched"
+
+
+def test_the_digests_of_a_restore_equal_the_native_ones() -> None:
+    from flashckpt.restore.digesting import digest_tensors
+
+    tensors = [torch.randn(1000, 33), torch.randn(40, 50).t(), torch.randn(7).to(torch.bfloat16)[1:]]
+    there = [tensor.cuda() if tensor.is_contiguous() else tensor.t().cuda().t() for tensor in tensors]
+    assert digest_tensors(there, 1) == digest_tensors(tensors, 1)
+    assert digest_tensors(there + tensors, 1) == 2 * digest_tensors(tensors, 1)
