@@ -15,12 +15,23 @@ from typing_extensions import Buffer
 
 EMPTY_DIGEST: int
 """2**64 - 1: what a digest table is filled with before a capture; a seal refuses one that still holds it."""
+BLOCK_BYTES: int
+"""What a digest takes at once: leaves may be cut between blocks, counted from the leaf's first byte."""
 
 def address_of(buffer: Buffer) -> int:
     """Address of a contiguous buffer's memory. Does not keep the buffer alive."""
 
 def digest(address: int, num_bytes: int) -> int:
     """The 64-bit digest of the bytes of one leaf."""
+
+def hash_blocks(address: int, num_bytes: int, first_block: int) -> int:
+    """The sum, modulo 2**64, of the hashes of a leaf's blocks from number `first_block` on.
+
+    A piece of a leaf begins at a whole number of BLOCK_BYTES and ends at one, or where the leaf does.
+    """
+
+def finish_digest(num_bytes: int, hashes: int) -> int:
+    """The digest of a leaf whose blocks have hashes of this sum (0 to 2**64 - 1)."""
 
 def digest_many(addresses: Buffer, sizes: Buffer, out_address: int, threads: int) -> None:
     """One digest a leaf (u64 arrays of addresses and bytes), written as u64[n] at `out_address`."""

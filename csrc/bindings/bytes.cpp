@@ -39,6 +39,11 @@ std::uint64_t digest_at(std::uint64_t address, std::uint64_t num_bytes) {
     return digest(pointer<const std::uint8_t>(address), num_bytes);
 }
 
+std::uint64_t hash_blocks_at(std::uint64_t address, std::uint64_t num_bytes, std::uint64_t first_block) {
+    MaybeReleased released(num_bytes);
+    return hash_blocks(pointer<const std::uint8_t>(address), num_bytes, first_block);
+}
+
 void digest_each(nb::handle addresses, nb::handle sizes, std::uint64_t out_address, int threads) {
     U64View from(addresses);
     U64View bytes(sizes);
@@ -127,6 +132,10 @@ void bind_bytes(nb::module_& module) {
         [](nb::handle buffer) { return reinterpret_cast<std::uint64_t>(BytesView(buffer).data()); },
         nb::arg("buffer"));
     module.def("digest", digest_at, nb::arg("address"), nb::arg("num_bytes"));
+    module.attr("BLOCK_BYTES") = kBlockBytes;
+    module.def("hash_blocks", hash_blocks_at, nb::arg("address"), nb::arg("num_bytes"),
+               nb::arg("first_block"));
+    module.def("finish_digest", finish_digest, nb::arg("num_bytes"), nb::arg("hashes"));
     module.def("digest_many", digest_each, nb::arg("addresses"), nb::arg("sizes"), nb::arg("out_address"),
                nb::arg("threads"));
     module.def("copy_digest", copy_each, nb::arg("sources"), nb::arg("destinations"), nb::arg("sizes"),

@@ -1,8 +1,7 @@
 #include "copy/copy.h"
 
 #include "copy/pieces.h"
-#include "digest/digest.h"
-#include "digest/words.h"
+#include "digest/block_hash.h"
 
 namespace flashckpt {
 namespace {
@@ -18,11 +17,12 @@ void copy_digest(const std::uint64_t* sources, const std::uint64_t* destinations
               [=](std::size_t leaf, std::uint64_t offset, std::size_t count) {
                   auto* destination = reinterpret_cast<std::uint8_t*>(destinations[leaf]) + offset;
                   const auto* source = reinterpret_cast<const std::uint8_t*>(sources[leaf]) + offset;
-                  std::uint64_t share = copy_share(destination, source, count, offset, count >= kStreamBytes);
+                  Word hashes =
+                      copy_blocks(destination, source, count, offset / kBlockBytes, count >= kStreamBytes);
                   // Streaming stores of this thread would otherwise be ordered by nothing when the caller
                   // seals.
                   if (count >= kStreamBytes) settle_stores();
-                  return share;
+                  return hashes;
               });
 }
 

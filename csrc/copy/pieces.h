@@ -1,7 +1,7 @@
 // Leaves of any size shared out over threads, by bytes: big ones are cut, small ones go in batches.
 #pragma once
 
-#include "digest/digest.h"
+#include "digest/definition.h"
 #include "sync/pool.h"
 
 #include <algorithm>
@@ -12,9 +12,11 @@
 
 namespace flashckpt {
 
+// A whole number of blocks, so that the hashes of a leaf's turns add up to its digest.
 // Big enough that taking a turn costs nothing, small enough that the last turns come out even. A whole
 // number of pages, so that every piece of an aligned leaf is aligned.
 constexpr std::uint64_t kTurnBytes = 1 << 20;
+static_assert(kTurnBytes % kBlockBytes == 0);
 // A leaf costs about this many bytes' worth of time beyond its bytes.
 constexpr std::uint64_t kLeafCostBytes = 256;
 
@@ -52,20 +54,21 @@ inline std::vector<Turn> cut_turns(const std::uint64_t* sizes, std::size_t num_l
     return turns;
 }
 
-// Calls work(leaf, offset, count) -> share for every piece, on `threads` threads, and writes each leaf's
-// digest, the sum of its shares, to `out`. A leaf that was cut is written only when all of it is done.
+// Calls work(leaf, offset, count) -> hashes of its blocks for every piece, on `threads` threads, and writes
+// each leaf's digest to `out`. Pieces begin at whole blocks. A leaf that was cut is written only when all of
+// it is done.
 template <class Work>
 void share_out(const std::uint64_t* sizes, std::size_t num_leaves, std::uint64_t* out, int threads,
                Work work) {
     std::vector<Turn> turns = cut_turns(sizes, num_leaves);
-    std::vector<std::uint64_t> shares(turns.size());
+    std::vector<Word> hashes(turns.size());
     std::atomic<std::size_t> next{0};
     auto run = [&] {
         for (std::size_t turn; (turn = next.fetch_add(1, std::memory_order_relaxed)) < turns.size();) {
             const Turn& mine = turns[turn];
-            if (mine.count > 0) shares[turn] = work(mine.first, mine.offset, mine.count);
+            if (mine.count > 0) hashes[turn] = work(mine.first, mine.offset, mine.count);
             for (std::size_t leaf = mine.first; leaf < mine.last; ++leaf) {
-                out[leaf] = digest_start(sizes[leaf]) + work(leaf, 0, sizes[leaf]);
+                out[leaf] = finish_digest(sizes[leaf], work(leaf, 0, sizes[leaf]));
             }
         }
     };
@@ -76,11 +79,11 @@ void share_out(const std::uint64_t* sizes, std::size_t num_leaves, std::uint64_t
             continue;
         }
         std::size_t leaf = turns[turn].first;
-        std::uint64_t digest = digest_start(sizes[leaf]);
+        Word sum = 0;
         for (; turn < turns.size() && turns[turn].count > 0 && turns[turn].first == leaf; ++turn) {
-            digest += shares[turn];
+            sum += hashes[turn];
         }
-        out[leaf] = digest;
+        out[leaf] = finish_digest(sizes[leaf], sum);
     }
 }
 

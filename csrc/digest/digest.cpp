@@ -1,65 +1,73 @@
 #include "digest/digest.h"
 
 #include "copy/pieces.h"
-#include "digest/words.h"
 
 #include <algorithm>
+#include <cstring>
 
 namespace flashckpt {
 namespace {
 
-// A byte at `position` of the leaf: its word's weight times its own place in the word, the highest signed.
-std::uint64_t byte_share(std::uint8_t byte, std::uint64_t position) {
-    auto value = position % 4 == 3 ? static_cast<std::uint64_t>(static_cast<std::int8_t>(byte)) : byte;
-    return (2 * (position / 4) + 1) * (value << (8 * (position % 4)));
-}
-
-// Bytes before the first whole word of a piece that starts at `offset`.
-std::size_t head_bytes(std::uint64_t offset, std::size_t num_bytes) {
-    return std::min<std::size_t>((4 - offset % 4) % 4, num_bytes);
+std::uint64_t num_blocks_of(std::uint64_t num_bytes) {
+    return num_bytes / kBlockBytes + (num_bytes % kBlockBytes != 0);
 }
 
 } // namespace
-
-std::uint64_t digest_share(const std::uint8_t* source, std::size_t num_bytes, std::uint64_t offset) {
-    std::uint64_t share = 0;
-    std::size_t head = head_bytes(offset, num_bytes);
-    for (std::size_t i = 0; i < head; ++i)
-        share += byte_share(source[i], offset + i);
-    std::size_t num_words = (num_bytes - head) / 4;
-    Sums sums = sum_words(source + head, num_words);
-    share += sums.weighted + 2 * ((offset + head) / 4) * sums.plain;
-    for (std::size_t i = head + 4 * num_words; i < num_bytes; ++i)
-        share += byte_share(source[i], offset + i);
-    return share;
-}
-
-std::uint64_t copy_share(std::uint8_t* destination, const std::uint8_t* source, std::size_t num_bytes,
-                         std::uint64_t offset, bool stream) {
-    std::uint64_t share = 0;
-    auto copy_bytes = [&](std::size_t begin, std::size_t end) {
-        for (std::size_t i = begin; i < end; ++i) {
-            std::uint8_t byte = *const_cast<const volatile std::uint8_t*>(source + i);
-            destination[i] = byte;
-            share += byte_share(byte, offset + i);
-        }
-    };
-    std::size_t head = head_bytes(offset, num_bytes);
-    copy_bytes(0, head);
-    std::size_t num_words = (num_bytes - head) / 4;
-    Sums sums = copy_words(destination + head, source + head, num_words, stream);
-    share += sums.weighted + 2 * ((offset + head) / 4) * sums.plain;
-    copy_bytes(head + 4 * num_words, num_bytes);
-    return share;
-}
 
 void digest_many(const std::uint64_t* addresses, const std::uint64_t* sizes, std::size_t num_leaves,
                  std::uint64_t* out, int threads) {
     share_out(sizes, num_leaves, out, threads,
               [=](std::size_t leaf, std::uint64_t offset, std::size_t count) {
                   const auto* source = reinterpret_cast<const std::uint8_t*>(addresses[leaf]);
-                  return digest_share(source + offset, count, offset);
+                  return hash_blocks(source + offset, count, offset / kBlockBytes);
               });
+}
+
+PieceDigests::PieceDigests(std::vector<std::uint64_t> sizes)
+    : sizes_(std::move(sizes)), leaves_(new Leaf[sizes_.size()]) {}
+
+void PieceDigests::add(std::size_t leaf, std::uint64_t offset, const std::uint8_t* data,
+                       std::uint64_t num_bytes) {
+    std::uint64_t done = std::min((kBlockBytes - offset % kBlockBytes) % kBlockBytes, num_bytes);
+    if (done > 0) add_cut(leaf, offset, data, done);
+    std::uint64_t left = num_bytes - done;
+    // The last block of a leaf is short and whole.
+    std::uint64_t whole = offset + num_bytes == sizes_[leaf] ? left : left / kBlockBytes * kBlockBytes;
+    if (whole > 0) {
+        Word hashes = hash_blocks(data + done, whole, (offset + done) / kBlockBytes);
+        add_hashes(leaf, hashes, num_blocks_of(whole));
+    }
+    if (left > whole) add_cut(leaf, offset + done + whole, data + done + whole, left - whole);
+}
+
+void PieceDigests::add_cut(std::size_t leaf, std::uint64_t offset, const std::uint8_t* data,
+                           std::uint64_t num_bytes) {
+    std::uint64_t block = offset / kBlockBytes;
+    std::uint64_t size = std::min<std::uint64_t>(kBlockBytes, sizes_[leaf] - block * kBlockBytes);
+    std::unique_lock lock(mutex_);
+    auto [found, is_new] = cut_.try_emplace({leaf, block});
+    CutBlock& cut = found->second;
+    if (is_new) cut.missing = size;
+    std::memcpy(cut.bytes.data() + offset % kBlockBytes, data, num_bytes);
+    cut.missing -= num_bytes;
+    if (cut.missing > 0) return;
+    auto whole = cut_.extract(found);
+    lock.unlock();
+    add_hashes(leaf, hash_blocks(whole.mapped().bytes.data(), size, block), 1);
+}
+
+void PieceDigests::add_hashes(std::size_t leaf, Word hashes, std::uint64_t num_blocks) {
+    leaves_[leaf].hashes.fetch_add(hashes, std::memory_order_relaxed);
+    leaves_[leaf].num_blocks.fetch_add(num_blocks, std::memory_order_relaxed);
+}
+
+std::vector<std::uint64_t> PieceDigests::digests() const {
+    std::vector<std::uint64_t> digests(sizes_.size());
+    for (std::size_t leaf = 0; leaf < digests.size(); ++leaf) {
+        bool complete = leaves_[leaf].num_blocks.load() == num_blocks_of(sizes_[leaf]);
+        digests[leaf] = complete ? finish_digest(sizes_[leaf], leaves_[leaf].hashes.load()) : kEmptyDigest;
+    }
+    return digests;
 }
 
 } // namespace flashckpt

@@ -1,33 +1,58 @@
-// The digest of a leaf's bytes: nbytes·0x9E3779B97F4A7C15 + Σ (2j+1)·s_j mod 2^64 over its signed 32-bit
-// little-endian words s_j, the tail padded with zeros. It is a sum over bytes, so the shares of any pieces
-// of a leaf, cut anywhere, add up to it. See docs/format.md.
+// The digest of a leaf's bytes, whole or from pieces. See docs/format.md ("Digest") for the number.
 #pragma once
 
+#include "digest/block_hash.h"
 #include "digest/definition.h"
 
+#include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
 
 namespace flashckpt {
 
-constexpr std::uint64_t kDigestSeed = 0x9E3779B97F4A7C15ull;
-
-constexpr std::uint64_t digest_start(std::uint64_t leaf_bytes) {
-    return leaf_bytes * kDigestSeed;
-}
-
-// What bytes [offset, offset + num_bytes) of a leaf add to its digest. `source` is where the piece stands.
-std::uint64_t digest_share(const std::uint8_t* source, std::size_t num_bytes, std::uint64_t offset);
-// The same while copying; see `copy_words` for `stream`.
-std::uint64_t copy_share(std::uint8_t* destination, const std::uint8_t* source, std::size_t num_bytes,
-                         std::uint64_t offset, bool stream);
-
-inline std::uint64_t digest(const std::uint8_t* source, std::size_t num_bytes) {
-    return digest_start(num_bytes) + digest_share(source, num_bytes, 0);
+inline Word digest(const std::uint8_t* source, std::size_t num_bytes) {
+    return finish_digest(num_bytes, hash_blocks(source, num_bytes, 0));
 }
 
 // One digest a leaf, written to `out[num_leaves]`.
 void digest_many(const std::uint64_t* addresses, const std::uint64_t* sizes, std::size_t num_leaves,
                  std::uint64_t* out, int threads);
+
+// Digests of leaves whose bytes come in pieces that were cut anywhere, in any order, from any thread: each
+// byte once. Whole blocks of a piece are hashed at once; the parts of a block that was cut are kept until all
+// of it is there. Who can cut at whole blocks of the leaf needs none of this: `hash_blocks` adds up.
+class PieceDigests {
+  public:
+    explicit PieceDigests(std::vector<std::uint64_t> sizes);
+
+    // The leaf's bytes [offset, offset + num_bytes).
+    void add(std::size_t leaf, std::uint64_t offset, const std::uint8_t* data, std::uint64_t num_bytes);
+    // kEmptyDigest for a leaf of which a byte never came.
+    std::vector<std::uint64_t> digests() const;
+
+  private:
+    struct CutBlock {
+        std::array<std::uint8_t, kBlockBytes> bytes{};
+        std::uint64_t missing = 0;
+    };
+    struct Leaf {
+        std::atomic<Word> hashes{0};
+        std::atomic<std::uint64_t> num_blocks{0};
+    };
+
+    void add_cut(std::size_t leaf, std::uint64_t offset, const std::uint8_t* data, std::uint64_t num_bytes);
+    void add_hashes(std::size_t leaf, Word hashes, std::uint64_t num_blocks);
+
+    std::vector<std::uint64_t> sizes_;
+    std::unique_ptr<Leaf[]> leaves_;
+    std::mutex mutex_;
+    std::map<std::pair<std::size_t, std::uint64_t>, CutBlock> cut_; // by leaf and block
+};
 
 } // namespace flashckpt

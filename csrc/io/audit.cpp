@@ -1,7 +1,6 @@
 #include "io/audit.h"
 
 #include "base/posix.h"
-#include "digest/digest.h"
 
 #include <algorithm>
 #include <string>
@@ -9,9 +8,9 @@
 namespace flashckpt {
 namespace {
 
-// Digest and checksum take turns on blocks that stay in the first-level cache, the digest first: its loop
+// Digest and checksum take turns on windows that stay in the first-level cache, the digest first: its loop
 // asks memory ahead, and the checksum finds what it brought.
-constexpr std::uint64_t kStepBytes = 16 << 10;
+constexpr std::uint64_t kWindowBytes = 16 << 10;
 
 std::vector<std::size_t> by_offset(const Geometry& geometry) {
     std::vector<std::size_t> order;
@@ -55,42 +54,49 @@ Error Geometry::check() const {
 }
 
 Audit::Audit(const Geometry& geometry)
-    : geometry_(geometry), order_(by_offset(geometry)),
-      shares_(new std::atomic<std::uint64_t>[geometry.leaf_sizes.size()]()) {}
+    : geometry_(geometry), order_(by_offset(geometry)), digests_(geometry.leaf_sizes) {}
 
 Checksum Audit::add(std::uint64_t chunk, const std::uint8_t* data) {
     Xxh3Stream stream;
     const std::uint64_t start = chunk * geometry_.chunk_bytes;
-    const std::uint64_t count = geometry_.bytes_of(chunk);
-    for (std::uint64_t done = 0; done < count; done += kStepBytes) {
-        std::uint64_t size = std::min(kStepBytes, count - done);
-        add_shares(data + done, start + done, start + done + size);
-        stream.update(data + done, size);
+    const std::uint64_t stop = start + geometry_.bytes_of(chunk);
+    for (std::uint64_t begin = start; begin < stop;) {
+        std::uint64_t end = end_of_window(begin, stop);
+        add_pieces(data + (begin - start), begin, end);
+        stream.update(data + (begin - start), end - begin);
+        begin = end;
     }
     return stream.checksum();
 }
 
+// Windows end between blocks of the leaf that they end in: only the end of a chunk cuts one.
+std::uint64_t Audit::end_of_window(std::uint64_t begin, std::uint64_t stop) const {
+    std::uint64_t end = begin + kWindowBytes;
+    if (end >= stop) return stop;
+    auto leaf = first_ending_after(end);
+    if (leaf == order_.end() || geometry_.leaf_offsets[*leaf] >= end) return end;
+    return end - (end - geometry_.leaf_offsets[*leaf]) % kBlockBytes;
+}
+
+std::vector<std::size_t>::const_iterator Audit::first_ending_after(std::uint64_t position) const {
+    return std::lower_bound(order_.begin(), order_.end(), position, [&](std::size_t leaf, std::uint64_t at) {
+        return geometry_.leaf_offsets[leaf] + geometry_.leaf_sizes[leaf] <= at;
+    });
+}
+
 // `data` holds bytes [begin, end) of the file.
-void Audit::add_shares(const std::uint8_t* data, std::uint64_t begin, std::uint64_t end) {
-    auto ends_by = [&](std::size_t leaf, std::uint64_t position) {
-        return geometry_.leaf_offsets[leaf] + geometry_.leaf_sizes[leaf] <= position;
-    };
-    auto leaf = std::lower_bound(order_.begin(), order_.end(), begin, ends_by);
+void Audit::add_pieces(const std::uint8_t* data, std::uint64_t begin, std::uint64_t end) {
+    auto leaf = first_ending_after(begin);
     for (; leaf != order_.end() && geometry_.leaf_offsets[*leaf] < end; ++leaf) {
         std::uint64_t offset = geometry_.leaf_offsets[*leaf];
         std::uint64_t first = std::max(begin, offset);
         std::uint64_t last = std::min(end, offset + geometry_.leaf_sizes[*leaf]);
-        std::uint64_t share = digest_share(data + (first - begin), last - first, first - offset);
-        shares_[*leaf].fetch_add(share, std::memory_order_relaxed);
+        digests_.add(*leaf, first - offset, data + (first - begin), last - first);
     }
 }
 
 std::vector<std::uint64_t> Audit::digests() const {
-    std::vector<std::uint64_t> digests(geometry_.leaf_sizes.size());
-    for (std::size_t leaf = 0; leaf < digests.size(); ++leaf) {
-        digests[leaf] = digest_start(geometry_.leaf_sizes[leaf]) + shares_[leaf].load();
-    }
-    return digests;
+    return digests_.digests();
 }
 
 } // namespace flashckpt

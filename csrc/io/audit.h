@@ -4,11 +4,10 @@
 
 #include "base/error.h"
 #include "checksum/xxh3.h"
+#include "digest/digest.h"
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <vector>
 
 namespace flashckpt {
@@ -35,15 +34,17 @@ class Audit {
 
     // The bytes of one chunk, all of them. Returns its checksum.
     Checksum add(std::uint64_t chunk, const std::uint8_t* data);
-    // Valid when every chunk has been added.
+    // kEmptyDigest for leaves with a chunk that was never added.
     std::vector<std::uint64_t> digests() const;
 
   private:
-    void add_shares(const std::uint8_t* data, std::uint64_t begin, std::uint64_t end);
+    std::uint64_t end_of_window(std::uint64_t begin, std::uint64_t end) const;
+    std::vector<std::size_t>::const_iterator first_ending_after(std::uint64_t position) const;
+    void add_pieces(const std::uint8_t* data, std::uint64_t begin, std::uint64_t end);
 
     const Geometry& geometry_;
     std::vector<std::size_t> order_; // leaves with bytes, by offset
-    std::unique_ptr<std::atomic<std::uint64_t>[]> shares_;
+    PieceDigests digests_;
 };
 
 } // namespace flashckpt

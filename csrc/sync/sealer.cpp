@@ -1,8 +1,7 @@
 #include "sync/sealer.h"
 
 #include "checksum/xxh3.h"
-#include "digest/digest.h"
-#include "digest/words.h"
+#include "digest/block_hash.h"
 #include "sync/pool.h"
 
 #include <cstring>

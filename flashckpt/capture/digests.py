@@ -1,25 +1,28 @@
-"""Digests of leaves on a device, with torch's own operations, equal to the native ones bit for bit.
+"""Digests of leaves on a device with torch's own operations, equal to the native ones bit for bit.
 
-A leaf's digest is num_bytes * MULTIPLIER + sum of (2j + 1) * s_j, modulo 2**64, over its bytes as signed
-32-bit words s_j, the tail padded with zeros. int64 arithmetic wraps, so every sum here is exact modulo
-2**64 whatever its order. Owns its scratch; casts at most one block of words to int64 at a time, since
-torch's sum of int32 as int64 would make a copy of twice the leaf.
+For devices that have no kernel of ours. Slow beside one: some forty operations read what they work on a dozen
+times, in batches of at most `WORKSPACE_BYTES`, whatever the sizes of the leaves. docs/format.md ("Digest")
+has the definition; int64 arithmetic wraps, so it is exact modulo 2**64.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-MULTIPLIER = 0x9E3779B97F4A7C15
-ROW_WORDS = 1024
-ROW_BYTES = 4 * ROW_WORDS
-PACKED_BLOCK_WORDS = 1 << 20
-_LEAST_BLOCK_ROWS = 4096
-_MOST_BLOCKS = 48
+from flashckpt import _native
+
+WORKSPACE_BYTES = 64 << 20
+_BLOCK = _native.BLOCK_BYTES
+# Words, their products and what products are made of; the rest is small beside them.
+_BYTES_OF_A_BLOCK = 3 * _BLOCK
+_LANES, _STRIPES = 8, 16
+_FACTOR = 0x9E3779B97F4A7C15
+_HALF = (1 << 32) - 1
+_EMPTY = -1  # the empty mark, as int64
 
 Allocate = Callable[[int], Tensor]
 """Bytes wanted -> a uint8 tensor of that many bytes, aligned to 16, on the device."""
@@ -31,148 +34,175 @@ def signed(number: int) -> int:
     return number - (1 << 64) if number >> 63 else number
 
 
-def size_term(num_bytes: int) -> int:
-    return signed(num_bytes * MULTIPLIER)
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, uint8 and one-dimensional, without a copy."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
-def block_rows(total_rows: int) -> int:
-    """Rows cast at once: few kernels for many bytes, scratch of a small part of what is digested."""
-    return min(total_rows, max(_LEAST_BLOCK_ROWS, -(-total_rows // _MOST_BLOCKS)))
+def workspace_bytes(sizes: Sequence[int], most: int = WORKSPACE_BYTES) -> int:
+    """What a `Workspace` for leaves of these sizes takes, in bytes."""
+    return min(max(most // _BYTES_OF_A_BLOCK, 1), max(sum(map(_blocks, sizes)), 1)) * _BYTES_OF_A_BLOCK
 
 
-class LeafDigests:
-    """Digests of leaves one at a time, where they lie: for ways that make no copy on the device."""
+class Workspace:
+    """Memory and keys on one device, for any number of `TorchDigests` that run on one stream."""
 
-    def __init__(self, allocate: Allocate, largest_bytes: int) -> None:
-        rows = max(1, min(_LEAST_BLOCK_ROWS, -(-largest_bytes // ROW_BYTES)))
-        self._block = allocate(8 * rows * ROW_WORDS).view(torch.int64).view(rows, ROW_WORDS)
-        device = self._block.device
-        self._odd = torch.arange(1, 2 * ROW_WORDS, 2, dtype=torch.int64, device=device)
-        self._rows = torch.arange(0, 2 * ROW_WORDS * rows, 2 * ROW_WORDS, dtype=torch.int64, device=device)
+    def __init__(self, allocate: Allocate, num_bytes: int = WORKSPACE_BYTES) -> None:
+        """num_bytes: see `workspace_bytes`."""
+        self.num_blocks = num_bytes // _BYTES_OF_A_BLOCK
+        memory = allocate(self.num_blocks * _BYTES_OF_A_BLOCK)
+        self.bytes, self.products, self.halves = memory.view(3, self.num_blocks, _BLOCK).unbind()
+        self.device = memory.device
+        self.keys = [self._keys(first, 128).view(_STRIPES, _LANES) for first in (0, 128)]
+        self.starts = [self._keys(first, _LANES) for first in (256, 264)]
+        self.folds = [self._keys(first, _LANES) for first in (272, 280)]
+        self.numbers = torch.arange(1, self.num_blocks + 1, dtype=torch.int64, device=self.device)
 
-    def into(self, words: Tensor, out: Tensor) -> None:
-        """The digest of a leaf given as int32 words, one-dimensional, into a 0-d int64 tensor."""
-        out.fill_(size_term(4 * words.numel()))
-        whole = words.numel() // ROW_WORDS
-        step = self._block.shape[0]
-        for first in range(0, whole, step):
-            count = min(step, whole - first)
-            block = self._block[:count]
-            block.copy_(words[first * ROW_WORDS : (first + count) * ROW_WORDS].view(count, ROW_WORDS))
-            rows = (self._rows[:count] + 2 * ROW_WORDS * first).mul_(block.sum(1))
-            out.add_(rows.sum()).add_((self._odd * block.sum(0)).sum())
-        tail = words[whole * ROW_WORDS :]
-        if tail.numel():
-            block = self._block[0, : tail.numel()]
-            block.copy_(tail)
-            out.add_((self._odd[: tail.numel()] + 2 * ROW_WORDS * whole).mul_(block).sum())
+    def _keys(self, first: int, count: int) -> Tensor:
+        keys = [signed(_finalized((n + 1) * _FACTOR)) for n in range(first, first + count)]
+        return torch.tensor(keys, dtype=torch.int64, device=self.device)
+
+    def folds_of(self, count: int) -> Tensor:
+        """int64[count]: for each of the first `count` blocks of `bytes` the sum of its folds."""
+        words = self.bytes[:count].view(torch.int64).view(count, _STRIPES, _LANES)
+        plain = words.sum(1).view(count, _LANES // 2, 2).flip(2).view(count, _LANES)
+        first = self._products(words, self.keys[0]).add_(self.starts[0]).add_(plain)
+        second = self._products(words, self.keys[1]).add_(self.starts[1])
+        return _folded(first, self.folds[0]).add_(_folded(second, self.folds[1]))
+
+    def _products(self, words: Tensor, keys: Tensor) -> Tensor:
+        """int64[blocks, lanes]: over the stripes of each block the sum of low by high half of word ^ key."""
+        low, high = (
+            each[: len(words)].view(torch.int64).view(words.shape) for each in (self.products, self.halves)
+        )
+        torch.bitwise_xor(words, keys, out=low)
+        torch.bitwise_right_shift(low, 32, out=high)
+        low.bitwise_and_(_HALF)
+        return low.mul_(high.bitwise_and_(_HALF)).sum(1)
 
 
-def digest_leaves(leaves: Sequence[Tensor], out: Tensor) -> None:
-    """The digest of each leaf, given as its bytes (uint8, one-dimensional, at any address), into int64
-    `out`."""
+@dataclass(frozen=True)
+class _Piece:
+    leaf: int
+    first_block: int
+    num_blocks: int
+    num_bytes: int
+    row: int  # in the workspace
+
+
+class _Batch:
+    """Pieces of leaves that fill a workspace together."""
+
+    def __init__(self, workspace: Workspace, pieces: Sequence[_Piece]) -> None:
+        self._workspace, self._pieces = workspace, pieces
+        self._count = sum(piece.num_blocks for piece in pieces)
+        flat = workspace.bytes.view(-1)
+        self._places = [flat[p.row * _BLOCK : p.row * _BLOCK + p.num_bytes] for p in pieces]
+        self._is_padded = any(piece.num_bytes % _BLOCK for piece in pieces)
+
+        def column(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=workspace.device)
+
+        self._leaves = column([piece.leaf for piece in pieces])
+        self._counts = column([piece.num_blocks for piece in pieces])
+        self._shifts = column([piece.first_block - piece.row for piece in pieces])
+
+    def add_to(self, sources: Sequence[Tensor], out: Tensor) -> None:
+        """Add the hashes of each leaf's blocks to its place in `out`."""
+        space = self._workspace
+        if self._is_padded:
+            space.bytes[: self._count].zero_()
+        torch._foreach_copy_(self._places, [self._source(piece, sources) for piece in self._pieces])
+        # With its size said, nothing waits for the device.
+        piece = torch.repeat_interleave(self._counts, output_size=self._count)
+        hashes = space.numbers[: self._count] + self._shifts[piece]
+        hashes = _finalize(hashes.mul_(signed(_FACTOR)).add_(space.folds_of(self._count)))
+        out.index_add_(0, self._leaves[piece], hashes)
+
+    @staticmethod
+    def _source(piece: _Piece, sources: Sequence[Tensor]) -> Tensor:
+        start = piece.first_block * _BLOCK
+        return sources[piece.leaf][start : start + piece.num_bytes]
+
+
+class TorchDigests:
+    """Digests of leaves whose sizes are known beforehand; small ones are taken together."""
+
+    def __init__(self, workspace: Workspace, sizes: Sequence[int]) -> None:
+        """sizes: bytes of each leaf."""
+        size_terms = [signed(size * _FACTOR) for size in sizes]
+        self._size_terms = torch.tensor(size_terms, dtype=torch.int64, device=workspace.device)
+        batches = _batches(sizes, workspace.num_blocks)
+        self._batches = [_Batch(workspace, pieces) for pieces in batches]
+
+    def into(self, sources: Sequence[Tensor], out: Tensor) -> None:
+        """Enqueue one digest a leaf, on the current stream.
+
+        sources: of each leaf its bytes (`bytes_of`), at any alignment. out: int64[leaves], which gets the
+        bits of the unsigned digests.
+        """
+        out.copy_(self._size_terms)
+        for batch in self._batches:
+            batch.add_to(sources, out)
+        out.masked_fill_(out == _EMPTY, _EMPTY - 1)
+
+
+def torch_digests(leaves: Sequence[Tensor]) -> TorchDigests:
+    """Digests of leaves on one device, given as their bytes, with a workspace of their own there."""
+    sizes = [leaf.numel() for leaf in leaves]
+    device = leaves[0].device if leaves else torch.device("cpu")
 
     def allocate(num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=out.device)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
-    kernels = LeafDigests(allocate, max((leaf.numel() for leaf in leaves), default=0))
-    for place, leaf in enumerate(leaves):
-        size = leaf.numel()
-        words = -(-size // 4)
-        if size % 4 or leaf.data_ptr() % 4:
-            padded = torch.zeros(4 * words, dtype=torch.uint8, device=out.device)
-            padded[:size].copy_(leaf)
-            leaf = padded
-        kernels.into(leaf.view(torch.int32), out[place])
-        out[place].add_(signed(size_term(size) - size_term(4 * words)))
+    return TorchDigests(Workspace(allocate, workspace_bytes(sizes)), sizes)
 
 
-class RowDigests:
-    """Digests of many leaves that each start on a row of one buffer: four kernels a block, whatever
-    the number of leaves. Rows are summed on their own and the sums of each leaf's rows taken by a
-    running sum, so that blocks need not end where leaves end."""
-
-    def __init__(self, allocate: Allocate, first_rows: Sequence[int], sizes: Sequence[int]) -> None:
-        counts = np.array([-(-size // ROW_BYTES) for size in sizes], dtype=np.int64)
-        firsts = np.array(first_rows, dtype=np.int64)
-        total = int(firsts[-1] + counts[-1])
-        self._step = block_rows(total)
-        self._block = allocate(8 * self._step * ROW_WORDS).view(torch.int64).view(self._step, ROW_WORDS)
-        device = self._block.device
-        factor = 2 * ROW_WORDS * (np.arange(total, dtype=np.int64) - np.repeat(firsts, counts))
-        self._factor = torch.from_numpy(factor).to(device)
-        self._starts = torch.from_numpy(firsts).to(device)
-        self._ends = torch.from_numpy(firsts + counts).to(device)
-        self._size_terms = torch.tensor([size_term(size) for size in sizes], dtype=torch.int64, device=device)
-        self._odd = torch.arange(1, 2 * ROW_WORDS, 2, dtype=torch.int64, device=device)
-        self._plain = torch.empty(total, dtype=torch.int64, device=device)
-        self._weighted = torch.empty(total, dtype=torch.int64, device=device)
-        self._running = torch.zeros(total + 1, dtype=torch.int64, device=device)
-
-    def into(self, words: Tensor, out: Tensor) -> None:
-        """words: the buffer as int32. out: int64, one digest a leaf."""
-        total = self._plain.shape[0]
-        rows = words[: total * ROW_WORDS].view(total, ROW_WORDS)
-        for first in range(0, total, self._step):
-            end = min(first + self._step, total)
-            block = self._block[: end - first]
-            block.copy_(rows[first:end])
-            torch.sum(block, 1, out=self._plain[first:end])
-            block.mul_(self._odd)
-            torch.sum(block, 1, out=self._weighted[first:end])
-        self._weighted.addcmul_(self._plain, self._factor)
-        torch.cumsum(self._weighted, 0, out=self._running[1:])
-        torch.sub(self._running[self._ends], self._running[self._starts], out=out)
-        out.add_(self._size_terms)
+def _batches(sizes: Sequence[int], most: int) -> list[list[_Piece]]:
+    batches: list[list[_Piece]] = [[]]
+    row = 0
+    for leaf, size in enumerate(sizes):
+        done = 0
+        while done < _blocks(size):
+            if row == most:
+                batches.append([])
+                row = 0
+            count = min(_blocks(size) - done, most - row)
+            num_bytes = min(count * _BLOCK, size - done * _BLOCK)
+            batches[-1].append(_Piece(leaf, done, count, num_bytes, row))
+            row, done = row + count, done + count
+    return [batch for batch in batches if batch]
 
 
-class PackedDigests:
-    """Digests of many small leaves packed word by word: a dozen kernels a block of many leaves.
-
-    With running sums P of s_i and Q of (2i + 1) * s_i, i counted from the block's start, a leaf of words
-    [a, b) has Q(b) - Q(a) - 2a * (P(b) - P(a)).
-    """
-
-    def __init__(self, allocate: Allocate, starts: Sequence[int], sizes: Sequence[int]) -> None:
-        words = [-(-size // 4) for size in sizes]
-        ends = [start + count for start, count in zip(starts, words, strict=True)]
-        self._blocks = _blocks(starts, ends)
-        longest = max(ends[last - 1] - starts[first] for first, last in self._blocks)
-        self._buffer = allocate(8 * longest).view(torch.int64)
-        self._plain = allocate(8 * (longest + 1)).view(torch.int64).zero_()
-        self._weighted = allocate(8 * (longest + 1)).view(torch.int64).zero_()
-        device = self._buffer.device
-        self._odd = torch.arange(1, 2 * longest, 2, dtype=torch.int64, device=device)
-        base = np.zeros(len(words), dtype=np.int64)
-        for first, last in self._blocks:
-            base[first:last] = starts[first]
-        relative = np.array(starts, dtype=np.int64) - base
-        self._ranges = [(starts[first], ends[last - 1]) for first, last in self._blocks]
-        self._starts = torch.from_numpy(relative).to(device)
-        self._ends = torch.from_numpy(np.array(ends, dtype=np.int64) - base).to(device)
-        self._size_terms = torch.tensor([size_term(size) for size in sizes], dtype=torch.int64, device=device)
-
-    def into(self, words: Tensor, out: Tensor) -> None:
-        """words: the buffer as int32. out: int64, one digest a leaf."""
-        for (first, last), (start, end) in zip(self._blocks, self._ranges, strict=True):
-            count = end - start
-            block = self._buffer[:count]
-            block.copy_(words[start:end])
-            torch.cumsum(block, 0, out=self._plain[1 : count + 1])
-            block.mul_(self._odd[:count])
-            torch.cumsum(block, 0, out=self._weighted[1 : count + 1])
-            begins, ends = self._starts[first:last], self._ends[first:last]
-            torch.sub(self._weighted[ends], self._weighted[begins], out=out[first:last])
-            shift = (self._plain[ends] - self._plain[begins]).mul_(begins)
-            out[first:last].sub_(shift, alpha=2)
-        out.add_(self._size_terms)
+def _blocks(num_bytes: int) -> int:
+    return -(-num_bytes // _BLOCK)
 
 
-def _blocks(starts: Sequence[int], ends: Sequence[int]) -> list[tuple[int, int]]:
-    """Ranges of leaves that are digested together: whole leaves, not much above a block of words."""
-    blocks, first = [], 0
-    for index in range(1, len(starts) + 1):
-        if index == len(starts) or ends[index] - starts[first] > PACKED_BLOCK_WORDS:
-            blocks.append((first, index))
-            first = index
-    return blocks
+def _finalized(z: int) -> int:
+    """SplitMix64's finalizer, of a plain integer."""
+    mask = (1 << 64) - 1
+    z &= mask
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & mask
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & mask
+    return z ^ (z >> 31)
+
+
+def _finalize(z: Tensor) -> Tensor:
+    z = (z ^ _shifted(z, 30)).mul_(signed(0xBF58476D1CE4E5B9))
+    z = (z ^ _shifted(z, 27)).mul_(signed(0x94D049BB133111EB))
+    return z ^ _shifted(z, 31)
+
+
+def _shifted(z: Tensor, bits: int) -> Tensor:
+    """z >> bits of the unsigned number."""
+    return (z >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+
+
+def _folded(accumulators: Tensor, keys: Tensor) -> Tensor:
+    """int64[blocks]: over the pairs of lanes the sum of low ^ high half of the 128-bit product."""
+    a, b = (accumulators ^ keys).view(-1, _LANES // 2, 2).unbind(2)
+    low_a, high_a, low_b, high_b = a & _HALF, _shifted(a, 32), b & _HALF, _shifted(b, 32)
+    crossed = high_a * low_b
+    middle = _shifted(low_a * low_b, 32) + (crossed & _HALF) + low_a * high_b
+    high = high_a * high_b + _shifted(crossed, 32) + _shifted(middle, 32)
+    return ((a * b) ^ high).sum(1)

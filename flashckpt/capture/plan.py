@@ -48,12 +48,6 @@ def is_plain(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def bytes_of(tensor: Tensor) -> bytes:
-    """The bytes of a tensor as an image holds them: row-major. Waits for its device."""
-    row_major = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return bytes(row_major.reshape(-1).view(torch.uint8).numpy())
-
-
 class Plan:
     """One walk's leaves, in the order of the digest table: ordinary ones in image order, then those of
     `constants` (names). Every array has one entry a leaf; offsets are in bytes from the slot image's first

@@ -209,11 +209,11 @@ class SlotSupply:
             return None
         return newest
 
-    def newest_content(self) -> tuple[Metadata, memoryview] | None:
-        """Metadata and image of the newest sealed snapshot; None where there is none that can be read."""
+    def newest_metadata(self) -> Metadata | None:
+        """The metadata of the newest sealed snapshot; None where there is none that can be read."""
         newest = self.newest_sealed()
         try:
-            return (newest[0].metadata(newest[1]), newest[0].image_view) if newest is not None else None
+            return newest[0].metadata(newest[1]) if newest is not None else None
         except DamagedError:
             return None
 

@@ -17,8 +17,7 @@ from flashckpt.memory.shared import not_held
 from flashckpt.memory.slot import Slot
 
 WINDOW_BYTES = 64 << 20
-_LENGTH_FACTOR = 0x9E3779B97F4A7C15
-_MASK = (1 << 64) - 1
+assert WINDOW_BYTES % _native.BLOCK_BYTES == 0
 
 
 class Stopped(Exception):
@@ -78,30 +77,19 @@ def unlike(metadata: Metadata, digests: Sequence[int], first: int = 0) -> list[i
 
 
 def _digest_of(descriptor: int, offset: int, num_bytes: int, is_stopped: Callable[[], bool]) -> int:
-    """The digest of a range of a region, in windows: digest(bytes) = n·c + Σ (2j+1)·s_j, so a window that
-    begins at word k adds its own weighted sum and 2k·Σ s_j."""
-    total, done = num_bytes * _LENGTH_FACTOR, 0
-    while done < num_bytes:
+    """The digest of a range of a region, in windows of whole blocks."""
+    hashes = 0
+    for done in range(0, num_bytes, WINDOW_BYTES):
         if is_stopped():
             raise Stopped
         length = min(WINDOW_BYTES, num_bytes - done)
-        own, doubled = _sums(descriptor, offset + done, length, wanted=done > 0)
-        total += own + done // 4 * doubled
-        done += length
-    return total & _MASK
+        hashes += _hashes(descriptor, offset + done, length, done // _native.BLOCK_BYTES)
+    return _native.finish_digest(num_bytes, hashes % 2**64)
 
 
-def _sums(descriptor: int, offset: int, length: int, *, wanted: bool) -> tuple[int, int]:
-    """Σ (2j+1)·s_j of a window, and, if wanted, 2·Σ s_j: what the sum grows by when the window is read
-    from one word earlier, less that word. A region never begins with an image, so there is one."""
-    begin = (offset - 4) // PAGE * PAGE
+def _hashes(descriptor: int, offset: int, length: int, first_block: int) -> int:
+    begin = offset // PAGE * PAGE
     with mmap.mmap(
         descriptor, offset - begin + length, mmap.MAP_SHARED, mmap.PROT_READ, offset=begin
     ) as window:
-        address = _native.address_of(window) + offset - begin
-        own = _native.digest(address, length) - length * _LENGTH_FACTOR
-        if not wanted:
-            return own, 0
-        before = int.from_bytes(window[offset - begin - 4 : offset - begin], "little", signed=True)
-        shifted = _native.digest(address - 4, length + 4) - (length + 4) * _LENGTH_FACTOR
-        return own, shifted - own - before
+        return _native.hash_blocks(_native.address_of(window) + offset - begin, length, first_block)

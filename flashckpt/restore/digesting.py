@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashckpt import _native
-from flashckpt.capture.digests import digest_leaves
+from flashckpt.capture.digests import bytes_of, torch_digests
 from flashckpt.capture.plan import local
 
 
@@ -54,5 +54,6 @@ def _digest_device(device: torch.device, leaves: list[Tensor]) -> list[int]:
         with torch.cuda.device(device), torch.no_grad():
             CudaTable(device.index or 0, leaves, np.zeros(len(leaves), dtype=np.uint64)).run(out)
     else:
-        digest_leaves([leaf.reshape(-1).view(torch.uint8) for leaf in leaves], out)
+        sources = [bytes_of(leaf) for leaf in leaves]
+        torch_digests(sources).into(sources, out)
     return [digest & (2**64 - 1) for digest in out.cpu().tolist()]

@@ -109,17 +109,15 @@ def test_on_the_host_a_changed_constant_is_seen_at_once(ring: SlotRing, sealer: 
     capture.close()
 
 
-def test_a_small_one_that_changes_and_keeps_its_digest_is_stored_as_it_is(
+def test_a_small_one_that_was_constant_when_resumed_is_stored_as_it_is(
     ring: SlotRing, sealer: _native.Sealer
 ) -> None:
     mask = torch.tensor([1.0, 0.0, 0.0, 1.0])
     state = Frozen(mask)
-    digest = digest_of(mask)
-    capture = Capture(state, ring, sealer, Options(), every=1, constants={"frozen.w": digest})
+    capture = Capture(state, ring, sealer, Options(), every=1, constants={"frozen.w": digest_of(mask)})
     for step in range(1, 14):
         if step == 10:
             mask.copy_(torch.tensor([0.0, 1.0, 1.0, 0.0]))
-            assert digest_of(mask) == digest
         content = captured(capture, ring, sealer, step)
         assert content.leaves["frozen.w"] == bytes_of(mask)
         assert constants_of(content) == []

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from linear_digest import reference_digest
+from reference_digest import numpy_digest as reference_digest
 from safetensors.numpy import load_file
 
 from flashckpt import _native

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flashckpt import _native
 from flashckpt.capture.device.base import PIECE_BYTES, Copies, Mark, Table
-from flashckpt.capture.digests import digest_leaves
+from flashckpt.capture.digests import bytes_of, torch_digests
 from flashckpt.capture.plan import Addresses
 from flashckpt.events import log
 
@@ -66,7 +66,8 @@ class CudaTable:
             self._entries = _uploaded(index, leaves, destinations)
             self._leaves: list[Tensor] = []
         else:
-            self._leaves = [leaf.reshape(-1).view(torch.uint8) for leaf in leaves]
+            self._leaves = [bytes_of(leaf) for leaf in leaves]
+            self._digests = torch_digests(self._leaves)
             self._pairs = [
                 (_memory_at(index, address, leaf.numel()), leaf)
                 for address, leaf in zip(destinations.tolist(), self._leaves, strict=True)
@@ -86,7 +87,7 @@ class CudaTable:
             return
         if self._pairs:
             torch._foreach_copy_([target for target, _ in self._pairs], [leaf for _, leaf in self._pairs])
-        digest_leaves(self._leaves, out)
+        self._digests.into(self._leaves, out)
 
 
 class CudaDevice:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flashckpt import _native
 from flashckpt.capture.device.base import PIECE_BYTES, Copies, Mark, Table
-from flashckpt.capture.digests import digest_leaves
+from flashckpt.capture.digests import bytes_of, torch_digests
 from flashckpt.capture.plan import Addresses
 
 _LONG_S = 60.0
@@ -194,7 +194,7 @@ class SimulatedTable:
         sources = [leaf.data_ptr() for leaf in leaves]
         sizes = [leaf.numel() * leaf.element_size() for leaf in leaves]
         rows = list(zip(range(len(leaves)), sources, destinations.tolist(), sizes, strict=True))
-        self._in_one_launch = in_one_launch
+        self._digests = None if in_one_launch else torch_digests([bytes_of(leaf) for leaf in leaves])
         self._cloned = [row for row in rows if row[2]]
         self._read = [row for row in rows if not row[2]]
 
@@ -202,10 +202,10 @@ class SimulatedTable:
         return len(self._leaves)
 
     def run(self, out: Tensor) -> None:
-        if not self._in_one_launch:
+        if self._digests is not None:
             for _, source, destination, size in self._cloned:
                 ctypes.memmove(destination, source, size)
-            digest_leaves([leaf.reshape(-1).view(torch.uint8) for leaf in self._leaves], out)
+            self._digests.into([bytes_of(leaf) for leaf in self._leaves], out)
             return
         cloned, read = (array("Q", bytes(8 * len(rows))) for rows in (self._cloned, self._read))
         sources, places, sizes = (array("Q", [row[n] for row in self._cloned]) for n in (1, 2, 3))
