@@ -1,8 +1,8 @@
 """A fuzzer over everything that is read back: manifests, parts, records, shard headers, control pages,
 metadata, values. What it makes must be refused by name, or be read; nothing else, and in bounded time.
 
-A program of its own: `python -m tests.hostile.fuzz --minutes 60 --seed 1`. The corpus is the run of
-format 1 that is checked in, and sealed slots.
+A program of its own: `python -m tests.hostile.fuzz --minutes 60 --seed 1`. The corpus is a
+run with one of everything, and sealed slots.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from flashckpt.format.metadata import Metadata
 from flashckpt.format.records import Alive, Claim, Mark, Part, Run, Start, manifest_of
 from flashckpt.memory import page
 from flashckpt.memory.slot import Slot
+from tests.hostile.made_run import make_run
 from tests.keeper.region import write_constants
 from tests.memory.test_slot import fill, make
 from tests.memory.test_slot_shared import ATTEMPT, CONSTANTS, DATA, fill_shared, make_region
 
-CORPUS = Path(__file__).parents[1] / "compat" / "format-1"
 LONGEST_S = 10.0
 MOST_BYTES = 4 << 30
 _REFUSED = (DamagedError, FormatError, KeeperError)
@@ -62,8 +62,8 @@ class Finding:
     story: str
 
 
-def _files(pattern: str) -> list[bytes]:
-    found = [path.read_bytes() for path in sorted(CORPUS.rglob(pattern))]
+def _files(folder: Path, pattern: str) -> list[bytes]:
+    found = [path.read_bytes() for path in sorted(folder.rglob(pattern))]
     assert found, pattern
     return found
 
@@ -126,16 +126,22 @@ def _repaired_slot(data: bytes) -> bytes:
 
 
 def targets() -> dict[str, Target]:
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
+        make_run(folder)
+        return _targets(Path(folder))
+
+
+def _targets(run: Path) -> dict[str, Target]:
     slots = _slots()
     return {
-        "run": Target(_files("run.json"), lambda data: Run.from_bytes(data, "file"), _resealed),
-        "claim": Target(_files("0*.json"), lambda data: Claim.from_bytes(data, "file"), _resealed),
-        "start": Target(_files("start.json"), lambda data: Start.from_bytes(data, "file"), _resealed),
-        "alive": Target(_files("alive"), lambda data: Alive.from_bytes(data, "file"), _resealed),
-        "mark": Target(_files("mark-*.json"), lambda data: Mark.from_bytes(data, "file"), _resealed),
-        "part": Target(_files("part-*.json"), lambda data: Part.from_bytes(data, "file"), _resealed),
-        "manifest": Target(_files("manifest.json"), lambda data: manifest_of(data, "file"), _resealed),
-        "header": Target(_files("*.safetensors"), _header),
+        "run": Target(_files(run, "run.json"), lambda data: Run.from_bytes(data, "file"), _resealed),
+        "claim": Target(_files(run, "0*.json"), lambda data: Claim.from_bytes(data, "file"), _resealed),
+        "start": Target(_files(run, "start.json"), lambda data: Start.from_bytes(data, "file"), _resealed),
+        "alive": Target(_files(run, "alive"), lambda data: Alive.from_bytes(data, "file"), _resealed),
+        "mark": Target(_files(run, "mark-*.json"), lambda data: Mark.from_bytes(data, "file"), _resealed),
+        "part": Target(_files(run, "part-*.json"), lambda data: Part.from_bytes(data, "file"), _resealed),
+        "manifest": Target(_files(run, "manifest.json"), lambda data: manifest_of(data, "file"), _resealed),
+        "header": Target(_files(run, "*.safetensors"), _header),
         "slot": Target(slots, _read_slot, _repaired_slot),
         "metadata": Target([slot[4096:8192] for slot in slots], Metadata.unpack),
         "values": Target([_VALUES], typed.decode_json),

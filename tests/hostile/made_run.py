@@ -1,13 +1,6 @@
-"""Writes the run that this version's format is remembered by. Run once for each format version:
-
-    python -m tests.compat.make_run tests/compat/format-1
-
-and never again: what is checked in must be read for ever.
-"""
+"""A run with one of everything that is written: attempts, steps, constants, a branch, a mark, a tombstone."""
 
 from __future__ import annotations
-
-import sys
 
 from flashckpt.commit.attempts import beat, mark_ended
 from flashckpt.commit.branching import branch
@@ -17,7 +10,7 @@ from flashckpt.options import Keep
 from tests.commit.runs import HOLDER, attempt_at, commit, new_run, publish
 
 
-def main(path: str) -> None:
+def make_run(path: str) -> None:
     store = new_run(path)
     first = attempt_at(store)
     beat(store, first, 7)
@@ -31,7 +24,3 @@ def main(path: str) -> None:
     mark(store, 250, third, "node-7", "chunk 3 does not have its checksum")
     publish(store, 260, third)
     mark_ended(store, third, "closed")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
