@@ -3,6 +3,7 @@
 #include "device/context.h"
 #include "device/digest_ptx.h"
 #include "device/digest_table.h"
+#include "device/digest_trial.h"
 
 #include <map>
 #include <mutex>
@@ -53,6 +54,30 @@ Error load_kernel(const Driver& driver, int ordinal, Kernel& out) {
     return {};
 }
 
+Error fill(const Driver& driver, std::uint64_t address, unsigned char byte, std::size_t num_bytes,
+           CuStream stream) {
+    CuResult code = driver.fill(address, byte, num_bytes, stream);
+    return code == kCuSuccess ? Error{} : driver.failure(code, "prepare the table of digests");
+}
+
+// Queues a launch, the thread being in the device's context.
+Error enqueue(const Driver& driver, const Kernel& kernel, CuStream stream, std::uint64_t table,
+              std::size_t num_leaves, std::uint64_t digests) {
+    // First of all: whatever of the rest is refused, or never runs, leaves no older digest to be taken for
+    // one of this launch.
+    static_assert(kEmptyDigest == ~0ull);
+    if (Error error = fill(driver, digests, 0xFF, num_leaves * sizeof(Word), stream)) return error;
+    if (Error error = fill(driver, table + digest_scratch_offset(num_leaves), 0,
+                           num_leaves * sizeof(DigestScratch), stream)) {
+        return error;
+    }
+    Word count = num_leaves;
+    void* parameters[] = {&table, &count, &digests};
+    CuResult code = driver.launch(kernel.function, kernel.num_blocks, 1, 1, kDigestThreads, 1, 1, 0, stream,
+                                  parameters, nullptr);
+    return code == kCuSuccess ? Error{} : driver.failure(code, "launch the kernel of digests");
+}
+
 // The calling thread is in the device's context. A refusal is not kept: the next call tries again.
 Error kernel_of(const Driver& driver, int device, Kernel& out) {
     static auto* mutex = new std::mutex;
@@ -62,16 +87,16 @@ Error kernel_of(const Driver& driver, int device, Kernel& out) {
     if (found == kernels->end()) {
         Kernel made;
         if (Error error = load_kernel(driver, device, made)) return error;
+        // A driver's compiler that is wrong would have every snapshot discarded by its audit.
+        auto launch = [&](CuStream stream, std::uint64_t table, std::size_t num_leaves,
+                          std::uint64_t digests) {
+            return enqueue(driver, made, stream, table, num_leaves, digests);
+        };
+        if (Error error = try_digests(driver, launch)) return error;
         found = kernels->emplace(device, made).first;
     }
     out = found->second;
     return {};
-}
-
-Error fill(const Driver& driver, std::uint64_t address, unsigned char byte, std::size_t num_bytes,
-           CuStream stream) {
-    CuResult code = driver.fill(address, byte, num_bytes, stream);
-    return code == kCuSuccess ? Error{} : driver.failure(code, "prepare the table of digests");
 }
 
 } // namespace
@@ -96,20 +121,7 @@ Error cuda_digest_launch(std::uint64_t stream, std::uint64_t table, std::size_t 
     if (Error error = entered.enter(*driver, device)) return error;
     Kernel kernel;
     if (Error error = kernel_of(*driver, device, kernel)) return error;
-    auto* queue = reinterpret_cast<CuStream>(stream);
-    // First of all: whatever of the rest is refused, or never runs, leaves no older digest to be taken for
-    // one of this launch.
-    static_assert(kEmptyDigest == ~0ull);
-    if (Error error = fill(*driver, digests, 0xFF, num_leaves * sizeof(Word), queue)) return error;
-    if (Error error = fill(*driver, table + digest_scratch_offset(num_leaves), 0,
-                           num_leaves * sizeof(DigestScratch), queue)) {
-        return error;
-    }
-    Word count = num_leaves;
-    void* parameters[] = {&table, &count, &digests};
-    CuResult code = driver->launch(kernel.function, kernel.num_blocks, 1, 1, kDigestThreads, 1, 1, 0, queue,
-                                   parameters, nullptr);
-    return code == kCuSuccess ? Error{} : driver->failure(code, "launch the kernel of digests");
+    return enqueue(*driver, kernel, reinterpret_cast<CuStream>(stream), table, num_leaves, digests);
 }
 
 } // namespace flashckpt

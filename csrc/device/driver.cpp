@@ -32,6 +32,11 @@ bool find_all(void* library, Driver& driver, std::string& why) {
            find(library, "cuStreamCreate", driver.stream_create, why) &&
            find(library, "cuStreamSynchronize", driver.stream_synchronize, why) &&
            find(library, "cuStreamIsCapturing", driver.stream_capturing, why) &&
+           find(library, "cuStreamCreate", driver.stream_create, why) &&
+           find(library, "cuStreamDestroy_v2", driver.stream_destroy, why) &&
+           find(library, "cuMemAlloc_v2", driver.memory_take, why) &&
+           find(library, "cuMemFree_v2", driver.memory_free, why) &&
+           find(library, "cuMemcpyHtoDAsync_v2", driver.copy_to_device, why) &&
            find(library, "cuDeviceGetAttribute", driver.device_attribute, why) &&
            find(library, "cuModuleLoadDataEx", driver.module_load, why) &&
            find(library, "cuModuleGetFunction", driver.module_function, why) &&

@@ -50,6 +50,12 @@ struct Driver {
     CuResult (*stream_create)(CuStream* stream, unsigned flags);
     CuResult (*stream_synchronize)(CuStream stream);
     CuResult (*stream_capturing)(CuStream stream, int* status);
+    CuResult (*stream_create)(CuStream* stream, unsigned flags);
+    CuResult (*stream_destroy)(CuStream stream);
+    CuResult (*memory_take)(std::uint64_t* address, std::size_t num_bytes);
+    CuResult (*memory_free)(std::uint64_t address);
+    CuResult (*copy_to_device)(std::uint64_t device_address, const void* host, std::size_t num_bytes,
+                               CuStream stream);
     CuResult (*device_attribute)(int* value, int attribute, CuDevice device);
     CuResult (*module_load)(CuModule* module, const void* image, unsigned num_options, int* options,
                             void** values);

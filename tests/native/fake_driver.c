@@ -3,7 +3,7 @@
    others failed. Copies are made at once, but for those of 17 bytes, which are refused. Graphs are captured on
    stream 5; stream 6 is the legacy stream beside one. Unregistering tells whether the memory was still mapped.
    The kernel of digests is the emulated one, run at once; what FAKE_CUDA_REFUSES names (module, function, fill,
-   launch) is refused. */
+   launch, memory) is refused; "digests" and "copies" come out wrong. */
 #define _DEFAULT_SOURCE
 #include <stdint.h>
 #include <stdio.h>
@@ -75,6 +75,18 @@ static int refused(const char* what) {
     const char* refuses = getenv("FAKE_CUDA_REFUSES");
     return refuses != NULL && strcmp(refuses, what) == 0;
 }
+int cuStreamCreate(void** stream, unsigned flags) { *stream = (void*)1ul; return flags != 1; }
+int cuStreamDestroy_v2(void* stream) { tell("stream gone", (unsigned long)stream, 0); return 0; }
+int cuMemAlloc_v2(unsigned long long* address, size_t bytes) {
+    if (refused("memory")) return 2;
+    *address = (unsigned long)malloc(bytes);
+    return 0;
+}
+int cuMemFree_v2(unsigned long long address) { tell("memory gone", 0, 0); free((void*)address); return 0; }
+int cuMemcpyHtoDAsync_v2(unsigned long long device, const void* host, size_t bytes, void* stream) {
+    memcpy((void*)device, host, bytes);
+    return stream == NULL;
+}
 int cuDeviceGetAttribute(int* value, int attribute, int device) {
     *value = attribute == 16 ? 2 + device : -1;
     return 0;
@@ -112,6 +124,8 @@ int cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsign
     if (function != (void*)0x88ul || gy * gz * by * bz != 1 || bx != 256 || shared != 0 || extra != NULL) return 1;
     if (refused("launch")) return 719;
     emulate_digest(*(void**)parameters[0], *(unsigned long*)parameters[1], *(void**)parameters[2], gx, 1, NULL);
+    if (refused("digests")) ((unsigned long*)*(void**)parameters[2])[20] ^= 1ul << 40;
+    if (refused("copies")) (*(unsigned char**)((char*)*(void**)parameters[0] + 32 + 34 * 32 + 8))[70000] ^= 1;
     return 0;
 }
 int cuGetErrorName(int code, const char** name) {

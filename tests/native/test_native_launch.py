@@ -14,6 +14,8 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_driver(tmp_path_factory.mktemp("driver"))
 
 
+# What is refused when the kernel is tried, the first before there is memory.
+TRIED = ("memory", "launch", "digests", "copies")
 SIZES = (100, 0, 5000, 30000)
 DIGESTS = """
 import ctypes
@@ -65,12 +67,20 @@ for wrong in ((table + 8, 4, out), (table, 4, out + 4), (0, 4, out), (table, 4, 
 """
     there = "context=1001 mode=2"
     lines = run(driver, DIGESTS + program, 2)
-    assert lines[0] == "retain 1 0 context=0 mode=2"
-    assert lines[1].startswith("module ")
-    assert lines[1].endswith(there)
+    assert [line.split()[0] for line in lines[:2]] == ["retain", "module"]
+    assert all(line.endswith(there) for line in lines[1:])
     a_launch = [f"fill 32 77 {there}", f"fill 64 77 {there}", f"launch 6 77 {there}"]
-    assert lines[2:8] == a_launch * 2
-    assert len(lines) == 14
+    assert [line for line in lines if " 77 " in line] == a_launch * 2
+    assert len([line for line in lines if " 78 " in line]) == 6
+
+
+def test_a_kernel_is_tried_on_a_stream_of_its_own(driver: Path) -> None:
+    lines = run(driver, DIGESTS + "assert _native.cuda_digests_usable(0) == ''", 2)
+    what = [line.split(" context")[0] for line in lines if not line.startswith("module")]
+    fills = ["fill 280 1", "fill 560 1", "launch 4 1"]
+    copies = [line for line in what if line.startswith(("copy", "synchronize"))]
+    assert what == ["retain 0 0", *fills, *copies, "memory gone 0 0", "stream gone 1 0"]
+    assert len(copies) == 5
 
 
 def test_kernels_are_loaded_once_a_device(driver: Path) -> None:
@@ -81,7 +91,8 @@ for device in (0, 1, 0, 1):
 """
     lines = [line.split() for line in run(driver, DIGESTS + program, 2)]
     assert [line[-2] for line in lines if line[0] == "module"] == ["context=1000", "context=1001"]
-    assert [line[1] for line in lines if line[0] == "launch"] == ["4", "6"] * 2
+    assert [line[1] for line in lines if line[0] == "launch" and line[2] == "77"] == ["4", "6"] * 2
+    assert len([line for line in lines if line[0] == "launch"]) == 6
 
 
 @pytest.mark.parametrize(
@@ -89,9 +100,13 @@ for device in (0, 1, 0, 1):
     [
         ("module", "CUDA refused to load the kernel of digests: UNSUPPORTED_PTX (no): ptxas: too new"),
         ("function", "CUDA refused to find flashckpt_digest: FAULT (no)"),
+        ("memory", "CUDA refused to try the kernel of digests: FAULT (no)"),
+        ("launch", "CUDA refused to launch the kernel of digests: FAULT (no)"),
+        ("digests", "on this device the kernel of digests gives other digests than it should"),
+        ("copies", "on this device the kernel of digests gives other copies than it should"),
     ],
 )
-def test_a_kernel_that_cannot_be_loaded(driver: Path, refuses: str, reason: str) -> None:
+def test_a_kernel_that_cannot_be_used(driver: Path, refuses: str, reason: str) -> None:
     program = f"""
 reason = {reason!r}
 assert _native.cuda_digests_usable(0) == reason, _native.cuda_digests_usable(0)
@@ -104,11 +119,17 @@ else:
     raise AssertionError("not refused")
 assert digests == u64(1, 2, 3, 4)
 """
-    assert not any(line.startswith(("fill", "launch")) for line in run(driver, DIGESTS + program, 2, refuses))
+    lines = run(driver, DIGESTS + program, 2, refuses)
+    assert not any(" 77 " in line for line in lines)
+    assert len([line for line in lines if line.startswith("stream gone")]) == 2 * (refuses in TRIED)
+    assert len([line for line in lines if line.startswith("memory gone")]) == 2 * (refuses in TRIED[1:])
 
 
 def test_a_launch_that_is_refused_leaves_no_digest(driver: Path) -> None:
     program = """
+import os
+assert _native.cuda_digests_usable(0) == ""
+os.environ["FAKE_CUDA_REFUSES"] = "launch"
 try:
     _native.cuda_digest_launch(77, table, 4, out, 0)
 except RuntimeError as error:
@@ -117,4 +138,4 @@ else:
     raise AssertionError("not refused")
 assert digests == u64(*[_native.EMPTY_DIGEST] * 4)
 """
-    run(driver, DIGESTS + program, 2, "launch")
+    run(driver, DIGESTS + program, 2)
