@@ -300,7 +300,10 @@ def cuda_digest_launch(
     """
 
 def cuda_digests_usable(device: int) -> str:
-    """Loads the kernel of digests on a device; "" or why it cannot be used there. May take a second."""
+    """Loads the kernel of digests on a device and tries it there, once; "" or why it cannot be used there.
+
+    May take a second, and two megabytes of the device meanwhile. Not while a graph is being captured.
+    """
 
 class Watch:
     """Tells which tensors are no longer where they were when it was made.
