@@ -266,17 +266,6 @@ class CudaCopies:
     def close(self) -> None:
         """Waits for what was submitted, then ends the thread."""
 
-def cuda_event_handle(event: int, device: int = 0) -> int:
-    """A handle for `Sealer.submit` of a CUDA event (`torch.cuda.Event.cuda_event`) of that device.
-
-    The event must be recorded before `submit`, live, and not be recorded again until the seal is decided.
-    """
-
-def cuda_copy_to_host(
-    stream: int, sources: Buffer, destinations: Buffer, sizes: Buffer, piece_bytes: int, device: int
-) -> None:
-    """Queues copies from device to host addresses on a stream, in pieces, and returns. No digest is taken."""
-
 def cuda_digest_table(sources: Buffer, destinations: Buffer | None, sizes: Buffer) -> bytes:
     """The table of one `cuda_digest_launch`, to be put into device memory as it is (at a multiple of 16).
 

@@ -1,4 +1,4 @@
-// What the engine asks of a CUDA device: pinning a slot, copies into it, events. Every call enters the
+// What the engine asks of a CUDA device: pinning a slot, whether a graph is captured. Every call enters the
 // device's primary context (the one torch uses) and relaxed capture mode, so that a graph that another
 // thread captures is not broken by it, and leaves both as they were.
 #pragma once
@@ -20,15 +20,5 @@ Error cuda_unregister(std::uint64_t address);
 // Whether a graph is being captured on one of these streams; also true where the legacy stream is among them
 // and some stream that blocks it is captured. Never breaks a capture.
 Error cuda_capturing(const std::uint64_t* streams, std::size_t num_streams, int device, bool& capturing);
-
-// A handle a seal can wait for. `event` is a CUevent of that device: it must live, and must not be recorded
-// again, until the seal is decided. The same event gets the same handle.
-Error cuda_event_handle(std::uint64_t event, int device, std::uint64_t& handle);
-
-// Queues copies of device memory to host memory on `stream`, in pieces of at most `piece_bytes`, in order.
-// Returns when they are queued; host memory should be registered.
-Error cuda_copy_to_host(std::uint64_t stream, const std::uint64_t* sources, const std::uint64_t* destinations,
-                        const std::uint64_t* sizes, std::size_t num_copies, std::uint64_t piece_bytes,
-                        int device);
 
 } // namespace flashckpt

@@ -14,7 +14,6 @@ namespace {
 constexpr std::uint64_t kShifts[] = {0, 1, 2, 4, 8};
 // None, less than a word, than a block, than a group; whole ones; several warps'.
 constexpr std::uint64_t kSizes[] = {0, 1, 7, 1000, 4096, 5001, 70001};
-constexpr unsigned kStreamNonBlocking = 1; // beside the legacy stream, which others compute on
 
 // A stream and memory on the device, until it goes.
 class Workplace {
@@ -30,7 +29,7 @@ class Workplace {
     }
 
     Error take(std::uint64_t num_bytes) {
-        if (Error error = check(driver_.stream_create(&stream_, kStreamNonBlocking))) return error;
+        if (Error error = check(driver_.stream_create(&stream_, kCuStreamNonBlocking))) return error;
         return check(driver_.memory_take(&memory_, num_bytes));
     }
     Error write(std::uint64_t offset, const std::vector<std::uint8_t>& bytes) {

@@ -24,7 +24,6 @@ bool find_all(void* library, Driver& driver, std::string& why) {
            find(library, "cuMemHostUnregister", driver.host_unregister, why) &&
            find(library, "cuMemcpyDtoHAsync_v2", driver.copy_to_host, why) &&
            find(library, "cuThreadExchangeStreamCaptureMode", driver.exchange_capture_mode, why) &&
-           find(library, "cuEventQuery", driver.event_query, why) &&
            find(library, "cuEventCreate", driver.event_create, why) &&
            find(library, "cuEventRecord", driver.event_record, why) &&
            find(library, "cuEventSynchronize", driver.event_synchronize, why) &&
@@ -32,7 +31,6 @@ bool find_all(void* library, Driver& driver, std::string& why) {
            find(library, "cuStreamCreate", driver.stream_create, why) &&
            find(library, "cuStreamSynchronize", driver.stream_synchronize, why) &&
            find(library, "cuStreamIsCapturing", driver.stream_capturing, why) &&
-           find(library, "cuStreamCreate", driver.stream_create, why) &&
            find(library, "cuStreamDestroy_v2", driver.stream_destroy, why) &&
            find(library, "cuMemAlloc_v2", driver.memory_take, why) &&
            find(library, "cuMemFree_v2", driver.memory_free, why) &&

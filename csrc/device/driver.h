@@ -19,7 +19,6 @@ using CuModule = void*;
 using CuFunction = void*;
 
 constexpr CuResult kCuSuccess = 0;
-constexpr CuResult kCuNotReady = 600;
 constexpr unsigned kCuRegisterPortable = 1;
 constexpr int kCuCaptureRelaxed = 2;
 constexpr CuResult kCuCaptureImplicit = 906; // the legacy stream was asked while another one is captured
@@ -42,7 +41,6 @@ struct Driver {
     CuResult (*copy_to_host)(void* host, std::uint64_t device_address, std::size_t num_bytes,
                              CuStream stream);
     CuResult (*exchange_capture_mode)(int* mode);
-    CuResult (*event_query)(CuEvent event);
     CuResult (*event_create)(CuEvent* event, unsigned flags);
     CuResult (*event_record)(CuEvent event, CuStream stream);
     CuResult (*event_synchronize)(CuEvent event);
@@ -50,7 +48,6 @@ struct Driver {
     CuResult (*stream_create)(CuStream* stream, unsigned flags);
     CuResult (*stream_synchronize)(CuStream stream);
     CuResult (*stream_capturing)(CuStream stream, int* status);
-    CuResult (*stream_create)(CuStream* stream, unsigned flags);
     CuResult (*stream_destroy)(CuStream stream);
     CuResult (*memory_take)(std::uint64_t* address, std::size_t num_bytes);
     CuResult (*memory_free)(std::uint64_t address);

@@ -1,6 +1,5 @@
 /* A CUDA driver that does nothing but tell what it was asked, one line a call, in the file FAKE_CUDA_LOG.
-   Contexts are 0x1000 + ordinal; events below 100 are done, 100 to 199 pending until asked three times,
-   others failed. Copies are made at once, but for those of 17 bytes, which are refused. Graphs are captured on
+   Contexts are 0x1000 + ordinal. Copies are made at once, but for those of 17 bytes, which are refused. Graphs are captured on
    stream 5; stream 6 is the legacy stream beside one. Unregistering tells whether the memory was still mapped.
    The kernel of digests is the emulated one, run at once; what FAKE_CUDA_REFUSES names (module, function, fill,
    launch, memory) is refused; "digests" and "copies" come out wrong. */
@@ -13,7 +12,6 @@
 
 static __thread void* context;
 static __thread int mode; /* global, as a thread starts */
-static int asked;
 
 static void tell(const char* what, unsigned long a, unsigned long b) {
     FILE* log = fopen(getenv("FAKE_CUDA_LOG"), "a");
@@ -47,13 +45,6 @@ int cuMemcpyDtoHAsync_v2(void* host, unsigned long long device, size_t bytes, vo
     return 0;
 }
 int cuThreadExchangeStreamCaptureMode(int* other) { int was = mode; mode = *other; *other = was; return 0; }
-int cuEventQuery(void* event) {
-    unsigned long number = (unsigned long)event;
-    if (number < 100) return 0;
-    if (number >= 200) return 719;
-    if (++asked == 1) tell("query", number, 0);
-    return asked < 3 ? 600 : 0;
-}
 int cuEventCreate(void** out, unsigned flags) {
     static unsigned long events = 1000;
     *out = (void*)++events;
@@ -75,7 +66,6 @@ static int refused(const char* what) {
     const char* refuses = getenv("FAKE_CUDA_REFUSES");
     return refuses != NULL && strcmp(refuses, what) == 0;
 }
-int cuStreamCreate(void** stream, unsigned flags) { *stream = (void*)1ul; return flags != 1; }
 int cuStreamDestroy_v2(void* stream) { tell("stream gone", (unsigned long)stream, 0); return 0; }
 int cuMemAlloc_v2(unsigned long long* address, size_t bytes) {
     if (refused("memory")) return 2;

@@ -47,19 +47,19 @@ def test_digests_are_two_fills_and_a_launch(driver: Path) -> None:
     program = """
 assert _native.cuda_digests_usable(1) == ""
 for _ in range(2):
-    _native.cuda_digest_launch(77, table, 4, out, 1)
+    _native.cuda_digest_launch(177, table, 4, out, 1)
     assert digests == expected, (digests, expected)
 assert ctypes.string_at(clone, 5000) == bytes([3]) * 5000
 ctypes.memset(sources[3], 9, 1)
-_native.cuda_digest_launch(78, table, 4, out, 1)
+_native.cuda_digest_launch(178, table, 4, out, 1)
 assert digests[:3] == expected[:3] and digests[3] == changed
 # A table of another number of leaves than was said: nothing that could be taken for a digest.
-_native.cuda_digest_launch(78, table, 3, out, 1)
+_native.cuda_digest_launch(178, table, 3, out, 1)
 assert digests == u64(*[_native.EMPTY_DIGEST] * 3, digests[3])
-_native.cuda_digest_launch(78, 0, 0, 0, 1)
+_native.cuda_digest_launch(178, 0, 0, 0, 1)
 for wrong in ((table + 8, 4, out), (table, 4, out + 4), (0, 4, out), (table, 4, 0)):
     try:
-        _native.cuda_digest_launch(78, *wrong, 1)
+        _native.cuda_digest_launch(178, *wrong, 1)
     except ValueError as error:
         assert "multiple of" in str(error)
     else:
@@ -69,17 +69,17 @@ for wrong in ((table + 8, 4, out), (table, 4, out + 4), (0, 4, out), (table, 4, 
     lines = run(driver, DIGESTS + program, 2)
     assert [line.split()[0] for line in lines[:2]] == ["retain", "module"]
     assert all(line.endswith(there) for line in lines[1:])
-    a_launch = [f"fill 32 77 {there}", f"fill 64 77 {there}", f"launch 6 77 {there}"]
-    assert [line for line in lines if " 77 " in line] == a_launch * 2
-    assert len([line for line in lines if " 78 " in line]) == 6
+    a_launch = [f"fill 32 177 {there}", f"fill 64 177 {there}", f"launch 6 177 {there}"]
+    assert [line for line in lines if " 177 " in line] == a_launch * 2
+    assert len([line for line in lines if " 178 " in line]) == 6
 
 
 def test_a_kernel_is_tried_on_a_stream_of_its_own(driver: Path) -> None:
     lines = run(driver, DIGESTS + "assert _native.cuda_digests_usable(0) == ''", 2)
     what = [line.split(" context")[0] for line in lines if not line.startswith("module")]
-    fills = ["fill 280 1", "fill 560 1", "launch 4 1"]
+    fills = ["fill 280 77", "fill 560 77", "launch 4 77"]
     copies = [line for line in what if line.startswith(("copy", "synchronize"))]
-    assert what == ["retain 0 0", *fills, *copies, "memory gone 0 0", "stream gone 1 0"]
+    assert what == ["retain 0 0", *fills, *copies, "memory gone 0 0", "stream gone 77 0"]
     assert len(copies) == 5
 
 
@@ -87,11 +87,11 @@ def test_kernels_are_loaded_once_a_device(driver: Path) -> None:
     program = """
 for device in (0, 1, 0, 1):
     assert _native.cuda_digests_usable(device) == ""
-    _native.cuda_digest_launch(77, table, 4, out, device)
+    _native.cuda_digest_launch(177, table, 4, out, device)
 """
     lines = [line.split() for line in run(driver, DIGESTS + program, 2)]
     assert [line[-2] for line in lines if line[0] == "module"] == ["context=1000", "context=1001"]
-    assert [line[1] for line in lines if line[0] == "launch" and line[2] == "77"] == ["4", "6"] * 2
+    assert [line[1] for line in lines if line[0] == "launch" and line[2] == "177"] == ["4", "6"] * 2
     assert len([line for line in lines if line[0] == "launch"]) == 6
 
 
@@ -112,7 +112,7 @@ reason = {reason!r}
 assert _native.cuda_digests_usable(0) == reason, _native.cuda_digests_usable(0)
 assert "find device 7" in _native.cuda_digests_usable(7)
 try:
-    _native.cuda_digest_launch(77, table, 4, out, 0)
+    _native.cuda_digest_launch(177, table, 4, out, 0)
 except RuntimeError as error:
     assert str(error) == reason
 else:
@@ -120,7 +120,7 @@ else:
 assert digests == u64(1, 2, 3, 4)
 """
     lines = run(driver, DIGESTS + program, 2, refuses)
-    assert not any(" 77 " in line for line in lines)
+    assert not any(" 177 " in line for line in lines)
     assert len([line for line in lines if line.startswith("stream gone")]) == 2 * (refuses in TRIED)
     assert len([line for line in lines if line.startswith("memory gone")]) == 2 * (refuses in TRIED[1:])
 
@@ -131,7 +131,7 @@ import os
 assert _native.cuda_digests_usable(0) == ""
 os.environ["FAKE_CUDA_REFUSES"] = "launch"
 try:
-    _native.cuda_digest_launch(77, table, 4, out, 0)
+    _native.cuda_digest_launch(177, table, 4, out, 0)
 except RuntimeError as error:
     assert str(error) == "CUDA refused to launch the kernel of digests: FAULT (no)", error
 else:
