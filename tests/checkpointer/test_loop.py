@@ -405,10 +405,12 @@ def test_a_final_snapshot_that_cannot_be_sealed_is_no_normal_end(
     run, job = str(tmp_path / "run"), Job()
     seal = Target.seal
 
-    def spoiled(target: Target, sealer: object, waits: object, step: int, attempt: object) -> None:
+    def spoiled(
+        target: Target, sealer: object, waits: object, moves: object, step: int, attempt: object
+    ) -> None:
         if step > 3:
             target.table[0] = _native.EMPTY_DIGEST
-        seal(target, sealer, waits, step, attempt)  # type: ignore[arg-type]
+        seal(target, sealer, waits, moves, step, attempt)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Target, "seal", spoiled)
     batches = flashckpt.loop(loader(), run, every=1, **job.named)

@@ -28,10 +28,12 @@ def torn(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     steps: set[int] = set()
     seal = Target.seal
 
-    def spoiled(target: Target, sealer: object, waits: object, step: int, attempt: object) -> None:
+    def spoiled(
+        target: Target, sealer: object, waits: object, moves: object, step: int, attempt: object
+    ) -> None:
         if step in steps:
             target.table[0] = _native.EMPTY_DIGEST
-        seal(target, sealer, waits, step, attempt)  # type: ignore[arg-type]
+        seal(target, sealer, waits, moves, step, attempt)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Target, "seal", spoiled)
     return steps
