@@ -151,6 +151,7 @@ def test_tables_are_checked(
         table_of(sources, sizes, destinations)
 
 
+@pytest.mark.timeout(1200)  # a sanitized build, on a machine that may be busy
 def test_no_byte_beyond_a_leaf_is_touched(tmp_path: Path) -> None:
     program = tmp_path / "leaf_bounds"
     sources = [HERE / "leaf_bounds.cpp", HERE / "emulated_digest.cpp"]
@@ -160,7 +161,7 @@ def test_no_byte_beyond_a_leaf_is_touched(tmp_path: Path) -> None:
     # Whoever runs the tests under a sanitizer preloads its own.
     clean = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     done = subprocess.run([program], capture_output=True, text=True, env=clean)
-    assert (done.returncode, done.stdout) == (0, "5120 of 5120\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "1844 of 1844\n"), done.stderr
 
 
 def make_ptx(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
