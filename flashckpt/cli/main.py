@@ -12,6 +12,7 @@ import typer
 import flashckpt
 from flashckpt.cli.branch import branch
 from flashckpt.cli.export import export
+from flashckpt.cli.keepers import keepers
 from flashckpt.cli.ls import ls
 from flashckpt.cli.prune import prune
 from flashckpt.cli.recover import recover
@@ -31,7 +32,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (ls, show, verify, branch, recover, prune, export):
+for command in (ls, show, verify, branch, recover, prune, export, keepers):
     app.command(epilog=_EPILOG)(command)
 
 

@@ -45,7 +45,7 @@ def recover(
     damage was found, with 3 if training could not go on from any step, with 4 if something could not be
     saved: it is then still where it was.
     """
-    with _Bars(notices()).shown() as watcher:
+    with Bars(notices()).shown() as watcher:
         report = save_what_survived(
             open_store(run), dry_run=dry_run, discard=discard, read=verify, watcher=watcher
         )
@@ -66,7 +66,7 @@ def exit_code_of(report: Report) -> ExitCode:
     return ExitCode.DAMAGED if report.damaged else ExitCode.WELL
 
 
-class _Bars:
+class Bars:
     """One bar for whatever takes longer than a second; on a terminal only."""
 
     def __init__(self, console: Console) -> None:
@@ -85,7 +85,7 @@ class _Bars:
         self._began_s = time.monotonic()
 
     @contextmanager
-    def shown(self) -> Iterator[_Bars]:
+    def shown(self) -> Iterator[Bars]:
         try:
             yield self
         finally:

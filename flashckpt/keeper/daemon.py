@@ -10,6 +10,7 @@ import os
 import secrets
 import select
 import time
+from typing import Any
 
 from flashckpt import crashpoints
 from flashckpt.errors import KeeperError
@@ -18,7 +19,7 @@ from flashckpt.format.names import AttemptName
 from flashckpt.keeper.chores import Chores, End, Look
 from flashckpt.keeper.departure import Departure
 from flashckpt.keeper.desk import Desk
-from flashckpt.keeper.drain import Drain
+from flashckpt.keeper.drain import Drain, attempt_of
 from flashckpt.keeper.home import Home
 from flashckpt.keeper.ledger import Ledger
 from flashckpt.keeper.protocol import ELECTION_LOCK
@@ -61,7 +62,7 @@ class Keeper:
             raise KeeperError("Another process holds the life lock of a keeper that was just named.")
         self._life = life
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        store = open_store(run_path)
+        self._store = store = open_store(run_path)
         home = Home(store, os.path.basename(folder.path))
         self.ledger = Ledger(store, stands=home.stands)
         living = Living(folder)
@@ -75,7 +76,8 @@ class Keeper:
         self._chores = Chores(store, home.stands)
         self._chores_worker = Worker("chores", self._wake)
         questions = self.work.status, home.told, self.work.try_again, self.work.is_needed
-        self._desk = Desk(self.shelf, self.roster, self.ledger, self._maker, *questions)
+        deeds = self._describe, self._discard
+        self._desk = Desk(self.shelf, self.roster, self.ledger, self._maker, *questions, *deeds)
         self._server = Server(folder, self._desk.answer)
         self._watch_worker = Worker("watchdog", self._wake)
         self._watchdog = Watchdog(folder, self.shelf, self.roster, self.ledger, self.work, self._watch_worker)
@@ -210,6 +212,39 @@ class Keeper:
                 self.tally.count("chores_failed")
 
         self._chores_worker.submit(lambda: self._chores.round(living, saved), done)
+
+    def _describe(self) -> dict[str, Any]:
+        """What `flashckpt keepers` shows."""
+        regions = []
+        for held in self.shelf.regions():
+            sealed = held.sealed()
+            regions.append(
+                {
+                    "name": held.slot.name,
+                    "kind": held.kind,
+                    "num_bytes": held.slot.fixed.num_bytes,
+                    "constants": held.slot.fixed.holds_constants,
+                    "step": None if sealed is None else sealed.step,
+                    "attempt": None if sealed is None else str(attempt_of(sealed)),
+                    "committed": sealed is not None and held.slot.persisted == sealed.generation,
+                }
+            )
+        trainers = [
+            {"pid": each.pid, "rank": each.rank, "attempt": str(each.attempt) if each.attempt else None}
+            for each in self.roster.all()
+        ]
+        return {
+            "pid": os.getpid(),
+            "run": self._store.url,
+            "run_is_gone": self.run_is_gone,
+            "is_saving": self.work.is_pending(),
+            "lingers_s": round(self._departure.lingers_s, 1),
+            "trainers": trainers,
+            "regions": regions,
+        }
+
+    def _discard(self) -> None:
+        self._departure.asked = self._departure.discards = True
 
     def ask_to_go(self) -> None:
         self._departure.asked = True

@@ -3,7 +3,8 @@
 It goes after the last trainer of its node has closed; after an abnormal death when nothing is left to
 persist and `linger` has passed without a new attempt; and when the run itself is gone, after `linger`
 if something was still to be saved, however its trainer ended. A run that is gone may be a disk that is
-away: what is committed nowhere stays in memory, for `recover`.
+away: what is committed nowhere stays in memory, for `recover`. Where the run's folder was deleted for
+certain nothing can be saved any more, and nobody is waited for.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from flashckpt.errors import FlashckptError
 from flashckpt.events import log
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper import chores
+from flashckpt.keeper.deletion import Deletion
 from flashckpt.keeper.drain import attempt_of
 from flashckpt.keeper.protocol import LOG_NAME, SOCKET_NAME
 from flashckpt.keeper.trainers import Trainer
@@ -34,9 +36,12 @@ class Departure:
         self._store = store
         self._until = self._gone_until = time.monotonic() + _FIRST_TRAINER_S
         self.asked = False
+        self.discards = False  # whoever asked gives up what could not be saved
+        self._deletion = Deletion(store.url)
 
     def saw_end(self, trainer: Trainer) -> None:
         """A trainer has ended. The latest end decides how long to wait for another attempt."""
+        self.discards = False
         linger_s = 0.0 if trainer.closing else trainer.linger_s
         self._until = time.monotonic() + linger_s
         self._gone_until = time.monotonic() + trainer.linger_s
@@ -45,13 +50,28 @@ class Departure:
         keeper = self._keeper
         if not keeper.is_idle:
             return False
+        if self.discards or self.is_deleted:
+            return True
         if keeper.run_is_gone:
             # A disk that is away looks like a run that was deleted: what is saved nowhere waits for it.
             return now >= self._gone_until or not keeper.work.is_pending()
         return (now >= self._until or self.asked) and not keeper.work.is_pending()
 
+    @property
+    def is_deleted(self) -> bool:
+        """Whether the run's folder is gone, and was deleted for certain."""
+        return self._keeper.run_is_gone and self._deletion.has_come()
+
+    @property
+    def lingers_s(self) -> float:
+        """For how long it would still wait for another attempt."""
+        until = self._gone_until if self._keeper.run_is_gone else self._until
+        return max(0.0, until - time.monotonic())
+
     def kept(self) -> set[str]:
         """Slots that stay for the next attempt, or for recover, though no process is left."""
+        if self.discards:
+            return set()
         if self._keeper.run_is_gone:
             return self._newest_uncommitted()
         survivors = []

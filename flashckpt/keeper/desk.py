@@ -54,6 +54,8 @@ class Desk:
         told: Callable[[str], None],
         try_again: Callable[[], None],
         is_needed: Callable[[Held, Sealed], bool],
+        describe: Callable[[], dict[str, Any]],
+        discard: Callable[[], None],
     ) -> None:
         self._shelf = shelf
         self._roster = roster
@@ -61,6 +63,7 @@ class Desk:
         self._maker = maker
         self._status, self._told, self._try_again = status, told, try_again
         self._is_needed = is_needed
+        self._describe, self._discard = describe, discard
         # By life lock: what one trainer had no room for, the next of its rank is not to be told.
         self._refusals: dict[str, Exception] = {}
         self._unshared: dict[str, Exception] = {}  # likewise, of a region for shared constants
@@ -100,6 +103,13 @@ class Desk:
                     self._try_again()
                 known, awaited = self._roster.get(connection.lock), message.get("awaited") is True
                 return {"status": self._status(known.attempt if known else None, awaited).to_dict()}, ()
+            case "describe":
+                return {"keeper": self._describe()}, ()
+            case "discard":
+                if len(self._roster):
+                    raise KeeperError("A trainer of this run lives: nothing is discarded.")
+                self._discard()
+                return {}, ()
             case "ping":
                 return {}, ()
         raise ProtocolError(f"{str(op)[:40]!r} is no request. The connection was closed.")

@@ -32,17 +32,25 @@ _IDENTITY = re.compile(r"[0-9a-f]{32}")
 _FLOCK = struct.Struct("@hhqqi4x")
 
 
+def base_folders(override: str | None = None) -> list[str]:
+    """All places where runtime folders may be, the best one first."""
+    if override is not None:
+        return [os.path.abspath(override)]
+    places = ["/dev/shm", os.environ.get("XDG_RUNTIME_DIR") or "", tempfile.gettempdir()]
+    return list(dict.fromkeys(filter(None, places)))
+
+
 def base_folder(override: str | None = None) -> str:
     """Where runtime folders are made: `override`, else /dev/shm, else $XDG_RUNTIME_DIR, else the
     temporary folder. Only the first of them keeps regions by name where it is not a tmpfs."""
     if override is not None:
         return os.path.abspath(override)
-    candidates = ["/dev/shm", os.environ.get("XDG_RUNTIME_DIR") or "", tempfile.gettempdir()]
+    candidates = base_folders()
     for folder in candidates:
         if folder and os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK):
             return folder
     raise KeeperError(
-        f"None of {', '.join(filter(None, candidates))} can be written, so the keeper has no runtime folder. "
+        f"None of {', '.join(candidates)} can be written, so the keeper has no runtime folder. "
         "Nothing was started. Set FLASHCKPT_RUNTIME to a folder of yours, on a tmpfs if there is one."
     )
 

@@ -12,6 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from typing import Any
 
 from flashckpt.errors import KeeperError
 from flashckpt.keeper.protocol import (
@@ -96,8 +97,21 @@ def _wait_for_burial(runtime: RuntimeFolder, guard: Callable[[], None]) -> None:
 
 
 def _asked(runtime: RuntimeFolder, question: dict[str, object]) -> Status | None:
+    answer = ask(runtime, question)
+    if answer is None:
+        return None
+    if not isinstance(answer.get("status"), dict):
+        raise ProtocolError("The keeper's answer holds no status.")
+    return Status.from_dict(answer["status"])
+
+
+def ask(
+    runtime: RuntimeFolder, question: dict[str, object], patience_s: float = _PATIENCE_S
+) -> dict[str, Any] | None:
+    """What the run's keeper answers, None where none lives. KeeperError for one that does not answer within
+    `patience_s`, or refuses."""
     try:
-        return _ask(runtime, question)
+        return _ask(runtime, question, patience_s)
     except TimeoutError as error:
         raise KeeperError(
             f"The keeper of this run (process {keeper_of(runtime) or '?'}) lives and does not answer: it is "
@@ -107,28 +121,28 @@ def _asked(runtime: RuntimeFolder, question: dict[str, object]) -> Status | None
         ) from error
 
 
-def _ask(runtime: RuntimeFolder, question: dict[str, object]) -> Status | None:
-    until = time.monotonic() + _PATIENCE_S
+def _ask(runtime: RuntimeFolder, question: dict[str, object], patience_s: float) -> dict[str, Any] | None:
+    until = time.monotonic() + patience_s
     while is_alive(runtime, ELECTION_LOCK):
         if time.monotonic() > until:
             raise TimeoutError
         # Elected, and not listening yet, or not any more.
         with contextlib.suppress(ConnectionError, FileNotFoundError, BlockingIOError, EOFError):
             if runtime.check_socket(SOCKET_NAME):
-                return _exchange(runtime, question)
+                return _exchange(runtime, question, patience_s)
         time.sleep(_LOOK_S)
     return None
 
 
-def _exchange(runtime: RuntimeFolder, question: dict[str, object]) -> Status:
+def _exchange(runtime: RuntimeFolder, question: dict[str, object], patience_s: float) -> dict[str, Any]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
-        peer.settimeout(_PATIENCE_S)
+        peer.settimeout(patience_s)
         peer.connect(runtime.reachable(SOCKET_NAME))
         if peer_uid(peer)[1] != os.geteuid():
             raise KeeperError("Another user's process answers in the keeper's place. Nothing was changed.")
         send(peer, question)
         answer, descriptors = receive(peer)
         close_all(descriptors)
-        if answer.get("ok") is not True or not isinstance(answer.get("status"), dict):
+        if answer.get("ok") is not True:
             raise ProtocolError(f"The keeper refused to answer: {answer.get('error', 'without a reason')}")
-        return Status.from_dict(answer["status"])
+        return answer

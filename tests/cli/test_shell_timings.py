@@ -63,7 +63,7 @@ def test_a_bar_is_drawn_on_a_terminal_and_nowhere_else(monkeypatch: pytest.Monke
     for is_terminal in (True, False):
         out = io.StringIO()
         console = Console(file=out, force_terminal=is_terminal, width=100)
-        with recover._Bars(console).shown() as bars:
+        with recover.Bars(console).shown() as bars:
             bars.stage("verifying")
             bars.progress(1 << 20, 2 << 20)
             bars._bar.refresh()

@@ -1,0 +1,203 @@
+"""The keepers of this node that are this user's: found by their runtime folders, asked, ended.
+
+Owns what is said of each, and the order in which one is ended: nothing that is committed nowhere is lost
+unless that is asked for. Starts none, and disturbs nobody who trains.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from flashckpt.errors import KeeperError, PersistError, RunHeldError
+from flashckpt.keeper.protocol import ELECTION_LOCK
+from flashckpt.memory.region import is_region_name
+from flashckpt.memory.runtime import RuntimeFolder, base_folders, holder_of
+from flashckpt.options import Environment
+from flashckpt.recovery import lingering
+from flashckpt.recovery.node import living_trainers
+from flashckpt.recovery.report import Watcher
+
+_IDENTITY = re.compile(r"[0-9a-f]{32}")
+# A keeper answers within a tick of its loop; one that is stopped must not hold up the list of the others.
+_PATIENCE_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeeperRow:
+    """One runtime folder. `state` is "training" (a trainer lives), "saving" (it has died or closed, and
+    something is still to be persisted), "lingering" (all is saved, and the keeper waits `lingers_s` for
+    another attempt), "silent" (a keeper that does not answer) or "left" (no keeper lives: regions which
+    the next start, or `recover`, finds). `pid` is None where there is no keeper, `run` where nobody says;
+    `trainers` are processes. `num_bytes` are those of all regions; the steps are the newest in memory, and the
+    newest of those that is committed."""
+
+    folder: str
+    state: str
+    pid: int | None = None
+    run: str | None = None
+    run_is_gone: bool = False
+    trainers: tuple[int, ...] = ()
+    lingers_s: float | None = None
+    slots: int = 0
+    num_bytes: int = 0
+    newest_sealed: int | None = None
+    newest_committed: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def keepers() -> list[KeeperRow]:
+    """What runs on this node for this user, by runtime folder."""
+    rows = []
+    for path in _folders():
+        with _opened(path) as runtime:
+            row = _row(runtime) if runtime is not None else None
+        if row is not None:
+            rows.append(row)
+    return rows
+
+
+def find(target: str) -> KeeperRow:
+    """The keeper of a process id or of a run's folder. Raises KeeperError where there is none."""
+    rows = [row for row in keepers() if row.pid is not None]
+    if target.isdigit():
+        found = [row for row in rows if row.pid == int(target)]
+    else:
+        path = os.path.realpath(target.removeprefix("file://"))
+        found = [row for row in rows if row.run is not None and os.path.realpath(row.run) == path]
+    if len(found) != 1:
+        what = "keeper" if not found else "one keeper alone"
+        raise KeeperError(
+            f"No {what} of {target} was found on this node. Nothing was changed. `flashckpt keepers` lists "
+            "those that run, with their process and run."
+        )
+    return found[0]
+
+
+def end(row: KeeperRow, watcher: Watcher, *, discard: bool = False) -> None:
+    """See everything saved, then the keeper gone. `discard` gives up what cannot be saved.
+
+    Raises RunHeldError while a trainer lives, PersistError where something could not be saved (then the
+    keeper stays, with all that it holds), KeeperError for a keeper that does not answer.
+    """
+    with _opened(row.folder) as runtime:
+        if runtime is None:
+            return
+        _refuse_if_trained(row, runtime)
+        if row.run is None:
+            raise KeeperError(
+                f"The keeper {row.pid} does not answer: it is stopped, or hangs in storage. Nothing was "
+                f"changed. Its log: {row.folder}/keeper.log; let it go on, or kill it: what is in named "
+                "regions stays for the next start and for `flashckpt recover`.",
+                path=row.folder,
+            )
+        status = lingering.wait_until_saved(
+            row.run, runtime, watcher, lambda: _refuse_if_trained(row, runtime)
+        )
+        if status is None:
+            return
+        if status.waiting and not discard:
+            failure = status.failures[-1]
+            raise PersistError(
+                f"The keeper {row.pid} of {row.run} was not ended: step {failure.step} could not be saved "
+                f"({failure.message}). It is still in memory, and is tried again. Mend the storage and run "
+                "this again; or give up what is in memory with --discard.",
+                step=failure.step,
+                path=row.run,
+            )
+        if discard:
+            _refuse_if_trained(row, runtime)
+            lingering.ask(runtime, {"op": "discard"})
+        lingering.end(runtime)
+
+
+def _refuse_if_trained(row: KeeperRow, runtime: RuntimeFolder) -> None:
+    for _, pid in living_trainers(runtime):
+        raise RunHeldError(
+            f"{row.run or row.folder} is trained by process {pid or '(of another container)'}: its keeper "
+            "was not ended, and nothing was changed. Stop that job first: its keeper saves what is in "
+            "memory, and goes with it.",
+            path=row.run,
+        )
+
+
+def _row(runtime: RuntimeFolder) -> KeeperRow | None:
+    names = [name for name in runtime.names() if is_region_name(name)]
+    pid = holder_of(runtime, ELECTION_LOCK)
+    trainers = tuple(pid for _, pid in living_trainers(runtime))
+    num_bytes = sum(_size(runtime, name) for name in names)
+    if pid is None:
+        left = KeeperRow(folder=runtime.path, state="left", slots=len(names), num_bytes=num_bytes)
+        return left if names and not trainers else None
+    try:
+        answer = lingering.ask(runtime, {"op": "describe"}, _PATIENCE_S)
+    except KeeperError:
+        return KeeperRow(
+            folder=runtime.path,
+            state="silent",
+            pid=pid,
+            trainers=trainers,
+            slots=len(names),
+            num_bytes=num_bytes,
+        )
+    if answer is None:
+        return None  # it has left meanwhile
+    said = answer["keeper"]
+    slots = [each for each in said["regions"] if not each["constants"]]
+    sealed = [each["step"] for each in slots if each["step"] is not None]
+    committed = [each["step"] for each in slots if each["committed"]]
+    if trainers:
+        state = "training"
+    else:
+        state = "saving" if said["is_saving"] else "lingering"
+    return KeeperRow(
+        folder=runtime.path,
+        state=state,
+        pid=pid,
+        run=said["run"],
+        run_is_gone=said["run_is_gone"],
+        trainers=trainers,
+        lingers_s=said["lingers_s"] if not trainers else None,
+        slots=len(slots),
+        num_bytes=sum(each["num_bytes"] for each in said["regions"]),
+        newest_sealed=max(sealed, default=None),
+        newest_committed=max(committed, default=None),
+    )
+
+
+def _size(runtime: RuntimeFolder, name: str) -> int:
+    try:
+        return os.stat(name, dir_fd=runtime.descriptor, follow_symlinks=False).st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _folders() -> Iterator[str]:
+    """Wherever a keeper of this user may have its runtime folder."""
+    for base in base_folders(Environment.read().runtime_folder):
+        own = os.path.join(base, f"flashckpt-{os.geteuid()}")
+        try:
+            names = sorted(os.listdir(own))
+        except OSError:
+            continue
+        yield from (os.path.join(own, name) for name in names if _IDENTITY.fullmatch(name))
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[RuntimeFolder | None]:
+    """None for one that has gone, or that is not this user's alone."""
+    try:
+        runtime = RuntimeFolder.at(path)
+    except (OSError, KeeperError):
+        yield None
+        return
+    try:
+        yield runtime
+    finally:
+        runtime.close()

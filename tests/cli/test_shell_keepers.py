@@ -1,0 +1,161 @@
+"""`flashckpt keepers`: what it says of keepers in each state, and how it ends one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_runs import Ended
+
+from flashckpt.memory.region import is_region_name
+from tests.keeper.driver import Process, committed, eventually, runtime_of
+from tests.keeper.fake import keeper_pid
+from tests.processes import keepers_of
+
+
+def keepers(*arguments: object) -> Ended:
+    command = [sys.executable, "-c", "from flashckpt.cli.main import main; main()", "keepers"]
+    done = subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, timeout=240)
+    return Ended(done.returncode, done.stdout, done.stderr)
+
+
+def listed() -> list[dict[str, Any]]:
+    done = keepers("--json")
+    assert done.code == 0, done.err
+    found: list[dict[str, Any]] = json.loads(done.out)["keepers"]
+    return found
+
+
+def trains(run: Path, runtime: Path) -> Process:
+    """A trainer with three slots, whose keeper would linger for an hour."""
+    trainer = Process(run, runtime, linger_s=3600)
+    trainer.do("start", None, 0, None)
+    trainer.do("slots", 3, 2)
+    return trainer
+
+
+def regions(runtime: Path) -> list[Path]:
+    return [path for path in runtime.rglob("slot-*") if is_region_name(path.name)]
+
+
+def test_there_is_none(runtime: Path) -> None:
+    assert listed() == []
+    assert "No keeper" in keepers().err
+
+
+def test_one_of_a_living_trainer_is_listed_and_not_ended(tmp_path: Path, runtime: Path) -> None:
+    trainer = trains(tmp_path / "run", runtime)
+    trainer.do("snapshot", 3, True)
+    eventually(lambda: committed(tmp_path / "run") == [3])
+    trainer.do("snapshot", 4, False)
+    (row,) = listed()
+    assert (row["state"], row["trainers"], row["slots"]) == ("training", [trainer.pid], 3)
+    assert row["run"] == str(tmp_path / "run")
+    assert row["pid"] == keeper_pid(runtime_of(tmp_path / "run", runtime))
+    assert (row["newest_sealed"], row["newest_committed"]) == (4, 3)
+    assert row["num_bytes"] == sum(path.stat().st_size for path in regions(runtime))
+    assert str(tmp_path / "run") in keepers().out
+    for target in (tmp_path / "run", row["pid"]):
+        for flags in ([], ["--discard"]):
+            done = keepers("--end", target, *flags)
+            assert done.code == 3
+            assert f"process {trainer.pid}" in done.err
+    assert listed()[0]["newest_sealed"] == 4
+    trainer.do("end")
+    trainer.gone()
+
+
+@pytest.mark.parametrize("by", ["run", "pid"])
+def test_one_that_lingers_saves_what_it_has_and_ends(tmp_path: Path, runtime: Path, by: str) -> None:
+    trainer = trains(tmp_path / "run", runtime)
+    trainer.do("snapshot", 3, False)
+    (pid,) = keepers_of(runtime)
+    os.kill(pid, signal.SIGSTOP)  # it has not begun to save when it is told to end
+    trainer.kill()
+    os.kill(pid, signal.SIGCONT)
+    done = keepers("--end", tmp_path / "run" if by == "run" else pid)
+    assert done.code == 0, done.err
+    assert committed(tmp_path / "run") == [3]
+    assert keepers_of(runtime) == []
+    assert regions(runtime) == []
+    assert listed() == []
+
+
+def test_one_that_cannot_save_stays_unless_its_memory_is_given_up(tmp_path: Path, runtime: Path) -> None:
+    run = tmp_path / "run"
+    trainer = trains(run, runtime)
+    trainer.do("snapshot", 3, False)
+    run.rename(tmp_path / "away")  # as with a disk that is away
+    trainer.kill()
+    (pid,) = keepers_of(runtime)
+    done = keepers("--end", pid)
+    assert done.code == 4
+    assert "step 3 could not be saved" in done.err
+    (row,) = listed()
+    assert (row["pid"], row["state"], row["newest_sealed"]) == (pid, "saving", 3)
+    (tmp_path / "away").rename(run)
+    done = keepers("--end", pid)
+    assert done.code == 0, done.err
+    assert committed(run) == [3]
+
+
+def test_memory_is_given_up_where_that_is_asked_for(tmp_path: Path, runtime: Path) -> None:
+    run = tmp_path / "run"
+    trainer = trains(run, runtime)
+    trainer.do("snapshot", 3, False)
+    run.rename(tmp_path / "away")
+    trainer.kill()
+    done = keepers("--end", keepers_of(runtime)[0], "--discard")
+    assert done.code == 0, done.err
+    assert keepers_of(runtime) == []
+    assert regions(runtime) == []
+
+
+def test_what_no_keeper_looks_after_is_listed(tmp_path: Path, runtime: Path) -> None:
+    trainer = trains(tmp_path / "run", runtime)
+    trainer.do("snapshot", 3, False)
+    (pid,) = keepers_of(runtime)
+    os.kill(pid, signal.SIGKILL)
+    trainer.kill()
+    eventually(lambda: keepers_of(runtime) == [])
+    (row,) = listed()
+    assert (row["state"], row["pid"], row["slots"]) == ("left", None, 3)
+
+
+def test_one_that_does_not_answer_is_listed(tmp_path: Path, runtime: Path) -> None:
+    trainer = trains(tmp_path / "run", runtime)
+    (pid,) = keepers_of(runtime)
+    os.kill(pid, signal.SIGSTOP)
+    (row,) = listed()
+    assert (row["pid"], row["state"], row["run"]) == (pid, "silent", None)
+    trainer.kill()
+    done = keepers("--end", pid)
+    assert done.code == 4
+    assert "does not answer" in done.err
+    os.kill(pid, signal.SIGCONT)
+
+
+def test_wrong_usage(tmp_path: Path, runtime: Path) -> None:
+    assert keepers("--discard").code == 2
+    assert keepers("--end", tmp_path / "nothing").code == 4
+
+
+def test_the_keeper_of_a_run_that_was_deleted_ends(tmp_path: Path, runtime: Path) -> None:
+    """Nothing can be saved there any more: it does not wait for an hour whether a disk comes back."""
+    run = tmp_path / "run"
+    trainer = trains(run, runtime)
+    (pid,) = keepers_of(runtime)
+    os.kill(pid, signal.SIGSTOP)
+    trainer.do("snapshot", 3, True)
+    shutil.rmtree(run)
+    os.kill(pid, signal.SIGCONT)
+    trainer.kill()
+    eventually(lambda: keepers_of(runtime) == [], timeout_s=120)
+    assert not run.exists()
