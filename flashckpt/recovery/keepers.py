@@ -33,8 +33,8 @@ class KeeperRow:
     something is still to be persisted), "lingering" (all is saved, and the keeper waits `lingers_s` for
     another attempt), "silent" (a keeper that does not answer) or "left" (no keeper lives: regions which
     the next start, or `recover`, finds). `pid` is None where there is no keeper, `run` where nobody says;
-    `trainers` are processes. `num_bytes` are those of all regions; the steps are the newest in memory, and the
-    newest of those that is committed."""
+    `trainers` are processes. `num_bytes` are those of all regions; the steps are the newest in memory, and
+    the newest of those that is committed."""
 
     folder: str
     state: str
