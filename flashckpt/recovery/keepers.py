@@ -152,13 +152,10 @@ def _row(runtime: RuntimeFolder) -> KeeperRow | None:
     slots = [each for each in said["regions"] if not each["constants"]]
     sealed = [each["step"] for each in slots if each["step"] is not None]
     committed = [each["step"] for each in slots if each["committed"]]
-    if trainers:
-        state = "training"
-    else:
-        state = "saving" if said["is_saving"] else "lingering"
+    alone = "saving" if said["is_saving"] else "lingering"
     return KeeperRow(
         folder=runtime.path,
-        state=state,
+        state="training" if trainers else alone,
         pid=pid,
         run=said["run"],
         run_is_gone=said["run_is_gone"],
