@@ -289,3 +289,63 @@ def test_a_change_that_keeps_a_digest_is_saved(tmp_path: Path) -> None:
         checkpointer.save()
         checkpointer.wait()
     assert flashckpt.load(run)["model.mask"].tolist() == [0.0, 1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("factor", [2.0, -1.0, 0.0])
+def test_one_of_a_power_of_two_of_words_that_is_scaled_is_not_taken_for_what_it_was(
+    tmp_path: Path, kill_keepers: Callable[..., None], factor: float
+) -> None:
+    """A digest that is a sum over words is the same before and after."""
+    run, frozen, model = tmp_path / "run", nn.Linear(1024, 2048, bias=False), nn.Linear(4, 4)
+    nn.init.ones_(frozen.weight.requires_grad_(False))
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    named: dict[str, object] = {"model": model, "frozen": frozen, "optimizer": optimizer}
+
+    def train(checkpointer: Checkpointer, steps: int, *, save: bool) -> None:
+        for _ in range(steps):
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            checkpointer.step()
+            until_slots(checkpointer)
+            if save:
+                checkpointer.save()
+                checkpointer.wait()
+
+    keep = flashckpt.Keep(last=20)
+    with flashckpt.attach(run, every=1, persist_every=None, keep=keep, **named) as checkpointer:
+        train(checkpointer, 5, save=False)
+        train(checkpointer, 3, save=True)
+        constants = record(run, 8).constants
+        assert constants is not None
+        assert [leaf.name for leaf in constants.leaves] == ["frozen.weight"]
+        frozen.weight.data.mul_(factor)
+        train(checkpointer, 3, save=True)
+    expected = torch.full((2048, 1024), factor).numpy().tobytes()
+    assert flashckpt.steps(run)[-1] == 11
+    assert flashckpt.load(run, 8)["frozen.weight"].eq(1).all()
+    assert flashckpt.load(run, 11)["frozen.weight"].numpy().tobytes() == expected
+    assert flashckpt.verify(run).ok
+    kill_keepers(remove_regions=True)
+    nn.init.normal_(frozen.weight)
+    with flashckpt.attach(run, every=1, persist_every=None, **named) as checkpointer:
+        assert checkpointer.completed == 11
+        assert frozen.weight.numpy().tobytes() == expected
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0, -1.0])
+def test_a_save_after_weights_were_scaled_is_not_dropped_as_unchanged(tmp_path: Path, factor: float) -> None:
+    run, model = tmp_path / "run", nn.Linear(1024, 2048, bias=False)
+    with flashckpt.attach(run, every=1, persist_every=None, model=model) as checkpointer:
+        for _ in range(3):
+            checkpointer.step()
+            until_slots(checkpointer)
+        checkpointer.save()
+        checkpointer.wait()
+        with torch.no_grad():
+            model.weight.mul_(factor)
+        checkpointer.save()
+        checkpointer.wait()
+        newest = flashckpt.load(run)["model.weight"]
+        assert newest.numpy().tobytes() == model.weight.detach().numpy().tobytes()
