@@ -141,6 +141,7 @@ def _limited(num_bytes: int) -> Iterator[Path]:
     try:
         yield made
     finally:
+        end([int(pid) for pid in (made / "cgroup.procs").read_text().split()])
         until(lambda: not (made / "cgroup.procs").read_text(), "the cgroup to be empty")
         made.rmdir()
 
