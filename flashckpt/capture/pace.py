@@ -160,6 +160,11 @@ class Pace:
         self._asked = False
         self._asked_at_s = clock()
 
+    @property
+    def is_automatic(self) -> bool:
+        """Whether the budget decides which boundaries are taken."""
+        return self._every == "auto"
+
     def due(self, step: int) -> bool:
         """Ask once at each boundary: an order that falls on this step is noted by asking."""
         if isinstance(self._every, int) and step % self._every == 0:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from flashckpt.capture import Capture
+from flashckpt.checkpointer.spacing import Spacing
 from flashckpt.events import Event, log
 
 _COUNTED = (
@@ -20,6 +21,7 @@ class Telling:
         self._capture = capture
         self._told: dict[str, float] = {}
         self._plan: list[tuple[str, int, int]] = []
+        self._spacing = Spacing()
 
     def news(self, step: int | None) -> Iterator[tuple[Event, dict[str, Any]]]:
         """One line for all snapshots and skips since the last call, a step may take a millisecond; and one
@@ -29,6 +31,9 @@ class Telling:
         for event, count in _COUNTED:
             if now[count] > before.get(count, 0.0):
                 yield event, {"step": step, "count": int(now[count] - before.get(count, 0.0))}
+        spacing = self._spacing.news(step, int(now["snapshots"]))
+        if spacing is not None and self._capture.pace.is_automatic:
+            log.info("%s", spacing)
         plan = self._capture.describe()
         if plan and plan != self._plan:
             self._plan = plan

@@ -327,10 +327,16 @@ _decoders: dict[str, Decoder] = {
 
 def check_roundtrip(value: object, location: str) -> None:
     """Raise StateError, with the path in the state, if `value` does not come back to the bit."""
+    copied(value, location)
+
+
+def copied(value: object, location: str) -> Any:
+    """`value` as it comes back, sharing nothing with it. Raises StateError, with the path in the state, if
+    that is not `value` to the bit."""
     try:
         back = decode_json(encode_json(value))
         if same(value, back):
-            return
+            return back
         reason = "it does not come back equal"
     except (StateError, DamagedError) as error:
         reason = str(error)

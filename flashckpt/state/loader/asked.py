@@ -1,26 +1,34 @@
 """Loaders that keep their own state and are asked for it at every boundary: torchdata's StatefulDataLoader,
 an iterable data set with `state_dict`, any iterable with `state_dict` and `load_state_dict`.
 
-Owns the order in which state and random numbers are put back. Never looks into a state, but for its tensors.
+Owns the order in which state and random numbers are put back. Never looks into a state.
+
+What an `iter()` after `load_state_dict` begins with is the loader's own choice. Some go on once from the
+state that was loaded, and begin anew at the next `iter()`; some go on and on; and of some (data sets of
+Hugging Face) *every* `iter()` begins at the state that was loaded last, so that each epoch after a resume
+would be cut short. Which it is, is seen at the first epoch that begins after a load: by what its first batch
+does to the state.
 """
 
 from __future__ import annotations
 
 import copy
-import itertools
-from collections import OrderedDict
+import hashlib
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-import torch
-
-from flashckpt.errors import DamagedError, StateError
+from flashckpt.errors import BoundaryError, DamagedError, FlashckptError, StateError
+from flashckpt.events import log
+from flashckpt.format.typed import encode_json
+from flashckpt.state.loader.attributes import Attributes, Changed, put_back
 from flashckpt.state.loader.base import EpochSource
 from flashckpt.state.loader.generators import Generators
+from flashckpt.state.loader.own_state import give, take
 from flashckpt.state.loader.position import Position
+from flashckpt.state.loader.torchdata_state import draw_skipped, keeps_stream, stream_state
 
-_TAG = "flashckpt.array"
+_PARTS = {"state", "left", "first", "opened"}
+Mark = str | None
 
 
 class AskedSource(EpochSource):
@@ -35,53 +43,184 @@ class AskedSource(EpochSource):
         # The state between two epochs, and whether the earlier one was left before its end.
         self._between: Any = None
         self._left = False
-        self._loaded_between = False
+        # Of the run: its state before the first `iter()`, and what the first batch of all moved.
+        self._first: list[Any] = []
+        self._opened: Mark = None
+        # Since an epoch began without it, a state was loaded: in the "middle" of an epoch, at its "end", or
+        # where it was "left". Then: what the first batch has moved, and what the load has set.
+        self._loaded = ""
+        self._moved_since: Mark = None
+        self._batches_since = 0
+        self._set_by_load: Changed = {}
 
     def _open(self) -> Iterator[Any]:
-        iterator: Iterator[Any] = iter(self._loader)
-        if not self._loaded_between:
-            return iterator
-        # Some loaders take the state of an epoch's end for the next epoch's beginning, and some give the
-        # nothing that is left of the old one first.
-        self._loaded_between = False
+        if not self._first and self._may_begin_again:
+            self._first = self._before_any()
+        loaded, self._loaded = self._loaded, ""
+        if not loaded:
+            return iter(self._loader)
+        marks = self._capture()
+        if loaded == "left":
+            return self._after_left(marks)
+        begun = self._begin_again(marks)
+        if begun is None and loaded == "end":
+            # Some give the nothing that is left of the old epoch first.
+            begun = self._begin_again(marks)
+        if begun is None:
+            # A loader that gave batches after the load does not begin where it was loaded: it has no more.
+            return iter(()) if self._batches_since else self._afresh(marks)
+        if loaded == "middle" and begun.mark is not None and begun.mark == self._moved_since:
+            return self._afresh(marks)
+        return begun
+
+    def _after_left(self, marks: dict[str, Any]) -> Iterator[Any]:
+        """An epoch was left before its end: does the loader go on from there, or begin anew?"""
+        begun = self._begin_again(marks)
+        if begun is not None and begun.mark == self._opened:
+            return begun
+        if not self._first:
+            return self._afresh(marks)
+        self._put_first()
+        begun, again = self._begin_again(marks), self._begin_again(marks)
+        if begun is None or again is None or again.mark in (begun.mark, self._opened):
+            return self._afresh(marks)
+        self._put(self._between, asked_for=True)
+        self._restore(marks)
+        return iter(self._loader)
+
+    def _begin_again(self, marks: dict[str, Any]) -> _Begun | None:
+        """A new iterator with its first batch; None if it has none."""
+        self._restore(marks)
+        iterator = iter(self._loader)
         try:
             first = next(iterator)
         except StopIteration:
-            return iter(self._loader)
-        return itertools.chain((first,), iterator)
+            return None
+        return _Begun(first, iterator, self._mark())
+
+    def _afresh(self, marks: dict[str, Any]) -> Iterator[Any]:
+        """Begin an epoch as if no state had been loaded in this process."""
+        log.info(
+            "%s begins each epoch at the state that was loaded last: it is put back to its state at the "
+            "beginning of the run.",
+            type(self._loader).__name__,
+        )
+        for put in (self._put_first, self._undo_load):
+            try:
+                put()
+            except FlashckptError:
+                raise
+            except Exception as error:
+                log.debug("A loader could not be put back to its beginning: %r", error)
+                continue
+            begun = self._begin_again(marks)
+            if begun is not None and begun.mark == self._opened:
+                return begun
+        raise BoundaryError(
+            f"{type(self._loader).__name__} does not begin another epoch after its state was loaded: it "
+            "begins at that state again, or gives nothing, and could not be put back to its beginning. No "
+            "batch was lost, and what is saved is whole. Let load_state_dict count for the next iter() alone."
+        )
+
+    def _put_first(self) -> None:
+        self._loader.load_state_dict(give(self._first[0]))
+
+    def _undo_load(self) -> None:
+        if self._makes_ahead:
+            self._loader.load_state_dict({})
+        put_back(self._set_by_load)
+
+    def _fetch(self) -> Any:
+        batch = super()._fetch()
+        self._batches_since += 1
+        if self._batches_since == 1:
+            self._moved_since = self._mark()
+            if self._opened is None:
+                self._opened = self._moved_since
+        return batch
+
+    @property
+    def _may_begin_again(self) -> bool:
+        """Whether the loader may be one that begins at a state that was loaded long ago."""
+        return not self._makes_ahead or keeps_stream(self._loader)
+
+    def _mark(self) -> Mark:
+        """A short mark of what a batch has moved; None where it cannot matter."""
+        state = self._state()
+        if not self._may_begin_again:
+            return None
+        where = stream_state(state) if self._makes_ahead else state
+        return None if where is None else hashlib.blake2b(encode_json(where), digest_size=8).hexdigest()
 
     def _reopen(self, position: Position) -> None:
         assert position.start is not None
         self._restore(position.start)
-        self._loader.load_state_dict(from_plain(position.parts["state"]))
+        self._put(position.parts["state"], asked_for=False)
         self._iterator = iter(self._loader)
-        _draw_skipped(self._iterator)
+        draw_skipped(self._iterator)
+        self._loaded = "middle"
 
-    def _load(self, position: Position) -> None:
-        if position.parts.keys() != {"state", "left"}:
+    def _load(self, position: Position, *, carried: bool) -> None:
+        if position.parts.keys() != _PARTS:
             raise DamagedError(
                 "The loader's position in the checkpoint lacks its state. Resume from an older step."
             )
-        state = position.parts["state"]
-        if state is None or (position.start is not None and not position.over):
+        parts = position.parts
+        self._first, self._opened = list(parts["first"]), parts["opened"]
+        in_epoch = position.start is not None and not position.over
+        if parts["state"] is None or (in_epoch and not carried):
             return
-        self._loader.load_state_dict(from_plain(state))
-        self._between, self._left = state, position.parts["left"]
-        self._loaded_between = not self._left
-        if self._left:
-            # The rest of an epoch that was left: asked for and not taken.
+        self._between, self._left = parts["state"], parts["left"] or in_epoch
+        self._put(self._between, asked_for=self._left)
+        self._loaded = "left" if self._left else "end"
+
+    def _put(self, taken: Any, *, asked_for: bool) -> None:
+        """Load a state. asked_for: what follows it in its epoch is asked for, and not taken."""
+        has_data_set = self._makes_ahead or isinstance(self._loader, DatasetState)
+        before = Attributes(self._loader.dataset if has_data_set else self._loader)
+        self._loader.load_state_dict(give(taken))
+        if asked_for:
             iter(self._loader)
         elif self._makes_ahead:
             # Draws what it draws now, before the random numbers are put back.
             self._loader.state_dict()
+        self._set_by_load = {**before.changed(), **self._set_by_load}
+        self._moved_since, self._batches_since = None, 0
+
+    def check(self) -> None:
+        """Raises StateError where the state is known already and cannot be saved."""
+        if not self._makes_ahead:
+            self._before_any()
+
+    def _before_any(self) -> list[Any]:
+        """The state before the first `iter()`; empty where there is none yet."""
+        try:
+            state = self._loader.state_dict()
+        except Exception:
+            return []
+        return [take(state, "loader")]
+
+    def _state(self) -> Any:
+        try:
+            state = self._loader.state_dict()
+        except Exception as error:
+            raise StateError(
+                f"The state of the loader could not be read: {error!r}. Nothing was saved or changed. Mend "
+                "its state_dict, or pass a loader without one.",
+                location="loader",
+            ) from error
+        return take(state, "loader")
 
     def _ended(self) -> None:
-        self._between, self._left = to_plain(self._loader.state_dict()), False
-        self._iterator = None
+        self._remember(left=False)
 
     def _leave(self) -> None:
+        self._remember(left=True)
+
+    def _remember(self, *, left: bool) -> None:
+        # Without an iterator, it stands where it stood.
         if self._iterator is not None:
-            self._between, self._left = to_plain(self._loader.state_dict()), True
+            self._between, self._left = self._state(), left
         self._iterator = None
 
     def _is_last(self) -> bool:
@@ -93,9 +232,13 @@ class AskedSource(EpochSource):
         return self._taken == self._length
 
     def _parts(self, over: bool) -> dict[str, Any]:
-        if self._iterator is None:
-            return {"state": self._between, "left": self._left}
-        return {"state": to_plain(self._loader.state_dict()), "left": False}
+        here = self._iterator is not None
+        return {
+            "state": self._state() if here else self._between,
+            "left": False if here else self._left,
+            "first": self._first,
+            "opened": self._opened,
+        }
 
 
 class DatasetState:
@@ -103,6 +246,7 @@ class DatasetState:
 
     def __init__(self, loader: Any) -> None:
         self._loader = copy.copy(loader)
+        self.dataset = loader.dataset
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._loader)
@@ -111,62 +255,20 @@ class DatasetState:
         return len(self._loader)
 
     def state_dict(self) -> Any:
-        return self._loader.dataset.state_dict()
+        return self.dataset.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        self._loader.dataset.load_state_dict(state)
+        self.dataset.load_state_dict(state)
 
 
-def _draw_skipped(iterator: Any) -> None:
-    """torchdata skips the batches before the position when it fetches the next one, that is after the
-    random numbers were put back. A shuffle would then be another one: skip now."""
-    skipping = getattr(iterator, "_sampler_iter", None)
-    if isinstance(skipping, itertools.islice):
-        draws = iter(iterator._index_sampler)
-        for _ in range(iterator._sampler_iter_yielded):
-            next(draws, None)
-        iterator._sampler_iter = draws
+class _Begun(Iterator[Any]):
+    """An iterator whose first batch was drawn already. `mark`: what that moved."""
 
+    def __init__(self, first: Any, rest: Iterator[Any], mark: Mark) -> None:
+        self._first, self._rest, self.mark = [first], rest, mark
 
-def to_plain(value: Any, location: str = "loader") -> Any:
-    """A copy of a state without tensors and arrays. Raises StateError for what cannot be saved."""
-    if type(value) in (dict, OrderedDict):
-        return {key: to_plain(item, f"{location}.{key}") for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(to_plain(item, f"{location}[{index}]") for index, item in enumerate(value))
-    if isinstance(value, torch.Tensor):
-        if value.layout != torch.strided or value.dtype == torch.bfloat16:
-            raise _refused(value, location)
-        return {_TAG: "torch", **_array_plain(value.detach().cpu().numpy())}
-    if isinstance(value, np.ndarray):
-        if value.dtype.hasobject:
-            raise _refused(value, location)
-        return {_TAG: "numpy", **_array_plain(value)}
-    if isinstance(value, np.generic):
-        return value.item()
-    if value is None or isinstance(value, bool | int | float | str | bytes):
-        return value
-    raise _refused(value, location)
+    def __next__(self) -> Any:
+        return self._first.pop() if self._first else next(self._rest)
 
-
-def from_plain(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return type(value)(from_plain(item) for item in value)
-    if not isinstance(value, dict):
-        return value
-    if _TAG not in value:
-        return {key: from_plain(item) for key, item in value.items()}
-    array = np.frombuffer(value["bytes"], dtype=np.dtype(value["dtype"])).reshape(value["shape"]).copy()
-    return torch.from_numpy(array) if value[_TAG] == "torch" else array
-
-
-def _array_plain(array: np.ndarray[Any, Any]) -> dict[str, Any]:
-    return {"dtype": array.dtype.str, "shape": list(array.shape), "bytes": array.tobytes()}
-
-
-def _refused(value: object, location: str) -> StateError:
-    return StateError(
-        f"The loader's state holds a {type(value).__name__} at {location}, which cannot be saved exactly. "
-        "Nothing was saved. Keep numbers, strings, bytes, lists, dictionaries, arrays and tensors there.",
-        location=location,
-    )
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_rest"], name)

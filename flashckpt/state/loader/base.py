@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from flashckpt.errors import BoundaryError
 from flashckpt.events import log
+from flashckpt.format.typed import check_roundtrip
 from flashckpt.state import rng
 from flashckpt.state.loader.generators import Generators
 from flashckpt.state.loader.position import Position
@@ -27,6 +28,10 @@ class Source(Protocol):
 
     @property
     def batches_taken(self) -> int: ...
+
+    @property
+    def was_over(self) -> bool:
+        """Whether it was taken up where it had given its last batch."""
 
     def own(self) -> dict[str, Any]:
         """The states of the generators that the loader's parts own, by path."""
@@ -54,7 +59,8 @@ class Source(Protocol):
         """
 
     def next(self) -> Any:
-        """The next batch. Raises StopIteration at the epoch's end."""
+        """The next batch. Raises StopIteration at the epoch's end, and StateError with the first batch where
+        the position cannot be saved exactly."""
 
     def position(self) -> dict[str, Any]:
         """Where the loader stands, as plain values. Meant for boundaries: between two calls of `next`."""
@@ -91,10 +97,15 @@ class EpochSource:
         self._length = length_of(loader)
         self._made_of = made_of(loader)
         self._tell_epoch = True
+        self._was_over = self._can_be_saved = False
 
     @property
     def batches_taken(self) -> int:
         return self._taken
+
+    @property
+    def was_over(self) -> bool:
+        return self._was_over
 
     def __len__(self) -> int:
         if self._length is None:
@@ -121,7 +132,7 @@ class EpochSource:
         leave: frozenset[str] = frozenset(),
         tell_epoch: bool = True,
     ) -> None:
-        self._tell_epoch = tell_epoch
+        self._tell_epoch, self._was_over = tell_epoch, False
         if resume is None:
             self._leave()
             self._enter(epoch)
@@ -132,6 +143,7 @@ class EpochSource:
         if carry or position.epoch != epoch:
             self._carry(position, epoch, leave)
             return
+        self._was_over = position.over
         self._take_up(position, carried=False)
         self._restore(position.now)
         self._due = position.now
@@ -149,7 +161,12 @@ class EpochSource:
         if self._over:
             raise StopIteration
         try:
-            return self._fetch()
+            batch = self._fetch()
+            if not self._can_be_saved:
+                # Now, and not at the boundary: nobody has trained on anything yet.
+                check_roundtrip(self.position(), "loader")
+                self._can_be_saved = True
+            return batch
         except StopIteration:
             self._over = True
             self._ended()
@@ -208,7 +225,7 @@ class EpochSource:
         if position.epoch is not None:
             self._enter(position.epoch)
         self._taken, self._over = position.batches_taken, position.over
-        self._load(position)
+        self._load(position, carried=carried)
         if position.start is not None and not position.over and (self._keeps_workers() or not carried):
             self._start = position.start
             self._reopen(position)
@@ -271,8 +288,8 @@ class EpochSource:
         """Whether something of an epoch lives on in the next one."""
         return False
 
-    def _load(self, position: Position) -> None:
-        """Take what `_parts` gave."""
+    def _load(self, position: Position, *, carried: bool) -> None:
+        """Take what `_parts` gave. `carried`: to go on into a later epoch."""
 
     def _parts(self, over: bool) -> dict[str, Any]:
         return {}

@@ -15,6 +15,16 @@ from flashckpt.state.loader.plain import PlainSource
 from flashckpt.state.loader.replayed import ReplayedSource
 
 
+def check_loader(loader: Any) -> None:
+    """Refuse now what would be refused at the first batch, as far as it can be known. Draws nothing.
+
+    Raises what `source_of` raises, and StateError for a loader whose own state cannot be saved exactly.
+    """
+    source = _chosen(loader, None)
+    if isinstance(source, AskedSource):
+        source.check()
+
+
 def source_of(loader: Any, *, on_replay: OnReplay | None = None) -> Source:
     """The source for a loader: exact for torch's DataLoader over a data set with a length, asked where the
     loader keeps a state, replayed otherwise.
@@ -23,6 +33,16 @@ def source_of(loader: Any, *, on_replay: OnReplay | None = None) -> Source:
     Raises BoundaryError for loaders whose position is not what they gave (they fetch ahead or out of order),
     OptionError for what is no iterable.
     """
+    source = _chosen(loader, on_replay)
+    if _is_torchdata(loader) and loader.num_workers:
+        log.warning(
+            "StatefulDataLoader does not keep its workers' random numbers in the middle of an epoch: "
+            "after a resume, those drawn inside workers differ. torch's DataLoader is taken up exactly."
+        )
+    return source
+
+
+def _chosen(loader: Any, on_replay: OnReplay | None) -> Source:
     if _is_accelerate(loader):
         raise BoundaryError(
             f"{type(loader).__name__} of Accelerate takes one batch more than it has given, so at a boundary "
@@ -49,10 +69,12 @@ def _of_dataloader(loader: Any, on_replay: OnReplay | None) -> Source:
             "position in it can be taken up again. Nothing was started. Use in_order=True."
         )
     if _is_torchdata(loader):
-        if loader.num_workers:
-            log.warning(
-                "StatefulDataLoader does not keep its workers' random numbers in the middle of an epoch: "
-                "after a resume, those drawn inside workers differ. torch's DataLoader is taken up exactly."
+        streams = isinstance(loader.dataset, IterableDataset) and _keeps_state(loader.dataset)
+        if loader.num_workers and loader.persistent_workers and streams:
+            raise BoundaryError(
+                "StatefulDataLoader keeps, of a data set that lives on in its workers, the state of the "
+                "epoch before until each worker has given a batch: a resumed run would lose some. Nothing "
+                "was started. Use persistent_workers=False."
             )
         return AskedSource(loader, makes_ahead=True)
     changed = [name for name in ("__iter__", "_get_iterator") if _overrides(loader, name)]

@@ -58,11 +58,12 @@ def _search(roots: Mapping[str, object]) -> Iterator[tuple[str, object]]:
                 if not rng.is_global(value):
                     yield path, value
                 continue
-            below.extend(_children(path, value))
+            below.extend(children(path, value))
         level = below
 
 
-def _children(path: str, value: object) -> Iterator[tuple[str, object]]:
+def children(path: str, value: object) -> Iterator[tuple[str, object]]:
+    """What a value holds that may be worth a look, with its path."""
     if isinstance(value, list | tuple) and len(value) <= _MOST_ITEMS:
         yield from ((f"{path}.{index}", item) for index, item in enumerate(value))
     elif not isinstance(value, _OPAQUE):

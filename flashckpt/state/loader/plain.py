@@ -189,7 +189,7 @@ class PlainSource(EpochSource):
             "seeded_before": between or self._seeded_before,
         }
 
-    def _load(self, position: Position) -> None:
+    def _load(self, position: Position, *, carried: bool) -> None:
         parts = position.parts
         if parts.keys() != {"workers", "states", "seeder", "seeded_before"}:
             raise DamagedError(

@@ -6,7 +6,9 @@ Says so once, with its progress. Exact where the iterable gives the same batches
 from __future__ import annotations
 
 import copy
+import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +22,8 @@ from flashckpt.state.loader.identity import Notes
 from flashckpt.state.loader.position import Position
 
 _SECONDS_BETWEEN_LINES = 5.0
+# Drawing again costs nothing and gives the same: no news. Exact types, since a subclass may do anything.
+_AT_HAND = (range, list, tuple, deque, itertools.count, itertools.repeat)
 # Iterators that are their own `iter()`, and were drawn from here: they cannot begin again.
 _drawn_from = Notes()
 
@@ -59,6 +63,12 @@ class ReplayedSource(EpochSource):
             if _drawn_from.get(iterator):
                 raise _half_used(iterator, total)
             _drawn_from.set(iterator, True)
+        self._iterator = iterator
+        if type(self._loader) in _AT_HAND:
+            done = sum(1 for _ in itertools.islice(iterator, total))
+            if done < total:
+                raise _too_short(iterator, done, total)
+            return
         log.warning(
             "%s keeps no state, so %d batches of epoch %d are drawn again and dropped. Not exact if it draws "
             "random numbers batch by batch. Give it state_dict and load_state_dict to go on at once.",
@@ -66,7 +76,6 @@ class ReplayedSource(EpochSource):
             total,
             position.epoch,
         )
-        self._iterator = iterator
         for done in range(1, total + 1):
             try:
                 next(iterator)

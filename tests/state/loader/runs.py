@@ -3,9 +3,7 @@ every item that was loaded. Imported by the tests and by the fresh processes tha
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import json
 import os
 import random
 import warnings
@@ -25,6 +23,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from flashckpt.format.typed import check_roundtrip, decode_json, encode_json
 from flashckpt.state import rng
 from flashckpt.state.loader import source_of
 
@@ -224,6 +223,8 @@ def numbers_now() -> str:
 def plain(batch: Any) -> Any:
     if isinstance(batch, torch.Tensor):
         return batch.tolist()
+    if isinstance(batch, dict):
+        return [(key, plain(item)) for key, item in batch.items()]
     if isinstance(batch, list | tuple):
         return [type(batch).__name__, *(plain(item) for item in batch)]
     return batch
@@ -254,7 +255,8 @@ def run(
             except StopIteration:
                 break
             record.seen[key] = plain(batch), numbers_now()
-            record.sizes[key] = len(batch[0]) if isinstance(batch[0], torch.Tensor) else 1
+            first = batch[0] if isinstance(batch, list | tuple) else batch
+            record.sizes[key] = len(first) if isinstance(first, torch.Tensor) else 1
             loop_draws()
         record.seen[epoch, "end"] = numbers_now()
         record.positions[epoch, "end"] = to_wire(source.position())
@@ -295,31 +297,10 @@ def loads_in(path: str) -> int:
 
 
 def to_wire(value: Any) -> bytes:
-    """Bytes that hold nothing but JSON: what is not plain Python cannot pass."""
-    return json.dumps(_tag(value), allow_nan=False).encode()
+    """As a snapshot holds it."""
+    check_roundtrip(value, "position")
+    return encode_json(value)
 
 
 def from_wire(data: bytes) -> Any:
-    return _untag(json.loads(data))
-
-
-def _tag(value: Any) -> Any:
-    if type(value) is dict:
-        return {"d": [[_tag(key), _tag(item)] for key, item in value.items()]}
-    if type(value) in (list, tuple):
-        return {"l" if type(value) is list else "t": [_tag(item) for item in value]}
-    if type(value) is bytes:
-        return {"b": base64.b64encode(value).decode()}
-    assert value is None or type(value) in (bool, int, float, str), type(value)
-    return value
-
-
-def _untag(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    ((kind, inner),) = value.items()
-    if kind == "b":
-        return base64.b64decode(inner)
-    if kind == "d":
-        return {_untag(key): _untag(item) for key, item in inner}
-    return (list if kind == "l" else tuple)(_untag(item) for item in inner)
+    return decode_json(data)

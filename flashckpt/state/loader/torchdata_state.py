@@ -1,0 +1,36 @@
+"""What is known of torchdata's StatefulDataLoader beside its two methods (as of 0.11).
+
+Reads its state and its iterator. Never changes either but to draw what it would skip later.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+
+def draw_skipped(iterator: Any) -> None:
+    """torchdata skips the batches before the position when it fetches the next one, that is after the
+    random numbers were put back. A shuffle would then be another one: skip now."""
+    skipping = getattr(iterator, "_sampler_iter", None)
+    if isinstance(skipping, itertools.islice):
+        draws = iter(iterator._index_sampler)
+        for _ in range(iterator._sampler_iter_yielded):
+            next(draws, None)
+        iterator._sampler_iter = draws
+
+
+def keeps_stream(loader: Any) -> bool:
+    """Whether its data set, in this process, keeps the state of where it is. (One in workers is a copy that
+    was never loaded, in each epoch.)"""
+    return not loader.num_workers and isinstance(loader.dataset, IterableDataset)
+
+
+def stream_state(state: Any) -> Any:
+    """The data set's part of such a loader's state: what a batch moves, and nothing that counts batches. None
+    where the data set keeps none."""
+    of_iterator = (state.get("fetcher_state") or {}).get("dataset_iter_state")
+    of_data_set = state.get("dataset_state")
+    return None if of_iterator is None and of_data_set is None else [of_data_set, of_iterator]
