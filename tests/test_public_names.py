@@ -36,8 +36,8 @@ def test_every_error_is_public_and_of_one_tree() -> None:
 def test_what_a_checkpointer_offers() -> None:
     offered = {name for name in vars(flashckpt.Checkpointer) if not name.startswith("_")}
     assert offered == {
-        "batches", "epochs", "step", "completed", "save", "wait", "stop", "stopping", "stop_reason",
-        "close", "report",
+        "batches", "enumerate", "epochs", "step", "completed", "save", "wait", "stop", "stopping",
+        "stop_reason", "close", "report",
     }  # fmt: skip
 
 

@@ -27,7 +27,8 @@ class _WorkersLost(Exception):
 class Batches(Iterator[Any]):
     """Batches of one phase, or of a whole run (`epochs`, `steps`), with a boundary after each.
 
-    `.completed` is the step, the counter to use for `% k`: it goes on over restarts.
+    `.completed` is the step, the counter to use for `% k`: it goes on over restarts. Attributes that are not
+    its own are the loader's.
     """
 
     def __init__(
@@ -73,6 +74,12 @@ class Batches(Iterator[Any]):
             by_epochs = max(0, epochs_left * length - taken)
             remaining = by_epochs if remaining is None else min(remaining, by_epochs)
         return remaining
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else is asked for is the loader's: `.dataset`, `.batch_size`, `.sampler`, …"""
+        if name.startswith("__") or "_loader" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self._loader, name)
 
     def __iter__(self) -> Batches:
         if self._ended:
@@ -157,6 +164,8 @@ class Batches(Iterator[Any]):
         empty = self._source is not None and self._source.batches_taken == 0
         if not self._whole_run:
             self._end(exhausted=True)
+        if empty and self.checkpointer.resumed is not None and not (self._gave or self._source.was_over):
+            raise self._gives_nothing()
         if empty:
             self._end(exhausted=True)  # an empty loader repeated until `steps` would never end
         if self._last_epoch():
@@ -165,6 +174,14 @@ class Batches(Iterator[Any]):
             progress.close_phase()
         progress.next_epoch()
         self._begun = False
+
+    def _gives_nothing(self) -> BoundaryError:
+        return BoundaryError(
+            f"The loader gave no batch right after the run was taken up at step {self.completed}, and the "
+            "run had not ended there: taken as its end, each start would end so. Nothing was captured, and "
+            "what is saved is whole. Pass the data that the run was begun with.",
+            step=self.completed,
+        )
 
     def _finished_epochs(self) -> bool:
         """A whole run taken up after its last epoch has nothing more to give."""
@@ -224,6 +241,30 @@ class Batches(Iterator[Any]):
                 self.checkpointer._progress.abandon_phase()
         finally:
             signals.left()
+
+
+class Enumerated(Iterator[tuple[int, Any]]):
+    """The batches with their positions in the epoch, counted from 0; a run that is taken up goes on at its
+    own. Otherwise as `Batches`, which it holds."""
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Enumerated:
+        iter(self._batches)
+        return self
+
+    def __next__(self) -> tuple[int, Any]:
+        batch = next(self._batches)
+        return self._batches.checkpointer._progress.batches_taken - 1, batch
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_batches" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self._batches, name)
 
 
 class Epochs(Iterator[int]):

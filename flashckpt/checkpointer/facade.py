@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from flashckpt.checkpointer.batches import Batches, Epochs
+from flashckpt.checkpointer.batches import Batches, Enumerated, Epochs
 from flashckpt.checkpointer.boundaries import Boundaries
 from flashckpt.checkpointer.ending import stop_at_marked, watch_exit
 from flashckpt.checkpointer.resumed import Resumed as Resumed
@@ -65,7 +65,7 @@ class Checkpointer:
             tree, progress, capture, attendant, use, lambda: signals.reason is not None
         )
         self.resumed = resumed
-        self._in_iteration = self._marked = self._stopping = self._closed = False
+        self._in_iteration = self._marked = self._stopping = self._closed = self._left_is_said = False
         # What is drawn between here and the loop is no part of the run: put back once more there.
         self._due_rng = rng.capture() if resumed is not None else None
         self._looped: deque[Callable[[], object]] = deque(maxlen=_LOOPED_KEPT)
@@ -99,7 +99,13 @@ class Checkpointer:
                     step=self.completed,
                 )
             self._looped.append(reference_to(loader))
+        self._left_is_said = True
         return Batches(self, loader)
+
+    def enumerate(self, loader: Iterable[Any]) -> Enumerated:
+        """`.batches(loader)` as pairs of position and batch. Positions count an epoch's batches from 0, and
+        go on over restarts: those of Python's `enumerate` begin at 0 again."""
+        return Enumerated(self.batches(loader))
 
     def epochs(self, epochs: int) -> Epochs:
         """Epoch numbers from the one the run stands in. What follows the batches of an epoch runs once."""
@@ -113,6 +119,7 @@ class Checkpointer:
         if self._marked:
             return
         self._marked = self._in_iteration
+        self._say_what_is_left_to_the_program()
         self._boundary()
         if not self._in_iteration:
             stop_at_marked(self)
@@ -208,6 +215,17 @@ class Checkpointer:
             **self._capture.report(),
             **self._attendant.report(),
         }
+
+    def _say_what_is_left_to_the_program(self) -> None:
+        """In a loop that only marks its steps, nobody here knows its loader. Said once."""
+        if self.resumed is None or self._in_iteration or self._left_is_said:
+            return
+        self._left_is_said = True
+        log.warning(
+            "resumed in a loop of step(): its loader and its own counters begin anew, and are the program's "
+            "to put back; .completed goes on at %d. Checkpointer.batches(loader) puts a loader back.",
+            self.completed,
+        )
 
     # ---- what the iterators call
 

@@ -11,6 +11,7 @@ from flashckpt.checkpointer.attaching import attach
 from flashckpt.checkpointer.batches import Batches
 from flashckpt.errors import OptionError
 from flashckpt.options import Keep, Options
+from flashckpt.state.loader import check_loader
 
 _KEEP, _OPTIONS = Keep(last=3), Options()
 
@@ -46,6 +47,7 @@ def loop(
             raise OptionError(f"{name}={value!r}: a number of {name}, 0 or more. Nothing was started.")
     if epochs is None and steps is None:
         epochs = 1
+    check_loader(loader)
     checkpointer = attach(
         path, every=every, persist_every=persist_every, keep=keep, options=options, state=state, **named
     )

@@ -1,0 +1,210 @@
+"""What a loop hands on of its loader, what it says about it, and what it refuses before it is trained on."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import flashckpt
+from flashckpt.checkpointer.spacing import Spacing
+from flashckpt.errors import BoundaryError, StateError
+from tests.waiting import until_slots
+
+
+class Job:
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Linear(1, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.named: Any = {"model": self.model, "optimizer": self.optimizer}
+
+    def train(self, number: float) -> None:
+        self.model(torch.full((1, 1), float(number))).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class Keeping:
+    """A loader with a state of its own; `spoil` makes another of it, from the batch after `at` on."""
+
+    def __init__(self, spoil: Callable[[], object] | None = None, at: int = 0) -> None:
+        self.taken, self.spoil, self.at = 0, spoil, at
+
+    def __iter__(self) -> Iterator[int]:
+        while self.taken < 6:
+            self.taken += 1
+            yield self.taken
+        self.taken = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.spoil is not None and self.taken >= self.at:
+            return {"taken": self.taken, "inner": [self.spoil()]}
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.taken = state["taken"]
+
+
+def raising() -> object:
+    raise ZeroDivisionError("not now")
+
+
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("spoil", [threading.Lock, object])
+def test_a_loader_whose_state_cannot_be_saved_is_refused_before_the_first_batch(
+    spoil: Callable[[], object], at: int, tmp_path: Path
+) -> None:
+    job = Job()
+    trained: list[int] = []
+
+    def loop() -> None:
+        trained.extend(flashckpt.loop(Keeping(spoil, at), tmp_path / "run", every=1, **job.named))
+
+    with pytest.raises(StateError, match=r"loader\.inner\.0 cannot be saved exactly") as caught:
+        loop()
+    assert caught.value.location == "loader.inner.0"
+    assert trained == []
+    assert at or not (tmp_path / "run").exists(), "known before the run is begun"
+
+
+def test_a_loader_whose_state_cannot_be_read_is_refused_before_the_first_batch(tmp_path: Path) -> None:
+    batches = flashckpt.loop(Keeping(raising, at=1), tmp_path / "run", **Job().named)
+    with pytest.raises(StateError, match="ZeroDivisionError"):
+        next(batches)
+
+
+def test_attributes_are_the_loaders(tmp_path: Path) -> None:
+    job, loader = Job(), DataLoader([0.0, 1.0, 2.0], batch_size=2)
+    with flashckpt.attach(tmp_path / "run", **job.named) as run:
+        batches = run.enumerate(loader)
+        assert batches.dataset is loader.dataset
+        assert batches.batch_size == 2
+        assert len(batches) == 2
+        with pytest.raises(AttributeError, match="nothing_of_the_kind"):
+            _ = batches.nothing_of_the_kind
+        for position, batch in batches:
+            job.train(batch.sum())
+            assert len(batches) == 1 - position
+
+
+def killed_after(path: Path, batches: int, loader: Any, **options: Any) -> None:
+    """A run that is left in the middle, as an exception leaves it; every boundary is captured."""
+    job = Job()
+    looped = flashckpt.loop(loader, path, every=1, **options, **job.named)
+    for number in looped:
+        until_slots(looped.checkpointer)
+        job.train(number)
+        if looped.completed == batches:
+            break
+
+
+def test_positions_go_on_over_a_restart(tmp_path: Path) -> None:
+    def run(until: int) -> list[tuple[int, int, int]]:
+        job, seen = Job(), []
+        checkpointer = flashckpt.attach(tmp_path / "run", every=1, **job.named)
+        for epoch in checkpointer.epochs(2):
+            for position, number in checkpointer.enumerate([0, 1, 2, 3]):
+                until_slots(checkpointer)
+                seen.append((epoch, position, number))
+                if len(seen) == until:
+                    return seen
+                job.train(number)
+        checkpointer.close()
+        return seen
+
+    assert run(7) == [(0, 0, 0), (0, 1, 1), (0, 2, 2), (0, 3, 3), (1, 0, 0), (1, 1, 1), (1, 2, 2)]
+    assert run(9) == [(1, 2, 2), (1, 3, 3)]
+
+
+@pytest.mark.parametrize(
+    "loader", [range(50), [*range(50)], itertools.count()], ids=lambda v: type(v).__name__
+)
+def test_drawing_again_from_what_is_at_hand_is_no_news(
+    loader: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    again = itertools.count() if isinstance(loader, itertools.count) else loader
+    killed_after(tmp_path / "run", 3, loader, steps=5)
+    caplog.set_level(logging.INFO, logger="flashckpt")
+    caplog.clear()
+    job = Job()
+    assert [job.train(n) or n for n in flashckpt.loop(again, tmp_path / "run", steps=5, **job.named)] == [
+        3,
+        4,
+    ]
+    assert "drawn again" not in caplog.text
+
+
+class Empty(Keeping):
+    """Gives nothing any more."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(())
+
+
+@pytest.mark.parametrize("empty", [Empty, list])
+def test_an_empty_epoch_right_after_a_resume_is_no_end(empty: Callable[[], Any], tmp_path: Path) -> None:
+    full = Keeping() if empty is Empty else [*range(1, 7)]
+    job = Job()
+    batches = flashckpt.loop(full, tmp_path / "run", every=None, **job.named)
+    for number in batches:
+        job.train(number)
+    assert batches.completed == 6
+    job = Job()
+    with pytest.raises(BoundaryError, match="begin another epoch|gave no batch"):
+        list(flashckpt.loop(empty(), tmp_path / "run", epochs=2, **job.named))
+    job = Job()
+    assert len([job.train(n) for n in flashckpt.loop(full, tmp_path / "run", epochs=2, **job.named)]) == 6
+
+
+def test_a_loop_of_steps_says_once_what_it_leaves_to_the_program(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for expected in (0, 1):
+        caplog.clear()
+        job = Job()
+        run = flashckpt.attach(tmp_path / "run", **job.named)
+        for number in range(3):
+            job.train(number)
+            run.step()
+        run.save()
+        run.close()
+        said = [each for each in caplog.records if "are the program's to put back" in each.getMessage()]
+        assert len(said) == expected
+
+
+def test_a_loop_of_batches_leaves_nothing_to_the_program(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for epochs in (1, 2):
+        job = Job()
+        with flashckpt.attach(tmp_path / "run", **job.named) as run:
+            for _ in run.epochs(epochs):
+                for number in run.batches([1, 2]):
+                    job.train(number)
+                    run.step()
+    assert "are the program's to put back" not in caplog.text
+
+
+def test_the_spacing_is_said_once_and_again_where_it_is_another() -> None:
+    spacing = Spacing()
+    steps = [(None, 0), (10, 2), (20, 3), (30, 5), (80, 9), (140, 15), (200, 21), (206, 27), (218, 39)]
+    said = [spacing.news(step, taken) for step, taken in steps]
+    assert said == [
+        None,
+        None,
+        None,
+        None,
+        "snapshots: about every 10 steps",
+        None,
+        None,
+        "snapshots: every step",
+        None,
+    ]
