@@ -216,7 +216,7 @@ EXTRA = "hugging face"  # needs `datasets`, which is none of the packages that a
 
 
 def place(epoch: int, position: int) -> int:
-    """Where a trainer may be held: the epoch's hundred and the position. One of a generator has all batches."""
+    """Where a trainer may be held: the epoch in hundreds, and the position in it."""
     return 100 * (epoch + position // BATCHES) + position % BATCHES
 
 
