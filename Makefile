@@ -6,6 +6,7 @@
 #   make gpu             all that only a GPU can say, in 9 minutes: see docs/benchmarks.md
 #   make torture         kill a training at random         ARGS="--kills 1000 --seed 1 --json out.json"
 #   make fuzz            read hostile bytes                ARGS="--minutes 60 --seed 1"
+#   make sanitize        tests of native code under sanitizers   WHICH=address or thread; ARGS="tests/native -x"
 #   make lint            ruff, mypy, import-linter, clang-format: look only
 #   make format          the same formatters, writing
 #   make ptx             make csrc/device/digest.ptx anew from its sources
@@ -24,6 +25,7 @@ VENV ?= .venv
 TORCH ?=
 JOBS ?= 3
 ARGS ?=
+WHICH ?= address thread
 WHEELS ?=
 OUT ?= bench-output/gpu
 export PYTHON VENV TORCH WHEELS
@@ -31,11 +33,11 @@ export PYTHON VENV TORCH WHEELS
 RUN := $(VENV)/bin
 CPP = $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name '*.cu' | grep -v third_party)
 
-.PHONY: help test demo bench gpu torture fuzz lint format ptx build clean distclean
+.PHONY: help test demo bench gpu torture fuzz sanitize lint format ptx build clean distclean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n '3,21s/^# \{0,1\}//p' Makefile
+	@sed -n '3,22s/^# \{0,1\}//p' Makefile
 
 test:
 	@scripts/environment test,demo
@@ -59,6 +61,9 @@ torture:
 fuzz:
 	@scripts/environment test,demo
 	@$(RUN)/python -m tests.hostile.fuzz $(ARGS)
+
+sanitize:
+	@status=0; for kind in $(WHICH); do JOBS=$(JOBS) scripts/sanitize $$kind $(ARGS) || status=1; done; exit $$status
 
 lint:
 	@scripts/environment dev

@@ -304,7 +304,8 @@ class Watch:
 
     def __init__(self, items: Sequence[tuple[Any, Any]], tensors: Sequence[Any]) -> None: ...
     def changed(self, addresses_out: Buffer) -> list[int]:
-        """Indexes where another object stands, or whose pointer, shape, strides or dtype differ.
+        """Indexes where another object stands, whose pointer, shape, strides or dtype differ, or whose
+        storage has become smaller.
 
         Writes the data pointer of what stands there now as u64[n] to `addresses_out` (0 where nothing does,
         or where it has no memory of its own). Compared with the moment this was made, at every call.

@@ -25,6 +25,9 @@ struct Error {
 
 // `what` says what was being done ("write", "reserve 4096 bytes"); the text of errno is added to it.
 Error os_error(int code, const std::string& what, const std::string& path = "");
+// The same of errno as it is: nothing is called, and no string made, before it is read.
+Error last_os_error(const char* what, const std::string& path);
+Error last_os_error(const char* what);
 Error value_error(const std::string& message);
 
 } // namespace flashckpt

@@ -1,9 +1,12 @@
 #include "base/posix.h"
 
+#include "base/signals.h"
+
 #include <algorithm>
 #include <cerrno>
 #include <cstdlib>
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -42,6 +45,34 @@ void* map_file(int fd, std::uint64_t offset, std::size_t num_bytes, int access, 
     return ::mmap(place, num_bytes, access, MAP_SHARED | flags, fd, static_cast<off_t>(offset));
 }
 
+// Between the call that maps a region and the one that keeps it from forks there may be no fork: the child
+// would hold the region's memory until it ends. Those who map exclude a fork, and not each other.
+class ForkGuard {
+  public:
+    ForkGuard() { ::pthread_rwlock_rdlock(lock()); }
+    ~ForkGuard() { ::pthread_rwlock_unlock(lock()); }
+    ForkGuard(const ForkGuard&) = delete;
+    ForkGuard& operator=(const ForkGuard&) = delete;
+
+  private:
+    static pthread_rwlock_t* make() {
+        static pthread_rwlock_t made;
+        pthread_rwlockattr_t kind;
+        ::pthread_rwlockattr_init(&kind);
+        // A fork does not wait until no thread maps any more.
+        ::pthread_rwlockattr_setkind_np(&kind, PTHREAD_RWLOCK_PREFER_WRITER_NONRECURSIVE_NP);
+        ::pthread_rwlock_init(&made, &kind);
+        ::pthread_atfork([] { ::pthread_rwlock_wrlock(lock()); }, [] { ::pthread_rwlock_unlock(lock()); },
+                         // Not unlocked: in a child nobody is who locked it.
+                         [] { ::pthread_rwlock_init(lock(), nullptr); });
+        return &made;
+    }
+    static pthread_rwlock_t* lock() {
+        static pthread_rwlock_t* const made = make();
+        return made;
+    }
+};
+
 } // namespace
 
 Fd::~Fd() {
@@ -66,7 +97,8 @@ void Mapping::forget() {
 }
 
 Error Mapping::take(void* data, std::size_t num_bytes, const char* what, Mapping& out) {
-    if (data == MAP_FAILED) return os_error(errno, "map " + std::to_string(num_bytes) + " bytes of " + what);
+    const int code = errno;
+    if (data == MAP_FAILED) return os_error(code, "map " + std::to_string(num_bytes) + " bytes of " + what);
     Mapping made;
     made.data_ = data;
     made.size_ = num_bytes;
@@ -76,15 +108,20 @@ Error Mapping::take(void* data, std::size_t num_bytes, const char* what, Mapping
 
 Error Mapping::shared(int fd, std::uint64_t offset, std::size_t num_bytes, bool writable, Mapping& out) {
     int access = writable ? PROT_READ | PROT_WRITE : PROT_READ;
-    return take(map_file(fd, offset, num_bytes, access, MAP_POPULATE), num_bytes, "a region", out);
+    ForkGuard guard;
+    void* data = map_file(fd, offset, num_bytes, access, MAP_POPULATE);
+    if (Error error = take(data, num_bytes, "a region", out)) return error;
+    if (::madvise(data, num_bytes, MADV_DONTFORK) == 0) return {};
+    return last_os_error("keep a region from forks");
 }
 
 Error Mapping::region(int fd, std::uint64_t offset, std::size_t num_bytes, Mapping& out) {
+    ForkGuard guard;
     void* data = map_file(fd, offset, num_bytes, PROT_READ | PROT_WRITE, 0);
     if (Error error = take(data, num_bytes, "a region", out)) return error;
     if (::madvise(data, num_bytes, MADV_DONTFORK) == 0 && ::madvise(data, num_bytes, MADV_DONTDUMP) == 0)
         return {};
-    return os_error(errno, "keep a region from forks and core dumps");
+    return last_os_error("keep a region from forks and core dumps");
 }
 
 Error Mapping::anonymous(std::size_t num_bytes, Mapping& out) {
@@ -99,7 +136,7 @@ std::uint64_t huge_page() {
 
 Error regular_size(int fd, const std::string& path, std::uint64_t& num_bytes) {
     struct stat status{};
-    if (::fstat(fd, &status) != 0) return os_error(errno, "ask for the size", path);
+    if (::fstat(fd, &status) != 0) return last_os_error("ask for the size", path);
     if (!S_ISREG(status.st_mode)) return os_error(EINVAL, "not a regular file", path);
     num_bytes = static_cast<std::uint64_t>(status.st_size);
     return {};
@@ -113,16 +150,17 @@ bool set_direct(int fd, bool on) {
 }
 
 Error reserve(int fd, std::uint64_t offset, std::uint64_t num_bytes, const std::string& path) {
-    // In steps: a signal makes tmpfs give back all that one call has taken, so that one large call under a
-    // timer's signals would never end.
+    // A signal makes tmpfs give back all that one call has taken, so that a call under a timer's signals
+    // would never end. In steps: those that end the process are waited for, too.
     constexpr std::uint64_t step_bytes = 256ull << 20;
+    SignalsBlocked blocked;
     std::uint64_t done = 0;
     while (done < num_bytes) {
         std::uint64_t step = std::min(step_bytes, num_bytes - done);
         if (::fallocate(fd, 0, static_cast<off_t>(offset + done), static_cast<off_t>(step)) == 0) {
             done += step;
-        } else if (errno != EINTR) {
-            return os_error(errno, "reserve " + std::to_string(num_bytes) + " bytes", path);
+        } else if (const int code = errno; code != EINTR) {
+            return os_error(code, "reserve " + std::to_string(num_bytes) + " bytes", path);
         }
     }
     return {};

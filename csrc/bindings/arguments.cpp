@@ -1,7 +1,6 @@
 #include "bindings/arguments.h"
 
 #include <cstring>
-#include <unistd.h>
 
 namespace flashckpt {
 namespace {
@@ -20,16 +19,6 @@ void raise_os(const Error& error) {
 }
 
 } // namespace
-
-Released::~Released() {
-    try {
-        PyEval_RestoreThread(state_);
-    } catch (...) {
-        // The interpreter has ended. The thread goes with the process, as in Python 3.14.
-        for (;;)
-            ::pause();
-    }
-}
 
 void raise_if(const Error& error) {
     switch (error.kind) {
@@ -52,7 +41,8 @@ void raise_value(const char* message) {
 }
 
 BytesView::BytesView(nb::handle object, int flags) {
-    if (PyObject_GetBuffer(object.ptr(), &view_, flags) != 0) throw nb::python_error();
+    if (into_python([&] { return PyObject_GetBuffer(object.ptr(), &view_, flags); }) != 0)
+        throw nb::python_error();
 }
 
 U64View::U64View(nb::handle object, bool writable)
@@ -61,15 +51,16 @@ U64View::U64View(nb::handle object, bool writable)
     if (*format == '@' || *format == '=' || *format == '<') ++format;
     bool integers = *format != '\0' && std::strchr("QqLlNn", *format) != nullptr && format[1] == '\0';
     if (view_.itemsize == 8 && integers) return;
-    PyBuffer_Release(&view_);
+    into_python([this] { PyBuffer_Release(&view_); });
     PyErr_SetString(PyExc_TypeError, "a buffer of 8-byte integers is needed, such as array('Q')");
     throw nb::python_error();
 }
 
 std::string path_of(nb::handle object) {
     PyObject* encoded = nullptr;
-    if (PyUnicode_FSConverter(object.ptr(), &encoded) == 0) throw nb::python_error();
-    nb::object owner = nb::steal(encoded);
+    if (into_python([&] { return PyUnicode_FSConverter(object.ptr(), &encoded); }) == 0)
+        throw nb::python_error();
+    Held owner = Held::steal(encoded);
     return {PyBytes_AS_STRING(encoded), static_cast<std::size_t>(PyBytes_GET_SIZE(encoded))};
 }
 

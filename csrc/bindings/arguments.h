@@ -3,6 +3,7 @@
 #pragma once
 
 #include "base/error.h"
+#include "bindings/held.h"
 
 #include <cstddef>
 #include <cstdint>
@@ -19,12 +20,14 @@ void raise_if(const Error& error);
 [[noreturn]] void raise_value(const char* message);
 
 // Gives up the interpreter's lock while it lives. In place of nanobind's: an interpreter that ends takes its
-// daemon threads' lives where they ask for the lock again (before Python 3.14), by unwinding their stack, and
-// out of a destructor that is std::terminate: a job that is done would end with SIGABRT.
+// daemon threads' lives where they ask for the lock again (held.h), by unwinding their stack, and out of a
+// destructor that is std::terminate: a job that is done would end with SIGABRT.
 class Released {
   public:
     Released() : state_(PyEval_SaveThread()) {}
-    ~Released();
+    ~Released() {
+        into_python([this] { PyEval_RestoreThread(state_); });
+    }
     Released(const Released&) = delete;
     Released& operator=(const Released&) = delete;
 
@@ -36,7 +39,9 @@ class Released {
 class BytesView {
   public:
     explicit BytesView(nb::handle object, int flags = PyBUF_SIMPLE);
-    ~BytesView() { PyBuffer_Release(&view_); }
+    ~BytesView() {
+        into_python([this] { PyBuffer_Release(&view_); });
+    }
     BytesView(const BytesView&) = delete;
     BytesView& operator=(const BytesView&) = delete;
 

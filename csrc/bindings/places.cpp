@@ -12,14 +12,19 @@ Access access_of(nb::handle container, nb::handle key) {
 // Whether a subclass has an item access of its own.
 bool overrides_items(nb::handle container, PyTypeObject* base) {
     if (Py_TYPE(container.ptr()) == base) return false;
-    nb::object own = nb::getattr(container.type(), "__getitem__");
-    return !own.is(nb::getattr(nb::handle(reinterpret_cast<PyObject*>(base)), "__getitem__"));
+    auto item_access = [](PyTypeObject* type) {
+        Held found = Held::steal(into_python(
+            [type] { return PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), "__getitem__"); }));
+        if (!found) throw nb::python_error();
+        return found;
+    };
+    return item_access(Py_TYPE(container.ptr())).ptr() != item_access(base).ptr();
 }
 
 } // namespace
 
 Place::Place(nb::handle container, nb::handle key, Access access)
-    : container_(nb::borrow(container)), key_(nb::borrow(key)), access_(access) {
+    : container_(Held::borrow(container)), key_(Held::borrow(key)), access_(access) {
     if (access_ != Access::list) return;
     index_ = PyLong_AsSsize_t(key_.ptr());
     if (PyErr_Occurred() != nullptr) throw nb::python_error();
@@ -38,20 +43,21 @@ Place Place::asked(nb::handle container, nb::handle key) {
     return {container, key, access};
 }
 
-nb::object Place::current() const {
+Held Place::current() const {
     PyObject* container = container_.ptr();
+    PyObject* key = key_.ptr();
     switch (access_) {
     case Access::dict:
-        return nb::borrow(PyDict_GetItemWithError(container, key_.ptr()));
+        return Held::borrow(into_python([=] { return PyDict_GetItemWithError(container, key); }));
     case Access::list:
-        return index_ < PyList_GET_SIZE(container) ? nb::borrow(PyList_GET_ITEM(container, index_))
-                                                   : nb::object();
+        return index_ < PyList_GET_SIZE(container) ? Held::borrow(PyList_GET_ITEM(container, index_))
+                                                   : Held();
     case Access::attribute:
-        return nb::steal(PyObject_GetAttr(container, key_.ptr()));
+        return Held::steal(into_python([=] { return PyObject_GetAttr(container, key); }));
     case Access::item:
         break;
     }
-    return nb::steal(PyObject_GetItem(container, key_.ptr()));
+    return Held::steal(into_python([=] { return PyObject_GetItem(container, key); }));
 }
 
 } // namespace flashckpt

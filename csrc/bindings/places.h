@@ -16,11 +16,11 @@ class Place {
     static Place asked(nb::handle container, nb::handle key);
 
     // What stands there now; not valid, perhaps with a Python error, if nothing does.
-    nb::object current() const;
+    Held current() const;
 
     Access access() const { return access_; }
-    nb::handle container() const { return container_; }
-    nb::handle key() const { return key_; }
+    nb::handle container() const { return container_.ptr(); }
+    nb::handle key() const { return key_.ptr(); }
 
     int traverse(visitproc visit, void* arg) const {
         Py_VISIT(container_.ptr());
@@ -31,8 +31,8 @@ class Place {
   private:
     Place(nb::handle container, nb::handle key, Access access);
 
-    nb::object container_;
-    nb::object key_;
+    Held container_;
+    Held key_;
     Access access_;
     Py_ssize_t index_ = 0;
 };

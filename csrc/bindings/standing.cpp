@@ -9,26 +9,26 @@
 namespace flashckpt {
 namespace {
 
-nb::object fast(nb::handle sequence, const char* message) {
-    nb::object result = nb::steal(PySequence_Fast(sequence.ptr(), message));
-    if (!result.is_valid()) throw nb::python_error();
+Held fast(nb::handle sequence, const char* message) {
+    Held result = Held::steal(into_python([&] { return PySequence_Fast(sequence.ptr(), message); }));
+    if (!result) throw nb::python_error();
     return result;
 }
 
-nb::object part_of(nb::handle sequence, Py_ssize_t index, Py_ssize_t count, const char* message) {
-    nb::object part = nb::borrow(PySequence_Fast_GET_ITEM(sequence.ptr(), index));
+Held part_of(const Held& sequence, Py_ssize_t index, Py_ssize_t count, const char* message) {
+    Held part = Held::borrow(PySequence_Fast_GET_ITEM(sequence.ptr(), index));
     if (!PyTuple_Check(part.ptr()) || PyTuple_GET_SIZE(part.ptr()) != count) raise_value(message);
     return part;
 }
 
 struct Guard {
-    nb::object container;
+    Held container;
     Py_ssize_t length;
 };
 
 struct Anchor {
     Place place;
-    nb::object value;
+    Held value;
     std::size_t dict; // a number for each dict that is gone through, kNotThrough for other places
 };
 
@@ -48,6 +48,8 @@ PyObject* next_of(const Place& place, Py_ssize_t& position) {
 class Standing {
   public:
     Standing(nb::handle guards, nb::handle anchors);
+    Standing(const Standing&) = delete;
+    Standing& operator=(const Standing&) = delete;
 
     bool stands() const;
 
@@ -70,17 +72,18 @@ class Standing {
 };
 
 Standing::Standing(nb::handle guards, nb::handle anchors) {
-    nb::object pairs = fast(guards, "guards must be a list of (container, length)");
+    Held pairs = fast(guards, "guards must be a list of (container, length)");
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(pairs.ptr()); ++i) {
-        nb::object pair = part_of(pairs, i, 2, "a guard must be (container, length)");
-        Py_ssize_t length = PyLong_AsSsize_t(PyTuple_GET_ITEM(pair.ptr(), 1));
+        Held pair = part_of(pairs, i, 2, "a guard must be (container, length)");
+        PyObject* number = PyTuple_GET_ITEM(pair.ptr(), 1);
+        Py_ssize_t length = into_python([=] { return PyLong_AsSsize_t(number); });
         if (length == -1 && PyErr_Occurred() != nullptr) throw nb::python_error();
-        guards_.push_back({nb::borrow(PyTuple_GET_ITEM(pair.ptr(), 0)), length});
+        guards_.push_back({Held::borrow(PyTuple_GET_ITEM(pair.ptr(), 0)), length});
     }
-    nb::object triples = fast(anchors, "anchors must be a list of (container, key, object)");
+    Held triples = fast(anchors, "anchors must be a list of (container, key, object)");
     std::unordered_map<PyObject*, std::size_t> numbers;
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(triples.ptr()); ++i) {
-        nb::object triple = part_of(triples, i, 3, "an anchor must be (container, key, object)");
+        Held triple = part_of(triples, i, 3, "an anchor must be (container, key, object)");
         nb::handle container = PyTuple_GET_ITEM(triple.ptr(), 0);
         nb::handle key = PyTuple_GET_ITEM(triple.ptr(), 1);
         Place place = Place::asked(container, key);
@@ -89,15 +92,15 @@ Standing::Standing(nb::handle guards, nb::handle anchors) {
         bool through = place.access() == Access::dict && !PyUnicode_Check(key.ptr());
         std::size_t dict =
             through ? numbers.try_emplace(container.ptr(), numbers.size()).first->second : kNotThrough;
-        anchors_.push_back({std::move(place), nb::borrow(PyTuple_GET_ITEM(triple.ptr(), 2)), dict});
+        anchors_.push_back({std::move(place), Held::borrow(PyTuple_GET_ITEM(triple.ptr(), 2)), dict});
     }
     dicts_ = numbers.size();
 }
 
 // What is there; not valid if nothing is. Other errors than those of an absent item are for the caller.
-nb::object found_at(const Place& place) {
-    nb::object found = place.current();
-    if (found.is_valid() || PyErr_Occurred() == nullptr) return found;
+Held found_at(const Place& place) {
+    Held found = place.current();
+    if (found || PyErr_Occurred() == nullptr) return found;
     if (PyErr_ExceptionMatches(PyExc_LookupError) == 0 && PyErr_ExceptionMatches(PyExc_AttributeError) == 0)
         throw nb::python_error();
     PyErr_Clear();
@@ -106,12 +109,12 @@ nb::object found_at(const Place& place) {
 
 bool Standing::holds(const Anchor& anchor, std::vector<Py_ssize_t>& positions) const {
     PyObject* met = anchor.dict == kNotThrough ? nullptr : next_of(anchor.place, positions[anchor.dict]);
-    return met != nullptr ? met == anchor.value.ptr() : found_at(anchor.place).is(anchor.value);
+    return met != nullptr ? met == anchor.value.ptr() : found_at(anchor.place).ptr() == anchor.value.ptr();
 }
 
 bool Standing::stands() const {
     for (const Guard& guard : guards_) {
-        Py_ssize_t length = PyObject_Size(guard.container.ptr());
+        Py_ssize_t length = into_python([&] { return PyObject_Size(guard.container.ptr()); });
         if (length == -1 && PyErr_Occurred() != nullptr) throw nb::python_error();
         if (length != guard.length) return false;
     }

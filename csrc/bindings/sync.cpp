@@ -24,7 +24,7 @@ bool interruptible(double timeout_s, Wait wait) {
             done = wait(std::clamp(left.count(), 0.0, slice_s));
         }
         if (done) return true;
-        if (PyErr_CheckSignals() != 0) throw nb::python_error();
+        if (into_python([] { return PyErr_CheckSignals(); }) != 0) throw nb::python_error();
         if (left.count() <= slice_s) return false;
     }
 }
@@ -47,8 +47,9 @@ class EventObject {
 
 std::vector<std::uint64_t> handles_of(nb::handle waits) {
     std::vector<std::uint64_t> handles;
-    nb::object sequence = nb::steal(PySequence_Fast(waits.ptr(), "waits must be a list of handles"));
-    if (!sequence.is_valid()) throw nb::python_error();
+    Held sequence = Held::steal(
+        into_python([=] { return PySequence_Fast(waits.ptr(), "waits must be a list of handles"); }));
+    if (!sequence) throw nb::python_error();
     Py_ssize_t count = PySequence_Fast_GET_SIZE(sequence.ptr());
     for (Py_ssize_t i = 0; i < count; ++i) {
         unsigned long long handle = PyLong_AsUnsignedLongLong(PySequence_Fast_GET_ITEM(sequence.ptr(), i));

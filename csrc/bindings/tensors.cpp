@@ -8,12 +8,12 @@ namespace {
 // Null where this torch, or this type, has no such interface. Static in its library: it outlives us.
 const dlpack::ExchangeApi* api_of(nb::handle tensor) {
     auto* type = reinterpret_cast<PyObject*>(Py_TYPE(tensor.ptr()));
-    nb::object capsule = nb::steal(PyObject_GetAttrString(type, dlpack::kAttribute));
+    Held capsule = Held::steal(into_python([=] { return PyObject_GetAttrString(type, dlpack::kAttribute); }));
     const void* found = nullptr;
-    if (capsule.is_valid() && PyCapsule_IsValid(capsule.ptr(), dlpack::kCapsule)) {
+    if (capsule && PyCapsule_IsValid(capsule.ptr(), dlpack::kCapsule)) {
         found = PyCapsule_GetPointer(capsule.ptr(), dlpack::kCapsule);
     }
-    PyErr_Clear();
+    forgive();
     const auto* api = static_cast<const dlpack::ExchangeApi*>(found);
     while (api != nullptr && api->version.major != dlpack::kMajor)
         api = api->older;
@@ -21,8 +21,8 @@ const dlpack::ExchangeApi* api_of(nb::handle tensor) {
 }
 
 bool view_of(const dlpack::ExchangeApi& api, nb::handle tensor, dlpack::Tensor& view) {
-    if (api.view_of_object(tensor.ptr(), &view) == 0) return true;
-    PyErr_Clear();
+    if (into_python([&] { return api.view_of_object(tensor.ptr(), &view); }) == 0) return true;
+    forgive();
     return false;
 }
 
@@ -30,15 +30,15 @@ std::uint64_t address_of(const dlpack::Tensor& view) {
     return view.data == nullptr ? 0 : reinterpret_cast<std::uint64_t>(view.data) + view.byte_offset;
 }
 
-nb::object call(nb::handle object, PyObject* name) {
-    nb::object result = nb::steal(PyObject_CallMethodNoArgs(object.ptr(), name));
-    if (!result.is_valid()) PyErr_Clear();
+Held call(nb::handle object, PyObject* name) {
+    Held result = Held::steal(into_python([=] { return PyObject_CallMethodNoArgs(object.ptr(), name); }));
+    if (!result) forgive();
     return result;
 }
 
-nb::object attribute(nb::handle object, PyObject* name) {
-    nb::object result = nb::steal(PyObject_GetAttr(object.ptr(), name));
-    if (!result.is_valid()) PyErr_Clear();
+Held attribute(nb::handle object, PyObject* name) {
+    Held result = Held::steal(into_python([=] { return PyObject_GetAttr(object.ptr(), name); }));
+    if (!result) forgive();
     return result;
 }
 
@@ -46,25 +46,37 @@ PyObject* interned(const char* text) {
     return PyUnicode_InternFromString(text); // kept for good
 }
 
-std::uint64_t pointer_of(nb::handle tensor) {
-    static PyObject* const data_ptr = interned("data_ptr");
-    nb::object result = call(tensor, data_ptr);
-    if (!result.is_valid()) return 0;
-    unsigned long long address = PyLong_AsUnsignedLongLong(result.ptr());
-    if (PyErr_Occurred() == nullptr) return address;
-    PyErr_Clear();
+// What a method without arguments gives; 0 where it does not.
+std::uint64_t number_of(nb::handle object, PyObject* name) {
+    Held result = call(object, name);
+    if (!result || PyLong_Check(result.ptr()) == 0) return 0;
+    unsigned long long number = PyLong_AsUnsignedLongLong(result.ptr());
+    if (PyErr_Occurred() == nullptr) return number;
+    forgive();
     return 0;
 }
 
-nb::object facts_of(nb::handle tensor) {
+std::uint64_t pointer_of(nb::handle tensor) {
+    static PyObject* const data_ptr = interned("data_ptr");
+    return number_of(tensor, data_ptr);
+}
+
+std::uint64_t storage_bytes_of(nb::handle tensor) {
+    static PyObject* const untyped_storage = interned("untyped_storage");
+    static PyObject* const nbytes = interned("nbytes");
+    Held storage = call(tensor, untyped_storage);
+    return storage ? number_of(storage.ptr(), nbytes) : 0;
+}
+
+Held facts_of(nb::handle tensor) {
     static PyObject* const shape = interned("shape");
     static PyObject* const stride = interned("stride");
     static PyObject* const dtype = interned("dtype");
-    nb::object sizes = attribute(tensor, shape);
-    nb::object strides = call(tensor, stride);
-    nb::object type = attribute(tensor, dtype);
-    if (!sizes.is_valid() || !strides.is_valid() || !type.is_valid()) return {};
-    return nb::steal(PyTuple_Pack(3, sizes.ptr(), strides.ptr(), type.ptr()));
+    Held sizes = attribute(tensor, shape);
+    Held strides = call(tensor, stride);
+    Held type = attribute(tensor, dtype);
+    if (!sizes || !strides || !type) return {};
+    return Held::steal(into_python([&] { return PyTuple_Pack(3, sizes.ptr(), strides.ptr(), type.ptr()); }));
 }
 
 } // namespace
@@ -76,6 +88,7 @@ Look Look::at(nb::handle tensor) {
         look.api_ = nullptr;
         look.take_facts(tensor);
     }
+    if (look.address_ != 0) look.storage_bytes_ = storage_bytes_of(tensor);
     return look;
 }
 
@@ -96,13 +109,20 @@ void Look::take_facts(nb::handle tensor) {
 }
 
 bool Look::holds(nb::handle tensor, std::uint64_t& address) const {
+    if (!is_same(tensor, address)) return false;
+    // Offloaders shrink a storage under its tensors. That it lies elsewhere then is seen above, but for one
+    // that has grown again, into memory that was free.
+    return storage_bytes_ == 0 || storage_bytes_of(tensor) >= storage_bytes_;
+}
+
+bool Look::is_same(nb::handle tensor, std::uint64_t& address) const {
     if (api_ == nullptr) {
         address = pointer_of(tensor);
-        nb::object facts = facts_of(tensor);
-        if (facts.is_valid() != facts_.is_valid()) return false;
-        if (!facts.is_valid()) return address == address_;
-        int equal = PyObject_RichCompareBool(facts.ptr(), facts_.ptr(), Py_EQ);
-        if (equal < 0) PyErr_Clear();
+        Held facts = facts_of(tensor);
+        if (bool(facts) != bool(facts_)) return false;
+        if (!facts) return address == address_;
+        int equal = into_python([&] { return PyObject_RichCompareBool(facts.ptr(), facts_.ptr(), Py_EQ); });
+        if (equal < 0) forgive();
         return equal == 1 && address == address_;
     }
     dlpack::Tensor view{};

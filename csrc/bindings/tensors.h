@@ -13,11 +13,11 @@ namespace flashckpt {
 // What a tensor looked like. Python objects in it are plain tuples of plain values: they make no cycles.
 class Look {
   public:
-    // Never raises: of a tensor that tells nothing (sparse, meta) only its identity can be watched.
+    // Of a tensor that tells nothing (sparse, meta) only its identity can be watched.
     static Look at(nb::handle tensor);
 
-    // Whether pointer, shape, strides and dtype are still those; `address` gets the pointer of now, 0 where
-    // the tensor has none.
+    // Whether pointer, shape, strides and dtype are still those, and the storage is no smaller; `address`
+    // gets the pointer of now, 0 where the tensor has none.
     bool holds(nb::handle tensor, std::uint64_t& address) const;
     std::uint64_t address() const { return address_; }
 
@@ -29,15 +29,17 @@ class Look {
     }
 
   private:
+    bool is_same(nb::handle tensor, std::uint64_t& address) const;
     bool take_view(nb::handle tensor);
     void take_facts(nb::handle tensor);
 
     const dlpack::ExchangeApi* api_ = nullptr; // null: ask the tensor's own methods
     std::uint64_t address_ = 0;
+    std::uint64_t storage_bytes_ = 0; // 0 where it tells none
     dlpack::DataType dtype_{};
     std::uintptr_t record_at_ = 0;      // where its shape was: inside torch's record of the tensor, mostly
     std::vector<std::int64_t> extents_; // shape, then strides
-    nb::object facts_;                  // (shape, strides, dtype), or not valid: it tells nothing
+    Held facts_;                        // (shape, strides, dtype), or none: it tells nothing
 };
 
 } // namespace flashckpt

@@ -10,7 +10,7 @@ namespace {
 
 struct Item {
     std::optional<Place> place; // without one the tensor is watched alone
-    nb::object tensor;
+    Held tensor;
     Look look;
 
     void prefetch() const {
@@ -38,9 +38,12 @@ class Busy {
 class Watch {
   public:
     Watch(nb::handle items, nb::handle tensors);
+    Watch(const Watch&) = delete;
+    Watch& operator=(const Watch&) = delete;
 
     nb::list changed(nb::handle addresses_out);
     void release();
+    bool try_release() noexcept; // false while it is being asked
     std::size_t size() const { return items_.size(); }
 
     int traverse(visitproc visit, void* arg) const {
@@ -59,11 +62,15 @@ class Watch {
     bool busy_ = false; // a property that is asked may run any code, this watch's methods included
 };
 
+Held sequence_of(nb::handle object, const char* message) {
+    Held sequence = Held::steal(into_python([=] { return PySequence_Fast(object.ptr(), message); }));
+    if (!sequence) throw nb::python_error();
+    return sequence;
+}
+
 Watch::Watch(nb::handle items, nb::handle tensors) {
-    nb::object pairs = nb::steal(PySequence_Fast(items.ptr(), "items must be a list of (container, key)"));
-    if (!pairs.is_valid()) throw nb::python_error();
-    nb::object all = nb::steal(PySequence_Fast(tensors.ptr(), "tensors must be a list"));
-    if (!all.is_valid()) throw nb::python_error();
+    Held pairs = sequence_of(items, "items must be a list of (container, key)");
+    Held all = sequence_of(tensors, "tensors must be a list");
     Py_ssize_t count = PySequence_Fast_GET_SIZE(pairs.ptr());
     if (PySequence_Fast_GET_SIZE(all.ptr()) != count) raise_value("items and tensors differ in length");
     items_.reserve(static_cast<std::size_t>(count));
@@ -74,23 +81,20 @@ Watch::Watch(nb::handle items, nb::handle tensors) {
         Item item;
         nb::handle container = PyTuple_GET_ITEM(pair, 0);
         if (!container.is_none()) item.place = Place::stored(container, PyTuple_GET_ITEM(pair, 1));
-        item.tensor = nb::borrow(PySequence_Fast_GET_ITEM(all.ptr(), i));
-        item.look = Look::at(item.tensor);
+        item.tensor = Held::borrow(PySequence_Fast_GET_ITEM(all.ptr(), i));
+        item.look = Look::at(item.tensor.ptr());
         items_.push_back(std::move(item));
     }
 }
 
 bool Watch::holds(const Item& item, std::uint64_t& address) const {
-    nb::object now = item.place ? item.place->current() : item.tensor;
-    if (!now.is_valid()) {
-        // Gone is an answer, not an error; but Ctrl-C in a property is not for us to swallow.
-        if (PyErr_Occurred() != nullptr && PyErr_ExceptionMatches(PyExc_Exception) == 0)
-            throw nb::python_error();
-        PyErr_Clear();
+    Held now = item.place ? item.place->current() : Held::borrow(item.tensor.ptr());
+    if (!now) {
+        forgive(); // gone is an answer, not an error
         return false;
     }
-    if (now.is(item.tensor)) return item.look.holds(now, address);
-    if (!now.is_none()) address = Look::at(now).address();
+    if (now.ptr() == item.tensor.ptr()) return item.look.holds(now.ptr(), address);
+    if (now.ptr() != Py_None) address = Look::at(now.ptr()).address();
     return false;
 }
 
@@ -99,7 +103,8 @@ nb::list Watch::changed(nb::handle addresses_out) {
     if (out.size() < items_.size()) raise_value("addresses_out is shorter than the list of items");
     if (busy_) raise_value("this watch is being asked already");
     Busy busy(busy_);
-    nb::list indexes;
+    nb::list indexes = nb::steal<nb::list>(into_python([] { return PyList_New(0); }));
+    if (!indexes.is_valid()) throw nb::python_error();
     for (std::size_t i = 0; i < items_.size(); ++i) {
         if (i + kAhead < items_.size()) items_[i + kAhead].prefetch();
         std::uint64_t address = 0;
@@ -111,9 +116,14 @@ nb::list Watch::changed(nb::handle addresses_out) {
 }
 
 void Watch::release() {
-    if (busy_) raise_value("this watch is being asked");
+    if (!try_release()) raise_value("this watch is being asked");
+}
+
+bool Watch::try_release() noexcept {
+    if (busy_) return false;
     // Moved away first: dropping the last reference to a tensor may run code that comes back here.
     std::vector<Item> dropped = std::exchange(items_, {});
+    return true;
 }
 
 int traverse(PyObject* self, visitproc visit, void* arg) {
@@ -122,7 +132,8 @@ int traverse(PyObject* self, visitproc visit, void* arg) {
 }
 
 int clear(PyObject* self) {
-    if (nb::inst_ready(self)) nb::inst_ptr<Watch>(self)->release();
+    // One that is being asked is in use, whatever the collector has found: nothing may be thrown from here.
+    if (nb::inst_ready(self)) nb::inst_ptr<Watch>(self)->try_release();
     return 0;
 }
 

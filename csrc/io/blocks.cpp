@@ -11,11 +11,11 @@ void BlockFile::ask_direct(bool wanted) {
     direct_.store(wanted && set_direct(fd_.get(), true));
 }
 
-// A device may have larger blocks than pages, and says so only when asked to write one. True if there was
-// something to give up, or another thread just did.
-bool BlockFile::give_up_direct() {
-    bool was_direct = direct_.exchange(false);
-    return set_direct(fd_.get(), false) && was_direct;
+// A device may have larger blocks than pages, and says so only when asked to write one. First the descriptor,
+// then the word of it: whoever reads that it is given up makes requests that nobody may refuse any more.
+void BlockFile::give_up_direct() {
+    set_direct(fd_.get(), false);
+    direct_.store(false);
 }
 
 Error BlockFile::write(const std::uint8_t* data, std::uint64_t num_bytes, std::uint64_t offset) {
@@ -23,10 +23,15 @@ Error BlockFile::write(const std::uint8_t* data, std::uint64_t num_bytes, std::u
         bool direct = direct_.load();
         ssize_t count = ::pwrite(fd_.get(), data, num_bytes, static_cast<off_t>(offset));
         if (count < 0) {
-            if (errno == EINTR) continue;
-            if (errno == EINVAL && (give_up_direct() || direct)) continue;
+            const int code = errno;
+            if (code == EINTR) continue;
+            // `direct` as it was before the request: another thread may have given it up meanwhile.
+            if (code == EINVAL && direct) {
+                give_up_direct();
+                continue;
+            }
             return os_error(
-                errno, "write " + std::to_string(num_bytes) + " bytes at " + std::to_string(offset), path_);
+                code, "write " + std::to_string(num_bytes) + " bytes at " + std::to_string(offset), path_);
         }
         if (count == 0) return os_error(EIO, "write: nothing was taken", path_);
         data += count;
@@ -45,10 +50,15 @@ Error BlockFile::read(std::uint8_t* data, std::uint64_t num_bytes, std::uint64_t
         std::uint64_t asked = direct ? room - done : num_bytes - done;
         ssize_t count = ::pread(fd_.get(), data + done, asked, static_cast<off_t>(offset + done));
         if (count < 0) {
-            if (errno == EINTR) continue;
-            if (errno == EINVAL && (give_up_direct() || direct)) continue;
-            return os_error(
-                errno, "read " + std::to_string(num_bytes) + " bytes at " + std::to_string(offset), path_);
+            const int code = errno;
+            if (code == EINTR) continue;
+            // `direct` as it was before the request: another thread may have given it up meanwhile.
+            if (code == EINVAL && direct) {
+                give_up_direct();
+                continue;
+            }
+            return os_error(code, "read " + std::to_string(num_bytes) + " bytes at " + std::to_string(offset),
+                            path_);
         }
         if (count == 0) return os_error(EIO, "read: the file became shorter meanwhile", path_);
         done += static_cast<std::uint64_t>(count);
@@ -68,7 +78,7 @@ Error open_to_read(const std::string& path, Fd& out) {
     do {
         fd = ::open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK);
     } while (fd < 0 && errno == EINTR);
-    if (fd < 0) return os_error(errno, "open to read", path);
+    if (fd < 0) return last_os_error("open to read", path);
     out = Fd(fd);
     return {};
 }

@@ -30,7 +30,7 @@ class BlockFile {
     Error close();
 
   private:
-    bool give_up_direct();
+    void give_up_direct();
 
     Fd fd_;
     std::string path_;

@@ -4,7 +4,9 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <mutex>
+#include <new>
 
 namespace flashckpt {
 
@@ -14,13 +16,18 @@ Error each_chunk(std::uint64_t num_chunks, int threads, const std::function<Chun
     std::mutex mutex;
     Error first;
     int useful = static_cast<int>(std::min<std::uint64_t>(num_chunks, static_cast<std::uint64_t>(threads)));
+    auto fail = [&](Error error) {
+        std::lock_guard lock(mutex);
+        if (!failed.exchange(true)) first = std::move(error);
+    };
     parallel(useful, [&] {
-        ChunkWork work = make();
-        for (std::uint64_t chunk; !failed.load() && (chunk = next.fetch_add(1)) < num_chunks;) {
-            Error error = work(chunk);
-            if (!error) continue;
-            std::lock_guard lock(mutex);
-            if (!failed.exchange(true)) first = std::move(error);
+        try {
+            ChunkWork work = make();
+            for (std::uint64_t chunk; !failed.load() && (chunk = next.fetch_add(1)) < num_chunks;) {
+                if (Error error = work(chunk)) fail(std::move(error));
+            }
+        } catch (const std::bad_alloc&) {
+            fail({Kind::os, ENOMEM, "no memory", ""});
         }
     });
     return first;

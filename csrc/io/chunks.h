@@ -8,7 +8,7 @@
 
 namespace flashckpt {
 
-// Does one chunk; has its thread's own buffers. Must not throw.
+// Does one chunk; has its thread's own buffers.
 using ChunkWork = std::function<Error(std::uint64_t chunk)>;
 
 // Calls `make` once on each of at most `threads` threads and the work it returns for every chunk below

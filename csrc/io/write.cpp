@@ -17,7 +17,7 @@ Error create(const std::string& path, Fd& out) {
     do {
         fd = ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0644);
     } while (fd < 0 && errno == EINTR);
-    if (fd < 0) return os_error(errno, "create", path);
+    if (fd < 0) return last_os_error("create", path);
     out = Fd(fd);
     return {};
 }
@@ -56,7 +56,7 @@ Error prepare(const BlockFile& file, std::uint64_t num_bytes) {
     if (error && error.code != EOPNOTSUPP && error.code != ENOSYS) return error;
     // Requests that make a file longer wait for each other: it has its length before the first.
     if (::ftruncate(file.fd(), static_cast<off_t>(rounded)) != 0)
-        return os_error(errno, "set the length", file.path());
+        return last_os_error("set the length", file.path());
     return {};
 }
 
@@ -82,9 +82,9 @@ Error write_chunks(const WriteRequest& request, BlockFile& file, Audit& audit, W
 
 Error finish(BlockFile& file, std::uint64_t num_bytes) {
     if (::ftruncate(file.fd(), static_cast<off_t>(num_bytes)) != 0)
-        return os_error(errno, "set the length", file.path());
+        return last_os_error("set the length", file.path());
     // A commit names this file only after this: without it a power cut could leave a committed hole.
-    if (::fdatasync(file.fd()) != 0) return os_error(errno, "sync", file.path());
+    if (::fdatasync(file.fd()) != 0) return last_os_error("sync", file.path());
     // What went through the cache is on disk now; kept, it would count as memory in use.
     if (!file.direct()) ::posix_fadvise(file.fd(), 0, 0, POSIX_FADV_DONTNEED);
     return {};

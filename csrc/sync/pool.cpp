@@ -3,12 +3,12 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
-#include <csignal>
 #include <cstring>
 #include <deque>
+#include <exception>
 #include <mutex>
+#include <new>
 #include <pthread.h>
-#include <system_error>
 #include <thread>
 
 namespace flashckpt {
@@ -21,6 +21,11 @@ constexpr int kMostThreads = 64;
 struct Call {
     const std::function<void()>* work;
     int inside = 0;
+    std::exception_ptr failure; // the first
+
+    void fail(std::exception_ptr thrown) {
+        if (!failure) failure = std::move(thrown);
+    }
 };
 
 class Pool {
@@ -28,16 +33,33 @@ class Pool {
     void run(int threads, const std::function<void()>& work) {
         Call call{&work};
         invite(call, threads - 1);
-        work();
+        std::exception_ptr thrown = attempt(work);
         std::unique_lock lock(mutex_);
+        call.fail(std::move(thrown));
         std::erase(invitations_, &call);
         left_.wait(lock, [&] { return call.inside == 0; });
+        // Only now: the others use what this stack holds.
+        if (call.failure) std::rethrow_exception(call.failure);
     }
 
   private:
+    static std::exception_ptr attempt(const std::function<void()>& work) noexcept {
+        try {
+            work();
+            return nullptr;
+        } catch (...) {
+            return std::current_exception();
+        }
+    }
+
     void invite(Call& call, int others) {
         std::lock_guard lock(mutex_);
-        invitations_.insert(invitations_.end(), others, &call);
+        try {
+            for (int i = 0; i < others; ++i)
+                invitations_.push_back(&call);
+        } catch (const std::bad_alloc&) {
+            // Fewer of them, or none: the caller does the work.
+        }
         while (idle_ < static_cast<int>(invitations_.size()) && started_ < kMostThreads && start_thread()) {
         }
         invited_.notify_all();
@@ -47,7 +69,7 @@ class Pool {
         SignalsBlocked blocked;
         try {
             std::thread([this] { serve(); }).detach();
-        } catch (const std::system_error&) {
+        } catch (const std::exception&) {
             return false; // no thread to be had: the caller does the work
         }
         ++started_;
@@ -65,8 +87,9 @@ class Pool {
             ++call->inside;
             --idle_;
             lock.unlock();
-            (*call->work)();
+            std::exception_ptr thrown = attempt(*call->work);
             lock.lock();
+            call->fail(std::move(thrown));
             ++idle_;
             --call->inside;
             left_.notify_all();
@@ -103,21 +126,6 @@ void parallel(int threads, const std::function<void()>& work) {
     threads = std::min(threads, kMostThreads);
     if (threads <= 1) return work();
     pool().run(threads, work);
-}
-
-SignalsBlocked::SignalsBlocked() {
-    static_assert(sizeof(sigset_t) <= sizeof(saved_));
-    sigset_t all;
-    sigset_t before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    std::memcpy(saved_, &before, sizeof(before));
-}
-
-SignalsBlocked::~SignalsBlocked() {
-    sigset_t before;
-    std::memcpy(&before, saved_, sizeof(before));
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 void name_this_thread(const char* name) {

@@ -5,6 +5,7 @@
 #include "sync/pool.h"
 
 #include <cstring>
+#include <list>
 #include <system_error>
 
 namespace flashckpt {
@@ -83,42 +84,43 @@ struct Sealer::Pending {
 
 // Guarded by the bell's lock, but for `pending`, which is the thread's own.
 struct Sealer::State {
-    std::vector<std::unique_ptr<Pending>> incoming;
-    std::vector<std::unique_ptr<Pending>> pending;
+    // Lists: the thread moves items about, and must not fail for want of memory.
+    std::list<std::unique_ptr<Pending>> incoming;
+    std::list<std::unique_ptr<Pending>> pending;
     std::vector<SealFailure> failures;
     std::uint64_t submitted = 0;
     std::uint64_t decided = 0;
     std::uint64_t forks = 0;
     bool closing = false;
+    bool serving = false; // until the thread has decided what was left
     std::thread thread;
 
     void decide(const Seal& seal, std::string reason) {
         Bell& bell = Bell::get();
-        if (seal.on_done_word != 0) __atomic_fetch_add(u64_at(seal.on_done_word), 1, __ATOMIC_ACQ_REL);
         std::lock_guard lock(bell.mutex);
-        if (!reason.empty()) failures.emplace_back(seal.word, std::move(reason));
+        if (!reason.empty())
+            failures.emplace_back(seal.word, std::move(reason)); // has its room since `submit`
         ++decided;
+        // Last: whoever sees that it is decided finds why it failed.
+        if (seal.on_done_word != 0) __atomic_fetch_add(u64_at(seal.on_done_word), 1, __ATOMIC_ACQ_REL);
         bell.ring();
     }
 
     // Seals what is ready; true if something is left that nobody rings for.
     bool go_through() {
         bool must_poll = false;
-        std::vector<std::unique_ptr<Pending>> left;
-        for (auto& item : pending) {
-            switch (item->poll()) {
-            case Progress::done:
-                decide(item->seal, seal_slot(item->seal));
-                break;
-            case Progress::failed:
-                decide(item->seal, refuse(item->seal, item->why));
-                break;
-            case Progress::pending:
-                must_poll = must_poll || item->must_be_polled();
-                left.push_back(std::move(item));
+        for (auto at = pending.begin(); at != pending.end();) {
+            Pending& item = **at;
+            Progress progress = item.poll();
+            if (progress == Progress::pending) {
+                must_poll = must_poll || item.must_be_polled();
+                ++at;
+                continue;
             }
+            decide(item.seal,
+                   progress == Progress::done ? seal_slot(item.seal) : refuse(item.seal, item.why));
+            at = pending.erase(at);
         }
-        pending = std::move(left);
         return must_poll;
     }
 };
@@ -165,6 +167,7 @@ Error Sealer::enqueue(std::unique_ptr<Pending>& item, State*& at_once) {
     std::lock_guard lock(bell.mutex);
     State& state = here();
     if (state.closing) return value_error("the sealer is closed");
+    state.failures.reserve(state.failures.size() + (state.submitted - state.decided) + 1);
     if (item->waits.empty() && state.decided == state.submitted) {
         ++state.submitted;
         at_once = &state;
@@ -174,6 +177,7 @@ Error Sealer::enqueue(std::unique_ptr<Pending>& item, State*& at_once) {
         SignalsBlocked blocked;
         try {
             state.thread = std::thread(serve, std::ref(state));
+            state.serving = true;
         } catch (const std::system_error& refused) {
             return os_error(refused.code().value(), "start the sealing thread");
         }
@@ -191,9 +195,7 @@ void Sealer::serve(State& state) {
     for (;;) {
         std::uint64_t rings = bell.rings();
         bool closing = state.closing;
-        for (auto& item : state.incoming)
-            state.pending.push_back(std::move(item));
-        state.incoming.clear();
+        state.pending.splice(state.pending.end(), state.incoming);
         lock.unlock();
         bool must_poll = state.go_through();
         if (closing) break;
@@ -204,6 +206,9 @@ void Sealer::serve(State& state) {
         state.decide(item->seal, "the sealer was closed before the copies had ended");
     }
     state.pending.clear();
+    lock.lock();
+    state.serving = false;
+    bell.ring();
 }
 
 bool Sealer::drain(double timeout_s) {
@@ -218,18 +223,24 @@ void Sealer::close() {
     std::thread ended;
     {
         Bell& bell = Bell::get();
-        std::lock_guard lock(bell.mutex);
+        std::unique_lock lock(bell.mutex);
         State& state = here();
         state.closing = true;
-        ended = std::move(state.thread);
         bell.ring();
+        // Of two that close it at once, each returns when it is closed.
+        while (state.serving)
+            bell.wait(lock, kForever, [&] { return !state.serving; });
+        ended = std::move(state.thread);
     }
     if (ended.joinable()) ended.join();
 }
 
 std::vector<SealFailure> Sealer::failures() {
     std::lock_guard lock(Bell::get().mutex);
-    return std::exchange(here().failures, {});
+    State& state = here();
+    std::vector<SealFailure> taken = std::exchange(state.failures, {});
+    state.failures.reserve(state.submitted - state.decided);
+    return taken;
 }
 
 } // namespace flashckpt

@@ -21,7 +21,7 @@ from flashckpt.format.metadata import plan_bytes
 
 if TYPE_CHECKING:
     from flashckpt.state.tree import Walk
-from flashckpt.state.tensors import DTYPE_NAMES, leaf_of, same_memory, strides
+from flashckpt.state.tensors import DTYPE_NAMES, has_memory, leaf_of, same_memory, strides
 
 Addresses = NDArray[np.uint64]
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
@@ -132,7 +132,7 @@ class Plan:
 
     def _fits(self, index: int, tensor: Tensor) -> bool:
         """Whether a tensor can be read as the plan has it. Compared with the plan, not with the tensor it was
-        made from: changes in place (resize_, t_, .data=, .cuda()) keep the object."""
+        made from: changes in place (resize_, t_, .data=, .cuda()) keep the object, a storage's all else."""
         leaf = self.leaves[index]
         return (
             tensor.shape == leaf.shape
@@ -140,6 +140,7 @@ class Plan:
             and tensor.device == self._devices[index]
             and strides(tensor) == leaf.stride
             and is_plain(tensor) == (index not in self.odd)
+            and has_memory(tensor)
         )
 
     def _patch(self, index: int) -> bool:

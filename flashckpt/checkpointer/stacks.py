@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from flashckpt.errors import KeeperError
 from flashckpt.events import log
+from flashckpt.memory import forks
 from flashckpt.memory.runtime import RuntimeFolder, stacks_name
 
 # Not the first ones: libraries that take a real-time signal begin there, or at the last.
@@ -26,13 +27,24 @@ _idle: list[int] = []
 _guard = threading.Lock()
 
 
-@dataclass
+@dataclass(eq=False)
 class Stacks:
     """`signal_number` is what the keeper sends; 0 where there is none to be had."""
 
     signal_number: int
     name: str
     _descriptor: int = -1
+
+    def __post_init__(self) -> None:
+        forks.hold(self)
+
+    def forked(self) -> None:
+        if self._descriptor >= 0:
+            if self.signal_number:
+                # Nobody asks a child for its stacks: a signal must not write into what has the number next.
+                faulthandler.register(self.signal_number, file=_nowhere(), all_threads=True, chain=False)
+            forks.close(self._descriptor)
+            self._descriptor = -1
 
     @classmethod
     def open(cls, folder: RuntimeFolder, lock: str) -> Stacks:

@@ -29,6 +29,7 @@ from flashckpt.keeper.protocol import (
     send,
 )
 from flashckpt.keeper.standing import make_stand
+from flashckpt.memory import forks
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder, is_alive
 
 _START_TIMEOUT_S = 60.0
@@ -63,6 +64,13 @@ class Line:
         self._pauses = start.Pauses()
         self.longest_pause_s = start.LONGEST_PAUSE_S
         self.restarts = 0
+        forks.hold(self)
+
+    def forked(self) -> None:
+        # The connection is the parent's: a word of the child's on it would be taken for the parent's.
+        if self._peer is not None:
+            forks.close(self._peer.detach())
+        self._peer, self._lock = None, threading.RLock()
 
     def call(self, message: dict[str, Any]) -> dict[str, Any]:
         """The answer to a request. Raises KeeperError, or OutOfRoomError where that is the answer."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from flashckpt.keeper.grants import SlotGrant
 from flashckpt.keeper.protocol import MAX_DESCRIPTORS, close_all
+from flashckpt.memory import forks
 from flashckpt.memory.region import MEMFD
 
 
@@ -22,6 +23,12 @@ class Possession:
         self.held: dict[str, int] = {}
         self._lent: set[str] = set()
         self._lock = threading.Lock()
+        forks.hold(self)
+
+    def forked(self) -> None:
+        for descriptor in self.held.values():
+            forks.close(descriptor)
+        self.held, self._lent, self._lock = {}, set(), threading.Lock()
 
     def lend(self, grants: Sequence[SlotGrant]) -> None:
         """Regions to be looked at: memfds are held until slots to be written are granted."""

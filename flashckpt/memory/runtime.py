@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from flashckpt import _native
 from flashckpt.errors import KeeperError
+from flashckpt.memory import forks
 
 _FOLDER_MODE = 0o700
 _FILE_MODE = 0o600
@@ -69,6 +70,12 @@ class RuntimeFolder:
     def __init__(self, path: str, descriptor: int) -> None:
         self.path = path
         self.descriptor = descriptor
+        forks.hold(self)
+        forks.hold_folder(os.path.realpath(path))
+
+    def forked(self) -> None:
+        forks.close(self.descriptor)
+        self.descriptor = -1
 
     @classmethod
     def open(cls, base: str, identity: str, *, create: bool = True) -> RuntimeFolder:

@@ -15,7 +15,7 @@ from flashckpt import _native
 from flashckpt.errors import DamagedError, KeeperError
 from flashckpt.format.layout import PAGE
 from flashckpt.format.metadata import Metadata
-from flashckpt.memory import page
+from flashckpt.memory import forks, page
 from flashckpt.memory.page import Fixed, Heartbeat, Record, State, Word
 
 
@@ -51,6 +51,12 @@ class Slot:
         self._map = _native.Mapping(descriptor, length)
         self._address = _native.address_of(self._map)
         self._maps_image = map_image
+        forks.hold(self)
+
+    def forked(self) -> None:
+        # Its mapping is not the child's, which leaves it alone.
+        forks.close(self.descriptor)
+        self.descriptor = -1
 
     @staticmethod
     def format(

@@ -44,8 +44,39 @@ def check(tensor: Tensor, location: str) -> None:
         refuse(location, f"has the dtype {tensor.dtype}", "Dequantize it, or keep its raw integers.")
     if tensor.is_conj() or tensor.is_neg():
         refuse(location, "is a lazily conjugated or negated view", "Use resolve_conj() or resolve_neg().")
+    if not has_memory(tensor):
+        refuse(
+            location,
+            "lies in a storage that is smaller than its elements (offloaders and FSDP resize storages)",
+            "Give it its memory back before the boundary, or leave it out of the state.",
+        )
     if not tensor.is_contiguous() and _overlaps(tensor):
         refuse(location, "has elements that share memory", "Clone it: tensor.clone().")
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether its storage holds all of its elements: `untyped_storage().resize_()` changes no tensor. What
+    cannot say what its storage is (XLA's, say) is believed."""
+    if type(tensor) in PLAIN:
+        return _fits_storage(tensor)
+    with torch._C.DisableTorchFunctionSubclass():
+        return _fits_storage(tensor)
+
+
+def _fits_storage(tensor: Tensor) -> bool:
+    if tensor.numel() == 0:
+        return True
+    try:
+        num_bytes = tensor.untyped_storage().nbytes()
+    except (RuntimeError, NotImplementedError):
+        return True
+    num_elements = tensor.numel() if tensor.is_contiguous() else _reach(tensor)
+    return num_bytes >= (tensor.storage_offset() + num_elements) * tensor.element_size()
+
+
+def _reach(tensor: Tensor) -> int:
+    """Elements from its first one in memory to its last."""
+    return 1 + sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _check_subclass(tensor: Tensor, location: str) -> None:
@@ -117,8 +148,7 @@ def span(tensor: Tensor) -> tuple[int, int]:
         return start, start
     if tensor.is_contiguous():
         return start, start + tensor.numel() * tensor.element_size()
-    last = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-    return start, start + (last + 1) * tensor.element_size()
+    return start, start + _reach(tensor) * tensor.element_size()
 
 
 def leaf_of(name: str, tensor: Tensor, aliases: tuple[str, ...] = ()) -> Leaf:

@@ -63,13 +63,15 @@ def test_probing_ones_own_lock_says_alive_and_does_not_drop_it(runtime: Path) ->
 
 
 def test_a_lock_dies_with_its_process_and_is_not_inherited(runtime: Path) -> None:
-    """A loader's worker has the descriptor and outlives the trainer: for it, too, the trainer is dead."""
+    """A loader's worker outlives the trainer: for it, too, the trainer is dead. It opens the folder itself:
+    what was open is not open in it."""
     folder = RuntimeFolder.open(str(runtime), IDENTITY)
     told, telling = os.pipe()
     asked, asking = os.pipe()
     holder = os.fork()
     if holder == 0:
-        if LifeLock.acquire(folder, LOCK) is not None and os.fork() == 0:
+        if LifeLock.acquire(RuntimeFolder.at(folder.path), LOCK) is not None and os.fork() == 0:
+            folder = RuntimeFolder.at(folder.path)
             os.write(telling, b"alive" if is_alive(folder, LOCK) else b"dead")
             os.read(asked, 1)
             os.write(telling, b"alive" if is_alive(folder, LOCK) else b"dead")

@@ -1,0 +1,19 @@
+// Signals belong to the interpreter's threads.
+#pragma once
+
+namespace flashckpt {
+
+// Blocks every signal for the thread that makes one, as long as it lives. Threads that are started meanwhile
+// inherit a full mask.
+class SignalsBlocked {
+  public:
+    SignalsBlocked();
+    ~SignalsBlocked();
+    SignalsBlocked(const SignalsBlocked&) = delete;
+    SignalsBlocked& operator=(const SignalsBlocked&) = delete;
+
+  private:
+    alignas(16) unsigned char saved_[128];
+};
+
+} // namespace flashckpt

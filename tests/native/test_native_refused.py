@@ -1,0 +1,54 @@
+"""Direct requests that are refused where O_DIRECT was taken: files are written and read all the same."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# Many threads on each file: those that are refused while one gives up O_DIRECT must not fail.
+_SCRIPT = """
+import os, sys
+from array import array
+from flashckpt import _native
+
+size = 64 * 4096
+region = os.memfd_create("source")
+os.write(region, os.urandom(size))
+leaves = {"leaf_offsets": array("Q", [0]), "leaf_sizes": array("Q", [size])}
+target = os.memfd_create("target")
+os.ftruncate(target, size)
+for number in range(40):
+    path = os.path.join(sys.argv[1], str(number))
+    digests, sums, direct = _native.write_file(path, region, 0, size, chunk_bytes=4096, threads=8, **leaves)
+    assert not direct
+    same = {"num_bytes": size, "chunk_bytes": 4096, "checksums": sums, "threads": 8, **leaves}
+    assert _native.check_file(path, **same) == (digests, [], False)
+    assert _native.read_file(path, target, 0, **same) == (digests, [], False)
+assert os.pread(target, size, 0) == os.pread(region, size, 0)
+print("all")
+"""
+
+
+def test_refused_direct_requests_go_through_the_cache(tmp_path: Path) -> None:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler: nothing refuses requests")
+    shim = tmp_path / "refusing.so"
+    source = Path(__file__).with_name("refusing.c")
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", shim, source, "-ldl"], check=True)
+    files = tmp_path / "files"
+    files.mkdir()
+    preload = " ".join(filter(None, [os.environ.get("LD_PRELOAD"), str(shim)]))
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT, str(files)],
+        env={**os.environ, "LD_PRELOAD": preload},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "all\n", "")
