@@ -31,5 +31,6 @@ def end(pids: list[int]) -> None:
         with contextlib.suppress(ProcessLookupError):
             descriptor = os.pidfd_open(pid)
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-            select.select([descriptor], [], [], 10)
+            ended = select.select([descriptor], [], [], 240)[0]
             os.close(descriptor)
+            assert ended, f"process {pid} was killed and does not end"

@@ -1,4 +1,7 @@
-"""Standing still until something is so. Never a sleep that hopes: each has a condition and a limit."""
+"""Standing still until something is so. Never a sleep that hopes: each has a condition and a limit.
+
+A limit is for what never comes, and long: on a machine that does ten other things, seconds say nothing.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from collections.abc import Callable
 import flashckpt
 
 
-def until(condition: Callable[[], object], what: str, limit_s: float = 60.0) -> None:
+def until(condition: Callable[[], object], what: str, limit_s: float = 240.0) -> None:
     """Wait until the condition holds; fail with `what` if it does not within the limit."""
     end = time.monotonic() + limit_s
     while not condition():

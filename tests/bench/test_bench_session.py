@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from benchmarks.session import ProcessFailed, Session, wait_until
+from tests.waiting import until
 
 _DAEMON = """
 import os, sys, time
@@ -56,7 +58,7 @@ def test_a_daemon_in_a_session_of_its_own_is_found_and_ended(
         daemon = int(pid_file.read_text())
         assert session.processes() == [daemon]
         session.clean()
-        assert wait_until(lambda: not os.path.exists(f"/proc/{daemon}/environ") or _is_dead(daemon), 10)
+        assert wait_until(lambda: not os.path.exists(f"/proc/{daemon}/environ") or _is_dead(daemon), 240)
         assert not os.path.exists(f"/dev/shm/left_{session.tag}")
         assert bystander.poll() is None
     finally:
@@ -75,7 +77,7 @@ def test_a_process_that_does_not_end_is_ended_and_said_so(
 def test_a_process_that_hides_its_tag_is_ended_too(session: Session, module: Callable[[str], str]) -> None:
     """As one does that writes its title over its environment."""
     with pytest.raises(ProcessFailed, match="did not end within"):
-        session.run([module(_HIDDEN), str(session.folder / "hidden")], timeout_s=10)
+        session.run([module(_HIDDEN), str(session.folder / "hidden")], timeout_s=20)
     assert (session.folder / "hidden").exists()
 
 
@@ -101,10 +103,18 @@ def test_the_reason_is_the_line_that_names_the_error(session: Session, module: C
 
 
 def test_shared_memory_is_counted_once(session: Session, module: Callable[[str], str]) -> None:
-    """Two processes that map the same 64 MiB have 64 MiB of it together."""
-    session.run([module(_SHARED)], timeout_s=60)
-    most = max(sample.shared for sample in session.samples)
-    assert 64 << 20 <= most < 100 << 20
+    """Two processes that map the same 64 MiB have 64 MiB of it together. Both wait until that was seen."""
+    seen = session.folder / "seen"
+
+    def note() -> None:
+        until(lambda: any(sample.shared >= 64 << 20 for sample in list(session.samples)), "a sample of both")
+        seen.touch()
+
+    noting = threading.Thread(target=note)
+    noting.start()
+    session.run([module(_SHARED), str(seen)], timeout_s=280)
+    noting.join()
+    assert max(sample.shared for sample in session.samples) < 100 << 20
 
 
 _HIDDEN = """
@@ -118,13 +128,14 @@ time.sleep(600)
 """
 
 _SHARED = """
-import mmap, os, time
+import mmap, os, sys, time
 memory = mmap.mmap(-1, 64 << 20)
 memory[:] = b"x" * (64 << 20)
 child = os.fork()
 if child == 0:
     memory[:] = b"y" * (64 << 20)
-    time.sleep(1)
+    while not os.path.exists(sys.argv[1]):
+        time.sleep(0.01)
     os._exit(0)
 os.waitpid(child, 0)
 """

@@ -139,7 +139,7 @@ class Accelerated:
         self.device.compute.release()
         self.device.side.drain()
         self.device.compute.drain()
-        assert self.sealer.drain(20.0)
+        assert self.sealer.drain(240)
         self.capture._flights.poll()
 
     def result(self) -> str:

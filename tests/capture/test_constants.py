@@ -100,7 +100,7 @@ def test_on_the_host_a_changed_constant_is_seen_at_once(ring: SlotRing, sealer: 
             assert {row[0] for row in capture.describe()} == {"constant"}
             weight.numpy()[3] = 5.0
         assert capture.boundary(step, lambda: b"{}").captured
-        assert sealer.drain(10)
+        assert sealer.drain(240)
         content = newest(ring)
         assert content.step == step
         assert content.torn == []
@@ -133,7 +133,7 @@ def test_another_plan_forgets_what_stands_in_the_slots(ring: SlotRing, sealer: _
             assert "constant" in {row[0] for row in capture.describe()}
             first["a"] = torch.ones(70)  # the constant keeps its index and moves in the image
         assert capture.boundary(step, lambda: b"{}").captured
-        assert sealer.drain(10)
+        assert sealer.drain(240)
         content = newest(ring)
         assert content.torn == []
         assert content.leaves["frozen.w"] == bytes_of(state.weight)
@@ -146,7 +146,7 @@ def digest_of(tensor: torch.Tensor) -> int:
 
 def captured(capture: Capture, ring: SlotRing, sealer: _native.Sealer, step: int) -> Content:
     assert capture.boundary(step, lambda: b"{}").captured
-    assert sealer.drain(10)
+    assert sealer.drain(240)
     content = newest(ring)
     assert (content.step, content.torn) == (step, [])
     return content
@@ -202,7 +202,7 @@ def test_one_that_is_trained_now_is_none_though_it_was_restored_as_one(
     state = State(model=model, optimizer=optimizer)
     capture = Capture(state, ring, sealer, Options(), every=1, optimizers=[optimizer], constants=known)
     assert capture.boundary(1, lambda: b"{}", ordered=True).captured
-    assert sealer.drain(10)
+    assert sealer.drain(240)
     assert constants_of(newest(ring)) == []
     capture.close()
 

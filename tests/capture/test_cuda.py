@@ -69,7 +69,7 @@ class Loop:
         if behind:
             self.train()
         torch.cuda.synchronize()
-        assert self.sealer.drain(30)
+        assert self.sealer.drain(240)
         content = newest(ring)
         assert content.step == self.step
         assert content.torn == []
@@ -124,7 +124,7 @@ def test_a_named_stream_is_waited_for(sealer: _native.Sealer, large_ring: SlotRi
         loop.model[0].weight.data.mul_(2)
     assert loop.capture.boundary(9, lambda: b"{}", ordered=True).captured
     torch.cuda.synchronize()
-    assert sealer.drain(30)
+    assert sealer.drain(240)
     content = newest(large_ring)
     assert content.torn == []
     assert content.leaves["model.0.weight"] == bytes_of(expected.cpu())
@@ -151,7 +151,7 @@ def test_a_graph_that_is_captured_beside_it_is_not_broken(
         reference = {live.name: live.tensor.detach().clone() for live in loop.state.walk_now()}
         loop.capture.boundary(step, lambda: b"{}", ordered=True)
         torch.cuda.synchronize()
-        assert sealer.drain(30)
+        assert sealer.drain(240)
         content = newest(large_ring)
         if content.step == step and not content.torn:
             for name, tensor in reference.items():
@@ -188,7 +188,7 @@ def test_a_graph_can_be_captured_while_copies_and_registrations_run(
     graph.replay()
     torch.cuda.synchronize()
     assert counted.eq(1).all()
-    assert sealer.drain(30)
+    assert sealer.drain(240)
     content = newest(large_ring)
     assert (content.step, content.torn) == (loop.step, [])
     loop.step += 1
@@ -386,7 +386,7 @@ def test_ten_thousand_leaves_do_not_hold_the_training_thread_up(
             if step == 5:
                 assert not busy.query(), "the call waited for the device"
             torch.cuda.synchronize()
-            assert sealer.drain(30)
+            assert sealer.drain(240)
             content = newest(ring)
             assert (content.step, content.torn) == (step, [])
         found = [content.leaves[f"model.{i}"] for i in range(count)]

@@ -54,7 +54,7 @@ class Run:
         return self.boundary(**how)
 
     def landed(self) -> None:
-        assert self.sealer.drain(10.0)
+        assert self.sealer.drain(240)
 
 
 @pytest.fixture

@@ -78,7 +78,7 @@ def counted(ring: SlotRing, sealer: _native.Sealer, way: str, count: int) -> tup
         assert capture.boundary(step, lambda: b"{}", ordered=True).captured
         found = device.compute.enqueued - before
         device.synchronize()
-        assert sealer.drain(60.0)
+        assert sealer.drain(240)
     content = newest(ring)
     assert (content.step, content.torn) == (count + 4, [])
     assert len(content.leaves) == 2 * count

@@ -87,7 +87,7 @@ def test_one_that_changed_is_not_taken_for_torn_where_the_keeper_was_faster(loop
     loop.device.compute.release()
     loop.device.side.drain()
     loop.device.compute.drain()
-    assert loop.sealer.drain(20.0)
+    assert loop.sealer.drain(240)
     found = loop.ring.newest_sealed()
     assert found is not None
     slot, sealed = found

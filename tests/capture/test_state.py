@@ -45,7 +45,7 @@ class Loop:
         self.step += 1
         outcome = self.capture.boundary(self.step, self.values, **how)
         assert outcome.captured, outcome
-        assert self.sealer.drain(10)
+        assert self.sealer.drain(240)
         content = newest(self.ring)
         assert content.step == self.step
         assert content.torn == []
@@ -197,7 +197,7 @@ def test_optimizer_state_that_grows_changes_the_plan(ring: SlotRing, sealer: _na
     for step in range(1, 5):
         optimizer.step(closure)
         assert capture.boundary(step, lambda: encode_json(tree.values())).captured
-        assert sealer.drain(10)
+        assert sealer.drain(240)
         content = newest(ring)
         assert content.step == step
         for live in tree.current.leaves:
@@ -214,12 +214,12 @@ def test_a_tie_that_is_undone_is_seen(ring: SlotRing, sealer: _native.Sealer) ->
     capture = Capture(tree, ring, sealer, Options(), every=1)
     for step in (1, 2):
         assert capture.boundary(step, lambda: encode_json(tree.values())).captured
-        assert sealer.drain(10)
+        assert sealer.drain(240)
     assert len(newest(ring).leaves) == 1
     assert newest(ring).layout.leaves[0].aliases
     model[1].weight = torch.nn.Parameter(torch.randn(3, 3))
     assert capture.boundary(3, lambda: encode_json(tree.values())).captured
-    assert sealer.drain(10)
+    assert sealer.drain(240)
     assert len(newest(ring).leaves) == 2
     capture.close()
 
@@ -292,7 +292,7 @@ def test_a_tie_by_memory_that_is_undone_is_seen(ring: SlotRing, sealer: _native.
         if step == 2:
             model[undone].weight.data = torch.randn(3, 3)
         assert capture.boundary(step, lambda: encode_json(tree.values())).captured
-        assert sealer.drain(10)
+        assert sealer.drain(240)
     content = newest(ring)
     for place in (0, 1):
         assert content.leaves[f"model.{place}.weight"] == bytes_of(model[place].weight)
@@ -309,7 +309,7 @@ def test_a_tie_that_is_undone_in_its_first_place_is_seen(ring: SlotRing, sealer:
         if step == 2:
             model.first = torch.ones(3)
         assert capture.boundary(step, lambda: encode_json(tree.values())).captured
-        assert sealer.drain(10)
+        assert sealer.drain(240)
     content = newest(ring)
     assert content.leaves["model.first"] == bytes_of(model.first)
     assert content.leaves["model.second"] == bytes_of(model.second)
@@ -327,7 +327,7 @@ def test_the_gradient_of_a_parameter_in_anothers_place_is_a_leaf(
     model.weight = torch.nn.Parameter(torch.randn(2, 2))
     model(torch.ones(1, 2)).sum().backward()
     assert capture.boundary(2, values).captured
-    assert sealer.drain(10)
+    assert sealer.drain(240)
     assert newest(ring).leaves["gradients.model.weight"] == bytes_of(model.weight.grad)
     capture.close()
 

@@ -349,7 +349,7 @@ def test_nothing_is_asked_or_let_go_while_a_graph_is_captured(make: Maker) -> No
     loop.device.graph_capture = True  # any use of the device fails from here on
     loop.device.side.release()
     loop.device.side.drain()
-    assert loop.sealer.drain(20.0)
+    assert loop.sealer.drain(240)
     assert loop.capture.boundary(99, lambda: b"{}").verdict is not Verdict.CAPTURED
     assert transfer.arena.is_held
     loop.device.graph_capture = False

@@ -105,7 +105,7 @@ state["model"](torch.ones(2, 4)).sum().backward()
 state["optimizer"].step()
 """
     command = [sys.executable, "-c", script, str(tmp_path / "whole.pt")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stderr) == (0, "")
 
 

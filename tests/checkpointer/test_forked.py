@@ -25,9 +25,9 @@ def test_a_forked_child_ends_by_itself(tmp_path: Path, runtime: Path, way: str, 
     module = ["tests.checkpointer.forking", str(run), way]
     if way == "break":
         command = [sys.executable, "-m", *module]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     else:
-        done = zygote.shared().run(module, timeout=120)
+        done = zygote.shared().run(module, timeout=240)
     assert done.stdout.splitlines() == [f"child {status}", "after 6"], done.stderr
     assert done.returncode == 0
     assert flashckpt.steps(run) == [6]

@@ -29,7 +29,7 @@ def shell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Ende
 
     def call(*arguments: object) -> Ended:
         command = [sys.executable, "-c", "from flashckpt.cli.main import main; main()", *map(str, arguments)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
         return Ended(done.returncode, done.stdout, done.stderr)
 
     return call

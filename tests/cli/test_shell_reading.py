@@ -218,7 +218,7 @@ def test_the_shell_starts_without_torch(run: MadeRun) -> None:
         f"    try: app([command, {str(run.folder)!r}])\n"
         "    except SystemExit as end: assert end.code == 0, (command, end.code)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
 
 
@@ -230,7 +230,7 @@ def test_a_reader_that_goes_away_is_no_damage(branched: MadeRun) -> None:
         ["bash", "-c", f"{command} | true; echo ${{PIPESTATUS[0]}}"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert done.stdout.strip() in ("0", "141")
     assert done.stderr == ""
@@ -266,7 +266,7 @@ def test_on_a_terminal_the_table_fits_its_width(branched: MadeRun) -> None:
     ]
     with os.fdopen(parent, "rb", closefd=True) as terminal:
         done = subprocess.run(
-            command, stdin=child, stdout=child, stderr=child, env={**os.environ, "COLUMNS": "70"}, timeout=60
+            command, stdin=child, stdout=child, stderr=child, env={**os.environ, "COLUMNS": "70"}, timeout=240
         )
         os.close(child)
         text = b""

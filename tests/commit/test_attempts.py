@@ -44,7 +44,7 @@ def test_processes_that_race_for_a_claim_all_get_their_own(tmp_path: Path) -> No
 
     def race() -> None:
         looks = []
-        barrier.wait(30)
+        barrier.wait(240)
         for _ in range(10):
             looks.clear()
             name = claim(store, HOLDER, check=lambda: looks.append(1))
@@ -53,7 +53,7 @@ def test_processes_that_race_for_a_claim_all_get_their_own(tmp_path: Path) -> No
     racers = [context.Process(target=race) for _ in range(4)]
     for racer in racers:
         racer.start()
-    got = [results.get(timeout=60) for _ in range(40)]
+    got = [results.get(timeout=240) for _ in range(40)]
     for racer in racers:
         racer.join()
     assert sorted(AttemptName.parse(name).number for name, _ in got) == list(range(1, 41))

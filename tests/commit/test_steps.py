@@ -157,13 +157,13 @@ def test_many_commit_at_once(store: LocalStore, attempt: AttemptName) -> None:
     barrier, results = context.Barrier(4), context.Queue()
 
     def race() -> None:
-        barrier.wait(30)
+        barrier.wait(240)
         results.put(commit(store, 100, attempt, world=1).value)
 
     racers = [context.Process(target=race) for _ in range(4)]
     for racer in racers:
         racer.start()
-    assert {results.get(timeout=30) for _ in racers} == {Committed.YES.value}
+    assert {results.get(timeout=240) for _ in racers} == {Committed.YES.value}
     for racer in racers:
         racer.join()
     assert is_whole(store, 100, attempt)

@@ -44,14 +44,14 @@ class StoreContract:
 
         def race(who: int) -> None:
             for turn in range(25):
-                barrier.wait(30)
+                barrier.wait(240)
                 if store.create(f"name-{turn}", f"{who}".encode() * 100):
                     wins.put((turn, who))
 
         racers = [context.Process(target=race, args=(who,)) for who in range(4)]
         for racer in racers:
             racer.start()
-        found = dict(wins.get(timeout=60) for _ in range(25))
+        found = dict(wins.get(timeout=240) for _ in range(25))
         for racer in racers:
             racer.join()
             assert racer.exitcode == 0

@@ -33,7 +33,7 @@ ROW = ["kind", "outcome", "step", "attempt", "place", "num_bytes", "damage", "de
 
 def shell(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", "from flashckpt.cli.main import main; main()", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
 
 
 def finding(outcome: Outcome, *, damage: bool = False) -> Finding:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from safetensors.numpy import load_file
 
 from flashckpt.commit import lineage
@@ -31,7 +32,7 @@ from tests.processes import end, keepers_of
 from tests.waiting import until
 from tests.zygote import DEVNULL, Zygote
 
-LIMIT_S = 120.0
+LIMIT_S = 240.0
 # Slots of a rank and the larger ones that they are about to replace, one that a resume may have read into
 # beside them; and what slots share: the region that they name, and one that is about to be filled.
 MOST_SLOTS, MOST_SHARED = 7, 2
@@ -291,7 +292,26 @@ class Job:
             self.let_go_on()
             time.sleep(0.005)
         left = [path.name for path in self.runtime.glob("*/*/*")]
-        return [f"keepers {self.keepers()} and {left} stay after the end"] if self.keepers() or left else []
+        if not self.keepers() and not left:
+            return []
+        return [f"keepers {self.keepers()} and {left} stay after the end: {self.told()}"]
+
+    def comes_down(self, name: str, most: int) -> bool:
+        """Whether a size that is too large is not, within the limit."""
+        end_s = time.monotonic() + LIMIT_S
+        while self.sizes()[name] > most:
+            if time.monotonic() > end_s:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def told(self) -> str:
+        """All that says why: what lies in memory, who lives, and the last words of trainers and keepers."""
+        words = [f"in memory {self.names()}", f"keepers {self.keepers()}", f"trainers: {self.said[-3000:]}"]
+        for path in [*self.runtime.rglob("keeper.log"), *sorted(self.run.rglob("events/*"))[-4:]]:
+            with contextlib.suppress(OSError):
+                words.append(f"{path.name}: {path.read_text(errors='replace')[-3000:]}")
+        return "\n".join(words)
 
     def names(self) -> list[str]:
         """What lies in the runtime folder."""
@@ -314,6 +334,12 @@ class Job:
             "keepers": len(keepers),
             "keeper descriptors": max(descriptors),
         }
+
+
+def none(faults: list[str]) -> None:
+    """Fail with all of them, whole: pytest shortens what an assertion compares."""
+    if faults:
+        pytest.fail("\n".join(faults), pytrace=False)
 
 
 def reference_of(zygote: Zygote, steps: int) -> list[int]:

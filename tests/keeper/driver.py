@@ -43,7 +43,7 @@ class Process:
         assert self._child.stdout is not None
         self._child.stdin.write(json.dumps(command) + "\n")
         self._child.stdin.flush()
-        ready, _, _ = select.select([self._child.stdout], [], [], 60)
+        ready, _, _ = select.select([self._child.stdout], [], [], 240)
         assert ready, f"no answer to {command}"
         line = self._child.stdout.readline()
         assert line, f"the trainer died of {command}"
@@ -58,10 +58,10 @@ class Process:
         assert self._child.stdout is not None
         self._child.stdin.close()
         self._child.stdout.close()
-        self._child.wait(30)
+        self._child.wait(240)
 
 
-def eventually(condition: Callable[[], Any], timeout_s: float = 30) -> Any:
+def eventually(condition: Callable[[], Any], timeout_s: float = 240) -> Any:
     """Wait for something that must become true."""
     until = time.monotonic() + timeout_s
     while not (found := condition()):
@@ -80,7 +80,7 @@ def kill_keeper(folder: RuntimeFolder) -> int:
     pid = eventually(lambda: keeper_pid(folder))
     descriptor = os.pidfd_open(pid)
     signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-    select.select([descriptor], [], [], 30)
+    select.select([descriptor], [], [], 240)
     os.close(descriptor)
     eventually(lambda: keeper_pid(folder) is None)
     return pid

@@ -164,7 +164,7 @@ class FakeTrainer:
         layout = self.image.constants
         assert layout is not None
         size = metadata.geometry(len(metadata.plan_bytes(layout)), len(layout.leaves), len(VALUES)).num_bytes
-        until = time.monotonic() + 30
+        until = time.monotonic() + 240
         while (grant := self.client.ask_constants(size, layout.num_bytes)) is None:
             assert time.monotonic() < until, "no region was made"
             time.sleep(0.005)
@@ -267,11 +267,11 @@ class FakeTrainer:
             table=slot.metadata_address + places.table,
             table_count=count,
         )
-        assert self.sealer.drain(10)
+        assert self.sealer.drain(240)
 
     def snapshot(self, step: int, *, persist: bool = False) -> tuple[Slot, int]:
         """Write and seal a step; waits for a slot."""
-        until = time.monotonic() + 30
+        until = time.monotonic() + 240
         while (written := self.write(step)) is None:
             assert time.monotonic() < until, "no slot came free"
             time.sleep(0.005)
@@ -281,10 +281,10 @@ class FakeTrainer:
         self.seal(slot, generation)
         return slot, generation
 
-    def wait_committed(self, step: int, timeout_s: float = 30) -> None:
+    def wait_committed(self, step: int, timeout_s: float = 240) -> None:
         self.wait_for(lambda status: step in status.committed, timeout_s)
 
-    def wait_for(self, condition: Any, timeout_s: float = 30) -> Any:
+    def wait_for(self, condition: Any, timeout_s: float = 240) -> Any:
         until = time.monotonic() + timeout_s
         while True:
             status = self.client.status()

@@ -43,7 +43,7 @@ def faulty_keeper(run: Path, runtime: Path, faults: Path) -> Iterator[subprocess
         yield process
     finally:
         process.kill()
-        process.wait(30)
+        process.wait(240)
 
 
 def _pause(faults: Path, name: str) -> None:

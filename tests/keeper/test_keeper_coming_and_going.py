@@ -260,7 +260,7 @@ def test_a_keeper_that_nobody_speaks_to_ends(tmp_path: Path, runtime: Path) -> N
     trainer = FakeTrainer(run, runtime)
     second = subprocess.run(
         [sys.executable, "-m", "flashckpt.keeper", str(run), trainer.folder.path],
-        timeout=60,
+        timeout=240,
         capture_output=True,
     )
     assert second.returncode == 0
@@ -281,7 +281,7 @@ def test_the_import_path_of_the_trainer_is_the_keepers(tmp_path: Path, runtime: 
     root, flag = str(Path(__file__).resolve().parents[2]), "-P" if sys.version_info >= (3, 11) else "-s"
     found = subprocess.run(
         [sys.executable, flag, "-c", code, str(run), str(runtime), str(tmp_path), root],
-        cwd=tmp_path, capture_output=True, text=True, timeout=100,
+        cwd=tmp_path, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert found.stdout.strip() == "served", found.stderr
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,23 +37,33 @@ def attached(run: Path, base: Path, **options: object) -> FakeTrainer:
 
 
 def caught_writing(trainer: FakeTrainer, strike: Callable[[int], None]) -> int:
-    """Strike the keeper while it writes a shard that no part names yet. Returns the step."""
-    for step in range(10, 40):
+    """Strike the keeper while it writes a shard that no part names yet. Returns the step. One that was faster
+    is let go on, or replaced where it is dead, and the next step is tried: how often that happens is up to
+    the machine."""
+    for step in range(10, 200):
         folder = trainer.run / "steps" / f"{step:012d}" / str(trainer.attempt)
-        pid = keeper_pid(trainer.folder)
-        assert pid is not None
+        pid = eventually(lambda: keeper_pid(trainer.folder))
         trainer.snapshot(step, persist=True)
-        until = time.monotonic() + 20
-        while time.monotonic() < until:
-            names = os.listdir(folder) if folder.is_dir() else []
-            if names:
-                strike(pid)
-                names = os.listdir(folder)
-                if not any(name.startswith("part-") for name in names):
-                    return step
-                os.kill(pid, signal.SIGCONT)
-                break
+        eventually(lambda folder=folder: folder.is_dir() and os.listdir(folder))
+        strike(pid)
+        if not any(name.startswith("part-") for name in os.listdir(folder)):
+            return step
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+        trainer.wait_committed(step)
     raise AssertionError("the keeper was never caught while it wrote")
+
+
+def stop(pid: int) -> None:
+    """SIGSTOP, and until each of its threads stands: the signal is sent long before."""
+    os.kill(pid, signal.SIGSTOP)
+    threads = Path(f"/proc/{pid}/task")
+
+    def stands() -> bool:
+        told = [each.joinpath("stat").read_text() for each in threads.iterdir()]
+        return {each.rpartition(")")[2].split()[0] for each in told} == {"T"}
+
+    eventually(stands)
 
 
 def test_killed_while_writing_a_slot_loses_that_snapshot_and_no_other(tmp_path: Path, runtime: Path) -> None:
@@ -114,17 +124,19 @@ def test_a_keeper_killed_while_it_writes_is_replaced(tmp_path: Path, runtime: Pa
     def kill(pid: int) -> None:
         descriptor = os.pidfd_open(pid)
         os.kill(pid, signal.SIGKILL)
-        select.select([descriptor], [], [], 30)
+        select.select([descriptor], [], [], 240)
         os.close(descriptor)
 
     step = caught_writing(trainer, kill)
     assert step not in committed(trainer.run)
+    folder = trainer.run / "steps" / f"{step:012d}"
+    [half] = folder.glob("*/shard-*")
     restarts = trainer.client.restarts
     trainer.wait_committed(step)
     assert trainer.client.restarts == restarts + 1
     assert committed(trainer.run)[-1] == step
-    shards = list((trainer.run / "steps" / f"{step:012d}").glob("*/shard-*"))
-    assert len(shards) == 2, "it was written again under another name"
+    # The half of the dead one is debris, which the new one removes when it comes to it.
+    assert len({*folder.glob("*/shard-*")} - {half}) == 1, "it was written again under another name"
     trainer.snapshot(100, persist=True)
     trainer.wait_committed(100)
     trainer.end()
@@ -174,16 +186,16 @@ def test_a_pause_is_told_and_ends(tmp_path: Path, runtime: Path) -> None:
 
 
 def test_a_stopped_keeper_goes_on_after_its_replacement_wrote(tmp_path: Path, runtime: Path) -> None:
-    trainer = attached(tmp_path / "run", runtime, kib=32 << 10, patience_s=1.0)
+    trainer = attached(tmp_path / "run", runtime, kib=32 << 10, patience_s=5.0)
     trainer.snapshot(1, persist=True)
     trainer.wait_committed(1)
     stopped: list[int] = []
 
-    def stop(pid: int) -> None:
-        os.kill(pid, signal.SIGSTOP)
+    def strike(pid: int) -> None:
+        stop(pid)
         stopped[:] = [pid]
 
-    step = caught_writing(trainer, stop)
+    step = caught_writing(trainer, strike)
     trainer.wait_committed(step)
     assert keeper_pid(trainer.folder) not in (None, stopped[0])
     # Its slot is written anew before it wakes: what it still reads is of another step.
@@ -206,7 +218,7 @@ def test_a_stopped_keeper_goes_on_after_its_replacement_wrote(tmp_path: Path, ru
 def test_a_keeper_without_a_socket_is_found_again_or_replaced(
     tmp_path: Path, runtime: Path, stopped: bool
 ) -> None:
-    trainer = attached(tmp_path / "run", runtime, patience_s=1.0)
+    trainer = attached(tmp_path / "run", runtime, patience_s=5.0)
     pid = keeper_pid(trainer.folder)
     assert pid is not None
     if stopped:

@@ -120,7 +120,7 @@ def test_what_a_stopped_keeper_writes_stays_until_it_is_dead(
     tmp_path: Path, runtime: Path, faults: Path, keeper: int
 ) -> None:
     """It lives and may go on at any time; its file goes when it cannot."""
-    trainer = begun(tmp_path, runtime, patience_s=1.0)
+    trainer = begun(tmp_path, runtime, patience_s=5.0)
     (faults / "write.pause").touch()
     trainer.snapshot(1, persist=True)
     eventually(lambda: (faults / "write.paused").exists())

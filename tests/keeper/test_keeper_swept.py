@@ -84,6 +84,6 @@ def test_a_keeper_whose_trainer_is_dead_saves_what_it_holds(tmp_path: Path, runt
             assert keeper.poll() is None, "it has looked at its folder several times by now"
         (faults / "write.pause").unlink()
         eventually(lambda: committed(run) == [7])
-        keeper.wait(60)
+        keeper.wait(240)
         assert keeper.returncode != -signal.SIGKILL
         assert not folder.exists()

@@ -76,7 +76,7 @@ def fill(slot: Slot, step: int, attempt: int = 1) -> int:
         metadata=slot.metadata_address, metadata_bytes=len(block),
         table=slot.metadata_address + places.table, table_count=2,
     )  # fmt: skip
-    assert sealer.drain(10)
+    assert sealer.drain(240)
     sealer.close()
     return generation
 
@@ -204,7 +204,7 @@ def test_two_processes_begin_one_slot_once(slot: Slot) -> None:
         assert child.stdin is not None
         child.stdin.write("x")
         child.stdin.flush()
-    won = [int(each) for child in children for each in child.communicate(timeout=100)[0].split()]
+    won = [int(each) for child in children for each in child.communicate(timeout=240)[0].split()]
     assert sorted(won) == list(range(1, 40001))
 
 

@@ -81,6 +81,6 @@ raise SystemExit(7)
 )
 def test_a_daemon_thread_in_native_code_does_not_abort_the_exit(deed: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT.format(deed=deed)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", _SCRIPT.format(deed=deed)], capture_output=True, text=True, timeout=240
     )
     assert (done.returncode, done.stderr) == (7, "")

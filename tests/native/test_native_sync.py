@@ -108,7 +108,7 @@ def test_a_seal_waits_for_all_its_events_and_then_writes_the_record() -> None:
     assert not sealer.drain(0.05)
     assert (slot.word, slot.done) == (word(WRITING), 0)
     events[0].set()
-    assert sealer.drain(30)
+    assert sealer.drain(240)
     assert (slot.word, slot.done) == (word(SEALED), 1)
     assert sealer.failures() == []
     record = slot.map[RECORD : RECORD + 256]
@@ -123,7 +123,7 @@ def test_a_table_with_an_empty_entry_is_refused() -> None:
         slot, sealer = Slot(), _native.Sealer()
         _native.store(slot.address + TABLE + 8 * entry, _native.EMPTY_DIGEST)
         slot.submit(sealer)
-        assert sealer.drain(30)
+        assert sealer.drain(240)
         assert (slot.word, slot.done) == (GENERATION << 16, 1)
         [(address, reason)] = sealer.failures()
         assert address == slot.address
@@ -137,7 +137,7 @@ def test_a_slot_that_another_took_is_left_alone() -> None:
     slot.submit(sealer, event.handle)
     _native.store(slot.address, word(WRITING, owner=9))
     event.set()
-    assert sealer.drain(30)
+    assert sealer.drain(240)
     assert slot.word == word(WRITING, owner=9)
     assert "changed by another" in sealer.failures()[0][1]
     sealer.close()
@@ -153,7 +153,7 @@ def test_one_seal_does_not_wait_for_another() -> None:
         ready.wait(0.001)
     assert (soon.word, late.word) == (word(SEALED), word(WRITING))
     event.set()
-    assert sealer.drain(30)
+    assert sealer.drain(240)
     sealer.close()
 
 
@@ -168,7 +168,7 @@ def test_with_nothing_to_wait_for_it_is_sealed_when_submit_returns() -> None:
     after = Slot()
     after.submit(sealer)  # by the thread: something is undecided before it
     event.set()
-    assert sealer.drain(30)
+    assert sealer.drain(240)
     assert (waited.word, after.word) == (word(SEALED), word(SEALED))
     sealer.close()
 
@@ -194,7 +194,7 @@ def test_an_event_reset_too_early_and_one_that_is_gone_are_still_heard() -> None
     assert not sealer.drain(0.02)
     event.set()
     event.reset()
-    assert sealer.drain(30)
+    assert sealer.drain(240)
     assert slot.word == word(SEALED)
     handle = event.handle
     del event
@@ -228,7 +228,7 @@ def test_events_between_threads() -> None:
     event, heard = _native.HostEvent(), []
     assert not event.query()
     assert not event.wait(0)
-    waiter = threading.Thread(target=lambda: heard.append(event.wait(60)))
+    waiter = threading.Thread(target=lambda: heard.append(event.wait(240)))
     waiter.start()
     event.set()
     waiter.join()
@@ -260,7 +260,7 @@ def test_a_child_forked_while_the_threads_work_has_its_own() -> None:
         copy_something(3)
         mine = Slot()
         mine.submit(sealer)
-        assert sealer.drain(30)
+        assert sealer.drain(240)
         assert mine.word == word(SEALED)
         sealer.close()
 
@@ -278,7 +278,7 @@ def test_a_child_forked_while_the_threads_work_has_its_own() -> None:
     # What the parent submitted was the children's to leave alone.
     assert slot.word == word(WRITING)
     event.set()
-    assert sealer.drain(30)
+    assert sealer.drain(240)
     assert slot.word == word(SEALED)
     sealer.close()
 

@@ -27,7 +27,7 @@ def stop_keeper(folder: RuntimeFolder) -> int:
 def kill(pid: int) -> None:
     descriptor = os.pidfd_open(pid)
     signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-    select.select([descriptor], [], [], 30)
+    select.select([descriptor], [], [], 240)
     os.close(descriptor)
 
 

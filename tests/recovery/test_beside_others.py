@@ -102,7 +102,7 @@ def test_of_two_recoveries_one_is_refused(tmp_path: Path, runtime: Path) -> None
             recovered(run)
         with pytest.raises(RunHeldError, match=str(first.pid)):
             prune(open_store(str(run)), Keep(last=1))
-        out, err = first.communicate("\n", timeout=60)
+        out, err = first.communicate("\n", timeout=240)
     assert out.endswith("done\n"), err
     assert committed(run) == [1]
     assert rows(recovered(run)) == []
@@ -137,7 +137,7 @@ def test_a_job_that_begins_meanwhile_ends_it(tmp_path: Path, runtime: Path, stag
         thread.start()
         store = open_store(str(run))
         eventually(lambda: len(attempts.attempts(store)) == 2)
-        out, err = first.communicate("\n", timeout=60)
+        out, err = first.communicate("\n", timeout=240)
         thread.join(60)
     assert "done" not in out
     assert "A job has begun" in err

@@ -22,7 +22,7 @@ from tests.waiting import until
 
 def shell(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", "from flashckpt.cli.main import main; main()", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
 
 
 def kill_both_in_step(job: Trainer, runtime: Path, step: int) -> None:

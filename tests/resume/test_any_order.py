@@ -50,7 +50,7 @@ class Job:
         """Start it, and wait until it stands still in a step with something committed behind it."""
         self.process = self.trainer.start(hold_at=step)
         assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], 120)
+        ready, _, _ = select.select([self.process.stdout], [], [], 240)
         assert ready, "the trainer never came to the step"
         assert self.process.stdout.readline() == f"held {step}\n"
         self.trainer.wait_committed()

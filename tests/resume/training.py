@@ -55,7 +55,7 @@ class Trainer:
         return said
 
     def _ended(self, process: zygote.Program) -> str:
-        process.wait(timeout=120)
+        process.wait(timeout=240)
         return self._err.read_text()
 
     def wait_committed(self) -> None:

@@ -47,7 +47,7 @@ class Run:
 
     def line(self) -> str:
         assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], 120)
+        ready, _, _ = select.select([self.process.stdout], [], [], 240)
         assert ready, "the trainer says nothing"
         return self.process.stdout.readline()
 

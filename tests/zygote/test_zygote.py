@@ -132,7 +132,7 @@ def test_nothing_of_it_is_left_when_whoever_asked_is_killed(tmp_path: Path) -> N
     asked.kill()
     asked.wait()
     for end in ends:
-        assert select.select([end], [], [], 60)[0]
+        assert select.select([end], [], [], 240)[0]
         os.close(end)
 
 
