@@ -162,8 +162,7 @@ class Ways:
     def _may_be_constant(self, live: LiveLeaf, owned: Mapping[int, int]) -> bool:
         return (
             live.kind == "parameter"
-            # A digest is a weighted sum: a short mask or table of small integers may change and keep it, and
-            # a constant's digest alone says that it has not. Small leaves spare nothing, and are copied.
+            # Small leaves spare nothing, and are copied.
             and local(live.tensor).nbytes >= SMALL_BYTES
             and live.name not in self._ordinary
             and id(live.tensor) not in owned
