@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flashckpt.events import log
+from flashckpt.format.layout import Leaf
 from flashckpt.format.typed import Encoded, LeafRef
 from flashckpt.state.entry import MISSING, Row
 from flashckpt.state.filling import Filling, Saved, Settling, canonical_names
@@ -21,7 +22,7 @@ from flashckpt.state.leaves import Leaves, Place, Refresh, Sink
 from flashckpt.state.naming import Owners, step_name
 from flashckpt.state.references import leaf_names, references
 from flashckpt.state.survey import join, survey
-from flashckpt.state.tensors import described, fits, refuse
+from flashckpt.state.tensors import DTYPE_NAMES, described, fits, refuse
 
 _EXTRA = "_extra_state"
 
@@ -36,6 +37,8 @@ class ModuleEntry:
         self.modules: dict[str, nn.Module] = {}
         self._extras: list[tuple[str, nn.Module]] = []
         self._transient: list[str] = []
+        self._shapes: dict[str, torch.Size] = {}  # of persistent buffers, when they were seen first
+        self._resized: set[str] = set()
         self._parameters: list[tuple[str, Tensor]] = []
         self._in_extra: set[str] = set()
         self._frozen: list[str] = []
@@ -55,6 +58,8 @@ class ModuleEntry:
         value: dict[str, Any] = {"kind": self.kind, "frozen": self._frozen_now()}
         if self._transient:
             value["transient"] = self._transient
+        if self._resized:
+            value["resized"] = sorted(self._resized)
         if self._extras:
             value["extra"] = {
                 path: survey(module.get_extra_state(), join(path, _EXTRA), Place("other", module), sink)
@@ -115,6 +120,11 @@ class ModuleEntry:
             leaves.add(name, buffer, Place("buffer", module, module._buffers, key))
             if key in module._non_persistent_buffers_set:
                 self._transient.append(name)
+            elif self._shapes.setdefault(name, buffer.shape) != buffer.shape:
+                self._resized.add(name)
+
+    def structure(self) -> dict[str, object]:
+        return {name: tuple(parameter.shape) for name, parameter in self._parameters}
 
     def references(self, value: dict[str, Any]) -> Iterator[tuple[str, LeafRef]]:
         for path, state in value.get("extra", {}).items():
@@ -127,7 +137,7 @@ class ModuleEntry:
         here = {n: leaf.tensor for n, leaf in live.named.items() if self._is_mine(n, self._in_extra)}
         rows: list[Row] = []
         for name, leaf in recorded.items():
-            if (name not in here or not fits(leaf, here[name])) and not self._may_make(name, value):
+            if (name not in here or not fits(leaf, here[name])) and not self._may_make(leaf, name, value):
                 rows.append((name, described(leaf), described(here[name]) if name in here else MISSING))
         for name in here.keys() - recorded.keys() - set(self._transient):
             rows.append((name, MISSING, described(here[name])))
@@ -144,14 +154,18 @@ class ModuleEntry:
         """Exactly the leaves that extra state names: a parameter may be called `_extra_state_too`."""
         return {leaf for place, ref in self.references(value) for leaf in leaf_names(place, ref)}
 
-    def _may_make(self, name: str, value: dict[str, Any]) -> bool:
+    def _may_make(self, leaf: Leaf, name: str, value: dict[str, Any]) -> bool:
         """Whether a buffer may come from the snapshot as it is: one that the module declares and has not
-        filled yet, or one that is no part of its state_dict (a cache that grew)."""
+        filled yet, one that is no part of its state_dict (a cache that grew), or one that was seen to change
+        its shape while the run was trained (an observer's ranges)."""
         path, _, key = name.rpartition(".")
         module = self.modules.get(path)
         if module is None or key in module._parameters or key in module._modules:
             return False
-        return name in value.get("transient", ()) or module._buffers.get(key, module) is None
+        buffer = module._buffers.get(key, module)
+        if isinstance(buffer, Tensor) and name in value.get("resized", ()):
+            return DTYPE_NAMES.get(buffer.dtype) == leaf.dtype
+        return name in value.get("transient", ()) or buffer is None
 
     def restore(self, value: dict[str, Any], filling: Filling, live: Leaves) -> None:
         in_extra = self._extra_leaves(value)

@@ -130,6 +130,10 @@ class OptimizerEntry:
     def parameters(self) -> list[tuple[str, Tensor]]:
         return self._unowned
 
+    def structure(self) -> dict[str, object]:
+        groups = {f"{self.name}.groups.{g}": len(names) for g, names in enumerate(self._full_names)}
+        return {**groups, **{name: tuple(parameter.shape) for name, parameter in self._unowned}}
+
     def _take_state(self, leaves: Leaves) -> dict[str, Any]:
         """The state by parameter: which of a few schemas each has, and the places of what is no tensor."""
         state = self.target.state

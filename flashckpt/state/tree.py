@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 import flashckpt.state.adapters  # noqa: F401  (registers the types that torch and NumPy add)
 from flashckpt.errors import DamagedError, MismatchError, StateError
+from flashckpt.events import log
 from flashckpt.format.typed import check_roundtrip
 from flashckpt.state.arrival import tensors_held
 from flashckpt.state.containers import ContainerEntry, is_container
@@ -70,6 +71,7 @@ class Tree:
         self._used_up: UsedUp = _all_used_up
         self.current: Walk | None = None
         self._fitting: tuple[Saved, Leaves] | None = None
+        self._structure: dict[str, object] | None = None  # at the first walk; None once a change was said
         walk = self.walk(_all_used_up)
         check_backward_optimizers(self._parameters(), self.optimizers)
         for name, optimizer in optimizers.items():
@@ -77,6 +79,7 @@ class Tree:
         check_own_saving(self._all_modules(), walk.leaves)
         for name, value in walk.value["entries"].items():
             check_roundtrip(value, name)
+        self._structure = self._structure_now()
         self._forget()
 
     def _in_order(self) -> list[Entry]:
@@ -105,7 +108,30 @@ class Tree:
         value = {"entries": {name: found[name] for name in self._entries}, NAMESPACE: mask}
         self._leaves, self._gradients, self._used_up = leaves, gradients, used_up
         self.current = Walk(leaves.leaves, value, leaves.guards, leaves.anchors, gradients.kinds)
+        if self._structure is not None:
+            self._tell_changed(self._structure)
         return self.current
+
+    def _structure_now(self) -> dict[str, object]:
+        """What the program has to build before it can be filled: parameters with their shapes, and the number
+        of parameters in each group of the optimizers."""
+        built = (e for e in self._entries.values() if isinstance(e, (ModuleEntry, OptimizerEntry)))
+        return {name: size for entry in built for name, size in entry.structure().items()}
+
+    def _tell_changed(self, before: dict[str, object]) -> None:
+        """Said once, at the first snapshot of it: a start of the same script will build something else."""
+        now = self._structure_now()
+        changed = sorted(n for n in before.keys() | now.keys() if before.get(n) != now.get(n))
+        if not changed:
+            return
+        self._structure = None
+        log.warning(
+            "parameters or groups of optimizers are others than at attach (%s%s). They are saved, but a "
+            "start of the same script builds those from before, and a resume stops with a MismatchError. Let "
+            "the script build them before it attaches, by how far the run has come (flashckpt.steps(path)), "
+            "or all of them from the beginning",
+            ", ".join(changed[:5]), ", …" if len(changed) > 5 else "",
+        )  # fmt: skip
 
     def values(self, used_up: UsedUp | None = None) -> dict[str, Any]:
         """The values alone, now, for `encode_json` at once; leaves without a container get their newest
@@ -205,6 +231,11 @@ class Tree:
         self._forget()
         _check_complete(saved, filled)
         return filled
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the parts of the state."""
+        return list(self._entries)
 
     @property
     def own_code(self) -> list[str]:

@@ -1,0 +1,137 @@
+"""What changes its form while a run is trained: a persistent buffer comes back as it was saved; parameters
+and groups that the same script would not build are said when they are captured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import flashckpt
+from flashckpt import MismatchError
+
+pytestmark = pytest.mark.usefixtures("runtime")
+
+
+class Observed(nn.Module):
+    """A layer with an observer of its outputs, as torch.ao's: ranges that begin empty and get a shape."""
+
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, width)
+        self.register_buffer("min_val", torch.tensor([]))
+        self.register_buffer("kept", torch.zeros(2))
+        self.in_place = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x)
+        lowest = y.detach().amin(dim=0)
+        if self.in_place and self.min_val.shape != lowest.shape:
+            self.min_val.resize_(lowest.shape)
+            self.min_val.copy_(lowest)
+        elif self.min_val.shape != lowest.shape:
+            self.min_val = lowest
+        else:
+            self.min_val.copy_(torch.minimum(self.min_val, lowest))
+        return y
+
+
+def train(run: Path, model: nn.Module, steps: int, **named: object) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = [torch.ones(2, 4) * number for number in range(steps)]
+    for x in flashckpt.loop(batches, run, every=1, model=model, optimizer=optimizer, **named):
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_buffer_that_was_seen_to_change_its_shape_comes_back(in_place: bool, tmp_path: Path) -> None:
+    first = Observed()
+    first.in_place = in_place
+    train(tmp_path / "run", first, 3)
+    for _ in range(2):  # and what was restored is known to change
+        again = Observed()
+        flashckpt.attach(tmp_path / "run", model=again, optimizer=torch.optim.SGD(again.parameters())).close()
+        assert again.min_val.shape == (3,)
+        assert torch.equal(again.min_val, first.min_val)
+        assert "min_val" in again.state_dict(), "it is as persistent as before"
+    train(tmp_path / "run", Observed(), 5)
+    again = Observed()
+    flashckpt.attach(tmp_path / "run", model=again, optimizer=torch.optim.SGD(again.parameters())).close()
+    assert again.min_val.shape == (3,)
+
+
+def test_observers_of_torch_come_back(tmp_path: Path) -> None:
+    from torch.ao.quantization import MinMaxObserver, PerChannelMinMaxObserver
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 3), PerChannelMinMaxObserver(ch_axis=1), MinMaxObserver())
+
+    first = build()
+    train(tmp_path / "run", first, 3)
+    again = build()
+    flashckpt.attach(tmp_path / "run", model=again, optimizer=torch.optim.SGD(again.parameters())).close()
+    saved, found = first.state_dict(), again.state_dict()
+    assert saved.keys() == found.keys()
+    assert all(torch.equal(saved[name], found[name]) for name in saved)
+
+
+def test_nothing_else_is_let_through(tmp_path: Path) -> None:
+    """Another layer is another model, and so is a buffer that nobody saw change."""
+    train(tmp_path / "run", Observed(), 3)
+    other = Observed(width=5)
+    before = other.layer.weight.detach().clone()
+    with pytest.raises(MismatchError, match=r"model\.layer\.weight"):
+        train(tmp_path / "run", other, 5)
+    assert torch.equal(other.layer.weight, before)
+    assert other.min_val.numel() == 0
+    wider = Observed()
+    wider.kept = torch.zeros(7)
+    with pytest.raises(MismatchError, match=r"model\.kept"):
+        train(tmp_path / "run", wider, 5)
+    double = Observed()
+    double.min_val = torch.tensor([], dtype=torch.float64)
+    with pytest.raises(MismatchError, match=r"model\.min_val"):
+        train(tmp_path / "run", double, 5)
+
+
+def test_a_group_added_in_training_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, more = nn.Linear(4, 4), nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = flashckpt.loop(
+        [torch.ones(2, 4)] * 6, tmp_path / "run", every=1, model=model, more=more, optimizer=optimizer
+    )
+    for x in batches:
+        if batches.completed == 3:
+            assert "others than at attach" not in caplog.text
+            optimizer.add_param_group({"params": list(more.parameters())})
+        optimizer.zero_grad()
+        more(model(x)).sum().backward()
+        optimizer.step()
+    [said] = [r.getMessage() for r in caplog.records if "others than at attach" in r.getMessage()]
+    assert "optimizer.groups.1" in said
+    assert "MismatchError" in said
+
+
+def test_parameters_that_grow_in_training_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Growing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.columns = nn.ParameterList([nn.Parameter(torch.ones(4))])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.stack([(x * column).sum() for column in self.columns])
+
+    model = Growing()
+    batches = flashckpt.loop([torch.ones(2, 4)] * 4, tmp_path / "run", every=1, model=model)
+    for x in batches:
+        model(x).sum().backward()
+        if batches.completed == 2:
+            model.columns.append(nn.Parameter(torch.ones(4)))
+    assert caplog.text.count("others than at attach (model.columns.1)") == 1
+    with pytest.raises(MismatchError, match=r"model\.columns\.1"):
+        flashckpt.attach(tmp_path / "run", model=Growing())
