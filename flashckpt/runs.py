@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from numbers import Integral
-from typing import TYPE_CHECKING
+from typing import Any
 
 from flashckpt.commit import branching, reading, verification
 from flashckpt.commit.run import open_run
@@ -14,22 +14,34 @@ from flashckpt.format.names import AttemptName
 from flashckpt.recovery.node import lock_probe
 from flashckpt.store.base import open_store
 
-if TYPE_CHECKING:
-    import torch
-
 Path = str | os.PathLike[str]
 
 
-def load(path: Path, step: int | None = None) -> dict[str, torch.Tensor]:
+def load(
+    path: Path, step: int | None = None, *, only: str | None = None, strip: bool = False
+) -> dict[str, Any]:
     """The leaves of a committed step by name, of rank 0: verified whole, then mapped copy-on-write.
 
-    step: None takes the newest. Tied names give the same tensor, shapes are those of the state, tensors
-    are on the CPU. Raises NoSuchStepError, DamagedError (before anything is returned), RunError.
+    step: None takes the newest. only: leaves of one part of the state ("model"), or of a part of that
+    ("model.encoder"). strip: with `only`, what `load_state_dict` of that module takes, strictly: names as
+    they are in it, its extra state, and no buffers that are not persistent; of other parts (an optimizer's
+    state_dict has another form) an OptionError, since only `attach` restores them.
+
+    Tied names give the same tensor, shapes are those of the state, tensors are on the CPU. Raises
+    NoSuchStepError, DamagedError (before anything is returned), RunError, OptionError.
     """
-    from flashckpt.restore.mapping import mapped_leaves
+    from flashckpt.restore.mapping import mapped_leaves, module_state, under
 
     _check_step(step)
-    return mapped_leaves(open_store(path), step, rank=0)
+    if strip:
+        if only is None:
+            raise OptionError(
+                'strip=True without only=: names of which part of the state? As in only="model". Nothing was '
+                "read."
+            )
+        return module_state(open_store(path), step, rank=0, only=only)
+    leaves = mapped_leaves(open_store(path), step, rank=0)
+    return leaves if only is None else under(leaves, only, step)
 
 
 def steps(path: Path) -> list[int]:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from flashckpt.commit.reading import resolve
 from flashckpt.commit.verification import verify_file
-from flashckpt.errors import DamagedError
-from flashckpt.format.records import Contents
+from flashckpt.errors import DamagedError, NoSuchStepError, OptionError
+from flashckpt.format.records import Contents, RankRecord
+from flashckpt.format.typed import decode
 from flashckpt.restore.snapshot import leaf_view
+from flashckpt.state.filling import Filling, Saved, Settling
+from flashckpt.state.references import leaf_names, references
 from flashckpt.store.base import Store
 
 
@@ -28,6 +33,57 @@ def mapped_leaves(store: Store, step: int | None, rank: int) -> dict[str, torch.
     if constants is not None and mine.constants is not None:
         leaves.update(_mapped(constants, mine.constants, record.step))
     return leaves
+
+
+def under(leaves: Mapping[str, torch.Tensor], only: str, step: int | None) -> dict[str, torch.Tensor]:
+    """The leaves of one part of the state: `model` takes `model.weight`. NoSuchStepError if there is none."""
+    found = {n: tensor for n, tensor in leaves.items() if n == only or n.startswith(f"{only}.")}
+    if not found:
+        there = sorted({name.partition(".")[0] for name in leaves})
+        raise NoSuchStepError(
+            f"The step has no leaf under {only!r}. Nothing was changed. It has: {', '.join(there)}.",
+            step=step,
+        )
+    return found
+
+
+def module_state(store: Store, step: int | None, rank: int, only: str) -> dict[str, Any]:
+    """What `load_state_dict` of the module `only` takes: its leaves under the names that they have in it,
+    without the buffers that its state_dict leaves out, and its extra state.
+
+    OptionError where `only` is no module or no part of one.
+    """
+    record = resolve(store, step)
+    leaves = mapped_leaves(store, record.step, rank)
+    value = decode(dict(record.rank(rank).values))["state"]
+    name = next((n for n in value["entries"] if f"{only}.".startswith(f"{n}.")), "")
+    entry = value["entries"].get(name, {})
+    if entry.get("kind") != "module":
+        modules = [n for n, each in value["entries"].items() if each["kind"] == "module"]
+        raise OptionError(
+            f"strip=True with only={only!r}: that is no module, or no part of one, and only a module's "
+            f"load_state_dict takes leaves as they are. Nothing was changed. Modules of step {record.step}: "
+            f"{', '.join(modules) or 'none'}. An optimizer is restored by flashckpt.attach."
+        )
+    state: dict[str, Any] = under(leaves, only, record.step)
+    filling = _filling(record.rank(rank), leaves, value)
+    for path, saved in entry.get("extra", {}).items():
+        place = f"{path}._extra_state"
+        for left_out in (leaf for where, ref in references(saved, place) for leaf in leaf_names(where, ref)):
+            state.pop(left_out, None)
+        if f"{path}.".startswith(f"{only}."):
+            # Copies, as a resume gives them: the program's own code keeps what it is given.
+            state[place] = Settling(filling, torch.device("cpu")).settle(saved, None, place)
+    filling.copies.make()
+    for left_out in entry.get("transient", ()):
+        state.pop(left_out, None)
+    return {name.removeprefix(f"{only}."): each for name, each in state.items()}
+
+
+def _filling(mine: RankRecord, leaves: dict[str, torch.Tensor], value: dict[str, Any]) -> Filling:
+    contents = [each for each in (mine.contents, mine.constants) if each is not None]
+    recorded = {leaf.name: leaf for each in contents for leaf in each.layout().leaves}
+    return Filling(Saved(leaves=recorded, value=value, tensor=leaves.__getitem__))
 
 
 def _mapped(path: str, contents: Contents, step: int) -> dict[str, torch.Tensor]:
