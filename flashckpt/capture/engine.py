@@ -228,6 +228,15 @@ class Capture:
         self._skipped_step = -1 if outcome.captured else step
         return outcome
 
+    def pass_by(self, step: int) -> None:
+        """A boundary that is counted, and captured later if at all, by another call with its step. What falls
+        due on it stays due."""
+        capturing = self._capturing()
+        self._flights.poll()
+        self._settle()
+        self._enter(step, capturing)
+        self.pace.due(step)
+
     def _enter(self, step: int, capturing: bool) -> None:
         if step == self._step:
             self._intervals.pause()

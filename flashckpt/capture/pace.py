@@ -165,6 +165,11 @@ class Pace:
         """Whether the budget decides which boundaries are taken."""
         return self._every == "auto"
 
+    @property
+    def every_step(self) -> bool:
+        """Whether the snapshot of every step was ordered."""
+        return self._every == 1
+
     def due(self, step: int) -> bool:
         """Ask once at each boundary: an order that falls on this step is noted by asking."""
         if isinstance(self._every, int) and step % self._every == 0:

@@ -26,8 +26,10 @@ from flashckpt.commit import lineage
 from flashckpt.commit.attempts import beat_on, newest_claimed
 from flashckpt.errors import FlashckptError, KeeperError, PersistError
 from flashckpt.events import Event, log
+from flashckpt.format.names import step_attempt_folder
 from flashckpt.keeper import start
 from flashckpt.keeper.protocol import Status
+from flashckpt.memory.slot import Sealed
 from flashckpt.options import Options
 
 _TICK_S = 0.5
@@ -166,7 +168,27 @@ class Attendant:
             return
         step = newest.step
         self.slots.request_persist()
-        self._wait_for(step, newest.generation, lambda: is_committed(self.status, step))
+        self._wait_for(step, newest.generation, lambda: self._is_done(newest))
+
+    def _is_done(self, sealed: Sealed) -> bool:
+        if not is_committed(self.status, sealed.step):
+            return False
+        # The snapshot that was loaded may have been committed under the same number.
+        return sealed.step != self._loaded_step or self.slots.is_persisted(sealed)
+
+    def may_name(self, step: int, *, wait: bool) -> bool:
+        """Whether this attempt may still give a snapshot of its own the number `step`: not where the one that
+        it was loaded from, in memory, counts as its own and is, or may be, on its way to storage. To `wait`
+        for that one may tell that another attempt has committed it."""
+        if step != self._loaded_step:
+            return True
+        if not wait:
+            return False
+        try:
+            self._wait_loaded()
+        except PersistError:
+            return False
+        return not self._session.store.exists(step_attempt_folder(step, self._session.attempt))
 
     def _wait_loaded(self) -> None:
         """Nothing newer is captured than what was resumed from: it may be in memory alone until the

@@ -116,7 +116,7 @@ class Batches(Iterator[Any]):
         checkpointer._before_boundary(holds_one=holds_one)
         if holds_one:
             self._in_body = False
-            checkpointer._end_of_iteration()
+            checkpointer._end_of_iteration(ends_epoch=self._ends_epoch())
         if checkpointer.stopping or (self._steps is not None and self.completed >= self._steps):
             self._end(exhausted=False)
         try:
@@ -128,6 +128,16 @@ class Batches(Iterator[Any]):
         self._in_body = self._gave = True
         checkpointer._begin_iteration()
         return batch
+
+    def _ends_epoch(self) -> bool:
+        """Whether the loader says that it has given its last batch, where code after it is to be awaited."""
+        progress, source = self.checkpointer._progress, self._source
+        if self._whole_run or not progress.manages_epochs or source is None:
+            return False
+        try:
+            return bool(source.batches_taken == len(source))
+        except TypeError:
+            return False
 
     def _draw(self) -> Any:
         """The next batch, of the next epoch where this iterator is a whole run's."""
@@ -217,6 +227,7 @@ class Batches(Iterator[Any]):
             checkpointer._end_of_batches()
             checkpointer._progress.close_phase()
         elif not exhausted and checkpointer.stopping:
+            checkpointer._progress.is_cut = True
             checkpointer._boundaries.capture_now(persist=True)
 
     def __del__(self) -> None:
@@ -270,7 +281,7 @@ class Enumerated(Iterator[tuple[int, Any]]):
 class Epochs(Iterator[int]):
     """Epoch numbers from the one the run is in; the code after an epoch's batches runs exactly once.
 
-    Its `__next__` is a boundary too, for what comes after the last batch, and counts as a step.
+    Its `__next__` captures what that code has made, under the step of the epoch's last batch.
     """
 
     def __init__(self, checkpointer: Checkpointer, epochs: int) -> None:
@@ -293,13 +304,13 @@ class Epochs(Iterator[int]):
         if self._in_body:
             self._in_body = False
             # A loop that was stopped in the middle of the epoch: it is not over.
-            if not (checkpointer.stopping and not checkpointer._epoch_complete()):
-                progress.next_epoch()
-                checkpointer._end_of_epoch(last=checkpointer.stopping or progress.epoch >= self._epochs)
+            checkpointer._in_epoch = False
+            if not checkpointer.stopping or progress.is_over:
+                checkpointer._end_of_epoch(self._epochs)
         if checkpointer.stopping or progress.epoch >= self._epochs:
             self._end()
             raise StopIteration
-        self._in_body = True
+        self._in_body = checkpointer._in_epoch = True
         return progress.epoch
 
     def _end(self) -> None:
@@ -310,6 +321,7 @@ class Epochs(Iterator[int]):
     def __del__(self) -> None:
         # break or an exception: from here on no boundary is to come.
         if getattr(self, "_entered", False) and not self._left and not sys.is_finalizing():
+            self._checkpointer._in_epoch = False
             signals = self._checkpointer._signals
             signals.hold()
             signals.leave()

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from flashckpt.checkpointer.attendant import Attendant
     from flashckpt.checkpointer.progress import Progress
     from flashckpt.checkpointer.read_ahead import Use
+    from flashckpt.checkpointer.supply import SlotSupply
+    from flashckpt.memory.slot import Sealed
     from flashckpt.state.tree import Tree
 
 # Captures of one boundary that are found torn before it is given up: each finds a safer way.
@@ -49,6 +51,9 @@ class Boundaries:
         self._environment = describe_environment()
         self.unsaved: FlashckptError | None = None
         self.ordered_at: int | None = None
+        self._in_code = False  # the newest capture was made in the code after an epoch's batches
+        self._next_ordered = False
+        self._left = False  # an iteration was left by `break` after something was trained in it
 
     def check(self) -> None:
         """Raises what must end this run now: SupersededError where a newer attempt has claimed it, and what
@@ -72,10 +77,87 @@ class Boundaries:
         self.ordered_at = self._progress.step
         self._capture.order()
 
-    def pass_one(self, *, ordered: bool = False) -> None:
-        """Count the step and let the capture decide whether this boundary is taken, or order it. Whatever
-        goes wrong with the capture does not stop training: it is raised where the user waits."""
-        self._progress.step += 1
+    def pass_one(self) -> None:
+        """Count the step and let the capture decide whether this boundary is taken. Whatever goes wrong with
+        the capture does not stop training: it is raised where the user waits."""
+        self._count()
+        self._capture_once(ordered=self._next_ordered)
+        self._next_ordered = self._in_code = False
+        self._ask_for_slots()
+        self._use.at_boundary()
+
+    def hold_one(self) -> None:
+        """Count the step of an epoch's last batch. It is captured at the end of the epoch, once the epoch's
+        own code is done: a snapshot from before it and one from after it would have one number."""
+        self._count()
+        self._next_ordered = self._in_code = False
+        self._adopt_slots()
+        self._capture.pass_by(self._progress.step)
+        self._ask_for_slots()
+        self._use.at_boundary()
+
+    def end_epoch(self, *, last: bool) -> None:
+        """The code after an epoch's batches is done. Its state is that of the step of the epoch's last batch,
+        unless that number was given away: then, where nothing goes on from here or what has it holds a part
+        of this epoch's code, it is a step of its own. `last`: no boundary follows; it is committed."""
+        if self._left or not self._progress.iterated:
+            self._count(0)  # an epoch that takes no batches here is an iteration itself
+        self._progress.next_epoch()
+        self._capture.wait()
+        if self._is_given_away(last):
+            if self._in_code or (last and not self._is_as_captured()):
+                self._progress.step += 1
+            elif last:
+                self._saved()
+                self._attendant.slots.request_persist()
+                return
+            else:
+                self._next_ordered = True
+                return
+        self._in_code = False
+        is_saved = last or self.ordered_at is not None  # by save(), in the epoch's code
+        if not is_saved and newest_of(self._attendant.slots, self._progress.step) is None:
+            self._capture_once(ordered=True)
+            self._ask_for_slots()
+            self._use.at_boundary()
+            return
+        try:
+            self._supersede(persist=is_saved)
+        except FlashckptError as error:
+            if last:
+                raise
+            self.not_saved(error)
+
+    def _supersede(self, *, persist: bool) -> None:
+        """Capture the present boundary anew; what was captured of it before is let go once that is sealed."""
+        slots, step = self._attendant.slots, self._progress.step
+        before = newest_of(slots, step)
+        self.capture_now(persist=persist, anew=True)
+        if before is not None:
+            slots.free(before)
+
+    def leave_iteration(self) -> None:
+        """An iteration of an epoch was left by `break`. It counts if something was trained in it: the epoch
+        goes on, and what comes after it must not have the number of the boundary before it."""
+        self._left = self._left or self._use.trained_since_boundary()
+
+    def _count(self, iterations: int = 1) -> None:
+        for _ in range(iterations + self._left or 1):
+            self._progress.count()
+        self._left = False
+
+    def _is_given_away(self, last: bool) -> bool:
+        """Whether another snapshot of this attempt has the number of the present step, on disk or on its way
+        there. One that is nowhere but in memory, and that nobody asked for, is superseded by a newer one."""
+        step, slots = self._progress.step, self._attendant.slots
+        newest = newest_of(slots, step)
+        if newest is not None:
+            return slots.is_asked_for(newest)
+        return not self._attendant.may_name(step, wait=last)
+
+    def _capture_once(self, *, ordered: bool) -> None:
+        if self._capture.pace.every_step and self._attendant.slots.ring is None:
+            self._first_slots()
         self._adopt_slots()
         try:
             outcome = self._capture.boundary(self._progress.step, self.values, ordered=ordered)
@@ -86,8 +168,6 @@ class Boundaries:
                 self._saved()
         except Exception as error:
             self.not_saved(error)
-        self._ask_for_slots()
-        self._use.at_boundary()
 
     def _in_larger_slots(self, outcome: Outcome, ordered: bool) -> Outcome:
         """A state that grows would go on without a snapshot for ever if no boundary waited for slots."""
@@ -103,16 +183,44 @@ class Boundaries:
                     break
         return outcome
 
-    def capture_now(self, *, persist: bool) -> None:
-        """Capture the present boundary, whatever the pace, and see it sealed, unless it is already.
+    def _first_slots(self) -> None:
+        """Every step is to be captured, so the first one is: once in a run, its slots are waited for."""
+        try:
+            self._ask_for_slots(ordered=True)
+            self._ensure_slots()
+        except FlashckptError as error:
+            self.not_saved(error)
+
+    def capture_outside(self) -> None:
+        """A snapshot outside of an iteration, persisted. It is a boundary of its own, with a step of its own,
+        unless it is the present one: nothing has come since, or that one is still to be captured."""
+        self._capture.wait()
+        captured = newest_of(self._attendant.slots, self._progress.step) is not None
+        held = self._progress.is_after_batches and not captured
+        if (not held and not self.is_unchanged()) or not (
+            captured or self._attendant.may_name(self._progress.step, wait=True)
+        ):
+            self._progress.step += 1
+        self.capture_now(persist=True)
+        self._in_code = self._progress.is_after_batches
+
+    def capture_now(self, *, persist: bool, anew: bool = False) -> None:
+        """Capture the present boundary, whatever the pace, and see it sealed, unless it is already. `anew`:
+        also where a snapshot of it is: the state has changed since.
 
         Raises PersistError where it cannot be sealed, OutOfRoomError where there is no memory for it,
         StateError where it holds what cannot be saved.
         """
         self._capture.wait()
         step, attendant, outgrown = self._progress.step, self._attendant, False
+        before = attendant.slots.newest_own() if anew else None
+
+        def is_sealed() -> bool:
+            newest = newest_of(attendant.slots, step)
+            return newest is not None and (before is None or newest.age > before.age)
+
         tries, until_s = 0, min(time.monotonic() + attendant.patience_s, attendant.deadline_s())
-        while attendant.newest_sealed_step() != step:
+        while not is_sealed():
             if outgrown or not attendant.slots.any:
                 self._ask_for_slots(ordered=True)
                 self._ensure_slots()
@@ -124,7 +232,7 @@ class Boundaries:
                 tries += 1
             elif not outgrown:
                 attendant.wait_for_room()
-            if attendant.newest_sealed_step() != step and (tries >= _TRIES or time.monotonic() > until_s):
+            if not is_sealed() and (tries >= _TRIES or time.monotonic() > until_s):
                 raise attendant.not_captured(step, outcome.reason or "its copies were torn, each time")
         self._saved()
         self._use.at_boundary()
@@ -227,3 +335,9 @@ class Boundaries:
             self._capture.share(shared)
             slots.sharing.taken_up()
             crashpoints.point("share.named")
+
+
+def newest_of(slots: SlotSupply, step: int) -> Sealed | None:
+    """The newest sealed snapshot of this attempt, if it is one of this step."""
+    newest = slots.newest_own()
+    return newest if newest is not None and newest.step == step else None

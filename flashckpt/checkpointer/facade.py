@@ -66,6 +66,8 @@ class Checkpointer:
         )
         self.resumed = resumed
         self._in_iteration = self._marked = self._stopping = self._closed = self._left_is_said = False
+        # The newest boundary was marked by `step()`; save() was put off to a boundary outside of `.batches`.
+        self._by_hand = self._put_off = self._in_epoch = False
         # What is drawn between here and the loop is no part of the run: put back once more there.
         self._due_rng = rng.capture() if resumed is not None else None
         self._looped: deque[Callable[[], object]] = deque(maxlen=_LOOPED_KEPT)
@@ -78,8 +80,8 @@ class Checkpointer:
 
     @property
     def completed(self) -> int:
-        """The step: boundaries done since the run began. It goes on over restarts; counters of one's
-        own do not."""
+        """The step: iterations done since the run began. It goes on over restarts; counters of one's own
+        do not."""
         return self._progress.step
 
     def batches(self, loader: Iterable[Any]) -> Batches:
@@ -121,37 +123,52 @@ class Checkpointer:
         self._marked = self._in_iteration
         self._say_what_is_left_to_the_program()
         self._boundary()
+        self._by_hand, self._put_off = True, False
         if not self._in_iteration:
             stop_at_marked(self)
         self._capture.pulse.expect()
 
     def save(self) -> None:
-        """Take a snapshot that is persisted: of the next boundary when called in an iteration of
-        `.batches`, at once anywhere else. There it is a boundary of its own, with a step of its own,
-        unless the state is bit for bit what was captured last. After a stop in the middle of an epoch of
-        `.epochs` it does nothing: the boundary of the stop is saved, and what follows it is done again."""
+        """Take a snapshot that is persisted: of the next boundary when called in an iteration, at once
+        anywhere else. There it is a boundary of its own, with a step of its own, unless the state is bit for
+        bit what was captured last.
+
+        In the code after an epoch's batches (of `.epochs`) the next boundary is the epoch's end: a snapshot
+        of the midst of that code could not be gone on from. `wait()` and `close()` do not wait for that: they
+        take it where they are called, and the epoch's end is a step of its own then. After a stop in the
+        middle of an epoch it does nothing: the boundary of the stop is saved, and what follows it is done
+        again."""
         self._check_open()
         if self._in_iteration and not self._marked:
             self._boundaries.order()
             return
         between = not self._in_iteration and self._progress.manages_epochs
-        if self.stopping and between and self._progress.phase_is_open:
+        if self.stopping and between and not self._progress.is_over:
             log.warning(
                 "save() after a stop in the middle of epoch %d: step %d, at which it stopped, is saved and "
                 "the run goes on from there; code for the end of an epoch asks .stopping first",
                 self._progress.epoch, self.completed,
             )  # fmt: skip
             return
+        trained = self._use.trained_since_boundary()
+        if self._in_epoch and (self._progress.is_after_batches or trained) or self._by_hand and trained:
+            self._boundaries.order()
+            self._put_off = True
+            return
+        self._save_now()
+
+    def _save_now(self) -> None:
         with self._capture.pulse.resting():
-            self._capture.wait()
-            if not self._boundaries.is_unchanged():
-                self._progress.step += 1
-            self._boundaries.capture_now(persist=True)
+            self._boundaries.capture_outside()
 
     def wait(self) -> None:
         """Wait until what is captured is committed. Raises PersistError if it could not be, and whatever
         kept a boundary that was due from being captured (StateError, OutOfRoomError)."""
         self._check_open()
+        may_take = (self._put_off or self._progress.is_after_batches) and not self._in_iteration
+        if may_take and self._boundaries.ordered_at is not None:
+            self._put_off = False
+            self._save_now()
         with self._capture.pulse.resting():
             self._capture.wait()
             self._attendant.wait_committed()
@@ -182,14 +199,30 @@ class Checkpointer:
         return self._signals.reason or ("stop" if self._stopping else None)
 
     def close(self) -> None:
-        """Wait until what is captured is committed, then let the run go. Raises PersistError if it could
-        not be; the run is let go all the same. A second call does nothing."""
+        """Wait until what is captured is committed, then let the run go. A boundary that was marked by
+        `step()` is captured first, if it is not and nothing was trained since. Raises PersistError if it
+        could not be; the run is let go all the same. A second call does nothing."""
         if self._closed or self._is_forked:
             return
         try:
+            self._capture_marked()
             self.wait()
         finally:
             self._release(closed=True)
+
+    def _capture_marked(self) -> None:
+        """The end of a loop whose boundaries are marked by hand: only here is it known to be one."""
+        if not self._by_hand or self._in_iteration or self.completed == self._attendant.newest_sealed_step():
+            return
+        if self._use.trained_since_boundary():
+            log.warning(
+                "the state was trained on after step %d, the last that step() marked: nobody knows whether "
+                "that iteration was done, and neither is saved. Call step() at the end of each iteration",
+                self.completed,
+            )
+            return
+        with self._capture.pulse.resting():
+            self._boundaries.capture_now(persist=True)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -229,6 +262,14 @@ class Checkpointer:
 
     # ---- what the iterators call
 
+    def _whole_run(self, loader: Iterable[Any], epochs: int | None, steps: int | None) -> Batches:
+        """The iterator of `loop`."""
+        try:
+            return Batches(self, loader, epochs=epochs, steps=steps, whole_run=True)
+        except BaseException:
+            self._release()
+            raise
+
     def _before_boundary(self, *, holds_one: bool) -> None:
         """Before the boundary, not after it: one that is a lie must not have been captured."""
         self._use.before_batch(holds_one=holds_one)
@@ -240,30 +281,31 @@ class Checkpointer:
             rng.restore(due)
 
     def _begin_iteration(self) -> None:
-        self._in_iteration, self._marked = True, False
+        self._in_iteration, self._marked, self._by_hand = True, False, False
         self._use.batch_given()
         self._capture.pulse.expect()
 
-    def _end_of_iteration(self) -> None:
+    def _end_of_iteration(self, *, ends_epoch: bool) -> None:
+        """`ends_epoch`: no batch follows in this epoch, as far as is known, and code of its own may."""
         self._in_iteration = False
         if self._marked:
             self._marked = False
             return
-        self._boundary()
+        self._boundary(ends_epoch=ends_epoch)
 
-    def _epoch_complete(self) -> bool:
-        return not self._progress.phase_is_open
-
-    def _end_of_epoch(self, *, last: bool) -> None:
-        """The code after an epoch's batches is done: a boundary, and the last one is to be kept."""
-        self._boundary(ordered=True)
-        if last:
-            self._boundaries.capture_now(persist=True)
+    def _end_of_epoch(self, epochs: int) -> None:
+        """The code after an epoch's batches is done: what it has made is captured, and what is last is
+        committed."""
+        self._check_boundary()
+        self._put_off = False
+        self._boundaries.end_epoch(last=self.stopping or self._progress.epoch + 1 >= epochs)
 
     def _abandon_iteration(self) -> None:
         """An iteration was left by `break` or an exception: what follows is in none."""
         if self._is_forked:
             return
+        if self._in_iteration and not self._marked and self._progress.manages_epochs:
+            self._boundaries.leave_iteration()
         self._in_iteration = self._marked = False
         self._capture.pulse.rest()
 
@@ -291,7 +333,14 @@ class Checkpointer:
 
     # ---- boundaries
 
-    def _boundary(self, *, ordered: bool = False) -> None:
+    def _boundary(self, *, ends_epoch: bool = False) -> None:
+        self._check_boundary()
+        if ends_epoch and not self._stopping:
+            self._boundaries.hold_one()
+        else:
+            self._boundaries.pass_one()
+
+    def _check_boundary(self) -> None:
         self._check_open()
         try:
             self._boundaries.check()
@@ -300,7 +349,6 @@ class Checkpointer:
             raise
         if self._signals.reason is not None and not self._stopping:
             self.stop()
-        self._boundaries.pass_one(ordered=ordered)
 
     # ---- the end
 
@@ -309,6 +357,11 @@ class Checkpointer:
         if self._closed:
             return
         self._closed = True
+        if not self._is_forked and self._boundaries.ordered_at is not None:
+            log.warning(
+                "the snapshot that save() ordered after step %d was not taken: no boundary followed it",
+                self._boundaries.ordered_at,
+            )
         if self._is_forked:
             return  # a forked child unwinds: the run, its lock and its slots are the parent's
         with contextlib.ExitStack() as ends:  # each of them, whatever the others raise; last in, first out

@@ -14,15 +14,16 @@ from flashckpt.state.loader import ReplayLog, Source, Sources
 
 
 class Progress:
-    """`step` counts boundaries since the run began; `epoch` and `phase` (phases that have ended in this
+    """`step` counts iterations since the run began; `epoch` and `phase` (phases that have ended in this
     epoch) count from zero. `manages_epochs`: epochs are told from one another here (`.epochs()`, a whole
-    run); otherwise `epoch` stays 0, and samplers are not told one."""
+    run); otherwise `epoch` stays 0, and samplers are not told one. `iterated`: an iteration was counted in
+    this epoch. `is_cut`: a stop kept a phase of this epoch from beginning, so that the epoch is not over."""
 
     def __init__(self) -> None:
         self.step = 0
         self.epoch = 0
         self.phase = 0
-        self.manages_epochs = False
+        self.manages_epochs = self.iterated = self.is_cut = False
         self._calls = 0  # of batches() in this epoch, in this process
         self._open: Source | None = None
         self._resumes_in_phase = False  # and not between two
@@ -36,6 +37,7 @@ class Progress:
             "epoch": self.epoch,
             "phase": self.phase,
             "open": self._open is not None or self._resumes_in_phase,
+            "iterated": self.iterated,
             "sources": self._sources.value(),
         }
 
@@ -45,19 +47,34 @@ class Progress:
         try:
             if not all(type(count) is int and count >= 0 for count in counts):
                 raise ValueError("step, epoch and phase are no counts")
-            if type(value.get("open")) is not bool:
-                raise ValueError("it does not say whether a phase was open")
+            if type(value.get("open")) is not bool or type(value.get("iterated")) is not bool:
+                raise ValueError("it does not say whether a phase was open, or begun")
             self._sources.restore(value.get("sources"))
         except ValueError as error:
             raise DamagedError(
                 f"The saved progress is none ({error}). No loader was touched. Resume from an older step."
             ) from error
         self.step, self.epoch, self.phase = counts
-        self._resumes_in_phase = value["open"]
+        self._resumes_in_phase, self.iterated = value["open"], value["iterated"]
+
+    def count(self) -> None:
+        """An iteration is done."""
+        self.step += 1
+        self.iterated = True
 
     @property
     def phase_is_open(self) -> bool:
         return self._open is not None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of this epoch is left to be given: no phase was stopped, or kept from beginning."""
+        return self._open is None and not self.is_cut
+
+    @property
+    def is_after_batches(self) -> bool:
+        """Whether batches of this epoch were taken and no phase gives any: the epoch's own code runs."""
+        return self.manages_epochs and self.iterated and self._open is None
 
     @property
     def batches_taken(self) -> int:
@@ -102,7 +119,7 @@ class Progress:
         """The epoch has ended; its phases begin anew."""
         self.epoch += 1
         self.phase = self._calls = 0
-        self._resumes_in_phase = False
+        self._resumes_in_phase = self.iterated = self.is_cut = False
         self._sources.retire(self.epoch)
 
     def close(self) -> None:

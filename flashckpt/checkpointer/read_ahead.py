@@ -38,12 +38,14 @@ class Use:
         self._before: dict[str, int] | None = None
         self._since_batch = False
         self._since_boundary = used
+        self._trained = False
         self._tree = tree
         self._forward_hooks: list[_ForwardHook] = []
         self._step_hooks = [o.register_step_post_hook(StepHook(self._stepped)) for o in tree.optimizers]
 
     def _stepped(self, optimizer: Optimizer | None = None) -> None:
         self._since_batch = self._since_boundary = True
+        self._trained = self._trained or optimizer is not None
 
     def _forward_seen(self) -> None:
         self._stepped()
@@ -58,8 +60,12 @@ class Use:
         """Whether a hook saw use since the last boundary: mostly the step of an optimizer."""
         return self._since_boundary
 
+    def trained_since_boundary(self) -> bool:
+        """Whether an optimizer stepped since then."""
+        return self._trained
+
     def at_boundary(self) -> None:
-        self._since_boundary = False
+        self._since_boundary = self._trained = False
         self._unwatch_forward()
 
     def before_batch(self, *, holds_one: bool) -> None:

@@ -6,6 +6,7 @@ under a copy; the attendant's thread does everything that asks the keeper or tak
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -202,6 +203,30 @@ class SlotSupply:
         """The newest sealed snapshot of this attempt, also where its slot is let go."""
         newest = self._own(self.ring.newest_sealed()) if self.ring is not None else None
         return self._carried if newest is None else newest[1]
+
+    def is_asked_for(self, sealed: Sealed) -> bool:
+        """Whether a snapshot of this attempt is to be persisted, or is; also where its slot is let go."""
+        slot = self._slot_of(sealed)
+        return slot is None or slot.asked == sealed.generation
+
+    def free(self, sealed: Sealed) -> None:
+        """Let go of a snapshot that nobody is to go on from any more, if its slot still holds it."""
+        slot = self._slot_of(sealed)
+        if slot is not None:
+            slot.free(sealed.word)
+
+    def is_persisted(self, sealed: Sealed) -> bool:
+        """Whether this very snapshot is committed, and not another one of its step."""
+        slot = self._slot_of(sealed)
+        return slot is None or slot.persisted == sealed.generation
+
+    def _slot_of(self, sealed: Sealed) -> Slot | None:
+        for slot in self.ring.slots if self.ring is not None else ():
+            with contextlib.suppress(DamagedError):
+                found = slot.sealed()
+                if found is not None and found.age == sealed.age:
+                    return slot
+        return None
 
     def _own(self, newest: tuple[Slot, Sealed] | None) -> tuple[Slot, Sealed] | None:
         """None for what an earlier attempt left."""

@@ -110,7 +110,9 @@ class Ladder:
 
     def candidates(self) -> list[Candidate]:
         """Newest step first, memory before local; steps that this machine has marked come last."""
-        held = {each.slot.name: each for each in self._survived}
+        # Of two snapshots of one step, the later one is of the end of the epoch that this step ends.
+        by_age = sorted((e for e in self._survived if e.sealed), key=lambda e: e.age, reverse=True)
+        held = {each.slot.name: each for each in by_age}
         survived = {name: VisibleStep(each.step, each.attempt) for name, each in held.items()}
         rungs = reading.ladder(self._store, survived)
         return [Candidate(r.step, r.attempt, None if r.slot is None else held[r.slot]) for r in rungs]

@@ -36,6 +36,12 @@ class Held:
         return self.sealed.step
 
     @property
+    def age(self) -> tuple[int, int, int]:
+        """Sorts snapshots of one rank, newest last."""
+        assert self.sealed is not None
+        return self.sealed.age
+
+    @property
     def attempt(self) -> AttemptName:
         assert self.sealed is not None
         record = self.sealed.record

@@ -130,7 +130,7 @@ def epochs(record: Record, hold: Hold, path: str, options: dict[str, Any]) -> No
                 record(run, drain(net, loss))
             scheduler.step()
             hold(run.completed)
-            record(run, [epoch, torch.rand(()).item().hex(), scheduler.get_last_lr()])
+            record(run, [f"epoch {epoch}", torch.rand(()).item().hex(), scheduler.get_last_lr()])
 
 
 def accumulation(record: Record, hold: Hold, path: str, options: dict[str, Any]) -> None:

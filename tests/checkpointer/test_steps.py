@@ -1,0 +1,251 @@
+"""What a step is: iterations, in every kind of loop; and the end of a loop whose boundaries are marked by
+hand. Real runs in this process; those that are killed stand in tests/resume/test_epochs_stopped.py."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flashckpt
+from tests.checkpointer.test_loop import Job, loader
+from tests.waiting import until_slots
+
+pytestmark = pytest.mark.usefixtures("runtime")
+
+
+class Stream:
+    """Batches that know no length."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter([torch.ones(2, 4) * number for number in range(3)])
+
+
+def weights(job: Job) -> torch.Tensor:
+    return job.model.weight.detach().clone()
+
+
+def saved(run: Path) -> torch.Tensor:
+    return flashckpt.load(run)["model.weight"].clone()
+
+
+@pytest.mark.parametrize("every", [1, "auto", None])
+@pytest.mark.parametrize("loader", [loader(3), Stream()], ids=["length", "stream"])
+def test_an_epochs_end_is_no_step(loader: Iterable[Any], every: Any, tmp_path: Path) -> None:
+    """And what its code has made is what is saved under the step of its last batch."""
+    run, job, seen = tmp_path / "run", Job(), []
+    with flashckpt.attach(run, every=every, persist_every=None, **job.named) as checkpointer:
+        for _ in checkpointer.epochs(2):
+            for x in checkpointer.batches(loader):
+                job.train(x)
+                seen.append(checkpointer.completed)
+            assert checkpointer.completed == len(seen)
+            with torch.no_grad():
+                job.model.weight.mul_(0.5)
+        assert checkpointer.completed == 6
+    assert seen == list(range(6))
+    assert flashckpt.steps(run)[-1] == 6
+    assert torch.equal(saved(run), weights(job))
+
+
+def test_a_save_in_an_epochs_code_is_of_its_end(tmp_path: Path) -> None:
+    run, job, ends = tmp_path / "run", Job(), []
+    with flashckpt.attach(run, every=None, persist_every=None, **job.named) as checkpointer:
+        for _ in checkpointer.epochs(3):
+            for x in checkpointer.batches(loader(3)):
+                job.train(x)
+            checkpointer.save()
+            with torch.no_grad():
+                job.model.weight.mul_(0.5)
+            ends.append(weights(job))
+            if len(ends) == 3:
+                assert checkpointer.completed == 9
+        checkpointer.wait()
+        assert flashckpt.steps(run) == [3, 6, 9]
+        for step, end in zip([3, 6, 9], ends, strict=True):
+            assert torch.equal(flashckpt.load(run, step)["model.weight"], end)
+
+
+def test_a_save_before_a_break_out_of_the_epochs_is_taken_by_close(tmp_path: Path) -> None:
+    run, job = tmp_path / "run", Job()
+    with flashckpt.attach(run, every=None, persist_every=None, **job.named) as checkpointer:
+        for _ in checkpointer.epochs(100):
+            for x in checkpointer.batches(loader(3)):
+                job.train(x)
+            checkpointer.save()
+            break
+    assert flashckpt.steps(run) == [3]
+    assert torch.equal(saved(run), weights(job))
+
+
+def test_a_save_that_nothing_answers_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    job = Job()
+    checkpointer = flashckpt.attach(tmp_path / "run", every=None, persist_every=None, **job.named)
+    for _ in checkpointer.epochs(100):
+        for x in checkpointer.batches(loader(3)):
+            job.train(x)
+        checkpointer.save()
+        break
+    checkpointer._release()  # as the end of the interpreter does
+    assert "ordered after step 3 was not taken" in caplog.text
+
+
+def test_wait_in_an_epochs_code_takes_what_was_saved(tmp_path: Path) -> None:
+    """It is on disk when wait() returns, whatever was still to come in the epoch."""
+    run, job = tmp_path / "run", Job()
+    with flashckpt.attach(run, every=None, persist_every=None, **job.named) as checkpointer:
+        for epoch in checkpointer.epochs(2):
+            for x in checkpointer.batches(loader(3)):
+                job.train(x)
+                if epoch == 1:
+                    checkpointer.save()  # the last of these orders is for the boundary that ends the epoch
+            if epoch == 0:
+                checkpointer.save()
+            checkpointer.wait()
+            assert torch.equal(saved(run), weights(job))
+            with torch.no_grad():
+                job.model.weight.mul_(0.5)
+    assert torch.equal(saved(run), weights(job))
+
+
+def test_an_iteration_left_by_break_counts_if_it_trained(tmp_path: Path) -> None:
+    """Batches of an epoch may be limited before the body or after it: no state has another's number."""
+    for after in (False, True):
+        run, job = tmp_path / f"run {after}", Job()
+        with flashckpt.attach(run, every=1, persist_every=1, **job.named) as checkpointer:
+            for _ in checkpointer.epochs(2):
+                for taken, x in enumerate(checkpointer.batches(loader(6)), 1):
+                    if taken == 3 and not after:
+                        break
+                    job.train(x)
+                    if taken == 2 and after:
+                        break
+            assert checkpointer.completed == 4
+        assert flashckpt.steps(run)[-1] == 4
+        assert torch.equal(saved(run), weights(job))
+
+
+def test_an_epoch_that_a_stop_kept_from_beginning_is_still_to_come(tmp_path: Path) -> None:
+    """It was counted as over, and a run that went on began with the next one."""
+    run, seen = tmp_path / "run", []
+
+    def train(stop_at: int) -> None:
+        job = Job()
+        with flashckpt.attach(run, every=1, **job.named) as checkpointer:
+            for epoch in checkpointer.epochs(3):
+                if epoch == stop_at:
+                    checkpointer.stop()
+                for x in checkpointer.batches(loader(3)):
+                    job.train(x)
+                    seen.append(epoch)
+
+    train(1)
+    train(-1)
+    assert seen == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+
+@pytest.mark.parametrize("every", [1, 4, "auto", None])
+def test_a_loop_by_hand_loses_nothing_at_its_end(every: Any, tmp_path: Path) -> None:
+    run, job = tmp_path / "run", Job()
+    with flashckpt.attach(run, every=every, persist_every=None, **job.named) as checkpointer:
+        for number in range(6):
+            job.train(torch.ones(2, 4) * number)
+            checkpointer.step()
+        with torch.no_grad():
+            job.model(torch.ones(2, 4))  # an evaluation trains nothing
+    assert flashckpt.steps(run)[-1] == 6
+    assert torch.equal(saved(run), weights(job))
+    again = flashckpt.attach(run, **Job().named)
+    assert again.completed == 6
+    again.close()
+
+
+def test_an_iteration_by_hand_that_was_not_marked_is_not_captured(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, job = tmp_path / "run", Job()
+    checkpointer = flashckpt.attach(run, every=None, persist_every=None, **job.named)
+    for number in range(4):
+        job.train(torch.ones(2, 4) * number)
+        if number == 3:
+            break
+        checkpointer.step()
+    checkpointer.close()
+    assert flashckpt.steps(run) == []
+    assert "trained on after step 3" in caplog.text
+
+
+def test_an_exception_in_a_loop_by_hand_captures_nothing(tmp_path: Path) -> None:
+    run, job = tmp_path / "run", Job()
+    with (  # noqa: PT012
+        pytest.raises(ZeroDivisionError),
+        flashckpt.attach(run, every=None, persist_every=None, **job.named) as checkpointer,
+    ):
+        for number in range(4):
+            job.train(torch.ones(2, 4) * number)
+            checkpointer.step()
+        raise ZeroDivisionError
+    assert flashckpt.steps(run) == []
+
+
+def test_a_save_in_an_iteration_by_hand_is_of_its_boundary(tmp_path: Path) -> None:
+    run, job = tmp_path / "run", Job()
+    with flashckpt.attach(run, every=None, persist_every=None, **job.named) as checkpointer:
+        for number in range(6):
+            until_slots(checkpointer)
+            job.train(torch.ones(2, 4) * number)
+            if number in (2, 5):
+                checkpointer.save()
+            checkpointer.step()
+    assert flashckpt.steps(run) == [3, 6]
+
+
+@pytest.mark.parametrize("kind", ["loop", "batches", "by hand"])
+def test_with_every_1_the_first_step_is_captured(kind: str, tmp_path: Path) -> None:
+    """Its slots are waited for, once: nothing here waits for them."""
+    run, job = tmp_path / "run", Job()
+    if kind == "loop":
+        batches: Any = flashckpt.loop(loader(3), run, every=1, **job.named)
+        checkpointer = batches.checkpointer
+    else:
+        checkpointer = flashckpt.attach(run, every=1, **job.named)
+        batches = (
+            checkpointer.batches(loader(3)) if kind == "batches" else itertools.repeat(torch.ones(2, 4), 3)
+        )
+    for done, x in enumerate(batches):
+        assert (checkpointer._attendant.newest_sealed_step() or 0) == done
+        job.train(x)
+        if kind == "by hand":
+            checkpointer.step()
+    checkpointer.close()
+    assert flashckpt.steps(run)[-1] == 3
+
+
+def test_the_number_of_what_was_loaded_is_given_to_nothing_else(tmp_path: Path) -> None:
+    """What was loaded from memory, and is on its way to the disk as this attempt's, is never taken for the
+    state at the end of its epoch, which has the same number."""
+    run = tmp_path / "run"
+    first = Job()
+    checkpointer = flashckpt.attach(run, every=1, persist_every=None, **first.named)
+    for _ in checkpointer.epochs(1):
+        for x in checkpointer.batches(Stream()):
+            until_slots(checkpointer)
+            first.train(x)
+        before = weights(first)
+        checkpointer._release()  # a death in the epoch's code: what was sealed is in memory
+        break
+    second = Job()
+    with flashckpt.attach(run, every=1, persist_every=None, **second.named) as checkpointer:
+        assert checkpointer.resumed is not None
+        assert checkpointer.resumed.step == 3
+        assert torch.equal(second.model.weight, before)
+        for _ in checkpointer.epochs(1):
+            assert list(checkpointer.batches(Stream())) == []
+            with torch.no_grad():
+                second.model.weight.mul_(0.5)
+    assert torch.equal(saved(run), weights(second))
+    assert flashckpt.verify(run).ok

@@ -1,0 +1,128 @@
+"""A run of `.epochs` that does something to itself at one place of one epoch, in a process of its own.
+
+`python -m tests.resume.epoch_program RUN LOG KIND [EPOCH PLACE DEED] [OPTIONS-JSON]`
+
+Each line of LOG is [what, step, value], written before the next instruction; losses and weights to the bit.
+The deed is done once: a start after it, which finds LOG + ".done", goes through.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import flashckpt
+
+EPOCHS = 3
+# Before the batches; in the last iteration, and in the one before; in the code after the batches.
+PLACES = ("top", "before_last", "last", "between", "code", "after_step", "end")
+
+
+class Stream:
+    """Batches that know no length, from a file or a socket: gone through from their beginning each time."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self.data.split(3))
+
+
+def loaders(kind: str) -> list[Any]:
+    data = torch.randn(12, 5, generator=torch.Generator().manual_seed(7))
+    shuffled = DataLoader(data, batch_size=3, shuffle=True)  # type: ignore[arg-type]
+    second = DataLoader(data, batch_size=6, shuffle=True)  # type: ignore[arg-type]
+    return {"length": [shuffled], "stream": [Stream(data)], "two": [shuffled, second], "none": []}[kind]
+
+
+def bits(net: nn.Module) -> str:
+    weights = torch.cat([p.detach().double().flatten() for p in net.parameters()])
+    return float(weights.sum()).hex() + float(weights.norm()).hex()
+
+
+class Program:
+    def __init__(self, run: str, log: str, kind: str, at: tuple[int, str], deed: str, options: Any) -> None:
+        self.run, self.log, self.kind, self.at, self.deed = run, log, kind, at, deed
+        self.options = options
+        torch.manual_seed(1)
+        self.net = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Dropout(0.2), nn.Linear(7, 5))
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.02)
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
+        self.named = {"net": self.net, "optimizer": self.optimizer, "scheduler": self.scheduler}
+
+    def write(self, what: str, value: object) -> None:
+        with open(self.log, "a", buffering=1) as log:
+            print(json.dumps([what, self.checkpointer.completed, value]), file=log, flush=True)
+
+    def place(self, epoch: int, name: str) -> None:
+        if (epoch, name) != self.at or os.path.exists(self.log + ".done"):
+            return
+        open(self.log + ".done", "x").close()
+        deeds: dict[str, Callable[[], object]] = {
+            "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+            "term": lambda: os.kill(os.getpid(), signal.SIGTERM),
+            "stop": lambda: self.checkpointer.stop(),
+            "save": lambda: self.checkpointer.save(),
+            "save and kill": lambda: (self.checkpointer.save(), os.kill(os.getpid(), signal.SIGKILL)),
+            "save and wait": lambda: (self.checkpointer.save(), self.checkpointer.wait()),
+        }
+        deeds[self.deed]()
+
+    def train(self, batch: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        loss = self.net(batch).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.write("loss", [float(loss.detach()).hex(), bits(self.net)])
+
+    def phase(self, epoch: int, loader: Any) -> None:
+        batches = len(list(loader.data.split(3))) if isinstance(loader, Stream) else len(loader)
+        for batch in self.checkpointer.batches(loader):
+            self.train(batch)
+            if self.checkpointer.completed % batches == batches - 1 or self.kind == "two":
+                self.place(epoch, "last")
+            else:
+                self.place(epoch, "before_last")
+
+    def epoch(self, epoch: int) -> None:
+        self.place(epoch, "top")
+        for number, loader in enumerate(loaders_ := self.loaders):
+            self.phase(epoch, loader)
+            if number + 1 < len(loaders_):
+                self.place(epoch, "between")
+        if not loaders_:
+            self.train(torch.randn(4, 5))
+        if self.checkpointer.stopping and not self.checkpointer._progress.is_over:
+            return  # the rest of this epoch is for the next start, and so is the code after it
+        self.place(epoch, "code")
+        self.scheduler.step()
+        self.place(epoch, "after_step")
+        self.write("code", [epoch, float(torch.rand(())).hex(), self.scheduler.get_last_lr(), bits(self.net)])
+        self.place(epoch, "end")
+
+    def go(self) -> None:
+        with flashckpt.attach(self.run, **self.named, **self.options) as self.checkpointer:
+            self.loaders = loaders(self.kind)
+            for epoch in self.checkpointer.epochs(EPOCHS):
+                self.epoch(epoch)
+            if not self.checkpointer.stopping:
+                self.write("end", [bits(self.net), self.scheduler.last_epoch])
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    run, log, kind, epoch, place, deed, options = sys.argv[1:8]
+    Program(run, log, kind, (int(epoch), place), deed, json.loads(options)).go()
+    print("finished", flush=True)
+
+
+if __name__ == "__main__":
+    main()

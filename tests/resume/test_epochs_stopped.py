@@ -1,0 +1,149 @@
+"""Runs of `.epochs` that are killed, told to end, or saved at every kind of place of an epoch, in its own code
+too: what comes after equals, bit for bit, a run that was never stopped, and steps are iterations.
+
+| what happens | where | what the next start goes on from |
+| --- | --- | --- |
+| SIGKILL | in an iteration | the boundary before it: the iteration is repeated |
+| SIGKILL | in the code after the batches | the boundary before the last batch, which is repeated, and the code; of a loader that does not know its length, the boundary after it: only the code is repeated |
+| SIGKILL | before the batches of an epoch | the end of the epoch before: nothing is repeated |
+| stop(), SIGTERM | in an iteration | the boundary after it; after an epoch's last batch, its code comes first |
+| stop(), SIGTERM | in the code after the batches | the end of this epoch, under the step of its last batch |
+| stop(), SIGTERM | before the batches of an epoch | there: the whole epoch is still to come |
+| save() | in the code after the batches | the end of this epoch |
+| save(), then wait() | in the code after the batches | that very place, and the epoch's end is a step of its own |
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import flashckpt
+from tests import zygote
+from tests.processes import end, keepers_of
+from tests.resume.epoch_program import EPOCHS
+
+Lines = list[list[object]]
+# Iterations of an epoch: an epoch without batches is one itself.
+ITERATIONS = {"length": 4, "stream": 4, "two": 6, "none": 1}
+
+
+class Runs:
+    """One run folder and its starts."""
+
+    def __init__(self, folder: Path, runtime: Path, kind: str, deed: tuple[int, str, str]) -> None:
+        self.run, self.log, self.kind, self.deed = folder / "run", folder / "log", kind, deed
+        self.runtime, self.err = runtime, folder / "err"
+
+    def start(self, **options: object) -> int:
+        epoch, place, deed = self.deed
+        words = [str(self.run), str(self.log), self.kind, str(epoch), place, deed, json.dumps(options)]
+        environment = {**os.environ, "FLASHCKPT_RUNTIME": str(self.runtime)}
+        with open(self.err, "ab") as err:
+            process = zygote.start(
+                ["tests.resume.epoch_program", *words], stdout=zygote.DEVNULL, stderr=err, env=environment
+            )
+        code: int = process.wait(timeout=120)
+        return code
+
+    @property
+    def done(self) -> bool:
+        """Whether the deed was done."""
+        return Path(f"{self.log}.done").exists()
+
+    def lines(self) -> Lines:
+        return [json.loads(line) for line in self.log.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Lines]]:
+    """What a run of each kind writes that nothing happens to."""
+    with tempfile.TemporaryDirectory(prefix="flashckpt-test-", dir="/dev/shm") as runtime:
+
+        @functools.cache
+        def lines(kind: str) -> str:
+            runs = Runs(tmp_path_factory.mktemp(kind), Path(runtime), kind, (-1, "", ""))
+            assert runs.start(every=1) == 0, runs.err.read_text()
+            return runs.log.read_text()
+
+        yield lambda kind: [json.loads(line) for line in lines(kind).splitlines()]
+        end(keepers_of(Path(runtime)))
+
+
+def last_of_each(lines: Lines) -> dict[str, object]:
+    """By what was done: a thing done twice must have given the same both times."""
+    found: dict[str, object] = {}
+    for what, step, value in lines:
+        key = f"{what} {value[0] if what == 'code' else step}"  # type: ignore[index]
+        assert found.setdefault(key, value) == value, f"{key} went differently the second time"
+    return found
+
+
+Straight = Callable[[str], Lines]
+
+
+def test_steps_are_iterations(tmp_path: Path, runtime: Path) -> None:
+    for kind, iterations in ITERATIONS.items():
+        (tmp_path / kind).mkdir()
+        runs = Runs(tmp_path / kind, runtime, kind, (-1, "", ""))
+        assert runs.start(every=1) == 0, runs.err.read_text()
+        [*_, (what, step, _)] = runs.lines()
+        assert (what, step) == ("end", EPOCHS * iterations), kind
+        assert flashckpt.steps(runs.run)[-1] == EPOCHS * iterations, kind
+
+
+STOPS, LAST = ("kill", "term", "stop"), EPOCHS - 1
+BOTH = ("length", "stream")
+CASES = [
+    *itertools.product(BOTH, ("top", "before_last", "last", "code"), STOPS, [1]),
+    *itertools.product(BOTH, ("last", "after_step"), STOPS, [LAST]),
+    *itertools.product(["length"], ["end"], STOPS, [LAST]),
+    *itertools.product(BOTH, ("last", "code", "end"), ["save"], [LAST]),
+    *itertools.product(BOTH, ["end"], ["save and kill"], (1, LAST)),
+    *itertools.product(["two"], ("last", "between", "code"), ("kill", "term"), [1]),
+    *itertools.product(["none"], ("top", "code", "end"), ("kill", "stop", "save"), [1]),
+]
+
+
+@pytest.mark.parametrize(("kind", "place", "deed", "epoch"), CASES)
+def test_what_comes_after_is_as_if_nothing_had_happened(
+    kind: str, place: str, deed: str, epoch: int, tmp_path: Path, runtime: Path, straight: Straight
+) -> None:
+    runs = Runs(tmp_path, runtime, kind, (epoch, place, deed))
+    first = runs.start(every=1)
+    assert runs.done
+    assert first == {"kill": -9, "save and kill": -9, "term": -15}.get(deed, 0), runs.err.read_text()
+    assert deed == "save" or runs.start(every=1) == 0, runs.err.read_text()
+
+    lines, expected = runs.lines(), straight(kind)
+    if (kind, place, deed, epoch) == ("stream", "last", "save", EPOCHS - 1):
+        # Saved before the loader said that it was the last batch: the end of the run is a step of its own.
+        expected[-1][1] = lines[-1][1] = int(str(expected[-1][1])) + 1
+    assert last_of_each(lines) == last_of_each(expected)
+    assert flashckpt.steps(runs.run)[-1] == expected[-1][1], "steps are iterations"
+    assert flashckpt.verify(runs.run).ok
+    if deed in ("term", "stop", "save"):
+        assert len(lines) == len(expected), "nothing is done twice"
+
+
+@pytest.mark.parametrize("kind", ["length", "stream"])
+@pytest.mark.parametrize("epoch", [1, EPOCHS - 1], ids=["midst", "last"])
+def test_a_save_that_is_waited_for_in_an_epochs_code(
+    kind: str, epoch: int, tmp_path: Path, runtime: Path, straight: Straight
+) -> None:
+    """What was saved is on disk when wait() returns, and the end of the epoch is not lost for it."""
+    runs = Runs(tmp_path, runtime, kind, (epoch, "code", "save and wait"))
+    assert runs.start(every=1) == 0, runs.err.read_text()
+    expected = straight(kind)
+    losses = [value for what, _, value in expected if what == "loss"]
+    assert [value for what, _, value in runs.lines() if what == "loss"] == losses
+    assert runs.lines()[-1] == ["end", int(str(expected[-1][1])) + 1, expected[-1][2]]
+    assert runs.start(every=1) == 0, runs.err.read_text()
+    assert runs.lines()[-1] == ["end", int(str(expected[-1][1])) + 1, expected[-1][2]]
