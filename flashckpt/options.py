@@ -178,6 +178,11 @@ class Environment:
         )
 
 
+def is_switched_off() -> bool:
+    """Whether FLASHCKPT=off (or 0, false, no) asks for loops as they would be without this library."""
+    return os.environ.get("FLASHCKPT", "").strip().lower() in ("off", "0", "false", "no")
+
+
 def crash_at() -> str:
     """The point at which a test wants this process to die (see crashpoints.py); empty outside of tests."""
     return os.environ.get("FLASHCKPT_CRASH_AT", "")

@@ -41,11 +41,29 @@ def test_what_a_checkpointer_offers() -> None:
     }  # fmt: skip
 
 
+def test_what_is_switched_off_offers_the_same() -> None:
+    def public(kind: type) -> set[str]:
+        return {name for each in kind.__mro__ for name in vars(each) if not name.startswith("_")}
+
+    from flashckpt.checkpointer.batches import Batches
+    from flashckpt.checkpointer.disabled import DisabledBatches, DisabledCheckpointer
+
+    assert public(flashckpt.Checkpointer) <= public(DisabledCheckpointer)
+    assert public(Batches) <= public(DisabledBatches) | {"checkpointer"}
+
+
+def test_what_load_takes() -> None:
+    parameters = inspect.signature(flashckpt.load).parameters
+    assert list(parameters) == ["path", "step", "only", "strip"]
+    assert (parameters["only"].default, parameters["strip"].default) == (None, False)
+
+
 def test_options_and_their_defaults() -> None:
     signature = inspect.signature(flashckpt.attach)
     defaults = {name: p.default for name, p in signature.parameters.items() if p.default is not p.empty}
     assert defaults["every"] == "auto"
     assert defaults["persist_every"] == "5min"
+    assert defaults["enabled"] is True
     loop = inspect.signature(flashckpt.loop).parameters
     assert set(signature.parameters) <= set(loop)
     assert {"loader", "epochs", "steps"} <= set(loop)

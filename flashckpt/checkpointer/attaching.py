@@ -32,42 +32,28 @@ from flashckpt.errors import DamagedError, FlashckptError, FormatError, OptionEr
 from flashckpt.events import Event, log
 from flashckpt.keeper.client import SlotGrant
 from flashckpt.memory.slot import Slot
-from flashckpt.options import Keep, Options, check_call
+from flashckpt.options import Keep, Options
 from flashckpt.restore.digesting import digest_tensors
 from flashckpt.restore.filling import check_fits, fill
 from flashckpt.restore.ladder import Ladder, Loaded
 from flashckpt.restore.memory_tier import Held
 from flashckpt.restore.snapshot import Snapshot
 from flashckpt.state import rng
+from flashckpt.state.containers import is_container
 from flashckpt.state.tree import Tree
-
-_KEEP, _OPTIONS = Keep(last=3), Options()
 
 
 def attach(
     path: str | os.PathLike[str],
     *,
-    every: Every = "auto",
-    persist_every: str | int | None = "5min",
-    keep: Keep = _KEEP,
-    options: Options = _OPTIONS,
-    state: Mapping[str, object] | None = None,
-    **named: object,
+    every: Every,
+    persist_every: str | int | None,
+    keep: Keep,
+    options: Options,
+    state: Mapping[str, object] | None,
+    named: Mapping[str, object],
 ) -> Checkpointer:
-    """Attach the live state to the run in `path`, and restore it if there is something to restore.
-
-    path: a folder or file:// URL, made if missing. every: "auto" takes a snapshot as often as
-    `options.overhead` of the loop's time allows; a number takes one every so many steps; None leaves it
-    to `.save()`. persist_every: how often a snapshot goes to storage, a duration ("5min"), a number of
-    steps, or None. keep: which committed steps stay (`Keep(last=3)`). state, named: what is saved, under
-    its name: modules, optimizers, schedulers, scalers, anything with state_dict and load_state_dict.
-
-    Raises OptionError, StateError (a part that cannot be saved exactly, with its path in the state),
-    RunHeldError (another job has the run), MismatchError (the checkpoint is of another model; nothing was
-    changed), UnusableRunError, OutOfRoomError, FormatError, KeeperError, RunError. Unless the message says
-    otherwise (storage or the keeper failed after the state was restored), the live state is as it was.
-    """
-    check_call(every, persist_every, keep, options)
+    """`flashckpt.attach`, switched on: its words and errors stand in entry.py."""
     tree = Tree(_state_of(state, named))
     progress = Progress()
     began = time.perf_counter()
@@ -83,11 +69,13 @@ def attach(
 def _state_of(state: Mapping[str, object] | None, named: Mapping[str, object]) -> dict[str, object]:
     """The state under its names. Raises OptionError for a keyword that is neither option nor state."""
     for name, value in named.items():
-        if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+        stateful = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+        if not stateful and not is_container(value):
             raise OptionError(
                 f"{name}={type(value).__name__}: neither an option of this call nor something with "
-                "state_dict and load_state_dict. Nothing was started. Correct the keyword's name, or give "
-                "plain values inside an object that has both methods."
+                "state_dict and load_state_dict, or a dict or list that the program changes in place. "
+                "Nothing was started. Correct the keyword's name, or keep plain values in a dict, as in "
+                f'own={{"{name}": …}}, and read and change them there.'
             )
     if state is not None and not isinstance(state, Mapping):
         raise OptionError(
@@ -219,7 +207,11 @@ def _take_up(
         seconds=time.perf_counter() - began,
     )
     # A warning, or nobody would see it: counters and log files of the program's own begin at zero again.
-    log.warning("resumed from step %d (%s, %.2f s)", resumed.step, resumed.tier, resumed.seconds)
+    log.warning(
+        "resumed from step %d (%s, %.2f s): %s, the random numbers and the place in loaders are restored; "
+        "other variables of the program are not",
+        resumed.step, resumed.tier, resumed.seconds, ", ".join(tree.names),
+    )  # fmt: skip
     session.keeper.event(
         {
             "event": Event.RESUME.value,

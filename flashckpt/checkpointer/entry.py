@@ -1,0 +1,111 @@
+"""`attach` and `loop`: what a training script calls. Owns their words, and that a loop which is switched off
+imports nothing of what it does not use."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from flashckpt.errors import OptionError
+from flashckpt.options import Keep, Options, check_call, is_switched_off
+
+if TYPE_CHECKING:
+    from flashckpt.checkpointer.batches import Batches
+    from flashckpt.checkpointer.facade import Checkpointer
+
+_KEEP, _OPTIONS = Keep(last=3), Options()
+
+
+def attach(
+    path: str | os.PathLike[str],
+    *,
+    every: int | Literal["auto"] | None = "auto",
+    persist_every: str | int | None = "5min",
+    keep: Keep = _KEEP,
+    options: Options = _OPTIONS,
+    enabled: bool = True,
+    state: Mapping[str, object] | None = None,
+    **named: object,
+) -> Checkpointer:
+    """Attach the live state to the run in `path`, and restore it if there is something to restore.
+
+    path: a folder or file:// URL, made if missing. every: "auto" takes a snapshot as often as
+    `options.overhead` of the loop's time allows; a number takes one every so many steps; None leaves it
+    to `.save()`. persist_every: how often a snapshot goes to storage, a duration ("5min"), a number of
+    steps, or None. keep: which committed steps stay (`Keep(last=3)`). enabled: False gives loops as they
+    are without this library (so does FLASHCKPT=off in the environment): nothing is restored or saved, no
+    file and no process is made, and the same calls work. state, named: what is saved, under its name:
+    modules, optimizers, schedulers, scalers, anything with state_dict and load_state_dict; and dicts, lists,
+    tensors and random generators, which are changed in place.
+
+    Raises OptionError, StateError (a part that cannot be saved exactly, with its path in the state),
+    RunHeldError (another job has the run), MismatchError (the checkpoint is of another model; nothing was
+    changed), UnusableRunError, OutOfRoomError, FormatError, KeeperError, RunError. Unless the message says
+    otherwise (storage or the keeper failed after the state was restored), the live state is as it was.
+    """
+    check_call(every, persist_every, keep, options)
+    if not enabled or is_switched_off():
+        from flashckpt.checkpointer.disabled import DisabledCheckpointer
+
+        return DisabledCheckpointer(path, by_environment=enabled)  # type: ignore[return-value]
+    from flashckpt.checkpointer import attaching
+
+    return attaching.attach(
+        path,
+        every=every,
+        persist_every=persist_every,
+        keep=keep,
+        options=options,
+        state=state,
+        named=named,
+    )
+
+
+def loop(
+    loader: Iterable[Any],
+    path: str | os.PathLike[str],
+    *,
+    epochs: int | None = None,
+    steps: int | None = None,
+    every: int | Literal["auto"] | None = "auto",
+    persist_every: int | str | None = "5min",
+    keep: Keep = _KEEP,
+    options: Options = _OPTIONS,
+    enabled: bool = True,
+    state: Mapping[str, object] | None = None,
+    **named: object,
+) -> Batches:
+    """Iterate over a loader with checkpoints, from where the run in `path` stands.
+
+        for batch in flashckpt.loop(loader, "runs/gpt", model=model, optimizer=optimizer):
+            ...
+
+    epochs: how often the loader is gone through; 1 unless `steps` is given. steps: the step that ends
+    the run, the loader being repeated until then; with both, whichever is first. Everything else is as
+    in `attach`, with its errors. The iterator has `.completed` (the step: the counter to use for `% k`,
+    since counters of one's own restart at zero), `.stop()` and `.checkpointer`.
+
+    The normal end captures the last boundary and waits until it is committed (PersistError if it could
+    not be). `break` and exceptions capture nothing; what was sealed before is persisted.
+    """
+    for name, value in (("epochs", epochs), ("steps", steps)):
+        if value is not None and (type(value) is not int or value < 0):
+            raise OptionError(f"{name}={value!r}: a number of {name}, 0 or more. Nothing was started.")
+    if epochs is None and steps is None:
+        epochs = 1
+    if enabled and not is_switched_off():
+        from flashckpt.state.loader import check_loader
+
+        check_loader(loader)
+    checkpointer = attach(
+        path,
+        every=every,
+        persist_every=persist_every,
+        keep=keep,
+        options=options,
+        enabled=enabled,
+        state=state,
+        **named,
+    )
+    return checkpointer._whole_run(loader, epochs, steps)

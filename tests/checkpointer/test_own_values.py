@@ -1,0 +1,68 @@
+"""Plain values by name: what is changed in place comes back in place, and a resume says what it restored."""
+
+from __future__ import annotations
+
+import collections
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flashckpt
+from flashckpt import OptionError
+from tests.checkpointer.test_loop import Job, loader
+
+pytestmark = pytest.mark.usefixtures("runtime")
+
+
+def test_a_dict_and_a_list_come_back_in_place(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="flashckpt")
+
+    def train(epochs: int) -> tuple[dict[str, Any], list[float], collections.deque[int]]:
+        job, own, seen = Job(), {"lr": 20.0, "best": {"loss": None}}, [0.0]
+        last: collections.deque[int] = collections.deque(maxlen=2)
+        held = own["best"], seen
+        named = {**job.named, "own": own, "seen": seen, "last": last}
+        for number, x in enumerate(flashckpt.loop(loader(2), tmp_path / "run", epochs=epochs, **named)):
+            own["lr"] /= 2  # type: ignore[operator]
+            held[0]["loss"] = number  # type: ignore[index]
+            held[1].append(own["lr"])  # type: ignore[arg-type]
+            last.append(number)
+            job.train(x)
+        return own, seen, last
+
+    train(1)
+    own, seen, last = train(2)
+    assert own["lr"] == 20.0 / 2**4
+    assert seen == [0.0, 10.0, 5.0, 2.5, 1.25]
+    assert list(last) == [0, 1]
+    [said] = [r.getMessage() for r in caplog.records if "resumed from step" in r.getMessage()]
+    assert "model, optimizer, own, seen, last, the random numbers" in said
+    assert "other variables of the program are not" in said
+
+
+@pytest.mark.parametrize("value", [20.0, 3, "x", None, (1, 2), True])
+def test_a_value_that_cannot_be_changed_in_place_is_refused(value: object, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"lr=.*neither an option.*own="):
+        flashckpt.attach(tmp_path / "run", lr=value, **Job().named)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_generator_and_a_tensor_are_named_as_they_are(tmp_path: Path) -> None:
+    def train(epochs: int) -> tuple[torch.Tensor, torch.Tensor]:
+        job, generator, total = Job(), torch.Generator().manual_seed(3), torch.zeros(2)
+        named = {**job.named, "generator": generator, "total": total}
+        for x in flashckpt.loop(loader(2), tmp_path / f"run{epochs % 3}", epochs=epochs, **named):
+            total += torch.rand(2, generator=generator)
+            job.train(x)
+        return total, torch.rand(1, generator=generator)
+
+    train(1)
+    whole = train(4)  # in the same folder: it goes on after the first epoch
+    straight = Job(), torch.Generator().manual_seed(3), torch.zeros(2)
+    for _ in range(8):
+        straight[2].add_(torch.rand(2, generator=straight[1]))
+    assert torch.equal(whole[0], straight[2])
+    assert torch.equal(whole[1], torch.rand(1, generator=straight[1]))
