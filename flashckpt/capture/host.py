@@ -119,7 +119,7 @@ class HostCopies:
         place.copy_(tensor)
         digest = _native.digest(target.image_address + int(self._plan.offsets[index]), size)
         if check:
-            again = torch.empty(place.shape, dtype=place.dtype).copy_(tensor)
+            again = torch.empty_like(place).copy_(tensor)
             if _native.digest(again.data_ptr(), size) != digest:
                 digest = _native.EMPTY_DIGEST
         target.table[index] = digest

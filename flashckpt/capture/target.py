@@ -169,7 +169,7 @@ class Target:
         empty: Any = np.empty(0, dtype=np.uint64)
         self.table = empty
         self._odd_views.clear()
-        self._image = torch.empty(0, dtype=torch.uint8)
+        self._image = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._metadata.release()
         self.plan = None
 

@@ -162,7 +162,7 @@ class Transfer:
     def _places(self, indexes: Sequence[int]) -> Tensor:
         places = {index: place for place, index in enumerate(self._order)}
         host = self.device.host_memory(8 * len(indexes)).view(torch.int64)
-        host.copy_(torch.tensor([places[i] for i in indexes], dtype=torch.int64))
+        host.copy_(torch.tensor([places[i] for i in indexes], dtype=torch.int64, device="cpu"))
         # The host must not wait for the loop's kernels, behind which this goes.
         return host.to(self._digests.device, non_blocking=True)
 

@@ -32,7 +32,7 @@ def _read(source: Source, step: int) -> torch.Tensor:
     leaf = source.leaf
     dtype: torch.dtype = getattr(torch, leaf.dtype)
     if leaf.num_bytes == 0:
-        return torch.empty(leaf.shape, dtype=dtype)
+        return torch.empty(leaf.shape, dtype=dtype, device="cpu")
     data = bytearray(leaf.num_bytes)
     with open(source.path, "rb", buffering=0) as file:
         file.seek(source.offset)

@@ -82,5 +82,5 @@ def leaf_view(image: memoryview, leaf: Leaf, start: int) -> torch.Tensor:
     """The leaf whose bytes begin at `start`, as a tensor of its true dtype and shape, row-major."""
     dtype: torch.dtype = getattr(torch, leaf.dtype)
     if leaf.num_bytes == 0:
-        return torch.empty(leaf.shape, dtype=dtype)
+        return torch.empty(leaf.shape, dtype=dtype, device="cpu")
     return torch.frombuffer(image, dtype=dtype, count=math.prod(leaf.shape), offset=start).view(leaf.shape)

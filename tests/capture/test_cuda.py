@@ -281,6 +281,15 @@ def test_tensors_of_every_kind(sealer: _native.Sealer, large_ring: SlotRing, mem
     loop.capture.close()
 
 
+def test_a_default_device_is_for_the_users_tensors(sealer: _native.Sealer, large_ring: SlotRing) -> None:
+    loop = Loop(sealer, more={"turned": torch.randn(30, 20).t(), "there": torch.randn(30, 20).cuda().t()})
+    with torch.device("cuda"):
+        loop.attach(large_ring)
+        for _ in range(3):
+            loop.iterate(large_ring)
+    loop.capture.close()
+
+
 def test_memory_that_moves_patches_the_table(sealer: _native.Sealer, large_ring: SlotRing) -> None:
     loop = Loop(sealer)
     loop.attach(large_ring)

@@ -156,7 +156,7 @@ class CudaDevice:
         return CudaCopying(self._copies, ticket, self._writer_handles)
 
     def host_memory(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def register(self, mapping: _native.Mapping) -> None:
         try:

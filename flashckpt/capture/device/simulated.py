@@ -215,7 +215,7 @@ class SimulatedTable:
         digests = dict(zip((row[0] for row in self._cloned), cloned, strict=True))
         digests.update(zip((row[0] for row in self._read), read, strict=True))
         signed = [digests[place] - (digests[place] >> 63 << 64) for place in range(len(self))]
-        out.copy_(torch.tensor(signed, dtype=torch.int64))
+        out.copy_(torch.tensor(signed, dtype=torch.int64, device="cpu"))
 
 
 class SimulatedDevice:
@@ -312,7 +312,7 @@ class SimulatedDevice:
         return copying
 
     def host_memory(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def register(self, mapping: _native.Mapping) -> None:
         """Once a mapping; a device forgets it with the mapping, this one does not."""
@@ -324,7 +324,7 @@ class SimulatedDevice:
         if self.out_of_memory:
             raise torch.OutOfMemoryError("the simulated device has no memory left")
         self.allocated_bytes += num_bytes
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def room_bytes(self) -> int:
         return self.room

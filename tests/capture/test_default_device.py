@@ -1,0 +1,39 @@
+"""A default device that the user has set is for the user's tensors: a capture puts its own where they belong."""
+
+from __future__ import annotations
+
+import torch
+
+from flashckpt import _native
+from flashckpt.capture import Capture
+from flashckpt.memory.slots import SlotRing
+from flashckpt.options import Options
+
+from .accelerated import Accelerated
+from .content import State, exact, newest
+
+
+def test_leaves_in_host_memory(ring: SlotRing, sealer: _native.Sealer) -> None:
+    """Those that are no row-major bytes are read again into a tensor that is made for it."""
+    state = State(some={"turned": torch.randn(30, 20).t(), "plain": torch.randn(5)})
+    capture = Capture(state, ring, sealer, Options(), every=1)
+    with torch.device("meta"):
+        assert capture.boundary(1, lambda: b"{}").captured
+    capture.wait()
+    assert newest(ring).leaves == exact(state)
+    assert not newest(ring).torn
+    capture.close()
+
+
+def test_leaves_on_a_device(ring: SlotRing, sealer: _native.Sealer) -> None:
+    loop = Accelerated(ring, sealer)
+    loop.add("turned", torch.randn(30, 20).t())
+    for in_one_launch in (True, False):
+        loop.device.in_one_launch = in_one_launch
+        loop.capture._following.drop()
+        for _ in range(2):
+            loop.train()
+            with torch.device("meta"):
+                assert loop.boundary().captured
+            assert loop.result() == "exact"
+    loop.close()
