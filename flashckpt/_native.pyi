@@ -222,8 +222,10 @@ class Sealer:
     def close(self) -> None:
         """Seals what is ready, gives up the rest (its words stay as they are) and ends the thread."""
 
-    def failures(self) -> list[tuple[int, str]]:
-        """(address of the word, reason) of the seals refused since the last call."""
+    def failures(self) -> list[tuple[int, str, bool]]:
+        """(address of the word, reason, whether every wait was over) of the seals refused since the last
+        call. Where one was not, digests that it would have brought are empty. Whoever sees that a slot was
+        freed by a refusal finds it here."""
 
 def cuda_available() -> bool:
     """Whether there is a CUDA driver with at least one device. Starts the driver, makes no context."""

@@ -86,8 +86,8 @@ void submit(Sealer& sealer, nb::handle waits, std::uint64_t word, std::uint64_t 
 nb::list take_failures(Sealer& sealer) {
     nb::list out;
     for (const SealFailure& failure : sealer.failures()) {
-        nb::str reason(failure.second.c_str());
-        out.append(nb::make_tuple(failure.first, reason));
+        nb::str reason(failure.why.c_str());
+        out.append(nb::make_tuple(failure.word, reason, failure.copied));
     }
     return out;
 }

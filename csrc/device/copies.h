@@ -46,7 +46,6 @@ class DeviceCopies : public Waitable {
 
     std::uint64_t begin() override;
     Progress poll(std::uint64_t ticket, std::string& why) override;
-    bool must_be_polled() const override { return false; }
 
   private:
     struct State;

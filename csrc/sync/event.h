@@ -17,10 +17,8 @@ class Waitable {
     virtual ~Waitable() = default;
     // Called once when a wait begins; what it returns names the occurrence that is waited for.
     virtual std::uint64_t begin() = 0;
-    // Never blocks. On `failed`, `why` says what happened.
+    // Never blocks; whoever makes it happen rings the bell. On `failed`, `why` says what happened.
     virtual Progress poll(std::uint64_t occurrence, std::string& why) = 0;
-    // False if whoever makes it happen rings the bell.
-    virtual bool must_be_polled() const = 0;
 };
 
 // Handles are numbers of a registry, not addresses: one that is stale or made up is found out.
@@ -39,7 +37,6 @@ class HostEvent : public Waitable {
 
     std::uint64_t begin() override;
     Progress poll(std::uint64_t occurrence, std::string& why) override;
-    bool must_be_polled() const override { return false; }
 
   private:
     std::atomic<bool> is_set_{false};

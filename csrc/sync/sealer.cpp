@@ -11,7 +11,6 @@
 namespace flashckpt {
 namespace {
 
-constexpr std::chrono::nanoseconds kPollEvery = std::chrono::microseconds(200);
 constexpr std::chrono::nanoseconds kForever = std::chrono::hours(24);
 
 std::uint64_t* u64_at(std::uint64_t address) {
@@ -29,13 +28,14 @@ bool exchange(const Seal& seal, std::uint64_t desired) {
                                        __ATOMIC_ACQUIRE);
 }
 
-std::string refuse(const Seal& seal, const std::string& reason) {
-    if (exchange(seal, free_word(seal.expected))) return reason;
-    return reason + "; and the slot's word was changed by another";
-}
+// Whether a slot is sealed, and if not, why.
+struct Outcome {
+    std::string why; // empty: it is sealed
+    bool copied = true;
+    bool frees = false; // the slot's word is still to be freed
+};
 
-// The reason why the slot was not sealed, or nothing.
-std::string seal_slot(const Seal& seal) {
+Outcome seal_slot(const Seal& seal) {
     for (const Move& move : seal.moves) {
         std::memcpy(reinterpret_cast<void*>(move.destination), reinterpret_cast<const void*>(move.source),
                     move.num_bytes);
@@ -43,8 +43,9 @@ std::string seal_slot(const Seal& seal) {
     for (std::uint64_t entry = 0; entry < seal.table_count; ++entry) {
         std::uint64_t value = __atomic_load_n(u64_at(seal.table) + entry, __ATOMIC_ACQUIRE);
         if (value == kEmptyDigest) {
-            return refuse(seal, "digest " + std::to_string(entry) + " of " +
-                                    std::to_string(seal.table_count) + " was never taken");
+            return {"digest " + std::to_string(entry) + " of " + std::to_string(seal.table_count) +
+                        " was never taken",
+                    true, true};
         }
     }
     auto* record = reinterpret_cast<std::uint8_t*>(seal.record);
@@ -55,8 +56,8 @@ std::string seal_slot(const Seal& seal) {
     // Whoever sees SEALED must see the image and the record: the exchange releases, the fence covers
     // streaming stores.
     settle_stores();
-    if (exchange(seal, seal.desired)) return "";
-    return "the slot's word was changed by another while it was written";
+    if (exchange(seal, seal.desired)) return {};
+    return {"the slot's word was changed by another while it was written"};
 }
 
 } // namespace
@@ -74,12 +75,6 @@ struct Sealer::Pending {
         }
         return Progress::done;
     }
-    bool must_be_polled() const {
-        for (const auto& wait : waits) {
-            if (wait.first->must_be_polled()) return true;
-        }
-        return false;
-    }
 };
 
 // Guarded by the bell's lock, but for `pending`, which is the thread's own.
@@ -95,33 +90,33 @@ struct Sealer::State {
     bool serving = false; // until the thread has decided what was left
     std::thread thread;
 
-    void decide(const Seal& seal, std::string reason) {
+    // Frees with the lock held: whoever sees that the slot is free finds why it was refused.
+    void decide(const Seal& seal, Outcome outcome) {
         Bell& bell = Bell::get();
         std::lock_guard lock(bell.mutex);
-        if (!reason.empty())
-            failures.emplace_back(seal.word, std::move(reason)); // has its room since `submit`
+        if (outcome.frees && !exchange(seal, free_word(seal.expected)))
+            outcome.why += "; and the slot's word was changed by another";
+        if (!outcome.why.empty()) // has its room since `submit`
+            failures.push_back({seal.word, std::move(outcome.why), outcome.copied});
         ++decided;
         // Last: whoever sees that it is decided finds why it failed.
         if (seal.on_done_word != 0) __atomic_fetch_add(u64_at(seal.on_done_word), 1, __ATOMIC_ACQ_REL);
         bell.ring();
     }
 
-    // Seals what is ready; true if something is left that nobody rings for.
-    bool go_through() {
-        bool must_poll = false;
+    // Seals what is ready.
+    void go_through() {
         for (auto at = pending.begin(); at != pending.end();) {
             Pending& item = **at;
             Progress progress = item.poll();
             if (progress == Progress::pending) {
-                must_poll = must_poll || item.must_be_polled();
                 ++at;
                 continue;
             }
-            decide(item.seal,
-                   progress == Progress::done ? seal_slot(item.seal) : refuse(item.seal, item.why));
+            bool done = progress == Progress::done;
+            decide(item.seal, done ? seal_slot(item.seal) : Outcome{item.why, false, true});
             at = pending.erase(at);
         }
-        return must_poll;
     }
 };
 
@@ -197,13 +192,13 @@ void Sealer::serve(State& state) {
         bool closing = state.closing;
         state.pending.splice(state.pending.end(), state.incoming);
         lock.unlock();
-        bool must_poll = state.go_through();
+        state.go_through();
         if (closing) break;
         lock.lock();
-        bell.wait(lock, must_poll ? kPollEvery : kForever, [&] { return bell.rings() != rings; });
+        bell.wait(lock, kForever, [&] { return bell.rings() != rings; });
     }
     for (auto& item : state.pending) {
-        state.decide(item->seal, "the sealer was closed before the copies had ended");
+        state.decide(item->seal, {"the sealer was closed before the copies had ended", false});
     }
     state.pending.clear();
     lock.lock();

@@ -40,7 +40,11 @@ struct Seal {
     std::vector<Move> moves;
 };
 
-using SealFailure = std::pair<std::uint64_t, std::string>; // address of the word, reason
+struct SealFailure {
+    std::uint64_t word = 0; // its address
+    std::string why;
+    bool copied = true; // all waits were over: an entry of the table that is empty is to blame
+};
 
 class Sealer {
   public:

@@ -57,7 +57,7 @@ class Flights:
         self._on_lost, self._on_changed = on_lost, on_changed
         self._flying: list[Flight] = []
         self._landed: dict[str, _Landed] = {}
-        self._failures: dict[int, str] = {}
+        self._failures: dict[int, tuple[str, bool]] = {}
         self.sealed = 0
         self.lost = 0
         self.newest_step: int | None = None
@@ -144,10 +144,13 @@ class Flights:
     def _refused(self, flight: Flight, arrangement: Arrangement) -> None:
         """Not sealed, or sealed and discarded by the keeper's audit before this was asked."""
         target = flight.target
-        self._failures.update(self._sealer.failures())
-        reason = self._failures.pop(target.slot.word_address, None)
+        self._failures.update({word: (why, copied) for word, why, copied in self._sealer.failures()})
+        reason, copied = self._failures.pop(target.slot.word_address, ("", True))
         generation, found = target.slot.torn
-        torn = target.empty_entries() if reason else list(found) if generation == flight.generation else []
+        torn = list(found) if generation == flight.generation else []
+        if reason:
+            # Without its copies the table is empty: no leaf is to blame.
+            torn = target.empty_entries() if copied else []
         if reason and not torn:
             log.error("The snapshot of step %d was not sealed: %s.", flight.step, reason)
         target.forget()

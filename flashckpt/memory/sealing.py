@@ -28,6 +28,6 @@ def seal(slot: Slot, owner: int, generation: int, places: Geometry, count: int) 
         )
         if sealer.drain(_PATIENCE_S) and slot.state().state is State.SEALED:
             return ""
-        return f"it could not be sealed ({sealer.failures()})"
+        return f"it could not be sealed ({'; '.join(why for _, why, _ in sealer.failures())})"
     finally:
         sealer.close()

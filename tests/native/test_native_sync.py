@@ -125,11 +125,39 @@ def test_a_table_with_an_empty_entry_is_refused() -> None:
         slot.submit(sealer)
         assert sealer.drain(240)
         assert (slot.word, slot.done) == (GENERATION << 16, 1)
-        [(address, reason)] = sealer.failures()
-        assert address == slot.address
+        [(address, reason, copied)] = sealer.failures()
+        assert (address, copied) == (slot.address, True)
         assert f"digest {entry} of {COUNT} " in reason
         assert sealer.failures() == []
         sealer.close()
+
+
+def test_whoever_sees_that_a_seal_was_refused_finds_why() -> None:
+    """Others hold the lock most of the time, so that there is much between the two where they are apart."""
+    sealer, over = _native.Sealer(), threading.Event()
+
+    def ask() -> None:
+        while not over.is_set():
+            sealer.drain(0)
+
+    asking = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in asking:
+        thread.start()
+    for _ in range(3000):
+        slot, event = Slot(), _native.HostEvent()
+        _native.store(slot.address + TABLE, _native.EMPTY_DIGEST)
+        slot.submit(sealer, event.handle)
+        event.set()
+        while slot.word == word(WRITING):
+            pass
+        found = [address for address, _, _ in sealer.failures()]
+        if found != [slot.address]:
+            break
+    over.set()
+    for thread in asking:
+        thread.join()
+    assert found == [slot.address]
+    sealer.close()
 
 
 def test_a_slot_that_another_took_is_left_alone() -> None:
@@ -180,7 +208,7 @@ def test_close_seals_what_is_ready_and_leaves_the_rest_as_it_is() -> None:
     sealer.close()
     assert ready.word == word(SEALED)
     assert waiting.word == word(WRITING)
-    assert [address for address, _ in sealer.failures()] == [waiting.address]
+    assert [address for address, _, _ in sealer.failures()] == [waiting.address]
     with pytest.raises(ValueError, match="closed"):
         ready.submit(sealer)
     sealer.close()
