@@ -36,7 +36,8 @@ def signed(number: int) -> int:
 
 def bytes_of(tensor: Tensor) -> Tensor:
     """The bytes of a contiguous tensor, uint8 and one-dimensional, without a copy."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    # Strides of dimensions of one element may be anything; `view` would object to the last one.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def workspace_bytes(sizes: Sequence[int], most: int = WORKSPACE_BYTES) -> int:

@@ -26,6 +26,7 @@ class Target:
     """A slot with its owner's index. `kept` holds the digests of leaves (by index in the plan) whose bytes
     stand in the image from an earlier capture of the same plan, or in the region that the plan shares."""
 
+    @torch.inference_mode(False)  # the views are written at boundaries that may be out of it
     def __init__(self, slot: Slot, owner: int) -> None:
         self.slot = slot
         self.owner = owner
@@ -94,7 +95,8 @@ class Target:
             leaf, tensor = self.plan.leaves[index], self.plan.tensors[index]
             start = int(self.plan.offsets[index])
             place = self._image[start : start + leaf.num_bytes]
-            view = self._odd_views[index] = place.view(tensor.dtype).view(leaf.shape)
+            with torch.inference_mode(False):
+                view = self._odd_views[index] = place.view(tensor.dtype).view(leaf.shape)
         return view
 
     def seal(

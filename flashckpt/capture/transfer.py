@@ -133,6 +133,8 @@ class Transfer:
 
     # ---- with the plan
 
+    # What is made here is written at boundaries that may be in inference mode, and at others.
+    @torch.inference_mode(False)
     def _make_buffers(self) -> None:
         device, count = self.device, len(self._order)
         self._digests = device.allocate(8 * count).view(torch.int64)
@@ -143,6 +145,7 @@ class Transfer:
         self._clone_places = self._places(self._checked)
         self._direct_places = self._places(self._checked_always)
 
+    @torch.inference_mode(False)
     def _make_tables(self) -> None:
         if self.arena is not None and not self.arena.is_held:
             self.arena.take(self.device)

@@ -173,7 +173,8 @@ def _optimizer(walk: Walk, name: str, optimizer: torch.optim.Optimizer) -> None:
 
 def bytes_of(tensor: Tensor) -> bytes:
     """The bytes of a tensor as an image holds them."""
-    return bytes(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
+    row_major = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())
+    return bytes(row_major.view(-1).view(torch.uint8).numpy())
 
 
 def exact(state: State) -> dict[str, bytes]:

@@ -52,6 +52,14 @@ def test_a_leaf_on_its_own(count: int) -> None:
     assert digests_of([data]) == [native(data)]
 
 
+@pytest.mark.parametrize(
+    "leaf", [torch.arange(2)[::2], torch.randn(4, 3)[:1, :1], torch.tensor(1.5), torch.empty(0, 2)]
+)
+def test_strides_of_dimensions_of_one_element_may_be_anything(leaf: Tensor) -> None:
+    assert leaf.is_contiguous()
+    assert bytes_of(leaf).numpy().tobytes() == leaf.numpy().tobytes()
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 12_000), min_size=1, max_size=20), st.none() | st.integers(1, 9))
 def test_many_leaves_whatever_the_batches_are(sizes: list[int], most_blocks: int | None) -> None:

@@ -1,7 +1,8 @@
-"""A default device that the user has set is for the user's tensors: a capture puts its own where they belong."""
+"""Modes of torch that the user is in when a boundary comes: a default device, inference."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from flashckpt import _native
@@ -36,4 +37,23 @@ def test_leaves_on_a_device(ring: SlotRing, sealer: _native.Sealer) -> None:
             with torch.device("meta"):
                 assert loop.boundary().captured
             assert loop.result() == "exact"
+    loop.close()
+
+
+@pytest.mark.parametrize("in_one_launch", [True, False])
+def test_boundaries_in_and_out_of_inference_mode(
+    ring: SlotRing, sealer: _native.Sealer, in_one_launch: bool
+) -> None:
+    """What is made at one is written at another."""
+    loop = Accelerated(ring, sealer)
+    loop.device.in_one_launch = in_one_launch
+    loop.add("turned", torch.randn(30, 20).t())
+    loop.state.named["more"]["host"] = torch.randn(30, 20).t()
+    with torch.inference_mode():
+        loop.capture.set_slots(ring)
+    for number in range(4):
+        loop.train()
+        with torch.inference_mode(number % 2 == 0):
+            assert loop.boundary().captured
+        assert loop.result() == "exact"
     loop.close()
