@@ -105,8 +105,6 @@ class Capture:
         self._flights.wait()
         self._forget_slots()
         self._targets.exchange(ring, owner)
-        if not self._targets.may_share:
-            self._following.drop()  # the plan that stands may leave constants to another region
 
     def let_go(self, slot: Slot) -> None:
         """Write to this slot no more, so that its memory may go. Waits for the copies in flight."""
@@ -164,8 +162,7 @@ class Capture:
             return None
         if arrangement.plan.shared is not None:
             return self._following.further
-        may_share = self._targets.may_share and not arrangement.copies_constants
-        return arrangement.plan.image.constants if may_share else None
+        return None if arrangement.copies_constants else arrangement.plan.image.constants
 
     def share(self, shared: Shared) -> None:
         """Leave constants to this region from now on. Waits for the copies in flight and for their seals:

@@ -94,7 +94,7 @@ class Following:
         """A plan of one walk, with the constants left to the region that slots share, where that holds just
         these."""
         constants, shared, self.further = self._ways.constants(walk.leaves), self._targets.shared, None
-        if shared is None or not self._targets.may_share:
+        if shared is None:
             return Plan(walk, constants)
         held = shared.by_name()
         if not self._ways.have_constants(held):

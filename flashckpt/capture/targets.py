@@ -104,10 +104,3 @@ class Targets:
             for slot in self.ring.slots
         )
         return (metadata, image, most) if is_large else None
-
-    # ---- what they share
-
-    @property
-    def may_share(self) -> bool:
-        """Whether all of them may leave constants to another region; those of an older version may not."""
-        return self.ring is None or all(slot.fixed.may_share for slot in self.ring.slots)

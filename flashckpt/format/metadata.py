@@ -20,11 +20,9 @@ from flashckpt.format.fields import Fields
 from flashckpt.format.layout import Layout, Leaf, SlotImage, header_bytes
 
 MAGIC = b"FLCKMETA"
-# A block without constants is one of the first version, which every later one reads; one whose constants
-# stand in the slot itself one of the second.
 VERSION = 1
-VERSION_WITH_CONSTANTS = 2
-VERSION_WITH_SHARED = 3
+# The flag of a block whose constants stand in a region that slots share.
+SHARED = 1
 HEADER = struct.Struct("<8sIIQQQQ16x")
 ALIGNMENT = 64
 MAX_PLAN_BYTES = 1 << 30
@@ -56,9 +54,8 @@ def header(
     plan_len: int, count: int, values_len: int, constants_len: int = 0, *, shared: bool = False
 ) -> bytes:
     """The 64 bytes that a block begins with. `shared`: its constants stand in a region of their own."""
-    version = VERSION_WITH_CONSTANTS if constants_len else VERSION
-    version = VERSION_WITH_SHARED if constants_len and shared else version
-    return HEADER.pack(MAGIC, version, 0, plan_len, count, values_len, constants_len)
+    flags = SHARED if constants_len and shared else 0
+    return HEADER.pack(MAGIC, VERSION, flags, plan_len, count, values_len, constants_len)
 
 
 def write(
@@ -117,21 +114,20 @@ class Metadata:
 
     @classmethod
     def unpack(cls, buffer: Buffer) -> Metadata:
-        """Read a block from its first byte. Raises DamagedError (FormatError for a newer version)."""
+        """Read a block from its first byte. Raises DamagedError (FormatError for another version)."""
         view = memoryview(buffer).cast("B")
         if len(view) < HEADER.size:
             _damaged("it is shorter than its header")
-        magic, version, _, plan_len, count, values_len, constants_len = HEADER.unpack_from(view)
+        magic, version, flags, plan_len, count, values_len, constants_len = HEADER.unpack_from(view)
         if magic != MAGIC:
             _damaged("it does not begin as metadata does")
-        if version not in (VERSION, VERSION_WITH_CONSTANTS, VERSION_WITH_SHARED):
+        if version != VERSION:
             raise FormatError(
-                f"A slot's metadata has version {version}; this library reads versions {VERSION} to "
-                f"{VERSION_WITH_SHARED}. The slot was left as it is. Use the version of flashckpt that "
-                "wrote it."
+                f"A slot's metadata has version {version}; this library reads {VERSION}. The slot was left "
+                "as it is. Use the version of flashckpt that wrote it."
             )
-        if (version == VERSION) != (constants_len == 0):
-            _damaged("its version and its constants contradict each other")
+        if flags & ~SHARED or (flags and not constants_len):
+            _damaged("its flags are none, or contradict its constants")
         if max(plan_len, constants_len) > MAX_PLAN_BYTES or count > MAX_LEAVES or values_len > len(view):
             _damaged("its lengths are out of bounds")
         places = geometry(plan_len, count, values_len, constants_len)
@@ -143,7 +139,7 @@ class Metadata:
             constants = _constants_of(view[places.constants : places.constants + constants_len], layout)
         digests = array("Q", bytes(view[places.table : places.values]))
         values = bytes(view[places.values : places.num_bytes])
-        found = cls(layout, digests, values, constants, version == VERSION_WITH_SHARED)
+        found = cls(layout, digests, values, constants, bool(flags & SHARED))
         if count != len(found.leaves):
             _damaged(f"it has {count} digests for {len(found.leaves)} leaves")
         return found

@@ -147,9 +147,8 @@ class Desk:
             keep=Keep(last=number(message, "keep_last", 1), every_steps=every or None),
             linger_s=seconds(message, "linger_s"),
             environment=environment,
-            # Not said by a trainer of an older version, which is not killed and has no such signal.
-            stacks_signal=number({"stacks_signal": 0, **message}, "stacks_signal", 0, 64),
-            kill_when_stuck=flag({"kill_when_stuck": False, **message}, "kill_when_stuck"),
+            stacks_signal=number(message, "stacks_signal", 0, 64),
+            kill_when_stuck=flag(message, "kill_when_stuck"),
         )
         self._roster.watch(trainer)
         connection.lock = lock
@@ -157,7 +156,7 @@ class Desk:
         return {}, ()
 
     def _hear_of_run(self, message: dict[str, Any]) -> None:
-        """Where who asks has found the run. Not said by a trainer of an older version."""
+        """Where who asks has found the run; a trainer says it once, with its name."""
         if "run" in message:
             self._told(text(message, "run", MAX_PATH))
 

@@ -18,9 +18,7 @@ from flashckpt.memory.region import constants_region_name, region_name
 MAGIC = b"FLCKSLOT"
 # A region that holds the constants of several snapshots, laid out as a slot and written once.
 CONSTANTS_MAGIC = b"FLCKCNST"
-VERSION = 2
-# A slot of the first version: no record in it may name shared constants.
-VERSION_WITHOUT_SHARED = 1
+VERSION = 1
 
 # What does not move: 240 bytes and their XXH3-128.
 FIXED_OFFSET = 0
@@ -109,18 +107,12 @@ class Fixed:
     metadata_capacity: int
     image_capacity: int
     holds_constants: bool = False
-    version: int = VERSION
 
     @property
     def name(self) -> str:
         if self.holds_constants:
             return constants_region_name(self.rank, self.nonce)
         return region_name(self.rank, self.index, self.nonce)
-
-    @property
-    def may_share(self) -> bool:
-        """Whether its snapshots may have their constants in a region of their own."""
-        return self.version > VERSION_WITHOUT_SHARED
 
     @property
     def metadata_offset(self) -> int:
@@ -136,7 +128,7 @@ class Fixed:
 
     def packed(self) -> bytes:
         fields = _FIXED.pack(
-            CONSTANTS_MAGIC if self.holds_constants else MAGIC, self.version, self.index, self.rank,
+            CONSTANTS_MAGIC if self.holds_constants else MAGIC, VERSION, self.index, self.rank,
             self.identity, self.nonce, self.num_bytes,
             self.metadata_offset, self.metadata_capacity, self.image_offset, self.image_capacity,
         ).ljust(_FIXED_BYTES, b"\0")  # fmt: skip
@@ -144,7 +136,7 @@ class Fixed:
 
     @classmethod
     def unpacked(cls, data: bytes) -> Fixed:
-        """Raises DamagedError unless every field is what `packed` wrote, FormatError for a newer version."""
+        """Raises DamagedError unless every field is what `packed` wrote, FormatError for another version."""
         fields = data[:_FIXED_BYTES]
         if len(data) < FIXED_END or _native.xxh3_128(fields) != data[_FIXED_BYTES:FIXED_END]:
             raise DamagedError("A slot's control page does not match its checksum. The slot is not used.")
@@ -153,11 +145,8 @@ class Fixed:
             raise DamagedError("A slot's control page claims more than memory can be. The slot is not used.")
         if magic not in (MAGIC, CONSTANTS_MAGIC):
             raise DamagedError("A region does not begin as a slot does. It is not used.")
-        if not VERSION_WITHOUT_SHARED <= version <= VERSION:
-            raise FormatError(
-                f"A slot has version {version}; this library reads versions {VERSION_WITHOUT_SHARED} to "
-                f"{VERSION}. It was left."
-            )
+        if version != VERSION:
+            raise FormatError(f"A slot has version {version}; this library reads {VERSION}. It was left.")
         fixed = cls(
             index=index,
             rank=rank,
@@ -166,7 +155,6 @@ class Fixed:
             metadata_capacity=rest[1],
             image_capacity=rest[3],
             holds_constants=magic == CONSTANTS_MAGIC,
-            version=version,
         )
         if fixed.packed() != data[:FIXED_END] or num_bytes % PAGE or fixed.image_offset % PAGE:
             raise DamagedError("A slot's control page contradicts itself. The slot is not used.")
@@ -176,8 +164,8 @@ class Fixed:
 @dataclass(frozen=True, kw_only=True)
 class Record:
     """What a trainer writes about a snapshot before the sealer checksums and seals it. `image_bytes` are
-    those of the shard; `constants_start` and `constants_bytes` are both 0 where there are no constants, as
-    in every record that was written before there were any. `constants_nonce` names the region that holds
+    those of the shard; `constants_start` and `constants_bytes` are both 0 where there are no constants.
+    `constants_nonce` names the region that holds
     them, where it is not the slot itself: then they have no start here."""
 
     attempt_number: int

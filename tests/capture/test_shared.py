@@ -207,28 +207,3 @@ def test_slots_that_have_room_to_spare_are_told_of(ring: SlotRing, sealer: _nati
     assert all(slot.image_capacity > most for slot in ring.slots)
     assert metadata > 1 << 16
     capture.close()
-
-
-def test_slots_of_the_first_version_share_nothing(ring: SlotRing, sealer: _native.Sealer) -> None:
-    state = Frozen(torch.randn(LARGE))
-    capture = Capture(state, ring, sealer, Options(), every=1)
-    for step in range(1, 7):
-        content = captured(capture, ring, sealer, step)
-    for slot in ring.slots:
-        object.__setattr__(slot.fixed, "version", 1)
-    assert capture.sharing_wanted() is None
-    capture.share(region_of(content))
-    assert captured(capture, ring, sealer, 7).constants_nonce == 0
-    capture.close()
-
-
-def test_slots_of_the_first_version_that_come_later_end_the_sharing(
-    ring: SlotRing, sealer: _native.Sealer
-) -> None:
-    _, capture = frozen_capture(ring, sealer)
-    assert captured(capture, ring, sealer, 7).constants_nonce != 0
-    for slot in ring.slots:
-        object.__setattr__(slot.fixed, "version", 1)
-    capture.set_slots(ring)
-    assert captured(capture, ring, sealer, 8).constants_nonce == 0
-    capture.close()

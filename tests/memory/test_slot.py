@@ -334,19 +334,19 @@ class TestMetadata:
         with pytest.raises(DamagedError, match="1 digests for 2 leaves"):
             metadata.Metadata.unpack(block)
         block = self.block()
-        block[8] = 4
+        block[8] = 2
         with pytest.raises(FormatError):
             metadata.Metadata.unpack(block)
         with pytest.raises(DamagedError):
             metadata.Metadata.unpack(block[:63])
 
-    def with_constants(self, constants: Layout, version: int = 2) -> bytearray:
+    def with_constants(self, constants: Layout, flags: int = 0) -> bytearray:
         plan, fixed = metadata.plan_bytes(LAYOUT), metadata.plan_bytes(constants)
         count = len(LAYOUT.leaves) + len(constants.leaves)
         places = metadata.geometry(len(plan), count, len(VALUES), len(fixed))
         block = bytearray(places.num_bytes)
         block[:64] = metadata.header(len(plan), count, len(VALUES), len(fixed))
-        block[8] = version
+        block[12] = flags
         block[places.plan : places.plan + len(plan)] = plan
         block[places.constants : places.constants + len(fixed)] = fixed
         block[places.table : places.values] = array("Q", range(count)).tobytes()
@@ -362,7 +362,6 @@ class TestMetadata:
         assert found.image.constants_start == -(-LAYOUT.num_bytes // 4096) * 4096
         without = metadata.Metadata.unpack(self.block())
         assert (without.constants, without.image.num_bytes) == (None, LAYOUT.num_bytes)
-        assert self.block()[8] == 1, "a block without constants is one of the first version"
 
     def test_constants_that_cannot_be_are_refused(self) -> None:
         own = LAYOUT.leaves[0]
@@ -374,11 +373,12 @@ class TestMetadata:
             with pytest.raises(DamagedError, match=why):
                 metadata.Metadata.unpack(self.with_constants(constants))
         with pytest.raises(DamagedError, match="contradict"):
-            metadata.Metadata.unpack(self.with_constants(Layout.of([own]), version=1))
+            metadata.Metadata.unpack(self.with_constants(Layout.of([own]), flags=2))
         block = self.block()
-        block[8] = 2
+        block[12] = metadata.SHARED
         with pytest.raises(DamagedError, match="contradict"):
             metadata.Metadata.unpack(block)
+        block[12] = 0
         block[40:48] = (1 << 62).to_bytes(8, "little")
         with pytest.raises(DamagedError, match="bounds"):
             metadata.Metadata.unpack(block)

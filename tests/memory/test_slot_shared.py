@@ -14,7 +14,7 @@ from flashckpt import _native
 from flashckpt.errors import DamagedError, FormatError, KeeperError
 from flashckpt.format import metadata
 from flashckpt.format.layout import Layout, Leaf
-from flashckpt.format.metadata import Metadata
+from flashckpt.format.metadata import SHARED, Metadata
 from flashckpt.format.names import AttemptName
 from flashckpt.memory import page, region
 from flashckpt.memory.page import Fixed, Record, State
@@ -97,47 +97,29 @@ def fixed_bytes(magic: bytes, version: int) -> bytes:
     return fields + _native.xxh3_128(fields)
 
 
-@pytest.mark.parametrize(("version", "may_share"), [(1, False), (2, True)])
-def test_a_page_of_every_version_is_read_and_says_whether_it_may_share(version: int, may_share: bool) -> None:
-    data = fixed_bytes(b"FLCKSLOT", version)
+def test_a_page_is_read_and_written_to_the_byte() -> None:
+    data = fixed_bytes(b"FLCKSLOT", 1)
     fixed = Fixed.unpacked(data)
-    assert fixed.may_share is may_share
     assert (fixed.holds_constants, fixed.name) == (False, f"slot-00007-3-{NONCE:016x}")
-    assert fixed.packed() == data, "what is read is not made another version"
-
-
-def test_a_page_of_now_is_the_newest_version() -> None:
-    fixed = Fixed(
-        index=3, rank=7, identity=IDENTITY, nonce=NONCE, metadata_capacity=4096, image_capacity=8192
-    )
-    assert fixed.packed() == fixed_bytes(b"FLCKSLOT", 2)
-    assert replace(fixed, holds_constants=True).packed() == fixed_bytes(b"FLCKCNST", 2)
+    assert fixed.packed() == data
+    assert replace(fixed, holds_constants=True).packed() == fixed_bytes(b"FLCKCNST", 1)
 
 
 def test_a_region_of_constants_is_told_by_its_magic() -> None:
-    fixed = Fixed.unpacked(fixed_bytes(b"FLCKCNST", 2))
+    fixed = Fixed.unpacked(fixed_bytes(b"FLCKCNST", 1))
     assert fixed.holds_constants
     assert fixed.name == f"constants-00007-{NONCE:016x}"
     assert region.is_region_name(fixed.name)
     assert not region.is_region_name(fixed.name[:-1])
     with pytest.raises(DamagedError, match="does not begin as a slot"):
-        Fixed.unpacked(fixed_bytes(b"FLCKCONS", 2))
+        Fixed.unpacked(fixed_bytes(b"FLCKCONS", 1))
 
 
-@pytest.mark.parametrize("version", [0, 3, 1 << 31])
+@pytest.mark.parametrize("version", [0, 2, 1 << 31])
 @pytest.mark.parametrize("magic", [b"FLCKSLOT", b"FLCKCNST"])
 def test_other_versions_are_left(magic: bytes, version: int) -> None:
     with pytest.raises(FormatError, match="It was left"):
         Fixed.unpacked(fixed_bytes(magic, version))
-
-
-def test_a_slot_of_the_first_version_is_opened_written_and_read(slot: Slot) -> None:
-    os.pwrite(slot.descriptor, replace(slot.fixed, version=1).packed(), 0)
-    old = Slot.open(os.dup(slot.descriptor), map_image=True, identity=IDENTITY)
-    assert not old.fixed.may_share
-    fill(old, 5)
-    assert found_in(old).layout == LAYOUT
-    old.close()
 
 
 def test_a_region_of_another_run_is_refused() -> None:
@@ -175,9 +157,9 @@ def test_constants_elsewhere_have_no_start_and_take_no_room(
     assert Record.unpacked(sealed + _native.xxh3_128(sealed)) == record
 
 
-def test_metadata_of_the_third_version_comes_back(slot: Slot) -> None:
+def test_metadata_with_shared_constants_comes_back(slot: Slot) -> None:
     fill_shared(slot)
-    assert slot.metadata_view[8] == 3
+    assert slot.metadata_view[12] == SHARED
     found = found_in(slot)
     assert (found.shared, found.constants, list(found.constants_digests)) == (True, CONSTANTS, [3, 4])
     assert found.leaves == LAYOUT.leaves + CONSTANTS.leaves
@@ -186,10 +168,10 @@ def test_metadata_of_the_third_version_comes_back(slot: Slot) -> None:
     assert found.image.starts()[own:] == [first + leaf.offset for leaf in CONSTANTS.leaves]
 
 
-def test_metadata_of_the_third_version_has_constants(slot: Slot) -> None:
+def test_metadata_that_shares_has_constants(slot: Slot) -> None:
     fill(slot, 5)
     block = bytearray(slot.metadata_view[:4096])
-    block[8] = 3
+    block[12] = SHARED
     with pytest.raises(DamagedError, match="contradict"):
         Metadata.unpack(block)
 
@@ -211,10 +193,10 @@ def test_a_record_that_contradicts_its_metadata_is_refused(slot: Slot, changes: 
         found_in(slot)
 
 
-def test_metadata_of_the_second_version_under_a_record_with_a_nonce_is_refused(slot: Slot) -> None:
+def test_metadata_that_shares_nothing_under_a_record_with_a_nonce_is_refused(slot: Slot) -> None:
     """The same lengths, and the constants would be looked for in the slot, which has none."""
     generation = fill_shared(slot)
-    slot.metadata_view[8] = 2
+    slot.metadata_view[12] = 0
     word = slot.state()
     assert (word.state, word.generation) == (State.SEALED, generation)
     start, end = page.RECORD_OFFSET, page.RECORD_OFFSET + page.RECORD_FIELDS_END
