@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <deque>
 #include <map>
+#include <new>
 #include <system_error>
 #include <thread>
 
@@ -16,10 +17,28 @@ namespace {
 constexpr std::size_t kWave = 256;
 constexpr std::chrono::nanoseconds kForever = std::chrono::hours(24);
 
+using Failures = std::map<std::uint64_t, Error>; // by ticket
+
 struct Job {
     std::uint64_t ticket = 0;
     CopyJob copies;
+    Failures::node_type failure; // made when it is submitted: the thread can tell of one without memory
 };
+
+Failures::node_type make_failure(std::uint64_t ticket) {
+    Failures made;
+    return made.extract(made.try_emplace(ticket).first);
+}
+
+// A thread of ours that throws ends the process.
+template <class Work>
+Error without_throwing(Work work) {
+    try {
+        return work();
+    } catch (const std::bad_alloc&) {
+        return {Kind::device, 0, "out of memory", ""}; // short enough to need none
+    }
+}
 
 } // namespace
 
@@ -38,7 +57,7 @@ struct DeviceCopies::State {
     std::uint64_t submitted = 0;
     std::uint64_t enqueued = 0; // tickets up to this one have had their first copies enqueued, or have failed
     std::uint64_t finished = 0;
-    std::map<std::uint64_t, Error> failures;
+    Failures failures;
     bool closing = false;
     bool running = false;
 
@@ -82,6 +101,13 @@ struct DeviceCopies::State {
     Error run(const Job& job) {
         Entered entered;
         if (Error error = entered.enter(*driver, device)) return error;
+        Error error = without_throwing([&] { return copy(job); });
+        // What was enqueued still writes: nobody may have the memory before that has ended.
+        if (error) driver->stream_synchronize(stream);
+        return error;
+    }
+
+    Error copy(const Job& job) {
         std::size_t pieces = 0;
         Error error = enqueue(job.copies, 0, job.copies.num_first, pieces);
         if (!error) error = check(driver->event_record(first, stream), "mark a stream");
@@ -90,10 +116,7 @@ struct DeviceCopies::State {
             error = enqueue(job.copies, job.copies.num_first, job.copies.sizes.size(), pieces);
         }
         if (!error) error = check(driver->event_record(last, stream), "mark a stream");
-        if (!error) return check(driver->event_synchronize(last), "wait for copies");
-        // What was enqueued before it still writes: nobody may have the memory before that has ended.
-        driver->stream_synchronize(stream);
-        return error;
+        return error ? error : check(driver->event_synchronize(last), "wait for copies");
     }
 
     void tell_enqueued(std::uint64_t ticket) {
@@ -148,8 +171,8 @@ Error DeviceCopies::submit(CopyJob job, std::uint64_t after, std::uint64_t& tick
         }
         state_->running = true;
     }
+    state_->jobs.push_back({state_->submitted + 1, std::move(job), make_failure(state_->submitted + 1)});
     ticket = ++state_->submitted;
-    state_->jobs.push_back({ticket, std::move(job)});
     Bell::get().ring();
     return {};
 }
@@ -175,9 +198,12 @@ void DeviceCopies::serve(std::shared_ptr<State> state) {
         Job job = std::move(state->jobs.front());
         state->jobs.pop_front();
         lock.unlock();
-        Error error = state->run(job);
+        Error error = without_throwing([&] { return state->run(job); });
         lock.lock();
-        if (error) state->failures.emplace(job.ticket, std::move(error));
+        if (error) {
+            job.failure.mapped() = std::move(error);
+            state->failures.insert(std::move(job.failure));
+        }
         state->enqueued = state->finished = job.ticket;
         bell.ring();
     }

@@ -2,7 +2,8 @@
    Contexts are 0x1000 + ordinal. Copies are made at once, but for those of 17 bytes, which are refused. Graphs are captured on
    stream 5; stream 6 is the legacy stream beside one. Unregistering tells whether the memory was still mapped.
    The kernel of digests is the emulated one, run at once; what FAKE_CUDA_REFUSES names (module, function, fill,
-   launch, memory) is refused; "digests" and "copies" come out wrong. */
+   launch, memory, wait) is refused; "digests" and "copies" come out wrong; "memory for names" makes those of
+   errors 64 MiB long. */
 #define _DEFAULT_SOURCE
 #include <stdint.h>
 #include <stdio.h>
@@ -51,7 +52,11 @@ int cuEventCreate(void** out, unsigned flags) {
     return flags == 3 ? 0 : 1;
 }
 int cuEventRecord(void* event, void* stream) { tell("record", (unsigned long)event, (unsigned long)stream); return 0; }
-int cuEventSynchronize(void* event) { tell("wait", (unsigned long)event, 0); return 0; }
+static int refused(const char* what);
+int cuEventSynchronize(void* event) {
+    tell("wait", (unsigned long)event, 0);
+    return refused("wait") ? 719 : 0;
+}
 int cuStreamWaitEvent(void* stream, void* event, unsigned flags) {
     tell("hold", (unsigned long)stream, (unsigned long)event);
     return (int)flags;
@@ -119,7 +124,9 @@ int cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsign
     return 0;
 }
 int cuGetErrorName(int code, const char** name) {
+    static char long_one[64 << 20];
     *name = code == 712 ? "ALREADY" : code == 222 ? "UNSUPPORTED_PTX" : "FAULT";
+    if (refused("memory for names")) *name = memset(long_one, 'x', sizeof long_one - 1);
     return 0;
 }
 int cuGetErrorString(int code, const char** text) { *text = code == 712 ? "registered already" : "no"; return 0; }

@@ -294,3 +294,31 @@ def test_without_a_driver() -> None:
         _native.cuda_register(4096, 4096, 0)
     with pytest.raises(RuntimeError, match="CUDA cannot be used"):
         _native.cuda_unregister(4096)
+
+
+def test_what_was_enqueued_has_ended_where_the_wait_for_it_is_refused(driver: Path) -> None:
+    program = (
+        LANE
+        + """
+assert "FAULT" in refused(lane.wait, lane.submit(u64(a), u64(b), u64(8), 0))
+lane.close()
+"""
+    )
+    last = [line.split()[0] for line in run(driver, program, 2, "wait") if not line.startswith("retain")][-2:]
+    assert last == ["wait", "synchronize"]
+
+
+def test_a_copy_that_is_refused_while_memory_is_short_is_told_all_the_same(driver: Path) -> None:
+    program = (
+        LANE
+        + """
+import resource
+lane.wait(lane.submit(u64(a), u64(b), u64(8), 0))  # the thread is there
+pages = int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + (48 << 20),) * 2)
+assert "out of memory" in refused(lane.wait, lane.submit(u64(a, a), u64(b, b), u64(8, 17), 0))
+lane.wait(lane.submit(u64(a), u64(b), u64(8), 0))
+lane.close()
+"""
+    )
+    run(driver, program, 2, "memory for names")
