@@ -453,3 +453,17 @@ def test_host_memory_that_the_device_writes_is_read_after_its_kernels(make: Make
     released.join()
     loop.finish()
     assert newest(loop.ring).leaves["more.offloaded"] == bytes_of(torch.full((5000,), 7.0))
+
+
+def test_without_a_hook_before_the_boundary_the_loop_waits_for_copies_of_gated_leaves(make: Maker) -> None:
+    """Whoever wrote last called no hook, and may write next without one."""
+    loop = warm(make(room=NO_ROOM))
+    assert loop.ways()["model.a"] == "gate"
+    loop.train(hooks=False)
+    loop.device.compute.drain()
+    loop.device.side.hold()
+    assert loop.boundary(ordered=True).captured
+    loop.train(hooks=False)
+    loop.device.compute.settle()
+    assert loop.device.compute.pending() > 0, "the write waits for the copies"
+    assert loop.result() == "exact"
