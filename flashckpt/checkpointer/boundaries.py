@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 # Captures of one boundary that are found torn before it is given up: each finds a safer way.
 _TRIES = 4
+# The first steps of a run, in which little is lost with it.
+_FIRST_BOUNDARIES = 32
 
 
 class Boundaries:
@@ -58,7 +60,8 @@ class Boundaries:
     def check(self) -> None:
         """Raises what must end this run now: SupersededError where a newer attempt has claimed it, and what
         kept its first slots from being had. A run that cannot hold a single snapshot is stopped in its first
-        steps, not found out about after a crash; later shortages are skips and warnings."""
+        steps, not found out about after a crash; later shortages are skips and warnings, also that of a state
+        which has outgrown its slots before a snapshot was due."""
         newer = self._attendant.superseded_by
         if newer is not None:
             raise SupersededError(
@@ -69,7 +72,8 @@ class Boundaries:
             )
         error = self._attendant.slots.error
         slots, newest = self._attendant.slots, self._attendant.newest_sealed_step()
-        if error is not None and not slots.any and newest is None:
+        is_first = not slots.were_had or self._capture.pulse.boundaries <= _FIRST_BOUNDARIES
+        if error is not None and not slots.any and newest is None and is_first:
             raise error
 
     def order(self) -> None:

@@ -37,8 +37,9 @@ Ready = tuple[SlotRing, dict[str, int]]
 
 
 class SlotSupply:
-    """`ring` is what the capture writes to, `wanted` the (metadata, image) bytes of slots that were asked for
-    and are not ready, `error` why slots could not be had the last time. `say(text, key)` warns once a key.
+    """`ring` is what the capture writes to, `were_had` whether it ever had slots, `wanted` the (metadata,
+    image) bytes of slots that were asked for and are not ready, `error` why slots could not be had the last
+    time. `say(text, key)` warns once a key.
     `least` is the number of slots to go on with: one, where the newest snapshot has another to itself.
     `shared` is the region of constants that captures name from the beginning, `sharing` what gets others."""
 
@@ -53,6 +54,7 @@ class SlotSupply:
         self._session, self._capture, self._say = session, capture, say
         self.count = options.slots or _SLOTS
         self.ring: SlotRing | None = None
+        self.were_had = False
         self.wanted: tuple[int, int] | None = None
         self.error: FlashckptError | None = None
         self.sharing = Sharing(session, self.newest_sealed, self._name, shared)
@@ -183,7 +185,7 @@ class SlotSupply:
             ready, self._ready = self._ready, None
             self._is_ready_smaller = False
             if ready is not None:
-                self._replaced, self.ring = self.ring, ready[0]
+                self._replaced, self.ring, self.were_had = self.ring, ready[0], True
         return ready
 
     def taken_up(self) -> None:
@@ -401,8 +403,11 @@ class SlotSupply:
     def _let_go_of_outgrown(self) -> None:
         """Each slot once nothing in it is needed: until then it is held here, too. What is in a memfd would
         die with its keeper."""
+        # These first: the training thread exchanges the ring before it adds what was in it. By a ring of
+        # before the keeper would never be told that they went.
+        outgrown = list(self._outgrown)
         kept = {slot.name for slot in self.ring.slots} if self.ring is not None else set()
-        gone = [slot for slot in self._outgrown if slot.name in kept or not self._is_needed(slot)]
+        gone = [slot for slot in outgrown if slot.name in kept or not self._is_needed(slot)]
         if released := [slot.name for slot in gone if slot.name not in kept]:
             self._session.keeper.release(released)
         for slot in gone:

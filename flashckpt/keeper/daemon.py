@@ -124,9 +124,11 @@ class Keeper:
 
     @property
     def is_idle(self) -> bool:
-        """Nobody lives, nothing is under way, and no end is still to be written down."""
+        """Nobody lives, nothing is under way, and no end is still to be written down: where what is in memory
+        is given up, a storage that takes nothing more is waited for no longer."""
         busy = self.work.worker.busy or self._maker.busy or self.pruner.is_pending
-        return not (len(self.roster) or busy or (self._ended and not self.run_is_gone))
+        is_untold = bool(self._ended) and not (self.run_is_gone or self._departure.discards)
+        return not (len(self.roster) or busy or is_untold)
 
     @property
     def _is_last(self) -> bool:
@@ -205,6 +207,8 @@ class Keeper:
                 log.error("chores failed", exc_info=look)
                 return
             self._looks_without_run = 0 if look.is_there else self._looks_without_run + 1
+            if look.is_there and not look.problem:
+                self._departure.saw_run()
             for attempt in look.marked:
                 self._ended.pop(attempt, None)
             self.tally.superseded_by = _newer(look.claimed, living)

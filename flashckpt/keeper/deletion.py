@@ -29,6 +29,11 @@ class Deletion:
         except AttributeError:  # a C library without it
             self._close()
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether the kernel tells of it: not where nothing had the path, or no watch could be had."""
+        return self._descriptor >= 0
+
     def has_come(self) -> bool:
         while self._descriptor >= 0:
             try:

@@ -46,6 +46,14 @@ class Departure:
         self._until = time.monotonic() + linger_s
         self._gone_until = time.monotonic() + trainer.linger_s
 
+    def saw_run(self) -> None:
+        """The run stands. Where its folder was deleted before, a copy was put in its place: of that one
+        nothing is certain, and the next time that it is not there it may be a disk that is away."""
+        if self._deletion.has_come():
+            found = Deletion(self._store.url)
+            # Deleted since it was seen to stand: what was heard holds.
+            self._deletion = found if found.is_watched else self._deletion
+
     def is_due(self, now: float) -> bool:
         keeper = self._keeper
         if not keeper.is_idle:

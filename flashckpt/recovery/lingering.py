@@ -79,8 +79,8 @@ def end(runtime: RuntimeFolder) -> None:
     if is_alive(runtime, ELECTION_LOCK):
         raise KeeperError(
             f"The keeper of this run (process {pid or 'of another container'}) does not go: it still has "
-            f"something to save. Nothing was discarded. See {os.path.join(runtime.path, 'keeper.log')}; mend "
-            "the storage, or kill it and run this again.",
+            "something to save, or hangs in storage. Nothing was discarded yet. See "
+            f"{os.path.join(runtime.path, 'keeper.log')}; mend the storage, or kill it and run this again.",
             path=runtime.path,
         )
 

@@ -180,3 +180,17 @@ def test_without_memory_for_more_it_trains_on_and_says_so(tmp_path: Path, runtim
         _is_counted(report, _STEPS)
         until(lambda: (tmp_path / "replay/run/steps").is_dir(), "a commit")
         end(keepers_of(runtime))
+
+
+def test_a_state_that_outgrew_its_slots_before_a_snapshot_was_due_ends_no_run(
+    tmp_path: Path, runtime: Path
+) -> None:
+    """Its first slots were there, and a long time was trained: a shortage is no reason to lose that."""
+    steps = 50
+    with _limited(24 * MIB) as cgroup:
+        growing = Growing(tmp_path / "replay", runtime, "replay", 40, str(cgroup))
+        report = growing.goes(steps, steps)
+        assert "training goes on without waiting" in growing.said()
+        assert report["newest_sealed_step"] == -1
+        assert len(growing.lines()) == steps
+        end(keepers_of(runtime))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -113,6 +114,26 @@ def test_memory_is_given_up_where_that_is_asked_for(tmp_path: Path, runtime: Pat
     run.rename(tmp_path / "away")
     trainer.kill()
     done = keepers("--end", keepers_of(runtime)[0], "--discard")
+    assert done.code == 0, done.err
+    assert keepers_of(runtime) == []
+    assert regions(runtime) == []
+
+
+def test_memory_is_given_up_where_the_disk_is_full(small_disk: Path, runtime: Path) -> None:
+    """Not even the trainer's end can be written down there."""
+    trainer = Process(small_disk / "run", runtime, linger_s=3600, kib=4096)
+    trainer.do("start", None, 0, None)
+    trainer.do("slots", 3, 2)
+    with open(small_disk / "filler", "wb", buffering=0) as filler, contextlib.suppress(OSError):
+        while True:
+            filler.write(bytes(4096))
+    trainer.do("snapshot", 3, False)
+    trainer.kill()
+    (pid,) = keepers_of(runtime)
+    done = keepers("--end", pid)
+    assert done.code == 4
+    assert "No space left" in done.err
+    done = keepers("--end", pid, "--discard")
     assert done.code == 0, done.err
     assert keepers_of(runtime) == []
     assert regions(runtime) == []

@@ -75,16 +75,16 @@ def _harm(faults: Path) -> None:
         if (faults / "write.long").exists():
             held.retry_at = time.monotonic() + _DAYS_S
 
-    sums = audit._sums
+    hashes = audit._hashes
 
-    def slow_sums(*arguments: Any, **named: Any) -> Any:
+    def slow_hashes(*arguments: Any, **named: Any) -> Any:
         with open(faults / "audit.windows", "ab") as file:
             file.write(b".")
-        found = sums(*arguments, **named)
+        found = hashes(*arguments, **named)
         _pause(faults, "audit")
         return found
 
-    audit.WINDOW_BYTES, audit._sums = 64 << 10, slow_sums
+    audit.WINDOW_BYTES, audit._hashes = 64 << 10, slow_hashes
     _native.write_file = write_file
     LocalStore.remove = slow_remove  # type: ignore[method-assign]
     Work._failed = failed_for_long  # type: ignore[method-assign]
