@@ -34,12 +34,24 @@ T* pointer(std::uint64_t address) {
     return reinterpret_cast<T*>(address);
 }
 
+// A tensor without memory gives 0, whatever its shape says.
+void check_address(std::uint64_t address, std::uint64_t num_bytes) {
+    if (address == 0 && num_bytes > 0) raise_value("there are bytes, and no address that they are at");
+}
+
+void check_addresses(const U64View& addresses, const U64View& sizes) {
+    for (std::size_t i = 0; i < sizes.size(); ++i)
+        check_address(addresses.data()[i], sizes.data()[i]);
+}
+
 std::uint64_t digest_at(std::uint64_t address, std::uint64_t num_bytes) {
+    check_address(address, num_bytes);
     MaybeReleased released(num_bytes);
     return digest(pointer<const std::uint8_t>(address), num_bytes);
 }
 
 std::uint64_t hash_blocks_at(std::uint64_t address, std::uint64_t num_bytes, std::uint64_t first_block) {
+    check_address(address, num_bytes);
     MaybeReleased released(num_bytes);
     return hash_blocks(pointer<const std::uint8_t>(address), num_bytes, first_block);
 }
@@ -49,6 +61,7 @@ void digest_each(nb::handle addresses, nb::handle sizes, std::uint64_t out_addre
     U64View bytes(sizes);
     if (from.size() != bytes.size()) raise_value("addresses and sizes differ in length");
     if (from.size() == 0) return;
+    check_addresses(from, bytes);
     std::uint64_t* out = u64_pointer(out_address);
     checked_threads(threads);
     Released released;
@@ -64,6 +77,8 @@ void copy_each(nb::handle sources, nb::handle destinations, nb::handle sizes, st
         raise_value("sources, destinations and sizes differ in length");
     }
     if (from.size() == 0) return;
+    check_addresses(from, bytes);
+    check_addresses(to, bytes);
     std::uint64_t* digests = u64_pointer(digests_address);
     checked_threads(threads);
     Released released;
@@ -71,6 +86,7 @@ void copy_each(nb::handle sources, nb::handle destinations, nb::handle sizes, st
 }
 
 nb::bytes checksum_at(std::uint64_t address, std::uint64_t num_bytes) {
+    check_address(address, num_bytes);
     Checksum sum;
     {
         MaybeReleased released(num_bytes);

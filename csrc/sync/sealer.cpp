@@ -6,6 +6,7 @@
 
 #include <cstring>
 #include <list>
+#include <new>
 #include <system_error>
 
 namespace flashckpt {
@@ -60,6 +61,17 @@ Outcome seal_slot(const Seal& seal) {
     return {"the slot's word was changed by another while it was written"};
 }
 
+// A thread of ours that throws ends the process, and who waits for a seal that is never decided waits for
+// good.
+template <class Judge>
+Outcome judged(bool copied, bool frees, Judge judge) noexcept {
+    try {
+        return judge();
+    } catch (const std::bad_alloc&) {
+        return {"out of memory", copied, frees}; // short enough to need none
+    }
+}
+
 } // namespace
 
 struct Sealer::Pending {
@@ -67,13 +79,23 @@ struct Sealer::Pending {
     std::vector<std::pair<std::shared_ptr<Waitable>, std::uint64_t>> waits;
     std::string why; // why a wait failed
 
-    Progress poll() {
+    Progress poll() noexcept {
         while (!waits.empty()) {
-            Progress progress = waits.back().first->poll(waits.back().second, why);
+            Progress progress = ask(*waits.back().first, waits.back().second);
             if (progress != Progress::done) return progress;
             waits.pop_back();
         }
         return Progress::done;
+    }
+
+  private:
+    Progress ask(Waitable& waitable, std::uint64_t occurrence) noexcept {
+        try {
+            return waitable.poll(occurrence, why);
+        } catch (const std::bad_alloc&) {
+            why = "out of memory"; // short enough to need none
+            return Progress::failed;
+        }
     }
 };
 
@@ -95,7 +117,9 @@ struct Sealer::State {
         Bell& bell = Bell::get();
         std::lock_guard lock(bell.mutex);
         if (outcome.frees && !exchange(seal, free_word(seal.expected)))
-            outcome.why += "; and the slot's word was changed by another";
+            outcome = judged(outcome.copied, false, [&] {
+                return Outcome{outcome.why + "; and the slot's word was changed by another", outcome.copied};
+            });
         if (!outcome.why.empty()) // has its room since `submit`
             failures.push_back({seal.word, std::move(outcome.why), outcome.copied});
         ++decided;
@@ -114,7 +138,9 @@ struct Sealer::State {
                 continue;
             }
             bool done = progress == Progress::done;
-            decide(item.seal, done ? seal_slot(item.seal) : Outcome{item.why, false, true});
+            decide(item.seal, judged(done, true, [&] {
+                       return done ? seal_slot(item.seal) : Outcome{item.why, false, true};
+                   }));
             at = pending.erase(at);
         }
     }
@@ -153,7 +179,8 @@ Error Sealer::submit(Seal seal) {
     item->seal = std::move(seal);
     State* at_once = nullptr;
     if (Error error = enqueue(item, at_once)) return error;
-    if (at_once != nullptr) at_once->decide(item->seal, seal_slot(item->seal));
+    if (at_once != nullptr)
+        at_once->decide(item->seal, judged(true, true, [&] { return seal_slot(item->seal); }));
     return {};
 }
 
@@ -198,7 +225,9 @@ void Sealer::serve(State& state) {
         bell.wait(lock, kForever, [&] { return bell.rings() != rings; });
     }
     for (auto& item : state.pending) {
-        state.decide(item->seal, {"the sealer was closed before the copies had ended", false});
+        state.decide(item->seal, judged(false, false, [] {
+                         return Outcome{"the sealer was closed before the copies had ended", false};
+                     }));
     }
     state.pending.clear();
     lock.lock();
@@ -233,8 +262,9 @@ void Sealer::close() {
 std::vector<SealFailure> Sealer::failures() {
     std::lock_guard lock(Bell::get().mutex);
     State& state = here();
-    std::vector<SealFailure> taken = std::exchange(state.failures, {});
-    state.failures.reserve(state.submitted - state.decided);
+    std::vector<SealFailure> taken;
+    taken.reserve(state.submitted - state.decided); // the room of those that may still fail
+    taken.swap(state.failures);
     return taken;
 }
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import threading
 import weakref
 from array import array
 from collections.abc import Callable
@@ -161,3 +163,59 @@ def test_arguments_that_cannot_be() -> None:
         _native.Watch([({}, "a")], [tensor]).changed(array("Q"))
     with pytest.raises(BufferError):
         _native.Watch([({}, "a")], [tensor]).changed(memoryview(bytes(8)).cast("Q"))
+
+
+class Unseen:
+    """The collector knows nothing of one without attributes: it runs while others are being cleared."""
+
+    __slots__ = ()
+
+    def __del__(self) -> None:
+        _in_the_middle()
+
+
+def _in_the_middle() -> None:
+    raise AssertionError("replaced by the test")
+
+
+def test_the_collector_may_clear_one_that_is_being_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No exception can leave a clearing: the process would end."""
+    inside, go_on = threading.Event(), threading.Event()
+    found: list[object] = []
+
+    class Slow:
+        armed = False
+
+        @property
+        def value(self) -> object:
+            if self.armed:
+                inside.set()
+                assert go_on.wait(120)
+            return None
+
+    def ask_it() -> None:
+        watch = ctypes.cast(address, ctypes.py_object).value  # what is being cleared is in no list
+        threads.append(threading.Thread(target=lambda: found.append(watch.changed(array("Q", [0] * 3)))))
+        threads[0].start()
+        assert inside.wait(120)
+
+    threads: list[threading.Thread] = []
+    monkeypatch.setattr(f"{__name__}._in_the_middle", ask_it)
+    gc.collect()
+    gc.disable()
+    try:
+        slow = Slow()
+        cycle: list[object] = [Unseen()]  # made first, cleared first
+        cycle.append(cycle)
+        watch = _native.Watch([(slow, "value"), (None, None), (None, None)], [object(), cycle, slow])
+        cycle.append(watch)
+        address = id(watch)
+        slow.armed = True
+        del cycle, watch, slow
+        gc.collect()
+    finally:
+        gc.enable()
+    assert inside.is_set(), "it was cleared before it was asked"
+    go_on.set()
+    threads[0].join()
+    assert found == [[0]]
