@@ -7,6 +7,7 @@ the Checkpointer: a loop that is left by `break` must be able to let go of it.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
@@ -237,6 +238,7 @@ class Attendant:
             # It hangs in the keeper or in memory being taken, and will look into the slots once more: they
             # stay mapped until the process ends.
             log.warning("the attendant does not come to an end; the run is let go without it")
+            self._leave_word(closed)
             return
         self._watch.look(last=True)
         # Where the last keepers have died, nobody would start another after this one.
@@ -249,7 +251,15 @@ class Attendant:
                 self._session.keeper.closing()
         except (FlashckptError, OSError) as error:
             log.warning("the keeper could not be told that the run was let go: %s", error)
+        self._leave_word(closed)
         self.slots.close()
+
+    def _leave_word(self, closed: bool) -> None:
+        """Where the keeper finds it when this process's lock is free, whether it was told or not: it would
+        take the end for a death, and hold on to its slots for the next attempt."""
+        if closed and time.monotonic() < self.deadline_s():
+            with contextlib.suppress(OSError):
+                self._session.life.say_closed()
 
     # ---- the thread
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import threading
 import time
@@ -62,6 +63,7 @@ class Line:
         self._known: tuple[tuple[int, int] | None, int] | None = None
         self._said: dict[str, dict[str, Any]] = {}
         self._pauses = start.Pauses()
+        self._begun = -1  # at its end once the keeper that was started last has ended
         self.longest_pause_s = start.LONGEST_PAUSE_S
         self.restarts = 0
         forks.hold(self)
@@ -70,7 +72,9 @@ class Line:
         # The connection is the parent's: a word of the child's on it would be taken for the parent's.
         if self._peer is not None:
             forks.close(self._peer.detach())
-        self._peer, self._lock = None, threading.RLock()
+        if self._begun >= 0:
+            forks.close(self._begun)
+        self._peer, self._begun, self._lock = None, -1, threading.RLock()
 
     def call(self, message: dict[str, Any]) -> dict[str, Any]:
         """The answer to a request. Raises KeeperError, or OutOfRoomError where that is the answer."""
@@ -118,6 +122,7 @@ class Line:
             return
         try:
             self._drop()
+            self._begin(-1)
             self._possession.close()
         finally:
             self._lock.release()
@@ -151,16 +156,33 @@ class Line:
                 self._depose()
             if now > until:
                 raise _unreachable(self._runtime, f"it did not answer within {_START_TIMEOUT_S:.0f} s")
-            if now - tried_at > _START_AGAIN_S and not is_alive(self._runtime, ELECTION_LOCK):
+            is_due = now - tried_at > _START_AGAIN_S or self._has_ended()
+            if is_due and not is_alive(self._runtime, ELECTION_LOCK):
                 if self._pauses.left_s(self.longest_pause_s) > 0:
                     raise _unreachable(self._runtime, "each dies soon after its start; the next has to wait")
-                start.start(self._run_path, self._runtime)
+                self._begin(start.start(self._run_path, self._runtime))
                 self._pauses.started()
                 tried_at = now
             time.sleep(_RETRY_S)
+        self._begin(-1)
         self._peer = peer
         self._introduce(peer)
         return peer
+
+    def _begin(self, descriptor: int) -> None:
+        """Keep what tells of the end of the keeper that was started last; -1 where nobody asks any more."""
+        if self._begun >= 0:
+            os.close(self._begun)
+        self._begun = descriptor
+
+    def _has_ended(self) -> bool:
+        """Whether the keeper that was started last is gone: killed as it began, or ended because another one
+        was elected, which may be gone itself by now. Never where many have died: then the next waits."""
+        if self._begun < 0 or self._pauses.left_s() > 0:
+            return False
+        poll = select.poll()
+        poll.register(self._begun, 0)
+        return bool(poll.poll(0))
 
     def _introduce(self, peer: socket.socket) -> None:
         """Tell a keeper that may be a new one all that the last one was told."""

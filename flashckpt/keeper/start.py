@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from flashckpt.errors import KeeperError
 from flashckpt.events import log as logger
-from flashckpt.keeper.protocol import LOG_NAME
+from flashckpt.keeper.protocol import LOG_NAME, close_all
 from flashckpt.memory.runtime import RuntimeFolder
 
 _START_TIMEOUT_S = 60.0
@@ -52,9 +52,10 @@ class Pauses:
         return self._started_s + pause_s - self._clock()
 
 
-def start(run_path: str, runtime: RuntimeFolder) -> None:
-    """Start a keeper for a run. It ends by itself if the run has one. Raises KeeperError where no
-    process can be started."""
+def start(run_path: str, runtime: RuntimeFolder) -> int:
+    """Start a keeper for a run. It ends by itself if the run has one. Returns a descriptor, the caller's to
+    close, that is at its end (POLLHUP) once the keeper's process has ended. Raises KeeperError where none can
+    be started."""
     if not sys.executable:
         raise KeeperError(
             "Python does not know its own program, so no keeper can be started. Training is not touched, "
@@ -64,7 +65,9 @@ def start(run_path: str, runtime: RuntimeFolder) -> None:
     orders = {"paths": _import_path(), "run": run_path, "runtime": runtime.path}
     boot = os.path.join(os.path.dirname(os.path.abspath(__file__)), "boot.py")
     log = runtime.open_file(LOG_NAME, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    reading = writing = -1
     try:
+        reading, writing = os.pipe()
         bound_log(runtime, log)
         child = subprocess.Popen(
             [sys.executable, "-I", boot, run_path],
@@ -74,13 +77,19 @@ def start(run_path: str, runtime: RuntimeFolder) -> None:
             cwd="/",
             start_new_session=True,
             close_fds=True,
+            # Nobody writes into it: it is open as long as the keeper's process lives.
+            pass_fds=[writing],
         )
         with child:
             _order(child, json.dumps(orders).encode())
-    except OSError as error:
-        raise _cannot(str(error)) from error
+    except BaseException as error:
+        close_all([reading])
+        if isinstance(error, OSError):
+            raise _cannot(str(error)) from error
+        raise
     finally:
-        os.close(log)
+        close_all([log, writing])
+    return reading
 
 
 def bound_log(runtime: RuntimeFolder, descriptor: int) -> None:

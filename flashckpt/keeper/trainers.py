@@ -85,6 +85,8 @@ class Roster:
         """Take out those that are dead, and remove their locks."""
         dead = [each for each in self._trainers.values() if self._living.remove_dead(each.lock)]
         for trainer in dead:
+            # Said to nobody: this keeper was stopped, or another one was being started, when it ended.
+            trainer.closing = trainer.closing or self._living.has_closed(trainer.lock)
             del self._trainers[trainer.lock]
             self._living.forget(trainer.lock)
             if trainer.pidfd >= 0:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 
 from flashckpt.errors import KeeperError
-from flashckpt.memory.runtime import RuntimeFolder, holder_of, locker_of, stacks_name
+from flashckpt.memory.runtime import RuntimeFolder, holder_of, locker_of, says_closed, stacks_name
 
 
 class Living:
@@ -43,6 +43,14 @@ class Living:
         if lock in self._files and holder not in (None, os.getpid()):
             self._open(lock)
         return holder is not None
+
+    def has_closed(self, lock: str) -> bool:
+        """Whether the last holder of a watched lock, dead by now, has left word that it ended in order."""
+        descriptor = self._files.get(lock, -1)
+        try:
+            return descriptor >= 0 and says_closed(descriptor)
+        except OSError:
+            return False
 
     def remove_dead(self, lock: str) -> bool:
         """Remove what a trainer leaves in the runtime folder, if it is dead. Returns whether it is."""

@@ -27,6 +27,7 @@ _FOLDER_MODE = 0o700
 _FILE_MODE = 0o600
 _MAX_NAME_BYTES = 64
 _UNBORN = "unborn-"
+_CLOSED = b"closed"
 _JOIN_TRIES = 20
 _IDENTITY = re.compile(r"[0-9a-f]{32}")
 # struct flock of 64-bit Linux: l_type, l_whence, l_start, l_len, l_pid, padding to 32 bytes.
@@ -226,9 +227,11 @@ class LifeLock:
                     fcntl.fcntl(descriptor, fcntl.F_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
                 except OSError as error:
                     os.close(descriptor)
-                    if error.errno in (errno.EACCES, errno.EAGAIN):
+                    if error.errno not in (errno.EACCES, errno.EAGAIN):
+                        raise
+                    if folder.inode(name) == (found.st_dev, found.st_ino):
                         return None
-                    raise
+                    continue  # its holder lets go: it has removed the name, and drops the lock next
                 inode = (found.st_dev, found.st_ino)
                 if folder.inode(name) == inode:
                     break
@@ -269,6 +272,12 @@ class LifeLock:
                 os.close(self.descriptor)
             self.inode, self.descriptor = made.inode, made.descriptor
 
+    def say_closed(self) -> None:
+        """Write into the lock's file that its holder ends in order: for a keeper that could not be told."""
+        with _held.guard:
+            if self.inode in _held.locks:
+                os.pwrite(self.descriptor, _CLOSED, 0)
+
     def release(self, folder: RuntimeFolder) -> None:
         """Remove the name, then drop the lock: whoever finds the name finds it held."""
         with _held.guard:
@@ -307,6 +316,11 @@ def locker_of(descriptor: int) -> int | None:
     asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
     return None if kind == fcntl.F_UNLCK else max(pid, 0)
+
+
+def says_closed(descriptor: int) -> bool:
+    """Whether the last holder of an open lock's file has written that it ends in order."""
+    return os.pread(descriptor, len(_CLOSED), 0) == _CLOSED
 
 
 def is_trainer_lock(name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import threading
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ def faults(tmp_path: Path, runtime: Path) -> Iterator[Path]:
         yield folder
 
 
-def attached(run: Path, grace: str = "60s") -> flashckpt.Checkpointer:
+def attached(run: Path, grace: str = "240s") -> flashckpt.Checkpointer:
     options = flashckpt.Options(grace=grace)
     model = nn.Linear(64, 64)
     return flashckpt.attach(run, every=None, persist_every=None, options=options, model=model)
@@ -48,9 +49,15 @@ def waited(checkpointer: flashckpt.Checkpointer) -> BaseException | None:
 
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
-    thread.join(120)
+    thread.join(480)
     assert raised, "wait() does not come back"
     return raised[0]
+
+
+def be_patient(checkpointer: flashckpt.Checkpointer) -> None:
+    """What comes now succeeds, as slow as the machine may be."""
+    attendant = checkpointer._attendant
+    attendant._options = dataclasses.replace(attendant._options, grace="240s")
 
 
 def test_a_failure_that_passes_is_waited_for(tmp_path: Path, faults: Path) -> None:
@@ -78,13 +85,14 @@ def test_who_waits_need_not_sit_out_the_pauses_of_many_failures(tmp_path: Path, 
 def test_a_failure_that_does_not_pass_is_raised(tmp_path: Path, faults: Path) -> None:
     """Though the keeper writes some bytes at each try: those are no progress."""
     (faults / "write").write_text(f"1000000 {errno.EIO}")
-    checkpointer = attached(tmp_path / "run", grace="2s")
+    checkpointer = attached(tmp_path / "run", grace="10s")
     checkpointer.save()
     error = waited(checkpointer)
     assert isinstance(error, flashckpt.PersistError)
     assert "Input/output error" in str(error)
     assert checkpointer._attendant.status.counts["failed"] > 1, "the first failure is not the last word"
     (faults / "write").unlink()
+    be_patient(checkpointer)
     checkpointer.close()
     assert flashckpt.steps(tmp_path / "run") == [checkpointer.completed]
 
@@ -104,6 +112,7 @@ def test_keepers_that_die_at_each_try_are_not_waited_for(
     assert isinstance(error, flashckpt.PersistError)
     assert checkpointer.report()["keeper_restarts"] > 0
     monkeypatch.delenv("FLASHCKPT_CRASH_AT")
+    be_patient(checkpointer)
     checkpointer.close()
     assert flashckpt.steps(tmp_path / "run") == [checkpointer.completed]
 

@@ -287,14 +287,14 @@ class Job:
         return not self.lives_on()
 
     def _left_behind(self) -> list[str]:
-        limit_s = time.monotonic() + LIMIT_S
-        while self.keepers() and time.monotonic() < limit_s:
+        end_s = time.monotonic() + LIMIT_S
+        # Both until there is nothing: a folder is listed name by name, and a keeper may be leaving meanwhile.
+        while left := [*self.keepers(), *(path.name for path in self.runtime.glob("*/*/*"))]:
+            if time.monotonic() > end_s:
+                return [f"{left} stay after the end: {self.told()}"]
             self.let_go_on()
             time.sleep(0.005)
-        left = [path.name for path in self.runtime.glob("*/*/*")]
-        if not self.keepers() and not left:
-            return []
-        return [f"keepers {self.keepers()} and {left} stay after the end: {self.told()}"]
+        return []
 
     def comes_down(self, name: str, most: int) -> bool:
         """Whether a size that is too large is not, within the limit."""

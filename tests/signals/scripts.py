@@ -211,7 +211,7 @@ def by_hand(run: str, go: Path) -> None:
     """Marks its boundaries by hand. At the signal every slot is taken, by a storage that is slow, for much
     longer than the watchdog's limit, after which it would end the process."""
     model = Model()
-    options = flashckpt.Options(watchdog="2s", watchdog_action="kill")
+    options = flashckpt.Options(watchdog="1h", watchdog_action="kill", grace="240s")
     checkpointer = flashckpt.attach(run, every=1, persist_every=None, options=options, **model.named)
     for _ in range(20):
         model.train(torch.ones(2, 4))
@@ -219,6 +219,8 @@ def by_hand(run: str, go: Path) -> None:
         until_slots(checkpointer)
         if checkpointer.completed == 5:
             checkpointer.wait()
+            # Not before: until there are slots a busy machine takes longer.
+            checkpointer._capture.pulse.patience_s = 2.0
             threading.Thread(target=_release_later, args=(_taken(checkpointer),), daemon=True).start()
             say("held")
             stand_still(go)

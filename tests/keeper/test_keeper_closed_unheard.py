@@ -1,0 +1,57 @@
+"""A run that ends in order while its keeper cannot be told: the keeper learns it all the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import flashckpt
+from tests.keeper.driver import eventually, ledger
+from tests.keeper.fake import keeper_pid
+from tests.processes import keepers_of
+from tests.waiting import until, until_slots
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_run_that_ends_while_its_keeper_is_stopped(in_order: bool, tmp_path: Path, runtime: Path) -> None:
+    run = tmp_path / "run"
+    checkpointer = flashckpt.attach(run, every=1, persist_every=None, model=nn.Linear(60, 60))
+    checkpointer.step()
+    until_slots(checkpointer)
+    checkpointer.step()
+    checkpointer.wait()
+    pid = keeper_pid(checkpointer._session.runtime)
+    assert pid is not None
+    attendant, line = checkpointer._attendant, checkpointer._session.keeper._line
+    os.kill(pid, signal.SIGSTOP)
+    try:
+
+        def is_asking() -> bool:
+            attendant.wake()
+            if line._lock.acquire(blocking=False):
+                line._lock.release()
+                return False
+            return True
+
+        asked = attendant._rounds
+        until(lambda: is_asking() and attendant._rounds == asked, "a question to the keeper")
+        attendant._options = dataclasses.replace(attendant._options, grace="1s")
+        checkpointer._release(closed=in_order)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    # What the end of the process closes otherwise.
+    until(lambda: not attendant._thread.is_alive(), "the end of the attendant")
+    attendant.slots.close()
+    checkpointer._session.keeper.close()
+    end = "close" if in_order else "death"
+    eventually(lambda: [each for each in ledger(run) if each["event"] == end and each.get("pid")])
+    if in_order:
+        eventually(lambda: keepers_of(runtime) == [])
+        assert not list(runtime.glob("*/*/*"))
+    else:
+        assert keepers_of(runtime) == [pid]
