@@ -111,18 +111,22 @@ class Job:
         events = [json.loads(line) for file in files for line in file.read_text().splitlines()]
         return [(each["step"], each["reason"]) for each in events if each["event"] == "stop"]
 
-    def records(self) -> dict[int, object]:
-        """The last value of each step; one that was done twice must have given the same."""
-        found: dict[int, object] = {}
-        for line in self.log.read_text().splitlines():
-            step, value = json.loads(line)
-            assert found.setdefault(step, value) == value, f"step {step} went differently the second time"
+    def records(self) -> dict[object, object]:
+        """The last value of each step and of each epoch's code; what was done twice gave the same."""
+        found: dict[object, object] = {}
+        for key, value in self._lines():
+            assert found.setdefault(key, value) == value, f"step {key} went differently the second time"
         return found
 
-    def times(self) -> dict[int, int]:
-        """How often each step was done."""
-        steps = [json.loads(line)[0] for line in self.log.read_text().splitlines()]
-        return {step: steps.count(step) for step in steps}
+    def times(self) -> dict[object, int]:
+        """How often each step, and each epoch's code, was done."""
+        keys = [key for key, _ in self._lines()]
+        return {key: keys.count(key) for key in keys}
+
+    def _lines(self) -> list[tuple[object, object]]:
+        lines = map(json.loads, self.log.read_text().splitlines())
+        # The code of an epoch runs under the step of its last batch's boundary, as the next iteration does.
+        return [(value[0] if str(value[0]).startswith("epoch") else step, value) for step, value in lines]
 
 
 @functools.cache
