@@ -3,14 +3,11 @@ native digest, and the PTX that ships against its source. The driver's part is i
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -169,15 +166,6 @@ def make_ptx(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def make_ptx_module() -> ModuleType:
-    loader = importlib.machinery.SourceFileLoader("make_ptx", str(ROOT / "scripts/make-ptx"))
-    spec = importlib.util.spec_from_loader("make_ptx", loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    return module
-
-
 def test_the_ptx_is_made_from_these_sources() -> None:
     done = make_ptx(ROOT, "--check")
     assert done.returncode in (0, 3), done.stderr
@@ -203,9 +191,8 @@ def test_the_library_holds_the_ptx() -> None:
 
 
 def test_the_kernel_compiles_for_real_devices() -> None:
-    module = make_ptx_module()
-    nvrtc = module.load_nvrtc()
-    if nvrtc is None:
+    # Not in this process: NVRTC sets the locale of whoever calls it to "C".
+    done = make_ptx(ROOT, "--compile", "sm_50", "sm_70", "sm_80", "sm_90")
+    if done.returncode == 3:
         pytest.skip("there is no NVRTC here: pip install nvidia-cuda-nvrtc-cu11==11.8.89")
-    for architecture in ("sm_50", "sm_70", "sm_80", "sm_90"):
-        assert module.compile_kernel(nvrtc, architecture).startswith(b"\x7fELF")
+    assert done.returncode == 0, done.stderr
