@@ -19,13 +19,14 @@ from flashckpt import _native, crashpoints
 from flashckpt.capture import Capture
 from flashckpt.capture.device import devices_of
 from flashckpt.capture.pace import Every
+from flashckpt.capture.plan import local
 from flashckpt.capture.shared import Shared
 from flashckpt.checkpointer.ages import Ages, limits_s
 from flashckpt.checkpointer.attendant import Attendant
 from flashckpt.checkpointer.environment import log_differences
 from flashckpt.checkpointer.facade import Checkpointer, Resumed
 from flashckpt.checkpointer.progress import Progress
-from flashckpt.checkpointer.read_ahead import Use
+from flashckpt.checkpointer.read_ahead import Content, Use
 from flashckpt.checkpointer.session import Session, open_session
 from flashckpt.checkpointer.signals import Signals
 from flashckpt.errors import DamagedError, FlashckptError, FormatError, OptionError
@@ -283,10 +284,14 @@ def _checkpointer(
         capture.share(taken.shared)
     threads = options.threads or torch.get_num_threads()
 
-    def digests() -> dict[str, int]:
+    def digests() -> dict[str, Content]:
         leaves = tree.walk(capture.hooks.used_up).leaves
-        found = digest_tensors([leaf.tensor for leaf in leaves], threads)
-        return {leaf.name: digest for leaf, digest in zip(leaves, found, strict=True)}
+        tensors = [local(leaf.tensor) for leaf in leaves]
+        found = digest_tensors(tensors, threads)
+        return {
+            leaf.name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), digest)
+            for leaf, tensor, digest in zip(leaves, tensors, found, strict=True)
+        }
 
     use = Use(tree, digests, check=options.read_ahead_check, used=progress.step == 0)
     loaded_step = resumed.step if resumed is not None and resumed.tier == "memory" else None

@@ -172,10 +172,8 @@ class Attendant:
         self._wait_for(step, newest.generation, lambda: self._is_done(newest))
 
     def _is_done(self, sealed: Sealed) -> bool:
-        if not is_committed(self.status, sealed.step):
-            return False
-        # The snapshot that was loaded may have been committed under the same number.
-        return sealed.step != self._loaded_step or self.slots.is_persisted(sealed)
+        # Another snapshot may have been committed under the same number: the one that was loaded, for one.
+        return is_committed(self.status, sealed.step) and self.slots.is_persisted(sealed)
 
     def may_name(self, step: int, *, wait: bool) -> bool:
         """Whether this attempt may still give a snapshot of its own the number `step`: not where the one that

@@ -108,6 +108,7 @@ class Boundaries:
             self._count(0)  # an epoch that takes no batches here is an iteration itself
         self._progress.next_epoch()
         self._capture.wait()
+        self._adopt_slots()  # first: what the smaller ones hold is asked for as they change hands
         if self._is_given_away(last):
             if self._in_code or (last and not self._is_as_captured()):
                 self._progress.step += 1
@@ -133,12 +134,19 @@ class Boundaries:
             self.not_saved(error)
 
     def _supersede(self, *, persist: bool) -> None:
-        """Capture the present boundary anew; what was captured of it before is let go once that is sealed."""
-        slots, step = self._attendant.slots, self._progress.step
-        before = newest_of(slots, step)
-        self.capture_now(persist=persist, anew=True)
-        if before is not None:
-            slots.free(before)
+        """Capture the present boundary anew; what was captured of it before is let go once that is sealed,
+        and before anybody asks for the new one: two that are to be persisted under one number would leave
+        either on disk."""
+        slots = self._attendant.slots
+        before = newest_of(slots, self._progress.step)
+        if not self.capture_now(persist=False, anew=True, may_count=persist):
+            self._next_ordered = True
+            return
+        if before is not None and before.step == self._progress.step and not slots.free(before):
+            self._progress.step += 1
+            self.capture_now(persist=persist)
+        elif persist:
+            slots.request_persist()
 
     def leave_iteration(self) -> None:
         """An iteration of an epoch was left by `break`. It counts if something was trained in it: the epoch
@@ -208,9 +216,10 @@ class Boundaries:
         self.capture_now(persist=True)
         self._in_code = self._progress.is_after_batches
 
-    def capture_now(self, *, persist: bool, anew: bool = False) -> None:
+    def capture_now(self, *, persist: bool, anew: bool = False, may_count: bool = True) -> bool:
         """Capture the present boundary, whatever the pace, and see it sealed, unless it is already. `anew`:
-        also where a snapshot of it is: the state has changed since.
+        also where a snapshot of it is: the state has changed since. Where that one has to be persisted, so
+        that larger slots can be had, this is a step of its own; not `may_count`: it is left, and False.
 
         Raises PersistError where it cannot be sealed, OutOfRoomError where there is no memory for it,
         StateError where it holds what cannot be saved.
@@ -229,6 +238,10 @@ class Boundaries:
                 self._ask_for_slots(ordered=True)
                 self._ensure_slots()
             self._adopt_slots()
+            if before is not None and before.step == step and attendant.slots.is_asked_for(before):
+                if not may_count:
+                    return False
+                step = self._progress.step = step + 1
             outcome = self._capture.boundary(step, self.values, ordered=True)
             outgrown = self._capture.room_wanted() is not None
             if outcome.captured:
@@ -242,6 +255,7 @@ class Boundaries:
         self._use.at_boundary()
         if persist:
             attendant.slots.request_persist()
+        return True
 
     def _ensure_slots(self) -> None:
         while True:
@@ -265,7 +279,8 @@ class Boundaries:
         metadata = self._attendant.slots.newest_metadata()
         if metadata is None:
             return False
-        then = {leaf.name: digest for leaf, digest in zip(metadata.leaves, metadata.digests, strict=True)}
+        found = zip(metadata.leaves, metadata.digests, strict=True)
+        then = {leaf.name: (leaf.dtype, leaf.shape, digest) for leaf, digest in found}
         values = json.loads(encode_json(self._tree.values(self._capture.hooks.used_up)))
         return self._use.digests() == then and json.loads(metadata.values)["state"] == values
 

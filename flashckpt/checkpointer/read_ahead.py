@@ -22,20 +22,25 @@ from flashckpt.capture.hooks import StepHook
 from flashckpt.errors import BoundaryError
 from flashckpt.state.tree import Tree
 
+# Of a leaf: its dtype, its shape and the digest of its bytes, which say nothing of the first two.
+Content = tuple[str, tuple[int, ...], int]
+
 _BATCHES_CHECKED = 8  # more than any sensible read-ahead draws before it trains
 
 
 class Use:
     """Watches the attached state from the first batch on.
 
-    `digests` reads the whole state: by leaf, equal as long as no byte has changed. It is called at the
+    `digests` reads the whole state: by leaf, equal as long as nothing has changed. It is called at the
     first batch, and at the next few where no hook fired. `used`: the state is at no boundary yet.
     """
 
-    def __init__(self, tree: Tree, digests: Callable[[], dict[str, int]], *, check: bool, used: bool) -> None:
+    def __init__(
+        self, tree: Tree, digests: Callable[[], dict[str, Content]], *, check: bool, used: bool
+    ) -> None:
         self.digests = digests
         self._left = _BATCHES_CHECKED if check else 0
-        self._before: dict[str, int] | None = None
+        self._before: dict[str, Content] | None = None
         self._since_batch = False
         self._since_boundary = used
         self._trained = False

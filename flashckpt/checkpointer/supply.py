@@ -211,11 +211,11 @@ class SlotSupply:
         slot = self._slot_of(sealed)
         return slot is None or slot.asked == sealed.generation
 
-    def free(self, sealed: Sealed) -> None:
-        """Let go of a snapshot that nobody is to go on from any more, if its slot still holds it."""
+    def free(self, sealed: Sealed) -> bool:
+        """Let go of a snapshot that nobody is to go on from any more. False where it is on disk, or on its
+        way there: a keeper that takes a trainer for dead or stuck asks nobody."""
         slot = self._slot_of(sealed)
-        if slot is not None:
-            slot.free(sealed.word)
+        return slot is None or (slot.free(sealed.word) and slot.persisted != sealed.generation)
 
     def is_persisted(self, sealed: Sealed) -> bool:
         """Whether this very snapshot is committed, and not another one of its step."""

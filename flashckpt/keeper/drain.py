@@ -190,7 +190,7 @@ class Drain:
         outcome: Outcome,
     ) -> Outcome:
         outcome = replace(outcome, attempt=str(attempt))
-        if self._is_done(sealed.step, attempt, loaded=not own):
+        if self._is_done(sealed.step, attempt, order.slot.rank, metadata, loaded=not own):
             return replace(outcome, result=Result.COMMITTED)
         newer = attempts.started_after(self._store, attempt)
         if newer is not None:
@@ -198,7 +198,11 @@ class Drain:
         folder = step_attempt_folder(sealed.step, attempt)
         written = _Written(sealed.record.image_bytes, direct=True)
         # A part that stands was written by this keeper in an earlier try, or by the one before it.
-        if not self._store.exists(f"{folder}/{part_name(0)}"):
+        if self._store.exists(path := f"{folder}/{part_name(0)}"):
+            part = Part.from_bytes(self._store.read(path, Part.MAX_BYTES), path)
+            if not _is_of(part, order.slot.rank, metadata):
+                raise _other_content(sealed.step, attempt)
+        else:
             self._store.make_folder(folder)
             written = self._write(order, sealed, pinned, metadata, folder, attempt)
         found = steps.commit(self._store, sealed.step, attempt, order.world)
@@ -218,14 +222,24 @@ class Drain:
                 return newest, False
         return own, True
 
-    def _is_done(self, step: int, attempt: AttemptName, *, loaded: bool) -> bool:
+    def _is_done(
+        self, step: int, attempt: AttemptName, rank: int, metadata: Metadata, *, loaded: bool
+    ) -> bool:
+        """Whether this very content is committed. SupersededError where the number is another one's."""
         if steps.is_committed(self._store, step, attempt):
+            if not self._holds(step, attempt, rank, metadata):
+                raise _other_content(step, attempt)
             return True
         if not loaded:
             return False
         visible = lineage.newest_first(self._store)
         found = next((each for each in visible if each.step <= step), None)
-        return found is not None and found.step == step
+        if found is None or found.step != step:
+            return False
+        return self._holds(step, found.attempt, rank, metadata)
+
+    def _holds(self, step: int, attempt: AttemptName, rank: int, metadata: Metadata) -> bool:
+        return _is_of(steps.read_step(self._store, step, attempt).part_of(rank), rank, metadata)
 
     def _write(
         self,
@@ -297,6 +311,26 @@ class Drain:
                 if any(rank.shard.file == name for rank in part.ranks):
                     return
             self._store.remove(f"{folder}/{name}")
+
+
+def _is_of(part: Part, rank: int, metadata: Metadata) -> bool:
+    """Whether a part holds the content of a snapshot: its leaves by their digests, and its values."""
+    found = next((each for each in part.ranks if each.rank == rank), None)
+    if found is None:
+        return False
+    num_leaves = len(metadata.layout.leaves)
+    then = {leaf.name: digest for leaf, digest in zip(found.leaves, found.digests, strict=True)}
+    digests = metadata.digests[:num_leaves]
+    now = {leaf.name: digest for leaf, digest in zip(metadata.layout.leaves, digests, strict=True)}
+    return now == then and found.values == strict_loads(metadata.values, what="a slot's values")
+
+
+def _other_content(step: int, attempt: AttemptName) -> SupersededError:
+    return SupersededError(
+        f"another snapshot of step {step} of attempt {attempt} is on disk, or on its way there, and stands; "
+        "this one is not persisted. A run that is started again goes on from the one on disk.",
+        step=step,
+    )
 
 
 def attempt_of(sealed: Sealed) -> AttemptName:

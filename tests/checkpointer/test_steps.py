@@ -13,7 +13,7 @@ import torch
 
 import flashckpt
 from tests.checkpointer.test_loop import Job, loader
-from tests.waiting import until_slots
+from tests.waiting import until, until_slots
 
 pytestmark = pytest.mark.usefixtures("runtime")
 
@@ -249,3 +249,41 @@ def test_the_number_of_what_was_loaded_is_given_to_nothing_else(tmp_path: Path) 
                 second.model.weight.mul_(0.5)
     assert torch.equal(saved(run), weights(second))
     assert flashckpt.verify(run).ok
+
+
+@pytest.mark.parametrize("ready", [True, False])
+@pytest.mark.parametrize("save", [True, False])
+def test_an_epochs_code_that_outgrows_the_slots_is_saved(save: bool, ready: bool, tmp_path: Path) -> None:
+    """The snapshot of the last batch has the number already, and is asked for as the slots are exchanged."""
+    run, job, tensors = tmp_path / "run", Job(), [torch.zeros(4)]
+    with flashckpt.attach(run, every=1, persist_every=None, tensors=tensors, **job.named) as checkpointer:
+        for _ in checkpointer.epochs(1):
+            for x in checkpointer.batches(Stream()):
+                job.train(x)
+            assert checkpointer._attendant.newest_sealed_step() == 3
+            tensors += [torch.ones(1 << 22)]
+            if ready:
+                room = checkpointer._capture.room_needed(ordered=True)
+                assert room is not None
+                checkpointer._attendant.prepare(*room)
+                until(lambda: checkpointer._attendant.slots.ready, "larger slots")
+            with torch.no_grad():
+                job.model.weight.mul_(0.5)
+            if save:
+                checkpointer.save()
+    assert torch.equal(saved(run), weights(job))
+
+
+@pytest.mark.parametrize("changed", ["dtype", "shape"])
+def test_a_view_with_the_same_bytes_is_no_unchanged_state(changed: str, tmp_path: Path) -> None:
+    run, tensors = tmp_path / "run", {"a": torch.zeros(8, dtype=torch.int32)}
+    with flashckpt.attach(run, every=None, persist_every=None, tensors=tensors) as checkpointer:
+        checkpointer.save()
+        checkpointer.wait()
+        before = checkpointer.completed
+        tensors["a"] = tensors["a"].view(torch.float32) if changed == "dtype" else tensors["a"].view(2, 4)
+        checkpointer.save()
+        checkpointer.wait()
+        assert checkpointer.completed == before + 1
+    found = flashckpt.load(run)["tensors.a"]
+    assert (found.dtype, found.shape) == (tensors["a"].dtype, tensors["a"].shape)

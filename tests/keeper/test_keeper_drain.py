@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,8 +15,9 @@ from flashckpt.commit import attempts, holder, lineage
 from flashckpt.keeper.drain import Drain, Order, Outcome, Result
 from flashckpt.memory.page import Word
 from flashckpt.memory.slot import Slot
+from tests.keeper import fake
 from tests.keeper.driver import committed, eventually, ledger
-from tests.keeper.fake import FakeTrainer
+from tests.keeper.fake import FakeTrainer, content
 
 
 @pytest.fixture
@@ -85,3 +87,41 @@ def test_old_steps_go_after_the_commit_was_told(trainer: FakeTrainer) -> None:
     events = [line["event"] for line in ledger(trainer.run)]
     assert events.index("prune") > events.index("commit")
     assert steps[0] == 1
+
+
+def one_number(trainer: FakeTrainer, monkeypatch: pytest.MonkeyPatch, seed: int) -> Order:
+    """A snapshot of step 1 whose bytes are those of the step `seed`."""
+    with monkeypatch.context() as patch:
+        patch.setattr(fake, "content", lambda leaf, _step: content(leaf, seed))
+        slot, generation = trainer.snapshot(1)
+    return Order(slot=slot, generation=generation, owner=trainer.owners[slot.name])
+
+
+@pytest.mark.parametrize("fault", ["", "manifest"])
+def test_another_content_of_a_number_is_never_taken_for_committed(
+    trainer: FakeTrainer, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Also where the keeper that wrote the part of the first died before the manifest."""
+    first, other = (one_number(trainer, monkeypatch, seed) for seed in (1, 2))
+    drain = Drain(trainer.store, "0123abcd")
+    if fault:
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer.store, "create", failing_for("manifest.json", trainer.store.create))
+            assert drain.persist(first).result is Result.FAILED
+    else:
+        assert drain.persist(first).result is Result.COMMITTED
+    outcome = Drain(trainer.store, "4567abcd").persist(other)
+    assert outcome.result is Result.SUPERSEDED
+    assert "another snapshot of step 1" in outcome.message
+    assert other.slot.persisted != other.generation
+    assert drain.persist(first).result is Result.COMMITTED
+    assert first.slot.persisted == first.generation
+
+
+def failing_for(name: str, create: Callable[[str, bytes], bool]) -> Callable[[str, bytes], bool]:
+    def failing(path: str, data: bytes) -> bool:
+        if path.endswith(name):
+            raise OSError(errno.EIO, "the disk is gone")
+        return create(path, data)
+
+    return failing
