@@ -51,6 +51,7 @@ class Boundaries:
         self._growth = Growth(capture, attendant, stopped)
         self.waited = 0
         self._environment = describe_environment()
+        self._asked_first = False
         self.unsaved: FlashckptError | None = None
         self.ordered_at: int | None = None
         self._in_code = False  # the newest capture was made in the code after an epoch's batches
@@ -168,7 +169,7 @@ class Boundaries:
         return not self._attendant.may_name(step, wait=last)
 
     def _capture_once(self, *, ordered: bool) -> None:
-        if self._capture.pace.every_step and self._attendant.slots.ring is None:
+        if self._capture.pace.every_step and self._attendant.slots.ring is None and not self._asked_first:
             self._first_slots()
         self._adopt_slots()
         try:
@@ -196,7 +197,9 @@ class Boundaries:
         return outcome
 
     def _first_slots(self) -> None:
-        """Every step is to be captured, so the first one is: once in a run, its slots are waited for."""
+        """Every step is to be captured, so the first one is: its slots are waited for, once. A keeper that
+        does not give them must not hold up every boundary after it."""
+        self._asked_first = True
         try:
             self._ask_for_slots(ordered=True)
             self._ensure_slots()

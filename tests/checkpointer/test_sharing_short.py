@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import flashckpt
+from flashckpt.checkpointer.attendant import Attendant
 from flashckpt.checkpointer.facade import Checkpointer
 from flashckpt.checkpointer.sharing import Sharing
 from flashckpt.errors import OutOfRoomError
@@ -249,7 +250,10 @@ def test_the_state_is_walked_once_for_the_size_of_its_first_slots(
 
     monkeypatch.setattr(KeeperClient, "ask_slots", slowly)
     with attach(tmp_path / "run", job) as checkpointer:  # type: ignore[arg-type]
-        one(job, checkpointer)
+        with monkeypatch.context() as short:
+            # The first boundary of all waits for them, for as long as a keeper is waited for.
+            short.setattr(Attendant, "patience_s", 0.1)
+            one(job, checkpointer)
         assert checkpointer._attendant.slots.preparing
         monkeypatch.setattr(Tree, "walk", seen)
         for _ in range(5):

@@ -24,6 +24,7 @@ from tests.keeper.fake import FakeTrainer, keeper_pid, open_runtime
 HELLO = {
     "op": "hello", "protocol": protocol.PROTOCOL, "rank": 0, "world": 1, "attempt": "000001-0123abcd",
     "lock": "trainer-x.lock", "keep_last": 3, "keep_every": 0, "linger_s": 1.0, "environment": {},
+    "stacks_signal": 0, "kill_when_stuck": False,
 }  # fmt: skip
 
 
