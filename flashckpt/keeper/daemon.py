@@ -24,8 +24,8 @@ from flashckpt.keeper.home import Home
 from flashckpt.keeper.ledger import Ledger
 from flashckpt.keeper.protocol import ELECTION_LOCK
 from flashckpt.keeper.pruner import Pruner
+from flashckpt.keeper.regions import Regions
 from flashckpt.keeper.server import Server
-from flashckpt.keeper.shelf import Shelf
 from flashckpt.keeper.start import bound_log
 from flashckpt.keeper.tally import Tally
 from flashckpt.keeper.trainers import Roster, Trainer
@@ -67,20 +67,22 @@ class Keeper:
         self.ledger = Ledger(store, stands=home.stands)
         living = Living(folder)
         self.roster = Roster(living)
-        self.shelf = Shelf(folder, life, living)
+        self.regions = Regions(folder, life, living)
         self.tally = Tally(self.nonce)
         drain, worker = Drain(store, self.nonce, stands=home.stands), Worker("drain", self._wake)
-        self.pruner = Pruner(store, self.shelf, self.tally, self.ledger, Worker("pruner", self._wake))
-        self.work = Work(self.shelf, self.tally, self.ledger, drain, worker, self.pruner)
+        self.pruner = Pruner(store, self.regions, self.tally, self.ledger, Worker("pruner", self._wake))
+        self.work = Work(self.regions, self.tally, self.ledger, drain, worker, self.pruner)
         self._maker = Worker("maker", self._wake)
         self._chores = Chores(store, home.stands)
         self._chores_worker = Worker("chores", self._wake)
         questions = self.work.status, home.told, self.work.try_again, self.work.is_needed
         deeds = self._describe, self._discard
-        self._desk = Desk(self.shelf, self.roster, self.ledger, self._maker, *questions, *deeds)
+        self._desk = Desk(self.regions, self.roster, self.ledger, self._maker, *questions, *deeds)
         self._server = Server(folder, self._desk.answer)
         self._watch_worker = Worker("watchdog", self._wake)
-        self._watchdog = Watchdog(folder, self.shelf, self.roster, self.ledger, self.work, self._watch_worker)
+        self._watchdog = Watchdog(
+            folder, self.regions, self.roster, self.ledger, self.work, self._watch_worker
+        )
         self._departure = Departure(self, store)
         self._ended: dict[AttemptName, End] = {}
         self._looks_without_run = 0
@@ -113,7 +115,7 @@ class Keeper:
             self.pruner.next(now)
             if now - self._round_at >= _ROUND_S and not self._chores_worker.busy:
                 self._round_at = now
-                self.shelf.remove_dead_locks()
+                self.regions.remove_dead_locks()
                 bound_log(self.folder, _LOG_DESCRIPTOR)
                 self._round()
 
@@ -155,16 +157,16 @@ class Keeper:
 
     def _adopt(self) -> None:
         """Take over what an earlier keeper left: its locks go, its slots and their living owners stay."""
-        adopted = self.shelf.adopt_named()
+        adopted = self.regions.adopt_named()
         for held in adopted:
-            for pid, lock in self.shelf.living_owners(held):
+            for pid, lock in self.regions.living_owners(held):
                 self.roster.watch(Trainer(lock=lock, rank=held.slot.rank, pid=pid))
         if adopted:
             names = [held.slot.name for held in adopted]
             self.ledger.add(None, Event.ADOPT, slots=names, kind="named", keeper=self.nonce)
         crashpoints.point("adopt.taken")
-        self.shelf.remove_dead_locks()
-        self.shelf.reclaim()
+        self.regions.remove_dead_locks()
+        self.regions.reclaim()
         crashpoints.point("adopt.reclaimed")
         for rank in {held.slot.rank for held in adopted}:
             if not self.roster.of_rank(rank):
@@ -174,7 +176,7 @@ class Keeper:
     def _sweep(self) -> None:
         dead = self.roster.bury()
         self.roster.forget(self._ended_pidfds)
-        self.shelf.reclaim()
+        self.regions.reclaim()
         for trainer in dead:
             self._departure.saw_end(trainer)
             self._died(trainer)
@@ -220,7 +222,7 @@ class Keeper:
     def _describe(self) -> dict[str, Any]:
         """What `flashckpt keepers` shows."""
         regions = []
-        for held in self.shelf.regions():
+        for held in self.regions.everything():
             sealed = held.sealed()
             regions.append(
                 {
@@ -259,13 +261,13 @@ class Keeper:
         hang, and another keeper be elected meanwhile: then all of it is that one's."""
         kept = self._departure.kept()
         crashpoints.point("leave.begun")
-        for held in self.shelf.all():
+        for held in self.regions.slots():
             if not self._election.stands(self.folder):
                 self._yield()
                 return
             if held.slot.name not in kept:
-                self.shelf.remove(held)
-        self.shelf.drop_constants()
+                self.regions.remove(held)
+        self.regions.drop_constants()
         if not self._election.stands(self.folder):
             self._yield()
             return
@@ -275,7 +277,7 @@ class Keeper:
         self._server.close()
         self._departure.remove_names()
         # Also of trainers that died before they had said who they are: nobody else comes after us.
-        self.shelf.remove_dead_locks()
+        self.regions.remove_dead_locks()
         crashpoints.point("leave.closed")
         self._life.release(self.folder)
         self._election.release(self.folder)

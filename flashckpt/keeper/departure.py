@@ -83,7 +83,7 @@ class Departure:
         if self._keeper.run_is_gone:
             return self._newest_uncommitted()
         survivors = []
-        for held in self._keeper.shelf.all():
+        for held in self._keeper.regions.slots():
             sealed = held.sealed()
             if sealed is not None and held.slot.persisted != sealed.generation:
                 attempt = attempt_of(sealed)
@@ -97,7 +97,7 @@ class Departure:
     def _newest_uncommitted(self) -> set[str]:
         """By the slots alone: of each rank and attempt what is newer than all that is committed."""
         newest: dict[tuple[int, AttemptName], tuple[int, bool, str]] = {}
-        for held in self._keeper.shelf.all():
+        for held in self._keeper.regions.slots():
             sealed = held.sealed()
             if sealed is not None:
                 key = (held.slot.rank, attempt_of(sealed))

@@ -24,8 +24,8 @@ from flashckpt.keeper.protocol import (
     seconds,
     text,
 )
+from flashckpt.keeper.regions import HeldRegion, Made, Regions
 from flashckpt.keeper.server import Connection
-from flashckpt.keeper.shelf import Held, Made, Shelf
 from flashckpt.keeper.trainers import Roster, Trainer
 from flashckpt.keeper.worker import Worker
 from flashckpt.memory import room
@@ -46,18 +46,18 @@ class Desk:
 
     def __init__(
         self,
-        shelf: Shelf,
+        regions: Regions,
         roster: Roster,
         ledger: Ledger,
         maker: Worker,
         status: Callable[[AttemptName | None, bool], Status],
         told: Callable[[str], None],
         try_again: Callable[[], None],
-        is_needed: Callable[[Held, Sealed], bool],
+        is_needed: Callable[[HeldRegion, Sealed], bool],
         describe: Callable[[], dict[str, Any]],
         discard: Callable[[], None],
     ) -> None:
-        self._shelf = shelf
+        self._regions = regions
         self._roster = roster
         self._ledger = ledger
         self._maker = maker
@@ -167,7 +167,7 @@ class Desk:
         image_bytes = number(message, "image_bytes", 1, _MOST_SLOT_BYTES)
         most_image_bytes = number(message, "most_image_bytes", image_bytes, _MOST_SLOT_BYTES)
         least_metadata_bytes, least_image_bytes = numbers(message, "least_bytes", 2, _MOST_SLOT_BYTES)
-        mine = self._shelf.of_rank(trainer.rank)
+        mine = self._regions.of_rank(trainer.rank)
         reading = count == 1
         refusal = self._refusals.pop(trainer.lock, None) if reading else self._refusal(trainer, mine)
         # What others left and is more than twice too large goes, unless there is no memory for another.
@@ -203,7 +203,7 @@ class Desk:
             return {"preparing": True}, ()
         return {"preparing": True, "image_offset": PAGE + round_up(metadata_bytes)}, (growing,)
 
-    def _refusal(self, trainer: Trainer, mine: Sequence[Held]) -> Exception | None:
+    def _refusal(self, trainer: Trainer, mine: Sequence[HeldRegion]) -> Exception | None:
         """What the last try to make slots for a trainer failed of. It stands as long as memory is on its way
         that they may need: then the trainer waits (`_waiting`), and once that has come it is tried again."""
         refusal = self._refusals.pop(trainer.lock, None)
@@ -215,7 +215,7 @@ class Desk:
             return None
         return refusal
 
-    def _is_leaving(self, held: Held) -> bool:
+    def _is_leaving(self, held: HeldRegion) -> bool:
         """Whether a slot that no trainer uses any more goes soon: not where it holds the newest snapshot of
         its rank, nor one that cannot be persisted."""
         if not held.retired:
@@ -225,7 +225,7 @@ class Desk:
             return True
         return held.slot.wants_persist(sealed.generation) and held.slot.failed[0] != sealed.generation
 
-    def _overwritable(self, fit: list[Held], *, in_need: bool) -> list[Held]:
+    def _overwritable(self, fit: list[HeldRegion], *, in_need: bool) -> list[HeldRegion]:
         """Slots that a resume may read a step into: empty ones, then those whose snapshot is committed,
         since the resume may yet come down to another. Without room for a new slot (`in_need`) also one
         that is neither the newest nor asked for."""
@@ -246,8 +246,8 @@ class Desk:
         self,
         trainer: Trainer,
         count: int,
-        mine: list[Held],
-        fit: list[Held],
+        mine: list[HeldRegion],
+        fit: list[HeldRegion],
         metadata_bytes: int,
         image_bytes: int,
         *,
@@ -257,9 +257,9 @@ class Desk:
         for held in mine:
             # Of another size and nobody's: it goes first, its room may be what the new one needs.
             if held not in fit and self._is_left(held, reading):
-                self._shelf.remove(held)
+                self._regions.remove(held)
         rank = trainer.rank
-        taken = {held.slot.index for held in self._shelf.of_rank(rank)}
+        taken = {held.slot.index for held in self._regions.of_rank(rank)}
         indexes = [index for index in range(len(taken) + count) if index not in taken][:count]
 
         def begun(descriptor: int) -> None:
@@ -274,14 +274,14 @@ class Desk:
                 made = Made((), KeeperError(f"Slots could not be made: {made}"))
             for found in made.regions:
                 try:
-                    held = self._shelf.take(found)
+                    held = self._regions.take(found)
                 except FlashckptError as error:
                     # More than one keeper holds, of all its trainers: no reason to end for it.
                     made = Made((), error)
                     continue
                 if smaller and self._lives_shorter(held):
                     # Nobody gives up what outlives all processes for what does not.
-                    self._shelf.remove(held)
+                    self._regions.remove(held)
                     made = Made((), room.out_of_room(found.num_bytes, 0))
             if made.error is not None:
                 living = {each.lock for each in self._roster.all()}
@@ -289,48 +289,49 @@ class Desk:
                 self._refusals = {lock: each for lock, each in refusals.items() if lock in living}
 
         # Snapshots in memory that outlives all processes must not name what does not.
-        regions = [held for held in self._shelf.constants_of(rank) if held.writer == trainer.lock]
+        regions = [held for held in self._regions.constants_of(rank) if held.writer == trainer.lock]
         only = MEMFD if any(held.kind == MEMFD for held in regions) else None
         early = begun if reading else None
         self._maker.submit(
-            lambda: self._shelf.make(rank, indexes, metadata_bytes, image_bytes, begun=early, only=only), done
+            lambda: self._regions.make(rank, indexes, metadata_bytes, image_bytes, begun=early, only=only),
+            done,
         )
 
-    def _is_left(self, held: Held, reading: bool) -> bool:
+    def _is_left(self, held: HeldRegion, reading: bool) -> bool:
         """Whether a slot may be removed: it is nobody's, and holds nothing that is needed. A resume that
         reads may still come down to each of those that it has seen; who asks for slots to write has done."""
-        if held.state() is State.FREE and not self._shelf.is_used(held):
+        if held.state() is State.FREE and not self._regions.is_used(held):
             return True
         sealed = held.sealed()
-        if reading or sealed is None or self._shelf.is_written(held) or self._is_needed(held, sealed):
+        if reading or sealed is None or self._regions.is_written(held) or self._is_needed(held, sealed):
             return False
         return sealed.word.state is State.SEALED and held.slot.free(sealed.word)
 
-    def _refused(self, refusal: Exception, fit: list[Held], num_bytes: int, minimum: int) -> Exception:
+    def _refused(self, refusal: Exception, fit: list[HeldRegion], num_bytes: int, minimum: int) -> Exception:
         for held in fit:
-            if held.state() is State.FREE and not self._shelf.is_used(held):
-                self._shelf.remove(held)
+            if held.state() is State.FREE and not self._regions.is_used(held):
+                self._regions.remove(held)
         if isinstance(refusal, OutOfRoomError):
             return room.out_of_room(minimum * num_bytes, len(fit) * num_bytes + refusal.available)
         return KeeperError(f"Slots could not be made: {refusal}. No snapshot is kept until they are.")
 
-    def _granted(self, trainer: Trainer, given: list[Held], mine: Sequence[Held]) -> Reply:
+    def _granted(self, trainer: Trainer, given: list[HeldRegion], mine: Sequence[HeldRegion]) -> Reply:
         for held in mine:
             # A trainer takes new slots up later than it is given them: until it releases the ones it has,
             # it writes those.
-            if held not in given and not self._shelf.is_written(held):
+            if held not in given and not self._regions.is_written(held):
                 held.retired = True
         for held in given:
             held.retired = False
             held.writer = trainer.lock if mine else held.writer
-        rows = [self._shelf.row(held, trainer.pid, trainer.lock) for held in given]
+        rows = [self._regions.row(held, trainer.pid, trainer.lock) for held in given]
         return {"slots": rows}, [held.slot.descriptor for held in given]
 
     def _constants(self, trainer: Trainer, message: dict[str, Any]) -> Reply:
         """A region for what the trainer's slots share: a new one, or the named one, which survived."""
         if "name" in message:
             name = text(message, "name", 64)
-            found = [held for held in self._shelf.constants_of(trainer.rank) if held.slot.name == name]
+            found = [held for held in self._regions.constants_of(trainer.rank) if held.slot.name == name]
             if not found:
                 raise KeeperError(
                     f"{name} is not here any more. No snapshot may name it; each holds its own."
@@ -340,7 +341,7 @@ class Desk:
         image_bytes = number(message, "image_bytes", 1, _MOST_SLOT_BYTES)
         made = [
             held
-            for held in self._shelf.constants_of(trainer.rank)
+            for held in self._regions.constants_of(trainer.rank)
             if held.writer == trainer.lock and held.state() is State.FREE
             and held.slot.metadata_capacity >= metadata_bytes and held.slot.image_capacity >= image_bytes
         ]  # fmt: skip
@@ -360,7 +361,7 @@ class Desk:
             error = made if isinstance(made, BaseException) else made.error
             for found in made.regions if isinstance(made, Made) else ():
                 try:
-                    held = self._shelf.take(found)
+                    held = self._regions.take(found)
                 except FlashckptError as refused:
                     error = refused
                     continue
@@ -368,43 +369,45 @@ class Desk:
                 if error is None and self._lives_shorter(held):
                     error = KeeperError("there is no room for it where the slots are")
                 if error is not None:
-                    self._shelf.remove(held)
+                    self._regions.remove(held)
             if error is not None:
                 living = {each.lock for each in self._roster.all()}
                 why = error if isinstance(error, Exception) else KeeperError(str(error))
                 refusals = {**self._unshared, lock: why}
                 self._unshared = {lock: each for lock, each in refusals.items() if lock in living}
 
-        only = NAMED if any(held.kind == NAMED for held in self._shelf.of_rank(rank)) else None
+        only = NAMED if any(held.kind == NAMED for held in self._regions.of_rank(rank)) else None
         self._maker.submit(
-            lambda: self._shelf.make(rank, [0], metadata_bytes, image_bytes, holds_constants=True, only=only),
+            lambda: self._regions.make(
+                rank, [0], metadata_bytes, image_bytes, holds_constants=True, only=only
+            ),
             done,
         )
 
-    def _lives_shorter(self, held: Held) -> bool:
+    def _lives_shorter(self, held: HeldRegion) -> bool:
         """Whether a region goes with its last process where slots of its rank, which are to need it or are
         to be replaced by it, do not."""
-        slots = self._shelf.of_rank(held.slot.rank)
+        slots = self._regions.of_rank(held.slot.rank)
         return held.kind == MEMFD and any(each.kind == NAMED for each in slots)
 
-    def _given(self, trainer: Trainer, regions: Sequence[Held]) -> Reply:
+    def _given(self, trainer: Trainer, regions: Sequence[HeldRegion]) -> Reply:
         for held in regions:
             held.writer = trainer.lock
-        rows = [self._shelf.row(held, trainer.pid, trainer.lock) for held in regions]
+        rows = [self._regions.row(held, trainer.pid, trainer.lock) for held in regions]
         return {"slots": rows}, [held.slot.descriptor for held in regions]
 
     def _surviving(self, trainer: Trainer) -> Reply:
         """Slots with a sealed snapshot, and the constants that they share."""
-        found = [held for held in self._shelf.of_rank(trainer.rank) if held.sealed() is not None]
-        shared = [held for held in self._shelf.constants_of(trainer.rank) if held.sealed() is not None]
+        found = [held for held in self._regions.of_rank(trainer.rank) if held.sealed() is not None]
+        shared = [held for held in self._regions.constants_of(trainer.rank) if held.sealed() is not None]
         found = (shared + found)[:MAX_DESCRIPTORS]
-        rows = [self._shelf.row(held, trainer.pid, trainer.lock) for held in found]
+        rows = [self._regions.row(held, trainer.pid, trainer.lock) for held in found]
         return {"slots": rows}, [held.slot.descriptor for held in found]
 
     def _started(self, message: dict[str, Any]) -> Reply:
         step = number(message, "step", 0, MAX_STEP)
         loaded = message.get("loaded")
-        held = self._shelf.get(loaded) if isinstance(loaded, str) else None
+        held = self._regions.get(loaded) if isinstance(loaded, str) else None
         sealed = held.sealed() if held is not None else None
         if held is not None and sealed is not None and sealed.step == step:
             # It counts as the new attempt's now: who was too late for the old one is not for this one.
@@ -416,7 +419,7 @@ class Desk:
         names, wrong = [], []
         while descriptors:
             try:
-                names.append(self._shelf.adopt_memfd(descriptors.pop()).slot.name)
+                names.append(self._regions.adopt_memfd(descriptors.pop()).slot.name)
             except (DamagedError, FormatError, KeeperError, OSError) as error:
                 wrong.append(str(error))
         self._ledger.add(None, Event.ADOPT, slots=names, kind="memfd")
@@ -429,7 +432,7 @@ class Desk:
         if not isinstance(names, list) or len(names) > MAX_DESCRIPTORS:
             raise ProtocolError("A list of slots is none. The connection was closed.")
         for name in names:
-            held = self._shelf.get(name) if isinstance(name, str) else None
+            held = self._regions.get(name) if isinstance(name, str) else None
             if held is not None:
                 held.retired, held.writer = True, ""
         return {}, ()

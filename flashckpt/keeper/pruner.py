@@ -13,7 +13,7 @@ from flashckpt.commit.lineage import VisibleStep
 from flashckpt.events import Event, log
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper.ledger import Ledger
-from flashckpt.keeper.shelf import Shelf
+from flashckpt.keeper.regions import Regions
 from flashckpt.keeper.tally import Tally
 from flashckpt.keeper.worker import Worker
 from flashckpt.options import Keep
@@ -34,8 +34,8 @@ class _Wish:
 class Pruner:
     """One deletion at a time; of several commits meanwhile the newest decides."""
 
-    def __init__(self, store: Store, shelf: Shelf, tally: Tally, ledger: Ledger, worker: Worker) -> None:
-        self._store, self._shelf, self._tally, self._ledger = store, shelf, tally, ledger
+    def __init__(self, store: Store, regions: Regions, tally: Tally, ledger: Ledger, worker: Worker) -> None:
+        self._store, self._regions, self._tally, self._ledger = store, regions, tally, ledger
         self.worker = worker
         self._wish: _Wish | None = None
         self._looked_at = 0.0
@@ -59,7 +59,7 @@ class Pruner:
             return
         if now - self._looked_at >= _LOOK_S:
             self._looked_at = now
-            dead = {nonce for nonce, lives in self._shelf.other_keepers().items() if not lives}
+            dead = {nonce for nonce, lives in self._regions.other_keepers().items() if not lives}
             # Twice: the file of a keeper's lock is there a moment before the lock is.
             self._dead, self._seen_dead = dead & self._seen_dead, dead
         if self._dead:
@@ -70,7 +70,7 @@ class Pruner:
             self._prune(wish)
 
     def _prune(self, wish: _Wish) -> None:
-        in_hand = self._in_hand() if wish.world == 1 and not self._shelf.other_keepers() else None
+        in_hand = self._in_hand() if wish.world == 1 and not self._regions.other_keepers() else None
 
         def done(gone: list[VisibleStep] | BaseException) -> None:
             if isinstance(gone, BaseException):
@@ -92,7 +92,7 @@ class Pruner:
     def _in_hand(self) -> set[int]:
         """The steps that this keeper may still commit. With one rank, and no other keeper on the node of the
         only trainer, nobody else commits steps of its attempt; and what it captures later is newer."""
-        sealed = (held.sealed() for held in self._shelf.all())
+        sealed = (held.sealed() for held in self._regions.slots())
         steps = {each.step for each in sealed if each is not None}
         persisting = self._tally.persisting
         return steps if persisting is None else steps | {persisting}
@@ -103,7 +103,7 @@ class Pruner:
                 self._sweeps[nonce] = self._sweeps.get(nonce, 0) + 1
                 if not isinstance(gone, BaseException) or self._sweeps[nonce] >= _MOST_SWEEPS:
                     # Storage that fails must not keep a keeper for ever: then it goes with its step.
-                    self._shelf.forget_keeper(nonce)
+                    self._regions.forget_keeper(nonce)
                     self._seen_dead.discard(nonce)
                     self._sweeps.pop(nonce)
             if isinstance(gone, BaseException):

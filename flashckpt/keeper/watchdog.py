@@ -18,7 +18,7 @@ from flashckpt.errors import KeeperError
 from flashckpt.events import Event, log
 from flashckpt.keeper.evidence import Evidence, collect, condition, held
 from flashckpt.keeper.ledger import Ledger
-from flashckpt.keeper.shelf import Shelf
+from flashckpt.keeper.regions import Regions
 from flashckpt.keeper.trainers import Roster, Trainer
 from flashckpt.keeper.work import Work
 from flashckpt.keeper.worker import Worker
@@ -56,7 +56,7 @@ class Watchdog:
     def __init__(
         self,
         folder: RuntimeFolder,
-        shelf: Shelf,
+        regions: Regions,
         roster: Roster,
         ledger: Ledger,
         work: Work,
@@ -64,7 +64,7 @@ class Watchdog:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder = folder
-        self._shelf = shelf
+        self._regions = regions
         self._roster = roster
         self._ledger = ledger
         self._work = work
@@ -96,7 +96,7 @@ class Watchdog:
     def _hearts(self) -> dict[str, Heartbeat]:
         """The newest heartbeat of each trainer, by the life lock of who wrote it."""
         hearts: dict[str, Heartbeat] = {}
-        for each in self._shelf.all():
+        for each in self._regions.slots():
             heartbeat, lock = each.slot.heartbeat, self._beater(each.slot)
             if lock is not None:
                 known = hearts.get(lock, heartbeat)
@@ -109,14 +109,14 @@ class Watchdog:
 
     def _remember(self, trainer: Trainer, boundaries: int, beat_ns: int) -> None:
         """On the slots, where the next keeper finds it."""
-        for each in self._shelf.all():
+        for each in self._regions.slots():
             if self._beater(each.slot) == trainer.lock:
                 each.slot.set_stuck(boundaries, beat_ns)
 
     def _begun(self, trainer: Trainer, heartbeat: Heartbeat, now: float) -> Vigil:
         """A hang that the keeper before has told of is not told again, but its end is."""
         vigil = Vigil(trainer, heartbeat, now)
-        told = {each.slot.stuck for each in self._shelf.all() if self._beater(each.slot) == trainer.lock}
+        told = {each.slot.stuck for each in self._regions.slots() if self._beater(each.slot) == trainer.lock}
         boundaries, since = max(told, key=lambda stuck: stuck[1], default=(0, 0))
         if since:
             vigil.told, vigil.told_s = Event.STUCK, now

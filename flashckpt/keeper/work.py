@@ -18,7 +18,7 @@ from flashckpt.keeper.drain import Drain, Order, Outcome, Result, attempt_of
 from flashckpt.keeper.ledger import Ledger
 from flashckpt.keeper.protocol import Status
 from flashckpt.keeper.pruner import Pruner
-from flashckpt.keeper.shelf import Held, Shelf
+from flashckpt.keeper.regions import HeldRegion, Regions
 from flashckpt.keeper.tally import Tally
 from flashckpt.keeper.trainers import Trainer
 from flashckpt.keeper.worker import Worker
@@ -38,10 +38,10 @@ _Done = Callable[[Outcome | BaseException], None]
 
 class Work:
     def __init__(
-        self, shelf: Shelf, tally: Tally, ledger: Ledger, drain: Drain, worker: Worker, pruner: Pruner
+        self, regions: Regions, tally: Tally, ledger: Ledger, drain: Drain, worker: Worker, pruner: Pruner
     ) -> None:
         self.pruner = pruner
-        self._shelf = shelf
+        self._regions = regions
         self._tally = tally
         self._ledger = ledger
         self._drain = drain
@@ -66,7 +66,7 @@ class Work:
         """Ask for the newest sealed snapshot that a dead or stuck trainer left, whether it had asked or
         not; `past_given_up`, for the newest of those that are not. One that lives after all may ask for a
         newer one in the same slot meanwhile: that stands."""
-        asked = {held.slot.name: held.slot.asked for held in self._shelf.of_rank(rank)}
+        asked = {held.slot.name: held.slot.asked for held in self._regions.of_rank(rank)}
         newest = self._newest(rank, past_given_up=past_given_up)
         if newest is None:
             return
@@ -105,18 +105,18 @@ class Work:
         """Somebody has mended something: what has failed so far, and fails in the try under way, says nothing
         any more."""
         self._begun_before = self._tally.persisting is not None
-        self._tally.forget_failures({(held.slot.name, held.given_up) for held in self._shelf.all()})
-        for held in self._shelf.all():
+        self._tally.forget_failures({(held.slot.name, held.given_up) for held in self._regions.slots()})
+        for held in self._regions.slots():
             held.retry_at = 0.0
 
     def status(self, attempt: AttemptName | None, awaited: bool = False) -> Status:
         """What concerns an attempt. Slots know of commits of an earlier keeper, too. `awaited`: somebody
         waits, so what failed is tried again soon, however often it has failed."""
-        for held in self._shelf.all() if awaited else ():
+        for held in self._regions.slots() if awaited else ():
             held.retry_at = min(held.retry_at, held.failed_at + _AWAITED_RETRY_S)
         committed = [
             sealed.step
-            for held in self._shelf.all()
+            for held in self._regions.slots()
             if (sealed := held.sealed()) is not None
             and held.slot.persisted == sealed.generation
             and attempt in (None, attempt_of(sealed))
@@ -134,33 +134,33 @@ class Work:
 
     def tidy(self) -> None:
         """Remove retired slots that hold nothing which is still to be persisted or the newest."""
-        for held in self._shelf.all():
+        for held in self._regions.slots():
             if not held.retired:
                 continue
             sealed = held.sealed()
             if sealed is not None and sealed.word.state is State.SEALED and not self.is_needed(held, sealed):
                 held.slot.free(sealed.word)
             if held.state() is State.FREE:
-                self._shelf.remove(held)
-        self._shelf.drop_constants()
+                self._regions.remove(held)
+        self._regions.drop_constants()
 
-    def is_needed(self, held: Held, sealed: Sealed) -> bool:
+    def is_needed(self, held: HeldRegion, sealed: Sealed) -> bool:
         """Whether a snapshot is the newest of its rank, or still to be persisted."""
         newest = self._newest(held.slot.rank)
         if newest is not None and newest[0] is held:
             return True
         return held.slot.wants_persist(sealed.generation) and held.given_up != sealed.generation
 
-    def _newest(self, rank: int, *, past_given_up: bool = False) -> tuple[Held, Sealed] | None:
-        found = [(held, held.sealed()) for held in self._shelf.of_rank(rank)]
+    def _newest(self, rank: int, *, past_given_up: bool = False) -> tuple[HeldRegion, Sealed] | None:
+        found = [(held, held.sealed()) for held in self._regions.of_rank(rank)]
         whole = [(held, sealed) for held, sealed in found if sealed is not None]
         if past_given_up:
             whole = [(held, sealed) for held, sealed in whole if held.given_up != sealed.generation]
         return max(whole, key=lambda pair: pair[1].age, default=None)
 
-    def _due(self) -> list[tuple[Held, Sealed]]:
+    def _due(self) -> list[tuple[HeldRegion, Sealed]]:
         due = []
-        for held in self._shelf.all():
+        for held in self._regions.slots():
             sealed = held.sealed()
             if sealed is None or held.given_up == sealed.generation:
                 continue
@@ -168,10 +168,10 @@ class Work:
                 due.append((held, sealed))
         return due
 
-    def _wanted(self) -> tuple[Held, int, int] | None:
+    def _wanted(self) -> tuple[HeldRegion, int, int] | None:
         """Slot, generation and step to persist now: the newest of a dead trainer first, else oldest first."""
         now, ready = time.monotonic(), []
-        for held in self._shelf.all():
+        for held in self._regions.slots():
             word = held.word()
             if word is None or word.state is not State.SEALED:
                 continue
@@ -190,21 +190,21 @@ class Work:
 
     # Doing it
 
-    def _order(self, held: Held, generation: int) -> Order:
+    def _order(self, held: HeldRegion, generation: int) -> Order:
         trainer = self._known.get(held.slot.rank)
         world = trainer.world if trainer else 1
         return Order(
             slot=held.slot,
             generation=generation,
-            owner=self._shelf.own_index(held),
+            owner=self._regions.own_index(held),
             world=world,
-            is_alone=world == 1 and not any(self._shelf.other_keepers().values()),
+            is_alone=world == 1 and not any(self._regions.other_keepers().values()),
             keep=trainer.keep if trainer else None,
             environment=trainer.environment if trainer else {},
-            constants=self._shelf.shared_by(held),
+            constants=self._regions.shared_by(held),
         )
 
-    def _submit(self, held: Held, generation: int, step: int) -> None:
+    def _submit(self, held: HeldRegion, generation: int, step: int) -> None:
         order = self._order(held, generation)
         self._tally.persisting = step
 
@@ -232,14 +232,14 @@ class Work:
             try:
                 done(outcome)
             finally:
-                self._shelf.given_back()
+                self._regions.given_back()
 
-        self._shelf.lend([order.slot] + ([order.constants] if order.constants is not None else []))
+        self._regions.lend([order.slot] + ([order.constants] if order.constants is not None else []))
         self.worker.submit(deed, ended)
 
     def _audit_newest(self) -> None:
         self._audit_at = time.monotonic() + _LOOK_PAUSE_S
-        for rank in {held.slot.rank for held in self._shelf.all()}:
+        for rank in {held.slot.rank for held in self._regions.slots()}:
             newest = self._newest(rank)
             if newest is None or newest[1].word.state is not State.SEALED:
                 continue
@@ -248,7 +248,7 @@ class Work:
                 continue
             order, began = self._order(held, generation), time.monotonic()
 
-            def done(outcome: Outcome | BaseException, held: Held = held, began: float = began) -> None:
+            def done(outcome: Outcome | BaseException, held: HeldRegion = held, began: float = began) -> None:
                 pause = (time.monotonic() - began) / _AUDIT_SHARE
                 self._audit_at = time.monotonic() + max(pause, _LEAST_AUDIT_PAUSE_S)
                 if isinstance(outcome, BaseException):
@@ -262,7 +262,7 @@ class Work:
 
     # What follows
 
-    def _follow(self, held: Held, outcome: Outcome) -> None:
+    def _follow(self, held: HeldRegion, outcome: Outcome) -> None:
         match outcome.result:
             case Result.COMMITTED:
                 self._committed(held, outcome)
@@ -276,7 +276,7 @@ class Work:
                 held.audited = outcome.generation
                 self._tally.count("audited")
 
-    def _committed(self, held: Held, outcome: Outcome) -> None:
+    def _committed(self, held: HeldRegion, outcome: Outcome) -> None:
         held.tries = 0
         self._tally.commit(outcome)
         fields = {"step": outcome.step, "rank": held.slot.rank, "slot": outcome.slot}
@@ -292,14 +292,14 @@ class Work:
     def _release_older(self, outcome: Outcome) -> None:
         """A commit of a newer attempt settles what attempts before it left and it did not start from."""
         newest = AttemptName.parse(outcome.attempt)
-        for held in self._shelf.all():
+        for held in self._regions.slots():
             sealed = held.sealed()
             if sealed is None or newest is None or sealed.word.state is not State.SEALED:
                 continue
             if held.slot.name != outcome.slot and sealed.record.attempt_number < newest.number:
                 held.slot.free(sealed.word)
 
-    def _torn(self, held: Held, outcome: Outcome) -> None:
+    def _torn(self, held: HeldRegion, outcome: Outcome) -> None:
         self._tally.tear(outcome)
         names = [name for _, name in outcome.leaves]
         log.warning("step %d in %s was discarded: %s", outcome.step, outcome.slot, outcome.message)
@@ -310,7 +310,7 @@ class Work:
         if held.slot.rank not in self._living:
             self.rescue(held.slot.rank)
 
-    def _failed(self, held: Held, outcome: Outcome) -> None:
+    def _failed(self, held: HeldRegion, outcome: Outcome) -> None:
         held.tries = held.tries + 1 if held.tried == outcome.generation else 1
         held.tried = outcome.generation
         held.failed_at = time.monotonic()
@@ -330,7 +330,7 @@ class Work:
                 errno=outcome.errno, message=outcome.message,
             )  # fmt: skip
 
-    def _superseded(self, held: Held, outcome: Outcome) -> None:
+    def _superseded(self, held: HeldRegion, outcome: Outcome) -> None:
         held.given_up = outcome.generation
         held.slot.set_failed(outcome.generation, errno.ESTALE)
         self._tally.fail(outcome)
@@ -341,7 +341,7 @@ class Work:
             slot=outcome.slot, message=outcome.message,
         )  # fmt: skip
 
-    def _unpin_own(self, held: Held, owner: int) -> None:
+    def _unpin_own(self, held: HeldRegion, owner: int) -> None:
         word = held.word()
         if word is not None and word.state is State.PINNED and word.owner == owner:
             held.slot.unpin(word)

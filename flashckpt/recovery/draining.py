@@ -26,7 +26,7 @@ from flashckpt.keeper import chores
 from flashckpt.keeper.drain import Drain, Order, Outcome, Result, attempt_of
 from flashckpt.keeper.ledger import Ledger
 from flashckpt.keeper.protocol import LOG_NAME, SOCKET_NAME
-from flashckpt.keeper.shelf import Held, Shelf
+from flashckpt.keeper.regions import HeldRegion, Regions
 from flashckpt.memory.page import State
 from flashckpt.memory.region import is_region_name
 from flashckpt.memory.runtime import LifeLock
@@ -61,7 +61,7 @@ class Draining:
         life = LifeLock.acquire(self._runtime, f"keeper-{nonce}.lock")
         assert life is not None, "a nonce came twice"
         self._life = life
-        self._shelf = Shelf(self._runtime, life)
+        self._regions = Regions(self._runtime, life)
         self._drain = Drain(self._store, nonce)
         self._findings: dict[str, Finding] = {}
         self._saved: dict[str, VisibleStep] = {}
@@ -78,9 +78,9 @@ class Draining:
 
     def save(self) -> None:
         """Persist and commit what counts; afterwards `findings` has one row for each snapshot."""
-        self._shelf.adopt_named()
-        self._shelf.reclaim()
-        for rank in sorted({held.slot.rank for held in self._shelf.all()}):
+        self._regions.adopt_named()
+        self._regions.reclaim()
+        for rank in sorted({held.slot.rank for held in self._regions.slots()}):
             self._save_rank(rank)
         for each in slots_in(self._runtime):
             if not each.is_slot:
@@ -91,7 +91,7 @@ class Draining:
         rest: what memory has of one that is not whole stays. With `discard` also what is saved nowhere."""
         protected = self._protected(examined)
         kept = protected | self._needed()
-        for held in self._shelf.all():
+        for held in self._regions.slots():
             self._hold.guard()
             name = held.slot.name
             if name in protected or (name in kept and not discard):
@@ -102,14 +102,14 @@ class Draining:
                 self._tell(self._findings[name])
             elif name in self._findings and self._findings[name].outcome is report.Outcome.KEPT:
                 self._note(name, report.Outcome.DROPPED)
-            self._shelf.remove(held)
+            self._regions.remove(held)
         self._hold.guard()
-        self._shelf.drop_constants()
+        self._regions.drop_constants()
         self._forget_dead_keepers()
 
     def _forget_dead_keepers(self) -> None:
         """Their locks say whose half-written shards may go. None is being elected: we hold the lock."""
-        dead = [nonce for nonce, lives in self._shelf.other_keepers().items() if not lives]
+        dead = [nonce for nonce, lives in self._regions.other_keepers().items() if not lives]
         self._hold.guard()
         try:
             gone = retention.sweep_unfinished(self._store, dead)
@@ -119,15 +119,15 @@ class Draining:
         if gone:
             self._ledger.add(None, Event.PRUNE, unfinished=gone[:_SHOWN], count=len(gone), by="recover")
         for nonce in dead:
-            self._shelf.forget_keeper(nonce)
+            self._regions.forget_keeper(nonce)
 
     def close(self) -> None:
         """Let the slots that stay be found by the next keeper, and leave no name behind but theirs."""
-        for held in self._shelf.regions():
+        for held in self._regions.everything():
             held.slot.close()
         with contextlib.suppress(OSError, FlashckptError):
             if self._hold.election is not None and self._hold.election.stands(self._runtime):
-                self._shelf.remove_dead_locks()
+                self._regions.remove_dead_locks()
                 self._forget_dead_keepers()
                 if self._runtime.check_socket(SOCKET_NAME):
                     self._runtime.remove(SOCKET_NAME)
@@ -157,9 +157,9 @@ class Draining:
                 # One without its region says nothing of storage: an older one may have what it needs.
                 has_failed |= outcome.result in (Result.FAILED, Result.WAITING) and not outcome.lacks_region
 
-    def _newest_first(self, rank: int) -> list[tuple[Held, Sealed]]:
+    def _newest_first(self, rank: int) -> list[tuple[HeldRegion, Sealed]]:
         found = []
-        for held in self._shelf.of_rank(rank):
+        for held in self._regions.of_rank(rank):
             try:
                 sealed = held.slot.sealed()
             except DamagedError as error:
@@ -169,7 +169,7 @@ class Draining:
                 found.append((held, sealed))
         return sorted(found, key=lambda pair: pair[1].age, reverse=True)
 
-    def _discard_damaged(self, held: Held, why: str) -> None:
+    def _discard_damaged(self, held: HeldRegion, why: str) -> None:
         """A record that does not match its checksum names no snapshot that anybody could use."""
         self._findings[held.slot.name] = Finding(
             kind=Kind.SNAPSHOT, outcome=report.Outcome.TORN, place=held.slot.name, detail=why, damage=True
@@ -178,16 +178,16 @@ class Draining:
         if word is not None and word.state is State.SEALED:
             held.slot.free(word)
 
-    def _persist(self, held: Held, sealed: Sealed) -> Outcome:
+    def _persist(self, held: HeldRegion, sealed: Sealed) -> Outcome:
         world = self._world(sealed)
         order = Order(
             slot=held.slot,
             generation=sealed.generation,
-            owner=self._shelf.own_index(held),
+            owner=self._regions.own_index(held),
             world=world,
-            is_alone=world == 1 and not any(self._shelf.other_keepers().values()),
+            is_alone=world == 1 and not any(self._regions.other_keepers().values()),
             environment=_environment(held, sealed),
-            constants=self._shelf.shared_by(held),
+            constants=self._regions.shared_by(held),
         )
         outcome = self._written(order, sealed)
         for pause_s in _PAUSES_S:
@@ -219,7 +219,7 @@ class Draining:
                         raise
                     self._watcher.progress(self._drain.progress_bytes - before, sealed.record.image_bytes)
 
-    def _follow(self, held: Held, outcome: Outcome) -> None:
+    def _follow(self, held: HeldRegion, outcome: Outcome) -> None:
         name, fields = held.slot.name, {"step": outcome.step, "slot": outcome.slot, "by": "recover"}
         detail = outcome.message
         if outcome.result is Result.WAITING:
@@ -264,7 +264,7 @@ class Draining:
     def _needed(self) -> set[str]:
         """Slots that hold something which is committed nowhere and still counts."""
         kept, survivors, failed = set(), [], self.failed
-        for held in self._shelf.all():
+        for held in self._regions.slots():
             sealed, saved = held.sealed(), self._saved.get(held.slot.name)
             if sealed is None or (
                 saved is not None and steps.is_committed(self._store, saved.step, saved.attempt)
@@ -279,7 +279,7 @@ class Draining:
         except (OSError, FlashckptError):
             return kept | {each.slot for each in survivors}
 
-    def _place(self, held: Held, sealed: Sealed) -> VisibleStep:
+    def _place(self, held: HeldRegion, sealed: Sealed) -> VisibleStep:
         """Where a committed snapshot rests: one that a newer attempt was loaded from may be either's."""
         own = VisibleStep(sealed.step, attempt_of(sealed))
         attempt, _ = self._drain.attempt_for(held.slot, sealed)
@@ -297,7 +297,7 @@ class Draining:
         self._ledger.add(attempt, Event.CLOSE, what="discard", step=lost.step, slot=lost.place, by="recover")
 
 
-def _finding(held: Held, sealed: Sealed) -> Finding:
+def _finding(held: HeldRegion, sealed: Sealed) -> Finding:
     return Finding(
         kind=Kind.SNAPSHOT,
         outcome=report.Outcome.KEPT,
@@ -308,7 +308,7 @@ def _finding(held: Held, sealed: Sealed) -> Finding:
     )
 
 
-def _environment(held: Held, sealed: Sealed) -> Mapping[str, Any]:
+def _environment(held: HeldRegion, sealed: Sealed) -> Mapping[str, Any]:
     """With what it was computed, as its trainer wrote it among its values."""
     try:
         values = strict_loads(held.slot.metadata(sealed).values, what="a slot's values")

@@ -238,8 +238,8 @@ def test_a_keeper_that_was_deposed_while_it_left_removes_nothing(tmp_path: Path,
     folder = RuntimeFolder.open(str(runtime), identity)
     keeper = Keeper.elected(str(run), folder)
     assert keeper is not None
-    [region] = keeper.shelf.make(0, [0], 4096, 4096).regions
-    keeper.shelf.put(region)
+    [region] = keeper.regions.make(0, [0], 4096, 4096).regions
+    keeper.regions.put(region)
     folder.remove(ELECTION_LOCK)
     keeper._leave()
     assert {region.name, SOCKET_NAME} <= set(folder.names())

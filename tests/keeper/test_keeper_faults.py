@@ -13,7 +13,7 @@ from flashckpt.commit import attempts
 from flashckpt.errors import OutOfRoomError
 from flashckpt.format.names import step_attempt_folder
 from flashckpt.keeper.protocol import ELECTION_LOCK
-from flashckpt.keeper.shelf import Shelf
+from flashckpt.keeper.regions import Regions
 from flashckpt.memory.page import State
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder
 from tests.keeper.driver import Process, committed, eventually, kill_keeper, ledger, runtime_of
@@ -197,7 +197,7 @@ def test_fewer_slots_where_there_is_room_for_fewer(runtime: Path) -> None:
         used = sum(os.stat(Path(folder.path) / name).st_blocks * 512 for name in folder.names())
         return left[0] - used
 
-    made = Shelf(folder, life).make(0, range(3), 4096, 16 << 20, available=available)
+    made = Regions(folder, life).make(0, range(3), 4096, 16 << 20, available=available)
     assert len(made.regions) == 2
     assert isinstance(made.error, OutOfRoomError)
     assert len([name for name in folder.names() if name.startswith("slot-")]) == 2
@@ -348,12 +348,12 @@ def test_a_keeper_that_ends_between_two_removals_leaves_nothing_for_ever(
         ended.append(name)
         raise KeyboardInterrupt
 
-    shelf = Shelf(folder, life)
+    regions = Regions(folder, life)
     with monkeypatch.context() as killed:
         killed.setattr(RuntimeFolder, "remove", once)
         with pytest.raises(KeyboardInterrupt):
-            shelf.remove_dead_locks()
+            regions.remove_dead_locks()
     assert len(ended) == 1
-    Shelf(folder, life).remove_dead_locks()
+    Regions(folder, life).remove_dead_locks()
     assert folder.names() == ["keeper-test.lock"]
     life.release(folder)

@@ -8,7 +8,7 @@ import pytest
 
 from flashckpt.errors import KeeperError
 from flashckpt.format import metadata
-from flashckpt.keeper.shelf import Shelf
+from flashckpt.keeper.regions import Regions
 from flashckpt.memory.region import NAMED
 from tests.keeper.driver import eventually
 from tests.keeper.fake import FakeTrainer
@@ -66,7 +66,7 @@ def test_a_region_that_would_not_live_as_long_as_slots_is_not_even_made(
     with pytest.raises(KeeperError, match="no room for them where the slots are"):
         eventually(lambda: trainer.client.ask_constants(4096, 9 << 20))
     begun: list[int] = []
-    made = Shelf(trainer.folder, trainer.life).make(
+    made = Regions(trainer.folder, trainer.life).make(
         0, [0], 4096, 9 << 20, begun=begun.append, holds_constants=True, only=NAMED
     )
     assert (made.regions, begun) == ((), [])

@@ -18,7 +18,7 @@ from flashckpt.keeper import evidence
 from flashckpt.keeper.daemon import Keeper
 from flashckpt.keeper.evidence import collect, condition, held
 from flashckpt.keeper.ledger import MAX_LINE_BYTES
-from flashckpt.keeper.shelf import Held
+from flashckpt.keeper.regions import HeldRegion
 from flashckpt.keeper.trainers import Trainer
 from flashckpt.keeper.watchdog import Watchdog
 from flashckpt.memory.page import Heartbeat
@@ -43,8 +43,8 @@ class Watched:
         life = LifeLock.acquire(self.folder, LOCK)
         assert life is not None
         self.life = life
-        [region] = keeper.shelf.make(0, [0], 4096, 4096).regions
-        self.held: Held = keeper.shelf.put(region)
+        [region] = keeper.regions.make(0, [0], 4096, 4096).regions
+        self.held: HeldRegion = keeper.regions.put(region)
         self.owner = self.enroll()
         self.trainer = keeper.roster.watch(Trainer(lock=LOCK, rank=0, pid=self.child.pid))
         self.now_s = 1000.0
@@ -54,7 +54,7 @@ class Watched:
 
     def new_watchdog(self) -> Watchdog:
         keeper = self.keeper
-        parts = (self.folder, keeper.shelf, keeper.roster, keeper.ledger, keeper.work, keeper._watch_worker)
+        parts = (self.folder, keeper.regions, keeper.roster, keeper.ledger, keeper.work, keeper._watch_worker)
         return Watchdog(*parts, clock=lambda: self.now_s)
 
     def enroll(self, lock: str = LOCK) -> int:

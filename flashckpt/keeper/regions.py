@@ -27,10 +27,11 @@ MAX_SLOTS = 64
 
 
 @dataclass
-class Held:
-    """A slot on the shelf. `user` is the life lock of the trainer that has it, `writer` of the one that may
-    write it until it says that it does not; `retired` is one that no trainer uses any more; `given_up` is
-    a generation that will never be persisted (superseded); `audited` one that was found sound."""
+class HeldRegion:
+    """A region that the keeper holds, a slot or what slots share. `user` is the life lock of the trainer that
+    has it, `writer` of the one that may write it until it says that it does not; `retired` is one that no
+    trainer uses any more; `given_up` is a generation that will never be persisted (superseded); `audited` one
+    that was found sound."""
 
     slot: Slot
     kind: str
@@ -72,43 +73,43 @@ class Made:
     error: Exception | None
 
 
-class Shelf:
-    """Held slots by name. `life` is this keeper's own lock: its index in each slot's owner table. `living`
+class Regions:
+    """Held regions by name. `life` is this keeper's own lock: its index in each slot's owner table. `living`
     says whose slots are not to be touched."""
 
     def __init__(self, folder: RuntimeFolder, life: LifeLock, living: Living | None = None) -> None:
         self._folder = folder
         self._life = life
         self._living = Living(folder) if living is None else living
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, HeldRegion] = {}
         self._lent: tuple[Slot, ...] = ()
         self._leaving: list[Slot] = []
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def all(self) -> list[Held]:
+    def slots(self) -> list[HeldRegion]:
         """The slots: not what several of them share."""
         return [held for held in self._held.values() if not held.slot.fixed.holds_constants]
 
-    def regions(self) -> list[Held]:
+    def everything(self) -> list[HeldRegion]:
         """Everything: slots and the constants that they share."""
         return list(self._held.values())
 
-    def get(self, name: str) -> Held | None:
+    def get(self, name: str) -> HeldRegion | None:
         return self._held.get(name)
 
-    def of_rank(self, rank: int) -> list[Held]:
+    def of_rank(self, rank: int) -> list[HeldRegion]:
         """The slots of a rank."""
-        return [held for held in self.all() if held.slot.rank == rank]
+        return [held for held in self.slots() if held.slot.rank == rank]
 
-    def constants_of(self, rank: int) -> list[Held]:
+    def constants_of(self, rank: int) -> list[HeldRegion]:
         """The regions of constants that slots of a rank share."""
         return [
             held for held in self._held.values() if held.slot.fixed.holds_constants and held.slot.rank == rank
         ]
 
-    def shared_by(self, held: Held) -> Slot | None:
+    def shared_by(self, held: HeldRegion) -> Slot | None:
         """The region that holds the constants of the snapshot in a slot; None where that is the slot itself,
         or one that is not here."""
         nonce = _constants_nonce(held)
@@ -128,8 +129,9 @@ class Shelf:
         holds_constants: bool = False,
         only: str | None = None,
     ) -> Made:
-        """Allocate regions, in a worker thread: nothing of the shelf is touched. See `put`. `begun` is given
-        the descriptor of each region before it is allocated. `only`: of that kind, or none if it is NAMED."""
+        """Allocate regions, in a worker thread: nothing of what is held is touched. See `put`. `begun` is
+        given the descriptor of each region before it is allocated. `only`: of that kind, or none if it is
+        NAMED."""
         metadata_capacity, image_capacity = round_up(max(metadata_bytes, 1)), round_up(max(image_bytes, 1))
         num_bytes = PAGE + metadata_capacity + image_capacity
         indexes, made = list(indexes), []
@@ -159,8 +161,8 @@ class Shelf:
                 return Made(tuple(made), error)
         return Made(tuple(made), None)
 
-    def put(self, found: Region) -> Held:
-        """Take a region onto the shelf; its descriptor is the shelf's from here on, whatever happens.
+    def put(self, found: Region) -> HeldRegion:
+        """Take a region up; its descriptor is held here from now on, whatever happens.
         Raises DamagedError, FormatError or KeeperError for one that is no slot of this run."""
         try:
             slot = Slot.open(found.descriptor, map_image=False, identity=self._folder.identity)
@@ -173,14 +175,14 @@ class Shelf:
             if known is None:
                 raise KeeperError(f"{slot.name}: this keeper already holds {MAX_SLOTS} slots.")
             return known
-        held = Held(slot, found.kind)
+        held = HeldRegion(slot, found.kind)
         # After a keeper's restart a living owner may be writing it, though it has not spoken yet.
         for _, lock in self.living_owners(held):
             held.user = held.writer = lock
         self._held[slot.name] = held
         return held
 
-    def take(self, made: Region) -> Held:
+    def take(self, made: Region) -> HeldRegion:
         """Take up a region that was just made: where it cannot be, nothing of it is left. See `put`."""
         try:
             return self.put(made)
@@ -189,7 +191,7 @@ class Shelf:
                 self._folder.remove(made.name)
             raise
 
-    def adopt_named(self) -> list[Held]:
+    def adopt_named(self) -> list[HeldRegion]:
         """Take up the regions that an earlier keeper left in the runtime folder. One that was never
         finished goes; one that is not ours, or damaged, is left alone and said."""
         adopted = []
@@ -238,7 +240,7 @@ class Shelf:
         if not self._lives(lock):
             self._folder.remove(lock)
 
-    def adopt_memfd(self, descriptor: int) -> Held:
+    def adopt_memfd(self, descriptor: int) -> HeldRegion:
         """Take up a memfd that a trainer hands back to a new keeper. See `put`."""
         found = os.fstat(descriptor)
         if found.st_uid != os.geteuid() or found.st_nlink != 0:
@@ -248,7 +250,7 @@ class Shelf:
 
     # Staying
 
-    def row(self, held: Held, pid: int, lock: str) -> dict[str, Any]:
+    def row(self, held: HeldRegion, pid: int, lock: str) -> dict[str, Any]:
         """What a trainer is told with a slot's descriptor. Makes it an owner in the slot."""
         slot, held.user = held.slot, lock
         return {
@@ -260,10 +262,10 @@ class Shelf:
             "holds_constants": slot.fixed.holds_constants,
         }
 
-    def own_index(self, held: Held) -> int:
+    def own_index(self, held: HeldRegion) -> int:
         return held.slot.enroll(os.getpid(), self._life.name, self._lives)
 
-    def reclaim(self) -> list[tuple[Held, Word]]:
+    def reclaim(self) -> list[tuple[HeldRegion, Word]]:
         """Free what the dead were writing, unpin what they had pinned. A keeper that is not this one is
         none any more, even if it still lives: there is one a node and run."""
         reclaimed = []
@@ -282,16 +284,16 @@ class Shelf:
                 reclaimed.append((held, word))
         return reclaimed
 
-    def living_owners(self, held: Held) -> list[tuple[int, str]]:
+    def living_owners(self, held: HeldRegion) -> list[tuple[int, str]]:
         """(pid, lock) of the trainers in a slot's owner table that are alive."""
         owners = (held.slot.owner(index) for index in range(1, 17))
         return [each for each in owners if each and not _is_keeper(each[1]) and self._lives(each[1])]
 
-    def is_used(self, held: Held) -> bool:
+    def is_used(self, held: HeldRegion) -> bool:
         """Whether a living trainer has it."""
         return not held.retired and bool(held.user) and self._lives(held.user)
 
-    def is_written(self, held: Held) -> bool:
+    def is_written(self, held: HeldRegion) -> bool:
         """Whether a living trainer may write it at any time."""
         return bool(held.writer) and self._lives(held.writer)
 
@@ -306,7 +308,7 @@ class Shelf:
                 if held.slot.fixed.nonce not in named and not self.is_written(held):
                     self.remove(held)
 
-    def remove(self, held: Held) -> None:
+    def remove(self, held: HeldRegion) -> None:
         """Let a region go: its memory is free once the last mapping is gone."""
         if held.kind == NAMED:
             self._folder.remove(held.slot.name)
@@ -322,7 +324,7 @@ class Shelf:
         for slot in leaving:
             slot.close()
 
-    def _forget(self, held: Held) -> None:
+    def _forget(self, held: HeldRegion) -> None:
         self._held.pop(held.slot.name, None)
         if held.slot in self._lent:
             self._leaving.append(held.slot)
@@ -336,7 +338,7 @@ class Shelf:
         return lock == self._life.name if _is_keeper(lock) else self._lives(lock)
 
 
-def _constants_nonce(held: Held) -> int:
+def _constants_nonce(held: HeldRegion) -> int:
     """Of the region that a slot's snapshot names; 0 where there is none."""
     sealed = held.sealed()
     return 0 if sealed is None else sealed.record.constants_nonce
