@@ -168,10 +168,8 @@ class Checkpointer:
         may_take = (self._put_off or self._progress.is_after_batches) and not self._in_iteration
         if may_take and self._boundaries.ordered_at is not None:
             self._put_off = False
-            self._save_now()
-        with self._capture.pulse.resting():
-            self._capture.wait()
-            self._attendant.wait_committed()
+            self._or_commit(self._save_now)
+        self._wait_committed()
         unsaved, ordered_at = self._boundaries.unsaved, self._boundaries.ordered_at
         if unsaved is not None:
             raise unsaved
@@ -182,6 +180,19 @@ class Checkpointer:
             raise self._attendant.not_captured(
                 ordered_at + 1, "the iteration in which save() was called was left before its boundary"
             )
+
+    def _or_commit(self, capture: Callable[[], None]) -> None:
+        """Capture. Where that fails, what was captured before is committed before it is raised."""
+        try:
+            capture()
+        except Exception:
+            self._wait_committed()
+            raise
+
+    def _wait_committed(self) -> None:
+        with self._capture.pulse.resting():
+            self._capture.wait()
+            self._attendant.wait_committed()
 
     def stop(self) -> None:
         """End the loop at the next boundary; that boundary is captured and committed."""
@@ -204,11 +215,7 @@ class Checkpointer:
         could not be; the run is let go all the same. A second call does nothing."""
         if self._closed or self._is_forked:
             return
-        try:
-            self._capture_marked()
-            self.wait()
-        finally:
-            self._release(closed=True)
+        self._end(self._capture_marked)
 
     def _capture_marked(self) -> None:
         """The end of a loop whose boundaries are marked by hand: only here is it known to be one."""
@@ -322,14 +329,23 @@ class Checkpointer:
     def _finish(self) -> None:
         """The normal end of a whole run: its last boundary is captured and committed, then the run is
         let go."""
-        if self._closed:
-            return
+        if not self._closed:
+            self._end(self._capture_last)
+
+    def _capture_last(self) -> None:
+        if self._progress.step > 0:
+            self._boundaries.capture_now(persist=True)
+
+    def _end(self, capture: Callable[[], None]) -> None:
+        """Capture what is last, see it committed, let the run go. To the keeper an end that failed is a death
+        like any other: it saves the newest that is whole, and waits for the next attempt."""
+        in_order = False
         try:
-            if self._progress.step > 0:
-                self._boundaries.capture_now(persist=True)
+            self._or_commit(capture)
             self.wait()
+            in_order = True
         finally:
-            self._release(closed=True)
+            self._release(closed=in_order)
 
     # ---- boundaries
 

@@ -188,9 +188,9 @@ class Keeper:
         event = Event.CLOSE if trainer.closing else Event.DEATH
         attempt = str(trainer.attempt) if trainer.attempt else None
         self.ledger.add(attempt, event, rank=trainer.rank, pid=trainer.pid)
-        if not trainer.closing:
-            self.work.rescue(trainer.rank)
-            crashpoints.point("rescue.asked")
+        # Also of one that closed: a signal may have come between its last look at what is saved and its end.
+        self.work.rescue(trainer.rank)
+        crashpoints.point("rescue.asked")
         if trainer.attempt and not any(each.attempt == trainer.attempt for each in self.roster.all()):
             self._ended[trainer.attempt] = "closed" if trainer.closing else "dead"
             self._round_at = 0.0

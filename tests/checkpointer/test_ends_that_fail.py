@@ -1,0 +1,113 @@
+"""Ends of a run that fail: what is sealed and newest comes to storage all the same, and the error is told."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flashckpt
+from flashckpt import PersistError, StateError
+from tests.checkpointer.test_loop import Job, loader
+from tests.processes import keepers_of
+from tests.waiting import until
+
+SEALED = 3
+
+
+class Spoilt:
+    """State that cannot be read once `error` is set."""
+
+    error: BaseException | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.error is not None:
+            raise self.error
+        return {"kept": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def sealed_once(run: Path, spoilt: Spoilt) -> flashckpt.Checkpointer:
+    """A run of a step more than its one snapshot, which nobody has asked to be persisted."""
+    job = Job()
+    named = {"spoilt": spoilt, **job.named}
+    checkpointer = flashckpt.attach(run, every=SEALED, persist_every=None, **named)
+    while checkpointer.completed <= SEALED:
+        job.train(torch.ones(1, 4))
+        checkpointer.step()
+        if checkpointer.completed == 1:
+            until(lambda: checkpointer._attendant.slots.ready, "slots")
+    until(lambda: checkpointer._attendant.newest_sealed_step() == SEALED, "the snapshot")
+    assert flashckpt.steps(run) == []
+    return checkpointer
+
+
+def saved_behind(run: Path, runtime: Path) -> list[int]:
+    """The steps on disk once there are some, or nobody is left who could save one."""
+    until(lambda: flashckpt.steps(run) or not keepers_of(runtime), "a step, or the keeper's end")
+    return flashckpt.steps(run)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("spoilt"), StateError("spoilt"), KeyboardInterrupt("spoilt")])
+def test_the_newest_snapshot_is_saved_where_the_last_boundary_cannot_be_captured(
+    error: BaseException, tmp_path: Path, runtime: Path
+) -> None:
+    run, spoilt = tmp_path / "run", Spoilt()
+    checkpointer = sealed_once(run, spoilt)
+    spoilt.error = error
+    with pytest.raises(type(error), match="spoilt"):
+        checkpointer.close()
+    if isinstance(error, Exception):
+        assert flashckpt.steps(run) == [SEALED], "it was not waited for"
+    assert saved_behind(run, runtime) == [SEALED]
+    with flashckpt.attach(run, spoilt=Spoilt(), **Job().named) as again:  # the run was let go
+        assert again.completed == SEALED
+
+
+@pytest.mark.parametrize("error", [StateError("spoilt"), KeyboardInterrupt("spoilt")])
+def test_so_it_is_at_the_end_of_a_loop(error: BaseException, tmp_path: Path, runtime: Path) -> None:
+    run, spoilt, job = tmp_path / "run", Spoilt(), Job()
+    options = {"every": SEALED, "persist_every": None, "spoilt": spoilt, **job.named}
+    batches = flashckpt.loop(loader(SEALED + 1), run, **options)  # type: ignore[arg-type]
+    attendant = batches.checkpointer._attendant
+
+    def train() -> None:
+        for x in batches:
+            job.train(x)
+            if batches.completed == 1:
+                until(lambda: attendant.slots.ready, "slots")
+            if batches.completed == SEALED:
+                until(lambda: attendant.newest_sealed_step() == SEALED, "the snapshot")
+                spoilt.error = error
+
+    with pytest.raises(type(error), match="spoilt"):
+        train()
+    assert saved_behind(run, runtime) == [SEALED]
+
+
+def test_where_the_newest_is_torn_the_one_before_it_is_saved(tmp_path: Path, runtime: Path) -> None:
+    """A bit of it flips in memory before anybody has asked for it."""
+    run, job = tmp_path / "run", Job()
+    checkpointer = flashckpt.attach(run, every=1, persist_every=None, **job.named)
+    attendant = checkpointer._attendant
+    for step in range(1, SEALED + 1):
+        job.train(torch.ones(1, 4))
+        checkpointer.step()
+        until(lambda step=step: attendant.newest_sealed_step() == step, "the snapshot")
+    (keeper,) = keepers_of(runtime)
+    os.kill(keeper, signal.SIGSTOP)  # it does not find out before somebody waits
+    ring = attendant.slots.ring
+    assert ring is not None
+    slot, sealed = ring.newest_sealed() or pytest.fail("there is none")
+    slot.image_view[sealed.record.data_start] ^= 1
+    slot.request_persist(sealed.generation)
+    os.kill(keeper, signal.SIGCONT)
+    with pytest.raises(PersistError, match=f"[Ss]tep {SEALED} .*not those of its boundary"):
+        checkpointer.close()
+    assert saved_behind(run, runtime) == [SEALED - 1]
