@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from flashckpt.capture.device.base import Device, Mark
+from flashckpt.capture.device.base import Device, StreamMark
 from flashckpt.capture.host import HostCopies
 from flashckpt.capture.plan import Addresses, Plan
 from flashckpt.capture.target import Target
@@ -35,7 +35,7 @@ class Arrangement:
         suspects = [i for i in host if ways.suspect(plan.leaves[i].name)]
         self.host = HostCopies(plan, host, constants, suspects, threads)
         self._choice = ways
-        self._feeders: dict[int, tuple[Device, Mark]] = {}
+        self._feeders: dict[int, tuple[Device, StreamMark]] = {}
         self._find_feeders(host)
         holes = self.host.may_be_staged()
         self.transfers = [self._transfer(device, ways, holes) for device in _distinct(self._devices)]

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from flashckpt.capture.device.base import Device, Mark
+from flashckpt.capture.device.base import Device, StreamMark
 from flashckpt.capture.pace import Budget
 
 # Boundaries that may be on their way on a device at once; older ones are taken by the host's clock.
@@ -21,9 +21,9 @@ _PENDING = 64
 @dataclass(slots=True)
 class _Interval:
     start_s: float
-    marks: tuple[Mark, ...]
+    marks: tuple[StreamMark, ...]
     end_s: float = 0.0
-    ends: tuple[Mark, ...] = ()
+    ends: tuple[StreamMark, ...] = ()
     captured: bool = False
     ordered: bool = False
     trailing: bool = False
@@ -40,7 +40,7 @@ class Intervals:
         self._budget, self._devices, self._clock = budget, devices, clock
         self._open: _Interval | None = None
         self._pending: deque[_Interval] = deque()
-        self._spare: list[tuple[Mark, ...]] = []
+        self._spare: list[tuple[StreamMark, ...]] = []
 
     def boundary(self, *, trailing: bool, marking: bool = True) -> None:
         """A boundary is entered; `trailing`: the copy of an earlier snapshot is still running.
@@ -69,7 +69,7 @@ class Intervals:
             self._budget.dropped()
         self._open = None
 
-    def _mark(self) -> tuple[Mark, ...]:
+    def _mark(self) -> tuple[StreamMark, ...]:
         marks = self._spare.pop() if self._spare else tuple(d.new_mark(timing=True) for d in self._devices)
         for device, mark in zip(self._devices, marks, strict=True):
             device.mark(mark)

@@ -12,14 +12,14 @@ Run = Annotated[str, typer.Argument(metavar="RUN", help="The run: a folder or a 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
 
 
-class Place(NamedTuple):
+class StepName(NamedTuple):
     """A step, and the attempt whose step is meant where it was named."""
 
     step: int
     attempt: AttemptName | None
 
 
-def place(text: str) -> Place:
+def step_name(text: str) -> StepName:
     """1200, or 1200@000002-7fa3c1d2. Wrong usage for anything else."""
     digits, at, name = text.partition("@")
     attempt = AttemptName.parse(name) if at else None
@@ -28,4 +28,4 @@ def place(text: str) -> Place:
             f"{text!r} is neither a step (1200) nor a step of an attempt (1200@000002-7fa3c1d2). "
             "`flashckpt ls RUN --all` shows both."
         )
-    return Place(int(digits), attempt)
+    return StepName(int(digits), attempt)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from flashckpt.cli.arguments import AsJson, Run, place
+from flashckpt.cli.arguments import AsJson, Run, step_name
 from flashckpt.cli.exit_codes import ExitCode
 from flashckpt.cli.output import ends, notices, results, write_json
 from flashckpt.commit.attempts import read_start
@@ -29,7 +29,7 @@ def branch(run: Run, step: Step, as_json: AsJson = False) -> ExitCode:
     Refused while a job holds the run; a job on another machine is watched for a few seconds first.
     """
     store = open_store(run)
-    number, attempt = place(step)
+    number, attempt = step_name(step)
     name = start_at(run, number, None if attempt is None else str(attempt))
     made = AttemptName.parse(name)
     start = None if made is None else read_start(store, made)

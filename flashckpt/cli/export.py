@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from flashckpt.cli import units
-from flashckpt.cli.arguments import AsJson, Run, place
+from flashckpt.cli.arguments import AsJson, Run, step_name
 from flashckpt.cli.exit_codes import ExitCode
 from flashckpt.cli.output import ends, notices, results, write_json
 from flashckpt.cli.verify import progress_bar
@@ -47,7 +47,7 @@ def export(
     as_json: AsJson = False,
 ) -> ExitCode:
     """Write the tensors of a step to a file. Every byte is verified before anything is written."""
-    number, attempt = place(step) if step is not None else (None, None)
+    number, attempt = step_name(step) if step is not None else (None, None)
     with progress_bar(notices()) as progress:
         done = take_out(
             open_store(run),

@@ -12,11 +12,11 @@ from rich.console import Group
 from rich.table import Table
 
 from flashckpt.cli import units
-from flashckpt.cli.arguments import AsJson, Run, place
+from flashckpt.cli.arguments import AsJson, Run, step_name
 from flashckpt.cli.exit_codes import ExitCode
 from flashckpt.cli.history import Origin, committed_at_s, lineage, num_bytes
 from flashckpt.cli.output import ends, results, write_json
-from flashckpt.cli.timings import Persisted, persisted, resumed
+from flashckpt.cli.timings import PersistTiming, persisted, resumed
 from flashckpt.commit.lineage import VisibleStep, visible
 from flashckpt.commit.reading import resolve
 from flashckpt.commit.steps import StepRecord
@@ -39,7 +39,7 @@ class Placed(NamedTuple):
 def show(run: Run, step: Step = None, as_json: AsJson = False) -> ExitCode:
     """Show a step: sizes, timings, lineage, environment, leaves."""
     store = open_store(run)
-    record = resolve(store, *(place(step) if step is not None else (None, None)))
+    record = resolve(store, *(step_name(step) if step is not None else (None, None)))
     origins = lineage(store, record.attempt)
     if as_json:
         write_json(_plain(store, record, origins))
@@ -93,7 +93,7 @@ def _origin(origin: Origin) -> str:
     return f"{origin.attempt} went on from step {origin.step} of {origin.parent}"
 
 
-def _persisted(write: Persisted) -> str:
+def _persisted(write: PersistTiming) -> str:
     rate = f", {units.size(int(write.num_bytes / write.seconds))}/s" if write.seconds > 1e-6 else ""
     return f"in {write.seconds:.2f} s{rate}{'' if write.direct else ', through the page cache'}"
 

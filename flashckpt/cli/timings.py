@@ -19,7 +19,7 @@ _MOST = 1e18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Persisted:
+class PersistTiming:
     """One write of a step. `direct` is whether the page cache was bypassed."""
 
     seconds: float
@@ -28,7 +28,7 @@ class Persisted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resumed:
+class ResumeTiming:
     """One resume from a step: by which attempt, from "memory" or "local"."""
 
     attempt: str
@@ -36,7 +36,7 @@ class Resumed:
     tier: str
 
 
-def persisted(store: Store, step: int, attempt: AttemptName) -> list[Persisted]:
+def persisted(store: Store, step: int, attempt: AttemptName) -> list[PersistTiming]:
     """The writes of a step, one a rank; none where the ledger does not have them."""
     found = []
     for line in lines_of(store, str(attempt)):
@@ -49,11 +49,11 @@ def persisted(store: Store, step: int, attempt: AttemptName) -> list[Persisted]:
             assert seconds is not None
             assert num_bytes is not None
             direct = line.get("direct") is True
-            found.append(Persisted(seconds=seconds, num_bytes=int(num_bytes), direct=direct))
+            found.append(PersistTiming(seconds=seconds, num_bytes=int(num_bytes), direct=direct))
     return found
 
 
-def resumed(store: Store, step: int, attempt: AttemptName) -> list[Resumed]:
+def resumed(store: Store, step: int, attempt: AttemptName) -> list[ResumeTiming]:
     """The resumes from a step, by the newest attempts."""
     found = []
     for info in attempts(store)[-_MOST_ATTEMPTS:]:
@@ -62,7 +62,7 @@ def resumed(store: Store, step: int, attempt: AttemptName) -> list[Resumed]:
             is_resume = line["event"] == Event.RESUME.value and line.get("step") == step
             if is_resume and seconds is not None and line.get("from_attempt") == str(attempt):
                 tier = str(line.get("tier", ""))[:20]
-                found.append(Resumed(attempt=str(info.name), seconds=seconds, tier=tier))
+                found.append(ResumeTiming(attempt=str(info.name), seconds=seconds, tier=tier))
     return found
 
 

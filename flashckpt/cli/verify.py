@@ -21,7 +21,7 @@ from rich.progress import (
 from rich.table import Table
 
 from flashckpt.cli import units
-from flashckpt.cli.arguments import AsJson, Run, place
+from flashckpt.cli.arguments import AsJson, Run, step_name
 from flashckpt.cli.exit_codes import ExitCode
 from flashckpt.cli.history import lost_records
 from flashckpt.cli.output import ends, notices, results, write_json
@@ -46,7 +46,7 @@ def verify(
     Where records of attempts are lost, all branches are read: which is the run's nobody can tell."""
     store = open_store(run)
     open_run(store, create=False)
-    number, attempt = place(step) if step is not None else (None, None)
+    number, attempt = step_name(step) if step is not None else (None, None)
     lost = lost_records(store) if step is None else ""
     all_branches = all_branches or bool(lost)
     began_s = time.monotonic()

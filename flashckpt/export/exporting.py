@@ -12,7 +12,7 @@ from flashckpt.commit.run import open_run
 from flashckpt.commit.steps import StepRecord
 from flashckpt.errors import OptionError
 from flashckpt.export import safetensors_file
-from flashckpt.export.selection import Progress, Source, check_whole, files_of, ranks_of, selected
+from flashckpt.export.selection import Progress, SelectedLeaf, check_whole, files_of, ranks_of, selected
 from flashckpt.export.writing import check_free, put_in_place, rank_file
 from flashckpt.format.names import AttemptName
 from flashckpt.store.base import Store
@@ -74,7 +74,7 @@ def export(
 
 
 def _written(
-    out: str, record: StepRecord, chosen: Mapping[int, list[Source]], format: str, *, force: bool
+    out: str, record: StepRecord, chosen: Mapping[int, list[SelectedLeaf]], format: str, *, force: bool
 ) -> list[tuple[str, int]]:
     with put_in_place(out, force=force) as temporary:
         if len(chosen) == 1:
@@ -88,7 +88,7 @@ def _written(
         return files
 
 
-def _write(format: str, path: str, record: StepRecord, rank: int, sources: list[Source]) -> int:
+def _write(format: str, path: str, record: StepRecord, rank: int, sources: list[SelectedLeaf]) -> int:
     if format == "safetensors":
         return safetensors_file.write(path, record, rank, sources)
     # Late: the other format needs no torch, nor does a machine that only copies weights.

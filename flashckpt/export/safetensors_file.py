@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from flashckpt import _native
 from flashckpt.commit.steps import StepRecord
 from flashckpt.errors import DamagedError
-from flashckpt.export.selection import Source
+from flashckpt.export.selection import SelectedLeaf
 from flashckpt.format.layout import DTYPES
 
 _WINDOW_BYTES = 16 << 20
 _ALIGNMENT = 8
 
 
-def write(path: str, record: StepRecord, rank: int, sources: Sequence[Source]) -> int:
+def write(path: str, record: StepRecord, rank: int, sources: Sequence[SelectedLeaf]) -> int:
     """Write the file and digest it again as it stands. Returns its bytes. DamagedError where a leaf did not
     arrive as it was captured."""
     ordered = sorted(sources, key=lambda each: (-DTYPES[each.leaf.dtype][0], each.leaf.name))
@@ -35,7 +35,7 @@ def write(path: str, record: StepRecord, rank: int, sources: Sequence[Source]) -
     return len(header) + sum(each.leaf.num_bytes for each in ordered)
 
 
-def _header(record: StepRecord, rank: int, ordered: Sequence[Source]) -> bytes:
+def _header(record: StepRecord, rank: int, ordered: Sequence[SelectedLeaf]) -> bytes:
     aliases = {alias: each.leaf.name for each in ordered for alias in each.leaf.aliases}
     odd = {
         each.leaf.name: {"dtype": each.leaf.dtype, "shape": list(each.leaf.shape)}
@@ -66,7 +66,7 @@ def _header(record: StepRecord, rank: int, ordered: Sequence[Source]) -> bytes:
     return length.to_bytes(8, "little") + text.ljust(length, b" ")
 
 
-def _copy(source: Source, target: int, offset: int) -> None:
+def _copy(source: SelectedLeaf, target: int, offset: int) -> None:
     descriptor = os.open(source.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         done, size = 0, source.leaf.num_bytes
@@ -89,7 +89,7 @@ def _written(target: int, data: bytes, offset: int) -> int:
     return len(data)
 
 
-def _check(path: str, data_start: int, ordered: Sequence[Source], step: int) -> None:
+def _check(path: str, data_start: int, ordered: Sequence[SelectedLeaf], step: int) -> None:
     """Against the digests of the boundary: what is in the file now is what was captured then."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

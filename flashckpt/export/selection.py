@@ -15,7 +15,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SelectedLeaf:
     """One leaf to take out: its bytes stand at `offset` of the file `path` and have this digest."""
 
     leaf: Leaf
@@ -38,7 +38,7 @@ def files_of(record: StepRecord, rank: int) -> list[tuple[str, Contents]]:
     return files
 
 
-def selected(record: StepRecord, rank: int, only: Sequence[str]) -> list[Source]:
+def selected(record: StepRecord, rank: int, only: Sequence[str]) -> list[SelectedLeaf]:
     """The leaves of a rank; with `only`, those under one of these names (`model` takes `model.weight`).
 
     NoSuchStepError where the step has none of that name.
@@ -49,7 +49,7 @@ def selected(record: StepRecord, rank: int, only: Sequence[str]) -> list[Source]
             names = [name for name in (leaf.name, *leaf.aliases) if _is_chosen(name, only)]
             if names:
                 sources.append(
-                    Source(_named(leaf, names), path, contents.shard.data_start + leaf.offset, digest)
+                    SelectedLeaf(_named(leaf, names), path, contents.shard.data_start + leaf.offset, digest)
                 )
     if not sources:
         there = sorted({leaf.name.partition(".")[0] for _, c in files_of(record, rank) for leaf in c.leaves})

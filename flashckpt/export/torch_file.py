@@ -13,10 +13,10 @@ import torch
 
 from flashckpt import _native
 from flashckpt.errors import DamagedError
-from flashckpt.export.selection import Source
+from flashckpt.export.selection import SelectedLeaf
 
 
-def write(path: str, sources: Sequence[Source], step: int) -> int:
+def write(path: str, sources: Sequence[SelectedLeaf], step: int) -> int:
     """Write the file. Tied names give one tensor, stored once. Returns its bytes. DamagedError where a leaf
     is not what was captured."""
     tensors: dict[str, torch.Tensor] = {}
@@ -27,7 +27,7 @@ def write(path: str, sources: Sequence[Source], step: int) -> int:
     return os.path.getsize(path)
 
 
-def _read(source: Source, step: int) -> torch.Tensor:
+def _read(source: SelectedLeaf, step: int) -> torch.Tensor:
     """A leaf in memory of its own, digested there."""
     leaf = source.leaf
     dtype: torch.dtype = getattr(torch, leaf.dtype)

@@ -17,7 +17,7 @@ from flashckpt.format.columns import leaf_columns, leaves_from_columns
 from flashckpt.format.fields import Fields
 from flashckpt.format.layout import PAGE, Layout, Leaf
 from flashckpt.format.names import CONSTANTS, MAX_RANK, MAX_STEP, SHARD, AttemptName, part_name
-from flashckpt.format.record import Record, attempt_of
+from flashckpt.format.record import JsonRecord, attempt_of
 
 CHUNK_BYTES = 4 << 20
 MAX_SHARD_BYTES = 1 << 50
@@ -70,7 +70,7 @@ class RankRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part(Record):
+class Part(JsonRecord):
     """One keeper's ranks of one step. `environment` says with what it was computed; opaque here."""
 
     KIND = "part"

@@ -8,10 +8,10 @@ from flashckpt.format.checked_json import dump, parse
 from flashckpt.format.fields import Fields
 from flashckpt.format.names import AttemptName
 
-R = TypeVar("R", bound="Record")
+R = TypeVar("R", bound="JsonRecord")
 
 
-class Record:
+class JsonRecord:
     """One small file. The kind stands inside, so that a file moved to another's name is refused."""
 
     __slots__ = ()

@@ -13,7 +13,7 @@ from flashckpt.format.checked_json import FORMAT, parse
 from flashckpt.format.fields import Fields
 from flashckpt.format.names import CONSTANTS, MAX_RANK, MAX_STEP, PART, SHARD, AttemptName
 from flashckpt.format.parts import CHUNK_BYTES, MAX_SHARD_BYTES, Contents, Part, RankRecord, ShardRecord
-from flashckpt.format.record import Record, attempt_of
+from flashckpt.format.record import JsonRecord, attempt_of
 
 __all__ = [
     "CHUNK_BYTES", "FORMAT", "Alive", "AttemptName", "Claim", "Contents", "FileRecord", "Holder", "Manifest",
@@ -27,7 +27,7 @@ _MAX_RESTARTS = 10**9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run(Record):
+class Run(JsonRecord):
     """What makes a folder a run. `format` is the version it is written in; a newer one is refused."""
 
     KIND = "run"
@@ -86,7 +86,7 @@ class Holder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Claim(Record):
+class Claim(JsonRecord):
     """The taking of an attempt's number, before anything is read."""
 
     KIND = "claim"
@@ -102,7 +102,7 @@ class Claim(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start(Record):
+class Start(JsonRecord):
     """Where an attempt went on from: a step of another attempt, or nothing (`parent` None, step 0).
 
     `loaded` names the slot that was restored from, where it was one.
@@ -129,7 +129,7 @@ class Start(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Alive(Record):
+class Alive(JsonRecord):
     """A counter that moves on while a trainer lives; `ended` is "closed" or "dead" once it does not."""
 
     KIND = "alive"
@@ -162,7 +162,7 @@ class PartRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest(Record):
+class Manifest(JsonRecord):
     """A step's list of parts. It follows from the parts alone: two who commit at once write the same."""
 
     KIND = "manifest"
@@ -203,7 +203,7 @@ class Manifest(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tombstone(Record):
+class Tombstone(JsonRecord):
     """Stands in a manifest's place before anything of its step is deleted."""
 
     KIND = "tombstone"
@@ -219,7 +219,7 @@ class Tombstone(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mark(Record):
+class Mark(JsonRecord):
     """A verification of this step failed on `host`. It puts the step last; it hides and deletes nothing."""
 
     KIND = "mark"

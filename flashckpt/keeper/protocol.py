@@ -46,7 +46,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Torn:
+class TornSnapshot:
     """A snapshot that was discarded: its bytes were not those of its boundary. `leaves` names up to 22 of
     the leaves that differed, none where the record or the metadata itself was damaged."""
 
@@ -69,7 +69,7 @@ class Status:
     persisting: int | None = None
     waiting: tuple[int, ...] = ()
     failures: tuple[Failure, ...] = ()
-    torn: tuple[Torn, ...] = ()
+    torn: tuple[TornSnapshot, ...] = ()
     superseded_by: str | None = None
     progress_bytes: int = 0
     counts: dict[str, int] = field(default_factory=dict)
@@ -88,7 +88,9 @@ class Status:
                 persisting=data["persisting"],
                 waiting=tuple(int(step) for step in data["waiting"]),
                 failures=tuple(Failure(**each) for each in data["failures"]),
-                torn=tuple(Torn(**{**each, "leaves": tuple(each["leaves"])}) for each in data["torn"]),
+                torn=tuple(
+                    TornSnapshot(**{**each, "leaves": tuple(each["leaves"])}) for each in data["torn"]
+                ),
                 superseded_by=data["superseded_by"],
                 progress_bytes=int(data["progress_bytes"]),
                 counts=dict(data["counts"]),

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from flashckpt.keeper.drain import Outcome
-from flashckpt.keeper.protocol import Failure, Status, Torn
+from flashckpt.keeper.protocol import Failure, Status, TornSnapshot
 
 _MOST_COMMITTED = 64
 _MOST_FAILURES = 16
@@ -23,7 +23,7 @@ class Tally:
         self._keeper = keeper
         self._committed: list[tuple[str, int]] = []
         self._failures: dict[tuple[str, int], tuple[str, Failure]] = {}
-        self._torn: list[tuple[str, Torn]] = []
+        self._torn: list[tuple[str, TornSnapshot]] = []
         self._counts: Counter[str] = Counter()
         self.persisting: int | None = None
         self.superseded_by: str | None = None
@@ -63,7 +63,7 @@ class Tally:
         self.count("torn")
         self._failures.pop((outcome.slot, outcome.generation), None)
         names = tuple(name[:_MOST_TEXT] for _, name in outcome.leaves[:_MOST_LEAVES])
-        torn = Torn(outcome.step, outcome.generation, outcome.slot, names)
+        torn = TornSnapshot(outcome.step, outcome.generation, outcome.slot, names)
         self._torn = [*self._torn, (outcome.attempt, torn)][-_MOST_TORN:]
 
     def status(

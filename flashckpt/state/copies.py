@@ -15,7 +15,7 @@ from flashckpt import _native
 from flashckpt.state.tensors import fill
 
 
-class Copies:
+class DeferredCopies:
     """Copies from the tensors of a snapshot into live ones: put off until `make`, at once after it."""
 
     def __init__(self) -> None:

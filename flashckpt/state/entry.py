@@ -16,7 +16,7 @@ Row = tuple[str, str, str]
 MISSING = "missing"
 
 
-class Entry(Protocol):
+class StateEntry(Protocol):
     """One named object of the state."""
 
     name: str

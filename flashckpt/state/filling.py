@@ -19,7 +19,7 @@ from flashckpt.errors import DamagedError
 from flashckpt.format.layout import Leaf
 from flashckpt.format.typed import Hole, LeafRef
 from flashckpt.state import rng
-from flashckpt.state.copies import Copies
+from flashckpt.state.copies import DeferredCopies
 from flashckpt.state.subclasses import assemble, dress, is_wrapper, kind_of, part_name
 from flashckpt.state.survey import _MAPPINGS, _SEQUENCES, join, rebuild, resequence
 from flashckpt.state.tensors import fits, make, same_memory, strides
@@ -45,7 +45,7 @@ class Filling:
         self._live: dict[str, Tensor] = {}
         self._taken: dict[int, list[Tensor]] = {}
         self.filled: list[tuple[str, Tensor]] = []
-        self.copies = Copies()
+        self.copies = DeferredCopies()
 
     def leaf(self, name: str) -> Leaf:
         """The leaf that is stored under a name or one of its further names. Raises DamagedError."""

@@ -26,7 +26,7 @@ _REMEDY = (
 )
 
 
-class Held:
+class LeafMemory:
     """The memory of all leaves of a state, and the tensors that they were found as."""
 
     def __init__(self, leaves: Iterable[LiveLeaf], modules: Iterable[nn.Module]) -> None:
@@ -68,7 +68,7 @@ def check_own_saving(modules: Mapping[str, nn.Module], leaves: Iterable[LiveLeaf
     suspects = [(path, module) for path, module in modules.items() if saves_its_own(module)]
     if not suspects:
         return
-    held = Held(leaves, modules.values())
+    held = LeafMemory(leaves, modules.values())
     for path, module in reversed(suspects):  # the inner ones first: theirs is the path to name
         if any(_is_gathered(inner) for inner in module.modules()):
             continue
@@ -122,7 +122,7 @@ def _state_of(module: nn.Module, path: str) -> Mapping[Any, Any]:
     return found
 
 
-def _first_lost(value: object, name: str, held: Held) -> str | None:
+def _first_lost(value: object, name: str, held: LeafMemory) -> str | None:
     """The name of the first part of a state_dict's value that no leaf holds."""
     if isinstance(value, Tensor):
         return None if held.holds(value) else name

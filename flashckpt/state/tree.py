@@ -22,7 +22,7 @@ from flashckpt.format.typed import check_roundtrip
 from flashckpt.state.arrival import tensors_held
 from flashckpt.state.containers import ContainerEntry, is_container
 from flashckpt.state.drivers import check_backward_optimizers, check_schedulers, unwrapped
-from flashckpt.state.entry import MISSING, Entry, Row
+from flashckpt.state.entry import MISSING, Row, StateEntry
 from flashckpt.state.filling import Filling, Saved, canonical_names
 from flashckpt.state.gradients import NAMESPACE, Gradients, UsedUp
 from flashckpt.state.leaves import Leaves, LiveLeaf, Refresh, Restructured
@@ -61,7 +61,9 @@ class Tree:
         targets = {name: unwrapped(target) for name, target in named.items()}
         _check_names(targets)
         _check_twice(targets)
-        self._entries: dict[str, Entry] = {name: _entry(name, target) for name, target in targets.items()}
+        self._entries: dict[str, StateEntry] = {
+            name: _entry(name, target) for name, target in targets.items()
+        }
         self.modules: list[nn.Module] = [t for t in targets.values() if isinstance(t, nn.Module)]
         optimizers = {name: target for name, target in targets.items() if isinstance(target, Optimizer)}
         self.optimizers: list[Optimizer] = list(optimizers.values())
@@ -82,7 +84,7 @@ class Tree:
         self._structure = self._structure_now()
         self._forget()
 
-    def _in_order(self) -> list[Entry]:
+    def _in_order(self) -> list[StateEntry]:
         """Modules own parameters and so come first; then optimizers, which own those that are left."""
         entries = self._entries.values()
         return sorted(
@@ -273,7 +275,9 @@ def _check_complete(saved: Saved, filled: list[tuple[str, Tensor]]) -> None:
         )
 
 
-def _finish(entry: Entry, value: dict[str, Any], filling: Filling, saved: Saved) -> list[tuple[str, Tensor]]:
+def _finish(
+    entry: StateEntry, value: dict[str, Any], filling: Filling, saved: Saved
+) -> list[tuple[str, Tensor]]:
     """Run the user's own code; the tensors to be digested: of an object those that it holds then,
     instead of the copies that it was given."""
     before = len(filling.filled)
@@ -289,7 +293,7 @@ def _finish(entry: Entry, value: dict[str, Any], filling: Filling, saved: Saved)
     return filling.filled[before:] if held is None else tensors_held(entry.name, held, saved)
 
 
-def _entry(name: str, target: Any) -> Entry:
+def _entry(name: str, target: Any) -> StateEntry:
     if isinstance(target, nn.Module):
         return ModuleEntry(name, target)
     if isinstance(target, Optimizer) and not has_own_saving(target):

@@ -12,7 +12,7 @@ import torch
 
 from flashckpt import _native
 from flashckpt.capture import Capture, arena, host, ways
-from flashckpt.capture.device.base import Copies, Mark
+from flashckpt.capture.device.base import Copies, StreamMark
 from flashckpt.capture.device.simulated import SimulatedCopying, SimulatedDevice
 from flashckpt.memory.slots import SlotRing
 from flashckpt.options import Options
@@ -32,7 +32,7 @@ class Counting(SimulatedDevice):
         super().__init__(room_bytes=0)
         self.handed: list[int] = []
 
-    def copy_to_host(self, copies: Copies, num_first: int, after: Mark) -> SimulatedCopying:
+    def copy_to_host(self, copies: Copies, num_first: int, after: StreamMark) -> SimulatedCopying:
         self.handed.append(len(copies))
         return super().copy_to_host(copies, num_first, after)
 
@@ -109,7 +109,7 @@ def test_what_is_read_first_is_what_a_gate_waits_for(
     firsts: list[int] = []
     copy: Callable[..., SimulatedCopying] = Counting.copy_to_host
 
-    def seen(device: Counting, copies: Copies, num_first: int, after: Mark) -> SimulatedCopying:
+    def seen(device: Counting, copies: Copies, num_first: int, after: StreamMark) -> SimulatedCopying:
         firsts.append(num_first)
         return copy(device, copies, num_first, after)
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import flashckpt
 from flashckpt.checkpointer.awaited import Advance, Awaited
-from flashckpt.keeper.protocol import Failure, Status, Torn
+from flashckpt.keeper.protocol import Failure, Status, TornSnapshot
 from tests.checkpointer.test_loop import Job
 from tests.keeper.driver import told
 from tests.keeper.faulty import faulty_keeper
@@ -223,7 +223,7 @@ def test_another_snapshots_failure_is_not_this_ones(clock: Clock) -> None:
 
 
 def test_a_torn_snapshot_is_not_waited_for(clock: Clock) -> None:
-    torn = Status(torn=(Torn(5, 9, "slot", ("model.a",)),))
+    torn = Status(torn=(TornSnapshot(5, 9, "slot", ("model.a",)),))
     assert "model.a" in (awaited(clock).refusal(torn, 1) or "")
     assert awaited(clock, before=torn).refusal(torn, 1) is None
 

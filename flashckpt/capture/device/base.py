@@ -2,7 +2,7 @@
 
 A device has a compute side (whatever stream the training thread computes on) and a way to copy to the host
 that is the capture's own. Every call here enqueues a bounded number of operations, whatever the number of
-leaves, and waits for nothing, but for `synchronize`, `Mark.wait` and what `Copying` says.
+leaves, and waits for nothing, but for `synchronize`, `StreamMark.wait` and what `Copying` says.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Copies:
         return len(self.sizes)
 
 
-class Mark(Protocol):
+class StreamMark(Protocol):
     """A point in the compute stream, set by `Device.mark`."""
 
     def wait(self) -> None:
@@ -97,17 +97,17 @@ class Device(Protocol):
         """Enqueue: copy what is to be copied, and the digest of what was read into `out`, int64 of one a
         leaf."""
 
-    def new_mark(self, *, timing: bool = False) -> Mark: ...
+    def new_mark(self, *, timing: bool = False) -> StreamMark: ...
 
-    def mark(self, mark: Mark) -> None: ...
+    def mark(self, mark: StreamMark) -> None: ...
 
     def gather(self) -> None:
         """Compute waits for every stream that may write state: current, default and the named ones."""
 
-    def hold_writers(self, mark: Mark) -> None:
+    def hold_writers(self, mark: StreamMark) -> None:
         """Every stream that may write state waits for the mark."""
 
-    def copy_to_host(self, copies: Copies, num_first: int, after: Mark) -> Copying:
+    def copy_to_host(self, copies: Copies, num_first: int, after: StreamMark) -> Copying:
         """Begin copies, in pieces of at most PIECE_BYTES, once the mark has been passed. The first
         `num_first` read live leaves. Memory of both sides must stay until they have ended."""
 
@@ -129,7 +129,7 @@ class Device(Protocol):
         """Whether a graph is being captured on any stream that may write state: then nothing may be enqueued,
         registered, allocated or asked."""
 
-    def elapsed_s(self, start: Mark, end: Mark) -> float | None:
+    def elapsed_s(self, start: StreamMark, end: StreamMark) -> float | None:
         """Seconds between two marks that were made with timing; None until both are passed."""
 
     def synchronize(self) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flashckpt import _native
-from flashckpt.capture.device.base import PIECE_BYTES, Copies, Mark, Table
+from flashckpt.capture.device.base import PIECE_BYTES, Copies, StreamMark, Table
 from flashckpt.capture.digests import bytes_of, torch_digests
 from flashckpt.capture.plan import Addresses
 from flashckpt.events import log
@@ -130,7 +130,7 @@ class CudaDevice:
     def new_mark(self, *, timing: bool = False) -> CudaMark:
         return CudaMark(timing=timing)
 
-    def mark(self, mark: Mark) -> None:
+    def mark(self, mark: StreamMark) -> None:
         _event(mark).record(torch.cuda.current_stream(self._device))
 
     def gather(self) -> None:
@@ -139,13 +139,13 @@ class CudaDevice:
             if other != stream:
                 stream.wait_stream(other)
 
-    def hold_writers(self, mark: Mark) -> None:
+    def hold_writers(self, mark: StreamMark) -> None:
         for stream in self._writers():
             stream.wait_event(_event(mark))
 
     # ---- to the host
 
-    def copy_to_host(self, copies: Copies, num_first: int, after: Mark) -> CudaCopying:
+    def copy_to_host(self, copies: Copies, num_first: int, after: StreamMark) -> CudaCopying:
         ticket = self._copies.submit(
             np.ascontiguousarray(copies.sources).data,
             np.ascontiguousarray(copies.destinations).data,
@@ -191,7 +191,7 @@ class CudaDevice:
     def capturing(self) -> bool:
         return _native.cuda_capturing(self._writer_handles(), self.index)
 
-    def elapsed_s(self, start: Mark, end: Mark) -> float | None:
+    def elapsed_s(self, start: StreamMark, end: StreamMark) -> float | None:
         first, last = _event(start), _event(end)
         if self.capturing() or not (first.query() and last.query()):
             return None
@@ -234,7 +234,7 @@ def _say_unregistered(reason: str) -> None:
     )  # fmt: skip
 
 
-def _event(mark: Mark) -> Any:
+def _event(mark: StreamMark) -> Any:
     assert isinstance(mark, CudaMark)
     return mark.event
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flashckpt import _native
-from flashckpt.capture.device.base import PIECE_BYTES, Copies, Mark, Table
+from flashckpt.capture.device.base import PIECE_BYTES, Copies, StreamMark, Table
 from flashckpt.capture.digests import bytes_of, torch_digests
 from flashckpt.capture.plan import Addresses
 
@@ -170,7 +170,7 @@ class SimulatedMark:
 class SimulatedCopying:
     """Copies on the side stream, with a mark behind the first ones and one behind all."""
 
-    def __init__(self, hold_writers: Callable[[Mark], None]) -> None:
+    def __init__(self, hold_writers: Callable[[StreamMark], None]) -> None:
         self._hold_writers = hold_writers
         self.first, self.last = SimulatedMark(), SimulatedMark()
 
@@ -280,7 +280,7 @@ class SimulatedDevice:
     def new_mark(self, *, timing: bool = False) -> SimulatedMark:
         return SimulatedMark()
 
-    def mark(self, mark: Mark) -> None:
+    def mark(self, mark: StreamMark) -> None:
         self._refuse_in_graph()
         self._mark(self.compute, mark)
 
@@ -290,12 +290,12 @@ class SimulatedDevice:
             self._mark(stream, mark)
             self._hold(self.compute, mark)
 
-    def hold_writers(self, mark: Mark) -> None:
+    def hold_writers(self, mark: StreamMark) -> None:
         self._refuse_in_graph()
         for stream in (self.compute, *self._streams):
             self._hold(stream, mark)
 
-    def copy_to_host(self, copies: Copies, num_first: int, after: Mark) -> SimulatedCopying:
+    def copy_to_host(self, copies: Copies, num_first: int, after: StreamMark) -> SimulatedCopying:
         self._refuse_in_graph()
         self._hold(self.side, after)
         copying = SimulatedCopying(self.hold_writers)
@@ -332,7 +332,7 @@ class SimulatedDevice:
     def capturing(self) -> bool:
         return self.graph_capture
 
-    def elapsed_s(self, start: Mark, end: Mark) -> float | None:
+    def elapsed_s(self, start: StreamMark, end: StreamMark) -> float | None:
         self._refuse_in_graph()
         assert isinstance(start, SimulatedMark)
         assert isinstance(end, SimulatedMark)
@@ -352,12 +352,12 @@ class SimulatedDevice:
         for stream in (self.compute, self.side):
             stream.close()
 
-    def _mark(self, stream: SimulatedStream, mark: Mark) -> None:
+    def _mark(self, stream: SimulatedStream, mark: StreamMark) -> None:
         assert isinstance(mark, SimulatedMark)
         number = mark._place()
         stream.enqueue(lambda: mark._pass(number, self._clock()))
 
-    def _hold(self, stream: SimulatedStream, mark: Mark) -> None:
+    def _hold(self, stream: SimulatedStream, mark: StreamMark) -> None:
         assert isinstance(mark, SimulatedMark)
         number = mark._set
 
