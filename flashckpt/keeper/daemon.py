@@ -250,10 +250,10 @@ class Keeper:
         }
 
     def _discard(self) -> None:
-        self._departure.asked = self._departure.discards = True
+        self._departure.discard()
 
     def ask_to_go(self) -> None:
-        self._departure.asked = True
+        self._departure.ask()
 
     def _leave(self) -> None:
         """Regions go, but those that hold what is committed nowhere; then the names, the lock last: a

@@ -35,13 +35,29 @@ class Departure:
         self._keeper = keeper
         self._store = store
         self._until = self._gone_until = time.monotonic() + _FIRST_TRAINER_S
-        self.asked = False
-        self.discards = False  # whoever asked gives up what could not be saved
+        # How many trainers it had seen when it was asked to go: who asked knew of no later one.
+        self._asked_after = self._discarded_after = -1
         self._deletion = Deletion(store.url)
+
+    def ask(self) -> None:
+        """Go once everything is saved, without lingering; unless another trainer comes."""
+        self._asked_after = self._keeper.roster.seen
+
+    def discard(self) -> None:
+        """The same, and whoever asks gives up what cannot be saved. To be asked where no trainer lives."""
+        self.ask()
+        self._discarded_after = self._asked_after
+
+    @property
+    def asked(self) -> bool:
+        return self._asked_after == self._keeper.roster.seen
+
+    @property
+    def discards(self) -> bool:
+        return self._discarded_after == self._keeper.roster.seen
 
     def saw_end(self, trainer: Trainer) -> None:
         """A trainer has ended. The latest end decides how long to wait for another attempt."""
-        self.discards = False
         linger_s = 0.0 if trainer.closing else trainer.linger_s
         self._until = time.monotonic() + linger_s
         self._gone_until = time.monotonic() + trainer.linger_s

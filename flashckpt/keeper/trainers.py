@@ -36,10 +36,11 @@ class Trainer:
 
 
 class Roster:
-    """Trainers by the names of their life locks."""
+    """Trainers by the names of their life locks. `seen` counts those that were ever watched."""
 
     def __init__(self, living: Living) -> None:
         self._living = living
+        self.seen = 0
         self._trainers: dict[str, Trainer] = {}
 
     def __len__(self) -> int:
@@ -58,6 +59,7 @@ class Roster:
             # A pid of another namespace, or used again by now, only makes the wake late.
             with contextlib.suppress(OSError):
                 trainer.pidfd = os.pidfd_open(trainer.pid)
+        self.seen += known is None
         self._trainers[trainer.lock] = trainer
         return trainer
 

@@ -237,6 +237,24 @@ def test_a_schedulers_signal_ends_the_lingering_not_the_work(tmp_path: Path, run
     assert committed(run) == [1]
 
 
+def test_who_asks_it_to_go_knew_of_no_later_trainer(tmp_path: Path, runtime: Path) -> None:
+    """It was to end with the trainer of then: it lingers for the one that came afterwards."""
+    run = tmp_path / "run"
+    first = Process(run, runtime, linger_s=3600)
+    pid = keeper_pid(runtime_of(run, runtime))
+    assert pid is not None
+    os.kill(pid, signal.SIGTERM)
+    second = Process(run, runtime, linger_s=3600)
+    first.kill()
+    second.do("start", None, 0, None)
+    second.do("slots", 3, 2)
+    second.do("snapshot", 1, False)
+    second.kill()
+    eventually(lambda: committed(run) == [1])
+    with pytest.raises(AssertionError):
+        eventually(lambda: keepers_of(runtime) != [pid], timeout_s=5)
+
+
 def test_a_keeper_killed_at_its_birth_is_started_again(
     tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
