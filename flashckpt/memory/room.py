@@ -7,16 +7,16 @@ beyond a cgroup's limit does not fail, it calls the OOM killer, and page cache c
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from flashckpt import _native
 from flashckpt.errors import OutOfRoomError
-from flashckpt.memory.runtime import RuntimeFolder
+from flashckpt.memory.runtime import RuntimeFolder, lock_record
 
 STEP_BYTES = 64 << 20
 _LEAST_MARGIN_BYTES = 64 << 20
@@ -25,6 +25,7 @@ _UNLIMITED = 1 << 60
 _LOCK_TIMEOUT_S = 60.0
 # For huge pages the kernel may have to move others' memory about, and whoever wants the lock waits meanwhile.
 _SLOWEST_HUGE_STEP_S, _MOST_HUGE_S = 0.5, 20.0
+_taking = threading.Lock()  # a record lock keeps no thread of the process that has it out
 
 
 @dataclass(frozen=True)
@@ -75,24 +76,30 @@ def node_lock(folder: RuntimeFolder, timeout_s: float = _LOCK_TIMEOUT_S) -> Iter
     Raises OutOfRoomError if another job still takes memory after `timeout_s`.
     """
     path = os.path.join(os.path.dirname(folder.path), "room.lock")
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    until = time.monotonic() + timeout_s
+    if not _taking.acquire(timeout=timeout_s):
+        raise _does_not_end(path)
     try:
-        until = time.monotonic() + timeout_s
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            # A record lock: flock would stay with whoever was forked meanwhile.
+            while not lock_record(descriptor):
                 if time.monotonic() > until:
-                    raise OutOfRoomError(
-                        "Another job on this node is taking memory for its slots and does not come to an "
-                        "end. Nothing was taken for this one; it is tried again at the next boundary.",
-                        path=path,
-                    ) from None
+                    raise _does_not_end(path)
                 time.sleep(0.02)
-        yield
+            yield
+        finally:
+            os.close(descriptor)
     finally:
-        os.close(descriptor)
+        _taking.release()
+
+
+def _does_not_end(path: str) -> OutOfRoomError:
+    return OutOfRoomError(
+        "Another job on this node is taking memory for its slots and does not come to an end. Nothing was "
+        "taken for this one; it is tried again at the next boundary.",
+        path=path,
+    )
 
 
 def take(

@@ -196,9 +196,10 @@ class RuntimeFolder:
             os.rmdir(self.path)
 
     def close(self) -> None:
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
+        # Forgotten first: a child that is forked in between must not close what has the number next.
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 @dataclass
@@ -224,11 +225,12 @@ class LifeLock:
                 descriptor = folder.open_file(name, os.O_RDWR | os.O_CREAT)
                 found = os.fstat(descriptor)
                 try:
-                    fcntl.fcntl(descriptor, fcntl.F_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
-                except OSError as error:
+                    is_ours = lock_record(descriptor)
+                except OSError:
                     os.close(descriptor)
-                    if error.errno not in (errno.EACCES, errno.EAGAIN):
-                        raise
+                    raise
+                if not is_ours:
+                    os.close(descriptor)
                     if folder.inode(name) == (found.st_dev, found.st_ino):
                         return None
                     continue  # its holder lets go: it has removed the name, and drops the lock next
@@ -287,6 +289,17 @@ class LifeLock:
                 folder.remove(self.name)
             if _held.locks.pop(self.inode, None) is not None:
                 os.close(self.descriptor)
+
+
+def lock_record(descriptor: int) -> bool:
+    """Take the record lock of an open file. False where another process has it. Raises OSError."""
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            raise
+        return False
+    return True
 
 
 def is_alive(folder: RuntimeFolder, name: str) -> bool:

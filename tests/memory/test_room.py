@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -187,3 +190,30 @@ def test_the_nodes_lock_is_held_by_one(runtime: Path) -> None:
         pass
     with room.node_lock(other, timeout_s=0):
         pass
+
+
+HELD_OVER_A_FORK = """
+import os, signal, sys
+from flashckpt.memory import room
+from flashckpt.memory.runtime import RuntimeFolder
+with room.node_lock(RuntimeFolder.open(sys.argv[1], sys.argv[2])):
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    print(child, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_nodes_lock_does_not_stay_with_a_child(runtime: Path) -> None:
+    """Its holder is killed, and a process that it has forked lives on."""
+    command = [sys.executable, "-c", HELD_OVER_A_FORK, str(runtime), IDENTITY]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        child = int(holder.stdout.readline())
+        try:
+            assert holder.wait(240) == -signal.SIGKILL
+            with room.node_lock(RuntimeFolder.open(str(runtime), "f" * 32), timeout_s=0):
+                pass
+        finally:
+            os.kill(child, signal.SIGKILL)
