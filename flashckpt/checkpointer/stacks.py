@@ -71,8 +71,9 @@ class Stacks:
                 faulthandler.register(self.signal_number, file=_nowhere(), all_threads=True, chain=False)
                 _idle.append(self.signal_number)
         folder.remove(self.name)
-        os.close(self._descriptor)
-        self._descriptor = -1
+        # Forgotten first: a child that is forked in between must not close what has the number next.
+        descriptor, self._descriptor = self._descriptor, -1
+        os.close(descriptor)
 
 
 @functools.cache

@@ -61,8 +61,9 @@ class Possession:
 
     def close(self) -> None:
         with self._lock:
-            close_all(list(self.held.values()))
-            self.held.clear()
+            # Forgotten first: a child that is forked in between must not close what has the numbers next.
+            held, self.held = self.held, {}
+            close_all(list(held.values()))
 
     def _hold(self, grants: Sequence[SlotGrant], *, lent: bool) -> None:
         for grant in grants:

@@ -99,9 +99,10 @@ class Slot:
 
     def close(self) -> None:
         """Unmap and close. Views of the slot must be gone; a mapping that is still viewed goes with them."""
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
+        # Forgotten first: a child that is forked in between must not close what has the number next.
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
             try:
                 self._map.close()
             except BufferError:

@@ -1,0 +1,74 @@
+"""A fork between the closing of a descriptor and what comes after it: the child leaves alone what has the
+number by then."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashckpt.checkpointer.stacks import Stacks
+from flashckpt.keeper.grants import SlotGrant
+from flashckpt.keeper.possession import Possession
+from flashckpt.memory import region
+from flashckpt.memory.runtime import RuntimeFolder
+from tests.memory.test_slot import make
+
+IDENTITY = "0" * 31 + "e"
+
+
+def a_slot(folder: RuntimeFolder) -> tuple[int, Callable[[], object]]:
+    slot = make()
+    return slot.descriptor, slot.close
+
+
+def a_folder(folder: RuntimeFolder) -> tuple[int, Callable[[], object]]:
+    other = RuntimeFolder.at(folder.path)
+    return other.descriptor, other.close
+
+
+def a_possession(folder: RuntimeFolder) -> tuple[int, Callable[[], object]]:
+    possession, slot = Possession(), make()
+    fields: dict[str, Any] = {"name": slot.name, "kind": region.MEMFD, "owner": 1, "index": 0, "num_bytes": 1}
+    possession.keep([SlotGrant(slot.descriptor, **fields)])
+    return possession.held[slot.name], possession.close
+
+
+def a_stacks_file(folder: RuntimeFolder) -> tuple[int, Callable[[], object]]:
+    stacks = Stacks.open(folder, "trainer-00000-1-e.lock")
+    return stacks._descriptor, lambda: stacks.close(folder)
+
+
+@pytest.mark.parametrize("made", [a_slot, a_folder, a_possession, a_stacks_file])
+def test_a_child_closes_no_number_of_anothers(
+    made: Callable[[RuntimeFolder], tuple[int, Callable[[], object]]],
+    runtime: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = RuntimeFolder.open(str(runtime), IDENTITY)
+    descriptor, close = made(folder)
+    closed, statuses = os.close, []
+
+    def closed_and_forked(number: int) -> None:
+        """As another thread may do: it opens a file, then forks."""
+        closed(number)
+        if number != descriptor or statuses:
+            return
+        foreign = os.open("/dev/null", os.O_RDONLY)
+        if foreign != descriptor:
+            os.dup2(foreign, descriptor)
+            closed(foreign)
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if os.path.exists(f"/proc/self/fd/{descriptor}") else 1)
+        statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        closed(descriptor)
+
+    monkeypatch.setattr(os, "close", closed_and_forked)
+    close()
+    monkeypatch.undo()
+    assert statuses == [0], "the child closed another's file"
+    folder.close()
