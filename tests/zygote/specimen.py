@@ -62,6 +62,12 @@ ENDS = {
 }
 
 
+def last() -> None:
+    """A thread that the interpreter's own end waits for, and that an abort or a signal does not."""
+    threading.main_thread().join()
+    print("a thread's end")
+
+
 def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     print(json.dumps(told()))
@@ -72,7 +78,7 @@ def main() -> None:
         return
     sys.stdout.flush()
     atexit.register(print, "at its end")
-    threading.Thread(target=lambda: (time.sleep(0.01), print("a thread's end")), daemon=False).start()
+    threading.Thread(target=last, daemon=False).start()
     ENDS[sys.argv[1]]()
 
 
