@@ -20,7 +20,7 @@ End = Annotated[
     str | None,
     typer.Option(
         "--end",
-        metavar="RUN|PID",
+        metavar="RUN|PID|FOLDER",
         help="End this keeper, once all that is in its memory is saved. Refused while its job trains.",
     ),
 ]
@@ -36,7 +36,8 @@ def keepers(end: End = None, discard: Discard = False, as_json: AsJson = False) 
 
     With --end the keeper first saves what is in its memory and not committed; where that fails it stays, and
     the command ends with 4. Nothing that is committed nowhere is lost without --discard. It ends with 3 while
-    a trainer of the run lives: its keeper goes with it.
+    a trainer of the run lives: its keeper goes with it. A runtime folder that no keeper looks after (of a run
+    that was deleted, say) is freed by its path with --discard.
     """
     if end is None and discard:
         raise typer.BadParameter("--discard says what becomes of memory with --end RUN or --end PID.")
@@ -59,7 +60,8 @@ def _end(target: str, *, discard: bool, as_json: bool) -> ExitCode:
     if as_json:
         write_json({"ended": row.to_dict()})
     else:
-        results().print(f"the keeper {row.pid} of {row.run} has ended; {units.size(row.num_bytes)} are free")
+        what = f"{row.folder} is empty" if row.pid is None else f"the keeper {row.pid} of {row.run} has ended"
+        results().print(f"{what}; {units.size(row.num_bytes)} are free", soft_wrap=True)
     return ExitCode.WELL
 
 

@@ -14,13 +14,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from flashckpt.errors import KeeperError, PersistError, RunHeldError
-from flashckpt.keeper.protocol import ELECTION_LOCK
+from flashckpt.keeper.protocol import ELECTION_LOCK, LOG_NAME, SOCKET_NAME
 from flashckpt.memory.region import is_region_name
-from flashckpt.memory.runtime import RuntimeFolder, base_folders, holder_of
+from flashckpt.memory.runtime import LifeLock, RuntimeFolder, base_folders, holder_of
 from flashckpt.options import Environment
 from flashckpt.recovery import lingering
 from flashckpt.recovery.node import living_trainers
 from flashckpt.recovery.report import Watcher
+from flashckpt.recovery.survey import slots_in
 
 _IDENTITY = re.compile(r"[0-9a-f]{32}")
 # A keeper answers within a tick of its loop; one that is stopped must not hold up the list of the others.
@@ -64,13 +65,14 @@ def keepers() -> list[KeeperRow]:
 
 
 def find(target: str) -> KeeperRow:
-    """The keeper of a process id or of a run's folder. Raises KeeperError where there is none."""
-    rows = [row for row in keepers() if row.pid is not None]
+    """The keeper of a process id, of a run or of a runtime folder; or a runtime folder that none looks after.
+    Raises KeeperError where there is none."""
+    rows = keepers()
     if target.isdigit():
         found = [row for row in rows if row.pid == int(target)]
     else:
         path = os.path.realpath(target.removeprefix("file://"))
-        found = [row for row in rows if row.run is not None and os.path.realpath(row.run) == path]
+        found = [row for row in rows if path in map(os.path.realpath, (row.run or row.folder, row.folder))]
     if len(found) != 1:
         what = "keeper" if not found else "one keeper alone"
         raise KeeperError(
@@ -90,6 +92,9 @@ def end(row: KeeperRow, watcher: Watcher, *, discard: bool = False) -> None:
         if runtime is None:
             return
         _refuse_if_trained(row, runtime)
+        if row.pid is None:
+            _free(row, runtime, discard=discard)
+            return
         if row.run is None:
             raise KeeperError(
                 f"The keeper {row.pid} does not answer: it is stopped, or hangs in storage. Nothing was "
@@ -115,6 +120,35 @@ def end(row: KeeperRow, watcher: Watcher, *, discard: bool = False) -> None:
             _refuse_if_trained(row, runtime)
             lingering.ask(runtime, {"op": "discard"})
         lingering.end(runtime)
+
+
+def _free(row: KeeperRow, runtime: RuntimeFolder, *, discard: bool) -> None:
+    """Let regions go that no keeper looks after. Only their run could save them, and which that is, or
+    whether it was deleted, is not known here."""
+    steps = ", ".join(str(each.step) for each in slots_in(runtime) if each.attempt is not None)
+    if not discard:
+        raise PersistError(
+            f"No keeper looks after {row.folder}; it holds steps {steps or '(none)'}. Nothing was changed. "
+            "The next start of its run goes on from them; `flashckpt recover RUN` saves them and frees the "
+            "memory. If the run was deleted, free it with --discard: what is committed nowhere is lost.",
+            path=row.folder,
+        )
+    # Nobody is elected meanwhile; who trains waits for its keeper, and then finds that there is nothing.
+    election = LifeLock.acquire(runtime, ELECTION_LOCK)
+    if election is None:
+        raise RunHeldError(
+            f"A keeper, or `flashckpt recover`, has begun in {row.folder}. Nothing was changed.",
+            path=row.folder,
+        )
+    try:
+        for name in filter(is_region_name, runtime.names()):
+            _refuse_if_trained(row, runtime)
+            runtime.remove(name)
+        for name in (SOCKET_NAME, LOG_NAME):
+            runtime.remove(name)
+    finally:
+        election.release(runtime)
+        runtime.discard()
 
 
 def _refuse_if_trained(row: KeeperRow, runtime: RuntimeFolder) -> None:

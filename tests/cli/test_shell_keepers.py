@@ -163,6 +163,46 @@ def test_one_that_does_not_answer_is_listed(tmp_path: Path, runtime: Path) -> No
     os.kill(pid, signal.SIGCONT)
 
 
+def test_what_is_left_of_a_run_that_was_deleted_is_freed(tmp_path: Path, runtime: Path) -> None:
+    run = tmp_path / "run"
+    trainer = trains(run, runtime)
+    trainer.do("snapshot", 3, False)
+    shutil.rmtree(run)
+    trainer.kill()
+    eventually(lambda: keepers_of(runtime) == [], timeout_s=120)
+    (row,) = listed()
+    assert (row["state"], row["run"], row["pid"]) == ("left", None, None)
+    assert row["num_bytes"] == sum(path.stat().st_size for path in regions(runtime)) > 0
+    assert row["folder"] in keepers().out
+    done = keepers("--end", row["folder"])
+    assert done.code == 4
+    assert "steps 3" in done.err
+    assert "--discard" in done.err
+    assert listed() == [row], "nothing was changed"
+    done = keepers("--end", row["folder"], "--discard")
+    assert done.code == 0, done.err
+    assert listed() == []
+    assert list(runtime.rglob("*-*.lock")) == list(runtime.rglob("slot-*")) == []
+
+
+def test_what_is_left_is_not_freed_under_who_trains_again(tmp_path: Path, runtime: Path) -> None:
+    run = tmp_path / "run"
+    trainer = trains(run, runtime)
+    trainer.do("snapshot", 3, False)
+    (pid,) = keepers_of(runtime)
+    os.kill(pid, signal.SIGKILL)
+    trainer.kill()
+    eventually(lambda: keepers_of(runtime) == [])
+    (row,) = listed()
+    again = Process(run, runtime)
+    done = keepers("--end", row["folder"], "--discard")
+    assert done.code == 3
+    assert f"process {again.pid}" in done.err
+    assert regions(runtime)
+    again.do("end")
+    again.gone()
+
+
 def test_wrong_usage(tmp_path: Path, runtime: Path) -> None:
     assert keepers("--discard").code == 2
     assert keepers("--end", tmp_path / "nothing").code == 4
