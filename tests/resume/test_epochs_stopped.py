@@ -29,6 +29,7 @@ import flashckpt
 from tests import zygote
 from tests.processes import end, keepers_of
 from tests.resume.epoch_program import EPOCHS
+from tests.waiting import until
 
 Lines = list[list[object]]
 # Iterations of an epoch: an epoch without batches is one itself.
@@ -131,6 +132,36 @@ def test_what_comes_after_is_as_if_nothing_had_happened(
     assert flashckpt.verify(runs.run).ok
     if deed in ("term", "stop", "save"):
         assert len(lines) == len(expected), "nothing is done twice"
+
+
+WITHIN = [
+    *itertools.product(["length"], [1], ["last"], ["on"], (1, 40, 160)),  # in a boundary, and in the drawing
+    *itertools.product(["stream"], [1], ["end"], ["on"], (20,)),  # in the end of an epoch
+    *itertools.product(["length"], [1, LAST], ["code"], ["save"], (5, 40)),  # in save(), and after it
+    *itertools.product(["length"], [LAST], ["end"], ["on"], (60, 400)),  # in the end of the run
+]
+
+
+@pytest.mark.parametrize(("kind", "epoch", "place", "deed", "calls"), WITHIN)
+def test_sigterm_within_the_library(
+    kind: str,
+    epoch: int,
+    place: str,
+    deed: str,
+    calls: int,
+    tmp_path: Path,
+    runtime: Path,
+    straight: Straight,
+) -> None:
+    """At some call of one of its functions, in `__next__`, `save()` or `close()`."""
+    runs = Runs(tmp_path, runtime, kind, (epoch, place, f"{deed} after {calls}"))
+    assert runs.start(every=1) == -15, runs.err.read_text()
+    while runs.lines()[-1][0] != "end":
+        assert runs.start(every=1) == 0, runs.err.read_text()
+    assert runs.lines() == straight(kind), "each thing is done once, and to the bit"
+    # After the loop it is what it is without us, and the keeper saves what is last.
+    until(lambda: flashckpt.steps(runs.run)[-1:] == [straight(kind)[-1][1]], "the last step")
+    assert flashckpt.verify(runs.run).ok
 
 
 @pytest.mark.parametrize("kind", ["length", "stream"])
