@@ -250,3 +250,23 @@ def test_on_a_device_too(loop: Accelerated) -> None:
         assert iterate(loop) == "exact"
     assert loop.ways()["model.odd"] == "clone"
     assert loop.ways()["model.bytewise"] == "constant"
+
+
+def test_what_stands_between_the_last_leaf_and_a_constant_is_left_alone(loop: Accelerated) -> None:
+    """A constant that is made row-major is cloned beside leaves, and its image's header lies between them."""
+    odd = torch.nn.Parameter(torch.randn(800, 500).t(), requires_grad=False)
+    loop.model.register_parameter("early", odd)  # the first of the constants
+    loop.device.adopt(odd)
+    constant(loop)
+    assert loop.ways()["model.early"] == "constant"
+    arrangement = loop.capture._following.current
+    assert arrangement is not None
+    arena, first = arrangement.transfers[0].arena, arrangement.plan.first_constant
+    assert arena is not None
+    assert {first - 1, first} <= set(arena.indexes)
+    assert iterate(loop) == "exact"
+    content = newest(loop.ring)
+    assert content.layout.constants is not None
+    start = content.layout.constants_start
+    header = content.layout.constants.header
+    assert content.image[start : start + len(header)] == header

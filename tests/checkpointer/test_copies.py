@@ -3,6 +3,7 @@ nothing of ours in it."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import multiprocessing
 import pickle
@@ -110,11 +111,14 @@ state["optimizer"].step()
 
 
 def test_an_optimizer_that_copies_its_hooks_can_be_copied(tmp_path: Path) -> None:
-    """A copy's hooks do nothing, and need nothing of ours."""
+    """A copy's hooks do nothing, and none is ours."""
     model = nn.Linear(4, 4)
     state = {"model": model, "optimizer": OpenOptimizer(model.parameters(), lr=0.1)}
     for each in looped(tmp_path / "run", state):
         for copied in (copy.deepcopy(each), pickled(each)):
+            hooks = [hook for name in _STEP_HOOKS for hook in getattr(copied["optimizer"], name).values()]
+            assert len(hooks) == hooks_of(each) - len(each["model"]._forward_pre_hooks)
+            assert {type(getattr(hook, "__self__", hook)) for hook in hooks} <= {contextlib.nullcontext}
             copied["model"](torch.ones(2, 4)).sum().backward()
             copied["optimizer"].step()
 
