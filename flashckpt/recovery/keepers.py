@@ -108,12 +108,13 @@ def end(row: KeeperRow, watcher: Watcher, *, discard: bool = False) -> None:
         if status is None:
             return
         if status.waiting and not discard:
-            failure = status.failures[-1]
+            why = {each.step: each.message for each in status.failures}
+            step = next((each for each in status.waiting if each in why), status.waiting[-1])
             raise PersistError(
-                f"The keeper {row.pid} of {row.run} was not ended: step {failure.step} could not be saved "
-                f"({failure.message}). It is still in memory, and is tried again. Mend the storage and run "
-                "this again; or give up what is in memory with --discard.",
-                step=failure.step,
+                f"The keeper {row.pid} of {row.run} was not ended: step {step} could not be saved "
+                f"({why.get(step, lingering.STILL)}). It is still in memory, and is tried again. Mend the "
+                "storage and run this again; or give up what is in memory with --discard.",
+                step=step,
                 path=row.run,
             )
         if discard:

@@ -28,10 +28,15 @@ from flashckpt.keeper.protocol import (
 from flashckpt.memory.runtime import RuntimeFolder, holder_of, is_alive
 from flashckpt.recovery.report import Watcher
 
+STILL = "nothing is written: parts of other nodes are missing, or storage hangs"
+
 _PATIENCE_S = 30.0
 _LOOK_S = 0.05
 _BURIAL_S = 10.0
 _GOING_S = 30.0
+# How long nothing is written, nothing fails and nothing is committed before it is said, and before it is
+# waited for no longer: what is missing is another node's, or storage hangs.
+_SAID_STILL_S, _STILL_S = 10.0, 120.0
 
 
 def keeper_of(runtime: RuntimeFolder) -> int | None:
@@ -42,11 +47,12 @@ def keeper_of(runtime: RuntimeFolder) -> int | None:
 def wait_until_saved(
     run: str, runtime: RuntimeFolder, watcher: Watcher, guard: Callable[[], None]
 ) -> Status | None:
-    """What the keeper says once everything is saved, or nothing more can be: then its status has failures.
-    None where it has left meanwhile. KeeperError for one that does not answer."""
+    """What the keeper says once everything is saved, or nothing more can be: then steps are `waiting` in its
+    status. None where it has left meanwhile. KeeperError for one that does not answer."""
     _wait_for_burial(runtime, guard)
     # It may know the run by a path where it is not any more, and pause before it tries again what has failed.
     question: dict[str, object] = {"op": "status", "run": run, "again": True}
+    moved_s, before, is_said = time.monotonic(), None, False
     while True:
         guard()
         status = _asked(runtime, question)
@@ -57,6 +63,15 @@ def wait_until_saved(
         failed = {each.step for each in status.failures}
         if status.persisting is None and set(status.waiting) <= failed:
             return status
+        now = status.progress_bytes, status.waiting, status.committed, failed
+        if now != before:
+            moved_s, before = time.monotonic(), now
+        still_s = time.monotonic() - moved_s
+        if still_s >= _STILL_S:
+            return status
+        if still_s >= _SAID_STILL_S and not is_said:
+            watcher.say(f"{STILL}. Waiting up to {_STILL_S:.0f} s; an interrupt loses nothing")
+            is_said = True
         time.sleep(_LOOK_S)
 
 

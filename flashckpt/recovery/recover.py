@@ -171,7 +171,8 @@ class _Recovery:
 
 def _told(runtime: RuntimeFolder, status: Status) -> list[Finding]:
     """The keeper's slots, and what it said of them."""
-    reasons = {each.step: each.message for each in status.failures}
+    reasons = dict.fromkeys(status.waiting, lingering.STILL)
+    reasons |= {each.step: each.message for each in status.failures}
     findings = []
     for each in slots_in(runtime):
         if not each.is_slot:

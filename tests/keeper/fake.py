@@ -86,7 +86,9 @@ class FakeTrainer:
         linger_s: float = 30.0,
         patience_s: float = 30,
         constants_kib: int = 0,
+        world: int = 1,
     ) -> None:
+        self.world = world
         self.run, self.layout = run, layout_for(kib)
         self.image = SlotImage(self.layout, constants_for(constants_kib))
         self.store, identity = open_runtime(run, base)
@@ -98,7 +100,7 @@ class FakeTrainer:
         self.client: KeeperClient = connect_or_start(str(run), self.folder, self.life, patience_s=patience_s)
         self.client.hello(
             rank=0,
-            world=1,
+            world=world,
             attempt=str(self.attempt),
             keep=self.keep,
             linger_s=linger_s,
@@ -125,7 +127,7 @@ class FakeTrainer:
         return found
 
     def start(self, parent: AttemptName | None = None, step: int = 0, loaded: str | None = None) -> None:
-        attempts.start(self.store, self.attempt, parent, step, 1, loaded)
+        attempts.start(self.store, self.attempt, parent, step, self.world, loaded)
         self.client.started(loaded=loaded, step=step)
 
     def plans(self) -> tuple[bytes, bytes]:
