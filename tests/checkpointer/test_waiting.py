@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +15,13 @@ import torch
 from torch import nn
 
 import flashckpt
+from flashckpt import PersistError
 from flashckpt.checkpointer.awaited import Advance, Awaited
 from flashckpt.keeper.protocol import Failure, Status, TornSnapshot
 from tests.checkpointer.test_loop import Job
 from tests.keeper.driver import told
 from tests.keeper.faulty import faulty_keeper
+from tests.processes import keepers_of
 from tests.waiting import until, until_slots
 
 
@@ -149,6 +153,36 @@ def test_what_stands_in_slots_that_were_outgrown_is_waited_for(tmp_path: Path, r
         assert sealed() == 3
         checkpointer.wait()
         assert flashckpt.steps(tmp_path / "run") == [3]
+
+
+def test_what_was_torn_in_slots_that_were_outgrown_is_told(tmp_path: Path, runtime: Path) -> None:
+    """Nobody here looks at those slots any more when a bit of it flips: it is not taken for persisted."""
+    growing, job = Growing(), Job()
+    options = flashckpt.Options(grace="3s")
+    given = {"every": 1, "persist_every": None, "options": options, "growing": growing, **job.named}
+    checkpointer = flashckpt.attach(tmp_path / "run", **given)  # type: ignore[arg-type]
+    sealed, slots = checkpointer._attendant.newest_sealed_step, checkpointer._attendant.slots
+    for step in range(1, 4):
+        job.train(torch.ones(1, 4))
+        checkpointer.step()
+        until(lambda step=step: sealed() == step, "the snapshot")
+    found = slots.newest_sealed()
+    assert found is not None
+    slot, snapshot = found
+    growing.kept = torch.zeros(3_000_000)
+    job.train(torch.ones(1, 4))
+    checkpointer.step()
+    until(lambda: slots.ready, "larger slots")
+    (keeper,) = keepers_of(runtime)
+    os.kill(keeper, signal.SIGSTOP)  # it has not saved it when the bit flips
+    slot.image_view[snapshot.record.data_start] ^= 1
+    checkpointer.step()
+    os.kill(keeper, signal.SIGCONT)
+    with pytest.raises(PersistError, match="[Ss]tep 3"):
+        checkpointer.wait()
+    assert flashckpt.steps(tmp_path / "run") == []
+    checkpointer.close()
+    assert flashckpt.steps(tmp_path / "run") == [checkpointer.completed]
 
 
 def test_room_that_is_made_while_one_waits(tmp_path: Path, small_disk: Path, runtime: Path) -> None:
