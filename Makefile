@@ -1,6 +1,7 @@
 # What people call, and what CI calls. Every target makes its own environment: nothing has to be installed before.
 #
 #   make test            build, and run the tests            ARGS="-k resume -x" goes to pytest
+#   make test-fast       those that start no process: the inner loop, 3 minutes at most on two cores
 #   make demo            train, kill, go on, compare         ARGS="--steps 120" goes to the demo
 #   make bench           measure against the peers           ARGS="--gib 1" goes to the benchmark
 #   make gpu             all that only a GPU can say, in 9 minutes: see docs/benchmarks.md
@@ -33,15 +34,19 @@ export PYTHON VENV TORCH WHEELS
 RUN := $(VENV)/bin
 CPP = $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name '*.cu' | grep -v third_party)
 
-.PHONY: help test demo bench gpu torture fuzz sanitize lint format ptx build clean distclean
+.PHONY: help test test-fast demo bench gpu torture fuzz sanitize lint format ptx build clean distclean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n '3,22s/^# \{0,1\}//p' Makefile
+	@sed -n '3,23s/^# \{0,1\}//p' Makefile
 
 test:
 	@scripts/environment test,demo
 	@$(RUN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+test-fast:
+	@scripts/environment test,demo
+	@$(RUN)/python -m pytest -n $(JOBS) --dist worksteal -m "fast and not long" $(ARGS)
 
 demo:
 	@scripts/environment test,demo

@@ -10,8 +10,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.process_guard import (
+    pytest_collection_modifyitems,
+    pytest_configure,
+    pytest_runtest_call,
+    pytest_runtest_setup,
+)
 from tests.processes import end, keepers_of
 from tests.zygote import Zygote, close_shared, shared
+
+__all__ = [
+    "pytest_collection_modifyitems", "pytest_configure", "pytest_runtest_call", "pytest_runtest_setup"
+]  # fmt: skip
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -6,6 +6,8 @@ import inspect
 import subprocess
 import sys
 
+import pytest
+
 import flashckpt
 from flashckpt import errors
 
@@ -75,6 +77,7 @@ def test_options_and_their_defaults() -> None:
     assert (options.warning_signals, options.notice_file) == (None, None)
 
 
+@pytest.mark.process
 def test_the_keepers_half_imports_without_torch() -> None:
     """A keeper without torch starts in a moment and stays under its memory."""
     modules = "flashckpt, flashckpt.keeper.__main__, flashckpt.keeper.client, flashckpt.commit.verification"

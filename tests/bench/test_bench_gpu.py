@@ -16,6 +16,8 @@ import pytest
 from benchmarks.gpu.stages import Budget, OutOfTime
 from tests.waiting import until
 
+pytestmark = pytest.mark.process
+
 _ROOT = Path(__file__).resolve().parents[2]
 _TRIAL = ["--device", "cpu", "--small", "--here"]
 

@@ -14,6 +14,8 @@ import pytest
 from benchmarks.session import ProcessFailed, Session, wait_until
 from tests.waiting import until
 
+pytestmark = pytest.mark.process
+
 _DAEMON = """
 import os, sys, time
 tag = os.environ["FLASHCKPT_BENCH_TAG"]

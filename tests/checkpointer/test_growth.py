@@ -115,6 +115,7 @@ def test_in_ample_memory(
 
 
 @pytest.mark.parametrize("num_bytes", [100 * MIB, 48 * MIB])
+@pytest.mark.process
 def test_in_small_shared_memory(
     num_bytes: int, tmp_path: Path, references: Callable[[str], list[list[Any]]]
 ) -> None:

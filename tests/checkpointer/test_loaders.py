@@ -18,6 +18,8 @@ from flashckpt.checkpointer.spacing import Spacing
 from flashckpt.errors import BoundaryError, StateError
 from tests.waiting import until_slots
 
+pytestmark = pytest.mark.usefixtures("runtime")
+
 
 class Job:
     def __init__(self) -> None:

@@ -172,6 +172,7 @@ def workers_of(progress: Progress) -> int:
 
 
 @pytest.mark.parametrize("managed", [False, True])
+@pytest.mark.process
 def test_a_loader_for_each_epoch_keeps_no_workers_of_the_old_ones(managed: bool) -> None:
     progress = Progress()
     progress.manages_epochs = managed
@@ -191,6 +192,7 @@ def test_a_loader_for_each_epoch_keeps_no_workers_of_the_old_ones(managed: bool)
     progress.close()
 
 
+@pytest.mark.process
 def test_a_loader_whose_workers_were_ended_goes_on_with_their_numbers() -> None:
     """Used in every fourth epoch only: its workers are ended, and their random numbers are not lost."""
 

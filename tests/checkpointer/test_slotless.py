@@ -33,6 +33,7 @@ def test_a_keeper_that_can_make_no_slot(how: str, reason: str, tmp_path: Path, r
     assert reason in words
 
 
+@pytest.mark.process
 def test_a_runtime_folder_that_is_read_only(tmp_path: Path) -> None:
     """Here it is known at once."""
     with small_tmpfs(64 << 20) as runtime:

@@ -38,6 +38,7 @@ print(threading.active_count(), sorted(m for m in sys.modules if m in (
 """
 
 
+@pytest.mark.process
 def test_nothing_is_started_written_or_imported(tmp_path: Path) -> None:
     environment = {**os.environ, "FLASHCKPT": "off", "FLASHCKPT_RUNTIME": str(tmp_path / "runtime")}
     done = subprocess.run(

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from made_runs import Ended, MadeRun
 
 from flashckpt.commit.attempts import attempts
@@ -16,6 +17,8 @@ from flashckpt.commit.marks import mark, this_host
 from flashckpt.commit.reading import candidates, steps
 from flashckpt.commit.run import open_run
 from flashckpt.memory.runtime import identity_of
+
+pytestmark = pytest.mark.process
 
 Shell = Callable[..., Ended]
 

@@ -27,6 +27,8 @@ from flashckpt.format import checked_json
 from flashckpt.format.names import AttemptName
 from flashckpt.store.base import open_store
 
+pytestmark = pytest.mark.process
+
 Shell = Callable[..., Ended]
 
 

@@ -11,6 +11,8 @@ from rich.console import Console
 
 from flashckpt.cli import recover
 
+pytestmark = pytest.mark.process
+
 
 def test_times_are_those_of_the_ledger(run: MadeRun, shell: Callable[..., Ended]) -> None:
     first = run.attempt()

@@ -37,6 +37,7 @@ def test_numbers_go_up_and_names_are_unique(tmp_path: Path) -> None:
     assert newest_started(store) is None
 
 
+@pytest.mark.process
 def test_processes_that_race_for_a_claim_all_get_their_own(tmp_path: Path) -> None:
     store = new_run(tmp_path / "run")
     context = multiprocessing.get_context("fork")

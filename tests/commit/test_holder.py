@@ -77,6 +77,7 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
+@pytest.mark.process
 def test_a_lock_without_a_name_is_not_free_while_its_process_lives(
     store: LocalStore, tmp_path: Path, child: subprocess.Popen[bytes]
 ) -> None:
@@ -101,6 +102,7 @@ def test_a_lock_without_a_name_is_not_free_while_its_process_lives(
     assert look() == 0, "gone"
 
 
+@pytest.mark.process
 def test_a_lock_that_is_taken_again_while_it_is_asked_for_is_not_free(
     store: LocalStore, tmp_path: Path, child: subprocess.Popen[bytes]
 ) -> None:
@@ -131,6 +133,7 @@ def test_where_nothing_tells_whether_the_process_lives_the_counter_does(
         check(store, holder(tmp_path), lambda runtime, lock: False, sleep=moving)
 
 
+@pytest.mark.process
 def test_a_process_that_lives_and_lets_the_counter_stand_is_another(
     store: LocalStore, tmp_path: Path, child: subprocess.Popen[bytes]
 ) -> None:

@@ -151,6 +151,7 @@ def test_two_who_commit_write_the_same_bytes(tmp_path: Path) -> None:
     assert [each.file for each in found.shards] == [f"shard-{rank:05d}-0000.safetensors" for rank in range(3)]
 
 
+@pytest.mark.process
 def test_many_commit_at_once(store: LocalStore, attempt: AttemptName) -> None:
     publish(store, 100, attempt)
     context = multiprocessing.get_context("fork")

@@ -38,6 +38,7 @@ class StoreContract:
             store.replace("file", b"new", durable=durable)
             assert store.read("file", MAX) == b"new"
 
+    @pytest.mark.process
     def test_one_of_many_creates(self, store: Store) -> None:
         context = multiprocessing.get_context("fork")
         barrier, wins = context.Barrier(4), context.Queue()

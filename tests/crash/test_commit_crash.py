@@ -29,6 +29,7 @@ def scratch() -> Iterator[str]:
         yield folder
 
 
+@pytest.mark.process
 def test_killed_at_every_call(scratch: str) -> None:
     driver = [sys.executable, "-m", "tests.crash.kill_driver", scratch]
     result = subprocess.run(driver, cwd=REPOSITORY, capture_output=True, text=True, check=False)

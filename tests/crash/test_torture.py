@@ -27,6 +27,7 @@ def test_killed_at_random_moments(tmp_path: Path, zygote: Zygote) -> None:
     assert max(tally.steps_lost) <= 2
 
 
+@pytest.mark.process
 def test_its_program_writes_what_happened(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     assert main(["--kills", "5", "--seed", "3", "--steps", "60", "--json", str(out)]) == 0

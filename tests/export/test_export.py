@@ -220,6 +220,7 @@ def test_force_deletes_nothing_but_an_earlier_export(tmp_path: Path, out: str) -
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["before", "after"])
+@pytest.mark.process
 def test_killed_while_a_folder_is_replaced_loses_none_of_both(tmp_path: Path, is_first: bool) -> None:
     store = several_ranks(tmp_path / "run")
     home = tmp_path / "home"

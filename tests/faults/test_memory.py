@@ -43,6 +43,7 @@ def test_shared_memory_that_is_too_small_for_slots(tmp_path: Path, small_runtime
         trained.recovers()
 
 
+@pytest.mark.process
 def test_shared_memory_that_becomes_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a slot needs was taken when it was made: a full tmpfs can neither stop nor kill anybody."""
     with small_tmpfs(64 << 20) as memory:

@@ -287,6 +287,7 @@ def test_adapters_are_exact_types_and_checked() -> None:
         check_roundtrip({"r": Lossy(1, 2)}, "x")
 
 
+@pytest.mark.process
 def test_reading_imports_neither_torch_nor_numpy() -> None:
     code = "import sys, flashckpt.format.typed; assert not {'torch', 'numpy'} & set(sys.modules), 'imported'"
     subprocess.run([sys.executable, "-c", code], check=True)

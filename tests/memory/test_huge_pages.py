@@ -111,6 +111,7 @@ def test_between_steps_a_region_is_as_long_as_what_it_has(folder: RuntimeFolder,
     os.close(made.descriptor)
 
 
+@pytest.mark.process
 def test_a_file_system_without_room_for_huge_pages_is_filled_to_its_last_byte() -> None:
     with small_tmpfs(5 << 20) as base, open(base / "beside", "wb") as beside:
         beside.write(bytes(4096 * 3))
@@ -126,6 +127,7 @@ def test_a_file_system_without_room_for_huge_pages_is_filled_to_its_last_byte() 
         os.close(descriptor)
 
 
+@pytest.mark.process
 def test_a_file_system_that_is_full_within_a_step_says_so() -> None:
     with small_tmpfs(5 << 20) as base:
         descriptor = os.open(base / "region", os.O_RDWR | os.O_CREAT, 0o600)
@@ -286,6 +288,7 @@ class TestMapping:
         os.close(descriptor)
         assert most > 100  # a few are to be had while the interpreter changes threads
 
+    @pytest.mark.process
     def test_a_forked_child_that_drops_it_loses_nothing_of_its_own(self) -> None:
         """The child has the object without the memory, and puts something else at its address."""
         descriptor = os.memfd_create("mapped")

@@ -178,6 +178,7 @@ def test_mappings_are_neither_forked_nor_dumped(slot: Slot) -> None:
     assert {"dc", "dd"} <= set(flags)
 
 
+@pytest.mark.process
 def test_two_processes_begin_one_slot_once(slot: Slot) -> None:
     """Many begins at once: every generation is given to exactly one."""
     code = (

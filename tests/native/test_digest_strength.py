@@ -248,6 +248,7 @@ def test_a_sum_that_is_the_empty_mark_is_another_number() -> None:
     assert _native.finish_digest(0, _native.EMPTY_DIGEST - 1) == _native.EMPTY_DIGEST - 1
 
 
+@pytest.mark.process
 def test_the_portable_loop_gives_the_same_number(tmp_path: Path) -> None:
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None:

@@ -9,6 +9,8 @@ from fake_cuda import build_driver, run
 
 from flashckpt import _native
 
+pytestmark = pytest.mark.process
+
 PROGRAM = """
 import os
 from flashckpt import _native

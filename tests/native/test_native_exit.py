@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.process
+
 # What is left to the end of all modules sleeps there: meanwhile the threads come back from native code.
 _SCRIPT = """
 import os, sys, threading, time

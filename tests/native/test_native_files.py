@@ -200,6 +200,7 @@ def test_a_region_that_was_cut_is_an_error_not_a_signal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.process
 def test_a_full_disk_is_an_error_and_leaves_nothing(small: Path, direct: bool) -> None:
     with pytest.raises(OSError, match="No space") as refused:
         write(small / "shard", Region(1 << 20), chunk_bytes=16 * PAGE, direct=direct)
@@ -220,6 +221,7 @@ def test_a_limit_of_file_size_is_an_error_and_leaves_nothing(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.process
 def test_a_file_system_without_direct_io(no_direct: Path) -> None:
     region = Region(100_003)
     digests, checksums, direct = write(no_direct / "shard", region, chunk_bytes=2 * PAGE)

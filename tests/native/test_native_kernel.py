@@ -16,6 +16,8 @@ from reference_digest import numpy_digest
 
 from flashckpt import _native
 
+pytestmark = pytest.mark.process
+
 ROOT = CSRC.parent
 EMPTY = _native.EMPTY_DIGEST
 

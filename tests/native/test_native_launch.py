@@ -8,6 +8,8 @@ import pytest
 from fake_cuda import build_driver, run
 from reference_digest import numpy_digest
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:

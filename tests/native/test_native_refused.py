@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.process
+
 # Many threads on each file: those that are refused while one gives up O_DIRECT must not fail.
 _SCRIPT = """
 import os, sys

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from fake_cuda import HERE, build_driver, run
 
+pytestmark = pytest.mark.process
+
 PROGRAM = """
 import logging, sys
 from array import array

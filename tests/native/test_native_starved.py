@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from emulated_kernel import CSRC, HERE
 
+pytestmark = pytest.mark.process
+
 _SOURCES = (
     "base/error.cpp", "base/signals.cpp", "checksum/xxh3.cpp", "device/context.cpp", "device/copies.cpp",
     "digest/block_hash.cpp", "sync/bell.cpp", "sync/event.cpp", "sync/pool.cpp", "sync/sealer.cpp",

@@ -82,6 +82,7 @@ def exit_code(pid: int, seconds: int = 60) -> int:
     return os.waitstatus_to_exitcode(status)
 
 
+@pytest.mark.process
 def test_compare_exchange_between_processes() -> None:
     shared = mmap.mmap(-1, 4096)
     address, rounds = _native.address_of(shared), 20_000
@@ -231,6 +232,7 @@ def test_an_event_reset_too_early_and_one_that_is_gone_are_still_heard() -> None
     sealer.close()
 
 
+@pytest.mark.process
 def test_a_kill_before_the_copies_end_seals_nothing() -> None:
     slot, ready, submitted = Slot(), Slot(), mmap.mmap(-1, 4096)
 
@@ -275,6 +277,7 @@ def copy_something(threads: int) -> None:
     assert out[0] == _native.digest(_native.address_of(source), len(source))
 
 
+@pytest.mark.process
 def test_a_child_forked_while_the_threads_work_has_its_own() -> None:
     stop, sealer, event = threading.Event(), _native.Sealer(), _native.HostEvent()
     slot = Slot()
@@ -320,6 +323,7 @@ def threads_of(pid: int) -> list[str]:
     return sorted(name for name in names if name.startswith("flashckpt"))
 
 
+@pytest.mark.process
 def test_threads_start_when_used_have_names_and_hear_no_signal() -> None:
     def look() -> None:
         slot, sealer, event = Slot(), _native.Sealer(), _native.HostEvent()

@@ -142,6 +142,7 @@ def test_what_runs_while_it_looks_cannot_hurt() -> None:
     watch.release()
 
 
+@pytest.mark.process
 def test_release_and_the_garbage_collector_let_go() -> None:
     for let_go in (lambda watch: watch.release(), lambda watch: None):
         module = nn.Linear(2, 2)

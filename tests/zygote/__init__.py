@@ -21,6 +21,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from tests import process_guard
+
 ROOT = Path(__file__).parents[2]
 PIPE, DEVNULL = subprocess.PIPE, subprocess.DEVNULL
 # Read when an interpreter or a library starts, never again.
@@ -74,6 +76,7 @@ class Zygote:
         start_new_session: bool = False,
     ) -> Forked:
         """`python -m *arguments` in the repository's root; the rest as `subprocess.Popen` has it."""
+        process_guard.starting(f"zygote {arguments}")
         environment = dict(os.environ if env is None else env)
         self._check(environment)
         streams = [_Ends.of(given, number) for number, given in enumerate((stdin, stdout, stderr))]

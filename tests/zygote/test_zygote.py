@@ -18,6 +18,8 @@ from tests.waiting import until
 from tests.zygote import DEVNULL, PIPE, Zygote, ZygoteError
 from tests.zygote.specimen import ENDS
 
+pytestmark = pytest.mark.process
+
 SPECIMEN = "tests.zygote.specimen"
 
 

@@ -14,7 +14,7 @@ from fresh import in_fresh_process
 
 from flashckpt.state.loader import source_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 
 FOREVER = 1 << 30
 EVERY_CUT = ("2 workers, shuffled", "2 persistent by its own", "3 persistent, one idle")

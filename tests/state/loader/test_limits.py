@@ -40,6 +40,7 @@ def taken(make: Any, batches: int) -> tuple[Any, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.process
 def test_a_sampler_that_draws_global_numbers_later_is_not_exact_and_says_so(
     workers: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -55,6 +56,7 @@ def test_a_sampler_that_draws_global_numbers_later_is_not_exact_and_says_so(
 
 
 @pytest.mark.parametrize("name", ["main, lazy", "main, own replacement", "2 workers, lazy", "main, shuffled"])
+@pytest.mark.process
 def test_exact_ones_say_nothing(name: str, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     source, position = taken(lambda: runs.LOADERS[name](str(tmp_path / "loads")), 3)
     source.begin(0, position)
@@ -79,6 +81,7 @@ def test_what_is_drawn_between_begin_and_next_is_undone() -> None:
 
 
 @pytest.mark.parametrize("name", ["2 persistent", "main, shuffled by its own"])
+@pytest.mark.process
 def test_what_is_carried_into_a_later_epoch_leaves_the_global_numbers(name: str, tmp_path: Path) -> None:
     """Another loop may have run since the position was taken (validation after training)."""
     source, position = taken(lambda: runs.LOADERS[name](str(tmp_path / "loads")), 3)
@@ -89,6 +92,7 @@ def test_what_is_carried_into_a_later_epoch_leaves_the_global_numbers(name: str,
     source.close()
 
 
+@pytest.mark.process
 def test_other_workers_than_saved(caplog: pytest.LogCaptureFixture) -> None:
     runs.seed(3)
     source = source_of(runs.loader(runs.Items("/dev/null"), 2, shuffle=True))
@@ -105,6 +109,7 @@ def test_other_workers_than_saved(caplog: pytest.LogCaptureFixture) -> None:
         again.close()
 
 
+@pytest.mark.process
 def test_another_length_is_said_and_a_shorter_loader_ends(caplog: pytest.LogCaptureFixture) -> None:
     for workers in (0, 2):
         _, position = taken(lambda w=workers: runs.loader(runs.Items("/dev/null"), w), 5)
@@ -116,6 +121,7 @@ def test_another_length_is_said_and_a_shorter_loader_ends(caplog: pytest.LogCapt
         shorter.close()
 
 
+@pytest.mark.process
 def test_the_users_loader_is_left_as_it_was(tmp_path: Path) -> None:
     for name in ("2 persistent by its own", "2 workers, collate, init", "main, shuffled"):
         loader = runs.LOADERS[name](str(tmp_path / "loads"))
@@ -131,6 +137,7 @@ def test_the_users_loader_is_left_as_it_was(tmp_path: Path) -> None:
         assert vars(loader).keys() == before.keys()
 
 
+@pytest.mark.process
 def test_close_ends_the_workers(tmp_path: Path) -> None:
     for name in ("2 persistent", "2 workers"):
         source = source_of(runs.LOADERS[name](str(tmp_path / "loads")))
@@ -150,6 +157,7 @@ class Failing(runs.Items):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.process
 def test_after_a_failure_the_place_is_not_known(workers: int) -> None:
     source = source_of(runs.loader(Failing("/dev/null"), workers))
     source.begin(0)
@@ -163,6 +171,7 @@ def test_after_a_failure_the_place_is_not_known(workers: int) -> None:
     source.close()
 
 
+@pytest.mark.process
 def test_batches_are_what_the_loader_gives(tmp_path: Path) -> None:
     source = source_of(runs.LOADERS["2 workers, collate, init"](str(tmp_path / "loads")))
     source.begin(0)

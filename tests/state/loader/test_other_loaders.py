@@ -231,6 +231,7 @@ def resume(
 
 
 @pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.process
 def test_other_loaders_resume(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "stream":
         # What an iterable draws batch by batch is not promised; without other draws it is exact.
@@ -250,6 +251,7 @@ LEFT_EARLY = [name for name in LOADERS if "data set" in name or "torchdata" in n
 
 
 @pytest.mark.parametrize("name", LEFT_EARLY)
+@pytest.mark.process
 def test_epochs_left_early(name: str) -> None:
     runs.seed(3)
     record = runs.run(source_of(LOADERS[name]()), range(3), leave_after=2)
@@ -272,6 +274,7 @@ def test_torchdata_streams_in_workers_that_live_on_are_refused() -> None:
 
 
 @pytest.mark.parametrize("make", [Sticky, Once, hugging_face])
+@pytest.mark.process
 def test_torchdata_streams_with_workers(make: Callable[[], Any]) -> None:
     loader = functools.partial(torchdata_stream, make, 2, collate_fn=items_alone)
     runs.seed(3)
@@ -285,6 +288,7 @@ def test_torchdata_streams_with_workers(make: Callable[[], Any]) -> None:
 
 
 @pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.process
 def test_torchdata_with_workers_goes_on_and_says_what_it_lacks(
     persistent: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -325,6 +329,7 @@ def test_a_replay_is_announced_once_and_counted(caplog: pytest.LogCaptureFixture
     assert again.batches_taken == 3
 
 
+@pytest.mark.process
 def test_a_stream_with_workers_is_replayed(tmp_path: Path) -> None:
     source = source_of(DataLoader(Stream(), batch_size=4, num_workers=1, persistent_workers=True))
     runs.seed(3)
@@ -347,6 +352,7 @@ class Moving(DataLoader[Any]):
             yield {"moved": batch}
 
 
+@pytest.mark.process
 def test_a_dataloader_with_an_iterator_of_its_own_is_replayed() -> None:
     source = source_of(Moving(runs.Items("/dev/null"), batch_size=4, num_workers=1))
     source.begin(0)

@@ -1,0 +1,82 @@
+"""A test that starts a process without the mark `process` fails, whatever becomes of what is raised there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+STARTS = """
+import multiprocessing, os, subprocess, sys, threading
+import pytest
+
+def nothing(): pass
+
+def fork():
+    if os.fork() == 0:
+        os._exit(0)
+    os.wait()
+
+def spawn(): os.posix_spawn(sys.executable, [sys.executable, "-c", ""], os.environ); os.wait()
+
+def run(): subprocess.run([sys.executable, "-c", ""], check=True)
+
+def system(): os.system("true")
+
+def multiprocess():
+    process = multiprocessing.get_context("spawn").Process(target=nothing)
+    process.start()
+    process.join()
+
+def in_a_thread():
+    def quietly():
+        try:
+            run()
+        except BaseException:
+            pass
+    thread = threading.Thread(target=quietly)
+    thread.start()
+    thread.join()
+
+STARTS = [fork, spawn, run, system, multiprocess, in_a_thread]
+
+@pytest.mark.parametrize("start", STARTS)
+def test_not_marked(start): start()
+
+@pytest.fixture(scope="module")
+def made(): run()
+
+def test_by_a_fixture(made): pass
+
+def test_nothing(): nothing()
+
+@pytest.mark.process
+@pytest.mark.parametrize("start", STARTS)
+def test_marked(start): start()
+
+@pytest.fixture
+def runtime(): run()
+
+def test_marked_by_a_fixture(runtime): run()
+"""
+
+
+@pytest.mark.process
+def test_only_those_that_are_marked_start_processes(tmp_path: Path) -> None:
+    (tmp_path / "test_starts.py").write_text(STARTS)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    fast\n    process\n")
+    command = [sys.executable, "-m", "pytest", "-p", "tests.process_guard", "-rA", "-q", str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    words = ("PASSED", "FAILED", "ERROR")
+    told = [line.split() for line in ended.stdout.splitlines() if line.startswith(words)]
+    outcomes = {name.rpartition("::")[2]: outcome for outcome, name, *_ in told}
+    starts = ("fork", "spawn", "run", "system", "multiprocess", "in_a_thread")
+    assert outcomes == {
+        **{f"test_not_marked[{start}]": "FAILED" for start in starts},
+        **{f"test_marked[{start}]": "PASSED" for start in starts},
+        "test_by_a_fixture": "ERROR",
+        "test_nothing": "PASSED",
+        "test_marked_by_a_fixture": "PASSED",
+    }, ended.stdout + ended.stderr
