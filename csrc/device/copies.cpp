@@ -15,6 +15,8 @@ namespace {
 
 // Enqueued between two marks of a wave; two waves are on their way at most, beside a few marks.
 constexpr std::size_t kWave = 256;
+// Each is asked for soon, if ever. Of older jobs than those that are kept, all count as failed.
+constexpr std::size_t kFailuresKept = 64;
 constexpr std::chrono::nanoseconds kForever = std::chrono::hours(24);
 
 using Failures = std::map<std::uint64_t, Error>; // by ticket
@@ -58,6 +60,7 @@ struct DeviceCopies::State {
     std::uint64_t enqueued = 0; // tickets up to this one have had their first copies enqueued, or have failed
     std::uint64_t finished = 0;
     Failures failures;
+    std::uint64_t forgotten = 0; // of the jobs up to this one, which have failed is not known any more
     bool closing = false;
     bool running = false;
 
@@ -203,6 +206,10 @@ void DeviceCopies::serve(std::shared_ptr<State> state) {
         if (error) {
             job.failure.mapped() = std::move(error);
             state->failures.insert(std::move(job.failure));
+            if (state->failures.size() > kFailuresKept) {
+                state->forgotten = state->failures.begin()->first;
+                state->failures.erase(state->failures.begin());
+            }
         }
         state->enqueued = state->finished = job.ticket;
         bell.ring();
@@ -213,7 +220,9 @@ void DeviceCopies::serve(std::shared_ptr<State> state) {
 
 Error DeviceCopies::failure(std::uint64_t ticket) const {
     auto found = state_->failures.find(ticket);
-    return found == state_->failures.end() ? Error{} : found->second;
+    if (found != state_->failures.end()) return found->second;
+    if (ticket == 0 || ticket > state_->forgotten) return {}; // 0: nothing had been submitted
+    return {Kind::device, 0, "whether copies so old have failed is not known any more", ""};
 }
 
 Error DeviceCopies::hold(std::uint64_t ticket, const std::uint64_t* streams, std::size_t num_streams) {

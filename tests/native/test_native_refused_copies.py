@@ -49,6 +49,35 @@ loop.close()
 """
 
 
+FORGOTTEN = """
+import numpy as np
+from flashckpt import _native
+
+lane = _native.CudaCopies(0, 17)  # copies of 17 are refused
+data = np.zeros(64, np.uint8)
+
+def submit(num_bytes):
+    columns = [[data.ctypes.data], [data.ctypes.data + 32], [num_bytes]]
+    return lane.submit(*(np.array(each, np.uint64).data for each in columns), 1)
+
+def said(ticket):
+    try:
+        lane.wait(ticket)
+    except RuntimeError as error:
+        return str(error)
+
+good = submit(16)
+assert said(good) is None
+bad = [submit(17) for _ in range(1000)]
+last = submit(16)
+assert said(last) is None
+assert all("FAULT" in said(ticket) for ticket in bad[-64:])
+assert all("not known" in said(ticket) for ticket in bad[:-64]), "never taken for done"
+assert "not known" in said(good)
+lane.close()
+"""
+
+
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_driver(tmp_path_factory.mktemp("driver"))
@@ -56,3 +85,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_no_leaf_is_taken_for_one_that_was_written_meanwhile(driver: Path) -> None:
     run(driver, f"TESTS = {str(HERE.parent)!r}\n" + PROGRAM, 1)
+
+
+def test_failures_are_not_kept_for_ever(driver: Path) -> None:
+    run(driver, FORGOTTEN, 1)
