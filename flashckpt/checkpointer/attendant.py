@@ -187,7 +187,7 @@ class Attendant:
             self._wait_loaded()
         except PersistError:
             return False
-        return not self._session.store.exists(step_attempt_folder(step, self._session.attempt))
+        return not self._session.store.list(step_attempt_folder(step, self._session.attempt))
 
     def _wait_loaded(self) -> None:
         """Nothing newer is captured than what was resumed from: it may be in memory alone until the

@@ -94,7 +94,7 @@ def open_session(path: str | os.PathLike[str], keep: Keep, options: Options) -> 
     _check_world(environment)
     store = open_store(path)
     run = _opened(store, path)
-    identity = identity_of(run, os.stat(store.url))
+    identity = identity_of(run, store.place())
     with _held_guard:
         if identity in _held:
             raise RunHeldError(

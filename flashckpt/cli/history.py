@@ -5,7 +5,6 @@ A step that cannot be used is a row with its problem, never an error: this is wh
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ from flashckpt.commit.marks import marks
 from flashckpt.commit.reading import check_records
 from flashckpt.commit.steps import StepRecord, missing_files, read_manifest, read_step
 from flashckpt.errors import DamagedError, UnusableRunError
-from flashckpt.format.names import AttemptName, manifest_path
+from flashckpt.format.names import MANIFEST, AttemptName, step_attempt_folder
 from flashckpt.format.records import Manifest, Mark
 from flashckpt.store.base import Store
 
@@ -64,11 +63,12 @@ def lost_records(store: Store) -> str:
 
 
 def committed_at_s(store: Store, step: int, attempt: AttemptName) -> float:
-    """When the manifest was written, as its file system says; 0 where that cannot be told."""
+    """When the manifest was written, as its storage says; 0 where that cannot be told."""
     try:
-        return os.stat(store.local_path(manifest_path(step, attempt))).st_mtime
+        found = store.list(step_attempt_folder(step, attempt))
     except OSError:
         return 0.0
+    return next((entry.modified_s for entry in found if entry.name == MANIFEST), 0.0)
 
 
 def lineage(store: Store, at: AttemptName) -> list[Origin]:

@@ -17,7 +17,6 @@ from flashckpt.format.names import (
     STEPS,
     AttemptName,
     alive_path,
-    attempt_folder,
     claim_number,
     claim_path,
     start_path,
@@ -46,7 +45,6 @@ class AttemptInfo:
 def claim(store: Store, holder: Holder, check: Callable[[], None] | None = None) -> AttemptName:
     """Take the next number, exclusively. `check` (the one-job check) runs before each try, so that who
     loses a race looks at the winner; what it raises ends the claiming."""
-    store.make_folder(ATTEMPTS)
     while True:
         # Before the check: a claim that comes after it takes this very number, and is then looked at.
         number = _highest_number(store) + 1
@@ -55,7 +53,7 @@ def claim(store: Store, holder: Holder, check: Callable[[], None] | None = None)
         name = AttemptName(number, secrets.token_hex(4))
         record = Claim(attempt=name, holder=holder)
         if store.create(claim_path(name.number), record.to_bytes()):
-            store.make_folder(attempt_folder(name))
+            store.create(alive_path(name), Alive(count=0).to_bytes())
             return name
 
 
@@ -73,7 +71,6 @@ def start(
     """
     check_newest(store, name)
     record = Start(parent=parent, step=step, world=world, loaded=loaded)
-    store.make_folder(attempt_folder(name))
     if not store.create(start_path(name), record.to_bytes()):
         raise SupersededError(
             f"attempt {name} has already started; this process must end. Nothing was changed.",

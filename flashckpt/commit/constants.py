@@ -6,8 +6,6 @@ bytes, deletes nothing, and publishes no part: see steps.py. The order is number
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
@@ -113,24 +111,22 @@ def link(
     store: Store, source: AttemptName, contents: Contents, attempt: AttemptName, rank: int,
     *, threads: int, progress_word: int,
 ) -> str | None:  # fmt: skip
-    """Give an attempt's file to a later one as a hard link. Returns its name there, None where the file
-    is not whole any more or the file system has no links.
+    """Give an attempt's file to a later one without writing it again. Returns its name there, None where the
+    file is not whole any more or the store has no way to do that.
 
     Every byte is read first: what the later attempt builds on must not have rotted under the earlier.
     """
-    old = store.local_path(f"{attempt_folder(source)}/{contents.shard.file}")
-    status, detail = verify_file(old, contents, threads=threads, progress_word=progress_word)
+    old = f"{attempt_folder(source)}/{contents.shard.file}"
+    status, detail = verify_file(store, old, contents, threads=threads, progress_word=progress_word)
     if status != "ok":
         log.warning("%s is %s (%s): the constants are written again", old, status, detail)
         return None
     name = fresh_name(store, attempt, rank)
     try:
-        os.link(old, store.local_path(f"{attempt_folder(attempt)}/{name}"), follow_symlinks=False)
+        return name if store.copy(old, f"{attempt_folder(attempt)}/{name}") else None
     except OSError as error:
-        if error.errno not in (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS):
-            log.warning("%s could not be linked: %s; the constants are written again", old, error)
+        log.warning("%s could not be linked: %s; the constants are written again", old, error)
         return None
-    return name
 
 
 def _numbers(file: str) -> tuple[int, int]:

@@ -154,7 +154,6 @@ def _put_in_place(store: Store, path: str, data: bytes) -> bool:
         # Full to the last byte, and this is who makes room: what goes leaves all the room that there is.
         # Until the other stands, the step is one with all its parts that was not committed yet.
         store.remove(path)
-        store.sync_folder(path.rpartition("/")[0])
         return store.create(path, data)
     return True
 
@@ -343,5 +342,6 @@ def _remove_constants(store: Store, name: AttemptName) -> None:
 def _remove_empty_steps(store: Store, busy: Collection[int]) -> None:
     for entry in store.list(STEPS):
         step = step_number(entry.name) if entry.is_folder else None
-        if step is not None and step not in busy and (not busy or step < max(busy)):
-            store.remove_empty(step_folder(step))
+        is_idle = step is not None and step not in busy and (not busy or step < max(busy))
+        if step is not None and is_idle and not store.list(step_folder(step)):
+            store.remove(step_folder(step))

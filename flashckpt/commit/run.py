@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 
-from flashckpt.errors import DamagedError, NoSuchStepError, UnusableRunError
+from flashckpt.errors import DamagedError, NoSuchStepError, RunError, UnusableRunError
 from flashckpt.format.names import ATTEMPTS, RUN, STEPS
 from flashckpt.format.records import Run
 from flashckpt.store.base import Store
@@ -38,10 +38,12 @@ def open_run(store: Store, create: bool) -> Run:
         raise NoSuchStepError(
             f"{store.url} is no run: it has no {RUN}. Nothing was changed. Check the path.", path=store.url
         )
-    store.make_folder("")
-    # Steps and attempts are made in these later; that they are there is settled before the run is.
-    store.make_folder(ATTEMPTS)
-    store.make_folder(STEPS)
+    if not store.capabilities.conditional_create:
+        raise RunError(
+            f"{store.url}: this storage overwrites a file that is to be created, so a commit there could "
+            "overwrite another's. Nothing was changed. Use another storage for the run.",
+            path=store.url,
+        )
     run = Run(run_id=secrets.token_hex(8))
     return run if store.create(RUN, run.to_bytes()) else _read(store)
 

@@ -24,6 +24,7 @@ from flashckpt.format.names import (
     step_attempt_folder,
 )
 from flashckpt.format.records import (
+    Contents,
     FileRecord,
     Manifest,
     Part,
@@ -83,33 +84,37 @@ class StepRecord:
         return next(each for each in self.part_of(rank).ranks if each.rank == rank)
 
     def shard_path(self, rank: int) -> str:
-        """The local path of a rank's shard."""
-        folder = step_attempt_folder(self.step, self.attempt)
-        return self.store.local_path(f"{folder}/{self.rank(rank).shard.file}")
+        """The path in the store of a rank's shard."""
+        return f"{step_attempt_folder(self.step, self.attempt)}/{self.rank(rank).shard.file}"
 
     def constants_path(self, rank: int) -> str | None:
-        """The local path of a rank's constants shard, None where it has none."""
+        """The path in the store of a rank's constants shard, None where it has none."""
         constants = self.rank(rank).constants
         if constants is None:
             return None
-        return self.store.local_path(f"{attempt_folder(self.attempt)}/{constants.shard.file}")
+        return f"{attempt_folder(self.attempt)}/{constants.shard.file}"
+
+    def files(self, rank: int) -> list[tuple[str, Contents]]:
+        """A rank's shard, and its constants where it has any: each with its path in the store."""
+        mine = self.rank(rank)
+        files = [(self.shard_path(rank), mine.contents)]
+        constants = self.constants_path(rank)
+        if constants is not None and mine.constants is not None:
+            files.append((constants, mine.constants))
+        return files
 
 
 def publish_part(store: Store, part: Part) -> bool:
-    """Name the shards of a part as its ranks'. They must be written and synced; their folder is made
-    durable here. False where this keeper's part is there already: the first stands.
+    """Name the shards of a part, which are written, as its ranks'. False where this keeper's part is there
+    already: the first stands.
 
     DamagedError where a shard is missing or has another length.
     """
     folder = step_attempt_folder(part.step, part.attempt)
     shards, constants = _shard_rows([part])
     _check_files(store, folder, shards, part.step)
-    # The shard's bytes are on the disk; without this its name may not be when the part is.
-    store.sync_folder(folder)
     if constants:
-        home = attempt_folder(part.attempt)
-        _check_files(store, home, constants, part.step)
-        store.sync_folder(home)
+        _check_files(store, attempt_folder(part.attempt), constants, part.step)
     crashpoints.point("part.checked")
     created = store.create(f"{folder}/{part.file}", part.to_bytes())
     crashpoints.point("part.linked")
@@ -132,8 +137,6 @@ def commit(store: Store, step: int, attempt: AttemptName, world: int) -> Committ
     manifest = _manifest(step, attempt, world, rows, parts)
     _check_files(store, folder, manifest.shards, step)
     _check_files(store, attempt_folder(attempt), manifest.constants, step)
-    # Parts and shards of other keepers: they synced their names, and nothing is lost by being sure.
-    store.sync_folder(folder)
     newer = started_after(store, attempt)
     if newer is not None:
         raise SupersededError(

@@ -6,9 +6,6 @@ one that its part describes.
 
 from __future__ import annotations
 
-import errno
-import os
-import stat
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,10 +20,10 @@ from flashckpt.commit.reading import resolve
 from flashckpt.commit.run import open_run
 from flashckpt.commit.steps import StepRecord, read_manifest, read_step
 from flashckpt.errors import DamagedError, FlashckptError, NoSuchStepError
-from flashckpt.format.image import check_header, read_header
-from flashckpt.format.names import AttemptName, attempt_folder, manifest_path, step_attempt_folder
+from flashckpt.format.image import check_header
+from flashckpt.format.names import AttemptName, manifest_path, step_attempt_folder
 from flashckpt.format.records import Contents, Manifest
-from flashckpt.store.base import Store
+from flashckpt.store.base import LengthError, Store
 
 Status = Literal["ok", "missing", "truncated", "damaged", "unreadable"]
 # Bytes read so far, and bytes to read in all.
@@ -100,10 +97,10 @@ def verify(
             continue
         rows += found
         records.append(record)
-    reading = _Reading(_bytes_of(records), threads, progress)
+    reading = _Reading(store, _bytes_of(records), threads, progress)
     for record in records:
         if record is not None:
-            rows += _shards(store, record, known, reading)
+            rows += _shards(record, known, reading)
     if step is None:
         gone = {(row.step, row.attempt) for row in rows if row.status != "ok" and _is_gone(store, row)}
         rows = [row for row in rows if (row.step, row.attempt) not in gone]
@@ -112,53 +109,42 @@ def verify(
 
 
 def verify_file(
-    path: str, contents: Contents, *, threads: int = 2, progress_word: int = 0
+    store: Store, path: str, contents: Contents, *, threads: int = 2, progress_word: int = 0
 ) -> tuple[Status, str]:
     """One shard or constants shard against its record: its status, and what is wrong in words."""
-    shard, layout = contents.shard, contents.layout()
+    layout = contents.layout()
     try:
-        header, file_bytes = read_header(path)
-        if file_bytes != shard.num_bytes:
-            return "truncated", f"{file_bytes} bytes, where {shard.num_bytes} were written"
-        digests, bad_chunks, _ = _native.check_file(
-            path,
-            num_bytes=shard.num_bytes,
-            chunk_bytes=shard.chunk_bytes,
-            checksums=shard.checksums,
-            leaf_offsets=array("Q", (shard.data_start + leaf.offset for leaf in contents.leaves)),
-            leaf_sizes=array("Q", (leaf.num_bytes for leaf in contents.leaves)),
-            threads=threads,
-            progress=progress_word,
-        )
-        check_header(header, layout, path)
+        found = store.read_ranges(path, contents, None, threads=threads, progress=progress_word)
+        check_header(store.read_bytes(path, 0, layout.data_start), layout, path)
     except FileNotFoundError:
         return "missing", "there is no such file"
-    except (DamagedError, OSError, ValueError) as error:
-        # A link in a file's place is damage; any other error of the system says nothing of the bytes.
-        failed = isinstance(error, OSError) and error.errno != errno.ELOOP
-        return _shorter(path, shard.num_bytes) or ("unreadable" if failed else "damaged", str(error))
-    found = array("Q", digests)
-    wrong = [leaf.name for leaf, a, b in zip(contents.leaves, contents.digests, found, strict=True) if a != b]
-    if not bad_chunks and not wrong:
-        return "ok", ""
-    return "damaged", _words(bad_chunks, wrong)
+    except LengthError as error:
+        return "truncated", str(error)
+    except DamagedError as error:
+        return "damaged", str(error)
+    except OSError as error:
+        # It says nothing of the bytes.
+        return "unreadable", str(error)
+    wrong = found.wrong_leaves(contents)
+    return ("damaged", _words(found.bad_chunks, wrong)) if found.bad_chunks or wrong else ("ok", "")
 
 
 class _Reading:
     """How far the reading is, told to whoever asked while the native engine works."""
 
-    def __init__(self, total: int, threads: int, progress: Progress | None) -> None:
-        self._total, self._threads, self._progress = total, threads, progress
+    def __init__(self, store: Store, total: int, threads: int, progress: Progress | None) -> None:
+        self._store, self._total, self._threads, self._progress = store, total, threads, progress
         self._before = 0
         self._word = array("Q", [0])
 
     def file(self, path: str, contents: Contents) -> tuple[Status, str]:
         if self._progress is None:
-            return verify_file(path, contents, threads=self._threads)
+            return verify_file(self._store, path, contents, threads=self._threads)
         self._word[0] = 0
         word = _native.address_of(self._word)
         with ThreadPoolExecutor(1) as pool:
-            future = pool.submit(verify_file, path, contents, threads=self._threads, progress_word=word)
+            how = {"threads": self._threads, "progress_word": word}
+            future = pool.submit(verify_file, self._store, path, contents, **how)
             while True:
                 try:
                     result = future.result(timeout=_POLL_S)
@@ -209,18 +195,14 @@ def _records(store: Store, each: VisibleStep) -> tuple[StepRecord | None, list[R
     return record, [Row(step=each.step, attempt=name, file=file, status="ok") for file in files]
 
 
-def _shards(store: Store, record: StepRecord, known: dict[_Claimed, Row], reading: _Reading) -> Iterator[Row]:
+def _shards(record: StepRecord, known: dict[_Claimed, Row], reading: _Reading) -> Iterator[Row]:
     """Rows for the shards of a step. A constants shard that several steps name is read once; if it is not
     whole, each of them has a row that says so. Where they do not say the same of it, it is read for each."""
-    folder, home = step_attempt_folder(record.step, record.attempt), attempt_folder(record.attempt)
-    for rank in (rank for part in record.parts for rank in part.ranks):
-        files = [(f"{folder}/{rank.shard.file}", rank.contents)]
-        if rank.constants is not None:
-            files.append((f"{home}/{rank.constants.shard.file}", rank.constants))
-        for file, contents in files:
+    for rank in (rank.rank for part in record.parts for rank in part.ranks):
+        for file, contents in record.files(rank):
             claimed = file, contents.shard.num_bytes, contents.shard.checksums, contents.digests
             if claimed not in known:
-                status, detail = reading.file(store.local_path(file), contents)
+                status, detail = reading.file(file, contents)
                 known[claimed] = Row(
                     step=record.step,
                     attempt=str(record.attempt),
@@ -254,16 +236,6 @@ def _bytes_of(records: Iterable[StepRecord | None]) -> int:
             }
             sizes |= {(record.attempt, each.file): each.num_bytes for each in record.manifest.constants}
     return sum(sizes.values())
-
-
-def _shorter(path: str, num_bytes: int) -> tuple[Status, str] | None:
-    try:
-        found = os.stat(path, follow_symlinks=False)
-    except OSError:
-        return None
-    if not stat.S_ISREG(found.st_mode) or found.st_size == num_bytes:
-        return None
-    return "truncated", f"{found.st_size} bytes, where {num_bytes} were written"
 
 
 def _words(bad_chunks: list[int], leaves: list[str]) -> str:

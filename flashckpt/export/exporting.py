@@ -12,7 +12,7 @@ from flashckpt.commit.run import open_run
 from flashckpt.commit.steps import StepRecord
 from flashckpt.errors import OptionError
 from flashckpt.export import safetensors_file
-from flashckpt.export.selection import Progress, SelectedLeaf, check_whole, files_of, ranks_of, selected
+from flashckpt.export.selection import Progress, SelectedLeaf, check_whole, ranks_of, selected
 from flashckpt.export.writing import check_free, put_in_place, rank_file
 from flashckpt.format.names import AttemptName
 from flashckpt.store.base import Store
@@ -57,7 +57,7 @@ def export(
     record = resolve(store, step, attempt)
     ranks = ranks_of(record)
     chosen = {rank: selected(record, rank, only) for rank in ranks}
-    total = sum(contents.shard.num_bytes for rank in ranks for _, contents in files_of(record, rank))
+    total = sum(contents.shard.num_bytes for rank in ranks for _, contents in record.files(rank))
     done = 0
     for rank in ranks:
         done += check_whole(record, rank, progress, done, total)

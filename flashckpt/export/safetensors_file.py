@@ -17,7 +17,6 @@ from flashckpt.errors import DamagedError
 from flashckpt.export.selection import SelectedLeaf
 from flashckpt.format.layout import DTYPES
 
-_WINDOW_BYTES = 16 << 20
 _ALIGNMENT = 8
 
 
@@ -29,8 +28,8 @@ def write(path: str, record: StepRecord, rank: int, sources: Sequence[SelectedLe
     with open(path, "xb") as file:
         file.write(header)
         for each in ordered:
-            _copy(each, file.fileno(), file.tell())
-            file.seek(each.leaf.num_bytes, os.SEEK_CUR)
+            for piece in each.pieces():
+                file.write(piece)
     _check(path, len(header), ordered, record.step)
     return len(header) + sum(each.leaf.num_bytes for each in ordered)
 
@@ -64,29 +63,6 @@ def _header(record: StepRecord, rank: int, ordered: Sequence[SelectedLeaf]) -> b
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
     length = -(-(8 + len(text)) // _ALIGNMENT) * _ALIGNMENT - 8
     return length.to_bytes(8, "little") + text.ljust(length, b" ")
-
-
-def _copy(source: SelectedLeaf, target: int, offset: int) -> None:
-    descriptor = os.open(source.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        done, size = 0, source.leaf.num_bytes
-        while done < size:
-            data = os.pread(descriptor, min(_WINDOW_BYTES, size - done), source.offset + done)
-            if not data:
-                raise DamagedError(
-                    f"{source.path} ends before its leaf {source.leaf.name}.", path=source.path
-                )
-            done += _written(target, data, offset + done)
-    finally:
-        os.close(descriptor)
-
-
-def _written(target: int, data: bytes, offset: int) -> int:
-    rest = memoryview(data)
-    while rest:
-        count = os.pwrite(target, rest, offset)
-        rest, offset = rest[count:], offset + count
-    return len(data)
 
 
 def _check(path: str, data_start: int, ordered: Sequence[SelectedLeaf], step: int) -> None:

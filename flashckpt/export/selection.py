@@ -2,40 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from flashckpt.commit.steps import StepRecord
 from flashckpt.commit.verification import verify_file
 from flashckpt.errors import DamagedError, NoSuchStepError
 from flashckpt.format.layout import Leaf
-from flashckpt.format.records import Contents
+from flashckpt.store.base import Store
 
 Progress = Callable[[int, int], None]
+_WINDOW_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class SelectedLeaf:
-    """One leaf to take out: its bytes stand at `offset` of the file `path` and have this digest."""
+    """One leaf to take out: its bytes stand at `offset` of the file `path` of a store, with this digest."""
 
+    store: Store
     leaf: Leaf
     path: str
     offset: int
     digest: int
 
+    def pieces(self) -> Iterator[bytes]:
+        """The leaf's bytes as they stand there, in windows of 16 MiB. DamagedError where the file ends
+        before."""
+        for done in range(0, self.leaf.num_bytes, _WINDOW_BYTES):
+            size = min(_WINDOW_BYTES, self.leaf.num_bytes - done)
+            yield self.store.read_bytes(self.path, self.offset + done, size)
+
 
 def ranks_of(record: StepRecord) -> list[int]:
     return sorted(rank.rank for part in record.parts for rank in part.ranks)
-
-
-def files_of(record: StepRecord, rank: int) -> list[tuple[str, Contents]]:
-    """A rank's shard, and its constants where it has any."""
-    mine = record.rank(rank)
-    files = [(record.shard_path(rank), mine.contents)]
-    constants = record.constants_path(rank)
-    if constants is not None and mine.constants is not None:
-        files.append((constants, mine.constants))
-    return files
 
 
 def selected(record: StepRecord, rank: int, only: Sequence[str]) -> list[SelectedLeaf]:
@@ -44,15 +43,14 @@ def selected(record: StepRecord, rank: int, only: Sequence[str]) -> list[Selecte
     NoSuchStepError where the step has none of that name.
     """
     sources = []
-    for path, contents in files_of(record, rank):
+    for path, contents in record.files(rank):
         for leaf, digest in zip(contents.layout().leaves, contents.digests, strict=True):
             names = [name for name in (leaf.name, *leaf.aliases) if _is_chosen(name, only)]
             if names:
-                sources.append(
-                    SelectedLeaf(_named(leaf, names), path, contents.shard.data_start + leaf.offset, digest)
-                )
+                start = contents.shard.data_start + leaf.offset
+                sources.append(SelectedLeaf(record.store, _named(leaf, names), path, start, digest))
     if not sources:
-        there = sorted({leaf.name.partition(".")[0] for _, c in files_of(record, rank) for leaf in c.leaves})
+        there = sorted({leaf.name.partition(".")[0] for _, c in record.files(rank) for leaf in c.leaves})
         raise NoSuchStepError(
             f"step {record.step} has no leaf under {' or '.join(only) or 'any name'}. Nothing was written. "
             f"It has: {', '.join(there)}.",
@@ -64,8 +62,8 @@ def selected(record: StepRecord, rank: int, only: Sequence[str]) -> list[Selecte
 def check_whole(record: StepRecord, rank: int, progress: Progress, before: int, total: int) -> int:
     """Read every byte of a rank's files. Returns how many; DamagedError before anything is written."""
     done = 0
-    for path, contents in files_of(record, rank):
-        status, detail = verify_file(path, contents)
+    for path, contents in record.files(rank):
+        status, detail = verify_file(record.store, path, contents)
         if status != "ok":
             raise DamagedError(
                 f"{path} is {status}: {detail}. Nothing was written. Name another step: `flashckpt verify` "

@@ -33,15 +33,9 @@ def _read(source: SelectedLeaf, step: int) -> torch.Tensor:
     dtype: torch.dtype = getattr(torch, leaf.dtype)
     if leaf.num_bytes == 0:
         return torch.empty(leaf.shape, dtype=dtype, device="cpu")
-    data = bytearray(leaf.num_bytes)
-    with open(source.path, "rb", buffering=0) as file:
-        file.seek(source.offset)
-        view = memoryview(data)
-        while view:
-            count = file.readinto(view)
-            if not count:
-                break
-            view = view[count:]
+    data = bytearray()
+    for piece in source.pieces():
+        data += piece
     if _native.digest(_native.address_of(data), leaf.num_bytes) != source.digest:
         raise DamagedError(
             f"{leaf.name} in {source.path} is not what was captured. Nothing was written. Verify the step.",

@@ -33,6 +33,11 @@ class ShardRecord:
     chunk_bytes: int = CHUNK_BYTES
     checksums: bytes = field(repr=False)
 
+    @classmethod
+    def of(cls, file: str, layout: Layout, checksums: bytes) -> ShardRecord:
+        """The record of an image that was written as `file`."""
+        return cls(file=file, num_bytes=layout.num_bytes, data_start=layout.data_start, checksums=checksums)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:

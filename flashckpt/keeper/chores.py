@@ -65,7 +65,7 @@ class Chores:
         try:
             yield
         except FileNotFoundError:
-            if self._store.exists(attempt_folder(attempt)):
+            if self._store.list(attempt_folder(attempt)):
                 raise
 
     def _next_count(self, attempt: AttemptName) -> int:

@@ -79,7 +79,7 @@ class KeeperClient:
             "keep_every": keep.every_steps or 0,
             "linger_s": linger_s,
             "environment": dict(environment or {}),
-            "run": os.path.abspath(self._run_path),
+            "run": self._run_path,
             "stacks_signal": stacks_signal,
             "kill_when_stuck": kill_when_stuck,
         }

@@ -7,21 +7,19 @@ writes. Publishes no part: the drain does, after the shard is whole.
 from __future__ import annotations
 
 import contextlib
-from array import array
 from collections.abc import Callable
 from dataclasses import replace
 
-from flashckpt import _native
 from flashckpt.commit import constants
 from flashckpt.errors import DamagedError, FlashckptError, KeeperError
 from flashckpt.format.layout import Layout
 from flashckpt.format.metadata import Metadata
 from flashckpt.format.names import AttemptName, attempt_folder
-from flashckpt.format.records import CHUNK_BYTES, Contents, ShardRecord
+from flashckpt.format.records import Contents, ShardRecord
 from flashckpt.keeper.audit import check_header, torn, unlike
 from flashckpt.memory.shared import not_held
 from flashckpt.memory.slot import Slot
-from flashckpt.store.base import Store
+from flashckpt.store.base import Region, Store, Written
 
 _NAMES_TRIED = 8
 REGION_IS_GONE = (
@@ -97,7 +95,6 @@ class ConstantsShards:
                 continue
             if source == attempt:
                 return contents
-            self._store.make_folder(attempt_folder(attempt))
             name = constants.link(
                 self._store, source, contents, attempt, rank,
                 threads=self._threads, progress_word=self._progress,
@@ -118,39 +115,29 @@ class ConstantsShards:
             raise torn(metadata, absent)
         start = metadata.image.constants_start
         check_header(region, start, layout)
-        name, found, checksums = self._create(region, start, layout, attempt)
-        leaves = unlike(metadata, found, first)
+        name, written = self._create(region, start, layout, attempt)
+        leaves = unlike(metadata, written.digests, first)
         if leaves:
             self._remove(attempt, name)
             raise torn(metadata, leaves)
-        shard = ShardRecord(
-            file=name, num_bytes=layout.num_bytes, data_start=layout.data_start, checksums=checksums
-        )
+        shard = ShardRecord.of(name, layout, written.checksums)
         return Contents(shard=shard, leaves=layout.leaves, digests=tuple(metadata.digests[first:]))
 
-    def _create(
-        self, slot: Slot, start: int, layout: Layout, attempt: AttemptName
-    ) -> tuple[str, array[int], bytes]:
+    def _create(self, slot: Slot, start: int, layout: Layout, attempt: AttemptName) -> tuple[str, Written]:
         """Write the image under a name that nobody has: a keeper that was stopped may still be writing the
         one it took, and wakes up."""
-        self._store.make_folder(attempt_folder(attempt))
         for _ in range(_NAMES_TRIED):
             name = constants.fresh_name(self._store, attempt, slot.rank)
             try:
-                digests, checksums, _ = _native.write_file(
-                    self._store.local_path(f"{attempt_folder(attempt)}/{name}"),
-                    slot.descriptor,
-                    slot.image_offset + start,
-                    layout.num_bytes,
-                    chunk_bytes=CHUNK_BYTES,
-                    leaf_offsets=array("Q", [layout.data_start + leaf.offset for leaf in layout.leaves]),
-                    leaf_sizes=array("Q", [leaf.num_bytes for leaf in layout.leaves]),
+                return name, self._store.write_shard(
+                    f"{attempt_folder(attempt)}/{name}",
+                    layout,
+                    Region(slot.descriptor, slot.image_offset + start),
                     threads=self._threads,
                     progress=self._progress,
                 )
             except FileExistsError:
                 continue
-            return name, array("Q", digests), checksums
         raise FileExistsError(f"{attempt_folder(attempt)}: every name for a constants shard was taken")
 
     def _clear(self, attempt: AttemptName, rank: int, is_held: Callable[[], None]) -> None:

@@ -22,13 +22,13 @@ from flashckpt.events import log
 from flashckpt.format.checked_json import strict_loads
 from flashckpt.format.metadata import Metadata
 from flashckpt.format.names import RUN, AttemptName, part_name, step_attempt_folder
-from flashckpt.format.records import CHUNK_BYTES, Contents, Part, RankRecord, ShardRecord
+from flashckpt.format.records import Contents, Part, RankRecord, ShardRecord
 from flashckpt.keeper.audit import Stopped, Torn, check_header, differing, torn, unlike
 from flashckpt.keeper.constants import ConstantsShards, RegionGone
 from flashckpt.memory.page import Word
 from flashckpt.memory.slot import Sealed, Slot
 from flashckpt.options import Keep
-from flashckpt.store.base import Store
+from flashckpt.store.base import Region, Store
 
 _PIN_LOST = "the slot was taken from this keeper while it was written; another keeper has it now"
 
@@ -203,7 +203,6 @@ class Drain:
             if not _is_of(part, order.slot.rank, metadata):
                 raise _other_content(sealed.step, attempt)
         else:
-            self._store.make_folder(folder)
             written = self._write(order, sealed, pinned, metadata, folder, attempt)
         found = steps.commit(self._store, sealed.step, attempt, order.world)
         if found is steps.Committed.BURIED:
@@ -282,25 +281,18 @@ class Drain:
         """The shard, audited on the way, and whether the page cache was bypassed."""
         layout = metadata.layout
         crashpoints.point("write.begun")
-        digests, checksums, direct = _native.write_file(
-            self._store.local_path(f"{folder}/{name}"),
-            slot.descriptor,
-            slot.image_offset,
-            layout.num_bytes,
-            chunk_bytes=CHUNK_BYTES,
-            leaf_offsets=array("Q", [layout.data_start + leaf.offset for leaf in layout.leaves]),
-            leaf_sizes=array("Q", [leaf.num_bytes for leaf in layout.leaves]),
+        written = self._store.write_shard(
+            f"{folder}/{name}",
+            layout,
+            Region(slot.descriptor, slot.image_offset),
             threads=self._threads,
             progress=_native.address_of(self._progress),
         )
         crashpoints.point("write.written")
-        leaves = unlike(metadata, array("Q", digests))
+        leaves = unlike(metadata, written.digests)
         if leaves:
             raise torn(metadata, leaves)
-        shard = ShardRecord(
-            file=name, num_bytes=layout.num_bytes, data_start=layout.data_start, checksums=checksums
-        )
-        return shard, direct
+        return ShardRecord.of(name, layout, written.checksums), written.direct
 
     def _remove_debris(self, folder: str, name: str) -> None:
         """Remove a shard unless a part stands: an error may have come after the part's own link."""

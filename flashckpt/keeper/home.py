@@ -6,8 +6,6 @@ nothing is ever concluded from it but to wait.
 
 from __future__ import annotations
 
-import os
-
 from flashckpt.commit.run import open_run
 from flashckpt.errors import DamagedError, FormatError, NoSuchStepError, UnusableRunError
 from flashckpt.events import log
@@ -34,7 +32,9 @@ class Home:
         if self._is_ours(self._store):
             return True
         told = self._told
-        if told is None or told == self._store.url or not self._is_ours(open_store(told)):
+        if told is None or told == self._store.url or not self._store.capabilities.rename:
+            return False
+        if not self._is_ours(open_store(told)):
             return False
         log.warning("the run was moved from %s to %s: it is followed there", self._store.url, told)
         self._store.move_to(told)
@@ -49,6 +49,6 @@ class Home:
         except (DamagedError, FormatError):
             # Whose it is cannot be read any more, and what is in memory is worth more than a doubt.
             return True
-        if self._run_id is None and identity_of(found, os.stat(store.url)) == self._identity:
+        if self._run_id is None and identity_of(found, store.place()) == self._identity:
             self._run_id = found
         return found == self._run_id

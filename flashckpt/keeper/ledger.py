@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import queue
 import threading
 import time
@@ -33,9 +32,7 @@ def lines_of(store: Store, attempt: str) -> Iterator[dict[str, Any]]:
     read of it is left out."""
     for name in file_names(attempt):
         try:
-            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            with open(os.open(store.local_path(f"{FOLDER}/{name}"), flags), "rb") as file:
-                data = file.read(FILE_BYTES)
+            data = store.read(f"{FOLDER}/{name}", FILE_BYTES)
         except (OSError, FlashckptError):
             continue
         for line in data.splitlines():
@@ -95,37 +92,17 @@ class Ledger:
     def _write(self, attempt: str, data: bytes) -> None:
         if not self._stands():
             return
-        try:
-            self._append(attempt, data)
-        except FileNotFoundError:
-            self._store.make_folder(FOLDER)
-            self._append(attempt, data)
-
-    def _append(self, attempt: str, data: bytes) -> None:
-        """To the first file while there is room in it, else to the recent one."""
-        first, previous, recent = file_names(attempt)
-        if self._append_to(first, data):
+        # To the first file while there is room in it, else to the recent one.
+        first, previous, recent = (f"{FOLDER}/{name}" for name in file_names(attempt))
+        if self._append(first, data) or self._append(recent, data):
             return
-        if not self._append_to(recent, data):
-            # Where two keepers turn at once, the second takes lines away that nobody has missed yet.
-            os.rename(self._path(recent), self._path(previous))
-            self._append_to(recent, data)
+        # Where two keepers turn at once, the second takes lines away that nobody has missed yet.
+        self._store.replace(previous, self._store.read(recent, FILE_BYTES), durable=False)
+        self._store.remove(recent)
+        self._append(recent, data)
 
-    def _append_to(self, name: str, data: bytes) -> bool:
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(self._path(name), flags, 0o644)
-        try:
-            found = os.fstat(descriptor).st_size
-            if found and found + len(data) > self._file_bytes:
-                return False
-            # One write of one line: two keepers that append at once do not mix their bytes.
-            os.write(descriptor, data)
-            return True
-        finally:
-            os.close(descriptor)
-
-    def _path(self, name: str) -> str:
-        return self._store.local_path(f"{FOLDER}/{name}")
+    def _append(self, path: str, data: bytes) -> bool:
+        return self._store.append(path, data, self._file_bytes)
 
 
 def file_names(attempt: str) -> tuple[str, str, str]:

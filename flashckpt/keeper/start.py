@@ -61,7 +61,6 @@ def start(run_path: str, runtime: RuntimeFolder) -> int:
             "Python does not know its own program, so no keeper can be started. Training is not touched, "
             "but nothing would be persisted. Run under an ordinary python."
         )
-    run_path = os.path.abspath(run_path)
     orders = {"paths": _import_path(), "run": run_path, "runtime": runtime.path}
     boot = os.path.join(os.path.dirname(os.path.abspath(__file__)), "boot.py")
     log = runtime.open_file(LOG_NAME, os.O_RDWR | os.O_CREAT | os.O_APPEND)

@@ -57,11 +57,10 @@ def base_folder(override: str | None = None) -> str:
     )
 
 
-def identity_of(run_id: str, run_folder: os.stat_result) -> str:
-    """A run's name on this node, of 32 characters, from its id and the device and inode of its folder: a
-    copied run folder is another run, also where the copy's files are hard links (a backup's often are)."""
-    text = f"{run_id}\0{run_folder.st_dev}\0{run_folder.st_ino}"
-    return _native.xxh3_128(text.encode()).hex()
+def identity_of(run_id: str, place: str) -> str:
+    """A run's name on this node, of 32 characters, from its id and its store's `place()`: a copy is another
+    run."""
+    return _native.xxh3_128(f"{run_id}\0{place}".encode()).hex()
 
 
 class RuntimeFolder:

@@ -48,8 +48,8 @@ def _finding(each: Debris) -> Finding:
 
 def _remove(store: Store, each: Debris) -> None:
     if each.kind == "folder":
-        store.remove_empty(each.path)
-        store.remove_empty(each.path.rpartition("/")[0])
+        store.remove(each.path)
+        store.remove(each.path.rpartition("/")[0])
         return
     if each.kind == "attempt" and each.attempt is not None:
         # The claim last: as long as it stands, what a crash left of the attempt is found again.
@@ -57,5 +57,5 @@ def _remove(store: Store, each: Debris) -> None:
     store.remove(each.path)
     # Nobody has a use for a folder that this has left empty.
     if each.step is not None and each.attempt is not None:
-        store.remove_empty(step_attempt_folder(each.step, each.attempt))
-        store.remove_empty(step_folder(each.step))
+        store.remove(step_attempt_folder(each.step, each.attempt))
+        store.remove(step_folder(each.step))

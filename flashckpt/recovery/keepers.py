@@ -22,6 +22,7 @@ from flashckpt.recovery import lingering
 from flashckpt.recovery.node import living_trainers
 from flashckpt.recovery.report import Watcher
 from flashckpt.recovery.survey import slots_in
+from flashckpt.store.base import open_store
 
 _IDENTITY = re.compile(r"[0-9a-f]{32}")
 # A keeper answers within a tick of its loop; one that is stopped must not hold up the list of the others.
@@ -71,7 +72,7 @@ def find(target: str) -> KeeperRow:
     if target.isdigit():
         found = [row for row in rows if row.pid == int(target)]
     else:
-        path = os.path.realpath(target.removeprefix("file://"))
+        path = os.path.realpath(open_store(target).url)
         found = [row for row in rows if path in map(os.path.realpath, (row.run or row.folder, row.folder))]
     if len(found) != 1:
         what = "keeper" if not found else "one keeper alone"

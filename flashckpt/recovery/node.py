@@ -7,6 +7,7 @@ that none can be elected meanwhile. Whoever trains is never disturbed: he is nam
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from flashckpt.commit import attempts
 from flashckpt.commit.holder import Probe, check, here
 from flashckpt.errors import DamagedError, RunHeldError
-from flashckpt.format.names import RUN, AttemptName
+from flashckpt.format.names import AttemptName
 from flashckpt.format.records import Holder, Run
 from flashckpt.keeper.protocol import ELECTION_LOCK
 from flashckpt.memory.runtime import (
@@ -35,13 +36,13 @@ _TRIES = 20
 @contextlib.contextmanager
 def runtime_of(store: Store, run: Run) -> Iterator[RuntimeFolder | None]:
     """The run's runtime folder on this node as it is found, None where there is none. RunHeldError where
-    its owner, another user, has one: nobody else can look at what is in it."""
+    another user has one: nobody else can look at what is in it."""
     base, identity = base_folder(Environment.read().runtime_folder), _identity(store, run)
-    owner = os.stat(store.local_path(RUN)).st_uid
-    theirs = os.path.join(base, f"flashckpt-{owner}", identity)
-    if owner != os.geteuid() and os.path.isdir(theirs):
+    own = os.path.join(base, f"flashckpt-{os.geteuid()}", identity)
+    for theirs in set(glob.glob(os.path.join(glob.escape(base), "flashckpt-*", identity))) - {own}:
+        user = os.path.basename(os.path.dirname(theirs)).removeprefix("flashckpt-")
         raise RunHeldError(
-            f"{store.url} is in the memory of its owner, user {owner}, on this machine: {theirs}. Nothing "
+            f"{store.url} is in the memory of another user, user {user}, on this machine: {theirs}. Nothing "
             "was changed. Run this as that user, who alone can look at what is there and save it.",
             path=store.url,
         )
@@ -187,7 +188,7 @@ def _entered(store: Store, run: Run) -> tuple[RuntimeFolder, LifeLock]:
 
 
 def _identity(store: Store, run: Run) -> str:
-    return identity_of(run.run_id, os.stat(store.url))
+    return identity_of(run.run_id, store.place())
 
 
 def _claimed_with(store: Store, lock: str) -> AttemptName | None:

@@ -110,7 +110,7 @@ def _wrong_files(store: Store, rest: Rest, *, read: bool) -> Iterable[tuple[str,
             if not read:
                 # What is missing or cut short the commit itself refuses.
                 continue
-            status, detail = verify_file(store.local_path(file), contents)
+            status, detail = verify_file(store, file, contents)
             if status != "ok":
                 yield file, f"{status}, {detail}"
 

@@ -41,7 +41,7 @@ def load(record: StepRecord, rank: int, slot_for: SlotFor, threads: int) -> tupl
     """
     mine = record.rank(rank)
     content = _Content.of(mine)
-    with contextlib.closing(ShardReading(record.step, content.files(record), threads)) as reading:
+    with contextlib.closing(ShardReading(record, content.files(record), threads)) as reading:
         held = slot_for(content.places.num_bytes, content.image.num_bytes, reading.begin)
         with _slot_faults(held):
             generation = _begin(held)
@@ -102,11 +102,9 @@ class _Content:
         return geometry(*self.sizes)
 
     def files(self, record: StepRecord) -> list[File]:
-        found = [File(0, record.shard_path(self.mine.rank), self.mine.contents)]
-        path = record.constants_path(self.mine.rank)
-        if path is not None and self.mine.constants is not None:
-            found.append(File(self.image.constants_start, path, self.mine.constants))
-        return found
+        starts = 0, self.image.constants_start
+        files = record.files(self.mine.rank)
+        return [File(start, path, contents) for start, (path, contents) in zip(starts, files, strict=False)]
 
 
 @contextlib.contextmanager

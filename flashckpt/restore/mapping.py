@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,11 +25,9 @@ def mapped_leaves(store: Store, step: int | None, rank: int) -> dict[str, torch.
     Raises NoSuchStepError; DamagedError before anything is returned.
     """
     record = resolve(store, step)
-    mine = record.rank(rank)
-    leaves = _mapped(record.shard_path(rank), mine.contents, record.step)
-    constants = record.constants_path(rank)
-    if constants is not None and mine.constants is not None:
-        leaves.update(_mapped(constants, mine.constants, record.step))
+    leaves: dict[str, torch.Tensor] = {}
+    for path, contents in record.files(rank):
+        leaves.update(_mapped(store, path, contents, record.step))
     return leaves
 
 
@@ -86,23 +82,17 @@ def _filling(mine: RankRecord, leaves: dict[str, torch.Tensor], value: dict[str,
     return Filling(Saved(leaves=recorded, value=value, tensor=leaves.__getitem__))
 
 
-def _mapped(path: str, contents: Contents, step: int) -> dict[str, torch.Tensor]:
-    status, detail = verify_file(path, contents)
+def _mapped(store: Store, path: str, contents: Contents, step: int) -> dict[str, torch.Tensor]:
+    status, detail = verify_file(store, path, contents)
     if status != "ok":
         raise DamagedError(
-            f"{path} is {status}: {detail}. Nothing was loaded. Load an older step: "
+            f"{store.url}/{path} is {status}: {detail}. Nothing was loaded. Load an older step: "
             "`flashckpt ls` lists them.",
             step=step,
             path=path,
         )
     layout = contents.layout()
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        # Private and writable: a user may change what was loaded, and the file never.
-        image = mmap.mmap(descriptor, layout.num_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
-    finally:
-        os.close(descriptor)
-    view = memoryview(image)
+    view = store.view(path, layout.num_bytes)
     leaves: dict[str, torch.Tensor] = {}
     for leaf in layout.leaves:
         tensor = leaf_view(view, leaf, layout.data_start + leaf.offset)

@@ -14,13 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flashckpt import _native
+from flashckpt.commit.steps import StepRecord
 from flashckpt.errors import DamagedError
 from flashckpt.format.records import Contents
 from flashckpt.restore.memory_tier import Held
-
-Read = tuple[bytes, list[int]]
-"""The digest of each leaf as it was read, and the chunks whose checksum is not the committed one."""
-
+from flashckpt.store.base import Read, Region
 
 # What a file system answers for a sector, a block or a tree of a file that it cannot give any more. A server
 # that is away, a permission, a time-out are others: those say nothing of the file.
@@ -44,8 +42,8 @@ class ShardReading:
     """`begin` may be called once, with a region that is still growing; `into` gives the whole files in the
     slot that was granted in the end; `close` ends what was begun in vain."""
 
-    def __init__(self, step: int, files: Sequence[File], threads: int) -> None:
-        self._step, self._files, self._threads = step, files, threads
+    def __init__(self, record: StepRecord, files: Sequence[File], threads: int) -> None:
+        self._step, self._store, self._files, self._threads = record.step, record.store, files, threads
         self._given_up = array("Q", [0])
         self._descriptor = -1
         self._image_offset = 0
@@ -105,39 +103,22 @@ class ShardReading:
         return [self._read_one(file, descriptor, image_offset + file.start, growing) for file in self._files]
 
     def _read_one(self, file: File, descriptor: int, offset: int, growing: int) -> Read:
-        layout, shard = file.contents.layout(), file.contents.shard
+        region = Region(descriptor, offset)
         try:
-            digests, bad_chunks, _ = _native.read_file(
-                file.path,
-                descriptor,
-                offset,
-                num_bytes=shard.num_bytes,
-                chunk_bytes=shard.chunk_bytes,
-                checksums=shard.checksums,
-                leaf_offsets=array("Q", [layout.data_start + leaf.offset for leaf in layout.leaves]),
-                leaf_sizes=array("Q", [leaf.num_bytes for leaf in layout.leaves]),
-                threads=self._threads,
-                growing=growing,
+            return self._store.read_ranges(
+                file.path, file.contents, region, threads=self._threads, growing=growing
             )
-        except ValueError as error:
-            # The native reader's word for a file of another length, which it had when the step was listed.
+        except DamagedError as error:
             raise self._damaged(file, f"{error}. Nothing of it was loaded.") from error
         except OSError as error:
             if error.errno in _LOST_BYTES:
-                raise UnreadableShardError(error.errno, error.strerror, file.path) from error
+                raise UnreadableShardError(error.errno, error.strerror, self._named(file)) from error
             raise
-        return digests, bad_chunks
 
     def _check(self, file: File, found: Read, held: Held) -> None:
-        digests, bad_chunks = array("Q", found[0]), found[1]
-        layout = file.contents.layout()
-        wrong = [
-            leaf.name
-            for leaf, seen, expected in zip(layout.leaves, digests, file.contents.digests, strict=True)
-            if seen != expected
-        ]
-        if bad_chunks or wrong:
-            where = f"chunks {bad_chunks[:5]}" if bad_chunks else f"leaves {', '.join(wrong[:5])}"
+        layout, wrong = file.contents.layout(), found.wrong_leaves(file.contents)
+        if found.bad_chunks or wrong:
+            where = f"chunks {found.bad_chunks[:5]}" if found.bad_chunks else f"leaves {', '.join(wrong[:5])}"
             raise self._damaged(
                 file,
                 f"it is not what was committed ({where}; chunks of {file.contents.shard.chunk_bytes} bytes). "
@@ -151,4 +132,7 @@ class ShardReading:
             )
 
     def _damaged(self, file: File, message: str) -> DamagedError:
-        return DamagedError(f"{file.path}: {message}", step=self._step, path=file.path)
+        return DamagedError(f"{self._named(file)}: {message}", step=self._step, path=self._named(file))
+
+    def _named(self, file: File) -> str:
+        return f"{self._store.url}/{file.path}"

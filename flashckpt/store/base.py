@@ -1,80 +1,178 @@
-"""The narrow waist between commit and whatever holds the files. Owns the Protocol, and which URL is what.
+"""The waist: every byte of a run goes through a Store. Owns the Protocol, and which URL is what.
 
-A store holds small files under '/'-separated paths relative to its run. Shards are written and read by
-the native engine, through `local_path`. A backend passes tests/contracts/ or it is not one.
+A store holds files under '/'-separated paths relative to its run. What a path's folders are, and how a file
+becomes durable, is the store's own affair: nobody above it knows a local path, a link or a sync. A backend
+passes tests/contracts/ or it is not one.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
-from flashckpt.errors import OptionError
+from flashckpt.errors import DamagedError, OptionError
+from flashckpt.format.layout import Layout
+from flashckpt.format.records import Contents
+
+ENTRY_POINTS = "flashckpt.stores"
+"""The group of entry points in which a package names a store: the URL's scheme, and a callable that takes the
+URL. It is looked up in each process by itself: trainer, keeper and shell. It must import without torch."""
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _MAX_NAME_BYTES = 255
 
 
+class LengthError(DamagedError):
+    """A file has another length than was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a store can do beyond the contract, or does in its own way.
+
+    conditional_create: `create` refuses a taken name even when two ask at once; a run cannot be without it.
+    rename: the run itself may be moved while it is in use, and is then followed. is_shared: other nodes see
+    the same files; None where only a probe could tell. part_bytes: a longer shard is sent in pieces of this
+    size; 0 where there are no pieces.
+    """
+
+    conditional_create: bool
+    rename: bool
+    is_shared: bool | None
+    part_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One name in a folder. `num_bytes` is the length of a file, 0 for a folder."""
+    """One name in a folder. `num_bytes` is the length of a file, 0 for a folder; `modified_s` the wall clock
+    of the store when it was written, 0 where it does not say."""
 
     name: str
     is_folder: bool
     num_bytes: int
+    modified_s: float = field(default=0.0, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Bytes of this node's memory: those of a file in memory from `offset` on, a multiple of the page."""
+
+    descriptor: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """Of the very bytes that were written: the digest of each leaf, in the layout's order, and 16 bytes for
+    each chunk. `direct`: they went past the page cache."""
+
+    digests: array[int]
+    checksums: bytes
+    direct: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """Of the very bytes that were read: the digest of each leaf, and the chunks without their checksum."""
+
+    digests: array[int]
+    bad_chunks: list[int]
+
+    def wrong_leaves(self, contents: Contents) -> list[str]:
+        """The leaves that do not have the digest of their boundary."""
+        pairs = zip(contents.leaves, contents.digests, self.digests, strict=True)
+        return [leaf.name for leaf, expected, found in pairs if expected != found]
 
 
 class Store(Protocol):
-    """All of it may raise OSError, with errno and path; a link raises RunError in a folder's place
-    and DamagedError in a file's: none is followed."""
+    """All of it may raise OSError, with errno; a link raises RunError in a folder's place and DamagedError in
+    a file's: none is followed. `create`, `append`, `copy` and `write_shard` make the folders they need."""
 
     @property
     def url(self) -> str:
-        """The run as its user would name it."""
+        """The run as its user would name it, from any working directory."""
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    def place(self) -> str:
+        """What tells this place from one that holds a copy of the run. OSError where it is not there."""
+
+    def move_to(self, url: str) -> None:
+        """The run is found there from now on: somebody has moved it. Calls under way end where it was."""
+
+    # Small files
 
     def read(self, path: str, max_bytes: int) -> bytes:
         """A whole file. FileNotFoundError where there is none, DamagedError beyond `max_bytes`."""
 
     def create(self, path: str, data: bytes) -> bool:
         """Write a new file, durably and whole or not at all. False where the name is taken: what stands
-        there is then durable too. The folder must be there."""
+        there is then durable too. Whatever was seen in its folder is durable before the new name is."""
 
     def replace(self, path: str, data: bytes, *, durable: bool = True) -> None:
         """Put a file in a name's place at once: a reader sees the old bytes or the new ones. Not
-        durable means that a power loss may leave either, or an empty file."""
+        durable means that a power loss may leave either, or an empty file. May raise FileNotFoundError where
+        nothing else is in its folder."""
 
-    def link(self, source: str, target: str) -> bool:
-        """A second name for a file, durably. False where `target` is taken; OSError where links cannot be."""
+    def append(self, path: str, data: bytes, max_bytes: int) -> bool:
+        """Add to a file's end; not durable. False, and nothing is added, where a file that is there would
+        become longer than `max_bytes`."""
+
+    def copy(self, source: str, target: str) -> bool:
+        """The same bytes under a second name, durably, without reading them here. False where the store
+        cannot, or `target` is taken."""
 
     def list(self, folder: str) -> list[Entry]:
-        """Files and folders by name; links and everything else are left out. Empty where there is none."""
-
-    def make_folder(self, path: str) -> None:
-        """The folder and those above it, each durable in its parent when this returns."""
-
-    def sync_folder(self, path: str) -> None:
-        """The names in a folder are durable when this returns."""
-
-    def remove(self, path: str) -> None:
-        """Remove one file; nothing where there is none. Not durable by itself."""
-
-    def remove_tree(self, path: str) -> None:
-        """Remove a folder and all in it; nothing where there is none. Links are removed, not followed."""
-
-    def remove_empty(self, path: str) -> bool:
-        """Remove a folder if nothing is in it."""
+        """Files and folders by name, all of them, in however many pages they come; links and everything else
+        are left out. Empty where there is none. What comes or goes meanwhile may be there or not."""
 
     def exists(self, path: str) -> bool:
-        """Whether a file or folder (no link) has this name."""
+        """Whether a file has this name."""
 
-    def local_path(self, path: str) -> str:
-        """The path in the local file system, for the native engine; no folder on the way is a link."""
+    def remove(self, path: str) -> None:
+        """Remove one file, or a folder with nothing in it; nothing where there is none, or where something
+        is in it. Not durable by itself."""
 
-    def move_to(self, url: str) -> None:
-        """The run is found there from now on: somebody has moved it. Calls under way end where it was."""
+    def remove_tree(self, path: str) -> None:
+        """Remove all files below a folder; nothing where there are none. Links are removed, not followed."""
+
+    # Shards
+
+    def write_shard(
+        self, path: str, layout: Layout, source: Region, *, threads: int = 2, progress: int = 0
+    ) -> Written:
+        """Write an image of `layout` from memory to a new file. Bytes and name are durable when this returns;
+        after an error there is no such file. `progress`: 0, or the address of a u64 that grows by the bytes
+        done. FileExistsError where the name is taken."""
+
+    def read_ranges(
+        self,
+        path: str,
+        contents: Contents,
+        target: Region | None,
+        *,
+        threads: int = 2,
+        progress: int = 0,
+        growing: int = 0,
+    ) -> Read:
+        """Read a shard into memory, every chunk and leaf checked on the way; with no target it is checked and
+        kept nowhere. LengthError, before anything is read, for a file of another length.
+
+        `growing`: 0, or the address of a u64: the target is still being made. Each chunk waits until it has
+        its place; OSError (ECANCELED) once the word is not 0."""
+
+    def read_bytes(self, path: str, offset: int, num_bytes: int) -> bytes:
+        """Bytes of a file as they are, for who compares them himself. LengthError where it ends before."""
+
+    def view(self, path: str, num_bytes: int) -> memoryview:
+        """A whole file as memory of this process, which may write to it: mapped copy-on-write where that can
+        be, else read. Unchecked. LengthError for a file of another length."""
 
 
 def split(path: str) -> list[str]:
@@ -86,10 +184,24 @@ def split(path: str) -> list[str]:
     return names
 
 
-def open_store(url_or_path: str | os.PathLike[str]) -> Store:
-    """The store that a run's path or `file://` URL names. Nothing is created or read.
+def too_long(path: str, num_bytes: int, max_bytes: int) -> DamagedError:
+    """What `read` raises for a file beyond `max_bytes`."""
+    return DamagedError(
+        f"{path} has {num_bytes} bytes, where at most {max_bytes} can be. Nothing of it "
+        "was read. Run `flashckpt verify` on the run to see which steps are whole.",
+        path=path,
+    )
 
-    OptionError for any other scheme, which is named.
+
+def other_length(path: str, num_bytes: int, wanted: int) -> LengthError:
+    """What the reading of a shard raises for a file of another length."""
+    return LengthError(f"{num_bytes} bytes, where {wanted} were written", path=path)
+
+
+def open_store(url_or_path: str | os.PathLike[str]) -> Store:
+    """The store that a run's path or URL names. Nothing is created or read.
+
+    OptionError for a scheme that neither this library nor an installed package has, which is named.
     """
     from flashckpt.store.local import LocalStore
 
@@ -102,13 +214,22 @@ def open_store(url_or_path: str | os.PathLike[str]) -> Store:
             raise OptionError("the run's path is empty. Nothing was changed. Name a folder.")
         return LocalStore(text)
     if match[1].lower() != "file":
-        raise OptionError(
-            f"{text!r}: {match[1]}:// is not supported yet. Nothing was changed. "
-            "Name a folder or a file:// URL."
-        )
+        return _factory(text, match[1].lower())(text)
     parts = urlsplit(text)
     if parts.netloc not in ("", "localhost") or not parts.path:
         raise OptionError(
             f"{text!r} names a file on another machine. Nothing was changed. Write file:///absolute/path."
         )
     return LocalStore(unquote(parts.path))
+
+
+def _factory(url: str, scheme: str) -> Callable[[str], Store]:
+    from importlib.metadata import entry_points  # late: most runs are folders
+
+    for each in entry_points(group=ENTRY_POINTS, name=scheme):
+        factory: Callable[[str], Store] = each.load()
+        return factory
+    raise OptionError(
+        f"{url!r}: {scheme}:// is not supported here, and no installed package has it. Nothing was changed. "
+        "Name a folder or a file:// URL."
+    )

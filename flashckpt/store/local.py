@@ -1,28 +1,47 @@
 """A run in a folder of this machine, or of a file server that it has mounted.
 
-Owns exclusive, durable creation: temporary name, fsync, link to its name, fsync of the folder. Follows
-no link below the run's own folder. Knows no record and no name of a run's files. See docs/commit.md.
+Owns all that is POSIX: exclusive, durable creation (temporary name, fsync, link to its name, fsync of the
+folder), folders, links, and local paths. Follows no link below the run's own folder. Knows no name of a run's
+files. See docs/commit.md.
 """
 
 from __future__ import annotations
 
 import builtins
 import errno
+import mmap
 import os
 import secrets
 import stat
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
+from flashckpt import _native
 from flashckpt.errors import DamagedError, RunError
-from flashckpt.store.base import Entry, split
+from flashckpt.format.layout import Layout
+from flashckpt.format.records import CHUNK_BYTES, Contents
+from flashckpt.store.base import (
+    Capabilities,
+    Entry,
+    Read,
+    Region,
+    Written,
+    other_length,
+    split,
+    too_long,
+)
 from flashckpt.store.system import System
 
-_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
+_Found = TypeVar("_Found")
+
+_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
 _NO_EXCLUSIVE_RENAME = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP})
 _TEMPORARY = ".tmp"
 # How often a folder may vanish under us, because another process found it empty and removed it.
 _FOLDER_TRIES = 8
+_MOST_SETTLED = 256
 
 
 class LocalStore:
@@ -31,34 +50,42 @@ class LocalStore:
     def __init__(self, root: str, system: System | None = None) -> None:
         self._root = os.path.abspath(root)
         self._system = system if system is not None else System()
+        # Folders that are durable in those above them, by path: the inode that was.
+        self._settled: dict[str, int] = {}
 
     @property
     def url(self) -> str:
         return self._root
 
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(conditional_create=True, rename=True, is_shared=None, part_bytes=0)
+
+    def place(self) -> str:
+        """Device and inode: a copied folder is another run, also where the copy's files are hard links (a
+        backup's often are)."""
+        found = os.stat(self._root)
+        return f"{found.st_dev}:{found.st_ino}"
+
+    def move_to(self, url: str) -> None:
+        self._root = os.path.abspath(url)
+        self._settled.clear()
+
+    # Small files
+
     def read(self, path: str, max_bytes: int) -> bytes:
-        *folders, name = split(path)
-        with self._folder(folders) as folder:
-            file = self._open(name, folder, path)
-            try:
-                status = os.fstat(file)
-                if not stat.S_ISREG(status.st_mode):
-                    raise self._not_a_file(path)
-                if status.st_size > max_bytes:
-                    raise DamagedError(
-                        f"{path} has {status.st_size} bytes, where at most {max_bytes} can be. Nothing of it "
-                        "was read. Run `flashckpt verify` on the run to see which steps are whole.",
-                        path=path,
-                    )
-                return _read_all(file, max_bytes)
-            finally:
-                os.close(file)
+        with self._opened(path) as (file, num_bytes):
+            if num_bytes > max_bytes:
+                raise too_long(path, num_bytes, max_bytes)
+            return _read_all(file, max_bytes)
 
     def create(self, path: str, data: bytes) -> bool:
-        *folders, name = split(path)
-        with self._folder(folders) as folder:
+        def create_in(name: str, folder: int) -> bool:
             temporary = self._write_temporary(name, data, folder)
             try:
+                # What the new file names, or was written because of, stands here, perhaps under a name that
+                # another process has just made.
+                self._system.sync_folder(folder)
                 created = self._publish(temporary, name, data, folder)
                 # The name, ours or another's, may be counted on from here: no power loss may take it back.
                 self._system.sync_folder(folder)
@@ -67,7 +94,10 @@ class LocalStore:
                 with suppress(FileNotFoundError):
                     self._system.remove(temporary, folder)
 
+        return self._in_folder(path, create_in)
+
     def replace(self, path: str, data: bytes, *, durable: bool = True) -> None:
+        # No folder is made: one that is not there was removed with what this file was about.
         *folders, name = split(path)
         with self._folder(folders) as folder:
             temporary = self._write_temporary(name, data, folder, durable=durable)
@@ -81,20 +111,42 @@ class LocalStore:
                 # What follows (deletions) counts on the new file: the old one must not come back.
                 self._system.sync_folder(folder)
 
-    def link(self, source: str, target: str) -> bool:
-        *source_folders, source_name = split(source)
-        *target_folders, target_name = split(target)
-        with self._folder(source_folders) as above, self._folder(target_folders) as folder:
-            if not stat.S_ISREG(os.stat(source_name, dir_fd=above, follow_symlinks=False).st_mode):
-                raise self._not_a_file(source)
+    def append(self, path: str, data: bytes, max_bytes: int) -> bool:
+        def append_in(name: str, folder: int) -> bool:
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            file = os.open(name, flags, 0o644, dir_fd=folder)
             try:
-                self._system.link(source_name, target_name, above, folder)
-                created = True
-            except FileExistsError:
-                created = False
+                before = os.fstat(file).st_size
+                if before and before + len(data) > max_bytes:
+                    return False
+                # One write: two processes that append at once do not mix their bytes.
+                os.write(file, data)
+                return True
+            finally:
+                os.close(file)
+
+        return self._in_folder(path, append_in)
+
+    def copy(self, source: str, target: str) -> bool:
+        *source_folders, source_name = split(source)
+
+        def link_in(name: str, folder: int) -> bool:
+            with self._folder(source_folders) as above:
+                if not stat.S_ISREG(os.stat(source_name, dir_fd=above, follow_symlinks=False).st_mode):
+                    raise self._not_a_file(source)
+                try:
+                    self._system.link(source_name, name, above, folder)
+                except FileExistsError:
+                    return False
+                except OSError as error:
+                    if error.errno in _NO_LINKS:
+                        return False
+                    raise
             # A part may name the new link next.
             self._system.sync_folder(folder)
-            return created
+            return True
+
+        return self._in_folder(target, link_in)
 
     def list(self, folder: str) -> builtins.list[Entry]:
         entries = []
@@ -104,63 +156,173 @@ class LocalStore:
                     with suppress(FileNotFoundError):
                         status = entry.stat(follow_symlinks=False)
                         if stat.S_ISREG(status.st_mode):
-                            entries.append(Entry(entry.name, False, status.st_size))
+                            entries.append(Entry(entry.name, False, status.st_size, status.st_mtime))
                         elif stat.S_ISDIR(status.st_mode):
-                            entries.append(Entry(entry.name, True, 0))
+                            entries.append(Entry(entry.name, True, 0, status.st_mtime))
         except FileNotFoundError:
             return []
         return sorted(entries, key=lambda entry: entry.name)
 
-    def make_folder(self, path: str) -> None:
-        names = split(path)
-        self._make_root()
-        for depth in range(1, len(names) + 1):
-            self._make_one(names[:depth])
-
-    def sync_folder(self, path: str) -> None:
-        with self._folder(split(path)) as folder:
-            self._system.sync_folder(folder)
+    def exists(self, path: str) -> bool:
+        *folders, name = split(path)
+        try:
+            with self._folder(folders) as folder:
+                return stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
+        except FileNotFoundError:
+            return False
 
     def remove(self, path: str) -> None:
         *folders, name = split(path)
         with suppress(FileNotFoundError), self._folder(folders) as folder:
-            self._system.remove(name, folder)
+            try:
+                self._system.remove(name, folder)
+            except (IsADirectoryError, PermissionError):
+                if not stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+                    raise
+                self._remove_empty(name, folder)
 
     def remove_tree(self, path: str) -> None:
         *folders, name = split(path)
         with suppress(FileNotFoundError), self._folder(folders) as folder:
             self._remove_tree(name, folder)
 
-    def remove_empty(self, path: str) -> bool:
-        *folders, name = split(path)
-        try:
-            with self._folder(folders) as folder:
-                self._system.remove_folder(name, folder)
-        except FileNotFoundError:
-            return True
-        except OSError as error:
-            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-                return False
-            raise
-        return True
+    # Shards
 
-    def exists(self, path: str) -> bool:
-        *folders, name = split(path)
+    def write_shard(
+        self, path: str, layout: Layout, source: Region, *, threads: int = 2, progress: int = 0
+    ) -> Written:
+        def write_in(name: str, folder: int) -> Written:
+            digests, checksums, direct = self._system.write_shard(
+                os.path.join(self._root, path),
+                source.descriptor,
+                source.offset,
+                layout.num_bytes,
+                chunk_bytes=CHUNK_BYTES,
+                **_leaves(layout),
+                threads=threads,
+                progress=progress,
+            )
+            try:
+                # The bytes are on the disk; without this the name may not be when a part names it.
+                self._system.sync_folder(folder)
+            except BaseException:
+                with suppress(OSError):
+                    self._system.remove(name, folder)
+                raise
+            return Written(digests=array("Q", digests), checksums=checksums, direct=direct)
+
+        return self._in_folder(path, write_in)
+
+    def read_ranges(
+        self,
+        path: str,
+        contents: Contents,
+        target: Region | None,
+        *,
+        threads: int = 2,
+        progress: int = 0,
+        growing: int = 0,
+    ) -> Read:
+        shard = contents.shard
+        how: dict[str, Any] = {
+            "num_bytes": shard.num_bytes,
+            "chunk_bytes": shard.chunk_bytes,
+            "checksums": shard.checksums,
+            **_leaves(contents.layout()),
+            "threads": threads,
+            "progress": progress,
+        }
+        self._check_length(path, shard.num_bytes)
+        local = os.path.join(self._root, path)
         try:
-            with self._folder(folders) as folder:
-                mode = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
-        except FileNotFoundError:
-            return False
-        return stat.S_ISREG(mode) or stat.S_ISDIR(mode)
+            if target is None:
+                digests, bad_chunks, _ = _native.check_file(local, **how)
+            else:
+                place = target.descriptor, target.offset
+                digests, bad_chunks, _ = _native.read_file(local, *place, **how, growing=growing)
+        except (ValueError, OSError) as error:
+            # It may have become shorter meanwhile.
+            self._check_length(path, shard.num_bytes)
+            if isinstance(error, ValueError):
+                raise DamagedError(f"{path}: {error}", path=path) from error
+            raise
+        return Read(digests=array("Q", digests), bad_chunks=bad_chunks)
+
+    def read_bytes(self, path: str, offset: int, num_bytes: int) -> bytes:
+        with self._opened(path) as (file, there):
+            data = b""
+            while len(data) < num_bytes:
+                piece = os.pread(file, num_bytes - len(data), offset + len(data))
+                if not piece:
+                    raise other_length(path, there, offset + num_bytes)
+                data = data + piece if data else piece
+            return data
+
+    def view(self, path: str, num_bytes: int) -> memoryview:
+        with self._opened(path) as (file, there):
+            if there != num_bytes:
+                raise other_length(path, there, num_bytes)
+            # Private and writable: a user may change what was loaded, and the file never.
+            return memoryview(mmap.mmap(file, num_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE))
+
+    # Folders, links and paths: known here alone
 
     def local_path(self, path: str) -> str:
+        """The path in the local file system; no folder on the way is a link."""
         *folders, _ = split(path)
         with suppress(FileNotFoundError), self._folder(folders):
             pass
         return os.path.join(self._root, path)
 
-    def move_to(self, url: str) -> None:
-        self._root = os.path.abspath(url)
+    def make_folder(self, path: str) -> None:
+        """The folder and those above it, each durable in its parent when this returns."""
+        names = split(path)
+        self._make_root()
+        for depth in range(1, len(names) + 1):
+            self._make_one(names[:depth])
+
+    def _in_folder(self, path: str, act: Callable[[str, int], _Found]) -> _Found:
+        """What `act` does with a name in its open folder, which is made, and durable in those above it."""
+        *names, name = split(path)
+        for attempt in range(_FOLDER_TRIES):
+            try:
+                with self._folder(names) as folder:
+                    self._settle(names, folder)
+                    return act(name, folder)
+            except FileNotFoundError:
+                # It is missing, or another process found it empty and removed it.
+                if attempt + 1 == _FOLDER_TRIES:
+                    raise
+                self.make_folder("/".join(names))
+        raise AssertionError("a folder was tried for longer than it is tried")
+
+    def _settle(self, names: Sequence[str], folder: int) -> None:
+        """Also where it was there: whoever made it may not have synced it yet."""
+        path, inode = "/".join(names), os.fstat(folder).st_ino
+        if self._settled.get(path) != inode:
+            self.make_folder(path)
+            if len(self._settled) >= _MOST_SETTLED:
+                self._settled.clear()
+            self._settled[path] = inode
+
+    @contextmanager
+    def _opened(self, path: str) -> Iterator[tuple[int, int]]:
+        """A file that is read, and its length."""
+        *folders, name = split(path)
+        with self._folder(folders) as folder:
+            file = self._open(name, folder, path)
+            try:
+                status = os.fstat(file)
+                if not stat.S_ISREG(status.st_mode):
+                    raise self._not_a_file(path)
+                yield file, status.st_size
+            finally:
+                os.close(file)
+
+    def _check_length(self, path: str, num_bytes: int) -> None:
+        with self._opened(path) as (_, there):
+            if there != num_bytes:
+                raise other_length(path, there, num_bytes)
 
     @contextmanager
     def _folder(self, names: Sequence[str]) -> Iterator[int]:
@@ -297,6 +459,13 @@ class LocalStore:
                     raise
                 self.make_folder("/".join(names[:-1]))
 
+    def _remove_empty(self, name: str, folder: int) -> None:
+        try:
+            self._system.remove_folder(name, folder)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+
     def _remove_tree(self, name: str, folder: int) -> None:
         try:
             inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
@@ -312,6 +481,14 @@ class LocalStore:
         finally:
             os.close(inner)
         self._system.remove_folder(name, folder)
+
+
+def _leaves(layout: Layout) -> dict[str, array[int]]:
+    """Where the leaves stand in a file of this layout, as the native engine takes it."""
+    return {
+        "leaf_offsets": array("Q", [layout.data_start + leaf.offset for leaf in layout.leaves]),
+        "leaf_sizes": array("Q", [leaf.num_bytes for leaf in layout.leaves]),
+    }
 
 
 def _read_all(file: int, max_bytes: int) -> bytes:

@@ -9,6 +9,9 @@ import ctypes
 import errno
 import os
 from collections.abc import Callable
+from typing import Any
+
+from flashckpt import _native
 
 _RENAME_NOREPLACE = 1
 
@@ -36,6 +39,12 @@ class System:
 
     def write(self, file: int, data: memoryview) -> int:
         return os.write(file, data)
+
+    def write_shard(
+        self, path: str, source: int, offset: int, num_bytes: int, **how: Any
+    ) -> tuple[bytes, bytes, bool]:
+        """A new file of a region's bytes, written and synced: see `_native.write_file`."""
+        return _native.write_file(path, source, offset, num_bytes, **how)
 
     def sync(self, file: int) -> None:
         os.fsync(file)

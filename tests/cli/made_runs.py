@@ -52,9 +52,9 @@ class MadeRun:
         for index in range(layout.data_start, layout.num_bytes):
             image[index] = (index * 31 + step) % 251
         folder = step_attempt_folder(step, attempt)
-        self.store.make_folder(folder)
         name = steps.shard_name(0, "5f2c")
         path = self.folder / folder / name
+        path.parent.mkdir(parents=True)
         path.write_bytes(image)
         address = _native.address_of(image) + layout.data_start
         digests = tuple(_native.digest(address + leaf.offset, leaf.num_bytes) for leaf in layout.leaves)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -61,7 +60,7 @@ def test_branch_deletes_nothing(run: MadeRun, shell: Shell) -> None:
 def test_branch_is_refused_while_a_trainer_lives_on_this_machine(
     run: MadeRun, shell: Shell, tmp_path: Path
 ) -> None:
-    identity = identity_of(_run_id(run), os.stat(run.folder))
+    identity = identity_of(_run_id(run), run.store.place())
     trainer = subprocess.Popen(
         [sys.executable, "-c", HOLD_LOCK, str(tmp_path), identity],
         stdin=subprocess.PIPE,

@@ -12,7 +12,7 @@ from flashckpt import _native
 from flashckpt.commit import attempts as attempts_module
 from flashckpt.commit import steps as steps_module
 from flashckpt.commit.run import open_run
-from flashckpt.format.layout import Layout, Leaf
+from flashckpt.format.layout import PAGE, Layout, Leaf
 from flashckpt.format.names import (
     AttemptName,
     attempt_folder,
@@ -21,7 +21,7 @@ from flashckpt.format.names import (
     step_attempt_folder,
 )
 from flashckpt.format.records import CHUNK_BYTES, Contents, Holder, Part, RankRecord, ShardRecord
-from flashckpt.store.base import Store
+from flashckpt.store.base import Region, Store
 from flashckpt.store.local import LocalStore
 from flashckpt.store.system import System
 
@@ -63,19 +63,15 @@ def contents_of(file: str, leaves: Mapping[str, np.ndarray]) -> tuple[bytes, Con
     return image, Contents(shard=shard, leaves=layout.leaves, digests=digests)
 
 
-def write_file(path: str, data: bytes, system: System | None = None) -> None:
-    """Create, write and sync a file, as the native engine does with a shard. The folder is not synced."""
-    system = system or System()
-    folder = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY)
+def write_shard(store: Store, path: str, image: bytes, layout: Layout) -> None:
+    """Write an image from memory of its own, as a keeper writes that of a slot."""
+    descriptor = os.memfd_create("image")
     try:
-        file = system.create(os.path.basename(path), folder)
-        rest = memoryview(data)
-        while rest:
-            rest = rest[system.write(file, rest) :]
-        system.sync(file)
-        os.close(file)
+        os.ftruncate(descriptor, -(-len(image) // PAGE) * PAGE)
+        os.pwrite(descriptor, image, 0)
+        store.write_shard(path, layout, Region(descriptor, 0))
     finally:
-        os.close(folder)
+        os.close(descriptor)
 
 
 def part_of(
@@ -88,15 +84,13 @@ def part_of(
     keeper: int = 0,
     nonce: str = "5f2c0a1b",
     constants: bool = False,
-    system: System | None = None,
 ) -> Part:
     """Write the shards of a part; the part itself is not written."""
-    store.make_folder(step_attempt_folder(step, attempt))
     records = []
     for rank in ranks:
         image, contents = contents_of(shard_name(rank, nonce), leaves_of(step, rank))
         folder = step_attempt_folder(step, attempt)
-        write_file(store.local_path(f"{folder}/{contents.shard.file}"), image, system)
+        write_shard(store, f"{folder}/{contents.shard.file}", image, contents.layout())
         records.append(
             RankRecord(
                 rank=rank,
@@ -104,19 +98,19 @@ def part_of(
                 leaves=contents.leaves,
                 digests=contents.digests,
                 values={"step": step, "rank": rank},
-                constants=constants_of(store, attempt, rank, system) if constants else None,
+                constants=constants_of(store, attempt, rank) if constants else None,
             )
         )
     return Part(step=step, attempt=attempt, world=world, keeper=keeper, ranks=tuple(records))
 
 
-def constants_of(store: Store, attempt: AttemptName, rank: int, system: System | None = None) -> Contents:
+def constants_of(store: Store, attempt: AttemptName, rank: int) -> Contents:
     """The constants shard of a rank, written unless it is there."""
     file = constants_name(rank, 1)
     image, contents = contents_of(file, {"frozen.weight": np.arange(8, dtype="float64") + rank})
     path = f"{attempt_folder(attempt)}/{file}"
     if not store.exists(path):
-        write_file(store.local_path(path), image, system)
+        write_shard(store, path, image, contents.layout())
     return contents
 
 
@@ -151,9 +145,9 @@ def is_whole(store: Store, step: int, attempt: AttemptName) -> bool:
     for part in record.parts:
         for rank in part.ranks:
             image, contents = contents_of(rank.shard.file, leaves_of(step, rank.rank))
-            with open(record.shard_path(rank.rank), "rb") as file:
-                if file.read() != image or contents != rank.contents:
-                    return False
+            found = store.read_bytes(record.shard_path(rank.rank), 0, rank.shard.num_bytes)
+            if found != image or contents != rank.contents:
+                return False
             assert dict(rank.values) == {"step": step, "rank": rank.rank}
     return True
 

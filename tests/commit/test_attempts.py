@@ -110,7 +110,7 @@ def test_a_start_after_a_newer_claim_is_refused(tmp_path: Path) -> None:
 def test_alive_and_how_it_ends(tmp_path: Path) -> None:
     store = new_run(tmp_path / "run")
     name = attempt_at(store)
-    assert alive(store, name) is None
+    assert alive(store, name).count == 0
     beat(store, name, 7)
     assert (alive(store, name).count, alive(store, name).ended) == (7, "")
     mark_ended(store, name, "dead")

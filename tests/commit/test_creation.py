@@ -87,7 +87,7 @@ def test_links_in_the_run_are_not_followed(tmp_path: Path) -> None:
         lambda: store.make_folder("folder/new"),
         lambda: store.local_path("folder/secret"),
         lambda: store.remove("folder/secret"),
-        lambda: store.link("file", "copy"),
+        lambda: store.copy("file", "copy"),
     ):
         with pytest.raises((RunError, DamagedError), match="not followed"):
             act()

@@ -156,10 +156,10 @@ def test_elsewhere_the_counter_is_watched(
     assert still.count > 1
 
 
-def test_a_counter_that_appears_moves(store: LocalStore, tmp_path: Path) -> None:
+def test_a_counter_that_begins_moves(store: LocalStore, tmp_path: Path) -> None:
     name = claim(store, holder(tmp_path, boot_id="other"))
     with pytest.raises(RunHeldError):
-        check(store, holder(tmp_path), never, sleep=Beats(lambda count: count == 3 and beat(store, name, 0)))
+        check(store, holder(tmp_path), never, sleep=Beats(lambda count: count == 3 and beat(store, name, 1)))
 
 
 @pytest.mark.parametrize("how", ["closed", "dead"])

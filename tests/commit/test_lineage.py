@@ -226,7 +226,7 @@ def test_a_run_of_which_nothing_can_be_used_is_an_error(store: Store) -> None:
     check_usable(store)
     train(store, first, 200)
     check_usable(store)
-    Path(resolve(store, 200).shard_path(0)).unlink()
+    Path(store.local_path(resolve(store, 200).shard_path(0))).unlink()
     assert steps(store) == []
     with pytest.raises(UnusableRunError, match="not taken for a fresh run"):
         check_usable(store)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,10 +19,10 @@ from flashckpt.errors import NoSuchStepError, RunError
 from flashckpt.format.names import AttemptName, attempt_folder, manifest_path, step_attempt_folder
 from flashckpt.format.records import Contents, Part, RankRecord
 from flashckpt.options import Keep
+from flashckpt.store.base import Read
 from flashckpt.store.local import LocalStore
-from flashckpt.store.system import System
 from tests.commit import runs
-from tests.commit.runs import attempt_at, commit, contents_of, new_run, write_file
+from tests.commit.runs import attempt_at, commit, contents_of, new_run
 
 
 @pytest.fixture
@@ -51,8 +52,14 @@ def test_a_whole_run(store: LocalStore) -> None:
     )
 
 
+def constants_of(store: LocalStore) -> str:
+    path = resolve(store, 200).constants_path(0)
+    assert path is not None
+    return store.local_path(path)
+
+
 def test_every_flipped_byte_is_found(store: LocalStore) -> None:
-    path = resolve(store, 200).shard_path(0)
+    path = store.local_path(resolve(store, 200).shard_path(0))
     size = Path(path).stat().st_size
     for byte in [0, 7, 8, 100, 2000, 4095, *range(4096, size, 23), size - 1]:
         flip(path, byte)
@@ -63,8 +70,7 @@ def test_every_flipped_byte_is_found(store: LocalStore) -> None:
 
 
 def test_damaged_constants_are_told_of_every_step_that_names_them(store: LocalStore) -> None:
-    path = resolve(store, 200).constants_path(0)
-    assert path is not None
+    path = constants_of(store)
     flip(path, Path(path).stat().st_size - 1)
     rows = verify(store).damaged
     assert [(row.step, row.status) for row in rows] == [(200, "damaged"), (100, "damaged")]
@@ -75,16 +81,15 @@ def test_constants_that_are_another_steps_are_not_taken_for_whole(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file that was lost, and another that was written under its name: steps say different things of it."""
-    path = resolve(store, 200).constants_path(0)
-    assert path is not None
+    path = constants_of(store)
     of_before = runs.constants_of
 
-    def constants_of(store: LocalStore, attempt: AttemptName, rank: int, system: System | None) -> Contents:
-        found = of_before(store, attempt, 7, system)
+    def replaced(store: LocalStore, attempt: AttemptName, rank: int) -> Contents:
+        found = of_before(store, attempt, 7)
         Path(store.local_path(f"{attempt_folder(attempt)}/{found.shard.file}")).replace(path)
         return replace(found, shard=replace(found.shard, file=Path(path).name))
 
-    monkeypatch.setattr(runs, "constants_of", constants_of)
+    monkeypatch.setattr(runs, "constants_of", replaced)
     commit(store, 300, resolve(store, 200).attempt, constants=True)
     report = verify(store)
     assert [(row.step, row.status) for row in report.damaged] == [(200, "damaged"), (100, "damaged")]
@@ -93,7 +98,7 @@ def test_constants_that_are_another_steps_are_not_taken_for_whole(
 
 def test_what_is_damaged_is_named(store: LocalStore) -> None:
     record = resolve(store, 200)
-    path, leaf = record.shard_path(0), record.rank(0).leaves[1]
+    path, leaf = store.local_path(record.shard_path(0)), record.rank(0).leaves[1]
     flip(path, record.rank(0).shard.data_start + leaf.offset)
     (row,) = verify(store).damaged
     assert "chunk 0" in row.detail
@@ -113,7 +118,7 @@ def test_what_is_damaged_is_named(store: LocalStore) -> None:
 def test_files_that_are_gone_or_of_another_length(
     store: LocalStore, tmp_path: Path, harm: str, status: str
 ) -> None:
-    path = Path(resolve(store, 200).shard_path(0))
+    path = Path(store.local_path(resolve(store, 200).shard_path(0)))
     data = path.read_bytes()
     path.unlink()
     if harm == "link":
@@ -144,8 +149,8 @@ def test_a_digest_that_the_bytes_do_not_have(store: LocalStore) -> None:
     image, contents = contents_of(
         "shard-00000-5f2c0a1b.safetensors", {"a": np.arange(4.0), "b": np.arange(3.0)}
     )
-    store.make_folder(step_attempt_folder(300, attempt))
-    write_file(store.local_path(f"{step_attempt_folder(300, attempt)}/{contents.shard.file}"), image)
+    path = f"{step_attempt_folder(300, attempt)}/{contents.shard.file}"
+    runs.write_shard(store, path, image, contents.layout())
     rank = RankRecord(
         rank=0,
         shard=contents.shard,
@@ -164,7 +169,7 @@ def test_a_checksum_that_the_bytes_do_not_have(store: LocalStore) -> None:
     record = resolve(store, 200)
     contents = record.rank(0).contents
     shard = replace(contents.shard, checksums=bytes(len(contents.shard.checksums)))
-    status, detail = verify_file(record.shard_path(0), replace(contents, shard=shard))
+    status, detail = verify_file(store, record.shard_path(0), replace(contents, shard=shard))
     assert (status, detail) == ("damaged", "chunk 0 does not have its checksum")
 
 
@@ -173,8 +178,8 @@ def test_a_header_that_is_not_the_parts(store: LocalStore) -> None:
     attempt = attempt_at(store, resolve(store).attempt, 200)
     image, contents = contents_of("shard-00000-5f2c0a1b.safetensors", {"a": np.arange(4.0)})
     _, other = contents_of(contents.shard.file, {"b": np.arange(4.0)})
-    store.make_folder(step_attempt_folder(300, attempt))
-    write_file(store.local_path(f"{step_attempt_folder(300, attempt)}/{contents.shard.file}"), image)
+    path = f"{step_attempt_folder(300, attempt)}/{contents.shard.file}"
+    runs.write_shard(store, path, image, contents.layout())
     rank = RankRecord(rank=0, shard=contents.shard, leaves=other.leaves, digests=contents.digests, values={})
     publish_part(store, Part(step=300, attempt=attempt, world=1, keeper=0, ranks=(rank,)))
     commit_step(store, 300, attempt, world=1)
@@ -208,9 +213,9 @@ class Pruned(LocalStore):
         self._strike(path)
         return super().read(path, max_bytes)
 
-    def local_path(self, path: str) -> str:
+    def read_ranges(self, path: str, *what: Any, **how: Any) -> Read:
         self._strike(path)
-        return super().local_path(path)
+        return super().read_ranges(path, *what, **how)
 
     def _strike(self, path: str) -> None:
         if self.at and "/000000000100/" in path and path.rpartition("/")[2].startswith(self.at):

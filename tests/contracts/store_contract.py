@@ -2,24 +2,44 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
+import os
+from array import array
+from collections.abc import Iterator
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from flashckpt import _native
 from flashckpt.errors import DamagedError
-from flashckpt.store.base import Entry, Store
+from flashckpt.format.layout import PAGE
+from flashckpt.format.records import Contents, ShardRecord
+from flashckpt.store.base import Entry, LengthError, Region, Store
+from tests.commit.runs import image_of
 
 MAX = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def shard() -> Iterator[Shard]:
+    """For each module that has a store: import it there."""
+    made = Shard()
+    yield made
+    os.close(made.region.descriptor)
 
 
 class StoreContract:
     """The fixture `store` is an empty store whose root exists."""
 
     def test_reads_back_what_was_created(self, store: Store) -> None:
-        store.make_folder("a/b")
         data = bytes(range(256)) * 999
         assert store.create("a/b/file.json", data)
         assert store.read("a/b/file.json", MAX) == data
+        assert store.read_bytes("a/b/file.json", 1000, 77) == data[1000:1077]
+        with pytest.raises(LengthError):
+            store.read_bytes("a/b/file.json", len(data) - 1, 2)
 
     def test_the_first_to_create_stands(self, store: Store) -> None:
         assert store.create("file", b"first")
@@ -40,13 +60,15 @@ class StoreContract:
 
     @pytest.mark.process
     def test_one_of_many_creates(self, store: Store) -> None:
+        assert store.capabilities.conditional_create
         context = multiprocessing.get_context("fork")
         barrier, wins = context.Barrier(4), context.Queue()
 
         def race(who: int) -> None:
             for turn in range(25):
                 barrier.wait(240)
-                if store.create(f"name-{turn}", f"{who}".encode() * 100):
+                # Into a folder that each of them may have to make.
+                if store.create(f"turn-{turn}/name", f"{who}".encode() * 100):
                     wins.put((turn, who))
 
         racers = [context.Process(target=race, args=(who,)) for who in range(4)]
@@ -58,12 +80,17 @@ class StoreContract:
             assert racer.exitcode == 0
         assert wins.empty()
         for turn in range(25):
-            assert store.read(f"name-{turn}", MAX) == f"{found[turn]}".encode() * 100
+            assert store.read(f"turn-{turn}/name", MAX) == f"{found[turn]}".encode() * 100
 
     def test_missing(self, store: Store) -> None:
         for path in ("nothing", "no/such/file"):
-            with pytest.raises(FileNotFoundError):
-                store.read(path, MAX)
+            for read in (
+                lambda: store.read(path, MAX),  # noqa: B023
+                lambda: store.read_bytes(path, 0, 1),  # noqa: B023
+                lambda: store.view(path, 1),  # noqa: B023
+            ):
+                with pytest.raises(FileNotFoundError):
+                    read()
             assert not store.exists(path)
             store.remove(path)
             store.remove_tree(path)
@@ -76,48 +103,184 @@ class StoreContract:
         with pytest.raises(DamagedError, match="at most 99"):
             store.read("file", 99)
 
+    def test_appends(self, store: Store) -> None:
+        assert store.append("events/log", b"x" * 200, 100), "the first line is taken whatever its length"
+        assert store.append("events/log", b"y" * 50, 250)
+        assert not store.append("events/log", b"z", 250)
+        assert store.read("events/log", MAX) == b"x" * 200 + b"y" * 50
+
     def test_lists_files_and_folders_by_name(self, store: Store) -> None:
-        store.make_folder("z/deep")
-        store.make_folder("z/also")
-        store.create("z/file", b"12345")
-        assert store.list("z") == [Entry("also", True, 0), Entry("deep", True, 0), Entry("file", False, 5)]
+        names = [f"file-{number:03d}" for number in range(30)]
+        for name in [*names[::2], *names[1::2]]:
+            store.create(f"z/{name}", name.encode())
+        store.create("z/deep/er/file", b"1")
+        store.create("z/also/file", b"1")
+        store.create("z/also/file-2", b"1")
+        found = store.list("z")
+        assert [each for each in found if each.is_folder] == [Entry("also", True, 0), Entry("deep", True, 0)]
+        assert [each for each in found if not each.is_folder] == [Entry(name, False, 8) for name in names]
+        assert [each.name for each in found] == sorted(each.name for each in found)
+        assert all(each.modified_s > 0 for each in found if not each.is_folder)
 
     def test_removes(self, store: Store) -> None:
-        store.make_folder("a/b/c")
         store.create("a/b/c/file", b"1")
-        store.create("a/keep", b"1")
+        store.create("a/bc", b"1")
         store.remove_tree("a/b")
         store.remove_tree("a/b")
-        assert [entry.name for entry in store.list("a")] == ["keep"]
-        assert not store.remove_empty("a")
-        store.remove("a/keep")
-        store.remove("a/keep")
-        assert store.remove_empty("a")
-        assert store.remove_empty("a")
-        assert not store.exists("a")
+        assert [entry.name for entry in store.list("a")] == ["bc"]
+        store.remove("a")
+        assert store.exists("a/bc"), "something is in it"
+        assert not store.exists("a"), "it is no file"
+        store.remove("a/bc")
+        store.remove("a/bc")
+        store.remove("a")
+        store.remove("a")
+        assert store.list("") == []
+        assert store.create("a/b/c/file", b"1"), "its folders are made again"
 
-    def test_links_share_bytes(self, store: Store) -> None:
-        store.make_folder("a")
+    def test_copies_share_bytes_or_there_are_none(self, store: Store) -> None:
         store.create("a/source", b"bytes")
-        assert store.link("a/source", "target")
-        assert not store.link("a/source", "target")
+        store.create("taken", b"other")
+        assert not store.copy("a/source", "taken")
+        is_copied = store.copy("a/source", "b/target")
+        assert store.exists("b/target") == is_copied
         store.remove("a/source")
-        assert store.read("target", MAX) == b"bytes"
+        if is_copied:
+            assert store.read("b/target", MAX) == b"bytes"
+        assert store.read("taken", MAX) == b"other"
+
+    def test_a_place_tells_a_run_from_another(self, store: Store) -> None:
+        assert store.place() == store.place()
+        assert 0 < len(store.place()) < 4096
 
     @pytest.mark.parametrize(
         "path", ["../out", "/etc/passwd", "a/../../b", "a//b", "a/./b", "a/", "x\0y", "n" * 256]
     )
-    def test_no_path_leads_out(self, store: Store, path: str) -> None:
+    def test_no_path_leads_out(self, store: Store, path: str, shard: Shard) -> None:
         for act in (
             lambda: store.read(path, MAX),
+            lambda: store.read_bytes(path, 0, 1),
+            lambda: store.view(path, 1),
             lambda: store.create(path, b""),
             lambda: store.replace(path, b""),
-            lambda: store.make_folder(path),
+            lambda: store.append(path, b"", 1),
+            lambda: store.exists(path),
             lambda: store.remove(path),
             lambda: store.remove_tree(path),
             lambda: store.list(path),
-            lambda: store.local_path(path),
-            lambda: store.link(path, "target"),
+            lambda: store.copy(path, "target"),
+            lambda: store.copy("source", path),
+            lambda: store.write_shard(path, shard.layout, shard.region),
+            lambda: store.read_ranges(path, shard.contents, None),
         ):
             with pytest.raises(ValueError, match="no path inside a run"):
                 act()
+
+    # Shards
+
+    def test_a_shard_is_written_and_audited(self, store: Store, shard: Shard) -> None:
+        progress = array("Q", [5])
+        written = store.write_shard(
+            "steps/1/shard", shard.layout, shard.region, progress=_native.address_of(progress)
+        )
+        assert written.digests.tolist() == list(shard.contents.digests)
+        assert written.checksums == shard.contents.shard.checksums
+        assert progress[0] == 5 + len(shard.image)
+        assert store.list("steps/1") == [Entry("shard", False, len(shard.image))]
+        assert store.read_bytes("steps/1/shard", 0, len(shard.image)) == shard.image
+        with pytest.raises(FileExistsError):
+            store.write_shard("steps/1/shard", shard.layout, shard.region)
+        view = store.view("steps/1/shard", len(shard.image))
+        assert view == shard.image
+        view[0:4] = b"mine"
+        assert store.read_bytes("steps/1/shard", 0, len(shard.image)) == shard.image, "the file is not"
+
+    def test_a_shard_that_cannot_be_written_is_not_there(self, store: Store, shard: Shard) -> None:
+        longer = replace(shard.layout, num_bytes=shard.layout.num_bytes + (64 << 20))
+        with pytest.raises(OSError, match="region"):
+            store.write_shard("steps/1/shard", longer, shard.region)
+        assert [entry.name for entry in store.list("steps/1")] == []
+
+    def test_a_shard_is_read_and_checked(self, store: Store, shard: Shard) -> None:
+        store.write_shard("shard", shard.layout, shard.region)
+        progress = array("Q", [0])
+        with shard.room() as room:
+            for target in (None, room):
+                read = store.read_ranges(
+                    "shard", shard.contents, target, progress=_native.address_of(progress)
+                )
+                assert read.bad_chunks == []
+                assert read.wrong_leaves(shard.contents) == []
+            assert os.pread(room.descriptor, len(shard.image), room.offset) == shard.image
+        assert progress[0] == 2 * len(shard.image)
+
+    def test_what_is_wrong_with_a_shard_is_found(self, store: Store, shard: Shard) -> None:
+        store.write_shard("shard", shard.layout, shard.region)
+        contents, sums = shard.contents, shard.contents.shard.checksums
+        other = replace(contents.shard, checksums=sums[:16] + bytes(16) + sums[32:])
+        assert store.read_ranges("shard", replace(contents, shard=other), None).bad_chunks == [1]
+        digests = (contents.digests[0] ^ 1, *contents.digests[1:])
+        read = store.read_ranges("shard", contents, None)
+        assert read.wrong_leaves(replace(contents, digests=digests)) == [contents.leaves[0].name]
+        with pytest.raises(FileNotFoundError):
+            store.read_ranges("other", contents, None)
+        store.create("short", b"12345")
+        with shard.room() as room:
+            for target in (None, room):
+                with pytest.raises(LengthError, match="5 bytes, where"):
+                    store.read_ranges("short", contents, target)
+        with pytest.raises(LengthError):
+            store.view("short", 6)
+
+    def test_a_target_that_is_given_up_ends_the_reading(self, store: Store, shard: Shard) -> None:
+        store.write_shard("shard", shard.layout, shard.region)
+        descriptor, given_up = os.memfd_create("growing"), array("Q", [1])
+        try:
+            with pytest.raises(OSError, match="given up") as caught:
+                store.read_ranges(
+                    "shard", shard.contents, Region(descriptor, 0), growing=_native.address_of(given_up)
+                )
+            assert caught.value.errno == errno.ECANCELED
+        finally:
+            os.close(descriptor)
+
+
+class Shard:
+    """An image of some chunks in memory, and what is true of it."""
+
+    def __init__(self) -> None:
+        random = np.random.default_rng(3)
+        leaves = {
+            "a": random.standard_normal((1000, 1000)),
+            "b": random.integers(0, 255, 3_000_001).astype("uint8"),
+            "empty": np.zeros((0, 3), "float32"),
+        }
+        self.image, self.layout, digests = image_of(leaves)
+        size = len(self.image)
+        chunks = [self.image[start : start + (4 << 20)] for start in range(0, size, 4 << 20)]
+        sums = b"".join(map(_native.xxh3_128, chunks))
+        self.contents = Contents(
+            shard=ShardRecord.of("shard", self.layout, sums), leaves=self.layout.leaves, digests=digests
+        )
+        # Not at its file's beginning: a slot's image has metadata before it.
+        self.region = Region(os.memfd_create("shard"), PAGE)
+        os.ftruncate(self.region.descriptor, PAGE + -(-size // PAGE) * PAGE)
+        os.pwrite(self.region.descriptor, self.image, PAGE)
+
+    def room(self) -> Room:
+        return Room(PAGE + -(-len(self.image) // PAGE) * PAGE)
+
+
+class Room:
+    """Memory to read into."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+
+    def __enter__(self) -> Region:
+        self._region = Region(os.memfd_create("room"), PAGE)
+        os.ftruncate(self._region.descriptor, self._num_bytes)
+        return self._region
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._region.descriptor)

@@ -10,7 +10,9 @@ import pytest
 from flashckpt.store.base import Store
 from flashckpt.store.local import LocalStore
 from flashckpt.store.system import System
-from tests.contracts.store_contract import StoreContract
+from tests.contracts.store_contract import StoreContract, shard
+
+__all__ = ["shard"]
 
 
 class TestLocalStore(StoreContract):
@@ -28,8 +30,3 @@ class TestLocalStoreWithoutLinks(StoreContract):
     @pytest.fixture
     def store(self, tmp_path: Path) -> Store:
         return LocalStore(str(tmp_path), NoLinks())
-
-    def test_links_share_bytes(self, store: Store) -> None:
-        store.create("source", b"bytes")
-        with pytest.raises(PermissionError):
-            store.link("source", "target")

@@ -10,8 +10,10 @@ import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from flashckpt.store.system import System
+from tests.crash.mortal import written_by_calls
 
 
 @dataclass(eq=False)
@@ -51,6 +53,11 @@ class Recorder(System):
         copy = bytes(data[:written])
         self.changes.append(lambda model: model.write(key, copy))
         return written
+
+    def write_shard(
+        self, path: str, source: int, offset: int, num_bytes: int, **how: Any
+    ) -> tuple[bytes, bytes, bool]:
+        return written_by_calls(self, path, os.pread(source, num_bytes, offset), **how)
 
     def sync(self, file: int) -> None:
         key = self._files[file]

@@ -254,9 +254,9 @@ class Job:
             faults += [f"{row.file} of step {row.step}: {row.status}" for row in verify(store).damaged]
             for each in lineage.visible(store):
                 found = read_step(store, each.step, each.attempt)
-                leaves = load_file(found.shard_path(0))
+                leaves = load_file(self.run / found.shard_path(0))
                 if (constants := found.constants_path(0)) is not None:
-                    leaves |= load_file(constants)
+                    leaves |= load_file(self.run / constants)
                 if tiny.digest_of(leaves) != self.reference[each.step]:
                     faults.append(f"step {each.step} of {each.attempt} holds other weights")
         except (FlashckptError, OSError) as error:

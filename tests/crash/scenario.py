@@ -32,23 +32,21 @@ def live(path: str, system: System, say: Say) -> None:
     open_run(store, create=True)
     first = attempt_at(store)
     for step in (100, 200, 300):
-        _save(store, step, first, say, system)
+        _save(store, step, first, say)
     second = attempt_at(store, first, 300)
-    _save(store, 400, second, say, system)
+    _save(store, 400, second, say)
     for step in (400, 300):
         say("may go", step)
     branch(store, 300, watch_s=0)
     say("gone", 400)
     say("committed", 300)
     third = attempt_at(store, first, 300)
-    _save(store, 400, third, say, system, nonce="33330000")
-    _save(store, 500, third, say, system, nonce="33330000")
+    _save(store, 400, third, say, nonce="33330000")
+    _save(store, 500, third, say, nonce="33330000")
 
 
-def _save(
-    store: Store, step: int, attempt: AttemptName, say: Say, system: System, nonce: str = "11110000"
-) -> None:
-    part = part_of(store, step, attempt, nonce=nonce, constants=True, system=system)
+def _save(store: Store, step: int, attempt: AttemptName, say: Say, nonce: str = "11110000") -> None:
+    part = part_of(store, step, attempt, nonce=nonce, constants=True)
     publish_part(store, part)
     say("begun", step)
     assert commit(store, step, attempt, world=1)

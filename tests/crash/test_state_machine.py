@@ -108,7 +108,7 @@ class Life(RuleBasedStateMachine):
         store, each = LocalStore(self.path, system), VisibleStep(self.step, self.attempt)
         self.unsure.add(each)
         try:
-            part = part_of(store, self.step, self.attempt, nonce=f"{self.step:08x}", system=system)
+            part = part_of(store, self.step, self.attempt, nonce=f"{self.step:08x}")
             steps.publish_part(store, part)
             assert steps.commit(store, self.step, self.attempt, world=1)
         except Killed:

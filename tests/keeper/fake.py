@@ -72,7 +72,7 @@ def content(leaf: Leaf, step: int) -> bytes:
 def open_runtime(run: Path, base: Path) -> tuple[Any, str]:
     store = open_store(str(run))
     made = open_run(store, create=True)
-    return store, identity_of(made.run_id, os.stat(run))
+    return store, identity_of(made.run_id, store.place())
 
 
 class FakeTrainer:

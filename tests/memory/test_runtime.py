@@ -21,6 +21,7 @@ from flashckpt.memory.runtime import (
     join,
     trainer_lock_name,
 )
+from flashckpt.store.local import LocalStore
 
 IDENTITY = "0123456789abcdef" * 2
 LOCK = "trainer-00000-1-0.lock"
@@ -160,7 +161,7 @@ def test_join_takes_a_folder_that_a_leaving_keeper_removes(runtime: Path) -> Non
 def test_a_copied_run_is_another(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    a, b = os.stat(tmp_path / "a"), os.stat(tmp_path / "b")
+    a, b = (LocalStore(str(tmp_path / name)).place() for name in ("a", "b"))
     assert identity_of("r", a) != identity_of("r", b)
     assert identity_of("r", a) != identity_of("s", a)
     assert identity_of("r", a) == identity_of("r", a)

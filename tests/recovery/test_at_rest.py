@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from flashckpt import _native
 from flashckpt.commit import attempts, lineage, marks
-from flashckpt.commit import verification as verification_module
 from flashckpt.commit.branching import branch
 from flashckpt.commit.holder import here
 from flashckpt.commit.lineage import VisibleStep
@@ -201,13 +202,13 @@ def test_storage_that_fails_marks_nothing(
         commit(store, step, attempt)
     bad = str(shard_of(run, 2, attempt))
 
-    def failing(path: str) -> tuple[bytes, int]:
+    def failing(path: str, **how: Any) -> tuple[bytes, list[int], bool]:
         if path == bad:
             raise OSError(errno.EIO, os.strerror(errno.EIO), path)
-        return whole(path)
+        return whole(path, **how)
 
-    whole = verification_module.read_header
-    monkeypatch.setattr(verification_module, "read_header", failing)
+    whole = _native.check_file
+    monkeypatch.setattr(_native, "check_file", failing)
     report = recovered(run)
     assert rows(report) == [("step", "failed", 2)]
     assert report.failed
