@@ -1,0 +1,255 @@
+"""A store with an object store's manners: no folders, links, renames or appending, conditional create as the
+only exclusion, listings in pages, shards sent in parts. Small and real: its objects are files.
+
+`flat:///absolute/folder` names one, wherever the entry point that `installed` makes is on the import path: so
+trainers, keepers and the shell of a test find it as they would find a package's store.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import mmap
+import os
+import secrets
+import time
+from array import array
+from collections.abc import Iterable
+from pathlib import Path
+from urllib.parse import quote, unquote
+
+from flashckpt import _native
+from flashckpt.format.layout import Layout
+from flashckpt.format.records import CHUNK_BYTES, Contents
+from flashckpt.store.base import (
+    ENTRY_POINTS,
+    Capabilities,
+    Entry,
+    Read,
+    Region,
+    Written,
+    other_length,
+    split,
+    too_long,
+)
+
+PAGE_KEYS = 3
+PART_BYTES = 1 << 20
+
+
+def installed(folder: Path) -> str:
+    """Make `folder` one whose packages have this store, for PYTHONPATH and sys.path."""
+    about = folder / "flat_store-1.0.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: flat-store\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(
+        f"[{ENTRY_POINTS}]\nflat = tests.contracts.flat_store:FlatStore\n"
+    )
+    return str(folder)
+
+
+class Bucket:
+    """The server: objects under keys, and five requests. Each object is a file beside all others."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def put(self, key: str, parts: Iterable[bytes], *, only_if_new: bool = False) -> bool:
+        os.makedirs(self.folder, exist_ok=True)
+        name, upload = self._file(key), f"{self.folder}/.upload-{secrets.token_hex(8)}"
+        try:
+            with open(upload, "xb") as file:
+                for part in parts:
+                    assert len(part) <= PART_BYTES
+                    file.write(part)
+            if not only_if_new:
+                os.replace(upload, name)
+                return True
+            os.link(upload, name)
+        except FileExistsError:
+            return False
+        finally:
+            Path(upload).unlink(missing_ok=True)
+        return True
+
+    def get(self, key: str, start: int = 0, num_bytes: int = -1) -> bytes:
+        with open(self._file(key), "rb") as file:
+            file.seek(start)
+            return file.read(num_bytes)
+
+    def head(self, key: str) -> int:
+        return os.stat(self._file(key)).st_size
+
+    def delete(self, key: str) -> None:
+        Path(self._file(key)).unlink(missing_ok=True)
+
+    def page(self, prefix: str, after: str, delimiter: str) -> list[tuple[str, int, float]]:
+        """The next names behind `after`, at most so many: each to its end, or to the delimiter."""
+        names = {}
+        try:
+            files = os.listdir(self.folder)
+        except FileNotFoundError:
+            return []
+        for file in files:
+            key = unquote(file)
+            if file.startswith(".upload-") or not key.startswith(prefix):
+                continue
+            inner, cut, _ = (
+                key[len(prefix) :].partition(delimiter) if delimiter else (key[len(prefix) :], "", "")
+            )
+            if inner + cut > after:
+                try:
+                    found = os.stat(f"{self.folder}/{file}")
+                except FileNotFoundError:
+                    continue
+                names[inner + cut] = found.st_size, found.st_mtime
+        return [(name, *names[name]) for name in sorted(names)[:PAGE_KEYS]]
+
+    def _file(self, key: str) -> str:
+        return f"{self.folder}/{quote(key, safe='')}"
+
+
+class FlatStore:
+    """See Store in flashckpt/store/base.py."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._bucket = Bucket(unquote(url.partition("://")[2]))
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(conditional_create=True, rename=False, is_shared=True, part_bytes=PART_BYTES)
+
+    def place(self) -> str:
+        return self.url
+
+    def move_to(self, url: str) -> None:
+        raise AssertionError("it has no renames")
+
+    def read(self, path: str, max_bytes: int) -> bytes:
+        size = self._bucket.head(_key(path))
+        if size > max_bytes:
+            raise too_long(path, size, max_bytes)
+        return self._bucket.get(_key(path))
+
+    def create(self, path: str, data: bytes) -> bool:
+        return self._bucket.put(_key(path), _parts(data), only_if_new=True)
+
+    def replace(self, path: str, data: bytes, *, durable: bool = True) -> None:
+        self._bucket.put(_key(path), _parts(data))
+
+    def append(self, path: str, data: bytes, max_bytes: int) -> bool:
+        try:
+            before = self._bucket.get(_key(path))
+        except FileNotFoundError:
+            before = b""
+        if before and len(before) + len(data) > max_bytes:
+            return False
+        return self._bucket.put(_key(path), _parts(before + data))
+
+    def copy(self, source: str, target: str) -> bool:
+        _key(source), _key(target)
+        return False
+
+    def list(self, folder: str) -> builtins.list[Entry]:
+        prefix = f"{_key(folder)}/" if folder else ""
+        entries, after = [], ""
+        while page := self._bucket.page(prefix, after, "/"):
+            after = page[-1][0]
+            for name, size, when in page:
+                is_folder = name.endswith("/")
+                entries.append(Entry(name.rstrip("/"), is_folder, 0 if is_folder else size, when))
+        return sorted(entries, key=lambda entry: entry.name)
+
+    def exists(self, path: str) -> bool:
+        try:
+            self._bucket.head(_key(path))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def remove(self, path: str) -> None:
+        self._bucket.delete(_key(path))
+
+    def remove_tree(self, path: str) -> None:
+        prefix, after = f"{_key(path)}/", ""
+        while page := self._bucket.page(prefix, after, ""):
+            after = page[-1][0]
+            for name, _, _ in page:
+                self._bucket.delete(prefix + name)
+        self._bucket.delete(_key(path))
+
+    def write_shard(
+        self, path: str, layout: Layout, source: Region, *, threads: int = 2, progress: int = 0
+    ) -> Written:
+        key, image = _key(path), _image(source, layout.num_bytes)
+        digests = _digests(image, layout)
+        chunks = [image[start : start + CHUNK_BYTES] for start in range(0, len(image), CHUNK_BYTES)]
+        if not self._bucket.put(key, _parts(image, progress), only_if_new=True):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+        return Written(digests=digests, checksums=b"".join(map(_native.xxh3_128, chunks)))
+
+    def read_ranges(
+        self, path: str, contents: Contents, target: Region | None,
+        *, threads: int = 2, progress: int = 0, growing: int = 0,
+    ) -> Read:  # fmt: skip
+        shard, key, image, bad = contents.shard, _key(path), bytearray(), []
+        if (size := self._bucket.head(key)) != shard.num_bytes:
+            raise other_length(path, size, shard.num_bytes)
+        for index, start in enumerate(range(0, size, shard.chunk_bytes)):
+            data = self._bucket.get(key, start, shard.chunk_bytes)
+            if _native.xxh3_128(data) != shard.checksums[16 * index : 16 * index + 16]:
+                bad.append(index)
+            if target is not None:
+                _await(target, start + len(data), growing)
+                os.pwrite(target.descriptor, data, target.offset + start)
+            image += data
+            if progress:
+                _native.fetch_add(progress, len(data))
+        return Read(digests=_digests(image, contents.layout()), bad_chunks=bad)
+
+    def read_bytes(self, path: str, offset: int, num_bytes: int) -> bytes:
+        data = self._bucket.get(_key(path), offset, num_bytes)
+        if len(data) != num_bytes:
+            raise other_length(path, offset + len(data), offset + num_bytes)
+        return data
+
+    def view(self, path: str, num_bytes: int) -> memoryview:
+        data = bytearray(self._bucket.get(_key(path)))
+        if len(data) != num_bytes:
+            raise other_length(path, len(data), num_bytes)
+        return memoryview(data)
+
+
+def _key(path: str) -> str:
+    return "/".join(split(path))
+
+
+def _parts(data: bytes | bytearray, progress: int = 0) -> Iterable[bytes]:
+    for start in range(0, len(data), PART_BYTES):
+        yield bytes(data[start : start + PART_BYTES])
+        if progress:
+            _native.fetch_add(progress, min(PART_BYTES, len(data) - start))
+
+
+def _image(source: Region, num_bytes: int) -> bytearray:
+    if os.fstat(source.descriptor).st_size < source.offset + num_bytes:
+        raise OSError(errno.EIO, "the region ends before the bytes that are to be written")
+    with mmap.mmap(source.descriptor, source.offset + num_bytes, prot=mmap.PROT_READ) as memory:
+        return bytearray(memory[source.offset :])
+
+
+def _digests(image: bytearray, layout: Layout) -> array[int]:
+    address = _native.address_of(image) + layout.data_start
+    return array("Q", [_native.digest(address + leaf.offset, leaf.num_bytes) for leaf in layout.leaves])
+
+
+def _await(target: Region, end: int, growing: int) -> None:
+    while True:
+        if growing and _native.load(growing):
+            raise OSError(errno.ECANCELED, "the target region was given up")
+        if os.fstat(target.descriptor).st_size >= target.offset + end:
+            return
+        if not growing:
+            raise OSError(errno.EFAULT, "the target region ends before the bytes that are to be read")
+        time.sleep(0.001)
