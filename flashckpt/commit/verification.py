@@ -20,7 +20,6 @@ from flashckpt.commit.reading import resolve
 from flashckpt.commit.run import open_run
 from flashckpt.commit.steps import StepRecord, read_manifest, read_step
 from flashckpt.errors import DamagedError, FlashckptError, NoSuchStepError
-from flashckpt.format.image import check_header
 from flashckpt.format.names import AttemptName, manifest_path, step_attempt_folder
 from flashckpt.format.records import Contents, Manifest
 from flashckpt.store.base import LengthError, Store
@@ -115,7 +114,7 @@ def verify_file(
     layout = contents.layout()
     try:
         found = store.read_ranges(path, contents, None, threads=threads, progress=progress_word)
-        check_header(store.read_bytes(path, 0, layout.data_start), layout, path)
+        header = store.read_bytes(path, 0, layout.data_start)
     except FileNotFoundError:
         return "missing", "there is no such file"
     except LengthError as error:
@@ -125,6 +124,8 @@ def verify_file(
     except OSError as error:
         # It says nothing of the bytes.
         return "unreadable", str(error)
+    if header != layout.header:
+        return "damaged", "its header is not the one that its part describes"
     wrong = found.wrong_leaves(contents)
     return ("damaged", _words(found.bad_chunks, wrong)) if found.bad_chunks or wrong else ("ok", "")
 

@@ -1,4 +1,4 @@
-"""A fuzzer over everything that is read back: manifests, parts, records, shard headers, control pages,
+"""A fuzzer over everything that is read back: manifests, parts, records, control pages,
 metadata, values. What it makes must be refused by name, or be read; nothing else, and in bounded time.
 
 A program of its own: `python -m tests.hostile.fuzz --minutes 60 --seed 1`. The corpus is a
@@ -25,7 +25,6 @@ from typing import NoReturn
 from flashckpt._native import xxh3_128
 from flashckpt.errors import DamagedError, FormatError, KeeperError
 from flashckpt.format import typed
-from flashckpt.format.image import parse_header
 from flashckpt.format.metadata import Metadata
 from flashckpt.format.records import Alive, Claim, Mark, Part, Run, Start, manifest_of
 from flashckpt.memory import page
@@ -72,11 +71,6 @@ def _resealed(data: bytes) -> bytes:
     """The same JSON with the checksum of what stands before it."""
     head, mark, _ = data.rpartition(b',"checksum":"')
     return head + mark + xxh3_128(head).hex().encode() + b'"}\n' if mark else data
-
-
-def _header(data: bytes) -> object:
-    length = int.from_bytes(data[:8], "little")
-    return parse_header(data[: 8 + min(length, len(data))], len(data), "file")
 
 
 def _slots() -> list[bytes]:
@@ -141,7 +135,6 @@ def _targets(run: Path) -> dict[str, Target]:
         "mark": Target(_files(run, "mark-*.json"), lambda data: Mark.from_bytes(data, "file"), _resealed),
         "part": Target(_files(run, "part-*.json"), lambda data: Part.from_bytes(data, "file"), _resealed),
         "manifest": Target(_files(run, "manifest.json"), lambda data: manifest_of(data, "file"), _resealed),
-        "header": Target(_files(run, "*.safetensors"), _header),
         "slot": Target(slots, _read_slot, _repaired_slot),
         "metadata": Target([slot[4096:8192] for slot in slots], Metadata.unpack),
         "values": Target([_VALUES], typed.decode_json),
