@@ -149,6 +149,19 @@ def test_it_lingers_after_a_death_and_not_after_a_close(tmp_path: Path, runtime:
     assert [line["kept"] for line in ledger(run) if line["event"] == "close" and "kept" in line] == [[]]
 
 
+def test_what_a_closed_trainer_left_is_saved_though_nobody_asked(tmp_path: Path, runtime: Path) -> None:
+    run = tmp_path / "run"
+    trainer = Process(run, runtime, linger_s=3600)
+    trainer.do("start", None, 0, None)
+    trainer.do("slots", 3, 2)
+    trainer.do("snapshot", 1, True)
+    trainer.do("snapshot", 2, False)
+    trainer.do("end")
+    trainer.gone()
+    eventually(lambda: keepers_of(runtime) == [])
+    assert committed(run)[-1] == 2
+
+
 def test_an_attempt_that_was_swept_before_its_end_was_noted_keeps_no_keeper(
     tmp_path: Path, runtime: Path
 ) -> None:
