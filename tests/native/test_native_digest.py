@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from array import array
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +15,8 @@ from hypothesis import strategies as st
 from reference_digest import numpy_digest as reference_digest
 
 from flashckpt import _native
+
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
 
 
 def u64(*values: int) -> array[int]:
@@ -74,6 +79,43 @@ def test_leaves_cut_and_batched_over_threads(threads: int) -> None:
         assert (digests == single).all()
     big = leaves[1][: 1 << 16]
     assert digest_of(big) == reference_digest(big.tobytes())
+
+
+def test_a_leaf_of_which_a_byte_never_came_has_no_digest(tmp_path: Path) -> None:
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("there is no C++ compiler here")
+    source, program = tmp_path / "pieces.cpp", tmp_path / "pieces"
+    source.write_text(_PIECES)
+    parts = [
+        CSRC / name
+        for name in ("digest/digest.cpp", "digest/block_hash.cpp", "sync/pool.cpp", "base/signals.cpp")
+    ]
+    command = [compiler, "-std=c++20", "-O1", "-pthread", f"-I{CSRC}", source, *parts, "-o", program]
+    subprocess.run(command, check=True)
+    subprocess.run([program], check=True)
+
+
+# 3,500 bytes, in pieces that are cut inside of blocks: all but one byte, at the end, in the middle, at the
+# beginning; then that byte.
+_PIECES = """
+#include "digest/digest.h"
+using namespace flashckpt;
+int main() {
+    std::vector<std::uint8_t> data(3500, 7);
+    for (std::uint64_t missing : {0, 1, 1023, 1024, 2047, 3071, 3072, 3499}) {
+        PieceDigests pieces({0, 3500, 5});
+        pieces.add(2, 0, data.data(), 5);
+        pieces.add(1, missing + 1, data.data() + missing + 1, 3500 - missing - 1);
+        pieces.add(1, 0, data.data(), missing);
+        auto found = pieces.digests();
+        if (found[0] != digest(nullptr, 0) || found[1] != kEmptyDigest || found[2] != digest(data.data(), 5))
+            return 1;
+        pieces.add(1, missing, data.data() + missing, 1);
+        if (pieces.digests()[1] != digest(data.data(), 3500)) return 2;
+    }
+}
+"""
 
 
 def test_what_a_plain_sum_would_not_see() -> None:

@@ -86,18 +86,22 @@ def mounted(tmp_path: Path, kind: str, options: str) -> Iterator[Path]:
 
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("num_bytes", [0, 1, 4095, 4096, 4097, 8192, 100_003])
-def test_round_trip(tmp_path: Path, num_bytes: int, threads: int, direct: bool) -> None:
+# A chunk of 16 pages is taken in several turns of what the caches hold.
+@pytest.mark.parametrize(
+    ("num_bytes", "chunk_bytes"),
+    [*((size, 2 * PAGE) for size in (0, 1, 4095, 4096, 4097, 8192, 100_003)), (200_003, 16 * PAGE)],
+)
+def test_round_trip(tmp_path: Path, num_bytes: int, chunk_bytes: int, threads: int, direct: bool) -> None:
     region = Region(num_bytes, offset=2 * PAGE)
     leaves, progress = leaves_of(num_bytes), array("Q", [0])
-    options = {"chunk_bytes": 2 * PAGE, "threads": threads, "direct": direct}
+    options = {"chunk_bytes": chunk_bytes, "threads": threads, "direct": direct}
     counter = _native.address_of(progress)
     digests, checksums, _ = write(tmp_path / "shard", region, progress=counter, **options)
     assert (tmp_path / "shard").read_bytes() == region.data
     assert stat.S_IMODE((tmp_path / "shard").stat().st_mode) & ~0o644 == 0
     assert progress[0] == num_bytes
     assert array("Q", digests).tolist() == expected_digests(region.data, leaves)
-    chunks = [region.data[i : i + 2 * PAGE] for i in range(0, num_bytes, 2 * PAGE)]
+    chunks = [region.data[i : i + chunk_bytes] for i in range(0, num_bytes, chunk_bytes)]
     assert checksums == b"".join(_native.xxh3_128(chunk) for chunk in chunks)
 
     target = Region(num_bytes, offset=PAGE, seed=1)
@@ -270,13 +274,22 @@ def test_a_shard_is_what_safetensors_reads(tmp_path: Path) -> None:
     assert all((found[name] == wanted[name]).all() for name in wanted)
 
 
+def test_leaves_without_bytes_may_stand_where_others_begin_and_end(tmp_path: Path) -> None:
+    region = Region(100)
+    leaves = {"leaf_offsets": array("Q", [0, 0, 5, 5, 100]), "leaf_sizes": array("Q", [5, 0, 95, 0, 0])}
+    digests, _, _ = _native.write_file(tmp_path / "shard", region.fd, 0, 100, **leaves)
+    assert array("Q", digests).tolist() == expected_digests(region.data, leaves)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"chunk_bytes": 0}, "chunk_bytes"),
         ({"chunk_bytes": 1000}, "chunk_bytes"),
         ({"chunk_bytes": 2 << 30}, "chunk_bytes"),
         ({"threads": 0}, "threads"),
         ({"leaf_offsets": array("Q", [5, 9])}, "differ in length"),
+        ({"leaf_sizes": array("Q", [5, 9])}, "differ in length"),
         ({"leaf_offsets": array("Q", [5]), "leaf_sizes": array("Q", [96])}, "beyond the last"),
         ({"leaf_offsets": array("Q", [2**64 - 1]), "leaf_sizes": array("Q", [2])}, "beyond the last"),
         ({"leaf_offsets": array("Q", [5, 8]), "leaf_sizes": array("Q", [4, 4])}, "overlaps"),
@@ -297,6 +310,14 @@ def test_arguments_that_cannot_be(tmp_path: Path, change: dict[str, object], mes
             tmp_path / "shard",
             num_bytes=100,
             checksums=bytes(32),
+            leaf_offsets=array("Q"),
+            leaf_sizes=array("Q"),
+        )
+    with pytest.raises(ValueError, match="is no size"):
+        _native.check_file(
+            tmp_path / "shard",
+            num_bytes=(1 << 62) + 1,
+            checksums=b"",
             leaf_offsets=array("Q"),
             leaf_sizes=array("Q"),
         )
