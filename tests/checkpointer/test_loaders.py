@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 import flashckpt
 from flashckpt.checkpointer.spacing import Spacing
 from flashckpt.errors import BoundaryError, StateError
+from tests.resume.loaders import LOADERS
 from tests.waiting import until_slots
 
 pytestmark = pytest.mark.usefixtures("runtime")
@@ -210,3 +211,33 @@ def test_the_spacing_is_said_once_and_again_where_it_is_another() -> None:
         "snapshots: every step",
         None,
     ]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata
+@pytest.mark.parametrize("taken", [[3], [5], [2, 3], [7, 3], [5, 5]])
+@pytest.mark.parametrize("name", ["torchdata nodes", "torchdata, sticky", "sticky itself", "shards"])
+def test_a_run_that_ends_with_an_epoch_goes_on_with_the_next(
+    name: str, taken: list[int], tmp_path: Path, runtime: Path
+) -> None:
+    """Nobody knows yet at the boundary of a last batch that none follows."""
+    assert name not in ("torchdata nodes", "torchdata, sticky") or pytest.importorskip("torchdata")
+
+    def life(run: Path, given: list[Any], leave_after: int) -> None:
+        job, own = Job(), LOADERS[name]()
+        with flashckpt.attach(run, every=1, **job.named) as checkpointer:
+            for epoch in checkpointer.epochs(3):
+                for position, batch in checkpointer.enumerate(own):
+                    job.train(1)
+                    given.append((epoch, position, batch.tolist(), float(torch.rand(()))))
+                    leave_after -= 1
+                    if leave_after == 0:
+                        checkpointer.stop()
+                if checkpointer.stopping:
+                    return
+
+    whole: list[Any] = []
+    life(tmp_path / "whole", whole, -1)
+    given: list[Any] = []
+    for count in [*taken, -1]:
+        life(tmp_path / "run", given, count)
+    assert given == whole

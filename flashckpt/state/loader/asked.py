@@ -25,7 +25,7 @@ from flashckpt.state.loader.base import EpochSource
 from flashckpt.state.loader.generators import Generators
 from flashckpt.state.loader.own_state import give, take
 from flashckpt.state.loader.position import Position
-from flashckpt.state.loader.torchdata_state import draw_skipped, keeps_stream, stream_state
+from flashckpt.state.loader.torchdata_state import draw_skipped, keeps_stream, not_restarting, stream_state
 
 _PARTS = {"state", "left", "first", "opened"}
 Mark = str | None
@@ -156,7 +156,8 @@ class AskedSource(EpochSource):
         assert position.start is not None
         self._restore(position.start)
         self._put(position.parts["state"], asked_for=False)
-        self._iterator = iter(self._loader)
+        with not_restarting(self._loader):
+            self._iterator = iter(self._loader)
         draw_skipped(self._iterator)
         self._loaded = "middle"
 

@@ -1,11 +1,14 @@
-"""What is known of torchdata's StatefulDataLoader beside its two methods (as of 0.11).
+"""What is known of torchdata's StatefulDataLoader and of the Loader of its nodes beside their two methods (as
+of 0.11).
 
-Reads its state and its iterator. Never changes either but to draw what it would skip later.
+Reads their state and their iterator. Never changes either but to draw what it would skip later.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -20,6 +23,20 @@ def draw_skipped(iterator: Any) -> None:
         for _ in range(iterator._sampler_iter_yielded):
             next(draws, None)
         iterator._sampler_iter = draws
+
+
+@contextlib.contextmanager
+def not_restarting(loader: Any) -> Iterator[None]:
+    """An `iter()` in here begins no other epoch where nothing is left of the one whose state was loaded, as
+    that of torchdata's nodes does: what it gives would be taken for the rest of that epoch."""
+    restarts = getattr(loader, "restart_on_stop_iteration", False)
+    if restarts:
+        loader.restart_on_stop_iteration = False
+    try:
+        yield
+    finally:
+        if restarts:
+            loader.restart_on_stop_iteration = restarts
 
 
 def keeps_stream(loader: Any) -> bool:
