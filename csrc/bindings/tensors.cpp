@@ -1,6 +1,7 @@
 #include "bindings/tensors.h"
 
 #include <cstring>
+#include <dlfcn.h>
 
 namespace flashckpt {
 namespace {
@@ -46,14 +47,19 @@ PyObject* interned(const char* text) {
     return PyUnicode_InternFromString(text); // kept for good
 }
 
-// What a method without arguments gives; 0 where it does not.
-std::uint64_t number_of(nb::handle object, PyObject* name) {
-    Held result = call(object, name);
-    if (!result || PyLong_Check(result.ptr()) == 0) return 0;
-    unsigned long long number = PyLong_AsUnsignedLongLong(result.ptr());
+// 0 where it is no number of 64 bits.
+std::uint64_t number_in(const Held& object) {
+    if (PyLong_Check(object.ptr()) == 0) return 0;
+    unsigned long long number = PyLong_AsUnsignedLongLong(object.ptr());
     if (PyErr_Occurred() == nullptr) return number;
     forgive();
     return 0;
+}
+
+// What a method without arguments gives.
+std::uint64_t number_of(nb::handle object, PyObject* name) {
+    Held result = call(object, name);
+    return result ? number_in(result) : 0;
 }
 
 std::uint64_t pointer_of(nb::handle tensor) {
@@ -66,6 +72,25 @@ std::uint64_t storage_bytes_of(nb::handle tensor) {
     static PyObject* const nbytes = interned("nbytes");
     Held storage = call(tensor, untyped_storage);
     return storage ? number_of(storage.ptr(), nbytes) : 0;
+}
+
+// Torch's C interface for compiled models, whose binary form it keeps: given where a pointer to a tensor's
+// record stands, the bytes of its storage. Null where torch has none. Its library is loaded where there is a
+// tensor, and stays.
+using StorageBytes = std::int32_t (*)(const void* tensor, std::int64_t* num_bytes);
+// A record has at least these: what lies as near behind its beginning is a part of it.
+constexpr std::uintptr_t kRecordBytes = 128;
+
+StorageBytes find_storage_bytes() {
+    void* library = ::dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
+    if (library == nullptr) return nullptr;
+    return reinterpret_cast<StorageBytes>(::dlsym(library, "aoti_torch_get_storage_size"));
+}
+
+std::uint64_t storage_bytes_at(std::uintptr_t record) {
+    static const StorageBytes ask = find_storage_bytes();
+    std::int64_t num_bytes = 0;
+    return ask != nullptr && ask(&record, &num_bytes) == 0 ? static_cast<std::uint64_t>(num_bytes) : 0;
 }
 
 Held facts_of(nb::handle tensor) {
@@ -89,7 +114,17 @@ Look Look::at(nb::handle tensor) {
         look.take_facts(tensor);
     }
     if (look.address_ != 0) look.storage_bytes_ = storage_bytes_of(tensor);
+    if (look.api_ != nullptr && look.storage_bytes_ != 0) look.find_record(tensor);
     return look;
+}
+
+void Look::find_record(nb::handle tensor) {
+    static PyObject* const cdata = interned("_cdata");
+    Held found = attribute(tensor, cdata);
+    std::uint64_t record = found ? number_in(found) : 0;
+    // Many extents stand elsewhere.
+    if (record == 0 || shape_at_ <= record || shape_at_ - record >= kRecordBytes) return;
+    if (storage_bytes_at(record) == storage_bytes_) shape_in_record_ = shape_at_ - record;
 }
 
 bool Look::take_view(nb::handle tensor) {
@@ -97,7 +132,7 @@ bool Look::take_view(nb::handle tensor) {
     if (!view_of(*api_, tensor, view)) return false;
     address_ = flashckpt::address_of(view);
     dtype_ = view.dtype;
-    record_at_ = reinterpret_cast<std::uintptr_t>(view.shape);
+    shape_at_ = reinterpret_cast<std::uintptr_t>(view.shape);
     extents_.assign(view.shape, view.shape + view.ndim);
     if (view.strides != nullptr) extents_.insert(extents_.end(), view.strides, view.strides + view.ndim);
     return true;
@@ -109,13 +144,18 @@ void Look::take_facts(nb::handle tensor) {
 }
 
 bool Look::holds(nb::handle tensor, std::uint64_t& address) const {
-    if (!is_same(tensor, address)) return false;
+    std::uintptr_t shape_at = 0;
+    if (!is_same(tensor, address, shape_at)) return false;
     // Offloaders shrink a storage under its tensors. That it lies elsewhere then is seen above, but for one
     // that has grown again, into memory that was free.
-    return storage_bytes_ == 0 || storage_bytes_of(tensor) >= storage_bytes_;
+    if (storage_bytes_ == 0) return true;
+    // As many extents as before: they stand as far into the record of now, which may be another.
+    std::uint64_t num_bytes =
+        shape_in_record_ != 0 ? storage_bytes_at(shape_at - shape_in_record_) : storage_bytes_of(tensor);
+    return num_bytes >= storage_bytes_;
 }
 
-bool Look::is_same(nb::handle tensor, std::uint64_t& address) const {
+bool Look::is_same(nb::handle tensor, std::uint64_t& address, std::uintptr_t& shape_at) const {
     if (api_ == nullptr) {
         address = pointer_of(tensor);
         Held facts = facts_of(tensor);
@@ -131,6 +171,7 @@ bool Look::is_same(nb::handle tensor, std::uint64_t& address) const {
         return false;
     }
     address = flashckpt::address_of(view);
+    shape_at = reinterpret_cast<std::uintptr_t>(view.shape);
     std::size_t bytes = static_cast<std::size_t>(view.ndim) * sizeof(std::int64_t);
     std::size_t rows = view.strides != nullptr ? 2 : 1;
     if (address != address_ || extents_.size() != rows * static_cast<std::size_t>(view.ndim)) return false;

@@ -24,22 +24,24 @@ class Look {
     // Asks the processor for the lines in which torch keeps what `holds` will read. A hint only: nothing
     // there is read, so a record that has gone since does no harm.
     void prefetch() const {
-        for (std::uintptr_t at = record_at_ - 64; at != record_at_ + 192; at += 64)
+        for (std::uintptr_t at = shape_at_ - 64; at != shape_at_ + 192; at += 64)
             __builtin_prefetch(reinterpret_cast<const void*>(at));
     }
 
   private:
-    bool is_same(nb::handle tensor, std::uint64_t& address) const;
+    bool is_same(nb::handle tensor, std::uint64_t& address, std::uintptr_t& shape_at) const;
     bool take_view(nb::handle tensor);
     void take_facts(nb::handle tensor);
+    void find_record(nb::handle tensor);
 
     const dlpack::ExchangeApi* api_ = nullptr; // null: ask the tensor's own methods
     std::uint64_t address_ = 0;
     std::uint64_t storage_bytes_ = 0; // 0 where it tells none
     dlpack::DataType dtype_{};
-    std::uintptr_t record_at_ = 0;      // where its shape was: inside torch's record of the tensor, mostly
-    std::vector<std::int64_t> extents_; // shape, then strides
-    Held facts_;                        // (shape, strides, dtype), or none: it tells nothing
+    std::uintptr_t shape_at_ = 0;        // where its shape was: inside torch's record of the tensor, mostly
+    std::uintptr_t shape_in_record_ = 0; // how far; 0: ask the tensor's own methods for its storage
+    std::vector<std::int64_t> extents_;  // shape, then strides
+    Held facts_;                         // (shape, strides, dtype), or none: it tells nothing
 };
 
 } // namespace flashckpt

@@ -7,7 +7,7 @@ namespace flashckpt {
 namespace {
 
 // From this size on a copy goes past the caches: what is copied is read next by another process, later.
-constexpr std::size_t kStreamBytes = 2048;
+constexpr std::size_t kStreamBytes = 8192;
 
 } // namespace
 

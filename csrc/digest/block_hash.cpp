@@ -161,42 +161,105 @@ struct Shift {
     }
 };
 
-template <Store store>
-FLASHCKPT_AVX2 __attribute__((always_inline)) inline Word
-block_avx2(std::uint8_t* destination, const std::uint8_t* source, const std::uint8_t* ahead, Word block,
-           Shift& shift) {
-    const Accumulators& start = kKeys.starts[kDigestStripes];
-    HalfSums sums[2];
-    for (int half = 0; half < 2; ++half) {
-        sums[half] = {load(start.first + 4 * half), load(start.second + 4 * half), _mm256_setzero_si256()};
+// One block on its way.
+struct Block {
+    HalfSums halves[2];
+
+    FLASHCKPT_AVX2 __attribute__((always_inline)) explicit Block(int stripes) {
+        const Accumulators& start = kKeys.starts[stripes];
+        for (int half = 0; half < 2; ++half) {
+            halves[half] = {load(start.first + 4 * half), load(start.second + 4 * half),
+                            _mm256_setzero_si256()};
+        }
     }
-#pragma GCC unroll 4
-    for (int stripe = 0; stripe < kDigestStripes; ++stripe) {
-        _mm_prefetch(reinterpret_cast<const char*>(ahead + stripe * kStripeBytes), _MM_HINT_NTA);
+
+    template <Store store>
+    FLASHCKPT_AVX2 __attribute__((always_inline)) void
+    add(std::uint8_t* destination, const std::uint8_t* source, int stripe, Shift& shift) {
 #pragma GCC unroll 2
         for (int half = 0; half < 2; ++half) {
             std::size_t place = stripe * kStripeBytes + half * kVectorBytes;
             __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source + place));
             // Held in a register: a second load could see other bytes than those that are stored.
             if constexpr (store != Store::none) asm volatile("" : "+x"(words));
-            sums[half].add(words, stripe * kDigestLanes + 4 * half);
+            halves[half].add(words, stripe * kDigestLanes + 4 * half);
             auto* out = reinterpret_cast<__m256i*>(destination + place);
             if constexpr (store == Store::cached) _mm256_storeu_si256(out, words);
             if constexpr (store == Store::streaming) _mm256_stream_si256(out, words);
             if constexpr (store == Store::shifted) _mm256_stream_si256(out, shift.next(words));
         }
     }
-    Accumulators keyed;
-    for (int half = 0; half < 2; ++half) {
-        // The other lane of each pair.
-        __m256i crossed = _mm256_shuffle_epi32(sums[half].plain, 0x4E);
-        __m256i first = _mm256_add_epi64(sums[half].first, crossed);
-        auto* out = reinterpret_cast<__m256i*>(keyed.first + 4 * half);
-        _mm256_store_si256(out, _mm256_xor_si256(first, load(kKeys.folds.first + 4 * half)));
-        out = reinterpret_cast<__m256i*>(keyed.second + 4 * half);
-        _mm256_store_si256(out, _mm256_xor_si256(sums[half].second, load(kKeys.folds.second + 4 * half)));
+
+    FLASHCKPT_AVX2 __attribute__((always_inline)) Word hash(Word block) const {
+        Accumulators keyed;
+        for (int half = 0; half < 2; ++half) {
+            // The other lane of each pair.
+            __m256i crossed = _mm256_shuffle_epi32(halves[half].plain, 0x4E);
+            __m256i first = _mm256_add_epi64(halves[half].first, crossed);
+            auto* out = reinterpret_cast<__m256i*>(keyed.first + 4 * half);
+            _mm256_store_si256(out, _mm256_xor_si256(first, load(kKeys.folds.first + 4 * half)));
+            out = reinterpret_cast<__m256i*>(keyed.second + 4 * half);
+            _mm256_store_si256(out,
+                               _mm256_xor_si256(halves[half].second, load(kKeys.folds.second + 4 * half)));
+        }
+        return block_hash(block, fold_keyed(keyed));
     }
-    return block_hash(block, fold_keyed(keyed));
+};
+
+template <Store store>
+FLASHCKPT_AVX2 __attribute__((always_inline)) inline Word
+block_avx2(std::uint8_t* destination, const std::uint8_t* source, const std::uint8_t* ahead, Word number,
+           Shift& shift) {
+    Block block(kDigestStripes);
+#pragma GCC unroll 4
+    for (int stripe = 0; stripe < kDigestStripes; ++stripe) {
+        _mm_prefetch(reinterpret_cast<const char*>(ahead + stripe * kStripeBytes), _MM_HINT_NTA);
+        block.add<store>(destination, source, stripe, shift);
+    }
+    return block.hash(number);
+}
+
+// Half a stripe of which `num_bytes` are there, padded with zeros. A masked load touches nothing else.
+FLASHCKPT_AVX2 inline __m256i load_short(const std::uint8_t* source, int num_bytes) {
+    __m256i places = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    __m256i count = _mm256_set1_epi32(num_bytes >> 2);
+    __m256i words =
+        _mm256_maskload_epi32(reinterpret_cast<const int*>(source), _mm256_cmpgt_epi32(count, places));
+    if (num_bytes > 0 && num_bytes < static_cast<int>(kVectorBytes) && num_bytes % 4 != 0) {
+        const std::uint8_t* rest = source + (num_bytes & ~3);
+        int last = rest[0];
+        if (num_bytes % 4 > 1) last |= rest[1] << 8;
+        if (num_bytes % 4 > 2) last |= rest[2] << 16;
+        __m256i is_last = _mm256_cmpeq_epi32(count, places);
+        words = _mm256_or_si256(words, _mm256_and_si256(_mm256_set1_epi32(last), is_last));
+    }
+    asm volatile("" : "+x"(words));
+    return words;
+}
+
+// The last block of a leaf, which is short.
+template <Store store>
+FLASHCKPT_AVX2 Word tail_avx2(std::uint8_t* destination, const std::uint8_t* source, std::size_t num_bytes,
+                              Word number) {
+    static_assert(store == Store::none || store == Store::cached);
+    Shift none(0);
+    int whole = static_cast<int>(num_bytes / kStripeBytes);
+    std::size_t rest = num_bytes % kStripeBytes;
+    Block block(whole + (rest > 0));
+    for (int stripe = 0; stripe < whole; ++stripe)
+        block.add<store>(destination, source, stripe, none);
+    if (rest > 0) {
+        std::size_t done = whole * kStripeBytes;
+        alignas(32) std::uint8_t padded[kStripeBytes];
+        for (int half = 0; half < 2; ++half) {
+            int place = half * static_cast<int>(kVectorBytes);
+            __m256i words = load_short(source + done + place, static_cast<int>(rest) - place);
+            block.halves[half].add(words, whole * kDigestLanes + 4 * half);
+            _mm256_store_si256(reinterpret_cast<__m256i*>(padded + place), words);
+        }
+        if constexpr (store == Store::cached) std::memcpy(destination + done, padded, rest);
+    }
+    return block.hash(number);
 }
 
 template <Store store>
@@ -268,6 +331,12 @@ Word copy_whole(std::uint8_t* destination, const std::uint8_t* source, std::size
 
 // The last block of a leaf, by way of a buffer that pads it.
 Word tail_hash(std::uint8_t* destination, const std::uint8_t* source, std::size_t num_bytes, Word block) {
+#if defined(__x86_64__)
+    if (kHasAvx2) {
+        return destination == nullptr ? tail_avx2<Store::none>(nullptr, source, num_bytes, block)
+                                      : tail_avx2<Store::cached>(destination, source, num_bytes, block);
+    }
+#endif
     alignas(64) std::uint8_t padded[kBlockBytes];
     std::size_t stripes = (num_bytes + kStripeBytes - 1) / kStripeBytes;
     std::memset(padded + (stripes - 1) * kStripeBytes, 0, kStripeBytes);

@@ -56,6 +56,42 @@ def test_changes_that_keep_the_object(change: Callable[[torch.Tensor], object]) 
     assert watch.changed(out) == [1]
 
 
+class Other(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, nn.Parameter, Other])
+@pytest.mark.parametrize("num_extents", range(8))
+def test_a_storage_that_is_smaller_than_it_was(kind: type, num_extents: int) -> None:
+    """Most likely where it was before, so that only its size tells. Records of tensors with many extents have
+    these elsewhere."""
+    tensor = torch.zeros(1 << 18)[0].view([1] * num_extents)
+    if kind is nn.Parameter:
+        tensor = nn.Parameter(tensor)
+    if kind is Other:
+        tensor = tensor.as_subclass(Other)
+    watch, _, out = watch_of(same=torch.ones(2), tensor=tensor)
+    storage = tensor.untyped_storage()
+    size = storage.nbytes()
+    assert watch.changed(out) == []
+    storage.resize_(0)
+    storage.resize_(size - 4)
+    assert watch.changed(out) == [1]
+
+
+def test_records_that_change_places() -> None:
+    """`torch.utils.swap_tensors` leaves the objects: the record that one had may be gone."""
+    state = [torch.zeros(1 << 16) for _ in range(100)]
+    watch = _native.Watch([(state, i) for i in range(100)], state)
+    out = array("Q", [0] * 100)
+    for tensor in state:
+        other = torch.zeros(1 << 16)
+        torch.utils.swap_tensors(tensor, other)
+        del other
+    assert watch.changed(out) == list(range(100))
+    assert out.tolist() == [tensor.data_ptr() for tensor in state]
+
+
 def test_a_dtype_of_the_same_size_and_place() -> None:
     tensor = torch.ones(4)
     watch, _, out = watch_of(t=tensor)
