@@ -14,9 +14,9 @@ from torch import Tensor
 
 from flashckpt import _native
 from flashckpt.capture import Capture, Outcome
-from flashckpt.capture.device.simulated import SimulatedDevice, SimulatedStream
 from flashckpt.memory.slots import SlotRing
 from flashckpt.options import Options
+from tests.capture.simulated import SimulatedDevice, SimulatedStream
 
 from .content import State, bytes_of, newest
 

@@ -13,9 +13,9 @@ import torch
 from flashckpt import _native
 from flashckpt.capture import Capture, arena, host, ways
 from flashckpt.capture.device.base import Copies, StreamMark
-from flashckpt.capture.device.simulated import SimulatedCopying, SimulatedDevice
 from flashckpt.memory.slots import SlotRing
 from flashckpt.options import Options
+from tests.capture.simulated import SimulatedCopying, SimulatedDevice
 
 from .accelerated import Descent
 from .conftest import make_slot

@@ -9,9 +9,9 @@ import torch
 
 from flashckpt import _native
 from flashckpt.capture.device.base import Table
-from flashckpt.capture.device.simulated import SimulatedMark, SimulatedStream
 from flashckpt.capture.transfer import Transfer
 from flashckpt.memory.slots import SlotRing
+from tests.capture.simulated import SimulatedMark, SimulatedStream
 
 from .accelerated import LARGE, Accelerated
 

@@ -10,9 +10,9 @@ import torch
 
 from flashckpt import _native
 from flashckpt.capture import Verdict
-from flashckpt.capture.device.simulated import SimulatedStream
 from flashckpt.memory.page import State
 from flashckpt.memory.slots import SlotRing
+from tests.capture.simulated import SimulatedStream
 
 from .accelerated import LARGE, Accelerated
 from .content import bytes_of, newest

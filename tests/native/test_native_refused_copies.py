@@ -19,7 +19,7 @@ from capture.accelerated import Accelerated
 from capture.conftest import make_slot
 from flashckpt import _native
 from flashckpt.capture.device.cuda import CudaCopying
-from flashckpt.capture.device.simulated import SimulatedDevice
+from tests.capture.simulated import SimulatedDevice
 from flashckpt.memory.slots import SlotRing
 
 said = []

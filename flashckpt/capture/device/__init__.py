@@ -1,4 +1,4 @@
-"""Devices behind one small protocol: CUDA, and a simulated one. State on any other is refused by its walk."""
+"""Devices behind one small protocol: today CUDA. State on any other is refused by its walk."""
 
 from __future__ import annotations
 
