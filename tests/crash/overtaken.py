@@ -79,6 +79,8 @@ def train(run: str, log: str, seed: int, epochs: int) -> None:
                     checkpointer.save()
                 if what == "safe":
                     checkpointer.wait()
+                    found = flashckpt.load(run, only="model").values()
+                    assert {int(value) for each in found for value in each.unique()} == {tag_of(state)}
                     say("safe")
 
         say("resumed")
