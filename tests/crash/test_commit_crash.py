@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from flashckpt.store.local import LocalStore
 from tests.crash.forgetful import Model, Recorder
 from tests.crash.scenario import Expected, live
 
@@ -37,6 +38,54 @@ def test_killed_at_every_call(scratch: str) -> None:
     report = json.loads(result.stdout)
     assert report["faults"] == [], result.stderr
     assert report["calls"] > 200
+
+
+def test_a_name_lasts_no_shorter_than_what_was_seen_before_it(scratch: str) -> None:
+    """A part may be seen, and named by a manifest, before its own keeper has made its name durable."""
+    recorder = Recorder(scratch)
+    sync_folder = recorder.sync_folder
+
+    def stopped(folder: int) -> None:
+        if "part" in os.listdir(folder):
+            raise OSError("this keeper stands still here")
+        sync_folder(folder)
+
+    recorder.sync_folder = stopped  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="stands still"):
+        LocalStore(scratch, recorder).create("step/part", b"part")
+    recorder.sync_folder = sync_folder  # type: ignore[method-assign]
+    assert LocalStore(scratch, recorder).create("step/manifest", b"manifest")
+    luck = random.Random(3)
+    for moment in range(len(recorder.changes) + 1):
+        for _ in range(20):
+            model = Model()
+            for change in recorder.changes[:moment]:
+                change(model)
+            with tempfile.TemporaryDirectory(dir=scratch) as left:
+                model.lose_power(left, luck)
+                names = os.listdir(f"{left}/step") if os.path.isdir(f"{left}/step") else []
+            assert "manifest" not in names or "part" in names, f"after change {moment}"
+
+
+def test_a_folder_that_another_has_just_made_is_durable_too(scratch: str) -> None:
+    recorder = Recorder(scratch)
+    sync_folder = recorder.sync_folder
+
+    def stopped(folder: int) -> None:
+        raise OSError("this keeper stands still here")
+
+    recorder.sync_folder = stopped  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="stands still"):
+        LocalStore(scratch, recorder).create("steps/1/part", b"part")
+    recorder.sync_folder = sync_folder  # type: ignore[method-assign]
+    assert os.listdir(scratch) == ["steps"]
+    store, model = LocalStore(scratch, recorder), Model()
+    assert store.create("steps/part", b"part")
+    for change in recorder.changes:
+        change(model)
+    with tempfile.TemporaryDirectory(dir=scratch) as left:
+        model.lose_power(left, None)
+        assert LocalStore(left).read("steps/part", 100) == b"part"
 
 
 def test_power_lost_at_every_moment(scratch: str) -> None:
