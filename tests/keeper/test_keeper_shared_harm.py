@@ -131,9 +131,8 @@ def test_without_its_region_and_without_a_shard_nothing_is_committed(tmp_path: P
     eventually(lambda: "are not in this node's memory" in last_error(run))
     pid = keeper_pid(folder)
     for _ in range(2):
-        # Each asks for one more try.
-        before = second.client.status(awaited=True).to_dict()
-        assert 7 in before["waiting"]
+        # Each asks for one more try; for none where the first was over before this trainer had said hello.
+        assert set(second.client.status(awaited=True).to_dict()["waiting"]) <= {7}
     assert second.survivors() == [(slot, 7)], "the snapshot is not freed: a later region or shard may help"
     assert committed(run) == []
     assert not list(run.glob("steps/*/*/*"))
