@@ -27,16 +27,16 @@ from flashckpt.checkpointer.environment import log_differences
 from flashckpt.checkpointer.facade import Checkpointer, Resumed
 from flashckpt.checkpointer.progress import Progress
 from flashckpt.checkpointer.read_ahead import Content, Use
-from flashckpt.checkpointer.session import Session, open_session
+from flashckpt.checkpointer.session import Session, lead
 from flashckpt.checkpointer.signals import Signals
 from flashckpt.errors import DamagedError, FlashckptError, FormatError, OptionError
 from flashckpt.events import Event, log
 from flashckpt.keeper.client import SlotGrant
 from flashckpt.memory.slot import Slot
-from flashckpt.options import Keep, Options
+from flashckpt.options import Environment, Keep, Options
 from flashckpt.restore.digesting import digest_tensors
 from flashckpt.restore.filling import check_fits, fill
-from flashckpt.restore.ladder import Ladder, Loaded
+from flashckpt.restore.ladder import Ladder, Loaded, Vote, alone
 from flashckpt.restore.memory_tier import Held
 from flashckpt.restore.snapshot import Snapshot
 from flashckpt.state import rng
@@ -56,15 +56,43 @@ def attach(
 ) -> Checkpointer:
     """`flashckpt.attach`, switched on: its words and errors stand in entry.py."""
     tree = Tree(_state_of(state, named))
-    progress = Progress()
+    environment = Environment.read()
+    _check_world(environment)
     began = time.perf_counter()
-    session = open_session(path, keep, options)
+    session = lead(path, keep, options, environment)
+    return attach_to(session, tree, options, every, persist_every, began=began)
+
+
+def attach_to(
+    session: Session,
+    tree: Tree,
+    options: Options,
+    every: Every,
+    persist_every: str | int | None,
+    *,
+    began: float,
+    vote: Vote = alone,
+) -> Checkpointer:
+    """Restore the newest step that `vote` agrees to and start all that runs beside the loop. `began`: when
+    the resume did, by `time.perf_counter`. The Checkpointer closes the session; it is closed here when this
+    raises."""
+    progress = Progress()
     try:
-        taken = _resume(session, tree, progress, options, began)
+        taken = _resume(session, tree, progress, options, began, vote)
         return _checkpointer(session, tree, progress, options, every, persist_every, taken)
     except BaseException:
         session.close()
         raise
+
+
+def _check_world(environment: Environment) -> None:
+    """A step of several ranks is committed once all of them have theirs: one alone would wait for ever."""
+    if environment.world > 1:
+        raise OptionError(
+            f"WORLD_SIZE={environment.world}: a run of several processes is not there yet, and no step of it "
+            "would ever be committed. Nothing was started. Use one process per run; for one that a launcher "
+            "started among others and that trains by itself, unset RANK and WORLD_SIZE."
+        )
 
 
 def _state_of(state: Mapping[str, object] | None, named: Mapping[str, object]) -> dict[str, object]:
@@ -100,7 +128,9 @@ class _Taken:
     shared: Shared | None = None
 
 
-def _resume(session: Session, tree: Tree, progress: Progress, options: Options, began: float) -> _Taken:
+def _resume(
+    session: Session, tree: Tree, progress: Progress, options: Options, began: float, vote: Vote
+) -> _Taken:
     """Restore the newest usable step and write start.json."""
     mapped, regions = _survived(session)
     extra: list[Held] = []
@@ -118,7 +148,7 @@ def _resume(session: Session, tree: Tree, progress: Progress, options: Options, 
 
     threads = options.threads or torch.get_num_threads()
     try:
-        ladder = Ladder(session.store, mapped, session.environment.rank, slot_for, fits, threads)
+        ladder = Ladder(session.store, mapped, session.environment.rank, slot_for, fits, threads, vote)
         loaded = ladder.climb()
         if loaded is None:
             session.start(None, 0, None)
@@ -200,7 +230,7 @@ def _take_up(
     # Only a snapshot that may be nowhere but in memory is named: one from disk is committed already.
     slot = loaded.held.slot.name if snapshot.tier == "memory" else None
     session.start(snapshot.attempt, snapshot.step, slot)
-    log_differences(snapshot.values.get("environment"))
+    log_differences(snapshot.values.get("environment"), session.environment)
     resumed = Resumed(
         step=snapshot.step,
         tier=snapshot.tier,

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from flashckpt.checkpointer.read_ahead import Use
     from flashckpt.checkpointer.supply import SlotSupply
     from flashckpt.memory.slot import Sealed
+    from flashckpt.options import Environment
     from flashckpt.state.tree import Tree
 
 # Captures of one boundary that are found torn before it is given up: each finds a safer way.
@@ -44,13 +45,14 @@ class Boundaries:
         capture: Capture,
         attendant: Attendant,
         use: Use,
+        environment: Environment,
         stopped: Callable[[], bool],
     ) -> None:
         self._tree, self._progress, self._capture = tree, progress, capture
         self._attendant, self._use = attendant, use
         self._growth = Growth(capture, attendant, stopped)
         self.waited = 0
-        self._environment = describe_environment()
+        self._environment = describe_environment(environment)
         self._asked_first = False
         self.unsaved: FlashckptError | None = None
         self.ordered_at: int | None = None

@@ -11,7 +11,7 @@ from flashckpt.events import log
 from flashckpt.options import Environment
 
 
-def describe_environment() -> dict[str, Any]:
+def describe_environment(environment: Environment) -> dict[str, Any]:
     """Plain values, saved with each snapshot."""
     cuda = torch.cuda.is_available()
     return {
@@ -19,19 +19,19 @@ def describe_environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name() if cuda else platform.machine(),
         "devices": torch.cuda.device_count() if cuda else 0,
-        "world": Environment.read().world,
+        "world": environment.world,
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "matmul_precision": torch.get_float32_matmul_precision(),
     }
 
 
-def log_differences(saved: object) -> None:
+def log_differences(saved: object, environment: Environment) -> None:
     """One line naming what is no longer as it was. Such a run goes on exactly from its state; its
     further numbers may differ."""
     if not isinstance(saved, dict):
         return
-    now = describe_environment()
+    now = describe_environment(environment)
     changed = [
         f"{key} {saved[key]!r} -> {now[key]!r}" for key in now if key in saved and saved[key] != now[key]
     ]

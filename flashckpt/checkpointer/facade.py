@@ -62,7 +62,7 @@ class Checkpointer:
         self._progress, self._capture, self._session = progress, capture, session
         self._attendant, self._use, self._signals = attendant, use, signals
         self._boundaries = Boundaries(
-            tree, progress, capture, attendant, use, lambda: signals.reason is not None
+            tree, progress, capture, attendant, use, session.environment, lambda: signals.reason is not None
         )
         self.resumed = resumed
         self._in_iteration = self._marked = self._stopping = self._closed = self._left_is_said = False

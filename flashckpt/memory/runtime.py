@@ -350,7 +350,7 @@ def stacks_name(lock: str) -> str:
     return f"stacks-{lock.removeprefix('trainer-').removesuffix('.lock')}"
 
 
-def join(base: str, identity: str, lock: str) -> tuple[RuntimeFolder, LifeLock]:
+def enter(base: str, identity: str, lock: str) -> tuple[RuntimeFolder, LifeLock]:
     """Open a run's runtime folder and take the life lock `lock` in it. A keeper that leaves removes an
     empty folder: with the lock in it, it is not empty any more. Raises KeeperError."""
     for _ in range(_JOIN_TRIES):

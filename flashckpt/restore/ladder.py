@@ -1,6 +1,7 @@
 """Where a run goes on from: the visible steps, newest first, at each the nearest tier first.
 
-Owns the order of candidates and what is said of those that cannot be used. Down the ladder goes only
+Owns the order of candidates and what is said of those that cannot be used. All who are asked (`Vote`)
+must be able to load one before it is taken; nothing live changes here. Down the ladder goes only
 what is damaged, missing or, again and again, not given by the disk while the run's records are: one lost
 sector must not keep a job down for the night. A state that does not fit, storage that fails otherwise, a
 newer format or a fault of this node's memory stops the resume: the step may be whole, and going on from an
@@ -51,14 +52,23 @@ class Loaded:
 
     snapshot: Snapshot
     held: Held
-    seconds: float
+
+
+Vote = Callable[[Candidate, bool], bool]
+"""Told of a candidate and whether it could be loaded here; whether all who go on with this run could."""
+
+
+def alone(candidate: Candidate, could: bool) -> bool:
+    """The vote of a rank that has no others."""
+    return could
 
 
 class Ladder:
     """The candidates of one run, and the reasons why some were passed over.
 
     `survived` are the slots in which this node's keeper found sealed snapshots. `refused` gathers one
-    sentence for each candidate that could not be used. `fits` is asked of each that is whole.
+    sentence for each candidate that could not be used. `fits` is asked of each that is whole, `vote` of every
+    one that was tried.
     """
 
     def __init__(
@@ -69,13 +79,14 @@ class Ladder:
         slot_for: local_tier.SlotFor,
         fits: Fits,
         threads: int,
+        vote: Vote = alone,
     ) -> None:
         self._store, self._survived, self._rank = store, survived, rank
-        self._slot_for, self._fits, self._threads = slot_for, fits, threads
+        self._slot_for, self._fits, self._threads, self._vote = slot_for, fits, threads, vote
         self.refused: list[str] = []
 
     def climb(self) -> Loaded | None:
-        """The first candidate that is whole and fits. None for a run that has no step at all.
+        """The first candidate that is whole and fits, for all who vote. None for a run that has no step.
 
         Raises UnusableRunError where there are steps and none can be used, or records of attempts are
         lost; MismatchError where the newest that is whole does not fit; RunError where storage fails
@@ -84,19 +95,13 @@ class Ladder:
         self._patiently("its attempts", partial(reading.check_records, self._store))
         candidates = self._patiently("its steps", self.candidates)
         for candidate in candidates:
-            began = time.perf_counter()
-            try:
-                snapshot, held = self._patiently(_named(candidate), partial(self._load, candidate))
-                self._check(snapshot, held)
-            except UnreadableShardError as error:
-                self._see_that_records_are_there(candidate)
-                self._leave_behind(candidate, error)
-                continue
-            except (DamagedError, FileNotFoundError) as error:
-                self._refuse(candidate, error)
-                continue
-            self._tell_incomplete(snapshot.step)
-            return Loaded(snapshot, held, time.perf_counter() - began)
+            loaded = self.load(candidate)
+            if self._vote(candidate, loaded is not None) and loaded is not None:
+                self._tell_incomplete(candidate.step)
+                return loaded
+            if loaded is not None:
+                loaded.held.unpin()
+                self._pass_over(f"{_named(candidate)}: it is whole here, and another rank could not load it")
         if candidates:
             reasons = "\n".join(f"  {reason}" for reason in self.refused)
             raise UnusableRunError(
@@ -117,7 +122,22 @@ class Ladder:
         rungs = reading.ladder(self._store, survived)
         return [Candidate(r.step, r.attempt, None if r.slot is None else held[r.slot]) for r in rungs]
 
-    def _load(self, candidate: Candidate) -> tuple[Snapshot, Held]:
+    def load(self, candidate: Candidate) -> Loaded | None:
+        """The candidate, verified and known to fit, in a slot that is pinned. None, said and noted in
+        `refused`, where it cannot be used. Raises what `climb` does."""
+        try:
+            snapshot, held = self._patiently(_named(candidate), partial(self._read, candidate))
+            self._check(snapshot, held)
+        except UnreadableShardError as error:
+            self._see_that_records_are_there(candidate)
+            self._leave_behind(candidate, error)
+        except (DamagedError, FileNotFoundError) as error:
+            self._refuse(candidate, error)
+        else:
+            return Loaded(snapshot, held)
+        return None
+
+    def _read(self, candidate: Candidate) -> tuple[Snapshot, Held]:
         if candidate.held is not None:
             return memory_tier.load(candidate.held, self._threads), candidate.held
         record = read_step(self._store, candidate.step, candidate.attempt)

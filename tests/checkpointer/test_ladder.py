@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -18,6 +19,8 @@ import torch
 import flashckpt
 from flashckpt import _native
 from flashckpt._native import xxh3_128
+from flashckpt.checkpointer.attaching import attach_to
+from flashckpt.checkpointer.session import lead
 from flashckpt.commit import marks
 from flashckpt.commit.lineage import newest_first
 from flashckpt.commit.steps import StepRecord, read_step
@@ -25,7 +28,9 @@ from flashckpt.errors import DamagedError
 from flashckpt.format.names import manifest_path, step_attempt_folder
 from flashckpt.format.records import PartRecord
 from flashckpt.memory.slot import Slot
+from flashckpt.options import Environment
 from flashckpt.restore import ladder
+from flashckpt.state.tree import Tree
 from flashckpt.store.base import open_store
 from flashckpt.store.local import LocalStore
 from tests.checkpointer.test_bad_input import trained
@@ -279,3 +284,65 @@ def test_the_name_that_safetensors_keeps_is_refused_before_anything_is_made(tmp_
     with pytest.raises(flashckpt.StateError, match="__metadata__"):
         flashckpt.attach(tmp_path / "run", state={"__metadata__": Job().model})
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("tier", ["memory", "local"])
+def test_what_the_vote_refuses_is_passed_over_and_nothing_live_changes_before_it(
+    tmp_path: Path, kill_keepers: Callable[..., None], tier: str
+) -> None:
+    folder = tmp_path / "run"
+    trained(folder, [2, 3])
+    with contextlib.suppress(KeyboardInterrupt), flashckpt.attach(folder, every=1, **Job().named) as cut:
+        cut.step()
+        cut.save()
+        cut.wait()
+        raise KeyboardInterrupt  # the keeper stays, with what it has in memory
+    if tier == "local":
+        kill_keepers(remove_regions=True)
+    job, asked = Job(), []
+    before = job.model.weight.detach().clone()
+
+    def vote(candidate: ladder.Candidate, could: bool) -> bool:
+        assert torch.equal(job.model.weight, before)
+        assert not job.optimizer.state
+        asked.append((candidate.step, could, candidate.held is not None))
+        return candidate.step == 2
+
+    options = flashckpt.Options()
+    session = lead(folder, flashckpt.Keep(), options, Environment.read())
+    checkpointer = attach_to(session, Tree(job.named), options, None, None, began=0.0, vote=vote)
+    with checkpointer:
+        assert checkpointer.completed == 2
+        assert asked[0] == (4, True, tier == "memory")
+        assert {(step, could) for step, could, _ in asked} == {(4, True), (3, True), (2, True)}
+        job.train(torch.ones(2, 4) * 2)
+        checkpointer.step()
+        checkpointer.save()
+    assert flashckpt.steps(folder)[0] == 2
+    assert not marked(folder), "a step that another rank could not load is whole here"
+
+
+def test_where_the_vote_refuses_all_nothing_is_loaded_or_started(run: Path) -> None:
+    job, starts = Job(), set(run.glob("attempts/*/start.json"))
+    weight, options = job.model.weight.detach().clone(), flashckpt.Options()
+    session = lead(run, flashckpt.Keep(), options, Environment.read())
+    with pytest.raises(flashckpt.UnusableRunError, match="another rank could not"):
+        attach_to(session, Tree(job.named), options, None, None, began=0.0, vote=lambda each, could: False)
+    assert torch.equal(job.model.weight, weight)
+    assert set(run.glob("attempts/*/start.json")) == starts
+    assert resumed_at(run) == 4
+
+
+def test_a_step_that_is_damaged_here_is_voted_against(run: Path) -> None:
+    rewrite_part(run, lambda data: data[:-1])
+    asked: list[tuple[int, bool]] = []
+
+    def vote(candidate: ladder.Candidate, could: bool) -> bool:
+        asked.append((candidate.step, could))
+        return True  # the others could: what is damaged here is not taken all the same
+
+    job, options = Job(), flashckpt.Options()
+    session = lead(run, flashckpt.Keep(), options, Environment.read())
+    with attach_to(session, Tree(job.named), options, None, None, began=0.0, vote=vote) as checkpointer:
+        assert checkpointer.completed == 2
+    assert asked == [(4, False), (2, True)]

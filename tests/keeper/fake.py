@@ -25,9 +25,9 @@ from flashckpt.memory.page import Record, State, Word, round_up
 from flashckpt.memory.runtime import (
     LifeLock,
     RuntimeFolder,
+    enter,
     identity_of,
     is_alive,
-    join,
     trainer_lock_name,
 )
 from flashckpt.memory.slot import Slot, digest_table
@@ -94,7 +94,7 @@ class FakeTrainer:
         self.store, identity = open_runtime(run, base)
         self.folder: RuntimeFolder
         self.life: LifeLock
-        self.folder, self.life = join(str(base), identity, trainer_lock_name(0))
+        self.folder, self.life = enter(str(base), identity, trainer_lock_name(0))
         self.keep, self.linger_s = Keep(last=keep), linger_s
         self.attempt = attempts.claim(self.store, holder.here(self.folder.path, self.life.name))
         self.client: KeeperClient = connect_or_start(str(run), self.folder, self.life, patience_s=patience_s)

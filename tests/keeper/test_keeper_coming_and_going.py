@@ -14,7 +14,7 @@ import pytest
 from flashckpt.format.layout import PAGE
 from flashckpt.keeper import start
 from flashckpt.memory.region import is_region_name
-from flashckpt.memory.runtime import RuntimeFolder, join, trainer_lock_name
+from flashckpt.memory.runtime import RuntimeFolder, enter, trainer_lock_name
 from tests.conftest import keepers_of
 from tests.keeper.driver import Process, committed, eventually, ledger, runtime_of
 from tests.keeper.fake import FakeTrainer, keeper_pid, open_runtime
@@ -23,7 +23,7 @@ from tests.keeper.fake import FakeTrainer, keeper_pid, open_runtime
 def test_of_two_started_at_once_one_stays(tmp_path: Path, runtime: Path) -> None:
     run = tmp_path / "run"
     _, identity = open_runtime(run, runtime)
-    folder, life = join(str(runtime), identity, trainer_lock_name(0))
+    folder, life = enter(str(runtime), identity, trainer_lock_name(0))
     for _ in range(4):
         start.start(str(run), folder)
     pid = eventually(lambda: keeper_pid(folder))
@@ -322,7 +322,7 @@ def test_trainers_of_which_no_keeper_heard_leave_no_names(tmp_path: Path, runtim
     trainer = FakeTrainer(tmp_path / "run", runtime)
     code = (
         "import os, signal, sys; from flashckpt.memory.runtime import *;"
-        "_, life = join(sys.argv[1], sys.argv[2], trainer_lock_name(0));"
+        "_, life = enter(sys.argv[1], sys.argv[2], trainer_lock_name(0));"
         "print(life.name, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
     names = []

@@ -31,7 +31,7 @@ _ROUNDS = 3
 
 HOLDER = (
     "import sys; from flashckpt.memory.runtime import *;"
-    "folder, life = join(sys.argv[1], sys.argv[2], trainer_lock_name(0));"
+    "folder, life = enter(sys.argv[1], sys.argv[2], trainer_lock_name(0));"
     "print(life.name, flush=True);"
     "[print(getattr(life, line.strip())(folder) or 'done', flush=True) for line in sys.stdin]"
 )

@@ -17,7 +17,7 @@ import pytest
 from flashckpt.errors import KeeperError
 from flashckpt.keeper import protocol
 from flashckpt.keeper.client import connect_or_start
-from flashckpt.memory.runtime import join, trainer_lock_name
+from flashckpt.memory.runtime import enter, trainer_lock_name
 from tests.keeper.driver import eventually
 from tests.keeper.fake import FakeTrainer, keeper_pid, open_runtime
 
@@ -159,7 +159,7 @@ def test_another_users_process_is_refused(trainer: FakeTrainer) -> None:
 def test_a_planted_socket_is_refused_and_left_alone(tmp_path: Path, runtime: Path, kind: str) -> None:
     run = tmp_path / "run"
     _, identity = open_runtime(run, runtime)
-    folder, life = join(str(runtime), identity, trainer_lock_name(0))
+    folder, life = enter(str(runtime), identity, trainer_lock_name(0))
     path = Path(folder.path) / protocol.SOCKET_NAME
     other = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if kind == "file":

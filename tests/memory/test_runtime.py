@@ -16,9 +16,9 @@ from flashckpt.errors import KeeperError
 from flashckpt.memory.runtime import (
     LifeLock,
     RuntimeFolder,
+    enter,
     identity_of,
     is_alive,
-    join,
     trainer_lock_name,
 )
 from flashckpt.store.local import LocalStore
@@ -147,13 +147,13 @@ def test_a_lock_whose_name_is_taken_away_does_not_stand(runtime: Path) -> None:
 
 
 def test_join_takes_a_folder_that_a_leaving_keeper_removes(runtime: Path) -> None:
-    folder, life = join(str(runtime), IDENTITY, trainer_lock_name(0))
+    folder, life = enter(str(runtime), IDENTITY, trainer_lock_name(0))
     folder.discard()
     assert folder.exists(), "a folder with a lock in it is not empty"
     life.release(folder)
     folder.discard()
     assert not folder.exists()
-    folder, life = join(str(runtime), IDENTITY, trainer_lock_name(0))
+    folder, life = enter(str(runtime), IDENTITY, trainer_lock_name(0))
     assert folder.exists()
     life.release(folder)
 

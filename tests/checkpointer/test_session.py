@@ -1,0 +1,132 @@
+"""Sessions of one attempt in one process: one leads, one joins, and the keeper is a thread of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flashckpt.checkpointer.session import Session, join, lead
+from flashckpt.commit import attempts
+from flashckpt.errors import RunError, RunHeldError, SupersededError
+from flashckpt.format.records import AttemptName
+from flashckpt.keeper.client import KeeperClient
+from flashckpt.keeper.daemon import Keeper
+from flashckpt.memory.runtime import LifeLock, RuntimeFolder
+from flashckpt.options import Environment, Keep, Options
+from tests.waiting import until
+
+WORLD = 2
+OPTIONS = Options(linger="0s", watchdog=None)
+
+
+class Node:
+    """One run on one node: its keeper begins with the first session that asks for it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run, self._runtime = folder / "run", folder / "runtime"
+        self._runtime.mkdir()
+        self.keeper: Keeper | None = None
+        self._thread: threading.Thread | None = None
+        self._sessions: list[Session] = []
+
+    def connect(self, run: str, runtime: RuntimeFolder, life: LifeLock) -> KeeperClient:
+        if self.keeper is None:
+            self.keeper = Keeper.elected(run, RuntimeFolder.at(runtime.path))
+            assert self.keeper is not None
+            self._thread = threading.Thread(target=self.keeper.run)
+            self._thread.start()
+        return KeeperClient(run, runtime, life)
+
+    def environment(self, rank: int) -> Environment:
+        return Environment(rank=rank, world=WORLD, runtime_folder=str(self._runtime))
+
+    def lead(self) -> Session:
+        return self._kept(lead(self.run, Keep(), OPTIONS, self.environment(0), self.connect))
+
+    def join(self, attempt: AttemptName, rank: int = 1) -> Session:
+        return self._kept(join(self.run, attempt, Keep(), OPTIONS, self.environment(rank), self.connect))
+
+    def known_ranks(self) -> dict[int, tuple[str, int]]:
+        assert self.keeper is not None
+        return {each.rank: (str(each.attempt), each.world) for each in self.keeper.roster.all()}
+
+    def locks(self) -> set[str]:
+        return {path.name for path in self._runtime.glob("*/trainer-*")}
+
+    def end(self) -> None:
+        for session in self._sessions:
+            session.close()
+        if self._thread is not None and self.keeper is not None:
+            self.keeper.ask_to_go()
+            self._thread.join(60)
+            assert not self._thread.is_alive()
+
+    def _kept(self, session: Session) -> Session:
+        self._sessions.append(session)
+        return session
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    made = Node(tmp_path)
+    yield made
+    made.end()
+
+
+def test_one_leads_and_one_joins(node: Node) -> None:
+    first = node.lead()
+    second = node.join(first.attempt)
+    assert (second.attempt, second.identity) == (first.attempt, first.identity)
+    assert [each.name for each in attempts.attempts(first.store)] == [first.attempt], "one claim, not two"
+    assert node.known_ranks() == {rank: (str(first.attempt), WORLD) for rank in range(WORLD)}
+    first.start(None, 0, None)
+    second.start(None, 0, None)
+    found = attempts.read_start(first.store, first.attempt)
+    assert found is not None
+    assert (found.parent, found.step, found.world) == (None, 0, WORLD)
+    first.close()
+    second.close()
+    until(lambda: (alive := attempts.alive(first.store, first.attempt)) and alive.ended, "the end")
+
+
+def test_who_joins_goes_on_from_where_the_attempt_does(node: Node) -> None:
+    first = node.lead()
+    second = node.join(first.attempt)
+    with pytest.raises(RunError, match="goes on from nothing yet"):
+        second.start(None, 0, None)
+    first.start(None, 0, None)
+    with pytest.raises(RunError, match=r"took up step 3 .* goes on from step 0"):
+        second.start(first.attempt, 3, None)
+    second.start(None, 0, None)
+
+
+def test_an_attempt_that_was_never_claimed_is_not_joined(node: Node) -> None:
+    first = node.lead()
+    locks = node.locks()
+    with pytest.raises(RunError, match="never claimed"):
+        node.join(AttemptName(first.attempt.number, "00000000"))
+    with pytest.raises(RunError, match="never claimed"):
+        node.join(AttemptName(first.attempt.number + 1, "00000000"))
+    assert node.locks() == locks
+    assert node.join(first.attempt).attempt == first.attempt, "what was refused holds no place"
+
+
+def test_a_superseded_attempt_is_not_joined(node: Node) -> None:
+    first = node.lead()
+    first.close()
+    second = node.lead()
+    with pytest.raises(SupersededError):
+        node.join(first.attempt)
+    assert node.join(second.attempt).attempt == second.attempt
+
+
+def test_a_rank_is_held_once_by_a_process(node: Node) -> None:
+    first = node.lead()
+    with pytest.raises(RunHeldError):
+        node.lead()
+    node.join(first.attempt)
+    with pytest.raises(RunHeldError):
+        node.join(first.attempt)
