@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import tempfile
@@ -71,3 +72,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode().strip()}")
     yield folder
     subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.fixture
+def scratch() -> Iterator[str]:
+    """A folder in memory where there is one, for what is done a hundred times: each fsync of a disk takes
+    milliseconds, and what lasts is modelled by such tests, or no concern of theirs."""
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="flashckpt-test-", dir=memory) as folder:
+        yield folder

@@ -10,13 +10,24 @@ from collections.abc import Callable
 
 import flashckpt
 
+_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
+
 
 def until(condition: Callable[[], object], what: str, limit_s: float = 240.0) -> None:
     """Wait until the condition holds; fail with `what` if it does not within the limit."""
     end = time.monotonic() + limit_s
-    while not condition():
+    while True:
+        began = time.monotonic()
+        if condition():
+            return
         assert time.monotonic() < end, f"waited {limit_s:.0f} s for {what}"
-        time.sleep(0.001)
+        time.sleep(pause_s(time.monotonic() - began))
+
+
+def pause_s(looked_s: float) -> float:
+    """How long to wait before the next look, after one that took so long. Looking through all processes of
+    the machine takes milliseconds: without a longer pause, a core is kept from what is waited for."""
+    return min(max(_PAUSE_S, 3 * looked_s), _LONGEST_PAUSE_S)
 
 
 def until_shared(checkpointer: flashckpt.Checkpointer) -> None:

@@ -29,7 +29,7 @@ from flashckpt.store.base import Store, open_store
 from tests.crash import tiny
 from tests.crash.tiny import RESUMED, STEP, Record
 from tests.processes import end, keepers_of
-from tests.waiting import until
+from tests.waiting import pause_s, until
 from tests.zygote import DEVNULL, Zygote
 
 LIMIT_S = 240.0
@@ -160,11 +160,13 @@ class Job:
     def await_(self, condition: Callable[[], object], limit_s: float = LIMIT_S) -> bool:
         """Look until it is so (True) or the trainer has ended (False). The moment counts: no long sleeps."""
         end_s = time.monotonic() + limit_s
-        while not condition():
-            if self.ended(0.0005):
+        while True:
+            began_s = time.monotonic()
+            if condition():
+                return True
+            if self.ended(pause_s(time.monotonic() - began_s)):
                 return False
             assert time.monotonic() < end_s, f"nothing happened for {limit_s:.0f} s: {self.said}"
-        return True
 
     # ---- what must hold
 
@@ -202,10 +204,11 @@ class Job:
 
     def settle(self) -> None:
         """Wait until the keeper has committed what the dead trainer had sealed."""
-        limit_s = time.monotonic() + LIMIT_S
-        while self.keepers() and max(self.visible(), default=0) < self._floor:
-            assert time.monotonic() < limit_s, f"step {self._floor} was sealed and is not committed"
-            time.sleep(0.001)
+
+        def is_settled() -> bool:
+            return not self.keepers() or max(self.visible(), default=0) >= self._floor
+
+        until(is_settled, f"step {self._floor}, which was sealed, to be committed", LIMIT_S)
 
     def visible(self) -> list[int]:
         store = open_store(str(self.run))
@@ -293,7 +296,7 @@ class Job:
             if time.monotonic() > end_s:
                 return [f"{left} stay after the end: {self.told()}"]
             self.let_go_on()
-            time.sleep(0.005)
+            time.sleep(0.02)
         return []
 
     def comes_down(self, name: str, most: int) -> bool:

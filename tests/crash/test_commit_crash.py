@@ -4,13 +4,10 @@ and no half step visible; and the next attempt goes on from there."""
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,14 +17,6 @@ from tests.crash.forgetful import Model, Recorder
 from tests.crash.scenario import Expected, live
 
 REPOSITORY = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def scratch() -> Iterator[str]:
-    """A folder in memory where there is one: what lasts is modelled here, not asked of a disk."""
-    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=memory) as folder:
-        yield folder
 
 
 @pytest.mark.process

@@ -23,9 +23,9 @@ ROOT = Path(__file__).parents[2]
     [("everything", 60, [1, 2, 3, 4]), ("overtaken_branch", 30, [1, 3]), ("asked_for", 30, [5, 6])],
 )
 def test_killed_at_every_call(
-    tmp_path: Path, runtime: Path, mess: str, least_calls: int, steps: list[int]
+    scratch: str, runtime: Path, mess: str, least_calls: int, steps: list[int]
 ) -> None:
-    command = [sys.executable, "-m", "tests.recovery.kill_driver", str(tmp_path), str(runtime), mess]
+    command = [sys.executable, "-m", "tests.recovery.kill_driver", scratch, str(runtime), mess]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout)
