@@ -4,10 +4,12 @@ and no half step visible; and the next attempt goes on from there."""
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
