@@ -19,6 +19,7 @@ from torch import Tensor
 
 from flashckpt import _native
 from flashckpt.capture import Capture
+from flashckpt.capture.pace import Pace
 from flashckpt.memory.slot import Slot
 from flashckpt.memory.slots import SlotRing
 from flashckpt.options import Options
@@ -68,7 +69,7 @@ def measure(name: str, shapes: list[int], rounds: int) -> dict[str, float | str]
     state = Flat({f"leaf.{i}": torch.randn(count) for i, count in enumerate(shapes)})
     copies = [torch.zeros_like(tensor) for tensor in state.tensors.values()]
     sealer = _native.Sealer()
-    capture = Capture(state, None, sealer, Options(), every=1)
+    capture = Capture(state, None, sealer, Options(), schedule=Pace(1))
     needed = capture.room_needed()
     assert needed is not None
     ring = slots(*needed, threads)

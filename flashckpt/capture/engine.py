@@ -1,6 +1,6 @@
 """The capture of one rank: what happens at a boundary.
 
-Owns the order: poll what was begun, ask pace and hooks, follow the plan, fill a slot, hand it to the
+Owns the order: poll what was begun, ask schedule and hooks, follow the plan, fill a slot, hand it to the
 sealer. The training thread waits here for nothing but its own copies of host memory; `wait` and an ordered
 capture wait for copies in flight.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -23,8 +23,8 @@ from flashckpt.capture.heartbeat import Pulse
 from flashckpt.capture.hooks import Boundary, StepHooks, unwrapped
 from flashckpt.capture.intervals import Intervals
 from flashckpt.capture.outcome import Outcome, Verdict
-from flashckpt.capture.pace import Every, Pace
 from flashckpt.capture.room import with_slack
+from flashckpt.capture.schedule import Schedule
 from flashckpt.capture.shared import ConstantsChanged, Shared
 from flashckpt.capture.target import Target
 from flashckpt.capture.targets import Targets
@@ -34,17 +34,15 @@ from flashckpt.memory.slot import Slot
 from flashckpt.memory.slots import SlotRing
 from flashckpt.options import Options
 
-if TYPE_CHECKING:
-    pass
-
 _NO_MEMORY = "the device has no memory left for a snapshot's buffers"
 
 
 class Capture:
     """Snapshots of one state into slots.
 
-    attempt is (number, nonce) of this attempt; optimizers are those of the state, wrapped or not; constants
-    are the digests, by name, of leaves that were constants in the snapshot that the state was restored from.
+    schedule says which boundaries are taken; attempt is (number, nonce) of this attempt; optimizers are those
+    of the state, wrapped or not; constants are the digests, by name, of leaves that were constants in the
+    snapshot that the state was restored from.
     """
 
     def __init__(
@@ -55,11 +53,10 @@ class Capture:
         options: Options,
         devices: Sequence[Device] = (),
         *,
+        schedule: Schedule,
         optimizers: Sequence[object] = (),
         attempt: tuple[int, int] = (0, 0),
         owner: int | Mapping[str, int] = 1,
-        every: Every = "auto",
-        persist_every: str | int | None = None,
         constants: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self._tree, self._sealer, self._options, self._devices = tree, sealer, options, devices
@@ -67,10 +64,10 @@ class Capture:
         inner = [unwrapped(optimizer) for optimizer in optimizers]
         self._optimizers: list[Any] = [o for o in inner if isinstance(o, torch.optim.Optimizer)]
         self.hooks = StepHooks(self._optimizers, self._close_gates, self._capturing)
-        self.pace = Pace(every, persist_every, overhead=options.overhead)
+        self.schedule = schedule
         self._ways = Ways(self._optimizers, devices, constants)
         self._flights = Flights(self._ways, sealer, self._lost, self._rearrange)
-        self._intervals = Intervals(self.pace.budget, devices)
+        self._intervals = Intervals(self.schedule.budget, devices)
         self._skipped, self._skipped_step = 0, -1
         self._targets = Targets(devices)
         self.pulse = Pulse(self._targets.by_name)
@@ -111,7 +108,7 @@ class Capture:
         self._flights.wait()
         if self._asked is not None and self._asked.target.slot is slot:
             self._asked = None
-            self.pace.persist_ended(fulfilled=False)
+            self.schedule.persist_ended(fulfilled=False)
         self._flights.drop(self._targets.by_name[slot.name])
         self._targets.drop(slot)
 
@@ -180,7 +177,7 @@ class Capture:
     # ---- boundaries
 
     def order(self) -> None:
-        """The next boundary is captured and persisted, whatever the pace."""
+        """The next boundary is captured and persisted, whatever the schedule."""
         self._ordered = True
 
     @property
@@ -199,7 +196,7 @@ class Capture:
     ) -> Outcome:
         """One boundary. values gives what is not a tensor, encoded; it is called only for a capture.
 
-        due: None leaves it to the pace. ordered: whatever the pace and the hooks say, and after waiting
+        due: None leaves it to the schedule. ordered: whatever that and the hooks say, and after waiting
         for a copy in flight. persist: the snapshot is to be persisted. A second call with the same step is
         about the same boundary.
         """
@@ -210,7 +207,7 @@ class Capture:
         hooks = self._hooks
         if self._ordered:
             ordered = persist = True
-        is_due = self.pace.due(step)
+        is_due = self.schedule.due(step)
         if not ordered and not (is_due if due is None else due):
             return Outcome(Verdict.NOT_DUE, step)
         if not ordered and not hooks.qualifies:
@@ -232,7 +229,7 @@ class Capture:
         self._flights.poll()
         self._settle()
         self._enter(step, capturing)
-        self.pace.due(step)
+        self.schedule.due(step)
 
     def _enter(self, step: int, capturing: bool) -> None:
         if step == self._step:
@@ -272,7 +269,7 @@ class Capture:
             "snapshots_skipped": self._skipped,
             "boundaries": self.pulse.boundaries,
             "capture_call_seconds": self._call_s,
-            "capture_cost_seconds": self.pace.budget.cost_s or 0.0,
+            "capture_cost_seconds": self.schedule.budget.cost_s or 0.0,
         }
 
     # ---- one capture
@@ -309,7 +306,7 @@ class Capture:
             return _skipped(step, "the state has outgrown the slots")
         if not target.begin():
             return _skipped(step, "the slot was taken by the keeper")
-        persist = persist or self.pace.persist_due(step)
+        persist = persist or self.schedule.persist_due(step)
         try:
             self._fill(target, arrangement, data, step, hooks, persist)
         except ConstantsChanged as found:
@@ -323,7 +320,7 @@ class Capture:
             return _skipped(step, _NO_MEMORY)
         call_s = time.perf_counter() - began_s
         self._call_s += call_s
-        self.pace.captured(ordered=ordered)
+        self.schedule.captured(ordered=ordered)
         copied_s = 0.0 if arrangement.transfers else call_s - once_s
         self._intervals.captured(copied_s, ordered=ordered, once_s=once_s)
         return Outcome(Verdict.CAPTURED, step, "", slot.index, target.generation, persist)
@@ -348,7 +345,7 @@ class Capture:
         flight = Flight(step, target, target.generation, persist, arrangement, self._ordered)
         self._flights.add(flight)
         if persist:
-            self.pace.persist_asked()
+            self.schedule.persist_asked()
             self._asked = flight
 
     # ---- what the parts call
@@ -364,11 +361,11 @@ class Capture:
         self._following.drop()
 
     def _lost(self, flight: Flight) -> None:
-        self.pace.lost()
+        self.schedule.lost()
         self.lost_step = flight.step if flight.step == self._captured_step else self.lost_step
         self._ordered = self._ordered or flight.ordered  # the order stands again
         if flight is self._asked:
-            self.pace.persist_ended(fulfilled=False)
+            self.schedule.persist_ended(fulfilled=False)
             self._asked = None
 
     def _settle(self) -> None:
@@ -379,7 +376,7 @@ class Capture:
         slot, generation = asked.target.slot, asked.generation
         failed = slot.failed[0] == generation
         if slot.persisted == generation or failed:
-            self.pace.persist_ended(fulfilled=not failed)
+            self.schedule.persist_ended(fulfilled=not failed)
             self._asked = None
 
     def _has_state(self) -> bool:
@@ -392,7 +389,7 @@ class Capture:
         if self._asked is not None:
             # Nobody here looks at those slots again: whether it was persisted is not known.
             self._asked = None
-            self.pace.persist_ended(fulfilled=False)
+            self.schedule.persist_ended(fulfilled=False)
 
 
 def _skipped(step: int, reason: str) -> Outcome:

@@ -18,7 +18,7 @@ import torch
 from flashckpt import _native, crashpoints
 from flashckpt.capture import Capture
 from flashckpt.capture.device import devices_of
-from flashckpt.capture.pace import Every
+from flashckpt.capture.pace import Every, Pace
 from flashckpt.capture.plan import local
 from flashckpt.capture.shared import Shared
 from flashckpt.checkpointer.ages import Ages, limits_s
@@ -306,8 +306,7 @@ def _checkpointer(
         devices_of((leaf.tensor for leaf in tree.walk(_nothing_used_up).leaves), options.streams),
         optimizers=tree.optimizers,
         attempt=(attempt.number, int(attempt.nonce, 16)),
-        every=every,
-        persist_every=persist_every,
+        schedule=Pace(every, persist_every, overhead=options.overhead),
         constants=taken.constants,
     )
     if taken.shared is not None:

@@ -171,7 +171,7 @@ class Boundaries:
         return not self._attendant.may_name(step, wait=last)
 
     def _capture_once(self, *, ordered: bool) -> None:
-        if self._capture.pace.every_step and self._attendant.slots.ring is None and not self._asked_first:
+        if self._capture.schedule.every_step and self._attendant.slots.ring is None and not self._asked_first:
             self._first_slots()
         self._adopt_slots()
         try:

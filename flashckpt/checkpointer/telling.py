@@ -32,7 +32,7 @@ class Telling:
             if now[count] > before.get(count, 0.0):
                 yield event, {"step": step, "count": int(now[count] - before.get(count, 0.0))}
         spacing = self._spacing.news(step, int(now["snapshots"]))
-        if spacing is not None and self._capture.pace.is_automatic:
+        if spacing is not None and self._capture.schedule.is_automatic:
             log.info("%s", spacing)
         plan = self._capture.describe()
         if plan and plan != self._plan:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flashckpt import _native
 from flashckpt.capture import Capture, Outcome
+from flashckpt.capture.pace import Pace
 from flashckpt.memory.slots import SlotRing
 from flashckpt.options import Options
 from tests.capture.simulated import SimulatedDevice, SimulatedStream
@@ -80,7 +81,7 @@ class Accelerated:
         self.state = State(model=self.model, optimizer=self.optimizer)
         self.ring, self.sealer, self.step = ring, sealer, 0
         self.references: dict[int, dict[str, bytes]] = {}
-        options.setdefault("every", 1)
+        options.setdefault("schedule", Pace(1))
         self.capture = Capture(
             self.state,
             ring,

@@ -10,6 +10,7 @@ import torch
 
 from flashckpt import _native
 from flashckpt.capture import Capture
+from flashckpt.capture.pace import Pace
 from flashckpt.memory.slots import SlotRing
 from flashckpt.options import Options
 
@@ -94,7 +95,7 @@ def test_a_constant_that_changes_is_never_believed_and_ordinary_from_then_on(loo
 def test_on_the_host_a_changed_constant_is_seen_at_once(ring: SlotRing, sealer: _native.Sealer) -> None:
     weight = torch.randn(LARGE)
     state = Frozen(weight)
-    capture = Capture(state, ring, sealer, Options(), every=1)
+    capture = Capture(state, ring, sealer, Options(), schedule=Pace(1))
     for step in range(1, 14):
         if step == 10:
             assert {row[0] for row in capture.describe()} == {"constant"}
@@ -114,7 +115,9 @@ def test_a_small_one_that_was_constant_when_resumed_is_stored_as_it_is(
 ) -> None:
     mask = torch.tensor([1.0, 0.0, 0.0, 1.0])
     state = Frozen(mask)
-    capture = Capture(state, ring, sealer, Options(), every=1, constants={"frozen.w": digest_of(mask)})
+    capture = Capture(
+        state, ring, sealer, Options(), schedule=Pace(1), constants={"frozen.w": digest_of(mask)}
+    )
     for step in range(1, 14):
         if step == 10:
             mask.copy_(torch.tensor([0.0, 1.0, 1.0, 0.0]))
@@ -127,7 +130,7 @@ def test_a_small_one_that_was_constant_when_resumed_is_stored_as_it_is(
 def test_another_plan_forgets_what_stands_in_the_slots(ring: SlotRing, sealer: _native.Sealer) -> None:
     state = Frozen(torch.randn(LARGE))
     first = state.named["a"] = {"a": torch.ones(3)}
-    capture = Capture(state, ring, sealer, Options(), every=1)
+    capture = Capture(state, ring, sealer, Options(), schedule=Pace(1))
     for step in range(1, 20):
         if step == 12:
             assert "constant" in {row[0] for row in capture.describe()}
@@ -160,7 +163,7 @@ def constants_of(content: Content) -> list[str]:
 def test_constants_stand_in_an_image_of_their_own(ring: SlotRing, sealer: _native.Sealer) -> None:
     state = Frozen(torch.randn(LARGE))
     state.named["a"] = {"a": torch.ones(3)}
-    capture = Capture(state, ring, sealer, Options(), every=1)
+    capture = Capture(state, ring, sealer, Options(), schedule=Pace(1))
     for step in range(1, 8):
         content = captured(capture, ring, sealer, step)
         assert content.leaves == {"frozen.w": bytes_of(state.weight), "a.a": bytes_of(torch.ones(3))}
@@ -183,7 +186,7 @@ def test_those_of_the_snapshot_that_was_restored_are_constants_at_once(
     known = {"frozen.w": digest_of(state.weight), "gone": 3}
     if not as_restored:
         state.weight[5] = 0.5
-    capture = Capture(state, ring, sealer, Options(), every=1, constants=known)
+    capture = Capture(state, ring, sealer, Options(), schedule=Pace(1), constants=known)
     for step in range(1, 8):
         content = captured(capture, ring, sealer, step)
         assert content.leaves["frozen.w"] == bytes_of(state.weight)
@@ -200,7 +203,9 @@ def test_one_that_is_trained_now_is_none_though_it_was_restored_as_one(
     model.bias.grad = torch.ones(4)
     known = {f"model.{name}": digest_of(each) for name, each in model.named_parameters()}
     state = State(model=model, optimizer=optimizer)
-    capture = Capture(state, ring, sealer, Options(), every=1, optimizers=[optimizer], constants=known)
+    capture = Capture(
+        state, ring, sealer, Options(), schedule=Pace(1), optimizers=[optimizer], constants=known
+    )
     assert capture.boundary(1, lambda: b"{}", ordered=True).captured
     assert sealer.drain(240)
     assert constants_of(newest(ring)) == []
@@ -213,7 +218,7 @@ def test_one_that_changes_before_its_slot_comes_round_again_is_seen(
     """Each of three slots gets its first copy: no slot has an older one to compare with."""
     state = Frozen(torch.randn(LARGE))
     known = {"frozen.w": digest_of(state.weight)}
-    capture = Capture(state, ring, sealer, Options(), every=1, constants=known)
+    capture = Capture(state, ring, sealer, Options(), schedule=Pace(1), constants=known)
     assert constants_of(captured(capture, ring, sealer, 1)) == ["frozen.w"]
     state.weight.numpy()[7] = 2.0
     assert captured(capture, ring, sealer, 2).leaves["frozen.w"] == bytes_of(state.weight)
@@ -225,7 +230,7 @@ def test_one_that_changes_before_its_slot_comes_round_again_is_seen(
 def test_one_that_is_not_row_major_is_a_constant_too(ring: SlotRing, sealer: _native.Sealer) -> None:
     weight = torch.randn(800, 500).t()
     state = Frozen(weight)
-    capture = Capture(state, ring, sealer, Options(), every=1)
+    capture = Capture(state, ring, sealer, Options(), schedule=Pace(1))
     for step in range(1, 12):
         if step == 8:
             weight[2, 2] = 9.0

@@ -15,6 +15,7 @@ from torch import Tensor
 from flashckpt import _native
 from flashckpt.capture import Capture, Verdict, arena, host, ways
 from flashckpt.capture.device import cuda, devices_of
+from flashckpt.capture.pace import Pace
 from flashckpt.memory.slot import Slot
 from flashckpt.memory.slots import SlotRing
 from flashckpt.options import Options
@@ -50,7 +51,7 @@ class Loop:
         given = Options(**options)
         self.devices = devices_of((live.tensor for live in self.state.walk_now()), given.streams)
         self.capture = Capture(
-            self.state, ring, self.sealer, given, self.devices, optimizers=[self.optimizer], every=1
+            self.state, ring, self.sealer, given, self.devices, optimizers=[self.optimizer], schedule=Pace(1)
         )
 
     def train(self) -> None:
@@ -378,7 +379,13 @@ def test_ten_thousand_leaves_do_not_hold_the_training_thread_up(
         devices = devices_of(model.parameters())
         memory = 0 if way == "gate" else None
         capture = Capture(
-            state, ring, sealer, Options(device_memory=memory), devices, optimizers=[optimizer], every=1
+            state,
+            ring,
+            sealer,
+            Options(device_memory=memory),
+            devices,
+            optimizers=[optimizer],
+            schedule=Pace(1),
         )
         for step in range(6):
             for parameter in model.parameters():

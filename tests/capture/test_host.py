@@ -12,6 +12,7 @@ import torch
 
 from flashckpt import _native
 from flashckpt.capture import Capture, Outcome, Verdict
+from flashckpt.capture.pace import Pace
 from flashckpt.memory.slots import SlotRing
 from flashckpt.options import Options
 
@@ -35,7 +36,7 @@ class Run:
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.state = State(model=self.model, optimizer=self.optimizer)
         self.sealer, self.step = sealer, 0
-        options.setdefault("every", 1)
+        options.setdefault("schedule", Pace(1))
         self.capture = Capture(
             self.state, ring, sealer, Options(), optimizers=self.state.optimizers, attempt=(3, 4), **options
         )
@@ -242,7 +243,7 @@ def test_the_newest_sealed_is_never_overwritten(run: Run, ring: SlotRing) -> Non
 
 
 def test_an_order_waits_for_no_pace(ring: SlotRing, sealer: _native.Sealer) -> None:
-    run = Run(ring, sealer, every=None)
+    run = Run(ring, sealer, schedule=Pace(None))
     assert run.iterate().verdict is Verdict.NOT_DUE
     run.capture.order()
     outcome = run.iterate()
@@ -278,7 +279,7 @@ def test_slots_that_have_one_index_are_told_apart(sealer: _native.Sealer) -> Non
 def test_a_save_before_the_loop_leaves_automatic_snapshots_on(
     ring: SlotRing, sealer: _native.Sealer, waits: bool
 ) -> None:
-    run = Run(ring, sealer, every="auto")
+    run = Run(ring, sealer, schedule=Pace("auto"))
     assert run.iterate(ordered=True).captured
     if waits:
         run.capture.wait()

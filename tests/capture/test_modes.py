@@ -7,6 +7,7 @@ import torch
 
 from flashckpt import _native
 from flashckpt.capture import Capture
+from flashckpt.capture.pace import Pace
 from flashckpt.memory.slots import SlotRing
 from flashckpt.options import Options
 
@@ -17,7 +18,7 @@ from .content import State, exact, newest
 def test_leaves_in_host_memory(ring: SlotRing, sealer: _native.Sealer) -> None:
     """Those that are no row-major bytes are read again into a tensor that is made for it."""
     state = State(some={"turned": torch.randn(30, 20).t(), "plain": torch.randn(5)})
-    capture = Capture(state, ring, sealer, Options(), every=1)
+    capture = Capture(state, ring, sealer, Options(), schedule=Pace(1))
     with torch.device("meta"):
         assert capture.boundary(1, lambda: b"{}").captured
     capture.wait()

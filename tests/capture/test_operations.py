@@ -13,6 +13,7 @@ import torch
 from flashckpt import _native
 from flashckpt.capture import Capture, arena, host, ways
 from flashckpt.capture.device.base import Copies, StreamMark
+from flashckpt.capture.pace import Pace
 from flashckpt.memory.slots import SlotRing
 from flashckpt.options import Options
 from tests.capture.simulated import SimulatedCopying, SimulatedDevice
@@ -69,7 +70,7 @@ def counted(ring: SlotRing, sealer: _native.Sealer, way: str, count: int) -> tup
         device.adopt(*module.parameters())
         state = State(model=module, plain=hosts)
         state.named["optimizer"] = Descent(list(module.parameters()), device)
-    capture = Capture(state, ring, sealer, Options(), [device], optimizers=state.optimizers, every=1)
+    capture = Capture(state, ring, sealer, Options(), [device], optimizers=state.optimizers, schedule=Pace(1))
     for step in range(count, count + 5):
         if way == "gate":
             state.optimizers[0].step()

@@ -9,6 +9,7 @@ import torch
 
 from flashckpt import _native
 from flashckpt.capture import Capture
+from flashckpt.capture.pace import Pace
 from flashckpt.memory.slots import SlotRing
 from flashckpt.options import Options
 
@@ -42,7 +43,7 @@ def frozen_capture(ring: SlotRing, sealer: _native.Sealer, *, steps: int = 6) ->
     """A capture of host memory whose constant is shared after so many steps."""
     state = Frozen(torch.randn(LARGE))
     state.named["a"] = {"a": torch.ones(3)}
-    capture = Capture(state, ring, sealer, Options(), every=1)
+    capture = Capture(state, ring, sealer, Options(), schedule=Pace(1))
     for step in range(1, steps + 1):
         content = captured(capture, ring, sealer, step)
     share(capture, content)
@@ -105,7 +106,7 @@ def test_on_the_host_the_very_snapshot_has_the_change(ring: SlotRing, sealer: _n
 def test_a_region_of_other_digests_is_not_named(ring: SlotRing, sealer: _native.Sealer) -> None:
     """It was filled from a snapshot before a change of which the capture knows already."""
     state = Frozen(torch.randn(LARGE))
-    capture = Capture(state, ring, sealer, Options(), every=1)
+    capture = Capture(state, ring, sealer, Options(), schedule=Pace(1))
     for step in range(1, 7):
         content = captured(capture, ring, sealer, step)
     stale = region_of(content)
@@ -128,7 +129,9 @@ def test_a_region_of_before_a_resume_with_other_digests_is_not_named(
     assert stale is not None
     capture.close()
     state.weight.numpy()[3] = 5.0
-    again = Capture(state, ring, sealer, Options(), every=1, constants={"frozen.w": digest_of(state.weight)})
+    again = Capture(
+        state, ring, sealer, Options(), schedule=Pace(1), constants={"frozen.w": digest_of(state.weight)}
+    )
     again.share(stale)
     content = captured(again, ring, sealer, 20)
     # It is what it was restored as, so it is a constant still; the slot holds it.
@@ -168,7 +171,7 @@ def test_what_is_made_row_major_for_each_snapshot_is_never_shared(
 ) -> None:
     weight = torch.randn(800, 500).t()
     state = Frozen(weight)
-    capture = Capture(state, ring, sealer, Options(), every=1)
+    capture = Capture(state, ring, sealer, Options(), schedule=Pace(1))
     for step in range(1, 9):
         content = captured(capture, ring, sealer, step)
     assert content.layout.constants is not None
@@ -185,7 +188,7 @@ def test_the_first_capture_after_a_resume_names_the_region(ring: SlotRing, seale
     shared = capture._targets.shared
     assert shared is not None
     capture.close()
-    again = Capture(state, None, sealer, Options(), every=1, constants=shared.by_name())
+    again = Capture(state, None, sealer, Options(), schedule=Pace(1), constants=shared.by_name())
     again.share(shared)
     # Slots need no room for what stands in the region.
     needed = again.room_needed(ordered=True)

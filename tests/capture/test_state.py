@@ -12,6 +12,7 @@ import torch
 
 from flashckpt import _native
 from flashckpt.capture import Capture, Verdict
+from flashckpt.capture.pace import Pace
 from flashckpt.capture.plan import Change, Plan, local
 from flashckpt.errors import StateError
 from flashckpt.format.typed import encode_json
@@ -33,7 +34,7 @@ class Loop:
         named = {"first": self.first, "second": self.second, "one": self.one, "two": self.two, **named}
         self.tree, self.ring, self.sealer, self.step = Tree(named), ring, sealer, 0
         optimizers = self.tree.optimizers
-        self.capture = Capture(self.tree, ring, sealer, Options(), optimizers=optimizers, every=1)
+        self.capture = Capture(self.tree, ring, sealer, Options(), optimizers=optimizers, schedule=Pace(1))
 
     def backward(self) -> None:
         self.second(self.first(torch.randn(3, 4))).sum().backward()
@@ -184,7 +185,7 @@ def test_optimizer_state_that_grows_changes_the_plan(ring: SlotRing, sealer: _na
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2, history_size=4)
     tree = Tree({"model": model, "optimizer": optimizer})
-    capture = Capture(tree, ring, sealer, Options(), optimizers=tree.optimizers, every=1)
+    capture = Capture(tree, ring, sealer, Options(), optimizers=tree.optimizers, schedule=Pace(1))
     inputs = torch.randn(8, 3)
 
     def closure() -> torch.Tensor:
@@ -211,7 +212,7 @@ def test_a_tie_that_is_undone_is_seen(ring: SlotRing, sealer: _native.Sealer) ->
     model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False))
     model[1].weight = model[0].weight
     tree = Tree({"model": model})
-    capture = Capture(tree, ring, sealer, Options(), every=1)
+    capture = Capture(tree, ring, sealer, Options(), schedule=Pace(1))
     for step in (1, 2):
         assert capture.boundary(step, lambda: encode_json(tree.values())).captured
         assert sealer.drain(240)
@@ -287,7 +288,7 @@ def test_a_tie_by_memory_that_is_undone_is_seen(ring: SlotRing, sealer: _native.
     model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False))
     model[1].weight.data = model[0].weight.data
     tree = Tree({"model": model})
-    capture = Capture(tree, ring, sealer, Options(), every=1)
+    capture = Capture(tree, ring, sealer, Options(), schedule=Pace(1))
     for step in (1, 2):
         if step == 2:
             model[undone].weight.data = torch.randn(3, 3)
@@ -304,7 +305,7 @@ def test_a_tie_that_is_undone_in_its_first_place_is_seen(ring: SlotRing, sealer:
     model.register_buffer("first", torch.zeros(3))
     model.register_buffer("second", model.first)
     tree = Tree({"model": model})
-    capture = Capture(tree, ring, sealer, Options(), every=1)
+    capture = Capture(tree, ring, sealer, Options(), schedule=Pace(1))
     for step in (1, 2):
         if step == 2:
             model.first = torch.ones(3)
@@ -321,7 +322,7 @@ def test_the_gradient_of_a_parameter_in_anothers_place_is_a_leaf(
 ) -> None:
     model = torch.nn.Linear(2, 2, bias=False)
     tree = Tree({"model": model})
-    capture = Capture(tree, ring, sealer, Options(), every=1)
+    capture = Capture(tree, ring, sealer, Options(), schedule=Pace(1))
     values = lambda: encode_json(tree.values(capture.hooks.used_up))  # noqa: E731
     assert capture.boundary(1, values).captured
     model.weight = torch.nn.Parameter(torch.randn(2, 2))
