@@ -91,7 +91,8 @@ class Read:
 
 class Store(Protocol):
     """All of it may raise OSError, with errno; a link raises RunError in a folder's place and DamagedError in
-    a file's: none is followed. `create`, `append`, `copy` and `write_shard` make the folders they need."""
+    a file's: none is followed. `create`, `append`, `copy` and `write_shard` make the folders they need;
+    FileNotFoundError where the run itself was there and is not any more."""
 
     @property
     def url(self) -> str:
@@ -216,6 +217,11 @@ def open_store(url_or_path: str | os.PathLike[str]) -> Store:
     if match[1].lower() != "file":
         return _factory(text, match[1].lower())(text)
     parts = urlsplit(text)
+    if re.search(r"[?#\x00-\x1f]", text):
+        raise OptionError(
+            f"{text!r} is no URL of a file: one of its characters must be written as %XX. Nothing was "
+            "changed. Name the folder, or write what `pathlib.Path.as_uri()` gives."
+        )
     if parts.netloc not in ("", "localhost") or not parts.path:
         raise OptionError(
             f"{text!r} names a file on another machine. Nothing was changed. Write file:///absolute/path."

@@ -50,6 +50,7 @@ class LocalStore:
     def __init__(self, root: str, system: System | None = None) -> None:
         self._root = os.path.abspath(root)
         self._system = system if system is not None else System()
+        self._was_there = False
         # Folders that are durable in those above them, by path: the inode that was.
         self._settled: dict[str, int] = {}
 
@@ -329,6 +330,7 @@ class LocalStore:
         """An open directory, reached name by name so that no link on the way is followed."""
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
         opened = os.open(self._root, flags)
+        self._was_there = True
         try:
             for depth, name in enumerate(names, 1):
                 try:
@@ -435,6 +437,9 @@ class LocalStore:
         while not os.path.isdir(path):
             missing.append(path)
             path = os.path.dirname(path)
+        if missing and self._was_there:
+            # Moved, or a disk that is away: nothing that is written here now would ever be found.
+            raise FileNotFoundError(errno.ENOENT, "the run is not there any more", self._root)
         for path in reversed(missing):
             above = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:

@@ -12,6 +12,7 @@ from flashckpt.errors import DamagedError, OptionError, RunError
 from flashckpt.store.base import open_store
 from flashckpt.store.local import LocalStore
 from flashckpt.store.system import System
+from tests.commit.runs import image_of, leaves_of, write_shard
 
 
 class Strange(System):
@@ -124,10 +125,36 @@ def test_short_writes_are_finished(tmp_path: Path) -> None:
     assert (tmp_path / "name").read_bytes() == b"0123456789"
 
 
+def test_a_run_that_is_not_there_any_more_is_not_begun_anew(tmp_path: Path) -> None:
+    """Moved, or a disk that is away: what is written in its place would count as safe, and be found by
+    nobody."""
+    run = tmp_path / "run"
+    store = LocalStore(str(run))
+    store.create("run.json", b"{}")
+    run.rename(tmp_path / "moved")
+    image, layout, _ = image_of(leaves_of(1))
+    for act in (
+        lambda: store.create("steps/1/manifest.json", b"{}"),
+        lambda: store.append("events/log", b"line", 100),
+        lambda: store.copy("run.json", "copy/run.json"),
+        lambda: write_shard(store, "steps/1/shard", image, layout),
+    ):
+        with pytest.raises(FileNotFoundError):
+            act()
+    assert os.listdir(tmp_path) == ["moved"]
+    store.move_to(str(tmp_path / "moved"))
+    assert store.create("steps/1/manifest.json", b"{}")
+
+
 def test_urls(tmp_path: Path) -> None:
     assert open_store(tmp_path).url == str(tmp_path)
     assert open_store(f"file://{tmp_path}").url == str(tmp_path)
     assert open_store(f"file://{tmp_path}/a%20b").url == f"{tmp_path}/a b"
+    odd = tmp_path / "?a#b%20"
+    assert open_store(odd.as_uri()).url == str(odd)
+    for character in "?#\n\t":
+        with pytest.raises(OptionError, match="as_uri"):
+            open_store(f"file://{tmp_path}/a{character}b")
     with pytest.raises(OptionError, match="s3://"):
         open_store("s3://bucket/run")
     with pytest.raises(OptionError, match="another machine"):

@@ -76,6 +76,23 @@ def test_what_was_not_pinned_to_the_end_is_not_published(
     assert [name for _, _, names in os.walk(trainer.run / "steps") for name in names] == []
 
 
+def test_nothing_is_safe_where_the_run_was_before_it_was_moved(trainer: FakeTrainer) -> None:
+    """It is moved after the look whether it stands."""
+    slot, generation = trainer.snapshot(1)
+    away = trainer.run.with_name("away")
+
+    def moved() -> bool:
+        trainer.run.rename(away)
+        return True
+
+    order = Order(slot=slot, generation=generation, owner=trainer.owners[slot.name])
+    outcome = Drain(trainer.store, "0123abcd", stands=moved).persist(order)
+    assert (outcome.result, outcome.errno) == (Result.FAILED, errno.ENOENT), outcome
+    assert slot.persisted == 0
+    assert not trainer.run.exists()
+    away.rename(trainer.run)
+
+
 def test_old_steps_go_after_the_commit_was_told(trainer: FakeTrainer) -> None:
     for step in range(1, 5):
         trainer.snapshot(step, persist=True)
