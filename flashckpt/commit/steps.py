@@ -148,7 +148,9 @@ def commit(store: Store, step: int, attempt: AttemptName, world: int) -> Committ
     crashpoints.point("manifest.checked")
     if store.create(manifest_path(step, attempt), manifest.to_bytes()):
         crashpoints.point("manifest.linked")
-        return Committed.YES
+        # The name was free also where the step was buried meanwhile and its tombstone has gone. All that the
+        # step had went before that.
+        return _judge(store, manifest)
     found = read_manifest(store, step, attempt)
     return Committed.WAITING if found is None else _judge(store, found)
 

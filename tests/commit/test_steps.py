@@ -7,16 +7,19 @@ from pathlib import Path
 
 import pytest
 
+from flashckpt import crashpoints
 from flashckpt.commit.attempts import claim, start
 from flashckpt.commit.retention import bury
+from flashckpt.commit.run import open_run
 from flashckpt.commit.steps import Committed, commit, is_committed, publish_part, read_manifest, read_step
 from flashckpt.errors import DamagedError, NoSuchStepError, SupersededError
 from flashckpt.format.names import AttemptName, manifest_path, step_attempt_folder
 from flashckpt.format.records import Manifest, Tombstone
-from flashckpt.store.base import Entry
+from flashckpt.store.base import Entry, Store
 from flashckpt.store.local import LocalStore
 from tests.commit import runs
 from tests.commit.runs import HOLDER, attempt_at, is_whole, new_run, part_of, publish
+from tests.contracts.flat_store import FlatStore
 
 
 @pytest.fixture
@@ -47,6 +50,27 @@ def test_a_manifest_without_its_shard_is_no_commit(store: LocalStore, attempt: A
     folder = step_attempt_folder(100, attempt)
     [shard] = [entry.name for entry in store.list(folder) if entry.name.startswith("shard-")]
     store.remove(f"{folder}/{shard}")
+    with pytest.raises(DamagedError, match="missing"):
+        commit(store, 100, attempt, world=1)
+    assert not is_committed(store, 100, attempt)
+
+
+@pytest.mark.parametrize("kind", ["local", "flat"])
+def test_a_commit_after_the_tombstone_has_gone_too_is_none(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A late committer saw all files. Then the step was buried, and its folder swept with the tombstone."""
+    store: Store = LocalStore(str(tmp_path / "a")) if kind == "local" else FlatStore(f"flat://{tmp_path}/a")
+    open_run(store, create=True)
+    attempt = attempt_at(store)
+    publish(store, 100, attempt)
+
+    def swept(point: str) -> None:
+        if point == "manifest.checked":
+            assert bury(store, 100, attempt)
+            store.remove_tree(step_attempt_folder(100, attempt))
+
+    monkeypatch.setattr(crashpoints, "point", swept)
     with pytest.raises(DamagedError, match="missing"):
         commit(store, 100, attempt, world=1)
     assert not is_committed(store, 100, attempt)
