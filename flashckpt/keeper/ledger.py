@@ -24,6 +24,8 @@ MAX_LINE_BYTES = 32 << 10
 # An attempt's ledger is three files of at most this size: how it began, and its newest lines in two that
 # take turns. Weeks of a step a second would otherwise fill the storage that checkpoints need.
 FILE_BYTES = 8 << 20
+# Keepers that append at once each find room for their own line: a file may be a little longer than its bound.
+_READ_BYTES = 2 * FILE_BYTES
 _MOST_WAITING = 10_000
 
 
@@ -32,7 +34,7 @@ def lines_of(store: Store, attempt: str) -> Iterator[dict[str, Any]]:
     read of it is left out."""
     for name in file_names(attempt):
         try:
-            data = store.read(f"{FOLDER}/{name}", FILE_BYTES)
+            data = store.read(f"{FOLDER}/{name}", _READ_BYTES)
         except (OSError, FlashckptError):
             continue
         for line in data.splitlines():
@@ -97,7 +99,7 @@ class Ledger:
         if self._append(first, data) or self._append(recent, data):
             return
         # Where two keepers turn at once, the second takes lines away that nobody has missed yet.
-        self._store.replace(previous, self._store.read(recent, FILE_BYTES), durable=False)
+        self._store.replace(previous, self._store.read(recent, _READ_BYTES), durable=False)
         self._store.remove(recent)
         self._append(recent, data)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flashckpt.commit.run import open_run
-from flashckpt.keeper.ledger import FILE_BYTES, Ledger, file_names
+from flashckpt.keeper.ledger import FILE_BYTES, Ledger, file_names, lines_of
 from flashckpt.store.base import Store, open_store
 from tests.keeper.driver import ledger
 
@@ -75,3 +75,14 @@ def test_attempts_do_not_share_files(store: Store, tmp_path: Path) -> None:
     book.close()
     assert len(sizes(tmp_path / "run")) == 6
     assert set(file_names("keeper")) < set(sizes(tmp_path / "run"))
+
+
+def test_two_keepers_that_wrote_at_once_beyond_the_bound_hide_no_line(store: Store, tmp_path: Path) -> None:
+    """Each found room for its own line, and there was room for one."""
+    line = json.dumps({"event": "resume", "step": 7}).encode() + b"\n"
+    for name in file_names(ATTEMPT):
+        store.append(f"events/{name}", line * (FILE_BYTES // len(line) + 1), FILE_BYTES)
+    write(store, range(1), file_bytes=FILE_BYTES)
+    steps = [found["step"] for found in lines_of(store, ATTEMPT)]
+    assert steps.count(7) == 2 * (FILE_BYTES // len(line) + 1)
+    assert steps[-1] == 0
