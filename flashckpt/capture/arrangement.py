@@ -14,8 +14,7 @@ from flashckpt.capture.host import HostCopies
 from flashckpt.capture.plan import Addresses, Plan
 from flashckpt.capture.target import Target
 from flashckpt.capture.transfer import Transfer
-from flashckpt.capture.way import Way
-from flashckpt.capture.ways import Ways
+from flashckpt.capture.ways import Way, Ways
 
 # In so many captures of a plan the sources are digested again after they were cloned.
 _CHECKED = 3

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from flashckpt import _native
 from flashckpt.capture.arrangement import Arrangement
 from flashckpt.capture.target import Target
-from flashckpt.capture.way import Way
-from flashckpt.capture.ways import Ways
+from flashckpt.capture.ways import Way, Ways
 from flashckpt.events import log
 from flashckpt.memory.page import State
 

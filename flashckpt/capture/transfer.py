@@ -19,7 +19,7 @@ from flashckpt.capture.arena import Arena
 from flashckpt.capture.device.base import Copies, Copying, Device, Table
 from flashckpt.capture.plan import Addresses, Plan
 from flashckpt.capture.target import Target
-from flashckpt.capture.way import Way
+from flashckpt.capture.ways import Way
 
 _EMPTY = _native.EMPTY_DIGEST - (1 << 64)  # as int64
 

@@ -1,4 +1,5 @@
-"""Which way each leaf is copied. Owns what was learned of leaves, by name: torn ones and constants.
+"""The ways to copy a leaf, and which each leaf is copied by. Owns what was learned of leaves, by name:
+torn ones and constants.
 
 Learned things outlive plans, since a leaf that was torn once is not tried again. Copies nothing.
 """
@@ -6,6 +7,7 @@ Learned things outlive plans, since a leaf that was torn once is not tried again
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +15,6 @@ from torch import Tensor
 
 from flashckpt.capture.device.base import Device
 from flashckpt.capture.plan import Plan, local
-from flashckpt.capture.way import SAFER, Way
 from flashckpt.events import log
 
 if TYPE_CHECKING:
@@ -21,6 +22,29 @@ if TYPE_CHECKING:
 
 SMALL_BYTES = 1 << 20
 _EQUAL_CAPTURES = 3
+
+
+class Way(str, Enum):
+    """How a leaf's bytes get from where it lives into a slot. See docs/capture.md."""
+
+    HOST = "host"
+    CLONE = "clone"
+    GATE = "gate"
+    WAIT = "wait"
+    CONSTANT = "constant"
+
+
+# A leaf found torn by a way is copied by this one from then on. WAIT has none: whatever way it came from, a
+# torn leaf of a device is a synchronised one from then on: the host waits for the whole device before the
+# copy and until it has ended, and what is torn even so is refused, every time. HOST has none either: nothing
+# holds back a thread that writes, so the source is checked in every capture from then on.
+SAFER = {
+    Way.CONSTANT: Way.WAIT,
+    Way.CLONE: Way.WAIT,
+    Way.GATE: Way.WAIT,
+    Way.WAIT: Way.WAIT,
+    Way.HOST: Way.HOST,
+}
 
 
 class Ways:

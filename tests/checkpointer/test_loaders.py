@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import flashckpt
-from flashckpt.checkpointer.spacing import Spacing
+from flashckpt.checkpointer.telling import Spacing
 from flashckpt.errors import BoundaryError, StateError
 from tests.resume.loaders import LOADERS
 from tests.waiting import until_slots

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.checkpointer.notice import NoticeFile
+from flashckpt.checkpointer.signals import NoticeFile
 from tests.signals.processes import Job, Process
 from tests.waiting import until
 
