@@ -65,7 +65,7 @@ def shell(*arguments: object) -> Any:
 def reference(folder: Path, runtime: Path) -> dict[object, object]:
     folder.mkdir()
     whole = Trainer(folder, runtime, "workers")
-    whole.finish()
+    whole.finish(fresh=True)
     return last_of_each(whole.records())
 
 
