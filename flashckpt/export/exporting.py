@@ -94,4 +94,4 @@ def _write(format: str, path: str, record: StepRecord, rank: int, sources: list[
     # Late: the other format needs no torch, nor does a machine that only copies weights.
     from flashckpt.export import torch_file
 
-    return torch_file.write(path, sources, record.step)
+    return torch_file.write(path, sources)

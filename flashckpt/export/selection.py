@@ -9,28 +9,28 @@ from flashckpt.commit.steps import StepRecord
 from flashckpt.commit.verification import verify_file
 from flashckpt.errors import DamagedError, NoSuchStepError
 from flashckpt.format.layout import Leaf
-from flashckpt.store.base import Store
+from flashckpt.restore.box_reading import BoxReader
 
 Progress = Callable[[int, int], None]
-_WINDOW_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class SelectedLeaf:
-    """One leaf to take out: its bytes stand at `offset` of the file `path` of a store, with this digest."""
+    """One leaf to take out, under the names that were asked for. `stored` is how its shard has it."""
 
-    store: Store
+    reader: BoxReader
     leaf: Leaf
-    path: str
-    offset: int
+    stored: Leaf
     digest: int
 
-    def pieces(self) -> Iterator[bytes]:
-        """The leaf's bytes as they stand there, in windows of 16 MiB. DamagedError where the file ends
-        before."""
-        for done in range(0, self.leaf.num_bytes, _WINDOW_BYTES):
-            size = min(_WINDOW_BYTES, self.leaf.num_bytes - done)
-            yield self.store.read_bytes(self.path, self.offset + done, size)
+    def pieces(self) -> Iterator[memoryview]:
+        """The leaf's bytes, verified by the checksums of their chunks. DamagedError where they are missing or
+        not what was written."""
+        return self.reader.pieces(self.stored)
+
+    def read(self) -> bytearray:
+        """The leaf in memory, its digest verified too."""
+        return self.reader.leaf(self.stored)
 
 
 def ranks_of(record: StepRecord) -> list[int]:
@@ -44,11 +44,11 @@ def selected(record: StepRecord, rank: int, only: Sequence[str]) -> list[Selecte
     """
     sources = []
     for path, contents in record.files(rank):
+        reader = BoxReader(record.store, path, contents)
         for leaf, digest in zip(contents.layout().leaves, contents.digests, strict=True):
             names = [name for name in (leaf.name, *leaf.aliases) if _is_chosen(name, only)]
             if names:
-                start = contents.shard.data_start + leaf.offset
-                sources.append(SelectedLeaf(record.store, _named(leaf, names), path, start, digest))
+                sources.append(SelectedLeaf(reader, _named(leaf, names), leaf, digest))
     if not sources:
         there = sorted({leaf.name.partition(".")[0] for _, c in record.files(rank) for leaf in c.leaves})
         raise NoSuchStepError(
