@@ -11,11 +11,18 @@ from flashckpt.store.base import Store
 
 
 def open_run(store: Store, create: bool) -> Run:
-    """The run in a store; with `create`, a new one where there is none.
+    """The run in a store; with `create`, for who will commit to it, a new one where there is none.
 
     NoSuchStepError where there is none and none is to be made, UnusableRunError where steps stand without
-    their run.json, FormatError where it is written by a newer version, DamagedError where it is damaged.
+    their run.json, FormatError where it is written by a newer version, DamagedError where it is damaged,
+    RunError for `create` where the storage overwrites.
     """
+    if create and not store.capabilities.conditional_create:
+        raise RunError(
+            f"{store.url}: this storage overwrites a file that is to be created, so a commit there could "
+            "overwrite another's. Nothing was changed. Use another storage for the run.",
+            path=store.url,
+        )
     try:
         return _read(store)
     except FileNotFoundError:
@@ -37,12 +44,6 @@ def open_run(store: Store, create: bool) -> Run:
     if not create:
         raise NoSuchStepError(
             f"{store.url} is no run: it has no {RUN}. Nothing was changed. Check the path.", path=store.url
-        )
-    if not store.capabilities.conditional_create:
-        raise RunError(
-            f"{store.url}: this storage overwrites a file that is to be created, so a commit there could "
-            "overwrite another's. Nothing was changed. Use another storage for the run.",
-            path=store.url,
         )
     run = Run(run_id=secrets.token_hex(8))
     return run if store.create(RUN, run.to_bytes()) else _read(store)

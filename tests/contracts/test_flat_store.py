@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from flashckpt.store.base import Store
+from flashckpt.commit.run import open_run
+from flashckpt.errors import RunError
+from flashckpt.store.base import Capabilities, Store
 from tests.contracts.flat_store import FlatStore
 from tests.contracts.store_contract import StoreContract, shard
 
@@ -17,3 +20,18 @@ class TestFlatStore(StoreContract):
     @pytest.fixture
     def store(self, tmp_path: Path) -> Store:
         return FlatStore(f"flat://{tmp_path}")
+
+
+class Overwriting(FlatStore):
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, conditional_create=False)
+
+
+def test_nobody_trains_where_a_commit_could_be_overwritten(tmp_path: Path) -> None:
+    """Also not where the run is there: another client, or a copy, has brought it."""
+    run = open_run(FlatStore(f"flat://{tmp_path}/run"), create=True)
+    for name in ("run", "other"):
+        with pytest.raises(RunError, match="overwrites"):
+            open_run(Overwriting(f"flat://{tmp_path}/{name}"), create=True)
+    assert open_run(Overwriting(f"flat://{tmp_path}/run"), create=False) == run, "it can be read"
