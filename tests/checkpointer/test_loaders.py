@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 
 import flashckpt
 from flashckpt.checkpointer.telling import Spacing
@@ -234,6 +234,41 @@ def test_a_run_that_ends_with_an_epoch_goes_on_with_the_next(
                         checkpointer.stop()
                 if checkpointer.stopping:
                     return
+
+    whole: list[Any] = []
+    life(tmp_path / "whole", whole, -1)
+    given: list[Any] = []
+    for count in [*taken, -1]:
+        life(tmp_path / "run", given, count)
+    assert given == whole
+
+
+def drawn_nodes() -> Any:
+    """Shuffled by the global numbers, when its state is asked for already."""
+    from torchdata import nodes
+
+    return nodes.Loader(nodes.Batcher(nodes.SamplerWrapper(RandomSampler(range(20))), batch_size=4))
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata
+@pytest.mark.parametrize("taken", [[3], [5], [5, 2], [2, 1], [7, 3]])
+@pytest.mark.parametrize("make", [LOADERS["torchdata nodes"], drawn_nodes], ids=["told", "drawn"])
+def test_torchdata_nodes_in_a_loop_that_asks_for_their_state_first(
+    make: Any, taken: list[int], tmp_path: Path, runtime: Path
+) -> None:
+    """Their `iter()` after `state_dict()` passes over a state that was loaded in between."""
+    pytest.importorskip("torchdata")
+
+    def life(run: Path, given: list[Any], leave_after: int) -> None:
+        job = Job()
+        torch.manual_seed(7)
+        batches = flashckpt.loop(make(), run, epochs=3, every=1, **job.named)
+        for batch in batches:
+            job.train(1)
+            given.append((torch.as_tensor(batch).tolist(), float(torch.rand(()))))
+            leave_after -= 1
+            if leave_after == 0:
+                batches.stop()
 
     whole: list[Any] = []
     life(tmp_path / "whole", whole, -1)

@@ -25,7 +25,14 @@ from flashckpt.state.loader.base import EpochSource
 from flashckpt.state.loader.generators import Generators
 from flashckpt.state.loader.own_state import give, take
 from flashckpt.state.loader.position import Position
-from flashckpt.state.loader.torchdata_state import draw_skipped, keeps_stream, not_restarting, stream_state
+from flashckpt.state.loader.torchdata_state import (
+    draw_skipped,
+    forget_ahead,
+    iterate,
+    keeps_stream,
+    not_restarting,
+    stream_state,
+)
 
 _PARTS = {"state", "left", "first", "opened"}
 Mark = str | None
@@ -54,11 +61,12 @@ class AskedSource(EpochSource):
         self._set_by_load: Changed = {}
 
     def _open(self) -> Iterator[Any]:
+        forget_ahead(self._loader)
         if not self._first and self._may_begin_again:
             self._first = self._before_any()
         loaded, self._loaded = self._loaded, ""
         if not loaded:
-            return iter(self._loader)
+            return iterate(self._loader)
         marks = self._capture()
         if loaded == "left":
             return self._after_left(marks)
@@ -86,12 +94,12 @@ class AskedSource(EpochSource):
             return self._afresh(marks)
         self._put(self._between, asked_for=True)
         self._restore(marks)
-        return iter(self._loader)
+        return iterate(self._loader)
 
     def _begin_again(self, marks: dict[str, Any]) -> _Begun | None:
         """A new iterator with its first batch; None if it has none."""
         self._restore(marks)
-        iterator = iter(self._loader)
+        iterator = iterate(self._loader)
         try:
             first = next(iterator)
         except StopIteration:
@@ -157,7 +165,7 @@ class AskedSource(EpochSource):
         self._restore(position.start)
         self._put(position.parts["state"], asked_for=False)
         with not_restarting(self._loader):
-            self._iterator = iter(self._loader)
+            self._iterator = iterate(self._loader)
         draw_skipped(self._iterator)
         self._loaded = "middle"
 
@@ -180,8 +188,9 @@ class AskedSource(EpochSource):
         has_data_set = self._makes_ahead or isinstance(self._loader, DatasetState)
         before = Attributes(self._loader.dataset if has_data_set else self._loader)
         self._loader.load_state_dict(give(taken))
+        forget_ahead(self._loader)
         if asked_for:
-            iter(self._loader)
+            iterate(self._loader)
         elif self._makes_ahead:
             # Draws what it draws now, before the random numbers are put back.
             self._loader.state_dict()
@@ -191,7 +200,11 @@ class AskedSource(EpochSource):
     def check(self) -> None:
         """Raises StateError where the state is known already and cannot be saved."""
         if not self._makes_ahead:
-            self._before_any()
+            marks = self._capture()
+            try:
+                self._before_any()
+            finally:
+                self._restore(marks)
 
     def _before_any(self) -> list[Any]:
         """The state before the first `iter()`; empty where there is none yet."""

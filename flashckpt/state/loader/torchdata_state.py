@@ -39,6 +39,23 @@ def not_restarting(loader: Any) -> Iterator[None]:
             loader.restart_on_stop_iteration = restarts
 
 
+def forget_ahead(loader: Any) -> None:
+    """The `iter()` of torchdata's nodes gives what an earlier `state_dict()` made, and passes over a state
+    that was loaded since, and over where the random numbers stand now."""
+    if getattr(loader, "_iter_for_state_dict", False):
+        loader._iter_for_state_dict = False
+
+
+def iterate(loader: Any) -> Iterator[Any]:
+    """`iter(loader)`. One of torchdata's nodes keeps the state from which it looked one batch ahead, and
+    gives it as its own for ever after where that batch was not there or is not given any more: not here."""
+    iterator: Any = iter(loader)
+    if getattr(iterator, "_cached_state_dict", None) is not None and iterator._cached_item is None:
+        iterator._cached_state_dict = None
+    given: Iterator[Any] = iterator
+    return given
+
+
 def keeps_stream(loader: Any) -> bool:
     """Whether its data set, in this process, keeps the state of where it is. (One in workers is a copy that
     was never loaded, in each epoch.)"""
