@@ -11,7 +11,7 @@ from typing import Any
 from flashckpt.commit.attempts import attempts
 from flashckpt.events import Event
 from flashckpt.format.names import AttemptName
-from flashckpt.keeper.ledger import lines_of
+from flashckpt.persist.ledger import lines_of
 from flashckpt.store.base import Store
 
 _MOST_ATTEMPTS = 64

@@ -15,7 +15,7 @@ from flashckpt.commit import constants
 from flashckpt.commit.attempts import AttemptInfo, attempts, newest_claimed
 from flashckpt.commit.lineage import Bound, VisibleStep, bounds, everything, in_lineage
 from flashckpt.commit.marks import is_marked
-from flashckpt.commit.steps import is_committed, read_manifest, shards_of_parts
+from flashckpt.commit.steps import is_committed, read_manifest
 from flashckpt.errors import DamagedError
 from flashckpt.format.names import (
     MANIFEST,
@@ -24,7 +24,6 @@ from flashckpt.format.names import (
     attempt_folder,
     claim_path,
     manifest_path,
-    shard_writer,
     step_attempt_folder,
     step_folder,
     step_number,
@@ -156,30 +155,6 @@ def _put_in_place(store: Store, path: str, data: bytes) -> bool:
         store.remove(path)
         return store.create(path, data)
     return True
-
-
-def sweep_unfinished(store: Store, writers: Collection[str]) -> list[str]:
-    """Delete the shards that these keepers began and that no part names, in whatever attempt. Returns their
-    paths.
-
-    writers: nonces of keepers that are certainly dead; a shard's name begins with its keeper's. Only its own
-    writer ever publishes a shard, so that of a dead one will never be named: this needs no newest attempt
-    and no commit. What another keeper writes has another nonce. A step whose parts cannot be read is left
-    alone.
-    """
-    gone: list[str] = []
-    for each in everything(store) if writers else ():
-        folder = step_attempt_folder(each.step, each.attempt)
-        names = [entry.name for entry in store.list(folder) if not entry.is_folder]
-        begun = [name for name in names if shard_writer(name) in writers]
-        try:
-            named = shards_of_parts(store, folder, names) if begun else set()
-        except DamagedError:
-            continue
-        for name in set(begun) - named:
-            store.remove(f"{folder}/{name}")
-            gone.append(f"{folder}/{name}")
-    return sorted(gone)
 
 
 def sweep_debris(store: Store, attempt: AttemptName, *, busy: Collection[int] = ()) -> list[AttemptName]:

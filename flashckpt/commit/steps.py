@@ -38,7 +38,7 @@ from flashckpt.store.base import Store
 
 __all__ = [
     "Committed", "StepRecord", "commit", "constants_of_parts", "is_committed", "publish_part",
-    "read_manifest", "read_step", "shard_name", "shards_of_parts",
+    "read_manifest", "read_step", "shard_name",
 ]  # fmt: skip
 
 
@@ -175,11 +175,6 @@ def read_manifest(store: Store, step: int, attempt: AttemptName) -> Manifest | T
     if (found.step, found.attempt) != (step, attempt):
         raise _damaged(path, f"it is that of step {found.step} of attempt {found.attempt}", step)
     return found
-
-
-def shards_of_parts(store: Store, folder: str, names: Iterable[str]) -> set[str]:
-    """The shards that the parts among `names` name as theirs. DamagedError for a part that is none."""
-    return {rank.shard.file for rank in _ranks_of_parts(store, folder, names)}
 
 
 def constants_of_parts(store: Store, folder: str) -> set[str]:

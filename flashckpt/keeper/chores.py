@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flashckpt import crashpoints
-from flashckpt.commit import attempts, lineage
+from flashckpt.commit import attempts
 from flashckpt.errors import FlashckptError
 from flashckpt.format.names import AttemptName, attempt_folder
 from flashckpt.store.base import Store
@@ -75,33 +75,3 @@ class Chores:
             self._counts[attempt] = before.count if before is not None else 0
         self._counts[attempt] += 1
         return self._counts[attempt]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Survivor:
-    """A sealed snapshot as the survey sees it."""
-
-    slot: str
-    attempt: AttemptName
-    step: int
-
-
-def needed(store: Store, survivors: Sequence[Survivor]) -> set[str]:
-    """Names of the slots that hold something that is committed nowhere and still counts: the newest
-    snapshot of an attempt, as long as no step of its run from there on, and no attempt that did not
-    start from it, is committed."""
-    started = attempts.newest_started(store)
-    visible = next(iter(lineage.newest_first(store)), None)
-    start = attempts.read_start(store, started) if started is not None else None
-    kept = set()
-    for attempt in {each.attempt for each in survivors}:
-        each = max((s for s in survivors if s.attempt == attempt), key=lambda s: s.step)
-        loaded = start is not None and start.loaded == each.slot and start.step == each.step
-        if started is None or each.attempt == started or loaded:
-            is_kept = visible is None or visible.step < each.step
-        else:
-            newest = None if visible is None else (visible.step, visible.attempt)
-            is_kept = newest is None or (newest[1] != started and newest != (each.step, each.attempt))
-        if is_kept:
-            kept.add(each.slot)
-    return kept

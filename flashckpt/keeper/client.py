@@ -62,16 +62,19 @@ class KeeperClient:
         environment: Mapping[str, Any] | None = None,
         stacks_signal: int = 0,
         kill_when_stuck: bool = False,
+        ranks: Sequence[int] = (),
     ) -> None:
         """Say who this trainer is: from here on the keeper watches its life lock. `attempt` is the name of
         the attempt that was claimed; `environment` (plain JSON, at most some 10 kB) goes into every part.
         `stacks_signal` makes this process write its Python stacks into its file for them (0: none does);
-        `kill_when_stuck` lets the keeper end it when it is stuck."""
+        `kill_when_stuck` lets the keeper end it when it is stuck. `ranks` are those of its node, itself alone
+        where none are given: what they seal of a step makes one part."""
         said = {
             "op": "hello",
             "protocol": PROTOCOL,
             "rank": rank,
             "world": world,
+            "ranks": list(ranks) or [rank],
             "attempt": attempt,
             "pid": os.getpid(),
             "lock": self._life.name,

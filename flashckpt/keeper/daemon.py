@@ -19,21 +19,23 @@ from flashckpt.format.names import AttemptName
 from flashckpt.keeper.chores import Chores, End, Look
 from flashckpt.keeper.departure import Departure
 from flashckpt.keeper.desk import Desk
-from flashckpt.keeper.drain import Drain, attempt_of
 from flashckpt.keeper.home import Home
-from flashckpt.keeper.ledger import Ledger
-from flashckpt.keeper.protocol import ELECTION_LOCK
-from flashckpt.keeper.pruner import Pruner
+from flashckpt.keeper.protocol import ELECTION_LOCK, Status
 from flashckpt.keeper.regions import Regions
 from flashckpt.keeper.server import Server
 from flashckpt.keeper.start import bound_log
 from flashckpt.keeper.tally import Tally
 from flashckpt.keeper.trainers import Roster, Trainer
 from flashckpt.keeper.watchdog import Watchdog
-from flashckpt.keeper.work import Work
-from flashckpt.keeper.worker import Worker
 from flashckpt.memory.living import Living
+from flashckpt.memory.page import State as SlotState
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder
+from flashckpt.persist.deletions import Deletions
+from flashckpt.persist.job import Outcome, State, StepJob
+from flashckpt.persist.ledger import Ledger
+from flashckpt.persist.queue import Queue
+from flashckpt.persist.worker import Worker
+from flashckpt.persist.writer import Writer
 from flashckpt.store.base import open_store
 
 _TICK_MS = 20
@@ -69,19 +71,22 @@ class Keeper:
         self.roster = Roster(living)
         self.regions = Regions(folder, life, living)
         self.tally = Tally(self.nonce)
-        drain, worker = Drain(store, self.nonce, stands=home.stands), Worker("drain", self._wake)
-        self.pruner = Pruner(store, self.regions, self.tally, self.ledger, Worker("pruner", self._wake))
-        self.work = Work(self.regions, self.tally, self.ledger, drain, worker, self.pruner)
+        writer, worker = Writer(store, self.nonce, stands=home.stands), Worker("writer", self._wake)
+        self.queue = Queue(self.regions, writer, worker, self.ledger, told=self._told)
+        deleter = Worker("deletions", self._wake)
+        self.deletions = Deletions(
+            store, self.regions, self.ledger, deleter, self.queue.in_hand, self.tally.count
+        )
         self._maker = Worker("maker", self._wake)
         self._chores = Chores(store, home.stands)
         self._chores_worker = Worker("chores", self._wake)
-        questions = self.work.status, home.told, self.work.try_again, self.work.is_needed
+        questions = self._status, home.told, self._try_again, self.queue.is_needed, self.queue.taken_up
         deeds = self._describe, self._discard
         self._desk = Desk(self.regions, self.roster, self.ledger, self._maker, *questions, *deeds)
         self._server = Server(folder, self._desk.answer)
         self._watch_worker = Worker("watchdog", self._wake)
         self._watchdog = Watchdog(
-            folder, self.regions, self.roster, self.ledger, self.work, self._watch_worker
+            folder, self.regions, self.roster, self.ledger, self.queue, self._watch_worker
         )
         self._departure = Departure(self, store)
         self._ended: dict[AttemptName, End] = {}
@@ -94,8 +99,8 @@ class Keeper:
         self._adopt()
         while True:
             self._server.serve(self._ready())
-            workers = self._maker, self._chores_worker, self._watch_worker, self.work.worker
-            for worker in (*workers, self.pruner.worker):
+            workers = self._maker, self._chores_worker, self._watch_worker
+            for worker in (*workers, self.queue.worker, self.deletions.worker):
                 worker.collect()
             now = time.monotonic()
             if now - self._swept_at >= _SWEEP_S:
@@ -110,9 +115,9 @@ class Keeper:
                     self._yield()
                     return
             # Before each order: what a trainer has just said (world, what to keep) holds for it already.
-            self.work.know(self.roster.all())
-            self.work.next()
-            self.pruner.next(now)
+            self.queue.know(self.roster.all())
+            self.queue.next()
+            self.deletions.next(now)
             if now - self._round_at >= _ROUND_S and not self._chores_worker.busy:
                 self._round_at = now
                 self.regions.remove_dead_locks()
@@ -128,7 +133,7 @@ class Keeper:
     def is_idle(self) -> bool:
         """Nobody lives, nothing is under way, and no end is still to be written down: where what is in memory
         is given up, a storage that takes nothing more is waited for no longer."""
-        busy = self.work.worker.busy or self._maker.busy or self.pruner.is_pending
+        busy = self.queue.worker.busy or self._maker.busy or self.deletions.is_pending
         is_untold = bool(self._ended) and not (self.run_is_gone or self._departure.discards)
         return not (len(self.roster) or busy or is_untold)
 
@@ -137,7 +142,7 @@ class Keeper:
         """Whether the runtime folder was swept away, nobody trains, and something is still to be persisted: a
         keeper elected in a new folder would not find it. A living trainer hands its slots to that one."""
         is_swept = not self.folder.exists() and not len(self.roster)
-        return is_swept and (self.work.worker.busy or self.work.is_pending())
+        return is_swept and (self.queue.worker.busy or self.queue.is_pending())
 
     def _ready(self) -> list[int]:
         poll = select.poll()
@@ -170,7 +175,7 @@ class Keeper:
         crashpoints.point("adopt.reclaimed")
         for rank in {held.slot.rank for held in adopted}:
             if not self.roster.of_rank(rank):
-                self.work.rescue(rank)
+                self.queue.rescue(rank)
         crashpoints.point("adopt.done")
 
     def _sweep(self) -> None:
@@ -180,20 +185,62 @@ class Keeper:
         for trainer in dead:
             self._departure.saw_end(trainer)
             self._died(trainer)
-        self.work.know(self.roster.all())
+        self.queue.know(self.roster.all())
         self._watchdog.look()
-        self.work.tidy()
+        self._tidy()
 
     def _died(self, trainer: Trainer) -> None:
         event = Event.CLOSE if trainer.closing else Event.DEATH
         attempt = str(trainer.attempt) if trainer.attempt else None
         self.ledger.add(attempt, event, rank=trainer.rank, pid=trainer.pid)
         # Also of one that closed: a signal may have come between its last look at what is saved and its end.
-        self.work.rescue(trainer.rank)
+        self.queue.rescue(trainer.rank)
         crashpoints.point("rescue.asked")
         if trainer.attempt and not any(each.attempt == trainer.attempt for each in self.roster.all()):
             self._ended[trainer.attempt] = "closed" if trainer.closing else "dead"
             self._round_at = 0.0
+
+    def _told(self, job: StepJob, outcome: Outcome) -> None:
+        """A try to persist a step has ended."""
+        self.tally.told(job, outcome)
+        attempt = AttemptName.parse(outcome.attempt)
+        if outcome.state is not State.COMMITTED or attempt is None:
+            return
+        slots = {each.slot.name for each in job.members()}
+        for held in self.regions.slots():
+            # A commit of a newer attempt settles what attempts before it left and it did not start from.
+            sealed = held.sealed()
+            if sealed is None or sealed.word.state is not SlotState.SEALED:
+                continue
+            if held.slot.name not in slots and sealed.attempt.number < attempt.number:
+                held.slot.free(sealed.word)
+        known = self.queue.known(attempt)
+        if known is not None and known.keep is not None:
+            # After the commit was told, and beside the next one: nobody waits for deletions.
+            self.deletions.committed(attempt, known.keep, known.world)
+
+    def _try_again(self) -> None:
+        self.queue.try_again()
+        self.tally.forget_failures(self.queue.given_up())
+
+    def _status(self, attempt: AttemptName | None, awaited: bool) -> Status:
+        if awaited:
+            self.queue.hurry()
+        name = str(attempt) if attempt else None
+        return self.tally.status(self.queue, name, self.queue.committed(attempt))
+
+    def _tidy(self) -> None:
+        """Remove retired slots that hold nothing which is still to be persisted or the newest."""
+        for held in self.regions.slots():
+            if not held.retired:
+                continue
+            sealed = held.sealed()
+            is_free = sealed is not None and sealed.word.state is SlotState.SEALED
+            if sealed is not None and is_free and not self.queue.is_needed(held, sealed):
+                held.slot.free(sealed.word)
+            if held.state() is SlotState.FREE:
+                self.regions.remove(held)
+        self.regions.drop_constants()
 
     # What the run's folder is told
 
@@ -202,7 +249,7 @@ class Keeper:
         for attempt in living:
             self._ended.pop(attempt, None)
         # "dead" needs no watching: whoever reads it may start, so what was to be saved is saved first.
-        saved = [pair for pair in self._ended.items() if not self.work.is_pending(pair[0])]
+        saved = [pair for pair in self._ended.items() if not self.queue.is_pending(pair[0])]
 
         def done(look: Look | BaseException) -> None:
             if isinstance(look, BaseException):
@@ -231,7 +278,7 @@ class Keeper:
                     "num_bytes": held.slot.fixed.num_bytes,
                     "constants": held.slot.fixed.holds_constants,
                     "step": None if sealed is None else sealed.step,
-                    "attempt": None if sealed is None else str(attempt_of(sealed)),
+                    "attempt": None if sealed is None else str(sealed.attempt),
                     "committed": sealed is not None and held.slot.persisted == sealed.generation,
                 }
             )
@@ -243,7 +290,7 @@ class Keeper:
             "pid": os.getpid(),
             "run": self._store.url,
             "run_is_gone": self.run_is_gone,
-            "is_saving": self.work.is_pending(),
+            "is_saving": self.queue.is_pending(),
             "lingers_s": round(self._departure.lingers_s, 1),
             "trainers": trainers,
             "regions": regions,

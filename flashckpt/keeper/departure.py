@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING
 from flashckpt.errors import FlashckptError
 from flashckpt.events import log
 from flashckpt.format.names import AttemptName
-from flashckpt.keeper import chores
 from flashckpt.keeper.deletion import Deletion
-from flashckpt.keeper.drain import attempt_of
 from flashckpt.keeper.protocol import LOG_NAME, SOCKET_NAME
 from flashckpt.keeper.trainers import Trainer
 from flashckpt.memory.region import is_region_name
+from flashckpt.persist.needed import Survivor, needed
 from flashckpt.store.base import Store
 
 if TYPE_CHECKING:
@@ -78,8 +77,8 @@ class Departure:
             return True
         if keeper.run_is_gone:
             # A disk that is away looks like a run that was deleted: what is saved nowhere waits for it.
-            return now >= self._gone_until or not keeper.work.is_pending()
-        return (now >= self._until or self.asked) and not keeper.work.is_pending()
+            return now >= self._gone_until or not keeper.queue.is_pending()
+        return (now >= self._until or self.asked) and not keeper.queue.is_pending()
 
     @property
     def is_deleted(self) -> bool:
@@ -101,14 +100,21 @@ class Departure:
         survivors = []
         for held in self._keeper.regions.slots():
             sealed = held.sealed()
-            if sealed is not None and held.slot.persisted != sealed.generation:
-                attempt = attempt_of(sealed)
-                survivors.append(chores.Survivor(slot=held.slot.name, attempt=attempt, step=sealed.step))
+            if sealed is not None:
+                survivors.append(
+                    Survivor(
+                        slot=held.slot.name,
+                        rank=held.slot.rank,
+                        attempt=sealed.attempt,
+                        step=sealed.step,
+                        is_committed=held.slot.persisted == sealed.generation,
+                    )
+                )
         try:
-            return chores.needed(self._store, survivors) if survivors else set()
+            return needed(self._store, survivors) if survivors else set()
         except (OSError, FlashckptError) as error:
             log.warning("the run cannot be read (%s): slots stay as they are", error)
-            return {each.slot for each in survivors}
+            return {each.slot for each in survivors if not each.is_committed}
 
     def _newest_uncommitted(self) -> set[str]:
         """By the slots alone: of each rank and attempt what is newer than all that is committed."""
@@ -116,7 +122,7 @@ class Departure:
         for held in self._keeper.regions.slots():
             sealed = held.sealed()
             if sealed is not None:
-                key = (held.slot.rank, attempt_of(sealed))
+                key = (held.slot.rank, sealed.attempt)
                 row = (sealed.step, held.slot.persisted == sealed.generation, held.slot.name)
                 newest[key] = max(row, newest.get(key, row))
         return {name for _, is_committed, name in newest.values() if not is_committed}

@@ -11,7 +11,6 @@ from flashckpt.errors import DamagedError, FlashckptError, FormatError, KeeperEr
 from flashckpt.events import Event
 from flashckpt.format.layout import PAGE
 from flashckpt.format.names import MAX_RANK, MAX_STEP, AttemptName
-from flashckpt.keeper.ledger import Ledger
 from flashckpt.keeper.protocol import (
     MAX_DESCRIPTORS,
     PROTOCOL,
@@ -27,16 +26,18 @@ from flashckpt.keeper.protocol import (
 from flashckpt.keeper.regions import HeldRegion, Made, Regions
 from flashckpt.keeper.server import Connection
 from flashckpt.keeper.trainers import Roster, Trainer
-from flashckpt.keeper.worker import Worker
 from flashckpt.memory import room
 from flashckpt.memory.page import State, round_up
 from flashckpt.memory.region import MEMFD, NAMED
 from flashckpt.memory.runtime import check_name
 from flashckpt.memory.slot import Sealed
 from flashckpt.options import MOST_SLOTS, Keep
+from flashckpt.persist.ledger import Ledger
+from flashckpt.persist.worker import Worker
 
 _MOST_SLOT_BYTES = 1 << 46
 MAX_PATH = 4096
+_MOST_RANKS = 1024
 
 Reply = tuple[dict[str, Any], Sequence[int]]
 
@@ -54,6 +55,7 @@ class Desk:
         told: Callable[[str], None],
         try_again: Callable[[], None],
         is_needed: Callable[[HeldRegion, Sealed], bool],
+        taken_up: Callable[[str, int], None],
         describe: Callable[[], dict[str, Any]],
         discard: Callable[[], None],
     ) -> None:
@@ -62,7 +64,7 @@ class Desk:
         self._ledger = ledger
         self._maker = maker
         self._status, self._told, self._try_again = status, told, try_again
-        self._is_needed = is_needed
+        self._is_needed, self._taken_up = is_needed, taken_up
         self._describe, self._discard = describe, discard
         # By life lock: what one trainer had no room for, the next of its rank is not to be told.
         self._refusals: dict[str, Exception] = {}
@@ -143,6 +145,7 @@ class Desk:
             rank=number(message, "rank", 0, MAX_RANK),
             pid=connection.pid,
             world=number(message, "world", 1, MAX_RANK),
+            ranks=_ranks(message),
             attempt=attempt,
             keep=Keep(last=number(message, "keep_last", 1), every_steps=every or None),
             linger_s=seconds(message, "linger_s"),
@@ -407,12 +410,8 @@ class Desk:
     def _started(self, message: dict[str, Any]) -> Reply:
         step = number(message, "step", 0, MAX_STEP)
         loaded = message.get("loaded")
-        held = self._regions.get(loaded) if isinstance(loaded, str) else None
-        sealed = held.sealed() if held is not None else None
-        if held is not None and sealed is not None and sealed.step == step:
-            # It counts as the new attempt's now: who was too late for the old one is not for this one.
-            held.given_up, held.retry_at = -1, 0.0
-            held.slot.request_persist(sealed.generation)
+        if isinstance(loaded, str):
+            self._taken_up(loaded, step)
         return {}, ()
 
     def _adopt(self, descriptors: list[int]) -> Reply:
@@ -448,3 +447,14 @@ class Desk:
     def _closing(self, trainer: Trainer) -> Reply:
         trainer.closing = True
         return {}, ()
+
+
+def _ranks(message: dict[str, Any]) -> tuple[int, ...]:
+    """The ranks of a trainer's node."""
+    ranks = message.get("ranks")
+    if not isinstance(ranks, list) or not 1 <= len(ranks) <= _MOST_RANKS:
+        raise ProtocolError("A trainer's ranks are none. The connection was closed.")
+    found = {number({"ranks": each}, "ranks", 0, number(message, "world", 1, MAX_RANK) - 1) for each in ranks}
+    if number(message, "rank", 0, MAX_RANK) not in found:
+        raise ProtocolError("A trainer is none of its node's ranks. The connection was closed.")
+    return tuple(sorted(found))

@@ -59,15 +59,16 @@ class TornSnapshot:
 @dataclass(frozen=True, kw_only=True)
 class Status:
     """What the keeper has done for the attempt of who asks. Steps in `committed` are the newest 64, oldest
-    first; `persisting` is being written now; `waiting` were asked for and are not done (failed ones
-    included). `progress_bytes` only grows: as long as it does, the keeper is writing. `counts` are of
-    all attempts."""
+    first; `persisting` is being written now; `waiting` were asked for and are not done (failed ones included,
+    and those in `for_others`, of which only parts of other nodes are missing). `progress_bytes` only grows:
+    as long as it does, the keeper is writing. `counts` are of all attempts."""
 
     keeper: str = ""
     committed: tuple[int, ...] = ()
     newest_committed: int | None = None
     persisting: int | None = None
     waiting: tuple[int, ...] = ()
+    for_others: tuple[int, ...] = ()
     failures: tuple[Failure, ...] = ()
     torn: tuple[TornSnapshot, ...] = ()
     superseded_by: str | None = None
@@ -87,6 +88,7 @@ class Status:
                 newest_committed=data["newest_committed"],
                 persisting=data["persisting"],
                 waiting=tuple(int(step) for step in data["waiting"]),
+                for_others=tuple(int(step) for step in data["for_others"]),
                 failures=tuple(Failure(**each) for each in data["failures"]),
                 torn=tuple(
                     TornSnapshot(**{**each, "leaves": tuple(each["leaves"])}) for each in data["torn"]

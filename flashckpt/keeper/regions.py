@@ -30,21 +30,13 @@ MAX_SLOTS = 64
 class HeldRegion:
     """A region that the keeper holds, a slot or what slots share. `user` is the life lock of the trainer that
     has it, `writer` of the one that may write it until it says that it does not; `retired` is one that no
-    trainer uses any more; `given_up` is a generation that will never be persisted (superseded); `audited` one
-    that was found sound."""
+    trainer uses any more."""
 
     slot: Slot
     kind: str
     user: str = ""
     writer: str = ""
     retired: bool = False
-    given_up: int = -1
-    audited: int = -1
-    tries: int = 0
-    tried: int = -1
-    failed_at: float = 0.0
-    retry_at: float = 0.0
-    urgent: int = -1
 
     def word(self) -> Word | None:
         """None for a word that is none, until it is mended."""

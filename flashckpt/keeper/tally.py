@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from flashckpt.keeper.drain import Outcome
 from flashckpt.keeper.protocol import Failure, Status, TornSnapshot
+from flashckpt.persist.job import Outcome, State, StepJob, Void
+from flashckpt.persist.queue import Queue
 
 _MOST_COMMITTED = 64
 _MOST_FAILURES = 16
@@ -25,50 +26,57 @@ class Tally:
         self._failures: dict[tuple[str, int], tuple[str, Failure]] = {}
         self._torn: list[tuple[str, TornSnapshot]] = []
         self._counts: Counter[str] = Counter()
-        self.persisting: int | None = None
         self.superseded_by: str | None = None
 
     def count(self, name: str, number: int = 1) -> None:
         self._counts[name] += number
 
-    def commit(self, outcome: Outcome) -> None:
+    def told(self, job: StepJob, outcome: Outcome) -> None:
+        """A try of a step has come to an end."""
+        if outcome.state is State.COMMITTED:
+            self._commit(job, outcome)
+        elif outcome.void is Void.TORN:
+            self._tear(job, outcome)
+        elif outcome.state is State.FAILED or outcome.void is Void.SUPERSEDED:
+            self._fail(job, outcome)
+
+    def _commit(self, job: StepJob, outcome: Outcome) -> None:
         """A committed step settles its attempt's failures of all steps up to it."""
         self.count("committed")
         self.count("persisted_bytes", outcome.num_bytes)
-        row = (outcome.attempt, outcome.step)
+        if outcome.num_bytes:
+            self.count("direct" if outcome.direct else "buffered")
+        row = (outcome.attempt, job.step)
         others = [each for each in self._committed if each != row]
         self._committed = [*others, row][-_MOST_COMMITTED:]
         self._failures = {
             key: (attempt, each)
             for key, (attempt, each) in self._failures.items()
-            if each.step > outcome.step or attempt != outcome.attempt
+            if each.step > job.step or attempt != outcome.attempt
         }
 
-    def fail(self, outcome: Outcome) -> bool:
-        """Note a failure. Returns whether it is the first of this snapshot: said once, counted always."""
+    def _fail(self, job: StepJob, outcome: Outcome) -> None:
         self.count("failed")
-        key = (outcome.slot, outcome.generation)
-        first = key not in self._failures
-        failure = Failure(outcome.step, outcome.generation, outcome.message[:_MOST_TEXT], outcome.errno)
-        self._failures[key] = (outcome.attempt, failure)
+        for each in job.members():
+            failure = Failure(job.step, each.generation, outcome.message[:_MOST_TEXT], outcome.errno)
+            self._failures[each.slot.name, each.generation] = (outcome.attempt, failure)
         while len(self._failures) > _MOST_FAILURES:
             del self._failures[next(iter(self._failures))]
-        return first
+
+    def _tear(self, job: StepJob, outcome: Outcome) -> None:
+        self.count("torn")
+        names = tuple(name[:_MOST_TEXT] for _, name in outcome.leaves[:_MOST_LEAVES])
+        for each in job.members():
+            if each.slot.name == outcome.slot:
+                self._failures.pop((outcome.slot, each.generation), None)
+                torn = TornSnapshot(job.step, each.generation, outcome.slot, names)
+                self._torn = [*self._torn, (outcome.attempt, torn)][-_MOST_TORN:]
 
     def forget_failures(self, given_up: set[tuple[str, int]]) -> None:
         """All but those of these slots and generations, which nobody tries again."""
         self._failures = {key: each for key, each in self._failures.items() if key in given_up}
 
-    def tear(self, outcome: Outcome) -> None:
-        self.count("torn")
-        self._failures.pop((outcome.slot, outcome.generation), None)
-        names = tuple(name[:_MOST_TEXT] for _, name in outcome.leaves[:_MOST_LEAVES])
-        torn = TornSnapshot(outcome.step, outcome.generation, outcome.slot, names)
-        self._torn = [*self._torn, (outcome.attempt, torn)][-_MOST_TORN:]
-
-    def status(
-        self, attempt: str | None, *, waiting: Iterable[int], committed: Iterable[int], progress_bytes: int
-    ) -> Status:
+    def status(self, queue: Queue, attempt: str | None, committed: Iterable[int]) -> Status:
         """What concerns an attempt (None: all). `committed` are steps of it that slots say are."""
 
         def concerns(owner: str) -> bool:
@@ -79,11 +87,12 @@ class Tally:
             keeper=self._keeper,
             committed=tuple(sorted(steps)[-_MOST_COMMITTED:]),
             newest_committed=max(steps, default=None),
-            persisting=self.persisting,
-            waiting=tuple(sorted(waiting)[:_MOST_COMMITTED]),
+            persisting=queue.writing.step if queue.writing is not None else None,
+            waiting=tuple(sorted(queue.waiting())[:_MOST_COMMITTED]),
+            for_others=tuple(sorted(queue.waiting(for_others=True))[:_MOST_COMMITTED]),
             failures=tuple(each for owner, each in self._failures.values() if concerns(owner)),
             torn=tuple(each for owner, each in self._torn if concerns(owner)),
             superseded_by=self.superseded_by,
-            progress_bytes=progress_bytes,
-            counts=dict(self._counts),
+            progress_bytes=queue.progress_bytes,
+            counts=dict(self._counts + Counter(audited=queue.sound)),
         )

@@ -19,12 +19,14 @@ from flashckpt.options import Keep
 
 @dataclass
 class Trainer:
-    """One process that trains. `attempt` is None for one that is known by its slots only."""
+    """One process that trains. `attempt` is None for one that is known by its slots only; `ranks` are all of
+    its attempt on this node."""
 
     lock: str
     rank: int
     pid: int = 0
     world: int = 1
+    ranks: tuple[int, ...] = ()
     attempt: AttemptName | None = None
     keep: Keep | None = None
     linger_s: float = 1800.0
@@ -33,6 +35,9 @@ class Trainer:
     kill_when_stuck: bool = False
     closing: bool = False
     pidfd: int = -1
+
+    def __post_init__(self) -> None:
+        self.ranks = self.ranks or (self.rank,)
 
 
 class Roster:

@@ -17,14 +17,14 @@ from functools import partial
 from flashckpt.errors import KeeperError
 from flashckpt.events import Event, log
 from flashckpt.keeper.evidence import Evidence, collect, condition, held
-from flashckpt.keeper.ledger import Ledger
 from flashckpt.keeper.regions import Regions
 from flashckpt.keeper.trainers import Roster, Trainer
-from flashckpt.keeper.work import Work
-from flashckpt.keeper.worker import Worker
 from flashckpt.memory.page import Heartbeat
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.memory.slot import Slot
+from flashckpt.persist.ledger import Ledger
+from flashckpt.persist.queue import Queue
+from flashckpt.persist.worker import Worker
 
 # More than this between two looks is time in which this process did not run itself.
 _LONGEST_GAP_S = 2.0
@@ -59,7 +59,7 @@ class Watchdog:
         regions: Regions,
         roster: Roster,
         ledger: Ledger,
-        work: Work,
+        queue: Queue,
         worker: Worker,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -67,7 +67,7 @@ class Watchdog:
         self._regions = regions
         self._roster = roster
         self._ledger = ledger
-        self._work = work
+        self._queue = queue
         self._worker = worker
         self._clock = clock
         self._vigils: dict[str, Vigil] = {}
@@ -125,7 +125,7 @@ class Watchdog:
                 vigil.heartbeat = before
                 self._moved(trainer, vigil, heartbeat)
             else:
-                self._work.rescue(trainer.rank)
+                self._queue.rescue(trainer.rank)
         return vigil
 
     # What a look comes to
@@ -166,7 +166,7 @@ class Watchdog:
             vigil.told = Event.STOPPED
             log.warning("trainer %d is stopped, by a signal or a debugger; it is left alone", trainer.pid)
             self._tell(trainer, Event.STOPPED, vigil.heartbeat, seconds=round(vigil.still_s, 1))
-            self._work.rescue(trainer.rank)
+            self._queue.rescue(trainer.rank)
 
     # A trainer that is stuck
 
@@ -175,7 +175,7 @@ class Watchdog:
         if vigil.asking or self._worker.busy:
             return
         vigil.asking, asked = True, replace(vigil)
-        self._work.rescue(trainer.rank)
+        self._queue.rescue(trainer.rank)
 
         def done(evidence: Evidence | BaseException) -> None:
             vigil.asking = False
@@ -216,7 +216,7 @@ class Watchdog:
     def _end(self, trainer: Trainer, vigil: Vigil) -> None:
         """SIGKILL: a handler of any other signal may itself wait for the boundary that does not come."""
         waited_s = self._clock() - vigil.told_s
-        if not self._work.is_settled(trainer.rank) and waited_s < _PERSIST_LIMIT_S:
+        if not self._queue.is_settled(trainer.rank) and waited_s < _PERSIST_LIMIT_S:
             return
         vigil.ended = True
         try:
@@ -227,7 +227,7 @@ class Watchdog:
                     vigil.ended = False
                     return
                 log.error("trainer %d is ended with SIGKILL, as its options say", trainer.pid)
-                self._tell(trainer, Event.KILL, vigil.heartbeat, saved=self._work.is_saved(trainer.rank))
+                self._tell(trainer, Event.KILL, vigil.heartbeat, saved=self._queue.is_saved(trainer.rank))
                 signal.pidfd_send_signal(process[1], signal.SIGKILL)
         except (OSError, KeeperError) as error:
             log.error("trainer %d cannot be ended: %s", trainer.pid, error)

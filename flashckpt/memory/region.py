@@ -41,6 +41,11 @@ def constants_region_name(rank: int, nonce: int) -> str:
     return f"constants-{rank:05d}-{nonce:016x}"
 
 
+def rank_of(name: str) -> int:
+    """The rank whose region has this name."""
+    return int(name.split("-")[1])
+
+
 def is_region_name(name: str) -> bool:
     """Of a slot, or of constants that slots share."""
     return _NAME.fullmatch(name) is not None
@@ -87,9 +92,9 @@ def create(
         return _memfd(name, num_bytes, available, begun)
 
 
-def open_named(folder: RuntimeFolder, name: str) -> Region:
+def open_named(folder: RuntimeFolder, name: str, flags: int = os.O_RDWR) -> Region:
     """Open a region found in the runtime folder. Raises KeeperError for one that is not ours alone."""
-    descriptor = folder.open_file(name)
+    descriptor = folder.open_file(name, flags)
     return Region(name, NAMED, descriptor, os.fstat(descriptor).st_size)
 
 

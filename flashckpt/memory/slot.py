@@ -6,15 +6,18 @@ FREE -> WRITING -> SEALED <-> PINNED, SEALED -> FREE. Never frees or resizes the
 
 from __future__ import annotations
 
+import mmap
 import os
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from flashckpt import _native
 from flashckpt.errors import DamagedError, KeeperError
 from flashckpt.format.layout import PAGE
 from flashckpt.format.metadata import Metadata
+from flashckpt.format.names import AttemptName
 from flashckpt.memory import forks, page
 from flashckpt.memory.page import Fixed, Heartbeat, Record, State, Word
 
@@ -36,6 +39,11 @@ class Sealed:
         return self.record.step
 
     @property
+    def attempt(self) -> AttemptName:
+        """The attempt that captured it."""
+        return AttemptName(self.record.attempt_number, f"{self.record.attempt_nonce:08x}")
+
+    @property
     def age(self) -> tuple[int, int, int]:
         """Sorts snapshots of one rank, newest last."""
         return self.record.attempt_number, self.record.step, self.record.captured_ns
@@ -44,11 +52,15 @@ class Sealed:
 class Slot:
     """A mapped slot. The descriptor stays the caller's until `close`, which closes it too."""
 
-    def __init__(self, descriptor: int, fixed: Fixed, *, map_image: bool) -> None:
+    def __init__(self, descriptor: int, fixed: Fixed, *, map_image: bool, is_read_only: bool = False) -> None:
         self.descriptor = descriptor
         self.fixed = fixed
         length = fixed.num_bytes if map_image else fixed.image_offset
-        self._map = _native.Mapping(descriptor, length)
+        self._map: Any = None
+        if is_read_only:
+            self._map = mmap.mmap(descriptor, length, mmap.MAP_SHARED, mmap.PROT_READ)
+        else:
+            self._map = _native.Mapping(descriptor, length)
         self._address = _native.address_of(self._map)
         self._maps_image = map_image
         forks.hold(self)
@@ -88,14 +100,21 @@ class Slot:
         return fixed
 
     @classmethod
-    def open(cls, descriptor: int, *, map_image: bool, identity: bytes | None = None) -> Slot:
-        """Map a slot that was formatted before. Raises DamagedError, FormatError, or KeeperError for a
-        slot of another run."""
+    def open(
+        cls,
+        descriptor: int,
+        *,
+        map_image: bool,
+        identity: bytes | None = None,
+        is_read_only: bool = False,
+    ) -> Slot:
+        """Map a slot that was formatted before; one that is read-only can be looked at, and that is all.
+        Raises DamagedError, FormatError, or KeeperError for a slot of another run."""
         fixed = Fixed.unpacked(os.pread(descriptor, page.FIXED_END, page.FIXED_OFFSET))
         _check_size(descriptor, fixed)
         if identity is not None and fixed.identity != identity:
             raise KeeperError(f"{fixed.name} is a slot of another run. It was left alone.")
-        return cls(descriptor, fixed, map_image=map_image)
+        return cls(descriptor, fixed, map_image=map_image, is_read_only=is_read_only)
 
     def close(self) -> None:
         """Unmap and close. Views of the slot must be gone; a mapping that is still viewed goes with them."""
@@ -125,7 +144,8 @@ class Slot:
     @property
     def mapping(self) -> _native.Mapping:
         """To make it known to a device, for as long as it is mapped."""
-        return self._map
+        found: _native.Mapping = self._map
+        return found
 
     @property
     def word_address(self) -> int:

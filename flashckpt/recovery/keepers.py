@@ -108,9 +108,10 @@ def end(row: KeeperRow, watcher: Watcher, *, discard: bool = False) -> None:
         )
         if status is None:
             return
-        if status.waiting and not discard:
+        waiting = [each for each in status.waiting if each not in status.for_others]
+        if waiting and not discard:
             why = {each.step: each.message for each in status.failures}
-            step = next((each for each in status.waiting if each in why), status.waiting[-1])
+            step = next((each for each in waiting if each in why), waiting[-1])
             raise PersistError(
                 f"The keeper {row.pid} of {row.run} was not ended: step {step} could not be saved "
                 f"({why.get(step, lingering.STILL)}). It is still in memory, and is tried again. Mend the "

@@ -60,10 +60,10 @@ def wait_until_saved(
         if status is None:
             return None
         watcher.progress(status.progress_bytes, 0)
-        failed = {each.step for each in status.failures}
-        if status.persisting is None and set(status.waiting) <= failed:
+        done = {each.step for each in status.failures} | set(status.for_others)
+        if status.persisting is None and set(status.waiting) <= done:
             return status
-        now = status.progress_bytes, status.waiting, status.committed, failed
+        now = status.progress_bytes, status.waiting, status.committed, done
         if now != before:
             moved_s, before = time.monotonic(), now
         still_s = time.monotonic() - moved_s

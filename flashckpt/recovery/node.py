@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from flashckpt.commit import attempts
 from flashckpt.commit.holder import Probe, check, here
-from flashckpt.errors import DamagedError, RunHeldError
+from flashckpt.errors import DamagedError, KeeperError, RunHeldError
 from flashckpt.format.names import AttemptName
 from flashckpt.format.records import Holder, Run
 from flashckpt.keeper.protocol import ELECTION_LOCK
@@ -88,6 +88,18 @@ def living_trainers(runtime: RuntimeFolder) -> list[tuple[str, int]]:
     """Life locks of trainers that are held, with the processes that hold them."""
     names = (name for name in runtime.names() if name.startswith("trainer-") and name.endswith(".lock"))
     return [(name, pid) for name in names if (pid := holder_of(runtime, name)) is not None]
+
+
+def dead_keepers(runtime: RuntimeFolder) -> set[str]:
+    """Nonces of the keepers that have a lock here and are dead: what they left half written may go."""
+    dead = set()
+    for name in runtime.names():
+        if name.startswith("keeper-") and name.endswith(".lock"):
+            # One of which that cannot be told lives.
+            with contextlib.suppress(KeeperError):
+                if not is_alive(runtime, name):
+                    dead.add(name.removeprefix("keeper-").removesuffix(".lock"))
+    return dead
 
 
 def died_here(store: Store, runtime: RuntimeFolder) -> list[AttemptName]:

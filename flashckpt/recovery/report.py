@@ -29,9 +29,11 @@ class Kind(str, Enum):
 
 
 class Outcome(str, Enum):
-    """What became of it; in a dry run, what would."""
+    """What became of it; in a dry run, what is there, and what would go."""
 
     COMMITTED = "committed"
+    SOUND = "sound"
+    """In a dry run: whole in memory and not at rest. Whether storage will take it nobody can say."""
     WAS_COMMITTED = "was committed"
     TORN = "torn"
     """Its bytes were not those of its boundary: let go, never persisted."""

@@ -1,4 +1,4 @@
-"""Tombstones that nobody needs to find any more, and the files of writers that are certainly dead."""
+"""Tombstones that nobody needs to find any more, and constants that nothing names."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ from pathlib import Path
 import pytest
 
 from flashckpt.commit.reading import steps
-from flashckpt.commit.retention import prune, sweep_unfinished
-from flashckpt.commit.steps import Committed, is_committed, read_manifest
+from flashckpt.commit.retention import prune
+from flashckpt.commit.steps import Committed, read_manifest
 from flashckpt.commit.steps import commit as commit_step
 from flashckpt.format.names import (
     AttemptName,
     attempt_folder,
     constants_name,
     part_name,
-    shard_name,
     step_attempt_folder,
 )
 from flashckpt.format.records import Tombstone
 from flashckpt.options import Keep
 from flashckpt.store.base import Entry
 from flashckpt.store.local import LocalStore
-from tests.commit.runs import attempt_at, commit, is_whole, new_run, part_of, publish
+from tests.commit.runs import attempt_at, commit, is_whole, new_run, publish
 
 DEAD, LIVING = "dead0001", "11ff0001"
 
@@ -97,40 +96,6 @@ def test_what_a_prune_costs_does_not_grow_with_the_commits_before_it(store: Loca
         costs.append(counting.looks)
     assert max(costs[10:]) == costs[9]
     assert len(store.list("steps")) == 3
-
-
-def test_only_what_dead_writers_left_and_no_part_names_goes(store: LocalStore) -> None:
-    attempt = attempt_at(store)
-    publish(store, 100, attempt, nonce=f"{DEAD}0001")
-    assert commit_step(store, 100, attempt, 1)
-    part_of(store, 100, attempt, nonce=f"{DEAD}0002")
-    part_of(store, 200, attempt, nonce=f"{DEAD}0003")
-    part_of(store, 200, attempt, nonce=f"{LIVING}0001")
-    publish(store, 300, attempt, nonce=f"{DEAD}0004")
-    gone = sweep_unfinished(store, {DEAD})
-    assert gone == [
-        f"{step_attempt_folder(100, attempt)}/{shard_name(0, DEAD + '0002')}",
-        f"{step_attempt_folder(200, attempt)}/{shard_name(0, DEAD + '0003')}",
-    ]
-    assert is_whole(store, 100, attempt)
-    there = [entry.name for entry in store.list(step_attempt_folder(200, attempt))]
-    assert there == [shard_name(0, LIVING + "0001")]
-    assert commit_step(store, 300, attempt, 1), "a part that waits for its manifest keeps its shard"
-    assert sweep_unfinished(store, {DEAD}) == []
-    assert sweep_unfinished(store, set()) == []
-
-
-def test_a_step_whose_part_cannot_be_read_is_left_alone(store: LocalStore) -> None:
-    attempt = attempt_at(store)
-    publish(store, 100, attempt, nonce=f"{DEAD}0001")
-    path = Path(store.local_path(f"{step_attempt_folder(100, attempt)}/{part_name(0)}"))
-    data = bytearray(path.read_bytes())
-    data[20] ^= 1
-    path.write_bytes(data)
-    assert sweep_unfinished(store, {DEAD}) == []
-    path.write_bytes(bytes(data[:20]) + bytes([data[20] ^ 1]) + bytes(data[21:]))
-    assert commit_step(store, 100, attempt, 1)
-    assert is_committed(store, 100, attempt)
 
 
 def constants_files(store: LocalStore, attempt: AttemptName) -> list[str]:

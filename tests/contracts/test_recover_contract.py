@@ -21,8 +21,8 @@ ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "recovery.md"
 KINDS = {"snapshot", "parts", "step", "debris"}
 OUTCOMES = {
-    "committed", "was committed", "torn", "failed", "kept", "dropped", "discarded", "marked", "was marked",
-    "removed",
+    "committed", "sound", "was committed", "torn", "failed", "kept", "dropped", "discarded", "marked",
+    "was marked", "removed",
 }  # fmt: skip
 KEYS = [
     "run", "run_id", "dry_run", "verified", "keeper", "found", "whole_steps", "num_bytes_read", "resume",

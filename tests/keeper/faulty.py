@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from flashckpt import _native
-from flashckpt.keeper import audit
 from flashckpt.keeper.__main__ import run
-from flashckpt.keeper.work import Work
+from flashckpt.persist import audit
+from flashckpt.persist.queue import Queue
 from flashckpt.store.local import LocalStore
 from tests.keeper.driver import ROOT, eventually, runtime_of
 from tests.keeper.fake import keeper_pid
@@ -53,7 +53,7 @@ def _pause(faults: Path, name: str) -> None:
 
 
 def _harm(faults: Path) -> None:
-    write, remove, failed = _native.write_file, LocalStore.remove, Work._failed
+    write, remove, failed = _native.write_file, LocalStore.remove, Queue._failed
 
     def write_file(*arguments: Any, **named: Any) -> Any:
         order = faults / "write"
@@ -70,10 +70,10 @@ def _harm(faults: Path) -> None:
         _pause(faults, "remove")
         remove(store, path)
 
-    def failed_for_long(work: Work, held: Any, outcome: Any) -> None:
-        failed(work, held, outcome)
+    def failed_for_long(queue: Queue, job: Any, outcome: Any) -> None:
+        failed(queue, job, outcome)
         if (faults / "write.long").exists():
-            held.retry_at = time.monotonic() + _DAYS_S
+            job.retry_at = time.monotonic() + _DAYS_S
 
     hashes = audit._hashes
 
@@ -87,7 +87,7 @@ def _harm(faults: Path) -> None:
     audit.WINDOW_BYTES, audit._hashes = 64 << 10, slow_hashes
     _native.write_file = write_file
     LocalStore.remove = slow_remove  # type: ignore[method-assign]
-    Work._failed = failed_for_long  # type: ignore[method-assign]
+    Queue._failed = failed_for_long  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

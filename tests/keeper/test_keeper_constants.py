@@ -19,11 +19,13 @@ from flashckpt.commit.steps import read_step
 from flashckpt.commit.verification import verify
 from flashckpt.format.names import AttemptName, attempt_folder
 from flashckpt.format.records import Contents
-from flashckpt.keeper.drain import Drain, Order, Outcome, Result
 from flashckpt.memory.slot import Slot
+from flashckpt.persist.job import Outcome, State, StepJob, Void
+from flashckpt.persist.writer import Writer
 from flashckpt.store.base import open_store
 from tests.keeper.driver import Process, committed, eventually, kill_keeper, runtime_of, told
 from tests.keeper.fake import FakeTrainer, keeper_pid
+from tests.keeper.jobs import job_of, snapshot_of
 
 LARGE_KIB = 32 << 10
 
@@ -83,11 +85,17 @@ def alone(tmp_path: Path, runtime: Path) -> Iterator[FakeTrainer]:
     trainer.end()
 
 
-def order(trainer: FakeTrainer, step: int, spoil: Callable[[Slot], object] | None = None) -> Order:
-    slot, generation = trainer.snapshot(step)
+def order(
+    trainer: FakeTrainer,
+    step: int,
+    spoil: Callable[[Slot], object] | None = None,
+    *,
+    is_alone: bool = False,
+) -> StepJob:
+    slot, _ = trainer.snapshot(step)
     if spoil is not None:
         spoil(slot)
-    return Order(slot=slot, generation=generation, owner=trainer.owners[slot.name])
+    return job_of(trainer, slot, is_alone=is_alone)
 
 
 def test_the_second_step_and_a_new_attempt_write_no_constants(tmp_path: Path, runtime: Path) -> None:
@@ -212,9 +220,10 @@ def test_what_a_dead_trainer_and_a_dead_keeper_left_is_saved_whole(tmp_path: Pat
 
 def test_a_flipped_constant_is_never_written(alone: FakeTrainer) -> None:
     spoiled = order(alone, 1, lambda slot: flip_constant(alone, slot))
-    outcome = Drain(alone.store, "0123abcd").persist(spoiled)
-    assert (outcome.result, [name for _, name in outcome.leaves]) == (Result.TORN, ["base.weight"])
-    assert spoiled.slot.torn == (spoiled.generation, (alone.image.leaves.index(*constant_leaves(alone)),))
+    outcome = Writer(alone.store, "0123abcd").persist(spoiled)
+    assert (outcome.void, [name for _, name in outcome.leaves]) == (Void.TORN, ["base.weight"])
+    spoilt = snapshot_of(spoiled)
+    assert spoilt.slot.torn == (spoilt.generation, (alone.image.leaves.index(*constant_leaves(alone)),))
     assert files(alone) == []
     assert not list(alone.run.glob("steps/*/*/*"))
 
@@ -223,8 +232,8 @@ def test_a_header_of_constants_that_is_none_is_never_written(alone: FakeTrainer)
     def spoil(slot: Slot) -> None:
         slot.image_view[alone.image.constants_start + 20] ^= 1
 
-    outcome = Drain(alone.store, "0123abcd").persist(order(alone, 1, spoil))
-    assert outcome.result is Result.TORN
+    outcome = Writer(alone.store, "0123abcd").persist(order(alone, 1, spoil))
+    assert outcome.void is Void.TORN
     assert files(alone) == []
 
 
@@ -246,21 +255,21 @@ def test_a_step_whose_constants_stand_on_storage_does_not_need_those_in_the_slot
     alone: FakeTrainer,
 ) -> None:
     """The digests of its boundary are those of the file, so what the file holds is what the step had."""
-    drain = Drain(alone.store, "0123abcd")
-    assert drain.persist(order(alone, 1)).result is Result.COMMITTED
+    writer = Writer(alone.store, "0123abcd")
+    assert writer.persist(order(alone, 1)).state is State.COMMITTED
     [file] = files(alone)
-    outcome = drain.persist(order(alone, 2, lambda slot: flip_constant(alone, slot)))
-    assert outcome.result is Result.COMMITTED
+    outcome = writer.persist(order(alone, 2, lambda slot: flip_constant(alone, slot)))
+    assert outcome.state is State.COMMITTED
     assert named(alone.run, 2).shard.file == file.name
     assert committed(alone.run) == [1, 2]
     assert files(alone) == [file]
 
 
 def test_other_constants_get_a_file_of_their_own(alone: FakeTrainer) -> None:
-    drain = Drain(alone.store, "0123abcd")
-    assert drain.persist(order(alone, 1)).result is Result.COMMITTED
+    writer = Writer(alone.store, "0123abcd")
+    assert writer.persist(order(alone, 1)).state is State.COMMITTED
     alone.image = type(alone.image)(alone.layout, None)
-    assert drain.persist(order(alone, 2)).result is Result.COMMITTED
+    assert writer.persist(order(alone, 2)).state is State.COMMITTED
     assert read_step(alone.store, 2, alone.attempt).rank(0).constants is None
     [file] = files(alone)
     assert committed(alone.run) == [1, 2]
@@ -268,22 +277,22 @@ def test_other_constants_get_a_file_of_their_own(alone: FakeTrainer) -> None:
 
 
 def test_a_file_that_was_taken_away_is_written_again_under_another_name(alone: FakeTrainer) -> None:
-    drain = Drain(alone.store, "0123abcd")
-    assert drain.persist(order(alone, 1)).result is Result.COMMITTED
+    writer = Writer(alone.store, "0123abcd")
+    assert writer.persist(order(alone, 1)).state is State.COMMITTED
     [file] = files(alone)
     (file.parent / "constants-00000-7.safetensors").write_bytes(b"of somebody else")
     file.unlink()
-    assert drain.persist(order(alone, 2)).result is Result.COMMITTED
+    assert writer.persist(order(alone, 2)).state is State.COMMITTED
     assert named(alone.run, 2).shard.file == "constants-00000-8.safetensors"
     assert committed(alone.run) == [2], "step 1 has lost its constants and is not committed any more"
 
 
 def test_a_name_that_a_step_gives_is_not_taken_for_another_file(alone: FakeTrainer) -> None:
-    drain = Drain(alone.store, "0123abcd")
-    assert drain.persist(order(alone, 1)).result is Result.COMMITTED
+    writer = Writer(alone.store, "0123abcd")
+    assert writer.persist(order(alone, 1)).state is State.COMMITTED
     [file] = files(alone)
     lost = file.rename(alone.run / "lost")
-    assert drain.persist(order(alone, 2)).result is Result.COMMITTED
+    assert writer.persist(order(alone, 2)).state is State.COMMITTED
     assert [found.name for found in files(alone)] == ["constants-00000-2.safetensors"]
     lost.rename(file)
     assert committed(alone.run) == [1, 2]
@@ -292,14 +301,14 @@ def test_a_name_that_a_step_gives_is_not_taken_for_another_file(alone: FakeTrain
 
 def second_attempt(alone: FakeTrainer, befalls: Callable[[Path], object]) -> Outcome:
     """Persist step 2 as a new attempt's that went on from step 1, after something befell the first's file."""
-    drain = Drain(alone.store, "0123abcd")
-    assert drain.persist(order(alone, 1)).result is Result.COMMITTED
+    writer = Writer(alone.store, "0123abcd")
+    assert writer.persist(order(alone, 1)).state is State.COMMITTED
     [file] = files(alone)
     befalls(file)
     before = alone.attempt
     alone.attempt = attempts.claim(alone.store, holder.here(alone.folder.path, alone.life.name))
     attempts.start(alone.store, alone.attempt, before, 1, 1)
-    return drain.persist(order(alone, 2))
+    return writer.persist(order(alone, 2))
 
 
 def test_a_file_that_has_rotted_is_not_linked(alone: FakeTrainer) -> None:
@@ -308,7 +317,7 @@ def test_a_file_that_has_rotted_is_not_linked(alone: FakeTrainer) -> None:
         data[-3] ^= 1
         file.write_bytes(data)
 
-    assert second_attempt(alone, rot).result is Result.COMMITTED
+    assert second_attempt(alone, rot).state is State.COMMITTED
     [file] = files(alone)
     assert file.stat().st_nlink == 1
     assert verify(alone.store, 2).ok
@@ -319,7 +328,7 @@ def test_where_there_are_no_links_it_is_written(alone: FakeTrainer, monkeypatch:
         raise OSError(errno.EPERM, "this file system has no links")
 
     outcome = second_attempt(alone, lambda file: monkeypatch.setattr(os, "link", link))
-    assert outcome.result is Result.COMMITTED
+    assert outcome.state is State.COMMITTED
     [file] = files(alone)
     assert file.stat().st_nlink == 1
     assert committed(alone.run) == [1, 2]
@@ -335,17 +344,18 @@ def test_constants_that_were_written_without_the_pin_are_not_believed(
         result = write(path, *arguments, **named)
         written.append(path)
         if len(written) == 1:
-            slot = asked.slot
+            slot = snapshot_of(asked).slot
             assert slot.unpin(slot.state())
-            assert slot.pin(asked.owner + 1, slot.state()) is not None
+            assert slot.pin(snapshot_of(asked).owner + 1, slot.state()) is not None
         return result
 
     monkeypatch.setattr(_native, "write_file", write_file)
-    drain, asked = Drain(alone.store, "0123abcd"), order(alone, 1)
-    assert drain.persist(asked).result is Result.FAILED
+    writer, asked = Writer(alone.store, "0123abcd"), order(alone, 1)
+    assert writer.persist(asked).state is State.FAILED
     assert ["constants-" in path for path in written] == [True]
     assert files(alone) == []
-    assert asked.slot.unpin(asked.slot.state())
-    assert drain.persist(asked).result is Result.COMMITTED
+    slot = snapshot_of(asked).slot
+    assert slot.unpin(slot.state())
+    assert writer.persist(asked).state is State.COMMITTED
     assert ["constants-" in path for path in written] == [True, True, False]
     assert committed(alone.run) == [1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,12 @@ from flashckpt.commit import constants
 from flashckpt.commit.verification import verify
 from flashckpt.errors import KeeperError
 from flashckpt.format.names import AttemptName, attempt_folder, constants_name
-from flashckpt.keeper.drain import Drain, Result
+from flashckpt.persist.job import State
+from flashckpt.persist.writer import Writer
 from flashckpt.store.base import Store, open_store
 from tests.keeper.driver import committed, eventually
 from tests.keeper.fake import FakeTrainer, keeper_pid
+from tests.keeper.jobs import snapshot_of
 from tests.keeper.test_keeper_constants import alone as alone
 from tests.keeper.test_keeper_constants import attached, files, named, order, saved
 from tests.memory.mounts import small_tmpfs
@@ -102,8 +103,8 @@ def left_behind(trainer: FakeTrainer, number: int) -> str:
 
 def test_what_another_keeper_may_still_name_stays(alone: FakeTrainer) -> None:
     left = left_behind(alone, 4)
-    drain = Drain(alone.store, "0123abcd")
-    assert drain.persist(order(alone, 1)).result is Result.COMMITTED
+    writer = Writer(alone.store, "0123abcd")
+    assert writer.persist(order(alone, 1)).state is State.COMMITTED
     assert [file.name for file in files(alone)] == [left, constants_name(0, 5)]
 
 
@@ -113,38 +114,39 @@ def test_nothing_goes_without_the_pin(alone: FakeTrainer, monkeypatch: pytest.Mo
 
     def unnamed_of(store: Store, attempt: AttemptName, rank: int) -> list[str]:
         found = look(store, attempt, rank)
-        assert asked.slot.unpin(asked.slot.state())
-        assert asked.slot.pin(asked.owner + 1, asked.slot.state()) is not None
+        slot = snapshot_of(asked).slot
+        assert slot.unpin(slot.state())
+        assert slot.pin(snapshot_of(asked).owner + 1, slot.state()) is not None
         return found
 
     monkeypatch.setattr(constants, "unnamed_of", unnamed_of)
-    asked = replace(order(alone, 1), is_alone=True)
-    assert Drain(alone.store, "0123abcd").persist(asked).result is Result.FAILED
+    asked = order(alone, 1, is_alone=True)
+    assert Writer(alone.store, "0123abcd").persist(asked).state is State.FAILED
     assert [file.name for file in files(alone)] == [left]
 
 
 def test_what_a_part_names_stays(alone: FakeTrainer) -> None:
-    drain = Drain(alone.store, "0123abcd")
-    assert drain.persist(order(alone, 1)).result is Result.COMMITTED
+    writer = Writer(alone.store, "0123abcd")
+    assert writer.persist(order(alone, 1)).state is State.COMMITTED
     [first] = files(alone)
     left_behind(alone, 4)
     other = alone.run / attempt_folder(alone.attempt) / constants_name(1, 1)
     other.write_bytes(b"of another rank")
     # Cut short, it is written again; and a step that is not committed any more still names it.
     first.write_bytes(first.read_bytes()[:-1])
-    assert drain.persist(replace(order(alone, 2), is_alone=True)).result is Result.COMMITTED
+    assert writer.persist(order(alone, 2, is_alone=True)).state is State.COMMITTED
     names = [file.name for file in files(alone)]
     assert names == [first.name, constants_name(0, 2), other.name]
     assert committed(alone.run) == [2]
 
 
 def test_what_a_manifest_names_stays_though_its_part_is_lost(alone: FakeTrainer) -> None:
-    drain = Drain(alone.store, "0123abcd")
-    assert drain.persist(order(alone, 1)).result is Result.COMMITTED
+    writer = Writer(alone.store, "0123abcd")
+    assert writer.persist(order(alone, 1)).state is State.COMMITTED
     [first], [part] = files(alone), alone.run.glob("steps/*/*/part-*")
     lost, data = part.rename(alone.run / "lost"), first.read_bytes()
     first.write_bytes(data[:-1])
-    assert drain.persist(replace(order(alone, 2), is_alone=True)).result is Result.COMMITTED
+    assert writer.persist(order(alone, 2, is_alone=True)).state is State.COMMITTED
     assert [file.name for file in files(alone)] == [first.name, constants_name(0, 2)]
     lost.rename(part)
     first.write_bytes(data)

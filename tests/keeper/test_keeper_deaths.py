@@ -324,9 +324,10 @@ def test_the_slot_that_was_loaded_becomes_the_new_attempts(tmp_path: Path, runti
         (disk / "filler").write_bytes(bytes(disk_room(disk) - (200 << 10)))
         first.do("snapshot", 9, False)
         first.kill()
-        # The keeper cannot save it: the disk is full. The next attempt goes on from memory.
-        second = FakeTrainer(run, runtime)
+        # The keeper cannot save it: the disk is full. The next attempt goes on from memory. (While it tries,
+        # its half-written shard leaves no room for a claim.)
         eventually(lambda: any(line.get("what") == "persist" for line in ledger(run)))
+        second = FakeTrainer(run, runtime)
         [(name, step)] = second.survivors()
         assert step == 9
         second.start(AttemptName.parse(first.attempt), 9, name)

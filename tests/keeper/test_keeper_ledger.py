@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flashckpt.commit.run import open_run
-from flashckpt.keeper.ledger import FILE_BYTES, Ledger, file_names, lines_of
+from flashckpt.persist.ledger import FILE_BYTES, Ledger, file_names, lines_of
 from flashckpt.store.base import Store, open_store
 from tests.keeper.driver import ledger
 

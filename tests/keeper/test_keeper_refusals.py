@@ -23,8 +23,8 @@ from tests.keeper.fake import FakeTrainer, keeper_pid, open_runtime
 
 HELLO = {
     "op": "hello", "protocol": protocol.PROTOCOL, "rank": 0, "world": 1, "attempt": "000001-0123abcd",
-    "lock": "trainer-x.lock", "keep_last": 3, "keep_every": 0, "linger_s": 1.0, "environment": {},
-    "stacks_signal": 0, "kill_when_stuck": False,
+    "lock": "trainer-x.lock", "ranks": [0], "keep_last": 3, "keep_every": 0, "linger_s": 1.0,
+    "environment": {}, "stacks_signal": 0, "kill_when_stuck": False,
 }  # fmt: skip
 
 
@@ -62,7 +62,8 @@ MALFORMED: list[bytes] = [
         {"lock": "../../etc/passwd"}, {"lock": "keeper.lock"}, {"lock": ""}, {"lock": "trainer-" + "x" * 99},
         {"lock": "trainer-\udc80.lock"}, {"lock": "trainer-\ud800.lock"}, {"lock": "trainer-\xe9.lock"},
         {"attempt": "1"}, {"attempt": "000001-0123abcd/../.."}, {"rank": -1}, {"rank": True}, {"rank": 1e400},
-        {"world": 0}, {"keep_last": 0}, {"linger_s": "1"}, {"linger_s": -1}, {"environment": []},
+        {"world": 0}, {"ranks": []}, {"ranks": [1]}, {"ranks": "0"}, {"ranks": [0, -1]}, {"keep_last": 0},
+        {"linger_s": "1"}, {"linger_s": -1}, {"environment": []},
         {"protocol": "x"},
     )),
 ]  # fmt: skip

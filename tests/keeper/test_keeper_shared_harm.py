@@ -10,13 +10,15 @@ import pytest
 
 from flashckpt.commit.verification import verify
 from flashckpt.format.names import AttemptName
-from flashckpt.keeper.drain import Drain, Order, Result
 from flashckpt.memory.page import State
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.memory.slot import Slot
+from flashckpt.persist.job import StepJob, Void
+from flashckpt.persist.writer import Writer
 from flashckpt.store.base import open_store
 from tests.keeper.driver import Process, committed, eventually, kill_keeper, ledger, runtime_of
 from tests.keeper.fake import FakeTrainer, constants_for, content, keeper_pid
+from tests.keeper.jobs import job_of
 from tests.keeper.region import write_constants
 from tests.keeper.test_keeper_constants import alone as alone
 from tests.keeper.test_keeper_constants import files, named, saved
@@ -170,9 +172,9 @@ def test_other_constants_under_the_name_are_refused(tmp_path: Path, runtime: Pat
     second.end()
 
 
-def order(trainer: FakeTrainer, step: int, constants: Slot | None) -> Order:
-    slot, generation = trainer.snapshot(step)
-    return Order(slot=slot, generation=generation, owner=trainer.owners[slot.name], constants=constants)
+def order(trainer: FakeTrainer, step: int, region: Slot) -> StepJob:
+    slot, _ = trainer.snapshot(step)
+    return job_of(trainer, slot, region)
 
 
 def test_a_header_that_is_none_is_never_written(alone: FakeTrainer) -> None:
@@ -182,8 +184,8 @@ def test_a_header_that_is_none_is_never_written(alone: FakeTrainer) -> None:
     assert region is not None
     region.image_view[20] ^= 1
     stop(alone)
-    outcome = Drain(alone.store, "0123abcd").persist(order(alone, 1, region))
-    assert outcome.result is Result.TORN
+    outcome = Writer(alone.store, "0123abcd").persist(order(alone, 1, region))
+    assert outcome.void is Void.TORN
     assert files(alone) == []
 
 
@@ -197,8 +199,8 @@ def test_a_region_that_is_not_sealed_is_not_read(alone: FakeTrainer) -> None:
     asked = order(alone, 1, region)
     word = region.state()
     assert region.free(word)
-    outcome = Drain(alone.store, "0123abcd").persist(asked)
-    assert outcome.result is Result.TORN
+    outcome = Writer(alone.store, "0123abcd").persist(asked)
+    assert outcome.void is Void.TORN
     assert [name for _, name in outcome.leaves] == ["base.weight", "base.scale"]
     assert files(alone) == []
     alone.region = None
@@ -259,7 +261,7 @@ def test_no_keeper_waits_for_ever_for_a_region_that_is_gone(tmp_path: Path, runt
     assert committed(run) == []
 
 
-def test_without_its_region_the_newest_gives_way_to_one_that_needs_none(
+def test_without_its_region_the_newest_waits_for_one_that_has_its_constants(
     tmp_path: Path, runtime: Path
 ) -> None:
     run = tmp_path / "run"
@@ -269,15 +271,15 @@ def test_without_its_region_the_newest_gives_way_to_one_that_needs_none(
     pid = keeper_pid(folder)
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
-    slot, _ = first.do("snapshot", 7, False)
+    first.do("snapshot", 7, False)
     first.kill()
     kill_keeper(folder)
     [name] = regions(folder)
     os.unlink(Path(folder.path) / name)
     second = Process(run, runtime, constants_kib=64, linger_s=0.1)
     second.kill()
-    eventually(lambda: committed(run) == [6])
+    eventually(lambda: committed(run) == [6, 7])
     assert "are not in this node's memory" in last_error(run)
     eventually(lambda: keeper_pid(folder) is None)
-    assert slot in folder.names()
-    assert committed(run) == [6]
+    assert regions(folder) == []
+    assert verify(open_store(str(run))).ok

@@ -247,7 +247,7 @@ def test_a_dry_run_beside_it_touches_nothing(lingers: Crash, runtime: Path) -> N
     report = recovered(lingers.run, dry_run=True)
     assert whole_tree(lingers.run, runtime) == before
     assert report.keeper == lingers._stopped
-    assert ("snapshot", "committed", 2) in rows(report)
+    assert ("snapshot", "sound", 2) in rows(report)
 
 
 def test_locks_of_dead_trainers_that_never_spoke_are_not_waited_for(

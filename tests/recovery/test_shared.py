@@ -42,7 +42,8 @@ def test_it_is_saved_whole_and_the_region_goes(tmp_path: Path, runtime: Path, di
     said = recovered(run, dry_run=True, discard=discard)
     assert whole_tree(run, runtime) == before
     done = recovered(run, discard=discard)
-    assert rows(said) == rows(done) == [("snapshot", "committed", 3), ("snapshot", "dropped", 2)]
+    assert rows(said) == [("snapshot", "sound", 3), ("snapshot", "sound", 2)]
+    assert rows(done) == [("snapshot", "committed", 3), ("snapshot", "dropped", 2)]
     assert committed(run) == [3]
     assert len(list(run.glob("attempts/*/constants-*"))) == 1
     assert verify(open_store(str(run))).ok
@@ -89,7 +90,8 @@ def test_a_region_is_not_needed_where_its_shard_stands(tmp_path: Path, runtime: 
     crash.both_killed()
     said = recovered(run, dry_run=True)
     done = recovered(run)
-    assert rows(said) == rows(done) == [("snapshot", "committed", 2), ("snapshot", "was committed", 1)]
+    assert rows(said) == [("snapshot", "sound", 2), ("snapshot", "was committed", 1)]
+    assert rows(done) == [("snapshot", "committed", 2), ("snapshot", "was committed", 1)]
     assert committed(run) == [1, 2]
     assert verify(open_store(str(run))).ok
     assert not os.path.exists(crash.folder.path)
@@ -117,23 +119,27 @@ def test_without_region_and_shard_it_stays_until_discarded(tmp_path: Path, runti
 
 
 @pytest.mark.parametrize("discard", [False, True])
-def test_an_older_one_that_needs_no_region_is_saved(tmp_path: Path, runtime: Path, discard: bool) -> None:
-    """Discarding lets go of what cannot be saved, and of nothing that can."""
+def test_an_older_one_has_the_constants_that_the_newest_lacks(
+    tmp_path: Path, runtime: Path, discard: bool
+) -> None:
+    """It is saved first, and then storage has what the region had. Nothing that can be saved is discarded."""
     run = tmp_path / "run"
     crash = Crash(run, runtime, constants_kib=64, keep=20).slots()
     crash.seal(2)
     crash.wake()
     crash.trainer.do("share")
-    [newest] = crash.seal(3)
+    crash.seal(3)
     region_of(crash).unlink()
     crash.both_killed()
     said, done = recovered(run, dry_run=True, discard=discard), recovered(run, discard=discard)
     outcome = "discarded" if discard else "failed"
-    assert rows(said) == rows(done) == [("snapshot", outcome, 3), ("snapshot", "committed", 2)]
-    assert crash.regions() == ([] if discard else [newest])
-    assert committed(run) == [2]
+    assert rows(said) == [("snapshot", outcome, 3), ("snapshot", "sound", 2)]
+    assert rows(done) == [("snapshot", "committed", 3), ("snapshot", "committed", 2)]
+    assert crash.regions() == []
+    assert committed(run) == [2, 3]
+    assert verify(open_store(str(run))).ok
     assert done.resume is not None
-    assert (done.resume.step, done.resume.tier) == (2, "local")
+    assert (done.resume.step, done.resume.tier) == (3, "local")
 
 
 def test_a_region_stays_as_long_as_what_could_not_be_saved(small_disk: Path, runtime: Path) -> None:

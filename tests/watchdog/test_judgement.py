@@ -17,12 +17,12 @@ from flashckpt.events import Event
 from flashckpt.keeper import evidence
 from flashckpt.keeper.daemon import Keeper
 from flashckpt.keeper.evidence import collect, condition, held
-from flashckpt.keeper.ledger import MAX_LINE_BYTES
 from flashckpt.keeper.regions import HeldRegion
 from flashckpt.keeper.trainers import Trainer
 from flashckpt.keeper.watchdog import Watchdog
 from flashckpt.memory.page import Heartbeat
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder, is_alive, stacks_name
+from flashckpt.persist.ledger import MAX_LINE_BYTES
 from tests.keeper.driver import Process, eventually, runtime_of
 from tests.keeper.fake import open_runtime
 
@@ -54,7 +54,14 @@ class Watched:
 
     def new_watchdog(self) -> Watchdog:
         keeper = self.keeper
-        parts = (self.folder, keeper.regions, keeper.roster, keeper.ledger, keeper.work, keeper._watch_worker)
+        parts = (
+            self.folder,
+            keeper.regions,
+            keeper.roster,
+            keeper.ledger,
+            keeper.queue,
+            keeper._watch_worker,
+        )
         return Watchdog(*parts, clock=lambda: self.now_s)
 
     def enroll(self, lock: str = LOCK) -> int:
@@ -239,7 +246,7 @@ def test_a_trainer_that_dies_of_its_hang_has_not_gone_on(watched: Watched) -> No
 def test_an_end_waits_for_the_snapshot_but_not_for_ever(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watched.keeper.work, "is_settled", lambda rank: False)
+    monkeypatch.setattr(watched.keeper.queue, "is_settled", lambda rank: False)
     watched.trainer.kill_when_stuck = True
     watched.beat(1)
     assert watched.looks(PATIENCE_S + 2) == ["stuck"]
@@ -258,7 +265,7 @@ def test_a_boundary_at_the_last_moment_saves_a_trainer(
         watched.beat(2)
         return True
 
-    monkeypatch.setattr(watched.keeper.work, "is_settled", settled)
+    monkeypatch.setattr(watched.keeper.queue, "is_settled", settled)
     monkeypatch.setattr(evidence, "holder_of", lambda folder, lock: watched.child.pid)
     assert watched.looks(1) == ["stuck"]
     assert watched.child.poll() is None

@@ -1,23 +1,20 @@
-"""Steps at rest: commits that only want their manifest, and every byte of what is committed.
-
-Owns what is committed late and what is marked. Deletes nothing: a mark puts a step last, on this host.
-"""
+"""Every byte of the visible steps at rest. Owns what is marked. Deletes nothing: a mark puts a step last, on
+this host."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from flashckpt.commit import attempts, lineage, marks, steps
 from flashckpt.commit.lineage import VisibleStep
-from flashckpt.commit.verification import Row, verify, verify_file
-from flashckpt.errors import DamagedError, SupersededError
+from flashckpt.commit.verification import Row, verify
+from flashckpt.errors import DamagedError
 from flashckpt.events import Event
-from flashckpt.format.names import AttemptName, attempt_folder, step_attempt_folder
+from flashckpt.format.names import AttemptName, step_attempt_folder
 from flashckpt.format.records import Manifest
-from flashckpt.keeper.ledger import Ledger
+from flashckpt.persist.at_rest import Rest
+from flashckpt.persist.ledger import Ledger
 from flashckpt.recovery.report import Finding, Kind, Outcome, Watcher
-from flashckpt.recovery.survey import Rest, State, steps_at_rest
 from flashckpt.store.base import Store
 
 _SHOWN = 4
@@ -34,28 +31,19 @@ class Examined:
     num_bytes: int = 0
 
 
-def unfinished(store: Store) -> list[Rest]:
-    """Steps without a manifest of which parts are there."""
-    return [each for each in steps_at_rest(store) if each.state in (State.COMPLETE, State.PARTIAL)]
-
-
-def finish(store: Store, rest: Rest, ledger: Ledger | None, *, read: bool) -> Finding:
-    """Commit a step whose parts are all there, as its keeper would have; without a ledger only say so.
-    `read`: every byte first, so that no damaged step becomes the newest."""
-    refusal, is_damage = _refusal(store, rest, read=read)
-    if not refusal and ledger is not None:
-        try:
-            found = steps.commit(store, rest.step, rest.attempt, rest.parts[0].world)
-            refusal = "" if found else found.value
-        except SupersededError as error:
-            refusal = str(error)
-        except DamagedError as error:
-            refusal, is_damage = str(error), True
-        except OSError as error:
-            return _unfinished(rest, Outcome.FAILED, str(error))
-        if not refusal:
-            ledger.add(str(rest.attempt), Event.COMMIT, step=rest.step, by="recover")
-    return _unfinished(rest, Outcome.KEPT if refusal else Outcome.COMMITTED, refusal, damage=is_damage)
+def parts_found(rest: Rest, outcome: Outcome, detail: str = "", *, damage: bool = False) -> Finding:
+    """A step without a manifest."""
+    shards = [rank.shard.num_bytes for part in rest.parts for rank in part.ranks]
+    return Finding(
+        kind=Kind.PARTS,
+        outcome=outcome,
+        place=rest.folder,
+        step=rest.step,
+        attempt=rest.attempt,
+        num_bytes=sum(shards),
+        detail=detail,
+        damage=damage,
+    )
 
 
 def examine(store: Store, watcher: Watcher, *, read: bool) -> Examined:
@@ -86,47 +74,6 @@ def mark(store: Store, examined: Examined, ledger: Ledger) -> None:
         ledger.add(
             str(each.attempt), Event.ERROR, what="damaged", step=each.step, message=reason, by="recover"
         )
-
-
-def _refusal(store: Store, rest: Rest, *, read: bool) -> tuple[str, bool]:
-    """Why a step is not to be committed, empty where it is; and whether that is damage."""
-    if rest.state is not State.COMPLETE:
-        return rest.problem or "not all of its ranks' parts are there", bool(rest.problem)
-    if attempts.read_start(store, rest.attempt) is None:
-        return "its attempt has no start.json", False
-    newer = attempts.started_after(store, rest.attempt)
-    if newer is not None:
-        return f"attempt {newer} has begun since: what older ones left does not become part of the run", False
-    wrong = [f"{file}: {why}" for file, why in _wrong_files(store, rest, read=read)]
-    return "; ".join(wrong[:_SHOWN]), bool(wrong)
-
-
-def _wrong_files(store: Store, rest: Rest, *, read: bool) -> Iterable[tuple[str, str]]:
-    for rank in (rank for part in rest.parts for rank in part.ranks):
-        named = [(f"{step_attempt_folder(rest.step, rest.attempt)}/{rank.shard.file}", rank.contents)]
-        if rank.constants is not None:
-            named.append((f"{attempt_folder(rest.attempt)}/{rank.constants.shard.file}", rank.constants))
-        for file, contents in named:
-            if not read:
-                # What is missing or cut short the commit itself refuses.
-                continue
-            status, detail = verify_file(store, file, contents)
-            if status != "ok":
-                yield file, f"{status}, {detail}"
-
-
-def _unfinished(rest: Rest, outcome: Outcome, detail: str, *, damage: bool = False) -> Finding:
-    shards = [rank.shard.num_bytes for part in rest.parts for rank in part.ranks]
-    return Finding(
-        kind=Kind.PARTS,
-        outcome=outcome,
-        place=rest.folder,
-        step=rest.step,
-        attempt=rest.attempt,
-        num_bytes=sum(shards),
-        detail=detail,
-        damage=damage,
-    )
 
 
 def _judge(store: Store, each: VisibleStep, wrong: list[Row], examined: Examined) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import queue
+import select
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ class Worker:
 
     def __init__(self, name: str, wake: int) -> None:
         self._wake = wake
-        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[tuple[_Job, Any]] = queue.SimpleQueue()
         self.busy = False
         threading.Thread(target=self._run, name=name, daemon=True).start()
@@ -47,9 +48,17 @@ class Worker:
         self.busy = False
         job.done(result)
 
+    def wait(self, timeout_s: float = 0.1) -> None:
+        """Until a job is done, or for that long: for who has no loop of his own."""
+        if select.select([self._wake], [], [], timeout_s)[0]:
+            os.eventfd_read(self._wake)
+
+    def close(self) -> None:
+        """End the thread once it has nothing to do."""
+        self._jobs.put(None)
+
     def _run(self) -> None:
-        while True:
-            job = self._jobs.get()
+        while (job := self._jobs.get()) is not None:
             try:
                 result = job.run()
             except BaseException as error:

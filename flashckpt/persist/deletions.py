@@ -6,17 +6,18 @@ A deletion may take as long as it likes: nothing waits for it but the next one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from flashckpt.commit import retention
 from flashckpt.commit.lineage import VisibleStep
 from flashckpt.events import Event, log
 from flashckpt.format.names import AttemptName
-from flashckpt.keeper.ledger import Ledger
-from flashckpt.keeper.regions import Regions
-from flashckpt.keeper.tally import Tally
-from flashckpt.keeper.worker import Worker
 from flashckpt.options import Keep
+from flashckpt.persist.debris import half_written, remove
+from flashckpt.persist.held import HeldSlots
+from flashckpt.persist.ledger import Ledger
+from flashckpt.persist.worker import Worker
 from flashckpt.store.base import Store
 
 _LOOK_S = 1.0
@@ -31,12 +32,21 @@ class _Wish:
     world: int
 
 
-class Pruner:
-    """One deletion at a time; of several commits meanwhile the newest decides."""
+class Deletions:
+    """One deletion at a time; of several commits meanwhile the newest decides. `in_hand` gives the steps that
+    this process may still commit, `count` is told what was done and how often."""
 
-    def __init__(self, store: Store, regions: Regions, tally: Tally, ledger: Ledger, worker: Worker) -> None:
-        self._store, self._regions, self._tally, self._ledger = store, regions, tally, ledger
-        self.worker = worker
+    def __init__(
+        self,
+        store: Store,
+        regions: HeldSlots,
+        ledger: Ledger,
+        worker: Worker,
+        in_hand: Callable[[], set[int]],
+        count: Callable[[str, int], None],
+    ) -> None:
+        self._store, self._regions, self._ledger, self.worker = store, regions, ledger, worker
+        self._in_hand, self._count = in_hand, count
         self._wish: _Wish | None = None
         self._looked_at = 0.0
         self._seen_dead: set[str] = set()
@@ -48,10 +58,9 @@ class Pruner:
     def is_pending(self) -> bool:
         return self.worker.busy or self._wish is not None or bool(self._seen_dead)
 
-    def committed(self, attempt: AttemptName | None, keep: Keep, world: int) -> None:
+    def committed(self, attempt: AttemptName, keep: Keep, world: int) -> None:
         """A step of this attempt is committed: what `keep` lets go may go."""
-        if attempt is not None:
-            self._wish = _Wish(attempt, keep, world)
+        self._wish = _Wish(attempt, keep, world)
 
     def next(self, now: float) -> None:
         """Begin the next deletion, if none is under way and there is one."""
@@ -70,6 +79,8 @@ class Pruner:
             self._prune(wish)
 
     def _prune(self, wish: _Wish) -> None:
+        # With one rank, and no other keeper on the node of the only trainer, nobody else commits steps of its
+        # attempt; and what it captures later is newer.
         in_hand = self._in_hand() if wish.world == 1 and not self._regions.other_keepers() else None
 
         def done(gone: list[VisibleStep] | BaseException) -> None:
@@ -77,25 +88,17 @@ class Pruner:
                 say = log.debug if self._has_failed else log.warning
                 say("steps that are kept no longer could not be deleted, and fill the storage: %s", gone)
                 self._has_failed = True
-                self._tally.count("prune_failed")
+                self._count("prune_failed", 1)
                 self._ledger.add(str(wish.attempt), Event.ERROR, what="prune", message=str(gone))
                 return
             self._has_failed = False
             if gone:
-                self._tally.count("pruned", len(gone))
+                self._count("pruned", len(gone))
                 self._ledger.add(str(wish.attempt), Event.PRUNE, steps=[each.step for each in gone])
 
         self.worker.submit(
             lambda: retention.prune(self._store, wish.attempt, wish.keep, in_hand=in_hand), done
         )
-
-    def _in_hand(self) -> set[int]:
-        """The steps that this keeper may still commit. With one rank, and no other keeper on the node of the
-        only trainer, nobody else commits steps of its attempt; and what it captures later is newer."""
-        sealed = (held.sealed() for held in self._regions.slots())
-        steps = {each.step for each in sealed if each is not None}
-        persisting = self._tally.persisting
-        return steps if persisting is None else steps | {persisting}
 
     def _sweep(self, dead: set[str]) -> None:
         def done(gone: list[str] | BaseException) -> None:
@@ -112,4 +115,10 @@ class Pruner:
                 log.info("removed what dead keepers left half written: %s", ", ".join(gone[:_MOST_NAMED]))
                 self._ledger.add(None, Event.PRUNE, unfinished=gone[:_MOST_NAMED], count=len(gone))
 
-        self.worker.submit(lambda: retention.sweep_unfinished(self._store, dead), done)
+        def sweep() -> list[str]:
+            found = half_written(self._store, dead)
+            for each in found:
+                remove(self._store, each)
+            return sorted(each.path for each in found)
+
+        self.worker.submit(sweep, done)

@@ -1,7 +1,8 @@
 """Whether a snapshot's bytes are those of its boundary: digests of a slot's image against its table.
 
 Owns the windows through which the keeper looks at an image: never more than 64 MiB are mapped, so that
-the keeper's memory stays small and so does its OOM score. Changes nothing.
+the keeper's memory stays small and so does its OOM score. Changes nothing but the word of a slot whose
+snapshot is torn.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 
-from flashckpt import _native
+from flashckpt import _native, crashpoints
+from flashckpt.errors import DamagedError
 from flashckpt.format.layout import PAGE, Layout
 from flashckpt.format.metadata import Metadata
+from flashckpt.memory.page import Word
 from flashckpt.memory.shared import not_held
 from flashckpt.memory.slot import Slot
+from flashckpt.persist.job import Outcome, Snapshot, Source, State, Void
 
 WINDOW_BYTES = 64 << 20
 assert WINDOW_BYTES % _native.BLOCK_BYTES == 0
@@ -44,25 +48,65 @@ def check_header(slot: Slot, start: int, layout: Layout) -> None:
         raise Torn("An image does not begin with the header of its plan.")
 
 
+def discard(slot: Slot, word: Word, found: Torn, attempt: str = "") -> Outcome:
+    """Free a snapshot that nobody may use, and tell its trainer; unless it is gone already."""
+    if not slot.free(word):
+        return Outcome(state=State.VOID, void=Void.GONE, attempt=attempt)
+    slot.set_torn(word.generation, [index for index, _ in found.leaves])
+    return Outcome(
+        state=State.VOID,
+        void=Void.TORN,
+        attempt=attempt,
+        slot=slot.name,
+        leaves=found.leaves,
+        message=str(found),
+    )
+
+
+def audit(snapshot: Snapshot, is_stopped: Callable[[], bool] = lambda: False) -> Outcome | bool:
+    """Compare a sealed snapshot's bytes with its digests, without pinning it. True where they are those of
+    its boundary, the outcome where it was discarded. False says nothing: what is overwritten meanwhile is
+    judged by nobody, nor is what was not looked at to its end."""
+    slot, attempt = snapshot.slot, ""
+    word = slot.state()
+    try:
+        sealed = slot.sealed()
+        if sealed is None or sealed.word != word or sealed.generation != snapshot.generation:
+            return False
+        attempt = str(sealed.attempt)
+        metadata = slot.metadata(sealed)
+        crashpoints.point("audit.begun")
+        sources = snapshot.sources(metadata)
+        if sum(len(each.leaves) for each in sources) < len(metadata.leaves):
+            return False  # not handed over yet, or gone: it is for whoever needs the bytes to say
+        leaves = differing(metadata, sources, is_stopped)
+    except Stopped:
+        return False
+    except DamagedError as error:
+        return discard(slot, word, Torn(str(error)), attempt)
+    if slot.state() != word:
+        return False
+    return discard(slot, word, torn(metadata, leaves), attempt) if leaves else True
+
+
 def differing(
-    slot: Slot,
-    metadata: Metadata,
-    constants: Slot | None = None,
-    is_stopped: Callable[[], bool] = lambda: False,
+    metadata: Metadata, sources: Sequence[Source], is_stopped: Callable[[], bool] = lambda: False
 ) -> list[int]:
-    """Indexes, in the order of the table, of the leaves whose bytes do not have the digest of their
-    boundary, constants included: of `constants`, the region that the snapshot names, if it names one.
+    """Indexes, in the order of the table, of the leaves whose bytes do not have the digest of their boundary,
+    or stand in none of these sources: the first is the snapshot's own slot.
 
     May run while the slot is written again: then its result means nothing, and the word tells. Raises
     Stopped at the next window once `is_stopped`.
     """
     found = []
+    holders = {index: each.region for each in sources for index in each.leaves}
+    for each in sources[1:]:
+        for index in not_held(each.region, metadata):
+            del holders[index]
     image = metadata.image
-    own = len(image.shard.leaves) if metadata.shared else len(image.leaves)
-    absent = set(not_held(constants, metadata)) if constants is not None and metadata.shared else set()
     for index, (leaf, start) in enumerate(zip(image.leaves, image.starts(), strict=True)):
-        holder = slot if index < own else constants
-        if holder is None or index in absent:
+        holder = holders.get(index)
+        if holder is None:
             found.append(index)
             continue
         offset = holder.image_offset + start

@@ -1,4 +1,4 @@
-"""One order at a time, in this process: what happens to a snapshot while its bytes are on their way."""
+"""One job at a time, in this process: what happens to a snapshot while its bytes are on their way."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ import pytest
 
 from flashckpt import _native
 from flashckpt.commit import attempts, holder, lineage
-from flashckpt.keeper.drain import Drain, Order, Outcome, Result
 from flashckpt.memory.page import Word
 from flashckpt.memory.slot import Slot
+from flashckpt.persist.job import Outcome, State, StepJob, Void
+from flashckpt.persist.writer import Writer
 from tests.keeper import fake
 from tests.keeper.driver import committed, eventually, ledger
 from tests.keeper.fake import FakeTrainer, content
+from tests.keeper.jobs import job_of, snapshot_of
 
 
 @pytest.fixture
@@ -33,7 +35,7 @@ def persisted(
     trainer: FakeTrainer, monkeypatch: pytest.MonkeyPatch, after_write: Callable[[Slot, Word], object]
 ) -> Outcome:
     """Persist step 1, with something that happens when its bytes are on the disk for the first time."""
-    slot, generation = trainer.snapshot(1)
+    slot, _ = trainer.snapshot(1)
     write = _native.write_file
     happened: list[bool] = []
 
@@ -46,8 +48,7 @@ def persisted(
 
     monkeypatch.setattr(_native, "write_file", write_file)
     # Pinned in this trainer's name: the node's keeper takes no pin away whose owner lives.
-    order = Order(slot=slot, generation=generation, owner=trainer.owners[slot.name])
-    return Drain(trainer.store, "0123abcd").persist(order)
+    return Writer(trainer.store, "0123abcd").persist(job_of(trainer, slot))
 
 
 def test_a_snapshot_whose_attempt_goes_on_meanwhile_is_the_next_attempts(
@@ -60,7 +61,7 @@ def test_a_snapshot_whose_attempt_goes_on_meanwhile_is_the_next_attempts(
         attempts.start(trainer.store, claimed[0], trainer.attempt, 1, 1, slot.name)
 
     outcome = persisted(trainer, monkeypatch, restart)
-    assert (outcome.result, outcome.attempt) == (Result.COMMITTED, str(claimed[0])), outcome.message
+    assert (outcome.state, outcome.attempt) == (State.COMMITTED, str(claimed[0])), outcome.message
     assert [each.attempt for each in lineage.visible(trainer.store)] == claimed
     assert committed(trainer.run) == [1]
 
@@ -70,7 +71,7 @@ def test_what_was_not_pinned_to_the_end_is_not_published(
 ) -> None:
     """A keeper that was stopped: another one took the pin away, and the trainer wrote the slot anew."""
     outcome = persisted(trainer, monkeypatch, lambda slot, pinned: slot.unpin(pinned))
-    assert outcome.result is Result.FAILED
+    assert outcome.state is State.FAILED
     assert all(slot.persisted == 0 for slot in trainer.slots)
     assert committed(trainer.run) == []
     assert [name for _, _, names in os.walk(trainer.run / "steps") for name in names] == []
@@ -78,16 +79,15 @@ def test_what_was_not_pinned_to_the_end_is_not_published(
 
 def test_nothing_is_safe_where_the_run_was_before_it_was_moved(trainer: FakeTrainer) -> None:
     """It is moved after the look whether it stands."""
-    slot, generation = trainer.snapshot(1)
+    slot, _ = trainer.snapshot(1)
     away = trainer.run.with_name("away")
 
     def moved() -> bool:
         trainer.run.rename(away)
         return True
 
-    order = Order(slot=slot, generation=generation, owner=trainer.owners[slot.name])
-    outcome = Drain(trainer.store, "0123abcd", stands=moved).persist(order)
-    assert (outcome.result, outcome.errno) == (Result.FAILED, errno.ENOENT), outcome
+    outcome = Writer(trainer.store, "0123abcd", stands=moved).persist(job_of(trainer, slot))
+    assert (outcome.state, outcome.errno) == (State.FAILED, errno.ENOENT), outcome
     assert slot.persisted == 0
     assert not trainer.run.exists()
     away.rename(trainer.run)
@@ -106,12 +106,12 @@ def test_old_steps_go_after_the_commit_was_told(trainer: FakeTrainer) -> None:
     assert steps[0] == 1
 
 
-def one_number(trainer: FakeTrainer, monkeypatch: pytest.MonkeyPatch, seed: int) -> Order:
+def one_number(trainer: FakeTrainer, monkeypatch: pytest.MonkeyPatch, seed: int) -> StepJob:
     """A snapshot of step 1 whose bytes are those of the step `seed`."""
     with monkeypatch.context() as patch:
         patch.setattr(fake, "content", lambda leaf, _step: content(leaf, seed))
-        slot, generation = trainer.snapshot(1)
-    return Order(slot=slot, generation=generation, owner=trainer.owners[slot.name])
+        slot, _ = trainer.snapshot(1)
+    return job_of(trainer, slot)
 
 
 @pytest.mark.parametrize("fault", ["", "manifest"])
@@ -120,19 +120,20 @@ def test_another_content_of_a_number_is_never_taken_for_committed(
 ) -> None:
     """Also where the keeper that wrote the part of the first died before the manifest."""
     first, other = (one_number(trainer, monkeypatch, seed) for seed in (1, 2))
-    drain = Drain(trainer.store, "0123abcd")
+    writer = Writer(trainer.store, "0123abcd")
     if fault:
         with monkeypatch.context() as patch:
             patch.setattr(trainer.store, "create", failing_for("manifest.json", trainer.store.create))
-            assert drain.persist(first).result is Result.FAILED
+            assert writer.persist(first).state is State.FAILED
     else:
-        assert drain.persist(first).result is Result.COMMITTED
-    outcome = Drain(trainer.store, "4567abcd").persist(other)
-    assert outcome.result is Result.SUPERSEDED
+        assert writer.persist(first).state is State.COMMITTED
+    outcome = Writer(trainer.store, "4567abcd").persist(other)
+    assert outcome.void is Void.SUPERSEDED
     assert "another snapshot of step 1" in outcome.message
-    assert other.slot.persisted != other.generation
-    assert drain.persist(first).result is Result.COMMITTED
-    assert first.slot.persisted == first.generation
+    mine, theirs = snapshot_of(first), snapshot_of(other)
+    assert theirs.slot.persisted != theirs.generation
+    assert writer.persist(first).state is State.COMMITTED
+    assert mine.slot.persisted == mine.generation
 
 
 def failing_for(name: str, create: Callable[[str, bytes], bool]) -> Callable[[str, bytes], bool]:

@@ -1,7 +1,7 @@
 """The constants of a slot, on storage: written once an attempt, or linked from the attempt before.
 
 Owns the choice between using, linking and writing a constants shard, and the audit of the bytes it
-writes. Publishes no part: the drain does, after the shard is whole.
+writes. Publishes no part: the writer does, after the shard is whole.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from flashckpt.format.layout import Layout
 from flashckpt.format.metadata import Metadata
 from flashckpt.format.names import AttemptName, attempt_folder
 from flashckpt.format.records import Contents, ShardRecord
-from flashckpt.keeper.audit import check_header, torn, unlike
 from flashckpt.memory.shared import not_held
 from flashckpt.memory.slot import Slot
+from flashckpt.persist.audit import check_header, torn, unlike
+from flashckpt.persist.job import Snapshot
 from flashckpt.store.base import Region, Store, Written
 
 _NAMES_TRIED = 8
@@ -45,17 +46,15 @@ class ConstantsShards:
 
     def shard_for(
         self,
-        slot: Slot,
+        snapshot: Snapshot,
         metadata: Metadata,
-        region: Slot | None,
         attempt: AttemptName,
         is_held: Callable[[], None],
         *,
         is_alone: bool = False,
     ) -> tuple[Contents | None, int]:
-        """The constants shard of `attempt` that holds this slot's constants, and the bytes written for it:
-        0 where it stood already or was linked. None for a slot without constants. `region` is the one that
-        the slot's snapshot shares with others, where it names one.
+        """The constants shard of `attempt` that holds a snapshot's constants, and the bytes written for it:
+        0 where it stood already or was linked. None for one without constants.
 
         The digests in the slot are of the live tensors at its boundary, so a file with the same digests
         has its bytes. `is_held` raises where the slot is not this keeper's any more. `is_alone`: nobody else
@@ -68,19 +67,20 @@ class ConstantsShards:
         if layout is None:
             return None, 0
         digests = tuple(metadata.digests[len(metadata.layout.leaves) :])
-        found = self._standing(attempt, slot.rank, layout, digests)
+        rank = snapshot.rank
+        found = self._standing(attempt, rank, layout, digests)
         num_bytes = 0
         if found is None:
             if is_alone:
-                self._clear(attempt, slot.rank, is_held)
-            found = self._written(slot, metadata, region, layout, attempt)
+                self._clear(attempt, rank, is_held)
+            found = self._written(snapshot, metadata, layout, attempt)
             num_bytes = layout.num_bytes
             try:
                 is_held()
             except BaseException:
                 self._remove(attempt, found.shard.file)
                 raise
-        self._known[slot.rank] = attempt, found
+        self._known[rank] = attempt, found
         return found, num_bytes
 
     def _standing(
@@ -104,18 +104,18 @@ class ConstantsShards:
         return None
 
     def _written(
-        self, slot: Slot, metadata: Metadata, region: Slot | None, layout: Layout, attempt: AttemptName
+        self, snapshot: Snapshot, metadata: Metadata, layout: Layout, attempt: AttemptName
     ) -> Contents:
         first = len(metadata.layout.leaves)
-        if not metadata.shared:
-            region = slot
-        elif region is None:
+        sources = snapshot.sources(metadata)
+        region = next((each.region for each in sources if first in each.leaves), None)
+        if region is None:
             raise RegionGone(REGION_IS_GONE)
-        elif absent := not_held(region, metadata):
+        if metadata.shared and (absent := not_held(region, metadata)):
             raise torn(metadata, absent)
         start = metadata.image.constants_start
         check_header(region, start, layout)
-        name, written = self._create(region, start, layout, attempt)
+        name, written = self._create(region, start, layout, snapshot.rank, attempt)
         leaves = unlike(metadata, written.digests, first)
         if leaves:
             self._remove(attempt, name)
@@ -123,16 +123,18 @@ class ConstantsShards:
         shard = ShardRecord.of(name, layout, written.checksums)
         return Contents(shard=shard, leaves=layout.leaves, digests=tuple(metadata.digests[first:]))
 
-    def _create(self, slot: Slot, start: int, layout: Layout, attempt: AttemptName) -> tuple[str, Written]:
+    def _create(
+        self, region: Slot, start: int, layout: Layout, rank: int, attempt: AttemptName
+    ) -> tuple[str, Written]:
         """Write the image under a name that nobody has: a keeper that was stopped may still be writing the
         one it took, and wakes up."""
         for _ in range(_NAMES_TRIED):
-            name = constants.fresh_name(self._store, attempt, slot.rank)
+            name = constants.fresh_name(self._store, attempt, rank)
             try:
                 return name, self._store.write_shard(
                     f"{attempt_folder(attempt)}/{name}",
                     layout,
-                    Region(slot.descriptor, slot.image_offset + start),
+                    Region(region.descriptor, region.image_offset + start),
                     threads=self._threads,
                     progress=self._progress,
                 )

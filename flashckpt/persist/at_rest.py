@@ -1,0 +1,125 @@
+"""What attempts have of steps at rest: committed, cut off, or all its parts and no manifest. Changes nothing.
+
+What it finds is true at that moment only; who acts on it looks again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from flashckpt.commit import attempts
+from flashckpt.commit.lineage import everything
+from flashckpt.commit.steps import missing_files, read_manifest
+from flashckpt.commit.verification import verify_file
+from flashckpt.errors import DamagedError
+from flashckpt.format.names import PART, AttemptName, attempt_folder, step_attempt_folder
+from flashckpt.format.records import Manifest, Part
+from flashckpt.store.base import Store
+
+_SHOWN = 4
+
+
+class Standing(Enum):
+    """What an attempt has of a step."""
+
+    COMMITTED = "committed"
+    MISSING = "files are missing"
+    UNREADABLE = "its manifest is damaged"
+    BURIED = "a tombstone"
+    COMPLETE = "all parts and no manifest"
+    PARTIAL = "not all parts"
+    NOTHING = "no part"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rest:
+    """A step of an attempt at rest. `parts` are those that can be read; `problem` says what cannot."""
+
+    step: int
+    attempt: AttemptName
+    standing: Standing
+    parts: tuple[Part, ...] = ()
+    problem: str = ""
+
+    @property
+    def folder(self) -> str:
+        return step_attempt_folder(self.step, self.attempt)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether only parts of other nodes are missing."""
+        return self.standing is Standing.PARTIAL and not self.problem
+
+
+def steps_at_rest(store: Store) -> list[Rest]:
+    """Every step of every attempt, newest step first."""
+    return [rest_of(store, each.step, each.attempt) for each in everything(store)]
+
+
+def unfinished(store: Store) -> list[Rest]:
+    """Steps without a manifest of which parts are there, newest first."""
+    wanting = (Standing.COMPLETE, Standing.PARTIAL)
+    return [each for each in steps_at_rest(store) if each.standing in wanting]
+
+
+def rest_of(store: Store, step: int, attempt: AttemptName) -> Rest:
+    """What one attempt has of one step."""
+    try:
+        found = read_manifest(store, step, attempt)
+    except DamagedError as error:
+        return Rest(step=step, attempt=attempt, standing=Standing.UNREADABLE, problem=str(error))
+    if isinstance(found, Manifest):
+        missing = missing_files(store, found)
+        standing = Standing.MISSING if missing else Standing.COMMITTED
+        why = f"missing or cut short: {', '.join(missing)}" if missing else ""
+        return Rest(step=step, attempt=attempt, standing=standing, problem=why)
+    if found is not None:
+        return Rest(step=step, attempt=attempt, standing=Standing.BURIED)
+    parts, problem = parts_of(store, step_attempt_folder(step, attempt))
+    ranks = sorted(rank.rank for part in parts for rank in part.ranks)
+    covered = bool(parts) and ranks == list(range(parts[0].world)) and not problem
+    incomplete = Standing.PARTIAL if parts or problem else Standing.NOTHING
+    standing = Standing.COMPLETE if covered else incomplete
+    return Rest(step=step, attempt=attempt, standing=standing, parts=tuple(parts), problem=problem)
+
+
+def parts_of(store: Store, folder: str) -> tuple[list[Part], str]:
+    """The parts in a step's folder that can be read, and what is wrong with one that cannot, or nothing."""
+    parts, problem = [], ""
+    for entry in store.list(folder):
+        if not entry.is_folder and PART.fullmatch(entry.name):
+            path = f"{folder}/{entry.name}"
+            try:
+                parts.append(Part.from_bytes(store.read(path, Part.MAX_BYTES), path))
+            except DamagedError as error:
+                problem = str(error)
+            except FileNotFoundError:
+                continue
+    return parts, problem
+
+
+def refusal(store: Store, rest: Rest, *, read: bool) -> tuple[str, bool]:
+    """Why an unfinished step is not to be committed, empty where it is; and whether that is damage. With
+    `read` every byte is looked at first, so that no damaged step becomes the newest."""
+    if rest.standing is not Standing.COMPLETE:
+        return rest.problem or "not all of its ranks' parts are there", bool(rest.problem)
+    if attempts.read_start(store, rest.attempt) is None:
+        return "its attempt has no start.json", False
+    newer = attempts.started_after(store, rest.attempt)
+    if newer is not None:
+        return f"attempt {newer} has begun since: what older ones left does not become part of the run", False
+    wrong = [f"{file}: {why}" for file, why in _wrong_files(store, rest)] if read else []
+    return "; ".join(wrong[:_SHOWN]), bool(wrong)
+
+
+def _wrong_files(store: Store, rest: Rest) -> Iterator[tuple[str, str]]:
+    for rank in (rank for part in rest.parts for rank in part.ranks):
+        named = [(f"{rest.folder}/{rank.shard.file}", rank.contents)]
+        if rank.constants is not None:
+            named.append((f"{attempt_folder(rest.attempt)}/{rank.constants.shard.file}", rank.constants))
+        for file, contents in named:
+            status, detail = verify_file(store, file, contents)
+            if status != "ok":
+                yield file, f"{status}, {detail}"

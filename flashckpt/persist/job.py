@@ -1,0 +1,190 @@
+"""A step on its way to storage: the snapshots of this node's ranks, and how far they have come.
+
+    gathering → writing → part written → committed
+                                       | void: nobody will ever persist it
+                                       | failed: to be tried again, unless it was given up
+
+Owns the words for it. Waiting for the parts of other nodes (part written) is a state, and no failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from flashckpt.errors import DamagedError
+from flashckpt.format.metadata import Metadata
+from flashckpt.format.names import AttemptName
+from flashckpt.memory.page import State as SlotState
+from flashckpt.memory.page import Word
+from flashckpt.memory.slot import Sealed, Slot
+from flashckpt.options import Keep
+from flashckpt.persist.at_rest import Rest
+
+
+class State(Enum):
+    GATHERING = "gathering"
+    """Not all ranks of this node have sealed it yet, or its turn has not come."""
+    WRITING = "writing"
+    PART_WRITTEN = "part written"
+    """What this node has of it is at rest. The parts of other nodes are waited for."""
+    COMMITTED = "committed"
+    VOID = "void"
+    FAILED = "failed"
+
+
+class Void(Enum):
+    """Why a step is never persisted, or not this content of it."""
+
+    TORN = "torn"
+    """The bytes of a snapshot are not those of its boundary."""
+    SUPERSEDED = "superseded"
+    """A newer attempt has started, or another content stands under this number."""
+    GONE = "gone"
+    """A slot was written anew meanwhile."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeRanks:
+    """What is known of the attempt that a step is of: its ranks on this node, and on all nodes (None where
+    only its start.json says it). `keep` is None where no trainer has said what its user wants to keep."""
+
+    ranks: tuple[int, ...]
+    world: int | None = None
+    keep: Keep | None = None
+    environment: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where leaves of a snapshot stand: a region, the rank whose region it is, and which of its leaves."""
+
+    region: Slot
+    holder: int
+    leaves: range
+
+
+@dataclass
+class Snapshot:
+    """What one rank has sealed of a step. `owner` is this process's index in the slot's owner table, `pin`
+    the word while it is pinned by this job, `regions` those that hold leaves of it beside the slot: one that
+    it names and that is not among them is not here."""
+
+    slot: Slot
+    generation: int
+    owner: int
+    regions: tuple[Slot, ...] = ()
+    pin: Word | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.slot.rank
+
+    def take(self) -> bool:
+        """Pin it. False where the slot holds something else, or somebody else has it pinned."""
+        if self.pin is None and (sealed := self._sealed()) is not None:
+            self.pin = self.slot.pin(self.owner, sealed)
+        return self.holds()
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it can be pinned, or is."""
+        return self.holds() or self._sealed() is not None
+
+    def _sealed(self) -> Word | None:
+        try:
+            word = self.slot.state()
+        except DamagedError:
+            return None
+        return word if (word.state, word.generation) == (SlotState.SEALED, self.generation) else None
+
+    def holds(self) -> bool:
+        return self.pin is not None and self.slot.holds(self.pin)
+
+    def release(self) -> bool:
+        """Unpin it. False where the pin was taken away: the slot is not ours any more."""
+        pin, self.pin = self.pin, None
+        return pin is None or self.slot.unpin(pin)
+
+    def sources(self, metadata: Metadata) -> list[Source]:
+        """Where the leaves of the snapshot stand, as far as they are here."""
+        own = len(metadata.layout.leaves) if metadata.shared else len(metadata.leaves)
+        found = [Source(self.slot, self.rank, range(own))]
+        if metadata.shared:
+            rest = range(own, len(metadata.leaves))
+            found += [Source(region, region.rank, rest) for region in self.regions]
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of a step in one try. Sizes in bytes, times in seconds. Of one that is torn, `slot` is the
+    slot and `leaves` are (index, name) of those that differed; `errno` is 0 where the system gave none.
+    `lacks_region`: without the region that a snapshot names it can never be persisted."""
+
+    state: State
+    void: Void | None = None
+    attempt: str = ""
+    num_bytes: int = 0
+    seconds: float = 0.0
+    direct: bool = True
+    slot: str = ""
+    leaves: tuple[tuple[int, str], ...] = ()
+    message: str = ""
+    errno: int = 0
+    lacks_region: bool = False
+
+
+@dataclass(eq=False, kw_only=True)
+class StepJob:
+    """`attempt` is the one that captured the step. `has_others`: another keeper lives that could write for
+    it. `part_of` is the attempt as whose this node's part stands, once it does. `rest`: of a job without
+    snapshots, the parts that want their manifest; `reads_rest`, with every byte of them read first, so that
+    no damaged step becomes the newest. `given_up`: it is not tried again."""
+
+    attempt: AttemptName
+    step: int
+    node: NodeRanks
+    snapshots: dict[int, Snapshot] = field(default_factory=dict)
+    state: State = State.GATHERING
+    has_others: bool = True
+    is_urgent: bool = False
+    given_up: bool = False
+    tries: int = 0
+    tried_at: float = 0.0
+    retry_at: float = 0.0
+    outcome: Outcome | None = None
+    part_of: AttemptName | None = None
+    rest: Rest | None = None
+    reads_rest: bool = True
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether all ranks of this node have sealed it, or what they had is at rest."""
+        is_at_rest = not self.snapshots and (self.part_of is not None or self.rest is not None)
+        return is_at_rest or self.snapshots.keys() >= set(self.node.ranks)
+
+    @property
+    def is_over(self) -> bool:
+        return self.given_up or self.state in (State.COMMITTED, State.VOID)
+
+    def members(self) -> list[Snapshot]:
+        """In the order of ranks."""
+        return [self.snapshots[rank] for rank in sorted(self.snapshots)]
+
+    def release(self) -> bool:
+        """Unpin all. False where a pin had been taken away."""
+        return all([each.release() for each in self.members()])
+
+
+def alone(slot: Slot, sealed: Sealed, owner: int, *regions: Slot) -> StepJob:
+    """The job of a snapshot of one rank."""
+    snapshot = Snapshot(slot, sealed.generation, owner, regions)
+    return StepJob(
+        attempt=sealed.attempt,
+        step=sealed.step,
+        node=NodeRanks(ranks=(slot.rank,), world=1),
+        snapshots={slot.rank: snapshot},
+    )

@@ -1,0 +1,601 @@
+"""What to persist or audit next, and what follows from how it went.
+
+Owns the jobs: which snapshots make one, their order, when one is tried again, and the rescue of what a dead
+trainer left. The bytes are the writer's. For one thread, but for the deeds that its worker does.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from flashckpt.errors import DamagedError
+from flashckpt.events import Event, log
+from flashckpt.format.names import AttemptName
+from flashckpt.memory.page import State as SlotState
+from flashckpt.memory.slot import Sealed
+from flashckpt.persist.at_rest import Rest
+from flashckpt.persist.audit import Torn, audit, discard
+from flashckpt.persist.held import HeldSlot, HeldSlots, Known
+from flashckpt.persist.job import NodeRanks, Outcome, Snapshot, State, StepJob, Void
+from flashckpt.persist.ledger import Ledger
+from flashckpt.persist.retries import Pauses, look_again_s, pause_s
+from flashckpt.persist.worker import Worker
+from flashckpt.persist.writer import Writer
+
+_AWAITED_RETRY_S = 1.0
+# An audit may take this share of the time, so that idle means idle for the trainer too.
+_AUDIT_SHARE = 0.05
+_LEAST_AUDIT_PAUSE_S = 1.0
+_LOOK_PAUSE_S = 0.2
+_MOST_NAMED = 100
+
+# A slot and the generation in it.
+_Key = tuple[str, int]
+
+
+class Queue:
+    """`sound` counts the snapshots that an audit in idle time found to be so. `told` is called with every job
+    whose try has come to an end, after the queue has drawn its own conclusions. `by` is noted in the ledger,
+    `pauses` are those between tries that fail, `world_of` gives the ranks of an attempt of which no trainer
+    has said anything."""
+
+    def __init__(
+        self,
+        regions: HeldSlots,
+        writer: Writer,
+        worker: Worker,
+        ledger: Ledger,
+        *,
+        told: Callable[[StepJob, Outcome], None] = lambda job, outcome: None,
+        pauses: Pauses = pause_s,
+        world_of: Callable[[AttemptName], int | None] = lambda attempt: None,
+        by: str = "",
+    ) -> None:
+        self._regions, self._writer, self.worker, self._ledger = regions, writer, worker, ledger
+        self._told, self._pauses, self._world_of = told, pauses, world_of
+        self._by = {"by": by} if by else {}
+        self._known: dict[tuple[AttemptName, int], Known] = {}
+        self._living: set[tuple[AttemptName | None, int]] = set()
+        self._jobs: dict[_Key, StepJob] = {}
+        self._parts: list[StepJob] = []
+        self._urgent: set[_Key] = set()
+        self._audited: dict[str, int] = {}
+        self._audit_at = 0.0
+        self.sound = 0
+        self._is_hurried = threading.Event()
+        self.writing: StepJob | None = None
+        self._begun_before = False
+
+    # What is to be done
+
+    def know(self, trainers: Iterable[Known]) -> None:
+        """Who lives. What a dead trainer said (what to keep, its environment) holds for what it left."""
+        living = list(trainers)
+        before, self._living = self._living, {(trainer.attempt, trainer.rank) for trainer in living}
+        if self._living - before:
+            # Whoever comes may hand a region over.
+            self._take_back()
+        for trainer in living:
+            if trainer.attempt is not None:
+                self._known[trainer.attempt, trainer.rank] = trainer
+
+    def known(self, attempt: AttemptName | None) -> Known | None:
+        """What a trainer of an attempt has said, if one has."""
+        return next((each for (of, _), each in self._known.items() if of == attempt), None)
+
+    def adopt(self, rest: Rest, *, read: bool) -> StepJob:
+        """Take up a step at rest whose parts want their manifest."""
+        job = StepJob(
+            attempt=rest.attempt,
+            step=rest.step,
+            node=NodeRanks(ranks=()),
+            state=State.PART_WRITTEN,
+            rest=rest,
+            reads_rest=read,
+        )
+        self._parts.append(job)
+        return job
+
+    def rescue(self, rank: int) -> None:
+        """Ask for the newest step that a dead or stuck trainer and the other ranks of its node have sealed,
+        whether it had asked or not; past those whose region is gone. One that lives after all may ask for a
+        newer one in the same slot meanwhile: that stands."""
+        before = {held.slot.name: held.slot.asked for held in self._regions.slots()}
+        self._discard_damaged(rank)
+        found = [rows for rows in self._complete(rank) if not self._lacks_region(rows)]
+        node = self._node(found[0][0][1].attempt, rank) if found else NodeRanks(ranks=())
+        # Of a job on several nodes nobody here knows which step all of them hold: it is one of these.
+        is_alone = node.world is None or node.world == len(node.ranks)
+        for held, sealed in [pair for rows in found[: 1 if is_alone else None] for pair in rows]:
+            key = held.slot.name, sealed.generation
+            if held.slot.persisted != sealed.generation and not self._is_given_up(key):
+                self._urgent.add(key)
+                if key in self._jobs:
+                    self._jobs[key].is_urgent = True
+                held.slot.request_persist_after(before[held.slot.name], sealed.generation)
+
+    def taken_up(self, name: str, step: int) -> None:
+        """An attempt has started that went on from this slot: what is in it, and what the other ranks of this
+        node have of that step, counts as its own now. Who was too late for the old one is not for this
+        one."""
+        slots = {held.slot.name: held.sealed() for held in self._regions.slots()}
+        loaded = slots.get(name)
+        if loaded is None or loaded.step != step:
+            return
+        for held in self._regions.slots():
+            sealed = slots[held.slot.name]
+            if sealed is None or (sealed.attempt, sealed.step) != (loaded.attempt, step):
+                continue
+            job = self._jobs.get((held.slot.name, sealed.generation))
+            if job is not None and job.state is not State.WRITING:
+                self._forget(job)
+            held.slot.request_persist(sealed.generation)
+
+    def next(self) -> None:
+        """Give the worker its next job, if it is free and there is one."""
+        ready = self._ready()
+        if self.worker.busy:
+            if ready:
+                # An audit is for idle time: of a large state it would take a run's grace.
+                self._is_hurried.set()
+            return
+        if ready:
+            self._submit(min(ready, key=_order))
+        elif time.monotonic() >= self._audit_at:
+            self._audit_newest()
+
+    def run_to_idle(self, watch: Callable[[], None]) -> None:
+        """Do all that can be done now: what waits for other nodes is looked at once more, what fails is tried
+        as often as the pauses say. `watch` is called again and again meanwhile; what it raises ends this,
+        once the worker is done."""
+        try:
+            while True:
+                self.worker.collect()
+                if ready := self._ready():
+                    if not self.worker.busy:
+                        self._submit(min(ready, key=_order))
+                elif not (self.worker.busy or self.is_pending()):
+                    return
+                watch()
+                self.worker.wait()
+        finally:
+            while self.worker.busy:
+                self.worker.wait()
+                self.worker.collect()
+
+    def try_again(self) -> None:
+        """Something was mended: what has failed so far, and fails in the try under way, says nothing any
+        more."""
+        self._begun_before = self.writing is not None
+        for job in self._look():
+            if job is not self.writing and not job.given_up:
+                job.tries, job.retry_at = 0, 0.0
+
+    def hurry(self) -> None:
+        """Somebody waits: what failed is tried again soon, however often it has failed."""
+        for job in self._look():
+            if not job.given_up:
+                job.retry_at = min(job.retry_at, job.tried_at + _AWAITED_RETRY_S)
+
+    # What is known
+
+    @property
+    def progress_bytes(self) -> int:
+        return self._writer.progress_bytes
+
+    def waiting(self, *, for_others: bool = False) -> list[int]:
+        """The steps that were asked for and are not done, failed ones included; or of these only those that
+        wait for other nodes."""
+        jobs = [job for job in self._look() if not job.is_over]
+        return [job.step for job in jobs if not for_others or job.state is State.PART_WRITTEN]
+
+    def given_up(self) -> set[_Key]:
+        """Slots and generations that nobody tries again."""
+        return {key for key, job in self._jobs.items() if job.given_up}
+
+    def committed(self, attempt: AttemptName | None) -> list[int]:
+        """Steps in slots that are committed. They know of commits of an earlier keeper, too."""
+        found = [(held.slot.persisted, held.sealed()) for held in self._regions.slots()]
+        return [
+            sealed.step
+            for persisted, sealed in found
+            if sealed is not None and persisted == sealed.generation and attempt in (None, sealed.attempt)
+        ]
+
+    def is_pending(self, attempt: AttemptName | None = None) -> bool:
+        """Whether something of an attempt (of any) is still to be persisted from this node's memory. What
+        waits for other nodes is at rest here, and what waits for a rank that is dead will not come."""
+        jobs = [job for job in self._look() if attempt in (None, job.attempt)]
+        return any(self._is_to_come(job) for job in jobs)
+
+    def is_saved(self, rank: int) -> bool:
+        """Whether the newest sealed snapshot of a rank is committed."""
+        newest = self._newest(rank)
+        return newest is not None and newest[0].slot.persisted == newest[1].generation
+
+    def is_settled(self, rank: int) -> bool:
+        """Whether it is, or its last try has failed, or there is none."""
+        newest = self._newest(rank)
+        if newest is None or self.is_saved(rank):
+            return True
+        held, sealed = newest
+        return held.slot.failed[0] == sealed.generation or self._is_given_up(
+            (held.slot.name, sealed.generation)
+        )
+
+    def is_needed(self, held: HeldSlot, sealed: Sealed) -> bool:
+        """Whether a snapshot is the newest of its rank, or still to be persisted."""
+        newest = self._newest(held.slot.rank)
+        if newest is not None and newest[0] is held:
+            return True
+        key = held.slot.name, sealed.generation
+        return held.slot.wants_persist(sealed.generation) and not self._is_given_up(key)
+
+    def in_hand(self) -> set[int]:
+        """The steps that this process may still commit."""
+        sealed = (held.sealed() for held in self._regions.slots())
+        return {each.step for each in sealed if each is not None} | {job.step for job in self._look()}
+
+    def _newest(self, rank: int) -> tuple[HeldSlot, Sealed] | None:
+        return max(self._sealed(rank), key=lambda pair: pair[1].age, default=None)
+
+    def _sealed(self, rank: int) -> list[tuple[HeldSlot, Sealed]]:
+        mine = [held for held in self._regions.slots() if held.slot.rank == rank]
+        return [(held, sealed) for held in mine if (sealed := held.sealed()) is not None]
+
+    def _complete(self, rank: int) -> list[list[tuple[HeldSlot, Sealed]]]:
+        """The steps that all ranks of a rank's node hold, newest first."""
+        steps = []
+        for held, sealed in sorted(self._sealed(rank), key=lambda pair: pair[1].age, reverse=True):
+            rows = [(held, sealed)]
+            for other in set(self._node(sealed.attempt, rank).ranks) - {rank}:
+                same = [
+                    pair
+                    for pair in self._sealed(other)
+                    if (pair[1].attempt, pair[1].step) == (sealed.attempt, sealed.step)
+                ]
+                rows += [max(same, key=lambda pair: pair[1].age)] if same else []
+            if len(rows) == len(self._node(sealed.attempt, rank).ranks):
+                steps.append(rows)
+        return steps
+
+    def _lacks_region(self, rows: list[tuple[HeldSlot, Sealed]]) -> bool:
+        jobs = [self._jobs.get((held.slot.name, sealed.generation)) for held, sealed in rows]
+        return any(job and job.given_up and job.outcome and job.outcome.lacks_region for job in jobs)
+
+    def _is_given_up(self, key: _Key) -> bool:
+        return key in self._jobs and self._jobs[key].given_up
+
+    def _node(self, attempt: AttemptName, rank: int) -> NodeRanks:
+        known = self._known.get((attempt, rank))
+        if known is not None:
+            return NodeRanks(
+                ranks=known.ranks, world=known.world, keep=known.keep, environment=known.environment
+            )
+        # Nobody is left to say it: those that have something of the attempt here.
+        found = (held.sealed() for held in self._regions.slots())
+        ranks = {
+            held.slot.rank
+            for held, each in zip(self._regions.slots(), found, strict=True)
+            if each is not None and each.attempt == attempt
+        }
+        return NodeRanks(ranks=tuple(sorted(ranks | {rank})), world=self._world_of(attempt))
+
+    # The jobs
+
+    def _look(self) -> list[StepJob]:
+        """All jobs: those of snapshots that were asked for, as the slots stand now, and of parts at rest."""
+        wanted: set[_Key] = set()
+        for held in self._regions.slots():
+            word = held.word()
+            if word is None or not held.slot.wants_persist(word.generation):
+                continue
+            key = held.slot.name, word.generation
+            if key not in self._jobs and (sealed := held.sealed()) is not None:
+                self._join(key, held, sealed)
+            elif key not in self._jobs and word.state is SlotState.SEALED:
+                self._discard_damaged(held.slot.rank)
+            if word.state in (SlotState.SEALED, SlotState.PINNED):
+                wanted.add(key)
+        for key, job in list(self._jobs.items()):
+            if key not in wanted and job is not self.writing:
+                self._left(job)
+        jobs = list(dict.fromkeys(self._jobs.values())) + self._parts
+        for job in jobs:
+            self._gather(job)
+        return jobs
+
+    def _join(self, key: _Key, held: HeldSlot, sealed: Sealed) -> None:
+        """Put a snapshot into the job of its step."""
+        slot, region = held.slot, self._regions.shared_by(held)
+        regions = () if region is None else (region,)
+        snapshot = Snapshot(slot, sealed.generation, self._regions.own_index(held), regions)
+        same = [
+            job
+            for job in self._jobs.values()
+            if (job.attempt, job.step, job.state) == (sealed.attempt, sealed.step, State.GATHERING)
+            and slot.rank in job.node.ranks and slot.rank not in job.snapshots
+        ]  # fmt: skip
+        if not same:
+            node = self._node(sealed.attempt, slot.rank)
+            same = [StepJob(attempt=sealed.attempt, step=sealed.step, node=node)]
+        same[0].snapshots[slot.rank] = snapshot
+        same[0].is_urgent = same[0].is_urgent or key in self._urgent
+        self._jobs[key] = same[0]
+
+    def _left(self, job: StepJob) -> None:
+        """A snapshot of a job is not there any more, or not wanted. What is at rest of it is."""
+        self._forget(job)
+        # The slots may be unmapped from here on.
+        job.snapshots.clear()
+        if job.part_of is not None and not job.is_over:
+            self._parts.append(job)
+
+    def _forget(self, job: StepJob) -> None:
+        job.release()
+        for key in [key for key, each in self._jobs.items() if each is job]:
+            del self._jobs[key]
+            self._urgent.discard(key)
+
+    def _gather(self, job: StepJob) -> None:
+        """Pin what is sealed of a step that several ranks have, until all have it or one never will."""
+        if job.state is not State.GATHERING or len(job.node.ranks) < 2:
+            return
+        missing = set(job.node.ranks) - job.snapshots.keys()
+        if any(self._has_passed(job, rank) for rank in missing):
+            self._set_void(job)
+        elif all((job.attempt, rank) in self._living for rank in missing):
+            for each in job.members():
+                each.take()
+        else:
+            job.release()
+
+    def _has_passed(self, job: StepJob, rank: int) -> bool:
+        """Whether a rank has sealed a later step and does not hold this one: it never will."""
+        held = [sealed.step for _, sealed in self._sealed(rank) if sealed.attempt == job.attempt]
+        return job.step not in held and any(step > job.step for step in held)
+
+    def _set_void(self, job: StepJob) -> None:
+        job.release()
+        job.state, job.given_up = State.VOID, True
+        for each in job.members():
+            each.slot.set_failed(each.generation, errno.ESTALE)
+        log.warning("step %d is not persisted: a rank of this node does not have it", job.step)
+        self._note(job, Event.ERROR, str(job.attempt), what="void")
+
+    def _is_to_come(self, job: StepJob) -> bool:
+        if job.is_over or job.state is State.PART_WRITTEN:
+            return False
+        if job.is_gathered or job.state is State.WRITING:
+            return job.retry_at < math.inf
+        missing = set(job.node.ranks) - job.snapshots.keys()
+        return all((job.attempt, rank) in self._living for rank in missing)
+
+    def _ready(self) -> list[StepJob]:
+        now = time.monotonic()
+        return [job for job in self._look() if self._is_ready(job, now)]
+
+    def _is_ready(self, job: StepJob, now: float) -> bool:
+        if job is self.writing or job.is_over or now < job.retry_at:
+            return False
+        return job.is_gathered and all(each.is_free for each in job.members())
+
+    # Doing it
+
+    def _submit(self, job: StepJob) -> None:
+        for held in self._regions.slots() if job.snapshots else ():
+            # A region may have been handed over since.
+            mine = job.snapshots.get(held.slot.rank)
+            if mine is not None and mine.slot is held.slot:
+                region = self._regions.shared_by(held)
+                mine.regions = () if region is None else (region,)
+        job.has_others = any(self._regions.other_keepers().values())
+        job.state, self.writing = State.WRITING, job
+
+        def done(outcome: Outcome | BaseException) -> None:
+            self.writing = None
+            begun_before, self._begun_before = self._begun_before, False
+            if isinstance(outcome, BaseException):
+                log.error("persisting step %d failed", job.step, exc_info=outcome)
+                job.release()
+                message = f"{type(outcome).__name__}: {outcome}"
+                outcome = Outcome(state=State.FAILED, attempt=str(job.attempt), message=message)
+            job.state, job.outcome, job.tried_at = outcome.state, outcome, time.monotonic()
+            if not (begun_before and outcome.state is State.FAILED):
+                self._follow(job, outcome)
+            self._regions.given_back()
+
+        self._regions.lend([region for each in job.members() for region in (each.slot, *each.regions)])
+        deed = self._writer.finish if job.rest is not None else self._writer.persist
+        self.worker.submit(partial(deed, job), done)
+
+    def _audit_newest(self) -> None:
+        self._audit_at = time.monotonic() + _LOOK_PAUSE_S
+        for rank in {held.slot.rank for held in self._regions.slots()}:
+            newest = self._newest(rank)
+            if newest is None or newest[1].word.state is not SlotState.SEALED:
+                continue
+            held, generation = newest[0], newest[1].generation
+            if generation not in (self._audited.get(held.slot.name), held.slot.persisted):
+                self._audit(held, newest[1])
+                return
+
+    def _audit(self, held: HeldSlot, sealed: Sealed) -> None:
+        region = self._regions.shared_by(held)
+        regions = () if region is None else (region,)
+        snapshot = Snapshot(held.slot, sealed.generation, self._regions.own_index(held), regions)
+        began = time.monotonic()
+
+        def done(found: Outcome | bool | BaseException) -> None:
+            pause = (time.monotonic() - began) / _AUDIT_SHARE
+            self._audit_at = time.monotonic() + max(pause, _LEAST_AUDIT_PAUSE_S)
+            if isinstance(found, BaseException):
+                log.error("an audit failed", exc_info=found)
+            elif isinstance(found, Outcome):
+                self._torn(self._job_of(held, sealed), found)
+            elif found:
+                self.sound += 1
+                self._audited[held.slot.name] = sealed.generation
+            self._regions.given_back()
+
+        self._is_hurried.clear()
+        self._regions.lend([held.slot, *regions])
+        self.worker.submit(partial(audit, snapshot, self._is_hurried.is_set), done)
+
+    def _discard_damaged(self, rank: int) -> None:
+        """A record that does not match its checksum names no snapshot that anybody could use."""
+        for held in [held for held in self._regions.slots() if held.slot.rank == rank]:
+            word = held.word()
+            try:
+                if word is not None:
+                    held.slot.sealed()
+            except DamagedError as error:
+                assert word is not None
+                if word.state is SlotState.SEALED:
+                    job = StepJob(attempt=_NOBODY, step=-1, node=NodeRanks(ranks=(rank,)))
+                    job.snapshots[rank] = Snapshot(held.slot, word.generation, 0)
+                    self._torn(job, discard(held.slot, word, Torn(str(error))))
+
+    def _job_of(self, held: HeldSlot, sealed: Sealed) -> StepJob:
+        job = self._jobs.get((held.slot.name, sealed.generation))
+        if job is None:
+            node = NodeRanks(ranks=(held.slot.rank,))
+            job = StepJob(attempt=sealed.attempt, step=sealed.step, node=node)
+            job.snapshots[held.slot.rank] = Snapshot(held.slot, sealed.generation, 0)
+        return job
+
+    # What follows
+
+    def _follow(self, job: StepJob, outcome: Outcome) -> None:
+        match outcome.state, outcome.void:
+            case State.COMMITTED, _:
+                self._committed(job, outcome)
+            case State.PART_WRITTEN, _:
+                self._waits(job, outcome)
+            case State.FAILED, _:
+                self._failed(job, outcome)
+            case _, Void.GONE if job.part_of is not None:
+                job.state = State.PART_WRITTEN
+                self._left(job)
+            case _, Void.SUPERSEDED if job.rest is None:
+                self._superseded(job, outcome)
+            case _, Void.TORN if job.rest is None:
+                self._torn(job, outcome)
+            case _:
+                self._drop(job)
+                self._told(job, outcome)
+
+    def _waits(self, job: StepJob, outcome: Outcome) -> None:
+        job.tries += 1
+        job.retry_at = job.tried_at + look_again_s(job.tries)
+        if job.rest is not None:
+            self._drop(job)
+        self._told(job, outcome)
+
+    def _drop(self, job: StepJob) -> None:
+        self._forget(job)
+        self._parts = [each for each in self._parts if each is not job]
+
+    def _committed(self, job: StepJob, outcome: Outcome) -> None:
+        self._drop(job)
+        # Who writes the last part of a step commits it: nothing is lost by waiting no longer for older ones.
+        self._parts = [
+            each
+            for each in self._parts
+            if each.rest is not None or each.attempt != job.attempt or each.step > job.step
+        ]
+        if outcome.num_bytes:
+            self._note(
+                job, Event.PERSIST, outcome.attempt, num_bytes=outcome.num_bytes,
+                seconds=round(outcome.seconds, 4), direct=outcome.direct,
+            )  # fmt: skip
+        self._note(job, Event.COMMIT, outcome.attempt)
+        # It may have written the constants that another snapshot shares.
+        self._take_back()
+        self._told(job, outcome)
+
+    def _take_back(self) -> None:
+        """Try what was given up for want of a region once more."""
+        for job in self._jobs.values():
+            if job.given_up and job.outcome is not None and job.outcome.lacks_region:
+                job.given_up, job.retry_at = False, 0.0
+
+    def _torn(self, job: StepJob, outcome: Outcome) -> None:
+        dead = job.snapshots.keys() - {rank for _, rank in self._living}
+        if outcome.void is Void.TORN:
+            names = [name for _, name in outcome.leaves]
+            log.warning("step %d in %s was discarded: %s", job.step, outcome.slot, outcome.message)
+            self._note(
+                job, Event.TORN, outcome.attempt or None, slot=outcome.slot, leaves=names[:_MOST_NAMED],
+                count=len(names), message=outcome.message,
+            )  # fmt: skip
+            self._told(job, outcome)
+        self._jobs = {key: each for key, each in self._jobs.items() if key[0] != outcome.slot}
+        job.snapshots = {each.rank: each for each in job.members() if each.slot.name != outcome.slot}
+        if job.snapshots and outcome.void is Void.TORN:
+            # What the other ranks have of it will never be whole, and is in nobody's way.
+            self._set_void(job)
+        else:
+            self._drop(job)
+        for rank in dead:
+            self.rescue(rank)
+
+    def _failed(self, job: StepJob, outcome: Outcome) -> None:
+        job.tries += 1
+        pause = self._pauses(job.tries)
+        job.retry_at = math.inf if pause is None else job.tried_at + pause
+        if outcome.lacks_region and not self._is_living(job):
+            # Nobody is left who could hand it over. The snapshot stays, and keeps no keeper for ever.
+            job.given_up = True
+        for each in job.members():
+            each.slot.set_failed(each.generation, outcome.errno or errno.EIO)
+        if job.tries == 1:
+            log.error("step %d is not persisted: %s", job.step, outcome.message)
+            self._note(
+                job, Event.ERROR, outcome.attempt or None, what="persist", errno=outcome.errno,
+                message=outcome.message,
+            )  # fmt: skip
+        self._told(job, outcome)
+        if not job.snapshots and pause is None:
+            self._drop(job)
+        if job.given_up:
+            # An older one may hold its constants itself, and be newer than all that is committed.
+            for rank in job.snapshots:
+                self.rescue(rank)
+
+    def _superseded(self, job: StepJob, outcome: Outcome) -> None:
+        job.given_up = True
+        self._parts = [each for each in self._parts if each is not job]
+        for each in job.members():
+            each.slot.set_failed(each.generation, errno.ESTALE)
+        # Said also where a try before it failed: this is the last word on the snapshot.
+        log.warning("step %d is not persisted: %s", job.step, outcome.message)
+        self._note(
+            job, Event.ERROR, outcome.attempt or None, what="superseded", message=outcome.message
+        )  # fmt: skip
+        self._told(job, outcome)
+
+    def _is_living(self, job: StepJob) -> bool:
+        return any(rank in job.snapshots for _, rank in self._living)
+
+    def _note(self, job: StepJob, event: Event, attempt: str | None, **fields: object) -> None:
+        ranks = [each.rank for each in job.members()]
+        named: dict[str, object] = {"step": job.step}
+        if ranks:
+            named |= {"rank": ranks[0], "slot": job.snapshots[ranks[0]].slot.name}
+        if len(ranks) > 1:
+            named |= {"ranks": ranks}
+        self._ledger.add(attempt, event, **(named | self._by | fields))
+
+
+def _order(job: StepJob) -> tuple[bool, int]:
+    """Of what a dead trainer left the newest first, else oldest first."""
+    return not job.is_urgent, -job.step if job.is_urgent else job.step
+
+
+_NOBODY = AttemptName(0, "0" * 8)

@@ -1,0 +1,21 @@
+"""The job of one snapshot, as a keeper would make it; pinned in its trainer's name, whom keepers respect."""
+
+from __future__ import annotations
+
+from flashckpt.memory.slot import Slot
+from flashckpt.persist.job import Snapshot, StepJob, alone
+from tests.keeper.fake import FakeTrainer
+
+
+def job_of(trainer: FakeTrainer, slot: Slot, *regions: Slot, is_alone: bool = False) -> StepJob:
+    """`is_alone`: no other keeper lives that could write for its attempt."""
+    sealed = slot.sealed()
+    assert sealed is not None
+    job = alone(slot, sealed, trainer.owners[slot.name], *regions)
+    job.has_others = not is_alone
+    return job
+
+
+def snapshot_of(job: StepJob) -> Snapshot:
+    [snapshot] = job.members()
+    return snapshot
