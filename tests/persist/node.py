@@ -1,0 +1,128 @@
+"""A node of a job in this process: slots of some ranks, filled natively, and the queue that persists them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+from flashckpt import _native
+from flashckpt.commit.steps import read_step
+from flashckpt.format import metadata
+from flashckpt.format.layout import SlotImage
+from flashckpt.format.names import AttemptName, step_attempt_folder
+from flashckpt.keeper.regions import Regions
+from flashckpt.keeper.trainers import Trainer
+from flashckpt.memory.runtime import LifeLock, RuntimeFolder
+from flashckpt.memory.slot import Slot
+from flashckpt.memory.slots import SlotRing
+from flashckpt.persist.job import Outcome, State, StepJob
+from flashckpt.persist.ledger import Ledger
+from flashckpt.persist.queue import Queue
+from flashckpt.persist.retries import few_pauses_s
+from flashckpt.persist.worker import Worker
+from flashckpt.persist.writer import Writer
+from flashckpt.store.base import Store
+from tests.keeper.fake import FakeTrainer, content, layout_for
+
+IDENTITY = "0" * 32
+
+
+class Rank(FakeTrainer):
+    """A rank that fills slots which this process made. Each has another state."""
+
+    def __init__(self, regions: Regions, rank: int, attempt: AttemptName) -> None:
+        self.layout, self.attempt, self.region = layout_for(16 + rank), attempt, None
+        self.image, self.sealer = SlotImage(self.layout, None), _native.Sealer()
+        sizes = metadata.geometry(*self.sizes()).num_bytes, self.image.num_bytes
+        made = regions.make(rank, range(3), *sizes)
+        assert made.error is None
+        held = [regions.take(region) for region in made.regions]
+        self.slots = [Slot.open(os.dup(each.slot.descriptor), map_image=True) for each in held]
+        lock = f"trainer-{rank:05d}-1-{'a' * 8}.lock"
+        self.owners = {each.name: each.enroll(os.getpid(), lock, lambda _: True) for each in self.slots}
+        self.ring = SlotRing(self.slots)
+
+    def close(self) -> None:
+        for slot in self.slots:
+            slot.close()
+        self.sealer.close()
+
+
+class Node:
+    def __init__(
+        self,
+        store: Store,
+        base: Path,
+        attempt: AttemptName,
+        ranks: tuple[int, ...],
+        world: int,
+        identity: str = IDENTITY,
+    ) -> None:
+        base.mkdir(exist_ok=True)
+        self.store, self.attempt = store, attempt
+        self.folder = RuntimeFolder.open(str(base), identity)
+        nonce = secrets.token_hex(4)
+        life = LifeLock.acquire(self.folder, f"keeper-{nonce}.lock")
+        assert life is not None
+        self.life, self.regions = life, Regions(self.folder, life)
+        self.ranks = {rank: Rank(self.regions, rank, attempt) for rank in ranks}
+        self.told: list[tuple[int, State]] = []
+        self.ledger = Ledger(store)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.queue = Queue(
+            self.regions,
+            Writer(store, nonce),
+            Worker("writer", self._wake),
+            self.ledger,
+            told=self._told,
+            pauses=few_pauses_s,
+        )
+        self.trainers = [
+            Trainer(lock=f"{rank}", rank=rank, world=world, ranks=ranks, attempt=attempt) for rank in ranks
+        ]
+        self.queue.know(self.trainers)
+
+    def _told(self, job: StepJob, outcome: Outcome) -> None:
+        self.told.append((job.step, outcome.state))
+
+    def seal(self, step: int, *ranks: int, persist: bool = True) -> list[Slot]:
+        """The step in a slot of each rank (of all, if none is named)."""
+        return [self.ranks[rank].snapshot(step, persist=persist)[0] for rank in ranks or self.ranks]
+
+    def run(self) -> None:
+        self.queue.run_to_idle(lambda: None)
+
+    def close(self, *, leaves_memory: bool = False) -> None:
+        """`leaves_memory`: as a kill of all its processes does."""
+        for rank in self.ranks.values():
+            rank.close()
+        for held in self.regions.slots():
+            held.slot.close() if leaves_memory else self.regions.remove(held)
+        self.ledger.close()
+        self.queue.worker.close()
+        self.life.release(self.folder)
+        self.folder.close()
+        os.close(self._wake)
+
+
+def files(store: Store, step: int, attempt: AttemptName) -> list[str]:
+    """What is at rest of a step, a shard without its nonce."""
+    names = [entry.name for entry in store.list(step_attempt_folder(step, attempt))]
+    return sorted(name[: len("shard-00000")] if name.startswith("shard-") else name for name in names)
+
+
+def is_whole(store: Store, step: int, attempt: AttemptName, world: int) -> bool:
+    """Whether a step is committed and each rank's shard holds, byte for byte, what that rank had."""
+    record = read_step(store, step, attempt)
+    assert record.world == world
+    for rank in range(world):
+        found = record.rank(rank)
+        data, layout = (Path(store.url) / record.shard_path(rank)).read_bytes(), layout_for(16 + rank)
+        assert found.leaves == layout.leaves
+        assert data[: layout.data_start] == layout.header
+        for leaf in layout.leaves:
+            start = layout.data_start + leaf.offset
+            if data[start : start + leaf.num_bytes] != content(leaf, step):
+                return False
+    return True

@@ -1,0 +1,271 @@
+"""The slots of a node's ranks through one job to one part and, with those of other nodes, to a manifest."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from flashckpt.commit import attempts, lineage
+from flashckpt.commit.holder import here
+from flashckpt.commit.steps import is_committed, read_step
+from flashckpt.format.names import AttemptName
+from flashckpt.memory.page import State as SlotState
+from flashckpt.memory.slot import Slot
+from flashckpt.persist.job import State
+from flashckpt.store.local import LocalStore
+from tests.commit.runs import new_run
+from tests.persist.node import Node, files, is_whole
+
+MakeNode = Callable[..., Node]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return new_run(tmp_path / "run")
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, store: LocalStore) -> Iterator[MakeNode]:
+    """Makes nodes of one attempt, which is started with the first."""
+    made: list[Node] = []
+
+    def make(ranks: tuple[int, ...], world: int, attempt: AttemptName | None = None) -> Node:
+        name = attempt or (made[0].attempt if made else begun(store, world))
+        made.append(Node(store, tmp_path / f"memory-{len(made)}", name, ranks, world))
+        return made[-1]
+
+    yield make
+    for node in made:
+        node.close()
+
+
+def begun(store: LocalStore, world: int) -> AttemptName:
+    name = attempts.claim(store, here())
+    attempts.start(store, name, None, 0, world)
+    return name
+
+
+def parts(node: Node, step: int) -> list[str]:
+    return [name for name in files(node.store, step, node.attempt) if name.startswith("part-")]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_all_ranks_of_a_node_make_one_part_and_the_step_is_committed(nodes: MakeNode, world: int) -> None:
+    node = nodes(tuple(range(world)), world)
+    slots = node.seal(5)
+    node.run()
+    shards = [f"shard-{rank:05d}" for rank in range(world)]
+    assert files(node.store, 5, node.attempt) == ["manifest.json", "part-00000.json", *shards]
+    assert is_whole(node.store, 5, node.attempt, world)
+    assert node.told == [(5, State.COMMITTED)]
+    for slot in slots:
+        sealed = slot.sealed()
+        assert sealed is not None
+        assert sealed.word.state is SlotState.SEALED, "nothing stays pinned"
+        assert slot.persisted == sealed.generation
+    node.seal(6)
+    node.run()
+    assert is_whole(node.store, 6, node.attempt, world)
+
+
+def test_a_step_is_pinned_as_its_ranks_seal_it_and_written_once_all_have(nodes: MakeNode) -> None:
+    node = nodes((0, 1, 2, 3), 4)
+    pinned = node.seal(5, 0, 1, 2)
+    node.queue.next()
+    assert [slot.state().state for slot in pinned] == [SlotState.PINNED] * 3
+    assert node.queue.is_pending(), "the last rank lives, and will seal it"
+    assert files(node.store, 5, node.attempt) == []
+    # However many boundaries pass: it is in nobody's way and nobody overwrites it.
+    for step in (6, 7, 8):
+        node.seal(step, 0, 1, 2, persist=False)
+    node.seal(5, 3)
+    node.run()
+    assert is_whole(node.store, 5, node.attempt, 4)
+
+
+def test_a_step_that_a_rank_has_passed_over_is_void(nodes: MakeNode) -> None:
+    node = nodes((0, 1), 2)
+    [slot] = node.seal(5, 0)
+    node.queue.next()
+    assert slot.state().state is SlotState.PINNED
+    node.seal(6)
+    node.run()
+    assert files(node.store, 5, node.attempt) == []
+    assert is_whole(node.store, 6, node.attempt, 2)
+    assert slot.state().state is SlotState.SEALED, "it may be overwritten"
+    assert not node.queue.is_pending()
+    # It takes no slot away for ever.
+    for step in range(7, 12):
+        node.seal(step, persist=False)
+
+
+def test_a_rank_that_died_is_not_waited_for(nodes: MakeNode) -> None:
+    node = nodes((0, 1), 2)
+    [slot] = node.seal(5, 0)
+    node.queue.next()
+    node.queue.know(node.trainers[:1])
+    assert not node.queue.is_pending()
+    node.run()
+    assert slot.state().state is SlotState.SEALED
+    assert files(node.store, 5, node.attempt) == []
+
+
+def test_of_what_the_dead_left_the_newest_that_all_hold_is_saved(nodes: MakeNode) -> None:
+    node = nodes((0, 1), 2)
+    node.seal(4, persist=False)
+    node.seal(5, persist=False)
+    node.seal(6, 0, persist=False)
+    node.queue.know([])
+    for rank in node.ranks:
+        node.queue.rescue(rank)
+    node.run()
+    assert [each.step for each in lineage.visible(node.store)] == [5]
+    assert is_whole(node.store, 5, node.attempt, 2)
+
+
+def test_what_a_torn_rank_has_is_published_by_nobody(nodes: MakeNode) -> None:
+    node = nodes((0, 1), 2)
+    slots = node.seal(5)
+    slots[1].image_view[5000] ^= 1
+    node.run()
+    assert files(node.store, 5, node.attempt) == []
+    assert slots[1].state().state is SlotState.FREE
+    assert [slot.persisted for slot in slots] == [0, 0]
+    node.seal(6)
+    node.run()
+    assert is_whole(node.store, 6, node.attempt, 2)
+
+
+# Another node
+
+
+def test_a_second_nodes_part_is_waited_for_and_that_is_no_failure(nodes: MakeNode, tmp_path: Path) -> None:
+    first, second = nodes((0, 1), 4), nodes((2, 3), 4)
+    slots = first.seal(5)
+    first.run()
+    assert files(first.store, 5, first.attempt) == ["part-00000.json", "shard-00000", "shard-00001"]
+    assert first.told[0] == (5, State.PART_WRITTEN)
+    assert not first.queue.is_pending(), "what this node has is at rest"
+    assert first.queue.waiting() == first.queue.waiting(for_others=True) == [5]
+    assert [slot.failed for slot in slots] == [(0, 0)] * 2
+    second.seal(5)
+    second.run()
+    assert parts(first, 5) == ["part-00000.json", "part-00002.json"]
+    assert is_whole(first.store, 5, first.attempt, 4)
+    assert second.told == [(5, State.COMMITTED)], "who writes the last part commits"
+    until_told(first, (5, State.COMMITTED))
+    assert [slot.persisted for slot in slots] == [1, 1]
+    for node in (first, second):
+        node.ledger.close()
+    lines = [
+        json.loads(line)
+        for path in (tmp_path / "run/events").iterdir()
+        for line in path.read_text().splitlines()
+    ]
+    assert "error" not in [line["event"] for line in lines]
+
+
+def until_told(node: Node, row: tuple[int, State]) -> None:
+    while row not in node.told:
+        node.run()
+
+
+def test_slots_are_not_needed_for_what_waits(
+    nodes: MakeNode, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second node dies after its part; the first has overwritten its slots, and commits all the same."""
+    first, second = nodes((0,), 2), nodes((1,), 2)
+    first.seal(5)
+    first.run()
+    second.seal(5)
+    create = store.create
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "create", failing_for("manifest.json", create))
+        second.run()
+    assert second.told[-1] == (5, State.FAILED)
+    assert not is_committed(store, 5, first.attempt)
+    for slot in first.ranks[0].slots:
+        if slot.state().state is SlotState.SEALED:
+            assert slot.free(slot.state())
+    until_told(first, (5, State.COMMITTED))
+    assert is_whole(store, 5, first.attempt, 2)
+
+
+def failing_for(name: str, create: Callable[[str, bytes], bool]) -> Callable[[str, bytes], bool]:
+    def failing(path: str, data: bytes) -> bool:
+        if path.endswith(name):
+            raise OSError(errno.EIO, "the disk is gone")
+        return create(path, data)
+
+    return failing
+
+
+def test_what_fails_is_tried_so_often_and_then_it_is_idle(
+    nodes: MakeNode, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = nodes((0, 1), 2)
+    slots = node.seal(5)
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "create", failing_for("part-00000.json", store.create))
+        node.run()
+    assert node.told == [(5, State.FAILED)] * 4
+    assert files(store, 5, node.attempt) == [], "no shard stays that nothing names"
+    assert [slot.failed for slot in slots] == [(1, errno.EIO)] * 2
+    node.queue.try_again()
+    node.run()
+    assert is_whole(store, 5, node.attempt, 2)
+
+
+# Whose it is, and which content
+
+
+def test_slots_that_an_attempt_went_on_from_are_its_for_all_ranks(nodes: MakeNode, store: LocalStore) -> None:
+    node = nodes((0, 1), 2)
+    slots = node.seal(5, persist=False)
+    later = attempts.claim(store, here())
+    attempts.start(store, later, node.attempt, 5, 2, slots[0].name)
+    node.queue.taken_up(slots[0].name, 5)
+    node.run()
+    assert is_whole(store, 5, later, 2)
+    assert files(store, 5, node.attempt) == []
+
+
+def test_another_content_of_one_rank_is_never_taken_for_committed(nodes: MakeNode, store: LocalStore) -> None:
+    first = nodes((0, 1), 2)
+    first.seal(5)
+    first.run()
+    other = nodes((0, 1), 2, first.attempt)
+    slots = other.seal(5, 0) + other_content(other, 5, 1)
+    other.run()
+    assert other.told == [(5, State.VOID)]
+    assert [slot.persisted for slot in slots] == [0, 0]
+    assert is_whole(store, 5, first.attempt, 2)
+
+
+def other_content(node: Node, step: int, rank: int) -> list[Slot]:
+    """A slot of this step's number whose bytes are those of another."""
+    from tests.keeper import fake
+
+    whole = fake.content
+    fake.content = lambda leaf, step: whole(leaf, 99)
+    try:
+        return node.seal(step, rank)
+    finally:
+        fake.content = whole
+
+
+def test_the_same_content_in_other_slots_is_committed_already(nodes: MakeNode, store: LocalStore) -> None:
+    first = nodes((0, 1), 2)
+    first.seal(5)
+    first.run()
+    before = read_step(store, 5, first.attempt)
+    again = nodes((0, 1), 2, first.attempt)
+    slots = again.seal(5)
+    again.run()
+    assert again.told == [(5, State.COMMITTED)]
+    assert all(slot.persisted for slot in slots)
+    assert read_step(store, 5, first.attempt) == before

@@ -1,0 +1,97 @@
+"""What several ranks of a dead job left in their nodes' memory: recovered node by node, one part each."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flashckpt.commit import attempts
+from flashckpt.commit.holder import here
+from flashckpt.commit.run import open_run
+from flashckpt.commit.steps import is_committed
+from flashckpt.format.names import AttemptName
+from flashckpt.memory.runtime import identity_of
+from flashckpt.store.local import LocalStore
+from tests.commit.runs import new_run
+from tests.persist.node import Node, files, is_whole
+from tests.recovery.scene import recovered, regions_of, rows
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return new_run(tmp_path / "run")
+
+
+@pytest.fixture
+def other() -> Iterator[Path]:
+    """Another node's folder in shared memory."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+def died(
+    store: LocalStore, base: Path, ranks: tuple[int, ...], world: int, attempt: AttemptName | None = None
+) -> Node:
+    """A node whose processes were all killed: each rank had sealed step 5, all but the last one step 6."""
+    if attempt is None:
+        attempt = attempts.claim(store, here())
+        attempts.start(store, attempt, None, 0, world)
+        attempts.mark_ended(store, attempt, "dead")
+    identity = identity_of(open_run(store, create=False).run_id, store.place())
+    node = Node(store, base, attempt, ranks, world, identity)
+    node.seal(5, persist=False)
+    if len(ranks) > 1:
+        node.seal(6, *ranks[:-1], persist=False)
+    node.close(leaves_memory=True)
+    return node
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_newest_step_that_all_ranks_of_the_node_hold_is_saved(
+    store: LocalStore, tmp_path: Path, runtime: Path, world: int
+) -> None:
+    node = died(store, runtime, tuple(range(world)), world)
+    said = recovered(tmp_path / "run", dry_run=True)
+    assert {each.outcome.value for each in said.findings} == {"sound"}
+    report = recovered(tmp_path / "run")
+    saved = [row for row in rows(report) if row == ("snapshot", "committed", 5)]
+    assert len(saved) == world
+    shards = [f"shard-{rank:05d}" for rank in range(world)]
+    assert files(store, 5, node.attempt) == ["manifest.json", "part-00000.json", *shards]
+    assert is_whole(store, 5, node.attempt, world)
+    assert files(store, 6, node.attempt) == [], "not all ranks have it"
+    assert not report.failed
+    assert regions_of(node.folder) == [], "and never will"
+    assert rows(recovered(tmp_path / "run")) == []
+
+
+def test_each_node_saves_its_part_and_the_last_one_commits(
+    store: LocalStore, tmp_path: Path, runtime: Path, other: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part that waits for another node's is no failure, and nothing is let go before the step is whole."""
+    run = tmp_path / "run"
+    first = died(store, runtime, (0, 1), 4)
+    second = died(store, other, (2, 3), 4, first.attempt)
+    before = regions_of(first.folder)
+    report = recovered(run)
+    assert {row for row in rows(report) if row[2] == 5} == {("snapshot", "kept", 5), ("parts", "kept", 5)}
+    assert not report.failed
+    assert not is_committed(store, 5, first.attempt)
+    assert sorted(regions_of(first.folder)) == sorted(before)
+    assert files(store, 5, first.attempt) == ["part-00000.json", "shard-00000", "shard-00001"]
+
+    monkeypatch.setenv("FLASHCKPT_RUNTIME", str(other))
+    done = recovered(run)
+    assert ("snapshot", "committed", 5) in rows(done)
+    assert is_whole(store, 5, first.attempt, 4)
+    assert done.resume is not None
+    assert done.resume.step == 5
+    assert regions_of(second.folder) == []
+
+    monkeypatch.setenv("FLASHCKPT_RUNTIME", str(runtime))
+    again = recovered(run)
+    assert ("snapshot", "committed", 5) in rows(again), "these very contents are at rest"
+    assert regions_of(first.folder) == []
