@@ -29,6 +29,7 @@ from flashckpt.checkpointer.progress import Progress
 from flashckpt.checkpointer.read_ahead import Content, Use
 from flashckpt.checkpointer.session import Session, lead
 from flashckpt.checkpointer.signals import Signals
+from flashckpt.checkpointer.stop_policy import StopPolicy
 from flashckpt.errors import DamagedError, FlashckptError, FormatError, OptionError
 from flashckpt.events import Event, log
 from flashckpt.keeper.client import SlotGrant
@@ -72,14 +73,15 @@ def attach_to(
     *,
     began: float,
     vote: Vote = alone,
+    stop: Callable[[Signals], StopPolicy] = StopPolicy,
 ) -> Checkpointer:
-    """Restore the newest step that `vote` agrees to and start all that runs beside the loop. `began`: when
-    the resume did, by `time.perf_counter`. The Checkpointer closes the session; it is closed here when this
-    raises."""
+    """Restore the newest step that `vote` agrees to and start all that runs beside the loop, which ends where
+    `stop` says. `began`: when the resume did, by `time.perf_counter`. The Checkpointer closes the session; it
+    is closed here when this raises."""
     progress = Progress()
     try:
         taken = _resume(session, tree, progress, options, began, vote)
-        return _checkpointer(session, tree, progress, options, every, persist_every, taken)
+        return _checkpointer(session, tree, progress, options, every, persist_every, taken, stop)
     except BaseException:
         session.close()
         raise
@@ -295,6 +297,7 @@ def _checkpointer(
     every: Every,
     persist_every: str | int | None,
     taken: _Taken,
+    stop: Callable[[Signals], StopPolicy],
 ) -> Checkpointer:
     """Everything that runs beside the loop, started."""
     attempt, resumed = session.attempt, taken.resumed
@@ -334,6 +337,7 @@ def _checkpointer(
         attendant=attendant,
         use=use,
         signals=signals,
+        stop=stop(signals),
         resumed=resumed,
     )
     try:

@@ -117,7 +117,7 @@ class Batches(Iterator[Any]):
         if holds_one:
             self._in_body = False
             checkpointer._end_of_iteration(ends_epoch=self._ends_epoch())
-        if checkpointer.stopping or (self._steps is not None and self.completed >= self._steps):
+        if checkpointer._stops_here() or (self._steps is not None and self.completed >= self._steps):
             self._end(exhausted=False)
         try:
             batch, lost = self._draw(), False
@@ -164,7 +164,7 @@ class Batches(Iterator[Any]):
             return source.next()
         except Exception as error:
             # The signal that ends the loop has ended the workers too: this is the boundary it ends at.
-            if self.checkpointer.stopping and source.has_lost_workers():
+            if self.checkpointer._stops_here() and source.has_lost_workers():
                 raise _WorkersLost from error
             raise
 
@@ -205,7 +205,7 @@ class Batches(Iterator[Any]):
     def _end(self, *, exhausted: bool) -> NoReturn:
         """End the iteration. The last boundary of a whole run is captured and committed first."""
         self._ended = True
-        if self._whole_run and not self._gave and self.completed and not self.checkpointer.stopping:
+        if self._whole_run and not self._gave and self.completed and not self.checkpointer._stops_here():
             log.warning(
                 "the run had ended before, at step %d, and gives no more batches: more epochs= or steps= let "
                 "it go on, another folder begins anew",
@@ -226,7 +226,7 @@ class Batches(Iterator[Any]):
         elif exhausted and self._source is not None:
             checkpointer._end_of_batches()
             checkpointer._progress.close_phase()
-        elif not exhausted and checkpointer.stopping:
+        elif not exhausted:  # at a stop: nothing else ends it early
             checkpointer._progress.is_cut = True
             checkpointer._boundaries.capture_now(persist=True)
 
@@ -305,9 +305,9 @@ class Epochs(Iterator[int]):
             self._in_body = False
             # A loop that was stopped in the middle of the epoch: it is not over.
             checkpointer._in_epoch = False
-            if not checkpointer.stopping or progress.is_over:
+            if not checkpointer._stops_here() or progress.is_over:
                 checkpointer._end_of_epoch(self._epochs)
-        if checkpointer.stopping or progress.epoch >= self._epochs:
+        if checkpointer._stops_here() or progress.epoch >= self._epochs:
             self._end()
             raise StopIteration
         self._in_body = checkpointer._in_epoch = True

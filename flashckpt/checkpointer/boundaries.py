@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from flashckpt import crashpoints
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from flashckpt.checkpointer.attendant import Attendant
     from flashckpt.checkpointer.progress import Progress
     from flashckpt.checkpointer.read_ahead import Use
+    from flashckpt.checkpointer.stop_policy import StopPolicy
     from flashckpt.checkpointer.supply import SlotSupply
     from flashckpt.memory.slot import Sealed
     from flashckpt.options import Environment
@@ -36,7 +36,7 @@ _FIRST_BOUNDARIES = 32
 class Boundaries:
     """Called from the training thread only. `unsaved` is why the newest boundary that was due is not
     captured; `ordered_at` the step after which a capture was ordered that no boundary has answered yet;
-    `waited` counts the boundaries that waited for larger slots. `stopped` is whether the run is to end."""
+    `waited` counts the boundaries that waited for larger slots."""
 
     def __init__(
         self,
@@ -46,11 +46,11 @@ class Boundaries:
         attendant: Attendant,
         use: Use,
         environment: Environment,
-        stopped: Callable[[], bool],
+        stop: StopPolicy,
     ) -> None:
         self._tree, self._progress, self._capture = tree, progress, capture
         self._attendant, self._use = attendant, use
-        self._growth = Growth(capture, attendant, stopped)
+        self._growth = Growth(capture, attendant, lambda: stop.is_asked)
         self.waited = 0
         self._environment = describe_environment(environment)
         self._asked_first = False

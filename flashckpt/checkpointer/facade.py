@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from flashckpt.checkpointer.read_ahead import Use
     from flashckpt.checkpointer.session import Session
     from flashckpt.checkpointer.signals import Signals
+    from flashckpt.checkpointer.stop_policy import StopPolicy
     from flashckpt.state.tree import Tree
 
 # Loaders that are remembered as looped over: what has no weak references (a list of batches) is held by it.
@@ -57,15 +58,15 @@ class Checkpointer:
         attendant: Attendant,
         use: Use,
         signals: Signals,
+        stop: StopPolicy,
         resumed: Resumed | None,
     ) -> None:
         self._progress, self._capture, self._session = progress, capture, session
         self._attendant, self._use, self._signals = attendant, use, signals
-        self._boundaries = Boundaries(
-            tree, progress, capture, attendant, use, session.environment, lambda: signals.reason is not None
-        )
+        self._stop = stop
+        self._boundaries = Boundaries(tree, progress, capture, attendant, use, session.environment, stop)
         self.resumed = resumed
-        self._in_iteration = self._marked = self._stopping = self._closed = self._left_is_said = False
+        self._in_iteration = self._marked = self._closed = self._left_is_said = False
         # The newest boundary was marked by `step()`; save() was put off to a boundary outside of `.batches`.
         self._by_hand = self._put_off = self._in_epoch = False
         # What is drawn between here and the loop is no part of the run: put back once more there.
@@ -174,7 +175,7 @@ class Checkpointer:
         if unsaved is not None:
             raise unsaved
         lost = self._capture.lost_step
-        if lost is not None and not (self._in_iteration and self._capture.is_ordered):
+        if lost is not None and not (self._in_iteration and (self.stopping or self._capture.is_ordered)):
             raise self._attendant.not_captured(lost, "its bytes are not those of its boundary")
         if ordered_at is not None and not self._in_iteration:
             raise self._attendant.not_captured(
@@ -196,18 +197,17 @@ class Checkpointer:
 
     def stop(self) -> None:
         """End the loop at the next boundary; that boundary is captured and committed."""
-        self._stopping = True
-        self._capture.order()
+        self._stop.ask()
 
     @property
     def stopping(self) -> bool:
         """Whether the loop ends at its next boundary: code between epochs asks it after a stop."""
-        return self.stop_reason is not None
+        return self._stop.is_asked
 
     @property
     def stop_reason(self) -> str | None:
         """Why the loop ends at its next boundary, or has: a signal's name, "notice file", "stop"; or None."""
-        return self._signals.reason or ("stop" if self._stopping else None)
+        return self._stop.reason
 
     def close(self) -> None:
         """Wait until what is captured is committed, then let the run go. A boundary that was marked by
@@ -303,9 +303,9 @@ class Checkpointer:
     def _end_of_epoch(self, epochs: int) -> None:
         """The code after an epoch's batches is done: what it has made is captured, and what is last is
         committed."""
-        self._check_boundary()
+        stops = self._enter_boundary(self.completed)
         self._put_off = False
-        self._boundaries.end_epoch(last=self.stopping or self._progress.epoch + 1 >= epochs)
+        self._boundaries.end_epoch(last=stops or self._progress.epoch + 1 >= epochs)
 
     def _abandon_iteration(self) -> None:
         """An iteration was left by `break` or an exception: what follows is in none."""
@@ -350,21 +350,27 @@ class Checkpointer:
     # ---- boundaries
 
     def _boundary(self, *, ends_epoch: bool = False) -> None:
-        self._check_boundary()
-        if ends_epoch and not self._stopping:
+        stops = self._enter_boundary(self.completed + 1)
+        if ends_epoch and not stops:
             self._boundaries.hold_one()
         else:
             self._boundaries.pass_one()
 
-    def _check_boundary(self) -> None:
+    def _enter_boundary(self, step: int) -> bool:
+        """Before the boundary of this step. Gives whether the loop ends at it; then it is captured."""
         self._check_open()
         try:
             self._boundaries.check()
         except FlashckptError:
             self._release()
             raise
-        if self._signals.reason is not None and not self._stopping:
-            self.stop()
+        if self._stop.begins_at(step):
+            self._capture.order()
+        return self._stop.stops_at(step)
+
+    def _stops_here(self) -> bool:
+        """Whether the loop ends at the boundary that was entered last."""
+        return self._stop.stops_at(self.completed)
 
     # ---- the end
 

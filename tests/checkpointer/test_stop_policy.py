@@ -1,0 +1,81 @@
+"""A loop that is to end at a step ahead, as several ranks agree on one: it ends there and nowhere else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import flashckpt
+from flashckpt.checkpointer.attaching import attach_to
+from flashckpt.checkpointer.session import lead
+from flashckpt.checkpointer.signals import Signals
+from flashckpt.checkpointer.stop_policy import StopPolicy
+from flashckpt.options import Environment, Options
+from flashckpt.state.tree import Tree
+from tests.checkpointer.test_loop import Job, loader
+from tests.waiting import until_slots
+
+pytestmark = pytest.mark.usefixtures("runtime")
+STOP_AT = 4
+
+
+class StopAhead(StopPolicy):
+    """Whenever it is asked for, all ranks end at the same step."""
+
+    def stops_at(self, step: int) -> bool:
+        return self.is_asked and step >= STOP_AT
+
+
+def attached(run: Path, job: Job) -> flashckpt.Checkpointer:
+    options = Options()
+    session = lead(run, flashckpt.Keep(), options, Environment.read())
+    return attach_to(session, Tree(job.named), options, None, None, began=0.0, stop=StopAhead)
+
+
+def test_batches_end_at_the_step_of_the_policy(tmp_path: Path) -> None:
+    job, run = Job(), tmp_path / "run"
+    with attached(run, job) as checkpointer:
+        for x in checkpointer.batches(loader(8)):
+            job.train(x)
+            if checkpointer.completed == 1:
+                checkpointer.stop()
+        assert checkpointer.completed == STOP_AT
+    assert flashckpt.steps(run) == [STOP_AT], "the stop's boundary is committed, and no other was ordered"
+
+
+def test_the_boundary_of_a_stop_is_captured_once(tmp_path: Path) -> None:
+    """A loop of step() ends by its program: one that goes on after a stop is not captured at each step."""
+    job, run = Job(), tmp_path / "run"
+    with attached(run, job) as checkpointer:
+        checkpointer.stop()
+        for x in loader(8):
+            job.train(x)
+            checkpointer.step()
+            until_slots(checkpointer)
+        checkpointer.wait()
+        assert checkpointer.report()["snapshots"] == 1
+        assert checkpointer.stop_reason == "stop"
+
+
+def test_an_epochs_end_before_the_step_of_the_policy_is_no_stop(tmp_path: Path) -> None:
+    job, run, ends = Job(), tmp_path / "run", []
+    with attached(run, job) as checkpointer:
+        checkpointer.stop()
+        for epoch in checkpointer.epochs(4):
+            for x in checkpointer.batches(loader(3)):
+                job.train(x)
+            ends.append((epoch, checkpointer.completed))
+    assert ends == [(0, 3), (1, STOP_AT)]
+    assert flashckpt.steps(run) == [STOP_AT]
+
+
+def test_signals_are_asked_by_the_policy_alone() -> None:
+    signals = Signals(Options())
+    policy = StopPolicy(signals)
+    assert (policy.reason, policy.stops_at(1), policy.begins_at(1)) == (None, False, False)
+    signals.reason = "SIGTERM"
+    assert (policy.reason, policy.stops_at(2)) == ("SIGTERM", True)
+    assert [policy.begins_at(step) for step in (2, 3)] == [True, False]
+    policy.ask()
+    assert policy.begins_at(4), "who calls stop() again has that boundary captured as well"
