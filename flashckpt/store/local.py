@@ -41,7 +41,6 @@ _NO_EXCLUSIVE_RENAME = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, 
 _TEMPORARY = ".tmp"
 # How often a folder may vanish under us, because another process found it empty and removed it.
 _FOLDER_TRIES = 8
-_MOST_SETTLED = 256
 
 
 class LocalStore:
@@ -51,8 +50,6 @@ class LocalStore:
         self._root = os.path.abspath(root)
         self._system = system if system is not None else System()
         self._was_there = False
-        # Folders that are durable in those above them, by path: the inode that was.
-        self._settled: dict[str, int] = {}
 
     @property
     def url(self) -> str:
@@ -70,7 +67,6 @@ class LocalStore:
 
     def move_to(self, url: str) -> None:
         self._root = os.path.abspath(url)
-        self._settled.clear()
 
     # Small files
 
@@ -126,7 +122,7 @@ class LocalStore:
             finally:
                 os.close(file)
 
-        return self._in_folder(path, append_in)
+        return self._in_folder(path, append_in, durable=False)
 
     def copy(self, source: str, target: str) -> bool:
         *source_folders, source_name = split(source)
@@ -282,13 +278,17 @@ class LocalStore:
         for depth in range(1, len(names) + 1):
             self._make_one(names[:depth])
 
-    def _in_folder(self, path: str, act: Callable[[str, int], _Found]) -> _Found:
-        """What `act` does with a name in its open folder, which is made, and durable in those above it."""
+    def _in_folder(self, path: str, act: Callable[[str, int], _Found], *, durable: bool = True) -> _Found:
+        """What `act` does with a name in its open folder, which is made where there is none, and durable in
+        those above it."""
         *names, name = split(path)
         for attempt in range(_FOLDER_TRIES):
             try:
                 with self._folder(names) as folder:
-                    self._settle(names, folder)
+                    if durable:
+                        # Each time: another process may have removed it and made it again, under the same
+                        # inode even. Once it is open: what is removed from here on takes no new name.
+                        self.make_folder("/".join(names))
                     return act(name, folder)
             except FileNotFoundError:
                 # It is missing, or another process found it empty and removed it.
@@ -296,15 +296,6 @@ class LocalStore:
                     raise
                 self.make_folder("/".join(names))
         raise AssertionError("a folder was tried for longer than it is tried")
-
-    def _settle(self, names: Sequence[str], folder: int) -> None:
-        """Also where it was there: whoever made it may not have synced it yet."""
-        path, inode = "/".join(names), os.fstat(folder).st_ino
-        if self._settled.get(path) != inode:
-            self.make_folder(path)
-            if len(self._settled) >= _MOST_SETTLED:
-                self._settled.clear()
-            self._settled[path] = inode
 
     @contextmanager
     def _opened(self, path: str) -> Iterator[tuple[int, int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -144,6 +145,24 @@ def test_a_run_that_is_not_there_any_more_is_not_begun_anew(tmp_path: Path) -> N
     assert os.listdir(tmp_path) == ["moved"]
     store.move_to(str(tmp_path / "moved"))
     assert store.create("steps/1/manifest.json", b"{}")
+
+
+def test_a_folder_is_durable_whoever_made_it_again(tmp_path: Path) -> None:
+    class Noted(System):
+        synced: ClassVar[list[str]] = []
+
+        def sync_folder(self, folder: int) -> None:
+            self.synced.append(os.readlink(f"/proc/self/fd/{folder}"))
+
+    store = LocalStore(str(tmp_path), Noted())
+    store.create("steps/1/shard", b"1")
+    store.remove("steps/1/shard")
+    store.remove("steps/1")
+    # By another process, which has not come to sync it. File systems give it the inode that has gone.
+    (tmp_path / "steps/1").mkdir()
+    Noted.synced.clear()
+    store.create("steps/1/manifest.json", b"{}")
+    assert Noted.synced[:2] == [str(tmp_path), str(tmp_path / "steps")]
 
 
 def test_urls(tmp_path: Path) -> None:
