@@ -4,6 +4,7 @@ imports nothing of what it does not use."""
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -49,6 +50,11 @@ def attach(
         from flashckpt.checkpointer.disabled import DisabledCheckpointer
 
         return DisabledCheckpointer(path, by_environment=enabled)  # type: ignore[return-value]
+    if "flashckpt.checkpointer.attaching" not in sys.modules:
+        from flashckpt.checkpointer.early import start_keeper
+
+        # It takes as long as the import that follows.
+        start_keeper(path)
     from flashckpt.checkpointer import attaching
 
     return attaching.attach(

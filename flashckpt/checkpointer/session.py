@@ -23,7 +23,7 @@ from flashckpt.errors import DamagedError, RunError, RunHeldError
 from flashckpt.events import log
 from flashckpt.format.records import AttemptName
 from flashckpt.keeper.client import KeeperClient, connect_or_start
-from flashckpt.keeper.start import survival_warnings
+from flashckpt.keeper.start import end_early, survival_warnings
 from flashckpt.memory.runtime import (
     LifeLock,
     RuntimeFolder,
@@ -237,6 +237,8 @@ def _placed(
             undo.callback(stacks.close, runtime)
         name = attempt or _claim(store, environment, runtime, life)
         keeper = connect(store.url, runtime, life)
+        if (unused := end_early(runtime)) >= 0:
+            os.close(unused)
         keeper.hello(
             rank=environment.rank,
             world=environment.world,

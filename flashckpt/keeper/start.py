@@ -8,12 +8,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 
-from flashckpt.errors import KeeperError
+from flashckpt.errors import FlashckptError, KeeperError
 from flashckpt.events import log as logger
 from flashckpt.keeper.protocol import LOG_NAME, close_all
 from flashckpt.memory.runtime import RuntimeFolder
@@ -52,10 +55,52 @@ class Pauses:
         return self._started_s + pause_s - self._clock()
 
 
+# Keepers that were begun before anybody asked for them, by runtime folder: what tells of their ends.
+_early: dict[str, Future[int]] = {}
+
+
+def start_early(run_path: str, runtime: RuntimeFolder) -> None:
+    """The same beside the caller, who goes on at once: the next `start` for this runtime folder, or
+    `end_early`, takes what this gives. `runtime` is closed here."""
+    begun: Future[int] = Future()
+    _early[runtime.path] = begun
+
+    def run() -> None:
+        try:
+            begun.set_result(_started(run_path, runtime))
+        except Exception as error:
+            begun.set_exception(error)
+        finally:
+            runtime.close()
+
+    threading.Thread(target=run, name="flashckpt-keeper", daemon=True).start()
+
+
+def end_early(runtime: RuntimeFolder) -> int:
+    """What tells of the end of a keeper that was started early, -1 where there is none, or none any more."""
+    begun = _early.pop(runtime.path, None)
+    try:
+        descriptor = -1 if begun is None else begun.result(_START_TIMEOUT_S)
+    except (FlashckptError, OSError, TimeoutError):
+        return -1  # whoever needs a keeper tries again, and says why there is none
+    if descriptor >= 0:
+        poll = select.poll()
+        poll.register(descriptor, 0)
+        if poll.poll(0):
+            os.close(descriptor)
+            return -1
+    return descriptor
+
+
 def start(run_path: str, runtime: RuntimeFolder) -> int:
     """Start a keeper for a run. It ends by itself if the run has one. Returns a descriptor, the caller's to
     close, that is at its end (POLLHUP) once the keeper's process has ended. Raises KeeperError where none can
     be started."""
+    begun = end_early(runtime)
+    return begun if begun >= 0 else _started(run_path, runtime)
+
+
+def _started(run_path: str, runtime: RuntimeFolder) -> int:
     if not sys.executable:
         raise KeeperError(
             "Python does not know its own program, so no keeper can be started. Training is not touched, "
