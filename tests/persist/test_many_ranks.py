@@ -227,22 +227,31 @@ def test_slots_that_an_attempt_went_on_from_are_its_for_all_ranks(nodes: MakeNod
     node = nodes((0, 1), 2)
     slots = node.seal(5, persist=False)
     later = attempts.claim(store, here())
-    attempts.start(store, later, node.attempt, 5, 2, slots[0].name)
-    node.queue.taken_up(slots[0].name, 5)
+    attempts.start(store, later, node.attempt, 5, 2, slots[1].name)
+    node.queue.taken_up(slots[1].name, 5)
     node.run()
     assert is_whole(store, 5, later, 2)
     assert files(store, 5, node.attempt) == []
 
 
-def test_another_content_of_one_rank_is_never_taken_for_committed(nodes: MakeNode, store: LocalStore) -> None:
+@pytest.mark.parametrize("fault", ["", "manifest.json"])
+def test_another_content_of_one_rank_is_never_taken_for_committed(
+    nodes: MakeNode, store: LocalStore, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Also where the keeper that wrote the part died before the manifest."""
     first = nodes((0, 1), 2)
     first.seal(5)
-    first.run()
+    with monkeypatch.context() as patch:
+        if fault:
+            patch.setattr(store, "create", failing_for(fault, store.create))
+        first.run()
     other = nodes((0, 1), 2, first.attempt)
     slots = other.seal(5, 0) + other_content(other, 5, 1)
     other.run()
     assert other.told == [(5, State.VOID)]
     assert [slot.persisted for slot in slots] == [0, 0]
+    first.queue.try_again()
+    first.run()
     assert is_whole(store, 5, first.attempt, 2)
 
 
