@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from flashckpt.commit.attempts import attempt_folders, attempts
 from flashckpt.commit.lineage import (
@@ -17,13 +18,14 @@ from flashckpt.commit.lineage import (
 from flashckpt.commit.marks import marked_here
 from flashckpt.commit.run import open_run
 from flashckpt.commit.steps import StepRecord, is_committed, missing_files, read_manifest, read_step
-from flashckpt.errors import DamagedError, NoSuchStepError, UnusableRunError
+from flashckpt.errors import DamagedError, FlashckptError, NoSuchStepError, UnusableRunError
 from flashckpt.events import log
 from flashckpt.format.names import ATTEMPTS, AttemptName, start_path
 from flashckpt.format.records import Manifest
 from flashckpt.store.base import Store
 
 _SHOWN = 20
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,20 +104,62 @@ def resolve(store: Store, step: int | None = None, at: AttemptName | None = None
     NoSuchStepError, with what there is, where it is not there; UnusableRunError where it cannot be known
     which step is the best.
     """
+    return read_whole(store, step, at, read=lambda record: record)
+
+
+def read_whole(
+    store: Store,
+    step: int | None = None,
+    at: AttemptName | None = None,
+    *,
+    read: Callable[[StepRecord], _Found],
+) -> _Found:
+    """What `read` gives of the step that `resolve` finds. One that its job deletes meanwhile was not there:
+    it is looked for again, and nothing that `read` raised is told of it."""
     open_run(store, create=False)
+    while True:
+        each = _chosen(store, step, at)
+        try:
+            return read(read_step(store, each.step, each.attempt))
+        except (FlashckptError, FileNotFoundError):
+            if not is_gone(store, each):
+                raise
+
+
+def looked_for(store: Store, look: Callable[[], list[_Found]]) -> list[_Found]:
+    """What `look` finds among the steps: nothing only where none came meanwhile. All that were listed may be
+    deleted before they are read, because newer ones have come."""
+    before = list(everything(store))
+    while not (found := look()):
+        now = list(everything(store))
+        if now == before:
+            break
+        before = now
+    return found
+
+
+def is_gone(store: Store, each: VisibleStep) -> bool:
+    """Whether a step has no manifest any more: a living job deletes steps while they are read."""
+    try:
+        return not isinstance(read_manifest(store, each.step, each.attempt), Manifest)
+    except DamagedError:
+        return False
+
+
+def _chosen(store: Store, step: int | None, at: AttemptName | None) -> VisibleStep:
     if step is None:
         check_records(store)
-        found = candidates(store)
+        found = looked_for(store, lambda: candidates(store))
         if not found:
             raise _no_step(store, "no committed step", None)
-        return read_step(store, found[0].step, found[0].attempt)
+        return found[0]
     if at is not None:
         if not is_committed(store, step, at):
             raise _no_step(store, f"no committed step {step} of attempt {at}", step)
-        return read_step(store, step, at)
+        return VisibleStep(step, at)
     for each in newest_first(store):
         if each.step == step:
-            return read_step(store, step, each.attempt)
+            return each
     raise _no_step(store, f"no visible committed step {step}", step)
 
 

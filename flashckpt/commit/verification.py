@@ -16,7 +16,7 @@ from typing import Literal
 from flashckpt import _native
 from flashckpt.commit.attempts import attempts
 from flashckpt.commit.lineage import VisibleStep, bounds, everything, in_lineage
-from flashckpt.commit.reading import resolve
+from flashckpt.commit.reading import is_gone, looked_for, resolve
 from flashckpt.commit.run import open_run
 from flashckpt.commit.steps import StepRecord, read_manifest, read_step
 from flashckpt.errors import DamagedError, FlashckptError, NoSuchStepError
@@ -84,6 +84,22 @@ def verify(
     NoSuchStepError for a step that is not there, RunError for a folder that is no run, FormatError.
     """
     open_run(store, create=False)
+    rows = looked_for(store, lambda: _rows(store, step, attempt, all_steps, threads, progress))
+    while step is not None and not rows:
+        # Another one of that number, or the words for none.
+        rows = _rows(store, step, attempt, all_steps, threads, progress)
+    order = sorted(range(len(rows)), key=lambda i: (-rows[i].step, rows[i].attempt, i))
+    return Report(rows=tuple(rows[i] for i in order))
+
+
+def _rows(
+    store: Store,
+    step: int | None,
+    attempt: AttemptName | None,
+    all_steps: bool,
+    threads: int,
+    progress: Progress | None,
+) -> list[Row]:
     known: dict[_Claimed, Row] = {}
     rows: list[Row] = []
     records = []
@@ -100,11 +116,8 @@ def verify(
     for record in records:
         if record is not None:
             rows += _shards(record, known, reading)
-    if step is None:
-        gone = {(row.step, row.attempt) for row in rows if row.status != "ok" and _is_gone(store, row)}
-        rows = [row for row in rows if (row.step, row.attempt) not in gone]
-    order = sorted(range(len(rows)), key=lambda i: (-rows[i].step, rows[i].attempt, i))
-    return Report(rows=tuple(rows[i] for i in order))
+    gone = {(row.step, row.attempt) for row in rows if row.status != "ok" and _is_gone(store, row)}
+    return [row for row in rows if (row.step, row.attempt) not in gone]
 
 
 def verify_file(
@@ -218,13 +231,9 @@ def _shards(record: StepRecord, known: dict[_Claimed, Row], reading: _Reading) -
 
 
 def _is_gone(store: Store, row: Row) -> bool:
-    """Whether the step of a row has no manifest any more: a living job deletes steps while they are read."""
     attempt = AttemptName.parse(row.attempt)
     assert attempt is not None
-    try:
-        return not isinstance(read_manifest(store, row.step, attempt), Manifest)
-    except DamagedError:
-        return False
+    return is_gone(store, VisibleStep(row.step, attempt))
 
 
 def _bytes_of(records: Iterable[StepRecord | None]) -> int:

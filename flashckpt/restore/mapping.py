@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from flashckpt.commit.reading import resolve
+from flashckpt.commit.reading import read_whole
+from flashckpt.commit.steps import StepRecord
 from flashckpt.commit.verification import verify_file
 from flashckpt.errors import DamagedError, NoSuchStepError, OptionError
 from flashckpt.format.records import Contents, RankRecord
@@ -24,11 +25,7 @@ def mapped_leaves(store: Store, step: int | None, rank: int) -> dict[str, torch.
 
     Raises NoSuchStepError; DamagedError before anything is returned.
     """
-    record = resolve(store, step)
-    leaves: dict[str, torch.Tensor] = {}
-    for path, contents in record.files(rank):
-        leaves.update(_mapped(store, path, contents, record.step))
-    return leaves
+    return read_whole(store, step, read=lambda record: _leaves_of(record, rank))
 
 
 def under(leaves: Mapping[str, torch.Tensor], only: str, step: int | None) -> dict[str, torch.Tensor]:
@@ -49,8 +46,7 @@ def module_state(store: Store, step: int | None, rank: int, only: str) -> dict[s
 
     OptionError where `only` is no module or no part of one.
     """
-    record = resolve(store, step)
-    leaves = mapped_leaves(store, record.step, rank)
+    record, leaves = read_whole(store, step, read=lambda record: (record, _leaves_of(record, rank)))
     value = decode(dict(record.rank(rank).values))["state"]
     name = next((n for n in value["entries"] if f"{only}.".startswith(f"{n}.")), "")
     entry = value["entries"].get(name, {})
@@ -80,6 +76,13 @@ def _filling(mine: RankRecord, leaves: dict[str, torch.Tensor], value: dict[str,
     contents = [each for each in (mine.contents, mine.constants) if each is not None]
     recorded = {leaf.name: leaf for each in contents for leaf in each.layout().leaves}
     return Filling(Saved(leaves=recorded, value=value, tensor=leaves.__getitem__))
+
+
+def _leaves_of(record: StepRecord, rank: int) -> dict[str, torch.Tensor]:
+    leaves: dict[str, torch.Tensor] = {}
+    for path, contents in record.files(rank):
+        leaves.update(_mapped(record.store, path, contents, record.step))
+    return leaves
 
 
 def _mapped(store: Store, path: str, contents: Contents, step: int) -> dict[str, torch.Tensor]:

@@ -1,0 +1,106 @@
+"""A job deletes steps while another process loads or verifies them: what is told is a whole step or, of one
+that was named, that it is not there. Never a raw error, and never damage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashckpt.commit.reading import resolve
+from flashckpt.commit.retention import prune
+from flashckpt.commit.verification import verify
+from flashckpt.errors import NoSuchStepError
+from flashckpt.options import Keep
+from flashckpt.restore.mapping import mapped_leaves
+from flashckpt.store.base import Entry, Read
+from flashckpt.store.local import LocalStore
+from tests.commit.runs import attempt_at, commit, leaves_of, new_run
+
+NEWEST = 300
+
+
+class Living(LocalStore):
+    """Just before the reading of number `at` its job commits two steps and deletes all that are older."""
+
+    def __init__(self, root: str, at: int) -> None:
+        super().__init__(root)
+        self.left = at
+
+    def _read(self) -> None:
+        self.left -= 1
+        if self.left == -1:
+            job = LocalStore(self.url)
+            attempt = resolve(job).attempt
+            for step in (400, 500):
+                commit(job, step, attempt)
+            assert [each.step for each in prune(job, attempt, Keep(last=2))] == [200, NEWEST]
+
+    def read(self, *what: Any) -> bytes:
+        self._read()
+        return super().read(*what)
+
+    def list(self, *what: Any) -> list[Entry]:
+        self._read()
+        return super().list(*what)
+
+    def exists(self, *what: Any) -> bool:
+        self._read()
+        return super().exists(*what)
+
+    def read_ranges(self, *what: Any, **how: Any) -> Read:
+        self._read()
+        return super().read_ranges(*what, **how)
+
+    def read_bytes(self, *what: Any) -> bytes:
+        self._read()
+        return super().read_bytes(*what)
+
+    def view(self, *what: Any) -> memoryview:
+        self._read()
+        return super().view(*what)
+
+
+def load(store: Living, step: int | None) -> None:
+    found = mapped_leaves(store, step, rank=0)
+    number = int(found["optimizer.step"])
+    assert number in ((NEWEST, 500) if step is None else (step,))
+    assert {name: leaf.numpy().tobytes() for name, leaf in found.items()} == {
+        name: leaf.tobytes() for name, leaf in leaves_of(number).items()
+    }
+
+
+def look(store: Living, step: int | None) -> None:
+    report = verify(store, step)
+    assert report.ok, report.damaged
+    assert report.rows
+    assert step is None or {row.step for row in report.rows} == {step}
+
+
+@pytest.mark.parametrize("step", [None, NEWEST])
+@pytest.mark.parametrize("read", [load, look])
+def test_a_step_that_goes_at_any_reading_is_whole_or_not_there(
+    read: Callable[[Living, int | None], None], step: int | None, tmp_path: Path
+) -> None:
+    refused, wrong = 0, []
+    for at in range(1000):
+        run = new_run(tmp_path / str(at))
+        attempt = attempt_at(run)
+        for each in (200, NEWEST):
+            commit(run, each, attempt)
+        living = Living(run.url, at)
+        try:
+            read(living, step)
+        except NoSuchStepError as error:
+            refused += 1
+            if step is None:
+                wrong.append((at, error))
+        except Exception as error:
+            wrong.append((at, error))
+        if living.left >= 0:
+            break
+    assert wrong == []
+    assert at > 8
+    assert (refused > 3) == (step is not None)
