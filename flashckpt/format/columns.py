@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flashckpt.format.fields import Fields
-from flashckpt.format.layout import DTYPES, RESERVED, Leaf
+from flashckpt.format.layout import DTYPES, RESERVED, Box, Leaf
 
 MAX_LEAVES = 10_000_000
 MAX_NAME_CHARS = 4096
@@ -16,17 +16,22 @@ MAX_LEAF_BYTES = 1 << 50
 
 
 def leaf_columns(leaves: Sequence[Leaf]) -> dict[str, Any]:
-    """Columns of leaves in image order. Strides and aliases are sparse: most leaves have neither."""
+    """Columns of leaves in image order. Strides, aliases and boxes are sparse: most leaves have none."""
     dtypes = sorted({leaf.dtype for leaf in leaves})
     index = {dtype: position for position, dtype in enumerate(dtypes)}
     return {
         "names": [leaf.name for leaf in leaves],
         "dtypes": dtypes,
         "dtype": [index[leaf.dtype] for leaf in leaves],
-        "shapes": [list(leaf.shape) for leaf in leaves],
+        "shapes": [list(leaf.shape if leaf.box is None else leaf.box.shape) for leaf in leaves],
         "strides": {str(i): list(leaf.stride) for i, leaf in enumerate(leaves) if leaf.stride is not None},
         "aliases": {str(i): list(leaf.aliases) for i, leaf in enumerate(leaves) if leaf.aliases},
+        "boxes": {str(i): _ranges(leaf.shape, leaf.box) for i, leaf in enumerate(leaves) if leaf.box},
     }
+
+
+def _ranges(shape: Sequence[int], box: Box) -> list[list[int]]:
+    return [[start, start + size] for start, size in zip(box.start, shape, strict=True)]
 
 
 def leaves_from_columns(fields: Fields) -> tuple[Leaf, ...]:
@@ -36,6 +41,7 @@ def leaves_from_columns(fields: Fields) -> tuple[Leaf, ...]:
     if len(shapes) != len(names):
         fields.refuse("its columns are of different lengths")
     strides, aliases = _sparse(fields, "strides", len(names)), _sparse(fields, "aliases", len(names))
+    boxes = _sparse(fields, "boxes", len(names))
     leaves, offset, before = [], 0, (-1 << 30, "")
     for i, (name, dtype, shape) in enumerate(zip(names, dtypes, shapes, strict=True)):
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS or name == RESERVED:
@@ -43,12 +49,15 @@ def leaves_from_columns(fields: Fields) -> tuple[Leaf, ...]:
         key = (-DTYPES[dtype][0], name)
         if key <= before:
             fields.refuse(f"leaf {name[:200]!r} is out of order or stands twice")
+        whole = _sizes(fields, shape)
+        stored, box = _box(fields, boxes[i], whole) if i in boxes else (whole, None)
         leaf = Leaf(
             name=name,
             dtype=dtype,
-            shape=_sizes(fields, shape),
+            shape=stored,
             stride=_stride(fields, strides[i], shape) if i in strides else None,
             aliases=_aliases(fields, aliases[i]) if i in aliases else (),
+            box=box,
             offset=offset,
         )
         num_bytes = leaf.num_bytes
@@ -98,6 +107,21 @@ def _stride(fields: Fields, value: object, shape: list[int]) -> tuple[int, ...]:
     if len(stride) != len(shape):
         fields.refuse("a stride has another number of dimensions than its shape")
     return stride
+
+
+def _box(fields: Fields, value: object, whole: tuple[int, ...]) -> tuple[tuple[int, ...], Box]:
+    """The sizes of a box, and where it lies."""
+    if not isinstance(value, list) or len(value) != len(whole):
+        fields.refuse("a box has another number of dimensions than its tensor")
+    ranges = [_sizes(fields, each) for each in value]
+    if any(
+        len(each) != 2 or not each[0] <= each[1] <= size for each, size in zip(ranges, whole, strict=True)
+    ):
+        fields.refuse("a box does not lie in its tensor")
+    stored = tuple(stop - start for start, stop in ranges)
+    if stored == whole:
+        fields.refuse("a box that is the whole tensor is written as none")
+    return stored, Box(shape=whole, start=tuple(start for start, _ in ranges))
 
 
 def _aliases(fields: Fields, value: object) -> tuple[str, ...]:

@@ -30,12 +30,22 @@ DTYPES: dict[str, tuple[int, str | None]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Leaf:
-    """One tensor of the state, as it is stored.
+class Box:
+    """Where a piece lies in a larger tensor: the larger one's `shape`, and the piece's first index in each
+    dimension."""
 
-    `shape` and `stride` are in elements; `stride` is that of the live tensor, None where it is
-    row-major (bytes in an image always are). `offset` counts from the first byte of the image's data.
-    `aliases` are the further names under which the same tensor stands in the state.
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaf:
+    """One tensor of the state, or a box of one, as it is stored.
+
+    `shape` and `stride` are in elements, of what is stored; `stride` is that of the live tensor, None where
+    it is row-major (bytes in an image always are). `box` says where in a larger tensor this lies, None where
+    it is the whole. `offset` counts from the first byte of the image's data. `aliases` are the further names
+    under which the same tensor stands in the state.
     """
 
     name: str
@@ -43,6 +53,7 @@ class Leaf:
     shape: tuple[int, ...]
     stride: tuple[int, ...] | None = None
     aliases: tuple[str, ...] = ()
+    box: Box | None = None
     offset: int = -1
 
     @property

@@ -139,13 +139,17 @@ def _contents_to_dict(contents: Contents) -> dict[str, Any]:
 
 
 def _rank_of(fields: Fields, world: int) -> RankRecord:
+    rank = fields.integer("rank", 0, world - 1)
     contents = _contents_of(fields.within("shard"), constants=False)
     constants = _contents_of(fields.within("constants"), constants=True) if fields.has("constants") else None
     names = {leaf.name for leaf in contents.leaves}
     if constants is not None and any(leaf.name in names for leaf in constants.leaves):
         fields.refuse("a leaf stands in the shard and among the constants")
+    leaves = contents.leaves + (constants.leaves if constants is not None else ())
+    if world == 1 and any(leaf.box is not None for leaf in leaves):
+        fields.refuse("the only rank has a box of a leaf, and nobody the rest")
     return RankRecord(
-        rank=fields.integer("rank", 0, world - 1),
+        rank=rank,
         shard=contents.shard,
         leaves=contents.leaves,
         digests=contents.digests,

@@ -165,12 +165,17 @@ def leaf_of(name: str, tensor: Tensor, aliases: tuple[str, ...] = ()) -> Leaf:
 def described(thing: Tensor | Leaf) -> str:
     """A tensor in a table of differences: `float32 (3, 4)`."""
     dtype = thing.dtype if isinstance(thing, Leaf) else DTYPE_NAMES[thing.dtype]
-    return f"{dtype} {tuple(thing.shape)}"
+    piece = f", a box of {thing.box.shape}" if isinstance(thing, Leaf) and thing.box is not None else ""
+    return f"{dtype} {tuple(thing.shape)}{piece}"
 
 
 def fits(leaf: Leaf, tensor: Tensor) -> bool:
     """Whether a leaf's bytes can fill the tensor in place."""
-    if tuple(tensor.shape) != leaf.shape or DTYPE_NAMES.get(tensor.dtype) != leaf.dtype:
+    if (
+        leaf.box is not None
+        or tuple(tensor.shape) != leaf.shape
+        or DTYPE_NAMES.get(tensor.dtype) != leaf.dtype
+    ):
         return False
     expanded = [s == 0 and size > 1 for s, size in zip(tensor.stride(), tensor.shape, strict=True)]
     if not any(expanded):

@@ -6,7 +6,7 @@ import pytest
 
 from flashckpt._native import xxh3_128
 from flashckpt.errors import DamagedError
-from flashckpt.format.layout import DTYPES, Layout, Leaf
+from flashckpt.format.layout import DTYPES, Box, Layout, Leaf
 from flashckpt.format.names import AttemptName, claim_number, shard_name, step_folder, step_number
 from flashckpt.format.records import (
     Alive,
@@ -51,6 +51,8 @@ def leaves() -> list[Leaf]:
         Leaf(name="zero", dtype="float32", shape=()),
         Leaf(name="none", dtype="int8", shape=(0, 5)),
         Leaf(name="last", dtype="float16", shape=(1, 2, 3, 4), stride=(24, 1, 8, 2)),
+        Leaf(name="rows", dtype="float32", shape=(2, 4), box=Box(shape=(8, 4), start=(6, 0))),
+        Leaf(name="no rows", dtype="float32", shape=(0, 4), box=Box(shape=(8, 4), start=(8, 0))),
         Leaf(name="tied ü", dtype="float32", shape=(4,), aliases=("head.weight", "other")),
     ]
     return found
@@ -115,6 +117,25 @@ def test_no_record_is_taken_for_another(record: object) -> None:
     else:
         with pytest.raises(DamagedError):
             manifest_of(record.to_bytes(), "file")
+
+
+def test_a_box_says_where_the_stored_bytes_lie_in_the_whole() -> None:
+    record = part()
+    columns = record.to_dict()["ranks"][0]["shard"]["leaves"]
+    where = columns["names"].index("rows")
+    assert columns["shapes"][where] == [8, 4]
+    assert columns["boxes"][str(where)] == [[6, 8], [0, 4]]
+    assert sorted(columns["names"][int(i)] for i in columns["boxes"]) == ["no rows", "rows"]
+
+
+def test_the_only_rank_has_no_boxes() -> None:
+    piece = Leaf(name="w", dtype="int8", shape=(1,), box=Box(shape=(2,), start=(0,)))
+    held = contents("shard-00000-5f2c.safetensors", [piece])
+    rank = RankRecord(rank=0, shard=held.shard, leaves=held.leaves, digests=held.digests, values={})
+    both = Part(step=1, attempt=A, world=2, keeper=0, ranks=(rank,))
+    assert Part.from_bytes(both.to_bytes(), "file") == both
+    with pytest.raises(DamagedError, match="nobody the rest"):
+        Part.from_bytes(Part(step=1, attempt=A, world=1, keeper=0, ranks=(rank,)).to_bytes(), "file")
 
 
 def test_ten_thousand_leaves_are_about_a_megabyte() -> None:

@@ -1,0 +1,17 @@
+"""A box of a tensor is not taken for a whole one."""
+
+from __future__ import annotations
+
+import torch
+
+from flashckpt.format.layout import Box, Leaf
+from flashckpt.state.tensors import described, fits
+
+
+def test_a_box_fills_no_tensor_that_is_whole() -> None:
+    whole = Leaf(name="w", dtype="float32", shape=(2, 4))
+    piece = Leaf(name="w", dtype="float32", shape=(2, 4), box=Box(shape=(8, 4), start=(2, 0)))
+    assert fits(whole, torch.empty(2, 4))
+    assert not fits(piece, torch.empty(2, 4))
+    assert not fits(piece, torch.empty(8, 4))
+    assert described(piece) == "float32 (2, 4), a box of (8, 4)"
