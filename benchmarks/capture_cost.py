@@ -72,7 +72,7 @@ def measure(name: str, shapes: list[int], rounds: int) -> dict[str, float | str]
     capture = Capture(state, None, sealer, Options(), schedule=Pace(1))
     needed = capture.room_needed()
     assert needed is not None
-    ring = slots(*needed, threads)
+    ring = slots(*needed.with_slack(), threads)
     capture.set_slots(ring)
     copied, called = [], []
     for step in range(1, rounds + 3):

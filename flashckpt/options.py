@@ -91,7 +91,9 @@ class Options:
     """What is rarely changed.
 
     overhead: share of the loop's time that captures may cost with every="auto" (0.01 is 1 %).
-    slots: snapshots held in host memory, 16 at most; None takes 3, or 2 where memory does not allow more.
+    slots: snapshots held in host memory, 16 at most; None takes 3 where they fit into half of what is
+        available, else 2. With 1 a snapshot is committed before the next takes its place, and a kill in a
+        capture falls back to the disk.
     device_memory: bytes a device that the clone arena may take; None takes up to half of what is free.
     streams: further device streams that write the state, beside the current and the default ones.
     linger: how long the keeper stays after an abnormal death, waiting for the next attempt.
@@ -126,8 +128,8 @@ class Options:
     def __post_init__(self) -> None:
         if not (isinstance(self.overhead, (int, float)) and 0 < self.overhead < 1):
             raise OptionError(f"overhead={self.overhead!r}: a share of the loop's time, between 0 and 1.")
-        if self.slots is not None and not _is_count(self.slots, 2):
-            raise OptionError(f"slots={self.slots!r}: two are the least (one sealed, one being written).")
+        if self.slots is not None and not _is_count(self.slots, 1):
+            raise OptionError(f"slots={self.slots!r}: a number of snapshots to hold, at least one.")
         if self.slots is not None and self.slots > MOST_SLOTS:
             raise OptionError(
                 f"slots={self.slots!r}: {MOST_SLOTS} are the most that a keeper gives a trainer."

@@ -23,13 +23,13 @@ from flashckpt.capture.heartbeat import Pulse
 from flashckpt.capture.hooks import Boundary, StepHooks, unwrapped
 from flashckpt.capture.intervals import Intervals
 from flashckpt.capture.outcome import Outcome, Verdict
-from flashckpt.capture.room import with_slack
 from flashckpt.capture.schedule import Schedule
 from flashckpt.capture.shared import ConstantsChanged, Shared
 from flashckpt.capture.target import Target
 from flashckpt.capture.targets import Targets
 from flashckpt.capture.ways import Ways, describe
 from flashckpt.format.layout import Layout
+from flashckpt.memory.sizes import SlotSize
 from flashckpt.memory.slot import Slot
 from flashckpt.memory.slots import SlotRing
 from flashckpt.options import Options
@@ -93,8 +93,6 @@ class Capture:
 
     # ---- slots
 
-    with_slack = staticmethod(with_slack)
-
     def set_slots(self, ring: SlotRing | None, owner: int | Mapping[str, int] = 1) -> None:
         """Write to these slots from now on (None: to none). owner: this process's index in the owner
         tables, by slot name where they differ. Waits for the copies into the old ones and for their seals:
@@ -117,16 +115,16 @@ class Capture:
         `set_slots`, by another thread; it is done once a slot."""
         self._targets.register(slots)
 
-    def room_wanted(self, *, ordered: bool = False) -> tuple[int, int] | None:
-        """(metadata, image) bytes of the slots that the next capture needs; None while those it has are
-        large enough, or, unless one is ordered, while the size of the state is not known yet."""
+    def room_wanted(self, *, ordered: bool = False) -> SlotSize | None:
+        """What the slots of the next capture have to have room for; None while those it has are large
+        enough, or, unless one is ordered, while the size of the state is not known yet."""
         if self._targets.ring is not None:
             return self._targets.room_wanted
         return self.room_needed(ordered=ordered)
 
-    def room_needed(self, *, ordered: bool = False) -> tuple[int, int] | None:
-        """(metadata, image) bytes that a slot needs, in whole pages, with slack. None before optimizers
-        have state, which comes with the first step, unless a capture is ordered before it."""
+    def room_needed(self, *, ordered: bool = False) -> SlotSize | None:
+        """What a slot has to have room for. None before optimizers have state, which comes with the first
+        step, unless a capture is ordered before it."""
         if not ordered and not self._has_state():
             return None
         walk = self._tree.walk(self.hooks.used_up)
@@ -168,9 +166,9 @@ class Capture:
         self._targets.shared = shared
         self._following.drop()
 
-    def room_to_spare(self) -> tuple[int, int, int] | None:
-        """(metadata, image, most image) bytes of slots for the plan as it stands, where those there are still
-        have room for the constants that they share; None else."""
+    def room_to_spare(self) -> SlotSize | None:
+        """What slots have to have room for, for the plan as it stands, where those there are still have room
+        for the constants that they share; None else."""
         arrangement = self._following.current
         return None if arrangement is None else self._targets.room_to_spare(arrangement.plan)
 
@@ -299,6 +297,7 @@ class Capture:
         once_s = 0.0 if self._call_s else time.perf_counter() - began_s
         slot = self._targets.ring.take()
         if slot is None:
+            self._targets.ring.make_room()
             self._targets.measure(arrangement.plan, len(data))
             return _skipped(step, "every slot is in use")
         target = self._targets.fitting(slot, arrangement.plan, len(data))

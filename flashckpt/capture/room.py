@@ -7,41 +7,13 @@ from collections.abc import Sequence
 from flashckpt.capture.device.base import Device
 from flashckpt.capture.plan import Plan
 from flashckpt.format.metadata import geometry
-from flashckpt.memory.page import round_up
-
-# Headroom in a slot for what a patch may add, beside a mebibyte: a sixteenth of the image, half of the
-# metadata.
-_IMAGE_SLACK = 16
-_METADATA_SLACK = 2
-_LEAST_SLACK_BYTES = 1 << 20
+from flashckpt.memory.sizes import SlotSize
 
 
-def with_slack(metadata_bytes: int, image_bytes: int) -> tuple[int, int]:
-    """Room for a state of these sizes, in whole pages, with headroom for what a patch may add."""
-    return (
-        round_up(metadata_bytes + metadata_bytes // _METADATA_SLACK + _LEAST_SLACK_BYTES),
-        round_up(image_bytes + image_bytes // _IMAGE_SLACK + _LEAST_SLACK_BYTES),
-    )
-
-
-def grown_room(metadata_bytes: int, image_bytes: int) -> tuple[int, int]:
-    """Room for a state that has outgrown its slots, and may go on growing, where `with_slack` gave these
-    sizes: half as much again, so that it outgrows slots seldom, however small its steps are."""
-    return round_up(metadata_bytes + metadata_bytes // 2), round_up(image_bytes + image_bytes // 2)
-
-
-def least_room(metadata_bytes: int, image_bytes: int) -> tuple[int, int]:
-    """Room that does where `with_slack` gave these sizes: with half of the slack. Slots that survived were
-    made for a state that was laid out a little differently, and are taken back."""
-    metadata_slack = metadata_bytes // (2 * (_METADATA_SLACK + 1)) + _LEAST_SLACK_BYTES // 2
-    image_slack = image_bytes // (2 * (_IMAGE_SLACK + 1)) + _LEAST_SLACK_BYTES // 2
-    return max(1, metadata_bytes - metadata_slack), max(1, image_bytes - image_slack)
-
-
-def slot_room(plan: Plan, values_bytes: int) -> tuple[int, int]:
-    """(metadata, image) bytes of a slot for this plan, with slack."""
+def slot_room(plan: Plan, values_bytes: int) -> SlotSize:
+    """What a slot for this plan has to have room for."""
     metadata = geometry(len(plan.json), len(plan), values_bytes, len(plan.constants_json)).num_bytes
-    return with_slack(metadata, plan.image.num_bytes)
+    return SlotSize(metadata, plan.image.num_bytes)
 
 
 def arena_room(devices: Sequence[Device], limit: int | None) -> dict[str, int]:

@@ -12,6 +12,7 @@ from flashckpt.capture.plan import Plan
 from flashckpt.capture.room import slot_room
 from flashckpt.capture.shared import Shared
 from flashckpt.capture.target import Target
+from flashckpt.memory.sizes import SlotSize
 from flashckpt.memory.slot import Slot
 from flashckpt.memory.slots import SlotRing
 
@@ -31,13 +32,13 @@ class Targets:
         self.ring: SlotRing | None = None
         self.shared: Shared | None = None
         self._devices = devices
-        self._needed = (0, 0)
+        self._needed: SlotSize | None = None
         self._values_bytes = 0
 
     def exchange(self, ring: SlotRing | None, owner: int | Mapping[str, int]) -> None:
         """Write to other slots from now on. `owner`: this process's index in them, by name if they differ."""
         self.release()
-        self.ring, self._needed = ring, (0, 0)
+        self.ring, self._needed = ring, None
         for slot in ring.slots if ring is not None else ():
             self.by_name[slot.name] = Target(slot, owner if isinstance(owner, int) else owner[slot.name])
         self.register(ring.slots if ring is not None else ())
@@ -57,14 +58,13 @@ class Targets:
         """Write to this one no more. Nothing may be under way to it."""
         target = self.by_name.pop(slot.name)
         target.release()
-        left = [each for each in self.ring.slots if each is not slot] if self.ring is not None else []
-        self.ring = SlotRing(left) if left else None
+        self.ring = self.ring.without(slot) if self.ring is not None else None
 
     def measure(self, plan: Plan, values_bytes: int) -> None:
         """Compare the slots with a plan: `room_wanted` says what is needed where one of them is too small."""
         self._values_bytes = values_bytes
         has_room = all(each.fits(plan, values_bytes) for each in self.by_name.values())
-        self._needed = (0, 0) if has_room else slot_room(plan, values_bytes)
+        self._needed = None if has_room else slot_room(plan, values_bytes)
 
     def fitting(self, slot: Slot, plan: Plan, values_bytes: int) -> Target | None:
         """The target of a slot for this plan; None where it is too small: `room_wanted` says so until
@@ -74,7 +74,7 @@ class Targets:
             self.measure(plan, values_bytes)
             return None
         self._values_bytes = values_bytes
-        if self._needed != (0, 0):
+        if self._needed is not None:
             # It may have become smaller: there may be no memory for what it was.
             self.measure(plan, values_bytes)
         return target
@@ -82,25 +82,26 @@ class Targets:
     # ---- how large
 
     @property
-    def room_wanted(self) -> tuple[int, int] | None:
-        """(metadata, image) bytes of the slots that the next capture needs, where these are too small."""
-        return self._needed if self._needed != (0, 0) else None
+    def room_wanted(self) -> SlotSize | None:
+        """What the slots of the next capture have to have room for, where these are too small."""
+        return self._needed
 
-    def room_for(self, plan: Plan) -> tuple[int, int]:
-        """(metadata, image) bytes that slots need, in whole pages, with slack."""
-        needed = slot_room(plan, max(self._values_bytes, _LEAST_VALUES_BYTES))
-        return max(needed[0], self._needed[0]), max(needed[1], self._needed[1])
+    def room_for(self, plan: Plan) -> SlotSize:
+        """What slots for this plan have to have room for."""
+        needed, known = slot_room(plan, max(self._values_bytes, _LEAST_VALUES_BYTES)), self._needed
+        return needed if known is None else SlotSize(max(needed[0], known[0]), max(needed[1], known[1]))
 
-    def room_to_spare(self, plan: Plan) -> tuple[int, int, int] | None:
-        """(metadata, image, most image) bytes of slots for a plan whose constants are shared, where those
-        there are still have room for the constants; None else."""
+    def room_to_spare(self, plan: Plan) -> SlotSize | None:
+        """What slots for a plan whose constants are shared have to have room for, where those there are still
+        have room for the constants; None else."""
         if self.ring is None or plan.shared is None:
             return None
-        metadata, image = self.room_for(plan)
+        needed = self.room_for(plan)
+        image = needed.with_slack().image_bytes
         most = image + plan.image.constants_bytes // 2
         # All of them are made anew for it, beside those there are: not for a few bytes of each.
         is_large = any(
             slot.image_capacity > most and slot.image_capacity - image >= slot.image_capacity // _LEAST_SPARED
             for slot in self.ring.slots
         )
-        return (metadata, image, most) if is_large else None
+        return needed if is_large else None

@@ -33,6 +33,7 @@ from flashckpt.checkpointer.stop_policy import StopPolicy
 from flashckpt.errors import DamagedError, FlashckptError, FormatError, OptionError
 from flashckpt.events import Event, log
 from flashckpt.keeper.client import SlotGrant
+from flashckpt.memory.sizes import SlotSize
 from flashckpt.memory.slot import Slot
 from flashckpt.options import Environment, Keep, Options
 from flashckpt.restore.digesting import digest_tensors
@@ -139,8 +140,8 @@ def _resume(
 
     def slot_for(metadata_bytes: int, image_bytes: int, early: Callable[[int, int], None]) -> Held:
         # As much as a capture will ask for, so that the slot is one of the ring's and no fourth one.
-        room = Capture.with_slack(metadata_bytes + (1 << 16), image_bytes)
-        [grant] = session.keeper.slots(1, *room, minimum=1, early=early)
+        size = SlotSize(metadata_bytes + (1 << 16), image_bytes)
+        grant = session.keeper.slot_to_read(size.with_slack(2), size.with_slack(), early=early)
         held = Held(grant.open(), grant.owner, grant.outlives_both)
         extra.append(held)
         return held

@@ -20,7 +20,7 @@ from flashckpt.capture.shared import Shared
 from flashckpt.checkpointer.ages import Ages
 from flashckpt.checkpointer.awaited import Advance, Awaited, is_committed
 from flashckpt.checkpointer.session import Session
-from flashckpt.checkpointer.supply import SlotSupply
+from flashckpt.checkpointer.slots import Slots
 from flashckpt.checkpointer.telling import Telling
 from flashckpt.checkpointer.watch import Watch
 from flashckpt.commit import lineage
@@ -31,7 +31,7 @@ from flashckpt.format.names import step_attempt_folder
 from flashckpt.keeper import start
 from flashckpt.keeper.protocol import Status
 from flashckpt.memory.slot import Sealed
-from flashckpt.options import Options
+from flashckpt.options import MOST_SLOTS, Options
 
 _TICK_S = 0.5
 _WAITING_TICK_S = 0.005
@@ -59,7 +59,7 @@ class Attendant:
         self.deadline_s = deadline_s  # the monotonic time past which nothing here waits any more
         self.status = Status()
         self.superseded_by: str | None = None
-        self.slots = SlotSupply(session, capture, options, self._say_once, shared)
+        self.slots = Slots(session, capture, options, self._say_once, self.wake, shared)
         self._events: deque[dict[str, Any]] = deque(maxlen=_EVENTS_KEPT)
         self._answered = threading.Condition()
         self._rounds = 0
@@ -80,11 +80,6 @@ class Attendant:
     def start(self) -> None:
         self._thread.start()
 
-    def prepare(self, metadata_bytes: int, image_bytes: int) -> None:
-        """Ask for slots of at least these capacities, in bytes: they are made ready beside the loop."""
-        self.slots.ask(metadata_bytes, image_bytes)
-        self.wake()
-
     def wake(self) -> None:
         """There is something to be done: the next round begins at once."""
         self._woken.set()
@@ -101,12 +96,12 @@ class Attendant:
     def ensure_slots(self) -> None:
         """Wait until there are slots. Raises OutOfRoomError or KeeperError where none can be had."""
         slots = self.slots
-        if slots.wanted is None:
+        if slots.asked is None:
             return
-        slots.ask_now()
+        slots.ask_again()
         patience_s = self.patience_s + self._making_s()
-        self._wait_until(lambda: not slots.wanted or slots.error is not None, patience_s)
-        if slots.wanted is not None:
+        self._wait_until(lambda: not slots.asked or slots.error is not None, patience_s)
+        if slots.asked is not None:
             raise slots.error or KeeperError(
                 f"No slot was ready within {patience_s:.0f} s: no snapshot could be taken. The live "
                 "state is as it was. The keeper's log stands in the runtime folder."
@@ -241,7 +236,7 @@ class Attendant:
         self._watch.look(last=True)
         # Where the last keepers have died, nobody would start another after this one.
         self._session.keeper.longest_pause_s = start.NO_PAUSE_S
-        self.slots.drop_ready()
+        self.slots.drop_ready(min(time.monotonic() + self.patience_s, self.deadline_s()))
         try:
             if time.monotonic() < self.deadline_s():  # else to the keeper it is a death like any other
                 self._send_events()
@@ -334,7 +329,7 @@ class Attendant:
 
     def _making_s(self) -> float:
         """Memory is taken and faulted in at a GiB a second or so, which is no news from the keeper."""
-        return self.slots.count * sum(self.slots.wanted or ()) / _SLOWEST_BYTES_PER_S
+        return MOST_SLOTS * sum(self.slots.asked or ()) / _SLOWEST_BYTES_PER_S
 
     @property
     def patience_s(self) -> float:

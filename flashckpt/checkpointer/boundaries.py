@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from flashckpt.checkpointer.attendant import Attendant
     from flashckpt.checkpointer.progress import Progress
     from flashckpt.checkpointer.read_ahead import Use
+    from flashckpt.checkpointer.slots import Slots
     from flashckpt.checkpointer.stop_policy import StopPolicy
-    from flashckpt.checkpointer.supply import SlotSupply
     from flashckpt.memory.slot import Sealed
     from flashckpt.options import Environment
     from flashckpt.state.tree import Tree
@@ -334,18 +334,16 @@ class Boundaries:
                 self._attendant.wake()
             if slots.shrinking and capture.room_to_spare() is None:
                 slots.keep_larger()
-        is_settled = slots.error is None or not (ordered or slots.urgent)
-        if slots.preparing and slots.ring is None and is_settled:
+        is_refused = slots.error is not None
+        if slots.preparing and slots.ring is None and not (is_refused and ordered):
             return  # they are on their way: not at each boundary is the state walked for their size
         wanted = capture.room_wanted(ordered=ordered)
-        if slots.preparing and (wanted is None or not slots.may_be_replaced(wanted)):
-            if wanted is None and slots.error is not None:
-                slots.fits()
-            return
-        if wanted is not None:
-            self._attendant.prepare(*wanted)
-        elif (spare := capture.room_to_spare()) is not None and slots.ask_smaller(*spare):
-            self._attendant.wake()
+        if wanted is not None and not slots.ready:
+            slots.ask(wanted)
+        elif wanted is None and is_refused:
+            slots.fits()
+        elif wanted is None and not slots.preparing and (spare := capture.room_to_spare()) is not None:
+            slots.ask_smaller(spare)
 
     def _adopt_slots(self) -> None:
         slots = self._attendant.slots
@@ -361,7 +359,7 @@ class Boundaries:
             crashpoints.point("share.named")
 
 
-def newest_of(slots: SlotSupply, step: int) -> Sealed | None:
+def newest_of(slots: Slots, step: int) -> Sealed | None:
     """The newest sealed snapshot of this attempt, if it is one of this step."""
     newest = slots.newest_own()
     return newest if newest is not None and newest.step == step else None

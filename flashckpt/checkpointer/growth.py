@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from flashckpt import crashpoints
 from flashckpt.capture import Capture
 from flashckpt.capture.outcome import Outcome, Verdict
 from flashckpt.checkpointer.attendant import Attendant
@@ -48,7 +49,7 @@ class Growth:
         """Wait for the slots that were asked for. False once a stop is asked, or where there is no memory for
         them: then no boundary waits until one was captured again."""
         attendant, slots = self._attendant, self._attendant.slots
-        slots.ask_now()
+        slots.ask_again()
         while not attendant.slots_come(self._stopped):
             if self._stopped():
                 return False
@@ -66,23 +67,17 @@ class Growth:
         self._capture.wait()  # the newest may be on its way
         newest = slots.newest_sealed()
         others = [slot for slot in slots.ring.slots if newest is None or slot is not newest[0]]
-        if not others:
-            return self._goes_on_with_one()
-        self._attendant.persist_newest(stopped)
-        if stopped():
+        if others or slots.is_single:
+            self._attendant.persist_newest(stopped)
+            crashpoints.point("growth.persisted")
+        if slots.is_single and newest is not None and newest[0].persisted == newest[1].generation:
+            others = [newest[0]]  # it is on disk, and nobody asked for more
+        if stopped() or (not others and slots.is_for_one):
             return False
-        self._capture.let_go(oldest := min(others, key=_age))
-        slots.give_up(oldest)
-        self._attendant.wake()
-        return True
-
-    def _goes_on_with_one(self) -> bool:
-        """Only the newest snapshot is left: one slot beside it does, if that was not asked for already."""
-        slots = self._attendant.slots
-        if slots.least == 1:
-            return False
-        slots.go_on_with_one()
-        self._attendant.wake()
+        if others:
+            self._capture.let_go(oldest := min(others, key=_age))
+            slots.give_up(oldest)
+        slots.ask_for_one()
         return True
 
     def _refuse(self, step: int) -> None:
@@ -99,7 +94,7 @@ class Growth:
 
     def _is_for_want_of_room(self, outcome: Outcome) -> bool:
         slots = self._attendant.slots
-        if outcome.verdict is not Verdict.SKIPPED or (slots.ring is None and slots.least > 1):
+        if outcome.verdict is not Verdict.SKIPPED or (slots.ring is None and not slots.is_for_one):
             return False
         return self._capture.room_wanted() is not None or slots.completing
 

@@ -21,6 +21,7 @@ from flashckpt.format.metadata import Metadata, geometry, plan_bytes, write
 from flashckpt.memory.page import Record, State
 from flashckpt.memory.sealing import seal
 from flashckpt.memory.shared import holds_constants_of
+from flashckpt.memory.sizes import SlotSize
 from flashckpt.memory.slot import Sealed, Slot
 
 _RETRY_S = 60.0
@@ -136,10 +137,9 @@ class Sharing:
         return self._region is not None and _has_room(self._region, metadata_bytes, layout.num_bytes)
 
     def _ask(self, metadata_bytes: int, image_bytes: int) -> None:
-        grant = self._session.keeper.ask_constants(metadata_bytes, image_bytes)
-        if grant is not None:
-            self._asked = None
-            self._region, self._owner = grant.open(), grant.owner
+        grant = self._session.keeper.constants(SlotSize(metadata_bytes, image_bytes))
+        self._asked = None
+        self._region, self._owner = grant.open(), grant.owner
 
     def _unwanted(self) -> None:
         """A region that was asked for, and that nothing is to be left to any more."""

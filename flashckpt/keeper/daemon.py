@@ -16,12 +16,13 @@ from flashckpt import crashpoints
 from flashckpt.errors import KeeperError
 from flashckpt.events import Event, log
 from flashckpt.format.names import AttemptName
+from flashckpt.keeper.allocation import Allocation
 from flashckpt.keeper.chores import Chores, End, Look
 from flashckpt.keeper.departure import Departure
-from flashckpt.keeper.desk import Desk
 from flashckpt.keeper.home import Home
 from flashckpt.keeper.protocol import ELECTION_LOCK, Status
 from flashckpt.keeper.regions import Regions
+from flashckpt.keeper.requests import Requests
 from flashckpt.keeper.server import Server
 from flashckpt.keeper.start import bound_log
 from flashckpt.keeper.tally import Tally
@@ -77,13 +78,13 @@ class Keeper:
         self.deletions = Deletions(
             store, self.regions, self.ledger, deleter, self.queue.in_hand, self.tally.count
         )
-        self._maker = Worker("maker", self._wake)
+        self._allocation = Allocation(self.regions, self.queue.is_needed, self._wake)
         self._chores = Chores(store, home.stands)
         self._chores_worker = Worker("chores", self._wake)
-        questions = self._status, home.told, self._try_again, self.queue.is_needed, self.queue.taken_up
+        questions = self._status, home.told, self._try_again, self.queue.taken_up
         deeds = self._describe, self._discard
-        self._desk = Desk(self.regions, self.roster, self.ledger, self._maker, *questions, *deeds)
-        self._server = Server(folder, self._desk.answer)
+        requests = Requests(self.regions, self.roster, self.ledger, self._allocation, *questions, *deeds)
+        self._server = self._allocation.server = Server(folder, requests.answer)
         self._watch_worker = Worker("watchdog", self._wake)
         self._watchdog = Watchdog(
             folder, self.regions, self.roster, self.ledger, self.queue, self._watch_worker
@@ -99,9 +100,10 @@ class Keeper:
         self._adopt()
         while True:
             self._server.serve(self._ready())
-            workers = self._maker, self._chores_worker, self._watch_worker
+            workers = self._chores_worker, self._watch_worker
             for worker in (*workers, self.queue.worker, self.deletions.worker):
                 worker.collect()
+            self._allocation.next()
             now = time.monotonic()
             if now - self._swept_at >= _SWEEP_S:
                 self._swept_at = now
@@ -133,7 +135,7 @@ class Keeper:
     def is_idle(self) -> bool:
         """Nobody lives, nothing is under way, and no end is still to be written down: where what is in memory
         is given up, a storage that takes nothing more is waited for no longer."""
-        busy = self.queue.worker.busy or self._maker.busy or self.deletions.is_pending
+        busy = self.queue.worker.busy or self._allocation.busy or self.deletions.is_pending
         is_untold = bool(self._ended) and not (self.run_is_gone or self._departure.discards)
         return not (len(self.roster) or busy or is_untold)
 

@@ -20,11 +20,12 @@ from flashckpt.errors import KeeperError
 SOCKET_NAME = "keeper.socket"
 ELECTION_LOCK = "keeper.lock"
 LOG_NAME = "keeper.log"
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_MESSAGE_BYTES = 64 << 10
 MAX_DESCRIPTORS = 32
 _CREDENTIALS = struct.Struct("3i")
 _MAX_NUMBER = 1 << 60
+_MOST_NAMES = 64
 
 
 class ProtocolError(KeeperError):
@@ -160,6 +161,14 @@ def numbers(message: dict[str, Any], key: str, count: int, most: int) -> list[in
     if not isinstance(found, list) or len(found) != count:
         _malformed(key)
     return [number({key: each}, key, 1, most) for each in found]
+
+
+def names(message: dict[str, Any], key: str) -> list[str]:
+    """Names of regions, as many as one keeper holds at most. Raises ProtocolError."""
+    found = message.get(key)
+    if not isinstance(found, list) or len(found) > _MOST_NAMES or not all(isinstance(n, str) for n in found):
+        _malformed(key)
+    return found
 
 
 def text(message: dict[str, Any], key: str, most: int = 256) -> str:

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from flashckpt import crashpoints
 from flashckpt.errors import DamagedError, FormatError, KeeperError, OutOfRoomError
 from flashckpt.events import log
-from flashckpt.format.layout import PAGE
 from flashckpt.memory import region, room
 from flashckpt.memory.living import Living
 from flashckpt.memory.page import State, Word, round_up
 from flashckpt.memory.region import MEMFD, NAMED, Region
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder, is_alive, is_trainer_lock
+from flashckpt.memory.sizes import SlotSize
 from flashckpt.memory.slot import Sealed, Slot
 
 MAX_SLOTS = 64
@@ -28,13 +28,11 @@ MAX_SLOTS = 64
 
 @dataclass
 class HeldRegion:
-    """A region that the keeper holds, a slot or what slots share. `user` is the life lock of the trainer that
-    has it, `writer` of the one that may write it until it says that it does not; `retired` is one that no
-    trainer uses any more."""
+    """A region that the keeper holds, a slot or what slots share. `writer` is the life lock of the trainer
+    that may write it until it says that it does not; `retired` is one that no trainer uses any more."""
 
     slot: Slot
     kind: str
-    user: str = ""
     writer: str = ""
     retired: bool = False
 
@@ -55,6 +53,12 @@ class HeldRegion:
             return self.slot.sealed()
         except DamagedError:
             return None
+
+
+class _How(TypedDict):
+    available: Callable[[], int]
+    begun: Callable[[int], None] | None
+    taken: Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -113,30 +117,30 @@ class Regions:
     def make(
         self,
         rank: int,
-        indexes: Iterable[int],
-        metadata_bytes: int,
-        image_bytes: int,
+        indexes: Sequence[int],
+        size: SlotSize,
+        *,
         available: Callable[[], int] = room.available_bytes,
         begun: Callable[[int], None] | None = None,
+        taken: Callable[[int], None] = lambda _: None,
         holds_constants: bool = False,
         only: str | None = None,
     ) -> Made:
-        """Allocate regions, in a worker thread: nothing of what is held is touched. See `put`. `begun` is
-        given the descriptor of each region before it is allocated. `only`: of that kind, or none if it is
-        NAMED."""
-        metadata_capacity, image_capacity = round_up(max(metadata_bytes, 1)), round_up(max(image_bytes, 1))
-        num_bytes = PAGE + metadata_capacity + image_capacity
-        indexes, made = list(indexes), []
+        """Allocate regions, in a thread of their rank: nothing of what is held is touched. See `put`. `begun`
+        is given the descriptor of each region before it is allocated, `taken` the bytes of each step. `only`:
+        of that kind, or none if it is NAMED."""
+        num_bytes, made = size.region_bytes, list[Region]()
         kind = MEMFD if only == MEMFD else region.kind_for(self._folder, num_bytes * len(indexes))
         if only == NAMED != kind:
             return Made((), KeeperError("There is no room for them where the slots are."))
+        how: _How = {"available": available, "begun": begun, "taken": taken}
         for index in indexes:
             nonce = secrets.randbits(64) or 1
             name = region.region_name(rank, index, nonce)
             if holds_constants:
                 name = region.constants_region_name(rank, nonce)
             try:
-                found = region.create(self._folder, name, num_bytes, kind, available=available, begun=begun)
+                found = region.create(self._folder, name, num_bytes, kind, **how)
                 made.append(found)
                 crashpoints.point("slots.taken")
                 Slot.format(
@@ -145,8 +149,8 @@ class Regions:
                     rank=rank,
                     index=index,
                     nonce=nonce,
-                    metadata_capacity=metadata_capacity,
-                    image_capacity=image_capacity,
+                    metadata_capacity=round_up(max(size.metadata_bytes, 1)),
+                    image_capacity=round_up(max(size.image_bytes, 1)),
                     holds_constants=holds_constants,
                 )
             except (OSError, OutOfRoomError) as error:
@@ -170,7 +174,7 @@ class Regions:
         held = HeldRegion(slot, found.kind)
         # After a keeper's restart a living owner may be writing it, though it has not spoken yet.
         for _, lock in self.living_owners(held):
-            held.user = held.writer = lock
+            held.writer = lock
         self._held[slot.name] = held
         return held
 
@@ -244,7 +248,7 @@ class Regions:
 
     def row(self, held: HeldRegion, pid: int, lock: str) -> dict[str, Any]:
         """What a trainer is told with a slot's descriptor. Makes it an owner in the slot."""
-        slot, held.user = held.slot, lock
+        slot = held.slot
         return {
             "index": slot.index,
             "name": slot.name,
@@ -280,10 +284,6 @@ class Regions:
         """(pid, lock) of the trainers in a slot's owner table that are alive."""
         owners = (held.slot.owner(index) for index in range(1, 17))
         return [each for each in owners if each and not _is_keeper(each[1]) and self._lives(each[1])]
-
-    def is_used(self, held: HeldRegion) -> bool:
-        """Whether a living trainer has it."""
-        return not held.retired and bool(held.user) and self._lives(held.user)
 
     def is_written(self, held: HeldRegion) -> bool:
         """Whether a living trainer may write it at any time."""

@@ -6,6 +6,7 @@ Owns the listening socket and the connections. Never blocks: a peer that does no
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import socket
@@ -39,8 +40,8 @@ class Connection:
 
 
 # Takes a connection, a message and its descriptors (which it must close or keep); returns the answer and
-# the descriptors to send with it (which stay whose they are).
-Answer = Callable[[Connection, dict[str, Any], list[int]], tuple[dict[str, Any], Sequence[int]]]
+# the descriptors to send with it (which stay whose they are), or None for one that comes later (`tell`).
+Answer = Callable[[Connection, dict[str, Any], list[int]], tuple[dict[str, Any], Sequence[int]] | None]
 
 
 class Server:
@@ -52,6 +53,7 @@ class Server:
         if folder.check_socket(SOCKET_NAME):
             folder.remove(SOCKET_NAME)
         self._listener = self._listening()
+        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def __len__(self) -> int:
         return len(self._connections)
@@ -88,13 +90,16 @@ class Server:
 
     def close(self) -> None:
         self._listener.close()
+        close_all([self._spare])
         for connection in list(self._connections.values()):
             self._drop(connection)
 
     def _accept(self) -> None:
         try:
             peer, _ = self._listener.accept()
-        except OSError:
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._turn_away(error)
             return
         pid, uid = peer_uid(peer)
         if uid != os.geteuid() or len(self._connections) >= _MOST_CONNECTIONS:
@@ -103,6 +108,20 @@ class Server:
             return
         peer.setblocking(False)
         self._connections[peer.fileno()] = Connection(peer, pid)
+
+    def _turn_away(self, error: OSError) -> None:
+        """Whoever cannot be let in for want of a descriptor is told so: it would wait for its answer."""
+        close_all([self._spare])
+        self._spare = -1
+        try:
+            peer, _ = self._listener.accept()
+        except OSError:
+            return  # a thread was faster; the next try comes at once
+        with contextlib.suppress(OSError):
+            why = f"The keeper cannot serve another connection: {error.strerror}."
+            send(peer, {"ok": False, "kind": "keeper", "error": why})
+        # Open until the next one comes: who is hung up on while it speaks hears nothing.
+        self._spare = peer.detach()
 
     def _serve(self, connection: Connection) -> None:
         try:
@@ -116,17 +135,38 @@ class Server:
             self._refuse(connection, error)
             return
         try:
-            answer, given = self._answer(connection, message, descriptors)
-            send(connection.peer, {"ok": True, **answer}, given)
+            answer = self._answer(connection, message, descriptors)
         except ProtocolError as error:
             close_all(descriptors)
             self._refuse(connection, error)
         except FlashckptError as error:
-            self._tell(connection, error)
+            self.refuse(connection, error)
         except OSError:
             self._drop(connection)
+        else:
+            if answer is not None:
+                self.tell(connection, *answer)
 
-    def _tell(self, connection: Connection, error: FlashckptError) -> None:
+    def tell(self, connection: Connection, answer: dict[str, Any], given: Sequence[int] = ()) -> bool:
+        """Answer what was asked, with descriptors, which stay the caller's. False where nobody is there to
+        be told any more."""
+        if not self.is_open(connection):
+            return False
+        try:
+            send(connection.peer, {"ok": True, **answer}, given)
+        except OSError:
+            self._drop(connection)
+            return False
+        return True
+
+    def is_open(self, connection: Connection) -> bool:
+        """Whether whoever asked may still be there to be told."""
+        return self._connections.get(connection.peer.fileno()) is connection
+
+    def refuse(self, connection: Connection, error: FlashckptError) -> None:
+        """Answer that it cannot be, and why."""
+        if not self.is_open(connection):
+            return
         answer: dict[str, Any] = {"ok": False, "kind": "keeper", "error": str(error)[:4000]}
         if isinstance(error, OutOfRoomError):
             answer |= {"kind": "room", "needed": error.needed, "available": error.available}
@@ -137,7 +177,7 @@ class Server:
 
     def _refuse(self, connection: Connection, error: ProtocolError) -> None:
         log.warning("process %d: %s", connection.pid, error)
-        self._tell(connection, error)
+        self.refuse(connection, error)
         self._drop(connection)
 
     def _drop(self, connection: Connection) -> None:

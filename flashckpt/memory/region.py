@@ -74,22 +74,29 @@ def create(
     *,
     available: Callable[[], int] = room.available_bytes,
     begun: Callable[[int], None] | None = None,
+    taken: Callable[[int], None] = lambda _: None,
 ) -> Region:
     """Make a region of `num_bytes`, every byte of it allocated: touching it can never be SIGBUS.
 
     Takes the node's lock. A named region that its file system has no room for becomes a memfd. `begun` is
     given the descriptor before anything is allocated: while the region is made it is as long as what it has,
-    which is in small pages then.
+    which is in small pages then. `taken` is told the bytes of each step.
     Raises OutOfRoomError with nothing left behind.
     """
+
+    def take(descriptor: int) -> None:
+        if begun is not None:
+            begun(descriptor)
+        room.take(descriptor, num_bytes, available=available, huge=begun is None, taken=taken)
+
     with room.node_lock(folder):
         if kind == NAMED:
             try:
-                return _named(folder, name, num_bytes, available, begun)
+                return _named(folder, name, num_bytes, take)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                     raise
-        return _memfd(name, num_bytes, available, begun)
+        return _memfd(name, num_bytes, take)
 
 
 def open_named(folder: RuntimeFolder, name: str, flags: int = os.O_RDWR) -> Region:
@@ -98,18 +105,10 @@ def open_named(folder: RuntimeFolder, name: str, flags: int = os.O_RDWR) -> Regi
     return Region(name, NAMED, descriptor, os.fstat(descriptor).st_size)
 
 
-def _named(
-    folder: RuntimeFolder,
-    name: str,
-    num_bytes: int,
-    available: Callable[[], int],
-    begun: Callable[[int], None] | None,
-) -> Region:
+def _named(folder: RuntimeFolder, name: str, num_bytes: int, take: Callable[[int], None]) -> Region:
     descriptor = folder.open_file(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
-        if begun is not None:
-            begun(descriptor)
-        room.take(descriptor, num_bytes, available=available, huge=begun is None)
+        take(descriptor)
     except BaseException:
         folder.remove(name)
         os.close(descriptor)
@@ -117,14 +116,10 @@ def _named(
     return Region(name, NAMED, descriptor, num_bytes)
 
 
-def _memfd(
-    name: str, num_bytes: int, available: Callable[[], int], begun: Callable[[int], None] | None
-) -> Region:
+def _memfd(name: str, num_bytes: int, take: Callable[[int], None]) -> Region:
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        if begun is not None:
-            begun(descriptor)
-        room.take(descriptor, num_bytes, available=available, huge=begun is None)
+        take(descriptor)
         # Nobody who is handed the descriptor can cut the region under the others' mappings.
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     except OSError as error:

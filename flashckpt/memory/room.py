@@ -7,6 +7,7 @@ beyond a cgroup's limit does not fail, it calls the OOM killer, and page cache c
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import threading
@@ -25,7 +26,6 @@ _UNLIMITED = 1 << 60
 _LOCK_TIMEOUT_S = 60.0
 # For huge pages the kernel may have to move others' memory about, and whoever wants the lock waits meanwhile.
 _SLOWEST_HUGE_STEP_S, _MOST_HUGE_S = 0.5, 20.0
-_taking = threading.Lock()  # a record lock keeps no thread of the process that has it out
 
 
 @dataclass(frozen=True)
@@ -69,37 +69,58 @@ def available_bytes(
     return max(0, min(room for _, room in limits) - margin)
 
 
+class _NodeLock:
+    """The lock file of one place: record locks are a process's, so its threads share one descriptor. Closing
+    any other would let go of the lock."""
+
+    def __init__(self) -> None:
+        self.guard = threading.Lock()
+        self.descriptor = -1
+        self.holders = 0
+
+
+_node_locks: dict[str, _NodeLock] = {}
+
+
 @contextlib.contextmanager
 def node_lock(folder: RuntimeFolder, timeout_s: float = _LOCK_TIMEOUT_S) -> Iterator[None]:
-    """Hold the node's one lock for taking memory (one a user: users share no files).
+    """Hold the node's one lock for taking memory (one a user: users share no files). It is held against other
+    processes; threads of this one hold it together, and settle by their own sums who takes what.
 
     Raises OutOfRoomError if another job still takes memory after `timeout_s`.
     """
     path = os.path.join(os.path.dirname(folder.path), "room.lock")
+    lock = _node_locks.setdefault(path, _NodeLock())
     until = time.monotonic() + timeout_s
-    if not _taking.acquire(timeout=timeout_s):
-        raise _does_not_end(path)
+    while not _locked(lock, path):
+        if time.monotonic() > until:
+            raise OutOfRoomError(
+                "Another job on this node is taking memory for its slots and does not come to an end. "
+                "Nothing was taken for this one; it is tried again at the next boundary.",
+                path=path,
+            )
+        time.sleep(0.02)
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            # A record lock: flock would stay with whoever was forked meanwhile.
-            while not lock_record(descriptor):
-                if time.monotonic() > until:
-                    raise _does_not_end(path)
-                time.sleep(0.02)
-            yield
-        finally:
-            os.close(descriptor)
+        yield
     finally:
-        _taking.release()
+        with lock.guard:
+            lock.holders -= 1
+            if not lock.holders:
+                os.close(lock.descriptor)
+                lock.descriptor = -1
 
 
-def _does_not_end(path: str) -> OutOfRoomError:
-    return OutOfRoomError(
-        "Another job on this node is taking memory for its slots and does not come to an end. Nothing was "
-        "taken for this one; it is tried again at the next boundary.",
-        path=path,
-    )
+def _locked(lock: _NodeLock, path: str) -> bool:
+    with lock.guard:
+        if not lock.holders:
+            # A record lock is its process's: one of flock would stay with a forked child.
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            if not lock_record(descriptor):
+                os.close(descriptor)
+                return False
+            lock.descriptor = descriptor
+        lock.holders += 1
+        return True
 
 
 def take(
@@ -109,8 +130,10 @@ def take(
     available: Callable[[], int] = available_bytes,
     step_bytes: int = STEP_BYTES,
     huge: bool = True,
+    taken: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Allocate the first `num_bytes` of a region in steps, asking for room before each.
+    """Allocate the first `num_bytes` of a region in steps, asking for room before each, and telling `taken`
+    the bytes of each afterwards.
 
     `huge`: in huge pages as far as the kernel has them to give. The region is then, within a step, longer
     than what it has: not for one that somebody fills meanwhile.
@@ -129,6 +152,7 @@ def take(
         if huge_left_s > 0:
             huge_left_s -= _take_huge(descriptor, done, step)
         _native.allocate(descriptor, done, step)
+        taken(step)
         done += step
 
 
@@ -218,7 +242,9 @@ def _text(path: str) -> str:
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read()
-    except OSError:
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise  # that it cannot be asked does not mean that there is none
         return ""
 
 

@@ -211,7 +211,6 @@ def test_without_slots_a_boundary_is_skipped_and_room_is_known(
     needed = run.capture.room_needed()
     assert needed is not None
     assert needed[1] >= sum(len(data) for data in exact(run.state).values())
-    assert needed[0] % 4096 == 0
     run.capture.set_slots(ring)
     assert run.iterate().captured
     check(run, ring)

@@ -205,8 +205,6 @@ def test_slots_that_have_room_to_spare_are_told_of(ring: SlotRing, sealer: _nati
     captured(capture, ring, sealer, 7)
     spare = capture.room_to_spare()
     assert spare is not None
-    metadata, image, most = spare
-    assert image < most < image + 4 * LARGE
-    assert all(slot.image_capacity > most for slot in ring.slots)
-    assert metadata > 1 << 16
+    assert all(slot.image_capacity > spare.image_bytes + 2 * LARGE for slot in ring.slots)
+    assert spare.metadata_bytes > 1 << 16
     capture.close()

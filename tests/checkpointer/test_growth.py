@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from flashckpt.crashpoints import POINTS
 from tests import zygote
 from tests.memory.mounts import small_tmpfs
 from tests.processes import end, keepers_of
@@ -55,6 +57,18 @@ class Growing:
         assert hold_at >= 0 or status == 0, self.said()
         found: dict[str, float] = json.loads(line)
         return found
+
+    def dies(self, steps: int, point: str) -> None:
+        """Train until it kills itself at a point."""
+        self._before = 0
+        environment = {**self._environment, "FLASHCKPT_CRASH_AT": point}
+        with open(self._err, "ab") as err:
+            command = [*self._command, str(steps), "-1", *self.limit]
+            process = zygote.start(command, stdout=zygote.PIPE, stderr=err, env=environment)
+        assert process.stdout is not None
+        with process.stdout:
+            assert not process.stdout.readline(), f"{point} was never reached: {self.said()}"
+        assert process.wait(240) == -signal.SIGKILL
 
     def said(self) -> str:
         return self._err.read_text()
@@ -168,6 +182,24 @@ def test_in_little_memory(
     growing._command[2:4] = [str(growing.run), str(growing.log)]
     growing.goes(_STEPS)
     assert growing.resumed_after() >= report["newest_sealed_step"]
+    _is_exact(growing, references("replay"))
+
+
+@pytest.mark.parametrize("point", [each for each in POINTS if each.startswith("growth.")])
+def test_killed_while_memory_changes_hands(
+    point: str, tmp_path: Path, runtime: Path, references: Callable[[str], list[list[Any]]]
+) -> None:
+    """Where only one larger slot fits beside the newest: at each edge the newest sealed snapshot is there."""
+    with _limited(_ONE_BESIDE) as cgroup:
+        growing = Growing(tmp_path / "replay", runtime, "replay", 1, str(cgroup))
+        growing.dies(_STEPS, point)
+        completed = growing.lines()[-1][0]
+        end(keepers_of(runtime))
+    growing.limit = ()
+    growing._command = growing._command[:5]
+    growing.goes(_STEPS)
+    # What was skipped or on its way, and the step in flight, which has no line if it was not begun.
+    assert growing.resumed_after() >= completed - _LOST - 1
     _is_exact(growing, references("replay"))
 
 

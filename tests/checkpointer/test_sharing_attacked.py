@@ -14,6 +14,7 @@ import flashckpt
 from flashckpt.checkpointer.facade import Checkpointer
 from flashckpt.errors import OutOfRoomError
 from flashckpt.keeper.client import KeeperClient
+from flashckpt.memory.sizes import SlotSize
 from tests.checkpointer.test_frozen import Adapted, attach
 from tests.waiting import until
 
@@ -152,17 +153,15 @@ def test_a_snapshot_that_cannot_fill_a_region_is_looked_at_once(
 
 
 def test_smaller_slots_are_not_fewer(tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job, asked, ask = Job(), [], KeeperClient.ask_slots
+    job, asked, ask = Job(), [], KeeperClient.slots
 
-    def few(client: KeeperClient, count: int, *sizes: int, **how: Any) -> Any:
-        if how["most_image_bytes"] is None:
-            return ask(client, count, *sizes, **how)
-        asked.append(how["minimum"])
-        if how["minimum"] > 2:
-            raise OutOfRoomError("room for two", needed=3, available=2)
-        return ask(client, 2, *sizes, **how)
+    def few(client: KeeperClient, count: int, *how: Any) -> Any:
+        if count > 3:  # beside the three there are
+            asked.append(count)
+            count -= 1
+        return ask(client, count, *how)
 
-    monkeypatch.setattr(KeeperClient, "ask_slots", few)
+    monkeypatch.setattr(KeeperClient, "slots", few)
     history = History()
     with flashckpt.attach(tmp_path / "run", every=1, history=history, **job.named) as checkpointer:
         job.share(checkpointer, smaller=False)
@@ -170,7 +169,7 @@ def test_smaller_slots_are_not_fewer(tmp_path: Path, runtime: Path, monkeypatch:
         for _ in range(5):
             history.rows += [0] * 10_000  # with each page more, slots of another size would do
             job.train(checkpointer)
-        assert asked == [3], "and it is not tried at every boundary"
+        assert asked == [6], "and it is not tried at every boundary"
         assert checkpointer.report()["slots"] == 3
 
 
@@ -189,7 +188,7 @@ def test_a_parameter_that_is_frozen_later_ends_no_snapshots_where_memory_is_shor
     with attach(run, job) as checkpointer:  # type: ignore[arg-type]
         late.grad = torch.zeros_like(late)
         job.share(checkpointer)
-        monkeypatch.setattr(KeeperClient, "ask_slots", no_room)
+        monkeypatch.setattr(KeeperClient, "slots", no_room)
         late.requires_grad_(False)
         late.grad = None
         job.optimizer.param_groups.pop()
@@ -230,17 +229,17 @@ def test_a_parameter_that_is_trained_again_ends_no_snapshots_where_memory_is_sho
     job.model.register_parameter("thaws", thaws)
     limit = 0
     asked: list[int] = []
-    ask = KeeperClient.ask_slots
+    ask = KeeperClient.slots
 
-    def in_little_room(client: KeeperClient, count: int, metadata: int, image: int, **options: Any) -> Any:
-        asked.append(image)
-        if limit and image > limit:
-            raise OutOfRoomError("no room", needed=image, available=limit)
-        return ask(client, count, metadata, image, **options)
+    def in_little_room(client: KeeperClient, count: int, needed: SlotSize, *how: Any) -> Any:
+        asked.append(needed.image_bytes)
+        if limit and needed.image_bytes > limit:
+            raise OutOfRoomError("no room", needed=needed.image_bytes, available=limit)
+        return ask(client, count, needed, *how)
 
     with attach(run, job) as checkpointer:  # type: ignore[arg-type]
         job.share(checkpointer)
-        monkeypatch.setattr(KeeperClient, "ask_slots", in_little_room)
+        monkeypatch.setattr(KeeperClient, "slots", in_little_room)
         limit = 4 * WIDE * WIDE  # the base alone
         thaws.requires_grad_(True)
         thaws.data.add_(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from flashckpt.checkpointer.sharing import Sharing
 from flashckpt.errors import OutOfRoomError
 from flashckpt.format.layout import Layout, Leaf
 from flashckpt.keeper.client import KeeperClient
+from flashckpt.memory.sizes import SlotSize
 from flashckpt.memory.slots import SlotRing
 from flashckpt.state.tree import Tree
 from tests.checkpointer.test_frozen import attach
@@ -31,15 +33,15 @@ class Little:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[int] = []
-        self.limit, ask = 0, KeeperClient.ask_slots
+        self.limit, ask = 0, KeeperClient.slots
 
-        def in_little_room(client: KeeperClient, count: int, metadata: int, image: int, **how: Any) -> Any:
-            self.asked.append(image)
-            if self.limit and image > self.limit:
-                raise OutOfRoomError("no room", needed=image, available=self.limit)
-            return ask(client, count, metadata, image, **how)
+        def in_little_room(client: KeeperClient, count: int, needed: SlotSize, *how: Any) -> Any:
+            self.asked.append(needed.image_bytes)
+            if self.limit and needed.image_bytes > self.limit:
+                raise OutOfRoomError("no room", needed=needed.image_bytes, available=self.limit)
+            return ask(client, count, needed, *how)
 
-        monkeypatch.setattr(KeeperClient, "ask_slots", in_little_room)
+        monkeypatch.setattr(KeeperClient, "slots", in_little_room)
 
 
 def frozen(job: Job, name: str, *shape: int) -> nn.Parameter:
@@ -157,22 +159,22 @@ def test_smaller_slots_do_not_replace_those_that_a_changed_constant_needs(
 ) -> None:
     """They are ready when it has changed: where they were taken, nothing could be captured until there were
     larger ones again."""
-    job, asked, ask, is_held = Job(), list[int](), KeeperClient.ask_slots, [True]
+    job, asked, ask, let_go = Job(), list[int](), KeeperClient.slots, threading.Event()
     thaws = frozen(job, "thaws", 512, 520)
 
-    def slowly(client: KeeperClient, count: int, metadata: int, image: int, **how: Any) -> Any:
-        if is_held[0] and how["most_image_bytes"] is not None:
-            asked.append(image)
-            return None
-        return ask(client, count, metadata, image, **how)
+    def slowly(client: KeeperClient, count: int, *how: Any) -> Any:
+        if count > 3:
+            asked.append(count)
+            assert let_go.wait(240)
+        return ask(client, count, *how)
 
-    monkeypatch.setattr(KeeperClient, "ask_slots", slowly)
+    monkeypatch.setattr(KeeperClient, "slots", slowly)
     with attach(tmp_path / "run", job) as checkpointer:  # type: ignore[arg-type]
         slots = checkpointer._attendant.slots
         job.train(checkpointer, 2)
         until(lambda: asked or one(job, checkpointer), "smaller slots to be asked for")
         rounds, ring = checkpointer._attendant._rounds, slots.ring
-        is_held[0] = False
+        let_go.set()
         until(lambda: checkpointer._attendant._rounds > rounds + 2 and slots.ready, "smaller slots")
         assert slots.shrinking
         # The boundary before takes them up; here the change is seen first.
@@ -224,10 +226,6 @@ def test_no_region_is_taken_that_nothing_can_fill(tmp_path: Path, runtime: Path)
     tended(20)
     assert not regions(runtime)
     sharing.want(constants, used=False)
-    until(lambda: sharing.tend() or regions(runtime), "a region to be made")
-    sharing.want(others, used=False)
-    until(lambda: (tended(1), not regions(runtime))[1], "it to be given back")
-    sharing.want(constants, used=False)
     sharing._retry_s = 0.0
     until(lambda: sharing.tend() or sharing.ready, "a region that is filled")
     sharing.close()
@@ -238,17 +236,18 @@ def test_the_state_is_walked_once_for_the_size_of_its_first_slots(
     tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They may take minutes to be made, and every boundary meanwhile would pay for a walk."""
-    job, walks, walk, is_held = Job(), list[Tree](), Tree.walk, [True]
-    ask = KeeperClient.ask_slots
+    job, walks, walk, let_go = Job(), list[Tree](), Tree.walk, threading.Event()
+    ask = KeeperClient.slots
 
-    def slowly(client: KeeperClient, *sizes: int, **how: Any) -> Any:
-        return None if is_held[0] else ask(client, *sizes, **how)
+    def slowly(client: KeeperClient, *how: Any) -> Any:
+        assert let_go.wait(240)
+        return ask(client, *how)
 
     def seen(tree: Tree, used_up: Any) -> Any:
         walks.append(tree)
         return walk(tree, used_up)
 
-    monkeypatch.setattr(KeeperClient, "ask_slots", slowly)
+    monkeypatch.setattr(KeeperClient, "slots", slowly)
     with attach(tmp_path / "run", job) as checkpointer:  # type: ignore[arg-type]
         with monkeypatch.context() as short:
             # The first boundary of all waits for them, for as long as a keeper is waited for.
@@ -259,7 +258,7 @@ def test_the_state_is_walked_once_for_the_size_of_its_first_slots(
         for _ in range(5):
             one(job, checkpointer)
         assert not walks
-        is_held[0] = False
+        let_go.set()
         until(lambda: checkpointer._attendant.slots.ready, "slots")
         one(job, checkpointer)
         assert is_captured(checkpointer)

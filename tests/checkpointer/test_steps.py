@@ -265,7 +265,7 @@ def test_an_epochs_code_that_outgrows_the_slots_is_saved(save: bool, ready: bool
             if ready:
                 room = checkpointer._capture.room_needed(ordered=True)
                 assert room is not None
-                checkpointer._attendant.prepare(*room)
+                checkpointer._attendant.slots.ask(room)
                 until(lambda: checkpointer._attendant.slots.ready, "larger slots")
             with torch.no_grad():
                 job.model.weight.mul_(0.5)

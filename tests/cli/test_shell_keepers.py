@@ -42,7 +42,7 @@ def trains(run: Path, runtime: Path) -> Process:
     """A trainer with three slots, whose keeper would linger for an hour."""
     trainer = Process(run, runtime, linger_s=3600)
     trainer.do("start", None, 0, None)
-    trainer.do("slots", 3, 2)
+    trainer.do("slots", 3)
     return trainer
 
 
@@ -127,7 +127,7 @@ def test_memory_is_given_up_where_the_disk_is_full(small_disk: Path, runtime: Pa
     """Not even the trainer's end can be written down there."""
     trainer = Process(small_disk / "run", runtime, linger_s=3600, kib=4096)
     trainer.do("start", None, 0, None)
-    trainer.do("slots", 3, 2)
+    trainer.do("slots", 3)
     with open(small_disk / "filler", "wb", buffering=0) as filler, contextlib.suppress(OSError):
         while True:
             filler.write(bytes(4096))
@@ -148,7 +148,7 @@ def test_one_that_waits_for_another_node_has_nothing_left_to_do(tmp_path: Path, 
     run = tmp_path / "run"
     trainer = Process(run, runtime, linger_s=3600, world=2)
     trainer.do("start", None, 0, None)
-    trainer.do("slots", 3, 2)
+    trainer.do("slots", 3)
     trainer.do("snapshot", 3, True)
     trainer.kill()
     report = recover(open_store(str(run)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from array import array
 from collections.abc import Iterable
@@ -21,7 +22,7 @@ from flashckpt.format import metadata
 from flashckpt.format.layout import Layout, Leaf, SlotImage
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper.client import KeeperClient, SlotGrant, connect_or_start
-from flashckpt.memory.page import Record, State, Word, round_up
+from flashckpt.memory.page import Record, State, Word
 from flashckpt.memory.runtime import (
     LifeLock,
     RuntimeFolder,
@@ -30,6 +31,7 @@ from flashckpt.memory.runtime import (
     is_alive,
     trainer_lock_name,
 )
+from flashckpt.memory.sizes import SlotSize
 from flashckpt.memory.slot import Slot, digest_table
 from flashckpt.memory.slots import SlotRing
 from flashckpt.options import Keep
@@ -139,21 +141,20 @@ class FakeTrainer:
         plan, fixed = self.plans()
         return len(plan), len(self.image.leaves), len(VALUES), len(fixed)
 
-    def take_slots(self, count: int = 3, minimum: int = 2) -> None:
+    def take_slots(self, count: int = 3) -> None:
         size = metadata.geometry(*self.sizes()).num_bytes
-        self.grants = self.client.slots(count, size, self.image.num_bytes, minimum=minimum)
+        self.grants = self.client.slots(count, SlotSize(size, self.image.num_bytes))
         self.slots = [grant.open() for grant in self.grants]
         self.owners = {grant.name: grant.owner for grant in self.grants}
         self.ring = SlotRing(self.slots)
 
     def shrink(self) -> None:
         """Exchange the slots for ones that have room for no more than is written to them."""
-        size, most = metadata.geometry(*self.sizes()).num_bytes, round_up(self.image.num_bytes)
-        while (grants := self.client.ask_slots(3, size, self.image.num_bytes, most_image_bytes=most)) is None:
-            time.sleep(0.005)
-        before, self.grants = self.slots, grants
-        self.slots = [grant.open() for grant in grants]
-        self.owners |= {grant.name: grant.owner for grant in grants}
+        size = SlotSize(metadata.geometry(*self.sizes()).num_bytes, self.image.num_bytes)
+        have = [slot.name for slot in self.slots]
+        before, self.grants = self.slots, self.client.slots(3 + len(have), size, have=have)
+        self.slots = [grant.open() for grant in self.grants]
+        self.owners |= {grant.name: grant.owner for grant in self.grants}
         self.ring = SlotRing(self.slots)
         names = {slot.name for slot in self.slots}
         self.client.release([slot.name for slot in before if slot.name not in names])
@@ -166,11 +167,7 @@ class FakeTrainer:
         layout = self.image.constants
         assert layout is not None
         size = metadata.geometry(len(metadata.plan_bytes(layout)), len(layout.leaves), len(VALUES)).num_bytes
-        until = time.monotonic() + 240
-        while (grant := self.client.ask_constants(size, layout.num_bytes)) is None:
-            assert time.monotonic() < until, "no region was made"
-            time.sleep(0.005)
-        return grant
+        return self.client.constants(SlotSize(size, layout.num_bytes))
 
     def share(self) -> str:
         """Fill a region with the constants: snapshots name it from here on. Returns its name."""
@@ -324,7 +321,8 @@ def main(lines: Iterable[str]) -> None:
             trainer.take_slots(*rest)
             answer = [(grant.name, grant.kind) for grant in trainer.grants]
         elif command == "ask":
-            answer = trainer.client.ask_slots(rest[0], 4096, rest[1])
+            size = SlotSize(4096, rest[1])
+            threading.Thread(target=trainer.client.slots, args=(rest[0], size), daemon=True).start()
         elif command == "share":
             answer = trainer.share()
         elif command == "ask region":

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.keeper import line, start
+from flashckpt.keeper import connection, start
 from flashckpt.keeper.protocol import ELECTION_LOCK
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder
 from tests.conftest import keepers_of
@@ -64,7 +64,7 @@ def test_one_that_does_not_come_is_replaced_at_once(
         return begin(run, folder)
 
     monkeypatch.setattr(start, "start", started)
-    monkeypatch.setattr(line, "_START_AGAIN_S", 600.0)  # the pause would be longer than anybody waits
+    monkeypatch.setattr(connection, "_START_AGAIN_S", 600.0)  # the pause would be longer than anybody waits
     trainer = FakeTrainer(tmp_path / "run", runtime)
     assert len(starts) == 2
     trainer.end()
@@ -83,12 +83,12 @@ def test_those_that_die_at_each_start_are_not_started_without_end(
 
     trainer = FakeTrainer(tmp_path / "run", runtime)
     monkeypatch.setattr(start, "start", started)
-    monkeypatch.setattr(line, "_START_AGAIN_S", 600.0)
-    monkeypatch.setattr(line, "_START_TIMEOUT_S", 15.0)
+    monkeypatch.setattr(connection, "_START_AGAIN_S", 600.0)
+    monkeypatch.setattr(connection, "_START_TIMEOUT_S", 15.0)
     trainer.client.longest_pause_s = start.NO_PAUSE_S
     for pid in keepers_of(runtime):
         os.kill(pid, 9)
-    with pytest.raises(line.KeeperError):
+    with pytest.raises(connection.KeeperError):
         trainer.client.tend()
     assert 1 <= len(starts) <= 2 * start._STARTS_AT_ONCE
     monkeypatch.setattr(start, "start", begin)

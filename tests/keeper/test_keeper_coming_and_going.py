@@ -118,7 +118,7 @@ def test_many_attempts_on_one_keeper_reuse_its_slots(tmp_path: Path, runtime: Pa
     for cycle in range(8):
         trainer = Process(run, runtime)
         trainer.do("start", parent, cycle, None)
-        trainer.do("slots", 3, 2)
+        trainer.do("slots", 3)
         trainer.do("snapshot", cycle + 1, False)
         folder = runtime_of(run, runtime)
         pid = pid or keeper_pid(folder)
@@ -138,7 +138,7 @@ def test_it_lingers_after_a_death_and_not_after_a_close(tmp_path: Path, runtime:
     run = tmp_path / "run"
     trainer = Process(run, runtime, linger_s=1.0)
     trainer.do("start", None, 0, None)
-    trainer.do("slots", 3, 2)
+    trainer.do("slots", 3)
     trainer.do("snapshot", 1, False)
     folder = runtime_of(run, runtime)
     pid = keeper_pid(folder)
@@ -153,7 +153,7 @@ def test_what_a_closed_trainer_left_is_saved_though_nobody_asked(tmp_path: Path,
     run = tmp_path / "run"
     trainer = Process(run, runtime, linger_s=3600)
     trainer.do("start", None, 0, None)
-    trainer.do("slots", 3, 2)
+    trainer.do("slots", 3)
     trainer.do("snapshot", 1, True)
     trainer.do("snapshot", 2, False)
     trainer.do("end")
@@ -183,7 +183,7 @@ def test_a_run_that_is_deleted_takes_its_keeper_along(tmp_path: Path, runtime: P
     run = tmp_path / "run"
     trainer = Process(run, runtime, linger_s=3600)
     trainer.do("start", None, 0, None)
-    trainer.do("slots", 3, 2)
+    trainer.do("slots", 3)
     trainer.do("snapshot", 1, False)
     folder = runtime_of(run, runtime)
     trainer.kill()
@@ -198,7 +198,7 @@ def test_a_disk_that_is_away_at_the_end_takes_no_snapshot_along(tmp_path: Path, 
     run, away = tmp_path / "run", tmp_path / "away"
     trainer = Process(run, runtime, linger_s=3600)
     trainer.do("start", None, 0, None)
-    trainer.do("slots", 3, 2)
+    trainer.do("slots", 3)
     folder = runtime_of(run, runtime)
     pid = keeper_pid(folder)
     assert pid is not None
@@ -220,7 +220,7 @@ def test_a_run_that_is_gone_for_good_leaves_what_was_committed_nowhere(tmp_path:
     run = tmp_path / "run"
     trainer = Process(run, runtime, linger_s=0)
     trainer.do("start", None, 0, None)
-    trainer.do("slots", 3, 2)
+    trainer.do("slots", 3)
     folder = runtime_of(run, runtime)
     trainer.do("snapshot", 1, False)
     name, _ = trainer.do("snapshot", 2, False)
@@ -239,7 +239,7 @@ def test_a_schedulers_signal_ends_the_lingering_not_the_work(tmp_path: Path, run
     run = tmp_path / "run"
     trainer = Process(run, runtime, linger_s=3600)
     trainer.do("start", None, 0, None)
-    trainer.do("slots", 3, 2)
+    trainer.do("slots", 3)
     pid = keeper_pid(runtime_of(run, runtime))
     assert pid is not None
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -260,7 +260,7 @@ def test_who_asks_it_to_go_knew_of_no_later_trainer(tmp_path: Path, runtime: Pat
     second = Process(run, runtime, linger_s=3600)
     first.kill()
     second.do("start", None, 0, None)
-    second.do("slots", 3, 2)
+    second.do("slots", 3)
     second.do("snapshot", 1, False)
     second.kill()
     eventually(lambda: committed(run) == [1])

@@ -197,7 +197,7 @@ def test_what_a_dead_trainer_and_a_dead_keeper_left_is_saved_whole(tmp_path: Pat
     run = tmp_path / "run"
     first = Process(run, runtime, constants_kib=64)
     first.do("start", None, 0, None)
-    first.do("slots", 3, 2)
+    first.do("slots", 3)
     first.do("snapshot", 1, True)
     first.do("committed", 1)
     first.do("snapshot", 2, False)

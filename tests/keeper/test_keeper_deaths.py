@@ -23,6 +23,7 @@ from flashckpt.memory.living import Living
 from flashckpt.memory.page import State
 from flashckpt.memory.region import is_region_name
 from flashckpt.memory.runtime import RuntimeFolder
+from flashckpt.memory.sizes import SlotSize
 from flashckpt.store.base import open_store
 from tests.keeper.driver import Process, committed, eventually, kill_keeper, ledger, runtime_of
 from tests.keeper.fake import FakeTrainer, keeper_pid, open_runtime
@@ -70,7 +71,7 @@ def test_killed_while_writing_a_slot_loses_that_snapshot_and_no_other(tmp_path: 
     run = tmp_path / "run"
     trainer = Process(run, runtime)
     trainer.do("start", None, 0, None)
-    trainer.do("slots", 2, 2)
+    trainer.do("slots", 2)
     trainer.do("snapshot", 1, False)
     name, generation = trainer.do("write", 2)
     trainer.kill()
@@ -79,7 +80,7 @@ def test_killed_while_writing_a_slot_loses_that_snapshot_and_no_other(tmp_path: 
     assert [step for _, step in second.do("survivors")] == [1]
     second.do("start", trainer.attempt, 1, None)
     # The half-written slot is free again: of two, the newest sealed is kept and this one is written.
-    second.do("slots", 2, 2)
+    second.do("slots", 2)
     assert second.do("snapshot", 2, True)[:2] == [name, generation + 1]
     second.do("committed", 2)
     assert committed(run) == [1, 2]
@@ -91,7 +92,7 @@ def test_a_torn_newest_falls_back_to_the_one_before(tmp_path: Path, runtime: Pat
     run = tmp_path / "run"
     trainer = Process(run, runtime)
     trainer.do("start", None, 0, None)
-    trainer.do("slots", 3, 2)
+    trainer.do("slots", 3)
     trainer.do("snapshot", 1, False)
     folder = runtime_of(run, runtime)
     # The keeper is stopped so that it does not see the tear before the trainer is dead.
@@ -238,7 +239,7 @@ def test_a_keeper_that_was_deposed_while_it_left_removes_nothing(tmp_path: Path,
     folder = RuntimeFolder.open(str(runtime), identity)
     keeper = Keeper.elected(str(run), folder)
     assert keeper is not None
-    [region] = keeper.regions.make(0, [0], 4096, 4096).regions
+    [region] = keeper.regions.make(0, [0], SlotSize(4096, 4096)).regions
     keeper.regions.put(region)
     folder.remove(ELECTION_LOCK)
     keeper._leave()
@@ -276,10 +277,10 @@ def test_memfds_survive_the_keeper_and_fall_with_both(tmp_path: Path, runtime: P
         assert slot.persisted == generation
         assert trainer.client.restarts == 1
         assert [step for _, step in sorted(trainer.survivors(), key=lambda row: row[1])] == [1, 2]
-        [lent] = trainer.client.slots(1, 1 << 20, trainer.layout.num_bytes, minimum=1)
+        lent = trainer.client.slot_to_read(SlotSize(1 << 20, trainer.layout.num_bytes))
         os.close(lent.descriptor)
         assert lent.name in trainer.client._possession.held
-        for grant in trainer.client.slots(3, 4096, trainer.layout.num_bytes):
+        for grant in trainer.client.slots(3, SlotSize(4096, trainer.layout.num_bytes)):
             os.close(grant.descriptor)
         assert set(trainer.client._possession.held) == {slot.name for slot in trainer.slots}
         kill_keeper(trainer.folder)
@@ -300,7 +301,7 @@ def test_a_trainer_killed_with_its_keeper_stopped_is_found_when_it_wakes(
     run = tmp_path / "run"
     trainer = Process(run, runtime)
     trainer.do("start", None, 0, None)
-    trainer.do("slots", 3, 2)
+    trainer.do("slots", 3)
     pid = keeper_pid(runtime_of(run, runtime))
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
@@ -320,7 +321,7 @@ def test_the_slot_that_was_loaded_becomes_the_new_attempts(tmp_path: Path, runti
         run = disk / "run"
         first = Process(run, runtime)
         first.do("start", None, 0, None)
-        first.do("slots", 3, 2)
+        first.do("slots", 3)
         (disk / "filler").write_bytes(bytes(disk_room(disk) - (200 << 10)))
         first.do("snapshot", 9, False)
         first.kill()
@@ -349,7 +350,7 @@ def test_what_a_superseded_attempt_left_is_never_committed_and_goes(tmp_path: Pa
     run = tmp_path / "run"
     first = Process(run, runtime, linger_s=0.5)
     first.do("start", None, 0, None)
-    first.do("slots", 3, 2)
+    first.do("slots", 3)
     folder = runtime_of(run, runtime)
     pid = keeper_pid(folder)
     assert pid is not None
@@ -415,7 +416,7 @@ def test_slots_stay_until_the_trainer_releases_them(tmp_path: Path, runtime: Pat
     old = [slot.name for slot in trainer.slots]
     larger = trainer.layout.num_bytes * 2
     kill_keeper(trainer.folder)
-    for grant in trainer.client.slots(3, 8192, larger):
+    for grant in trainer.client.slots(3, SlotSize(8192, larger)):
         grant.open().close()
     for step in (1, 2, 3, 4):
         slot, generation = trainer.snapshot(step, persist=step == 4)
@@ -436,7 +437,7 @@ def test_no_step_is_read_into_a_slot_whose_snapshot_is_committed_nowhere(
         trainer.snapshot(step)
     named = {slot.name for slot in trainer.slots}
     size = trainer.layout.num_bytes
-    [grant] = trainer.client.slots(1, 4096, size, minimum=1)
+    grant = trainer.client.slot_to_read(SlotSize(4096, size))
     grant.open().close()
     assert grant.name not in named
     assert len(trainer.survivors()) == 3

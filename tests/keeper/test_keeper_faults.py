@@ -16,6 +16,7 @@ from flashckpt.keeper.protocol import ELECTION_LOCK
 from flashckpt.keeper.regions import Regions
 from flashckpt.memory.page import State
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder
+from flashckpt.memory.sizes import SlotSize
 from tests.keeper.driver import Process, committed, eventually, kill_keeper, ledger, runtime_of
 from tests.keeper.fake import FakeTrainer, keeper_pid
 from tests.memory.mounts import small_tmpfs
@@ -178,7 +179,7 @@ def test_a_superseded_attempt_commits_nothing(trainer: FakeTrainer, runtime: Pat
 def test_too_little_memory_says_how_much_and_leaves_nothing(trainer: FakeTrainer) -> None:
     before = trainer.folder.names()
     with pytest.raises(OutOfRoomError, match="slots=2") as raised:
-        trainer.client.slots(3, 4096, 1 << 45)
+        trainer.client.slots(3, SlotSize(4096, 1 << 45))
     assert raised.value.needed > 2 << 45
     assert 0 < raised.value.available < 1 << 45
     assert trainer.folder.names() == before, "the slots it had are still its own"
@@ -197,7 +198,7 @@ def test_fewer_slots_where_there_is_room_for_fewer(runtime: Path) -> None:
         used = sum(os.stat(Path(folder.path) / name).st_blocks * 512 for name in folder.names())
         return left[0] - used
 
-    made = Regions(folder, life).make(0, range(3), 4096, 16 << 20, available=available)
+    made = Regions(folder, life).make(0, range(3), SlotSize(4096, 16 << 20), available=available)
     assert len(made.regions) == 2
     assert isinstance(made.error, OutOfRoomError)
     assert len([name for name in folder.names() if name.startswith("slot-")]) == 2
@@ -295,7 +296,7 @@ def test_a_killed_trainer_on_a_full_disk_keeps_its_keeper_and_its_snapshot(
         run = disk / "run"
         trainer = Process(run, runtime, linger_s=0.1)
         trainer.do("start", None, 0, None)
-        trainer.do("slots", 2, 2)
+        trainer.do("slots", 2)
         filler = fill(disk, left=200 << 10)
         trainer.do("snapshot", 3, False)
         folder = runtime_of(run, runtime)
@@ -314,7 +315,7 @@ def test_a_trainer_is_told_of_its_own_attempts_commits_only(tmp_path: Path, runt
     run = tmp_path / "run"
     first = Process(run, runtime)
     first.do("start", None, 0, None)
-    first.do("slots", 3, 2)
+    first.do("slots", 3)
     first.do("snapshot", 5, True)
     first.do("snapshot", 90, True)
     first.do("committed", 90)

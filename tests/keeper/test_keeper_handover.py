@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from flashckpt.keeper.protocol import LOG_NAME
+from flashckpt.memory.sizes import SlotSize
 from flashckpt.memory.slots import SlotRing
 from tests.keeper.driver import Process, committed, eventually, kill_keeper, runtime_of
 from tests.keeper.fake import FakeTrainer, keeper_pid
@@ -50,7 +51,7 @@ def test_what_was_released_is_not_taken_for_used_by_the_next_keeper(tmp_path: Pa
     kill_keeper(trainer.folder)
     for slot in trainer.slots:
         slot.close()
-    trainer.grants = trainer.client.slots(3, 1 << 16, trainer.image.num_bytes * 2)
+    trainer.grants = trainer.client.slots(3, SlotSize(1 << 16, trainer.image.num_bytes * 2))
     trainer.slots = [grant.open() for grant in trainer.grants]
     trainer.owners = {grant.name: grant.owner for grant in trainer.grants}
     trainer.ring = SlotRing(trainer.slots)
@@ -83,7 +84,7 @@ def test_what_a_dead_trainer_had_no_room_for_the_next_is_not_told(tmp_path: Path
     assert first.do("ask", 2, 1 << 44) is None, "it is being made"
     first.kill()
     second = Process(tmp_path / "run", runtime)
-    assert len(second.do("slots", 3, 3)) == 3
+    assert len(second.do("slots", 3)) == 3
     second.kill()
     kill_keeper(runtime_of(tmp_path / "run", runtime))
 

@@ -36,7 +36,7 @@ def test_a_killed_trainer_leaves_its_newest_sealed_snapshot(tmp_path: Path, runt
     run = tmp_path / "run"
     trainer = Process(run, runtime)
     trainer.do("start", None, 0, None)
-    trainer.do("slots", 3, 2)
+    trainer.do("slots", 3)
     trainer.do("snapshot", 1, False)
     trainer.do("snapshot", 2, False)
     trainer.do("write", 3)
@@ -50,7 +50,7 @@ def test_both_killed_a_new_keeper_adopts_and_persists(tmp_path: Path, runtime: P
     run = tmp_path / "run"
     first = Process(run, runtime)
     first.do("start", None, 0, None)
-    first.do("slots", 3, 2)
+    first.do("slots", 3)
     first.do("snapshot", 7, False)
     folder = runtime_of(run, runtime)
     os.kill(keeper_pid(folder), 19)

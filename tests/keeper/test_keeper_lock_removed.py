@@ -45,7 +45,7 @@ class Job:
         self.run = run
         self.trainer = Process(run, runtime)
         self.trainer.do("start", None, 0, None)
-        self.trainer.do("slots", 3, 2)
+        self.trainer.do("slots", 3)
         self.folder = runtime_of(run, runtime)
 
     def lock(self) -> str:

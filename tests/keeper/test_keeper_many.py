@@ -14,6 +14,7 @@ from flashckpt.keeper.possession import Possession
 from flashckpt.keeper.protocol import MAX_DESCRIPTORS, close_all
 from flashckpt.keeper.regions import MAX_SLOTS
 from flashckpt.memory.region import is_region_name
+from flashckpt.memory.sizes import SlotSize
 from tests.keeper.driver import committed, kill_keeper
 from tests.keeper.fake import FakeTrainer, keeper_pid
 
@@ -22,13 +23,24 @@ MOST = 16
 
 def grown(trainer: FakeTrainer, image_bytes: int) -> None:
     """Slots that are larger than all before, of which none is released."""
-    grants = trainer.client.slots(MOST, 4096, image_bytes)
+    grants = trainer.client.slots(MOST, SlotSize(4096, image_bytes), have=slot_files(trainer))
     assert len(grants) == MOST
     close_all([grant.descriptor for grant in grants])
 
 
+def slot_files(trainer: FakeTrainer) -> list[str]:
+    return [name for name in trainer.folder.names() if name.startswith("slot-")]
+
+
 def region_files(trainer: FakeTrainer) -> int:
     return sum(map(is_region_name, trainer.folder.names()))
+
+
+def one_more(trainer: FakeTrainer, what: str) -> None:
+    if what == "slots":
+        trainer.client.slots(2, SlotSize(4096, 50 << 12), have=slot_files(trainer))
+    else:
+        trainer.ask_region()
 
 
 @pytest.mark.parametrize("what", ["slots", "constants"])
@@ -39,10 +51,11 @@ def test_a_keeper_does_not_end_of_more_than_it_holds(tmp_path: Path, runtime: Pa
     pid = keeper_pid(trainer.folder)
     for larger in range(MAX_SLOTS // MOST - 1):
         grown(trainer, (16 + larger) << 12)
-    trainer.client.slots(MAX_SLOTS - region_files(trainer), 4096, 40 << 12)
+    left = MAX_SLOTS - region_files(trainer)
+    trainer.client.slots(left, SlotSize(4096, 40 << 12), have=slot_files(trainer))
     assert region_files(trainer) == MAX_SLOTS
     with pytest.raises(KeeperError, match=f"already holds {MAX_SLOTS}"):
-        trainer.client.slots(2, 4096, 50 << 12) if what == "slots" else trainer.ask_region()
+        one_more(trainer, what)
     assert region_files(trainer) == MAX_SLOTS, "nothing is left of what it could not take"
     trainer.snapshot(1, persist=True)
     trainer.wait_committed(1)

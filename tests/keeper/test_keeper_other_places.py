@@ -26,7 +26,7 @@ def killed_with_its_snapshot_in_memory(run: Path, runtime: Path, **options: floa
     attempts.mark_ended(store, attempts.claim(store, holder.here()), "closed")
     trainer = Process(run, runtime, **options)
     trainer.do("start", None, 0, None)
-    trainer.do("slots", 3, 2)
+    trainer.do("slots", 3)
     trainer.do("snapshot", 7, False)
     keeper = eventually(lambda: keeper_pid(runtime_of(run, runtime)))
     os.kill(keeper, signal.SIGSTOP)
@@ -97,7 +97,7 @@ def test_a_run_that_was_deleted_put_back_and_is_away_now_is_waited_for(tmp_path:
     run, copy, away = tmp_path / "run", tmp_path / "copy", tmp_path / "away"
     trainer = Process(run, runtime, linger_s=3600)
     trainer.do("start", None, 0, None)
-    trainer.do("slots", 3, 2)
+    trainer.do("slots", 3)
     trainer.do("snapshot", 3, True)
     trainer.do("committed", 3)
     folder, attempt = runtime_of(run, runtime), AttemptName.parse(trainer.attempt)

@@ -57,7 +57,8 @@ def answer(peer: socket.socket) -> dict[str, Any] | None:
 MALFORMED: list[bytes] = [
     b"{", b"[]", b"null", b"\xff\xfe", b'{"op":1}', b'{"op":"nothing"}', b"[" * 60_000, b"9" * 60_000,
     b"x" * (protocol.MAX_MESSAGE_BYTES + 1),
-    b'{"op":"slots","count":1,"minimum":1,"metadata_bytes":1,"image_bytes":1}', b'{"op":"closing"}',
+    b'{"op":"memory","purpose":"slots","count":1,"needed":[1,1],"wanted":[1,1],"have":[]}',
+    b'{"op":"closing"}',
     *(json.dumps({**HELLO, **change}).encode() for change in (
         {"lock": "../../etc/passwd"}, {"lock": "keeper.lock"}, {"lock": ""}, {"lock": "trainer-" + "x" * 99},
         {"lock": "trainer-\udc80.lock"}, {"lock": "trainer-\ud800.lock"}, {"lock": "trainer-\xe9.lock"},
@@ -83,16 +84,16 @@ def test_a_malformed_message_closes_its_connection_and_no_other(trainer: FakeTra
 
 @pytest.mark.parametrize(
     "change",
-    [{"count": 0}, {"count": 10**9}, {"minimum": 4}, *({"image_bytes": size} for size in (0, 1 << 62, 1.5)),
-     {"most_image_bytes": 0}, *({"least_bytes": sizes} for sizes in (None, 1, [1], [1, 0], [1, True]))],
+    [{"count": -1}, {"count": 10**9}, {"purpose": 3}, {"purpose": "to have it"}, {"have": "slot"},
+     {"have": [1]}, {"have": ["x"] * 65}, *({"wanted": [1, size]} for size in (0, 1 << 62, 1.5)),
+     *({"needed": sizes} for sizes in (None, 1, [1], [1, 0], [1, True]))],
 )  # fmt: skip
 def test_a_request_for_slots_is_bounded(trainer: FakeTrainer, change: dict[str, Any]) -> None:
     peer = connected(trainer)
     hello = {**HELLO, "lock": trainer.life.name, "attempt": str(trainer.attempt)}
     peer.send(json.dumps(hello).encode())
     assert answer(peer) == {"ok": True}
-    sizes = {"metadata_bytes": 1, "image_bytes": 1, "most_image_bytes": 1 << 40, "least_bytes": [1, 1]}
-    asked = {"op": "slots", "count": 3, "minimum": 2, **sizes}
+    asked = {"op": "memory", "purpose": "slots", "count": 3, "needed": [1, 1], "wanted": [1, 1], "have": []}
     peer.send(json.dumps(asked).encode())
     assert "slots" in (answer(peer) or {}), "without the change it is a request"
     peer.send(json.dumps({**asked, **change}).encode())

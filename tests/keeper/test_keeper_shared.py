@@ -53,7 +53,7 @@ def process(run: Path, base: Path, *, share: bool = True) -> Process:
     """A trainer that may be killed, with slots and, if wanted, a region."""
     trainer = Process(run, base, constants_kib=64, keep=20)
     trainer.do("start", None, 0, None)
-    trainer.do("slots", 3, 2)
+    trainer.do("slots", 3)
     if share:
         trainer.do("share")
     return trainer

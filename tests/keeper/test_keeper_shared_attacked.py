@@ -10,6 +10,7 @@ from flashckpt.errors import KeeperError
 from flashckpt.format import metadata
 from flashckpt.keeper.regions import Regions
 from flashckpt.memory.region import NAMED
+from flashckpt.memory.sizes import SlotSize
 from tests.keeper.driver import eventually
 from tests.keeper.fake import FakeTrainer
 
@@ -64,10 +65,10 @@ def test_a_region_that_would_not_live_as_long_as_slots_is_not_even_made(
     trainer.take_slots()
     assert kinds(trainer) == {"named"}
     with pytest.raises(KeeperError, match="no room for them where the slots are"):
-        eventually(lambda: trainer.client.ask_constants(4096, 9 << 20))
+        eventually(lambda: trainer.client.constants(SlotSize(4096, 9 << 20)))
     begun: list[int] = []
     made = Regions(trainer.folder, trainer.life).make(
-        0, [0], 4096, 9 << 20, begun=begun.append, holds_constants=True, only=NAMED
+        0, [0], SlotSize(4096, 9 << 20), begun=begun.append, holds_constants=True, only=NAMED
     )
     assert (made.regions, begun) == ((), [])
     assert isinstance(made.error, KeeperError)

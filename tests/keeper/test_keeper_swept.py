@@ -71,7 +71,7 @@ def test_a_keeper_whose_trainer_is_dead_saves_what_it_holds(tmp_path: Path, runt
     with faulty_keeper(run, runtime, faults) as keeper:
         trainer = Process(run, runtime)
         trainer.do("start", None, 0, None)
-        trainer.do("slots", 3, 2)
+        trainer.do("slots", 3)
         (faults / "write.pause").touch()
         trainer.do("snapshot", 7, True)
         eventually(lambda: (faults / "write.paused").exists())

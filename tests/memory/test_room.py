@@ -179,17 +179,45 @@ def test_a_runtime_folder_on_a_disk_keeps_no_region_by_name(tmp_path: Path) -> N
     assert region.kind_for(folder, 4096) == region.MEMFD
 
 
-def test_the_nodes_lock_is_held_by_one(runtime: Path) -> None:
+_HOLDER = """
+import sys
+from flashckpt.memory import room
+from flashckpt.memory.runtime import RuntimeFolder
+with room.node_lock(RuntimeFolder.open(sys.argv[1], "f" * 32)):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_the_nodes_lock_is_held_by_one_process(runtime: Path) -> None:
     folder = RuntimeFolder.open(str(runtime), IDENTITY)
-    other = RuntimeFolder.open(str(runtime), "f" * 32)
-    with (
-        room.node_lock(folder),
-        pytest.raises(OutOfRoomError, match="another job|Another job"),
-        room.node_lock(other, timeout_s=0),
-    ):
-        pass
-    with room.node_lock(other, timeout_s=0):
-        pass
+    command = [sys.executable, "-c", _HOLDER, str(runtime)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(OutOfRoomError, match="Another job"), room.node_lock(folder, timeout_s=0):
+            pass
+        other.kill()
+        other.wait()
+        with room.node_lock(folder, timeout_s=0):
+            pass
+
+
+def test_the_nodes_lock_stays_until_the_last_thread_lets_go(runtime: Path) -> None:
+    """Threads of one process take memory side by side: closing the file for one would free it for others."""
+    folder = RuntimeFolder.open(str(runtime), IDENTITY)
+    path = Path(folder.path).parent / "room.lock"
+
+    def is_held() -> bool:
+        code = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+        return subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True).returncode != 0
+
+    with room.node_lock(folder):
+        with room.node_lock(folder, timeout_s=0):
+            assert is_held()
+        assert is_held()
+    assert not is_held()
 
 
 HELD_OVER_A_FORK = """

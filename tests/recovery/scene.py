@@ -52,7 +52,7 @@ class Crash:
         return self
 
     def slots(self, count: int = 3) -> Crash:
-        self.trainer.do("slots", count, 2)
+        self.trainer.do("slots", count)
         return self
 
     def seal(self, *steps: int, persist: bool = False) -> list[str]:

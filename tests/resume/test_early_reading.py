@@ -19,7 +19,7 @@ from flashckpt.errors import OutOfRoomError
 from flashckpt.keeper.client import KeeperClient, SlotGrant
 from flashckpt.restore.shard_reading import ShardReading
 
-Slots = Callable[..., list[SlotGrant]]
+Slot = Callable[..., SlotGrant]
 
 
 def model(seed: int) -> nn.Module:
@@ -50,17 +50,17 @@ def assert_whole(live: nn.Module) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "flashckpt-read"]
 
 
-def replaced(monkeypatch: pytest.MonkeyPatch, around: Callable[[Slots, Any], list[SlotGrant]]) -> None:
+def replaced(monkeypatch: pytest.MonkeyPatch, around: Callable[[Slot, Any], SlotGrant]) -> None:
     """Change what a request for a slot to read into meets."""
-    slots = KeeperClient.slots
+    slot_to_read = KeeperClient.slot_to_read
 
-    def asked(client: KeeperClient, *arguments: Any, early: Any = None, **options: Any) -> list[SlotGrant]:
-        def ask(early: Any) -> list[SlotGrant]:
-            return slots(client, *arguments, early=early, **options)
+    def asked(client: KeeperClient, *sizes: Any, early: Any = None) -> SlotGrant:
+        def ask(early: Any) -> SlotGrant:
+            return slot_to_read(client, *sizes, early=early)
 
-        return ask(None) if early is None else around(ask, early)
+        return around(ask, early)
 
-    monkeypatch.setattr(KeeperClient, "slots", asked)
+    monkeypatch.setattr(KeeperClient, "slot_to_read", asked)
 
 
 def test_it_is_read_early(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,9 +82,10 @@ def test_a_slot_that_is_another_one_is_read_into_anew(run: Path, monkeypatch: py
     orphan = os.memfd_create("orphan")
     os.posix_fallocate(orphan, 0, 64 << 20)
 
-    def around(ask: Any, early: Any) -> list[SlotGrant]:
+    def around(ask: Any, early: Any) -> SlotGrant:
         early(os.dup(orphan), 8192)
-        return list(ask(None))
+        found: SlotGrant = ask(None)
+        return found
 
     replaced(monkeypatch, around)
     assert_whole(resumed(run))
@@ -94,7 +95,7 @@ def test_a_slot_that_is_another_one_is_read_into_anew(run: Path, monkeypatch: py
 def test_without_a_slot_nothing_is_read_any_more(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     empty = os.memfd_create("empty")
 
-    def around(ask: Any, early: Any) -> list[SlotGrant]:
+    def around(ask: Any, early: Any) -> SlotGrant:
         early(os.dup(empty), 8192)
         raise OutOfRoomError("no room", needed=2, available=1)
 

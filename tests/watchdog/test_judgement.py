@@ -22,6 +22,7 @@ from flashckpt.keeper.trainers import Trainer
 from flashckpt.keeper.watchdog import Watchdog
 from flashckpt.memory.page import Heartbeat
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder, is_alive, stacks_name
+from flashckpt.memory.sizes import SlotSize
 from flashckpt.persist.ledger import MAX_LINE_BYTES
 from tests.keeper.driver import Process, eventually, runtime_of
 from tests.keeper.fake import open_runtime
@@ -43,7 +44,7 @@ class Watched:
         life = LifeLock.acquire(self.folder, LOCK)
         assert life is not None
         self.life = life
-        [region] = keeper.regions.make(0, [0], 4096, 4096).regions
+        [region] = keeper.regions.make(0, [0], SlotSize(4096, 4096)).regions
         self.held: HeldRegion = keeper.regions.put(region)
         self.owner = self.enroll()
         self.trainer = keeper.roster.watch(Trainer(lock=LOCK, rank=0, pid=self.child.pid))

@@ -1,7 +1,8 @@
-"""The line from a trainer to its node's keeper: found, started where there is none, and made anew.
+"""A trainer's connection to its node's keeper: found, started where there is none, and made anew.
 
-Owns the connection, and the memory of what must be said again to a new keeper. What is asked, and what an
-answer means, others say. Safe to use from any thread; every call has a time limit.
+Owns the socket, those on which an answer is waited for that takes long, and the memory of what must be said
+again to a new keeper. What is asked, and what an answer means, others say. Safe to use from any thread; every
+call but `call_apart` has a time limit.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from flashckpt.errors import KeeperError, OutOfRoomError
@@ -40,7 +41,7 @@ _TRIES = 4
 _CLOSE_PATIENCE_S = 2.0
 
 
-class Line:
+class KeeperConnection:
     """`restarts` counts the keepers after the first; `longest_pause_s` is how long one that would come after
     many that died may have to wait. `possession` is handed to a new one."""
 
@@ -59,6 +60,9 @@ class Line:
         self._patience_s = patience_s
         self._lock = threading.RLock()
         self._peer: socket.socket | None = None
+        # Those on which an answer is waited for. Closed by who waits alone; shut down to end the wait.
+        self._waiting: set[socket.socket] = set()
+        self._closed = False
         self._elected: tuple[int, int] | None = None
         self._known: tuple[tuple[int, int] | None, int] | None = None
         self._said: dict[str, dict[str, Any]] = {}
@@ -72,8 +76,11 @@ class Line:
         # The connection is the parent's: a word of the child's on it would be taken for the parent's.
         if self._peer is not None:
             forks.close(self._peer.detach())
+        for peer in self._waiting:
+            forks.close(peer.detach())
         if self._begun >= 0:
             forks.close(self._begun)
+        self._waiting = set()
         self._peer, self._begun, self._lock = None, -1, threading.RLock()
 
     def call(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -106,6 +113,61 @@ class Line:
                         time.sleep(_RETRY_S)
                         tries += 1
 
+    def call_apart(
+        self, message: dict[str, Any], begun: Callable[[dict[str, Any], list[int]], None]
+    ) -> tuple[dict[str, Any], list[int]]:
+        """The answer to a request that may take long, with its descriptors. It is waited for on a socket of
+        its own, so that this thread alone waits. A keeper that dies meanwhile, or is replaced, answers
+        nothing: its successor is asked. `begun` is given what comes before the answer.
+
+        Raises KeeperError, OutOfRoomError; KeeperError once `stop_waiting` was called, too.
+        """
+        tries, restarts = 0, -1
+        while not self._closed:
+            self.call({"op": "ping"})  # there is a keeper, and it knows what this trainer has
+            tries, restarts = (tries + 1, restarts) if restarts == self.restarts else (1, self.restarts)
+            try:
+                return self._answered_apart(message, begun)
+            except (OSError, EOFError) as error:
+                if tries >= _TRIES or isinstance(error, TimeoutError):
+                    raise _unreachable(self._runtime, f"it does not answer ({error})") from error
+                time.sleep(_RETRY_S)
+        raise KeeperError("The run was let go while it waited for its keeper.")
+
+    def _answered_apart(
+        self, message: dict[str, Any], begun: Callable[[dict[str, Any], list[int]], None]
+    ) -> tuple[dict[str, Any], list[int]]:
+        with self._lock:
+            peer = self._reach()
+            if peer is None:
+                raise EOFError("nobody listens")
+            self._waiting.add(peer)
+        try:
+            if "hello" in self._said:
+                self._asked(peer, self._said["hello"])
+            peer.settimeout(None)
+            send(peer, message)
+            while True:
+                answer, received = receive(peer)
+                if "begun" not in answer:
+                    break
+                begun(answer, received)
+        finally:
+            with self._lock:
+                self._waiting.discard(peer)
+            peer.close()
+        return self._accepted(answer, received)
+
+    def stop_waiting(self) -> None:
+        """The run ends: nobody waits for an answer any more."""
+        self._closed = True
+        self._shut_waiting()
+
+    def _shut_waiting(self) -> None:
+        for peer in list(self._waiting):
+            with contextlib.suppress(OSError):
+                peer.shutdown(socket.SHUT_RDWR)
+
     def tend(self) -> bool:
         """Start a keeper again if it is dead or silent. Returns whether this trainer has a new one."""
         with self._lock:
@@ -131,7 +193,10 @@ class Line:
         self, peer: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()
     ) -> tuple[dict[str, Any], list[int]]:
         send(peer, message, descriptors)
-        answer, received = receive(peer)
+        return self._accepted(*receive(peer))
+
+    @staticmethod
+    def _accepted(answer: dict[str, Any], received: list[int]) -> tuple[dict[str, Any], list[int]]:
         if answer.get("ok") is True:
             return answer, received
         close_all(received)
@@ -250,6 +315,7 @@ class Line:
             with contextlib.suppress(OSError):
                 self._peer.close()
             self._peer = None
+        self._shut_waiting()  # of a keeper that is silent, too, they would wait for ever
 
 
 def _as_error(answer: dict[str, Any]) -> Refusal | OutOfRoomError:

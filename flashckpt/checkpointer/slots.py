@@ -1,0 +1,567 @@
+"""The slots of one trainer: asked for, made ready beside the loop, exchanged at a boundary, given back.
+
+A request for memory stands in one of three ways: asked, given, refused. A thread waits for its one answer and
+makes ready what was given; the training thread takes it at a boundary, since slots must never change under a
+copy. The attendant's thread only begins what is due (`tend`): it takes no memory and unmaps none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from flashckpt import _native, crashpoints
+from flashckpt.capture import Capture
+from flashckpt.capture.shared import Shared
+from flashckpt.checkpointer.session import Session
+from flashckpt.checkpointer.sharing import Sharing
+from flashckpt.errors import DamagedError, FlashckptError, KeeperError, OutOfRoomError
+from flashckpt.events import log
+from flashckpt.format.metadata import Metadata
+from flashckpt.keeper.grants import SlotGrant
+from flashckpt.keeper.protocol import Refusal, close_all
+from flashckpt.memory.page import State
+from flashckpt.memory.sizes import SlotSize
+from flashckpt.memory.slot import Sealed, Slot
+from flashckpt.memory.slots import SlotRing
+from flashckpt.options import Options
+
+_RETRY_S, _SOON_S = 5.0, 0.5
+# No room for smaller slots beside those there are: not tried again with each page that they differ by.
+_SMALLER_RETRY_S = 300.0
+_FEWEST = 2
+
+
+@dataclass(frozen=True, eq=False)
+class _Request:
+    """What was asked of the keeper, for a state that needs so much: see `KeeperClient.slots`. `adds`: to the
+    slots there are, which are not exchanged for these; `smaller`: in the place of ones with room to spare."""
+
+    state: SlotSize
+    needed: SlotSize
+    wanted: SlotSize
+    count: int
+    adds: bool = False
+    smaller: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class _Given:
+    """Slots that are ready to be written: mapped, faulted in, known to the devices."""
+
+    slots: Sequence[Slot]
+    owners: dict[str, int]
+    request: _Request
+
+
+class Slots:
+    """`ring` is what the capture writes to, `were_had` whether it ever had slots, `error` why slots could not
+    be had the last time. `say(text, key)` warns once a key; `news` is called when an answer has come.
+    `shared` is the region of constants that captures name from the beginning, `sharing` what gets others."""
+
+    def __init__(
+        self,
+        session: Session,
+        capture: Capture,
+        options: Options,
+        say: Callable[[str, str], None],
+        news: Callable[[], None] = lambda: None,
+        shared: Shared | None = None,
+    ) -> None:
+        self._session, self._capture, self._say, self._news = session, capture, say, news
+        self._count, self._patience_s = options.slots or 0, max(options.grace_s, 1.0)
+        self.ring: SlotRing | None = None
+        self.were_had = False
+        self.error: FlashckptError | None = None
+        self.sharing = Sharing(session, self.newest_sealed, self._name, shared)
+        self._asked: _Request | None = None
+        self._given: _Given | None = None
+        self._owners: dict[str, int] = {}
+        # Held for the moment in which a request, or what was given, changes hands; never while one waits.
+        self._handover = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._waiting_for: _Request | None = None
+        self._retry_s = 0.0
+        self._unreachable_since_s: float | None = None
+        # What each slot is to have room for where memory allowed only one: the others come once that holds
+        # the newest snapshot.
+        self._missing: SlotSize | None = None
+        self._too_small: SlotSize | None = None
+        self._smaller_s = 0.0
+        self._replaced: SlotRing | None = None
+        self._outgrown: list[Slot] = []
+        self._carried: Sealed | None = None
+        self._ended = False
+
+    # ---- called by the training thread
+
+    @property
+    def any(self) -> bool:
+        """Whether there are slots, or will be at the next boundary."""
+        return self.ring is not None or self._given is not None
+
+    @property
+    def asked(self) -> SlotSize | None:
+        """What slots were asked for that are not given yet."""
+        return None if self._asked is None else self._asked.state
+
+    @property
+    def preparing(self) -> bool:
+        """Whether slots were asked for that the capture does not have yet."""
+        return self._asked is not None or self._given is not None
+
+    @property
+    def ready(self) -> bool:
+        """Whether slots wait to be taken."""
+        return self._given is not None
+
+    def ask(self, state: SlotSize) -> None:
+        """Ask for slots for a state that needs this. What stands is not asked again, unless it was refused
+        for another size, or is for slots that are too small."""
+        before = self._asked
+        is_replaced = before is not None and (before.adds or before.smaller)
+        if before is not None and not is_replaced and (self.error is None or before.state == state):
+            return
+        # A state that goes on growing outgrows slots seldom; where memory is short it gets what it needs.
+        wanted = state.with_slack()
+        wanted = wanted.grown() if self.ring is not None else wanted
+        is_larger = before is not None and sum(state) > sum(before.state)
+        # What a state that grows in every step had no memory for is not tried again in each of them.
+        at_once = self.error is None or not is_larger
+        self._put(_Request(state, state.with_slack(2), wanted, self._count), at_once=at_once)
+
+    def ask_for_one(self) -> None:
+        """One larger slot will do, beside that of the newest snapshot: the others come once that has gone."""
+        state = self.asked
+        if state is not None:
+            self._put(_Request(state, state.with_slack(2), state.with_slack(), 1))
+
+    def ask_smaller(self, state: SlotSize) -> bool:
+        """Ask for slots in the place of larger ones, whose memory is the machine's then; once a size: returns
+        whether that was now."""
+        if self._too_small == state or time.monotonic() < self._smaller_s or self.ring is None:
+            return False
+        self._too_small, size = state, state.with_slack()
+        # Beside those there are, which are large enough; and not fewer: a snapshot that is skipped is worse.
+        self._put(_Request(state, size, size, 2 * len(self.ring.slots), smaller=True))
+        return True
+
+    @property
+    def shrinking(self) -> bool:
+        """Whether smaller slots than there are were asked for and are not taken yet."""
+        given = self._given
+        return given is not None and given.request.smaller or self._asked is not None and self._asked.smaller
+
+    def keep_larger(self) -> None:
+        """Smaller slots that were asked for, or are ready, are not wanted any more: the state needs those
+        there are."""
+        with self._handover:
+            if self._asked is not None and self._asked.smaller:
+                self._asked = None
+            if self._given is not None and self._given.request.smaller:
+                self._outgrown.extend(self._given.slots)
+                self._given = None
+        self._too_small = None
+
+    @property
+    def is_for_one(self) -> bool:
+        """Whether just one slot was asked for."""
+        return self._asked is not None and self._asked.count == 1
+
+    @property
+    def is_single(self) -> bool:
+        """Whether the user wants one slot, and what stands in it on disk before it is written again."""
+        return self._count == 1
+
+    def ask_again(self) -> None:
+        """Somebody waits: what there was no memory for a moment ago is asked for at once."""
+        if self._asked is not None:
+            self._put(self._asked)
+
+    def _put(self, request: _Request, *, at_once: bool = True) -> None:
+        with self._handover:
+            self._asked = request
+            if at_once:
+                self.error, self._retry_s = None, 0.0
+        self._news()
+
+    def fits(self) -> None:
+        """The state fits the slots there are: larger ones that were asked for are not needed any more."""
+        with self._handover:
+            asked, ring = self._asked, self.ring
+            if ring is None:
+                return
+            if asked is not None and not asked.adds and not asked.smaller:
+                self._asked = self.error = None
+            if len(ring.slots) < self._fewest and self._missing is None and not self.preparing:
+                self._missing = _capacity(ring.slots[0])
+
+    @property
+    def completing(self) -> bool:
+        """Whether there are fewer slots than snapshots need, and others are on their way."""
+        is_short = self.ring is not None and len(self.ring.slots) < self._fewest
+        return is_short and self.error is None
+
+    @property
+    def _fewest(self) -> int:
+        return min(self._count or _FEWEST, _FEWEST)
+
+    def give_up(self, slot: Slot) -> None:
+        """Let this slot go, which no capture writes any more: its memory is needed for a larger one, and the
+        newest snapshot stays in another."""
+        with self._handover:
+            self.ring = self.ring.without(slot) if self.ring is not None else None
+            self._outgrown.append(slot)
+        crashpoints.point("growth.given-up")
+
+    def take_ready(self) -> tuple[SlotRing, dict[str, int]] | None:
+        """Slots that are ready, with this process's owner index in each, for the capture to write to from
+        now on. The training thread calls this at a boundary, and `taken_up` once it writes to the old ones no
+        more."""
+        with self._handover:
+            given, self._given = self._given, None
+            if given is None:
+                return None
+            kept = self.ring.slots if self.ring is not None and given.request.adds else ()
+            self._replaced = self.ring if not given.request.adds else None
+            self.were_had = True
+            self.ring = SlotRing([*kept, *given.slots], is_single=self.is_single)
+        self._owners = {**self._owners, **given.owners}
+        is_short = len(self.ring.slots) < self._fewest
+        self._missing = _capacity(self.ring.slots[0]) if is_short else None
+        return self.ring, self._owners
+
+    def taken_up(self) -> None:
+        """The slots before are let go. What is newest in them is persisted: nobody could ask for it later."""
+        old = self._replaced
+        if old is None:
+            return
+        newest = self._own(old.newest_sealed())
+        if newest is not None:
+            newest[0].request_persist(newest[1].generation)
+            self._carried = newest[1]
+        with self._handover:
+            self._outgrown.extend(old.slots)
+            self._replaced = None
+        crashpoints.point("growth.taken-up")
+
+    # ---- what stands in them
+
+    def newest_own(self) -> Sealed | None:
+        """The newest sealed snapshot of this attempt, also where its slot is let go."""
+        newest = self._own(self.ring.newest_sealed()) if self.ring is not None else None
+        return self._carried if newest is None else newest[1]
+
+    def is_asked_for(self, sealed: Sealed) -> bool:
+        """Whether a snapshot of this attempt is to be persisted, or is; also where its slot is let go."""
+        slot = self._slot_of(sealed)
+        return slot is None or slot.asked == sealed.generation
+
+    def free(self, sealed: Sealed) -> bool:
+        """Let go of a snapshot that nobody is to go on from any more. False where it is on disk, or on its
+        way there: a keeper that takes a trainer for dead or stuck asks nobody."""
+        slot = self._slot_of(sealed)
+        return slot is None or (slot.free(sealed.word) and slot.persisted != sealed.generation)
+
+    def is_persisted(self, sealed: Sealed) -> bool:
+        """Whether this very snapshot is committed, and not another one of its step."""
+        slot = self._slot_of(sealed)
+        return slot is None or slot.persisted == sealed.generation
+
+    def _slot_of(self, sealed: Sealed) -> Slot | None:
+        for slot in self.ring.slots if self.ring is not None else ():
+            with contextlib.suppress(DamagedError):
+                found = slot.sealed()
+                if found is not None and found.age == sealed.age:
+                    return slot
+        return None
+
+    def _own(self, newest: tuple[Slot, Sealed] | None) -> tuple[Slot, Sealed] | None:
+        """None for what an earlier attempt left."""
+        if newest is None or newest[1].record.attempt_number != self._session.attempt.number:
+            return None
+        return newest
+
+    def newest_metadata(self) -> Metadata | None:
+        """The metadata of the newest sealed snapshot; None where there is none that can be read."""
+        newest = self.newest_sealed()
+        try:
+            return newest[0].metadata(newest[1]) if newest is not None else None
+        except DamagedError:
+            return None
+
+    def newest_sealed(self) -> tuple[Slot, Sealed] | None:
+        """What stands in the slots, of whatever attempt."""
+        return self.ring.newest_sealed() if self.ring is not None else None
+
+    def _name(self, nonce: int) -> bool:
+        """Whether what stands in the slots, or is written to them, may name a region."""
+        for slot in self.ring.slots if self.ring is not None else ():
+            try:
+                sealed, is_writing = slot.sealed(), slot.state().state is State.WRITING
+            except DamagedError:
+                continue
+            if is_writing or sealed is not None and sealed.record.constants_nonce == nonce:
+                return True
+        return False
+
+    def request_persist(self) -> None:
+        """Ask for the newest sealed snapshot to be persisted."""
+        newest = self.newest_sealed()
+        if newest is not None:
+            slot, sealed = newest
+            slot.request_persist(sealed.generation)
+
+    # ---- called by the attendant's thread
+
+    @property
+    def urgent(self) -> bool:
+        return self.sharing.urgent
+
+    def tend(self) -> None:
+        """Begin what is due: let go of what was outgrown, ask for what is wanted, each in a thread of its
+        own."""
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        gone = self._no_longer_needed()
+        if gone:
+            self._start("flashckpt-let-go", lambda: self._let_go(gone))
+        self.sharing.tend()
+        self._ask_for_the_others()
+        request = self._asked
+        is_due = request is not None and time.monotonic() >= self._retry_s
+        if request is not None and is_due and self._waiting_for is None and not self._ended:
+            self._waiting_for = request
+            self._start("flashckpt-memory", lambda: self._wait_for(request))
+
+    def _start(self, name: str, run: Callable[[], None]) -> None:
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _ask_for_the_others(self) -> None:
+        """Where memory allowed one larger slot beside those that were outgrown: once these have gone, and the
+        newest snapshot is in it."""
+        ring, size = self.ring, self._missing
+        if size is None or ring is None or self._outgrown or self.preparing:
+            return
+        if self._own(ring.newest_sealed()) is not None:
+            with self._handover:
+                if self._asked is None:
+                    self._missing = None
+                    self._asked = _Request(size, size, size, self._count, adds=True)
+
+    # ---- the thread that waits for the answer
+
+    def _wait_for(self, request: _Request) -> None:
+        try:
+            self._receive(request)
+        except Exception as error:  # a fault of ours must not leave the run without slots, and silent
+            log.debug("while memory was asked for", exc_info=True)
+            self._refused(request, KeeperError(f"Slots could not be had: {error!r}. No snapshot is taken."))
+        finally:
+            self._waiting_for = None
+            self._news()
+
+    def _receive(self, request: _Request) -> None:
+        keeper = self._session.keeper
+        try:
+            grants = keeper.slots(request.count, request.needed, request.wanted, self._held())
+        except (OutOfRoomError, Refusal) as error:
+            self._refused(request, KeeperError(str(error)) if isinstance(error, Refusal) else error)
+            return
+        except (FlashckptError, OSError) as error:
+            self._unreachable(request, error)
+            return
+        self._unreachable_since_s = None
+        names = [grant.name for grant in grants]
+        is_worse = request.smaller and (self.ring is None or _is_worse(grants, self.ring))
+        if is_worse or self._ended:
+            close_all([grant.descriptor for grant in grants])
+            self._release(names)
+            self._refused(request, KeeperError("Smaller slots would be fewer, or live shorter."))
+            return
+        try:
+            slots = made_usable(grants, self._capture)
+        except Exception as error:
+            self._release(names)
+            words = f"Slots could not be made usable: {error!r}. No snapshot is taken."
+            self._refused(request, KeeperError(words))
+            return
+        self._hand_over(request, slots, grants)
+
+    def _hand_over(self, request: _Request, slots: list[Slot], grants: list[SlotGrant]) -> None:
+        owners = {slot.name: grant.owner for slot, grant in zip(slots, grants, strict=True)}
+        with self._handover:
+            is_wanted = self._asked is request and not self._ended
+            if is_wanted:
+                self._given, self._asked, self.error = _Given(slots, owners, request), None, None
+        if not is_wanted:  # something else was asked meanwhile, or nothing is needed any more
+            self._drop(slots)
+            return
+        if self.ring is None:
+            _say_sizes(request, grants, self._session.keeper.available_bytes)
+        for text in _what_it_means(request, grants, self._count):
+            self._say(text, text)
+
+    def _refused(self, request: _Request, error: FlashckptError) -> None:
+        with self._handover:
+            if self._asked is not request:
+                return
+            if request.smaller or request.adds and len(self.ring.slots if self.ring else ()) >= _FEWEST:
+                self._asked = None  # those there are do
+                self._smaller_s = time.monotonic() + _SMALLER_RETRY_S
+                return
+            self.error, self._retry_s = error, time.monotonic() + _RETRY_S
+        # Where there are slots, a boundary that waits for larger ones says that there is no room for them.
+        if self.ring is None or not isinstance(error, OutOfRoomError):
+            self._say(str(error), type(error).__name__)
+
+    def _unreachable(self, request: _Request, error: Exception) -> None:
+        """The keeper does not answer. One that dies is replaced; but a run that has had no slot yet must not
+        train on for hours while nobody comes."""
+        now = time.monotonic()
+        self._unreachable_since_s = self._unreachable_since_s or now
+        self._retry_s = now + _SOON_S
+        if self.ring is None and now - self._unreachable_since_s > self._patience_s:
+            if not isinstance(error, FlashckptError):
+                error = KeeperError(f"No slot can be had: {error}")
+            self._refused(request, error)
+
+    def _held(self) -> list[str]:
+        """Names of all slots that this trainer has not released."""
+        with self._handover:
+            rings = [self.ring, self._replaced]
+            slots = [slot for ring in rings if ring is not None for slot in ring.slots]
+            slots += [*self._outgrown, *(self._given.slots if self._given is not None else ())]
+        return list({slot.name: None for slot in slots})
+
+    # ---- letting go
+
+    def _no_longer_needed(self) -> list[Slot]:
+        """Outgrown slots in which nothing is needed: until then they are held here, too. What is in a memfd
+        would die with its keeper."""
+        with self._handover:
+            gone = [slot for slot in self._outgrown if not self._is_needed(slot)]
+            self._outgrown = [slot for slot in self._outgrown if slot not in gone]
+        return gone
+
+    def _let_go(self, slots: Sequence[Slot]) -> None:
+        self._drop(slots)
+        if not self._outgrown:
+            crashpoints.point("growth.done")
+        self._news()
+
+    def _drop(self, slots: Sequence[Slot]) -> None:
+        """Nobody here writes these, or will. What the keeper cannot be told of is told it later."""
+        if not self._release([slot.name for slot in slots]) and not self._ended:
+            with self._handover:
+                self._outgrown.extend(slots)
+            return
+        for slot in slots:
+            slot.close()
+
+    def _release(self, names: Sequence[str]) -> bool:
+        """Their memory is the machine's again, once nothing in them is needed."""
+        try:
+            if names:
+                self._session.keeper.release(names)
+        except (FlashckptError, OSError) as error:
+            log.debug("slots could not be released: %s", error)
+            return False
+        return True
+
+    def _is_needed(self, slot: Slot) -> bool:
+        """Whether an outgrown slot holds the newest snapshot, or one that is still to be persisted."""
+        try:
+            sealed = slot.sealed()
+        except DamagedError:
+            return False
+        if sealed is None:
+            return False
+        newest = self._own(self.ring.newest_sealed()) if self.ring is not None else None
+        if newest is None or newest[1].age <= sealed.age:
+            return self._own((slot, sealed)) is not None
+        return slot.wants_persist(sealed.generation) and slot.failed[0] != sealed.generation
+
+    # ---- the end
+
+    def end(self) -> None:
+        """Nobody waits for an answer any more; slots that are granted from now on go back at once."""
+        self._ended = True
+        self._session.keeper.stop_waiting()
+
+    def drop_ready(self, until_s: float) -> None:
+        """Nobody will write these, and the keeper may linger with them. Waits until then for what is under
+        way."""
+        for thread in self._threads:
+            thread.join(max(0.0, until_s - time.monotonic()))
+        with self._handover:
+            given, self._given = self._given, None
+        self._drop(given.slots if given is not None else ())
+
+    def close(self) -> None:
+        """Unmap everything, once no thread looks into it any more."""
+        self.sharing.close()
+        for ring in (self.ring, self._replaced):
+            for slot in ring.slots if ring is not None else ():
+                slot.close()
+        for slot in self._outgrown:
+            slot.close()
+
+
+def made_usable(grants: Sequence[SlotGrant], capture: Capture) -> list[Slot]:
+    """The granted slots, ready to be written. Whatever is raised, nothing of them stays open.
+
+    Faulted in and registered here, beside the loop: a first touch by a capture would cost it twenty times
+    a copy.
+    """
+    slots: list[Slot] = []
+    left = [grant.descriptor for grant in grants]
+    try:
+        for grant in grants:
+            left.pop(0)  # from here on that of `open`, whatever becomes of it
+            slots.append(grant.open())
+        for slot in slots:
+            _native.populate(slot.metadata_address, slot.metadata_capacity + slot.image_capacity, threads=1)
+        capture.register(slots)
+    except BaseException:
+        for slot in slots:
+            slot.close()
+        close_all(left)
+        raise
+    return slots
+
+
+def _capacity(slot: Slot) -> SlotSize:
+    return SlotSize(slot.metadata_capacity, slot.image_capacity)
+
+
+def _is_worse(grants: Sequence[SlotGrant], ring: SlotRing) -> bool:
+    return len(grants) < len(ring.slots)
+
+
+def _say_sizes(request: _Request, grants: Sequence[SlotGrant], left: int) -> None:
+    num_bytes, state = sum(grant.num_bytes for grant in grants), sum(request.state)
+    log.info(
+        "%d slots for a state of %s bytes take %s bytes of host memory; %s more were available. With fewer "
+        "(Options(slots=2)) boundaries are skipped while a snapshot is persisted; with one a kill in a "
+        "capture falls back to the disk.",
+        len(grants), f"{state:,}", f"{num_bytes:,}", f"{left:,}",
+    )  # fmt: skip
+
+
+def _what_it_means(request: _Request, grants: Sequence[SlotGrant], wanted: int) -> Iterator[str]:
+    """What a user should know of slots that are fewer, or live shorter, than they should."""
+    if len(grants) < wanted and request.count == wanted and not request.adds:
+        yield (
+            f"memory allows {len(grants)} slots where {wanted} are wanted: while one is being persisted, "
+            "snapshots may be skipped"
+        )
+    if not all(grant.outlives_both for grant in grants):
+        yield (
+            "shared memory that outlives every process is too small here: slots survive the death of "
+            "trainer or keeper, not of both; then the run goes on from disk"
+        )

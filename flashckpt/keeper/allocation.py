@@ -1,0 +1,427 @@
+"""Memory for a trainer: one request, one answer.
+
+Owns the requests that are not answered yet, one after the other for each rank, and the sums by which a set
+is reserved for the whole node before any of it is taken. A thread a rank takes the memory; everything that
+the keeper knows changes in its loop alone (`next`). A trainer that dies, or hangs up, while it waits has what
+was made for it taken back.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from flashckpt import crashpoints
+from flashckpt.errors import FlashckptError, KeeperError, OutOfRoomError
+from flashckpt.format.layout import PAGE
+from flashckpt.format.names import AttemptName
+from flashckpt.keeper.protocol import ProtocolError, names, number, numbers, text
+from flashckpt.keeper.regions import MAX_SLOTS, HeldRegion, Made, Regions
+from flashckpt.keeper.server import Connection, Server
+from flashckpt.keeper.trainers import Trainer
+from flashckpt.memory import room
+from flashckpt.memory.page import State, round_up
+from flashckpt.memory.region import MEMFD, NAMED
+from flashckpt.memory.sizes import SlotSize
+from flashckpt.memory.slot import Sealed
+from flashckpt.options import MOST_SLOTS
+from flashckpt.persist.worker import Worker
+
+_MOST_SLOT_BYTES = 1 << 46
+# Snapshots held where nobody says how many: the newest sealed, the one being written, the one being
+# persisted, and with several ranks one that not all of them have yet.
+_SLOTS_ALONE, _SLOTS_OF_SEVERAL, _FEWEST = 3, 4, 2
+# Where what has been released is still to leave: the next look whether it has.
+_LOOK_S = 0.1
+# Of memory that was there when it was reserved, and was not when it was taken.
+_TRIES = 3
+
+SLOTS, READ, CONSTANTS = "slots", "read", "constants"
+
+
+@dataclass(eq=False)
+class _Request:
+    """What was asked for. `count` is 0 where the keeper decides; `needed` is what a slot has to hold,
+    `wanted` what it is to have room for where there is memory; `have` names what the trainer writes."""
+
+    connection: Connection
+    trainer: Trainer
+    purpose: str
+    count: int
+    needed: SlotSize
+    wanted: SlotSize
+    have: frozenset[str]
+    look_at: float = 0.0
+    tries: int = 0
+    given: list[HeldRegion] = field(default_factory=list)
+
+    @classmethod
+    def parsed(cls, connection: Connection, trainer: Trainer, message: dict[str, Any]) -> _Request:
+        """Raises ProtocolError."""
+        needed = SlotSize(*numbers(message, "needed", 2, _MOST_SLOT_BYTES))
+        wanted = SlotSize(*numbers(message, "wanted", 2, _MOST_SLOT_BYTES))
+        purpose = text(message, "purpose", 16)
+        if purpose not in (SLOTS, READ, CONSTANTS):
+            raise ProtocolError(
+                f"{purpose!r} is nothing that memory is asked for. The connection was closed."
+            )
+        return cls(
+            connection,
+            trainer,
+            purpose,
+            number(message, "count", 0, MOST_SLOTS),
+            needed,
+            SlotSize(max(needed[0], wanted[0]), max(needed[1], wanted[1])),
+            frozenset(names(message, "have")),
+        )
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is to be made for a request, beside what it is given of what is here. `only`: of that kind."""
+
+    count: int
+    size: SlotSize
+    only: str | None = None
+
+
+class Allocation:
+    """`is_needed` says whether a snapshot is the newest of its rank or still to be persisted; `wake` is the
+    eventfd that wakes the keeper's loop."""
+
+    def __init__(
+        self,
+        regions: Regions,
+        is_needed: Callable[[HeldRegion, Sealed], bool],
+        wake: int,
+        available: Callable[[], int] = room.available_bytes,
+    ) -> None:
+        self._regions, self._is_needed = regions, is_needed
+        self._wake, self._available = wake, available
+        self.server: Server | None = None
+        self._waiting: dict[int, deque[_Request]] = {}
+        self._workers: dict[int, Worker] = {}
+        # Bytes that each rank is still to take. Its own thread counts them down.
+        self._reserved: dict[int, int] = {}
+        self._guard = threading.Lock()
+        self._begun: deque[tuple[_Request, int]] = deque()
+        self._counts: dict[AttemptName | None, int] = {}  # of the attempt that asked last
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is asked and not answered yet."""
+        return any(self._waiting.values())
+
+    def ask(self, connection: Connection, trainer: Trainer, message: dict[str, Any]) -> None:
+        """Take up a request, whose answer comes from `next`. Raises ProtocolError for what is none."""
+        request = _Request.parsed(connection, trainer, message)
+        self._waiting.setdefault(trainer.rank, deque()).append(request)
+
+    def next(self) -> None:
+        """Hand over what was made, and begin what can be."""
+        while self._begun:
+            self._tell_begun(*self._begun.popleft())
+        for rank, waiting in self._waiting.items():
+            worker = self._workers.get(rank)
+            if worker is not None:
+                worker.collect()
+            while waiting and not (worker is not None and worker.busy):
+                if self._server.is_open(waiting[0].connection) and not self._begin(waiting[0]):
+                    break  # it waits for what is to leave, or is being made
+                waiting.popleft()
+                worker = self._workers.get(rank)
+
+    @property
+    def _server(self) -> Server:
+        assert self.server is not None
+        return self.server
+
+    # ---- what a request comes to
+
+    def _begin(self, request: _Request) -> bool:
+        """Whether it is answered already."""
+        if time.monotonic() < request.look_at:
+            return False
+        try:
+            request.given, plan = self._decided(request)
+            if plan is not None:
+                self._make(request, plan)
+                return False
+            self._give(request)
+        except OutOfRoomError as error:
+            if any(map(self._is_leaving, self._regions.of_rank(request.trainer.rank))):
+                request.look_at = time.monotonic() + _LOOK_S
+                return False
+            self._server.refuse(request.connection, error)
+        except (FlashckptError, OSError) as error:
+            self._server.refuse(request.connection, _told(error))
+        return True
+
+    def _decided(self, request: _Request) -> tuple[list[HeldRegion], _Plan | None]:
+        """What is given of what is here, and what is made for the rest. OutOfRoomError where it cannot be."""
+        if request.purpose == CONSTANTS:
+            return self._region_for_constants(request)
+        return self._slot_to_read(request) if request.purpose == READ else self._slots(request)
+
+    def _slots(self, request: _Request) -> tuple[list[HeldRegion], _Plan | None]:
+        """Room to grow before none, then fewer slots; then those that others left and that are too large."""
+        trainer, lock = request.trainer, request.trainer.lock
+        mine = [each for each in self._regions.of_rank(trainer.rank) if self._may_be_given(each, request)]
+        large_enough = [each for each in mine if _size(each).holds(request.needed)]
+        # What this trainer was given before comes first; of what others left, the smallest.
+        large_enough.sort(key=lambda each: (each.writer != lock, each.slot.image_capacity))
+        most = 2 * request.wanted.image_bytes
+        fit = [each for each in large_enough if each.writer == lock or each.slot.image_capacity <= most]
+        self._clear(each for each in mine if each not in large_enough)
+        has = sum(_size(each).holds(request.needed) for each in self._had(request))
+        count = 0
+        for size, is_few in ((request.wanted, False), (request.needed, False), (request.needed, True)):
+            count = self._count(request, size, has + len(fit))
+            count = min(count, _FEWEST) if is_few else count
+            missing = count - has - len(fit)
+            if missing <= 0:
+                return fit[: max(count - has, 0)], None
+            if self._has_room(trainer, count, missing, size):
+                self._clear(each for each in large_enough if each not in fit)
+                return fit, _Plan(missing, size, self._kind_of_slots(trainer))
+        if has + len(large_enough) >= count:
+            return large_enough[: count - has], None
+        num_bytes = request.needed.region_bytes
+        available = len(large_enough) * num_bytes + self._left_for(trainer.rank)
+        raise room.out_of_room((count - has) * num_bytes, available)
+
+    def _slot_to_read(self, request: _Request) -> tuple[list[HeldRegion], _Plan | None]:
+        """A slot to read a step into: it holds nothing that is committed nowhere."""
+        trainer, size = request.trainer, request.wanted
+        mine = [each for each in self._regions.of_rank(trainer.rank) if self._may_be_given(each, request)]
+        fit = [each for each in mine if _size(each).holds(request.needed)]
+        if found := self._overwritable(fit, in_need=False):
+            return found[:1], None
+        for each in mine:
+            # Of another size, and empty: its room may be what the new one needs. A resume may still come
+            # down to each of the others.
+            if each.state() is State.FREE and not self._regions.is_written(each):
+                self._regions.remove(each)
+        if self._has_room(trainer, 1, 1, size):
+            return [], _Plan(1, size)
+        if found := self._overwritable(fit, in_need=True):
+            return found[:1], None
+        raise room.out_of_room(size.region_bytes, self._left_for(trainer.rank))
+
+    def _region_for_constants(self, request: _Request) -> tuple[list[HeldRegion], _Plan | None]:
+        trainer, size = request.trainer, request.needed
+        for each in self._regions.constants_of(trainer.rank):
+            is_empty = each.writer == trainer.lock and each.state() is State.FREE
+            if is_empty and each.slot.name not in request.have and _size(each).holds(size):
+                return [each], None
+        if not self._has_room(trainer, 1, 1, size):
+            raise room.out_of_room(size.region_bytes, self._left_for(trainer.rank))
+        is_named = any(each.kind == NAMED for each in self._regions.of_rank(trainer.rank))
+        return [], _Plan(1, size, NAMED if is_named else None)
+
+    def _may_be_given(self, held: HeldRegion, request: _Request) -> bool:
+        is_others = held.writer != request.trainer.lock and self._regions.is_written(held)
+        return not is_others and held.slot.name not in request.have
+
+    def _had(self, request: _Request) -> list[HeldRegion]:
+        held = self._regions.of_rank(request.trainer.rank)
+        return [each for each in held if each.slot.name in request.have]
+
+    def _kind_of_slots(self, trainer: Trainer) -> str | None:
+        """Snapshots in memory that outlives all processes must not name what does not."""
+        regions = self._regions.constants_of(trainer.rank)
+        is_memfd = any(each.kind == MEMFD and each.writer == trainer.lock for each in regions)
+        return MEMFD if is_memfd else None
+
+    def _overwritable(self, fit: list[HeldRegion], *, in_need: bool) -> list[HeldRegion]:
+        """Slots that a resume may read a step into: empty ones, then those whose snapshot is committed,
+        since the resume may yet come down to another. Without room for a new slot (`in_need`) also one
+        that is neither the newest nor asked for."""
+        empty = [held for held in fit if held.state() is State.FREE]
+        sealed = [(held, each) for held in fit if (each := held.sealed()) is not None]
+        free = [pair for pair in sealed if pair[1].word.state is State.SEALED]
+        done = [held for held, each in free if held.slot.persisted == each.generation]
+        if not in_need or empty or done:
+            return empty + done
+        newest = max((each.age for _, each in sealed), default=None)
+        return [
+            held
+            for held, each in sorted(free, key=lambda pair: pair[1].age)
+            if each.age != newest and not held.slot.wants_persist(each.generation)
+        ]
+
+    def _clear(self, regions: Iterable[HeldRegion]) -> None:
+        """Remove slots of another size that are nobody's and hold nothing that is needed, before others are
+        made: their room may be what these need."""
+        for held in [each for each in regions if not self._regions.is_written(each)]:
+            sealed = held.sealed()
+            is_spent = sealed is not None and not self._is_needed(held, sealed)
+            if is_spent and sealed is not None and sealed.word.state is State.SEALED:
+                held.slot.free(sealed.word)
+            if held.state() is State.FREE:
+                self._regions.remove(held)
+
+    # ---- sums
+
+    def _count(self, request: _Request, size: SlotSize, here: int) -> int:
+        """How many slots of a size, of which so many are here: what the user said, else three (or four) where
+        those of all ranks of the node fit into half of what is available, else two. Decided once a node."""
+        if request.count:
+            return request.count
+        trainer = request.trainer
+        decided = self._counts.get(trainer.attempt, 0)
+        if decided and max(1, len(trainer.ranks)) > 1:
+            return decided
+        count = _SLOTS_ALONE if max(1, len(trainer.ranks)) == 1 else _SLOTS_OF_SEVERAL
+        available = self._left_for(trainer.rank) + here * size.region_bytes
+        if max(1, len(trainer.ranks)) * count * size.region_bytes > available // 2:
+            count = _FEWEST
+        self._counts = {trainer.attempt: count}
+        return count
+
+    def _left_for(self, rank: int) -> int:
+        """Bytes that may be taken now for a rank: without what others are still to take."""
+        with self._guard:
+            others = sum(left for each, left in self._reserved.items() if each != rank)
+        return self._available() - others
+
+    def _has_room(self, trainer: Trainer, count: int, missing: int, size: SlotSize) -> bool:
+        """Whether so many more can be made, and `count` for each rank of the node that is still to come."""
+        served = {held.slot.rank for held in self._regions.slots() if self._regions.is_written(held)}
+        to_come = max(1, len(trainer.ranks)) - len(served | self._reserved.keys() | {trainer.rank})
+        num_bytes = (missing + max(to_come, 0) * count) * size.region_bytes
+        return num_bytes <= self._left_for(trainer.rank)
+
+    # ---- making
+
+    def _make(self, request: _Request, plan: _Plan) -> None:
+        rank = request.trainer.rank
+        if len(self._regions) + plan.count > MAX_SLOTS:
+            raise KeeperError(
+                f"This keeper already holds {len(self._regions)} of at most {MAX_SLOTS} regions."
+            )
+        taken = {held.slot.index for held in self._regions.of_rank(rank)}
+        indexes = [index for index in range(len(taken) + plan.count) if index not in taken][: plan.count]
+        with self._guard:
+            self._reserved[rank] = plan.count * plan.size.region_bytes
+        crashpoints.point("memory.reserved")
+
+        def begun(descriptor: int) -> None:
+            self._begun.append((request, os.dup(descriptor)))
+            os.eventfd_write(self._wake, 1)
+
+        make = partial(
+            self._regions.make, rank, [0] if request.purpose == CONSTANTS else indexes, plan.size,
+            available=lambda: self._left_for(rank),
+            begun=begun if request.purpose == READ else None,
+            taken=partial(self._count_down, rank),
+            holds_constants=request.purpose == CONSTANTS,
+            only=plan.only,
+        )  # fmt: skip
+        worker = self._workers.setdefault(rank, Worker(f"memory-{rank}", self._wake))
+        worker.submit(make, partial(self._made, request, plan))
+
+    def _count_down(self, rank: int, num_bytes: int) -> None:
+        with self._guard:
+            self._reserved[rank] = max(0, self._reserved.get(rank, 0) - num_bytes)
+
+    def _tell_begun(self, request: _Request, descriptor: int) -> None:
+        """A step may be read into a region while its memory is taken: it is as long as what it has."""
+        offset = PAGE + round_up(request.wanted.metadata_bytes)
+        self._server.tell(request.connection, {"begun": True, "image_offset": offset}, (descriptor,))
+        os.close(descriptor)
+
+    def _made(self, request: _Request, plan: _Plan, made: Made | BaseException) -> None:
+        while self._begun:  # what belongs to this request comes before its answer
+            self._tell_begun(*self._begun.popleft())
+        rank = request.trainer.rank
+        with self._guard:
+            self._reserved.pop(rank, None)
+        if isinstance(made, BaseException):
+            made = Made((), KeeperError(f"No memory could be taken: {made}"))
+        error, held = made.error, list[HeldRegion]()
+        for found in made.regions:
+            try:
+                held.append(self._regions.take(found))
+            except FlashckptError as refused:
+                error = refused
+        crashpoints.point("memory.made")
+        if request.purpose == CONSTANTS and any(map(self._lives_shorter, held)):
+            error = KeeperError("There is no room for it where the slots are.")
+        elif request.purpose == SLOTS and len(held) < plan.count:
+            # Fewer do, where these are enough to go on with.
+            had = sum(_size(each).holds(request.needed) for each in self._had(request))
+            error = None if had + len(request.given) + len(held) >= _FEWEST else error
+        if error is None:
+            self._give(request, held)
+        else:
+            self._take_back(held)
+            if isinstance(error, OutOfRoomError) and request.tries < _TRIES:
+                request.tries += 1  # others took it meanwhile: decided anew by what is left
+                return
+            self._server.refuse(request.connection, _told(error))
+        self._waiting[rank].popleft()
+
+    # ---- giving
+
+    def _give(self, request: _Request, made: Sequence[HeldRegion] = ()) -> None:
+        """Hand the regions over. What was made for somebody who is not there any more is taken back."""
+        trainer, given = request.trainer, [*request.given, *made]
+        rank = trainer.rank
+        try:
+            rows = [self._regions.row(held, trainer.pid, trainer.lock) for held in given]
+            answer = {"slots": rows, "available": max(0, self._left_for(rank))}
+            is_told = self._server.tell(request.connection, answer, [held.slot.descriptor for held in given])
+        except FlashckptError as error:
+            self._take_back(made)
+            self._server.refuse(request.connection, error)
+            return
+        if not is_told:
+            self._take_back(made)
+            return
+        for held in given:
+            held.retired = False
+            if request.purpose != READ:
+                held.writer = trainer.lock
+        left = self._regions.of_rank(rank) if request.purpose == SLOTS else []
+        for held in left:
+            if not self._regions.is_written(held):
+                held.retired = True  # of an earlier attempt, or read into, and not wanted
+        crashpoints.point("memory.given")
+
+    def _take_back(self, made: Sequence[HeldRegion]) -> None:
+        for held in made:
+            if held.state() is State.FREE:
+                self._regions.remove(held)
+
+    def _lives_shorter(self, held: HeldRegion) -> bool:
+        """Whether a region goes with its last process where slots of its rank, which name it, do not."""
+        slots = self._regions.of_rank(held.slot.rank)
+        return held.kind == MEMFD and any(each.kind == NAMED for each in slots)
+
+    def _is_leaving(self, held: HeldRegion) -> bool:
+        """Whether a slot that no trainer uses any more goes soon: not where it holds the newest snapshot of
+        its rank, nor one that cannot be persisted."""
+        if not held.retired:
+            return False
+        sealed = held.sealed()
+        if sealed is None or not self._is_needed(held, sealed):
+            return True
+        return held.slot.wants_persist(sealed.generation) and held.slot.failed[0] != sealed.generation
+
+
+def _told(error: Exception) -> FlashckptError:
+    """In words for whoever asked."""
+    if isinstance(error, FlashckptError):
+        return error
+    return KeeperError(f"Memory for snapshots could not be taken: {error}. None is kept until it is.")
+
+
+def _size(held: HeldRegion) -> SlotSize:
+    return SlotSize(held.slot.metadata_capacity, held.slot.image_capacity)

@@ -1,0 +1,122 @@
+"""How many slots a rank is given, and that a node's ranks are given theirs or none is."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flashckpt.errors import FlashckptError, OutOfRoomError
+from flashckpt.format.layout import PAGE
+from flashckpt.format.names import AttemptName
+from flashckpt.keeper.allocation import Allocation
+from flashckpt.keeper.regions import Regions
+from flashckpt.keeper.trainers import Trainer
+from flashckpt.memory.runtime import LifeLock, RuntimeFolder
+from flashckpt.memory.sizes import SlotSize
+
+SIZE = SlotSize(PAGE, 1 << 20)
+EACH = SIZE.region_bytes
+
+
+class Node:
+    """A keeper's memory, where so much is available; answers are kept, by rank."""
+
+    def __init__(self, runtime: Path, available: Callable[[], int]) -> None:
+        self.folder = RuntimeFolder.open(str(runtime), "ab" * 16)
+        life = LifeLock.acquire(self.folder, "keeper-x.lock")
+        assert life is not None
+        self.life, self.wake = life, os.eventfd(0, os.EFD_NONBLOCK)
+        self.regions = Regions(self.folder, life)
+        self.allocation = Allocation(self.regions, lambda *_: True, self.wake, available)
+        self.answers: dict[int, int | FlashckptError] = {}
+        self.trainers: dict[int, LifeLock] = {}
+        self.allocation.server = self  # type: ignore[assignment]
+
+    def is_open(self, connection: Any) -> bool:
+        return True
+
+    def tell(self, connection: Any, answer: dict[str, Any], given: Sequence[int] = ()) -> bool:
+        self.answers[connection.rank] = len(answer["slots"])
+        return True
+
+    def refuse(self, connection: Any, error: FlashckptError) -> None:
+        self.answers[connection.rank] = error
+
+    def ask(self, rank: int, *, of: int = 1, count: int = 0) -> None:
+        lock = LifeLock.acquire(self.folder, f"trainer-{rank}.lock")
+        assert lock is not None
+        self.trainers[rank] = lock
+        trainer = Trainer(lock=lock.name, rank=rank, ranks=tuple(range(of)), attempt=AttemptName(1, "0" * 8))
+        asked = {"purpose": "slots", "count": count, "needed": [*SIZE], "wanted": [*SIZE], "have": []}
+        self.allocation.ask(SimpleNamespace(rank=rank), trainer, asked)  # type: ignore[arg-type]
+
+    def answered(self) -> dict[int, int | FlashckptError]:
+        until = time.monotonic() + 240
+        while self.allocation.busy:
+            self.allocation.next()
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        return self.answers
+
+    def close(self) -> None:
+        for held in self.regions.everything():
+            self.regions.remove(held)
+        for lock in (*self.trainers.values(), self.life):
+            lock.release(self.folder)
+        os.close(self.wake)
+
+
+@pytest.fixture
+def node(runtime: Path) -> Iterator[Callable[[int], Node]]:
+    made: list[Node] = []
+
+    def with_room(num_bytes: int) -> Node:
+        made.append(Node(runtime, lambda: num_bytes))
+        return made[-1]
+
+    yield with_room
+    for each in made:
+        each.close()
+
+
+@pytest.mark.parametrize(
+    ("room", "count", "given"),
+    [(6 * EACH, 0, 3), (6 * EACH - 1, 0, 2), (2 * EACH, 0, 2), (5 * EACH, 5, 5), (5 * EACH - 1, 5, 2),
+     (EACH, 1, 1)],
+)  # fmt: skip
+def test_as_many_as_fit_into_half_or_as_the_user_said_else_two(
+    node: Callable[[int], Node], room: int, count: int, given: int
+) -> None:
+    alone = node(room)
+    alone.ask(0, count=count)
+    assert alone.answered() == {0: given}
+
+
+def test_with_room_for_one_there_is_none(node: Callable[[int], Node]) -> None:
+    alone = node(2 * EACH - 1)
+    alone.ask(0)
+    assert isinstance(alone.answered()[0], OutOfRoomError)
+    assert not alone.regions.everything()
+
+
+def test_ranks_of_a_node_are_given_the_same_number(node: Callable[[int], Node]) -> None:
+    wide = node(16 * EACH)
+    for rank in range(2):
+        wide.ask(rank, of=2)
+    assert wide.answered() == {0: 4, 1: 4}
+
+
+def test_ranks_of_a_node_do_not_all_pass_one_look(node: Callable[[int], Node]) -> None:
+    """There is room for two of them and not for three: nothing is taken that would be in vain."""
+    narrow = node(5 * EACH)
+    for rank in range(3):
+        narrow.ask(rank, of=3)
+    assert all(isinstance(each, OutOfRoomError) for each in narrow.answered().values())
+    assert len(narrow.answers) == 3
+    assert not narrow.regions.everything()

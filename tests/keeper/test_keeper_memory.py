@@ -1,0 +1,163 @@
+"""One request for memory has one answer: what is given, what is refused, what becomes of it when either side
+dies meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from flashckpt.errors import KeeperError, OutOfRoomError
+from flashckpt.format.layout import PAGE
+from flashckpt.keeper.grants import SlotGrant
+from flashckpt.keeper.protocol import close_all
+from flashckpt.memory.sizes import SlotSize
+from tests.keeper.driver import Process, eventually, kill_keeper, runtime_of
+from tests.keeper.fake import FakeTrainer, keeper_pid
+
+MIB = 1 << 20
+SIZE = SlotSize(PAGE, MIB)
+
+
+def begun(run: Path, runtime: Path, **options: object) -> FakeTrainer:
+    trainer = FakeTrainer(run, runtime, **options)  # type: ignore[arg-type]
+    trainer.start()
+    return trainer
+
+
+def regions(trainer: FakeTrainer) -> set[str]:
+    return {name for name in trainer.folder.names() if name.startswith("slot-")}
+
+
+def names(grants: list[SlotGrant]) -> set[str]:
+    close_all([grant.descriptor for grant in grants])
+    return {grant.name for grant in grants}
+
+
+def asked(trainer: FakeTrainer, *arguments: object) -> tuple[threading.Thread, list[object]]:
+    """A request in a thread of its own, and what came of it."""
+    found: list[object] = []
+
+    def ask() -> None:
+        try:
+            found.append(names(trainer.client.slots(*arguments)))  # type: ignore[arg-type]
+        except KeeperError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    return thread, found
+
+
+def stop_at(trainer: FakeTrainer, point: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Have a keeper that stops itself at a point: its pid."""
+    kill_keeper(trainer.folder)
+    monkeypatch.setenv("FLASHCKPT_CRASH_AT", f"{point}:1:stop")
+    trainer.client.tend()
+    monkeypatch.delenv("FLASHCKPT_CRASH_AT")
+    pid = keeper_pid(trainer.folder)
+    assert pid is not None
+    return pid
+
+
+def is_stopped(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/task").glob("*/stat")
+    return any(" T " in each.read_text() for each in stat)
+
+
+def test_what_a_trainer_has_is_never_given_to_it_again(tmp_path: Path, runtime: Path) -> None:
+    trainer = begun(tmp_path / "run", runtime)
+    first = names(trainer.client.slots(2, SIZE))
+    assert len(first) == 2
+    more = names(trainer.client.slots(3, SIZE, have=sorted(first)))
+    assert len(more) == 1
+    assert not first & more
+    assert names(trainer.client.slots(3, SIZE, have=sorted(first | more))) == set()
+    larger = names(trainer.client.slots(3, SlotSize(PAGE, 4 * MIB), have=sorted(first | more)))
+    assert len(larger) == 3
+    assert not (first | more) & larger
+    assert regions(trainer) == first | more | larger, "nothing of what it has goes before it says so"
+    trainer.end()
+
+
+def test_room_to_grow_is_given_where_there_is_room(tmp_path: Path, runtime: Path) -> None:
+    trainer = begun(tmp_path / "run", runtime)
+    [grant] = trainer.client.slots(1, SIZE, SlotSize(PAGE, 3 * MIB))
+    assert grant.num_bytes == 2 * PAGE + 3 * MIB
+    names([grant])
+    trainer.end()
+
+
+@pytest.mark.parametrize("point", ["memory.reserved", "slots.taken", "memory.made"])
+def test_a_keeper_that_dies_meanwhile_is_replaced_and_its_successor_answers(
+    point: str, tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = begun(tmp_path / "run", runtime)
+    pid = stop_at(trainer, point, monkeypatch)
+    thread, found = asked(trainer, 3, SIZE)
+    eventually(lambda: is_stopped(pid))
+    os.kill(pid, signal.SIGKILL)
+    thread.join(240)
+    assert isinstance(found[0], set), found
+    assert regions(trainer) >= found[0]
+    assert len(found[0]) == 3
+    assert len(regions(trainer)) <= 4, "what the dead one had made is given, or gone"
+    trainer.end()
+
+
+@pytest.mark.parametrize("point", ["memory.reserved", "slots.taken", "memory.made"])
+def test_what_was_made_for_a_trainer_that_died_meanwhile_goes(
+    point: str, tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHCKPT_CRASH_AT", f"{point}:1:stop")
+    first = Process(tmp_path / "run", runtime, linger_s=600.0)
+    monkeypatch.delenv("FLASHCKPT_CRASH_AT")
+    first.do("start", None, 0, None)
+    folder = runtime_of(tmp_path / "run", runtime)
+    pid = keeper_pid(folder)
+    assert pid is not None
+    first.do("ask", 3, MIB)
+    eventually(lambda: is_stopped(pid))
+    first.kill()
+    os.kill(pid, signal.SIGCONT)
+    eventually(lambda: not [name for name in folder.names() if name.startswith(("slot-", "trainer-"))])
+    assert keeper_pid(folder) == pid
+    kill_keeper(folder)
+
+
+def test_who_lets_its_run_go_waits_no_longer(
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = begun(tmp_path / "run", runtime)
+    pid = stop_at(trainer, "slots.taken", monkeypatch)
+    thread, found = asked(trainer, 3, SIZE)
+    eventually(lambda: is_stopped(pid))
+    trainer.client.stop_waiting()
+    thread.join(240)
+    assert isinstance(found[0], KeeperError)
+    os.kill(pid, signal.SIGCONT)
+    eventually(lambda: not regions(trainer))
+    trainer.end()
+
+
+def test_others_are_served_while_memory_is_taken(tmp_path: Path, runtime: Path) -> None:
+    trainer = begun(tmp_path / "run", runtime)
+    thread, found = asked(trainer, 3, SlotSize(PAGE, 256 * MIB))
+    while thread.is_alive():
+        trainer.client.status()
+    assert isinstance(found[0], set)
+    trainer.end()
+
+
+def test_a_refusal_says_what_was_needed_and_leaves_nothing(tmp_path: Path, runtime: Path) -> None:
+    trainer = begun(tmp_path / "run", runtime)
+    with pytest.raises(OutOfRoomError) as raised:
+        trainer.client.slots(3, SlotSize(PAGE, 1 << 45))
+    assert raised.value.needed == 2 * SlotSize(PAGE, 1 << 45).region_bytes
+    assert 0 < raised.value.available < 1 << 45
+    assert not regions(trainer)
+    trainer.end()
