@@ -148,11 +148,22 @@ def commit(store: Store, step: int, attempt: AttemptName, world: int) -> Committ
     crashpoints.point("manifest.checked")
     if store.create(manifest_path(step, attempt), manifest.to_bytes()):
         crashpoints.point("manifest.linked")
-        # The name was free also where the step was buried meanwhile and its tombstone has gone. All that the
-        # step had went before that.
-        return _judge(store, manifest)
+        return _stands(store, manifest)
     found = read_manifest(store, step, attempt)
     return Committed.WAITING if found is None else _judge(store, found)
+
+
+def _stands(store: Store, manifest: Manifest) -> Committed:
+    """Judges the manifest that was just created. Its name was free also where the step was buried meanwhile
+    and its tombstone has gone: all that the step had went before that, and this manifest goes as well."""
+    try:
+        return _judge(store, manifest)
+    except DamagedError:
+        folder = step_attempt_folder(manifest.step, manifest.attempt)
+        if not any(store.exists(f"{folder}/{part.file}") for part in manifest.parts):
+            store.remove(manifest_path(manifest.step, manifest.attempt))
+            store.remove(folder)
+        raise
 
 
 def is_committed(store: Store, step: int, attempt: AttemptName) -> bool:
