@@ -14,6 +14,7 @@ from flashckpt.format.names import AttemptName, step_attempt_folder
 from flashckpt.keeper.regions import Regions
 from flashckpt.keeper.trainers import Trainer
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder
+from flashckpt.memory.sizes import SlotSize
 from flashckpt.memory.slot import Slot
 from flashckpt.memory.slots import SlotRing
 from flashckpt.persist.job import Outcome, State, StepJob
@@ -34,8 +35,8 @@ class Rank(FakeTrainer):
     def __init__(self, regions: Regions, rank: int, attempt: AttemptName) -> None:
         self.layout, self.attempt, self.region = layout_for(16 + rank), attempt, None
         self.image, self.sealer = SlotImage(self.layout, None), _native.Sealer()
-        sizes = metadata.geometry(*self.sizes()).num_bytes, self.image.num_bytes
-        made = regions.make(rank, range(3), *sizes)
+        size = SlotSize(metadata.geometry(*self.sizes()).num_bytes, self.image.num_bytes)
+        made = regions.make(rank, range(3), size)
         assert made.error is None
         held = [regions.take(region) for region in made.regions]
         self.slots = [Slot.open(os.dup(each.slot.descriptor), map_image=True) for each in held]
