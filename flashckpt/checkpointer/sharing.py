@@ -35,12 +35,18 @@ Newest = Callable[[], "tuple[Slot, Sealed] | None"]
 class Sharing:
     """`newest` gives the newest sealed snapshot in the slots that the trainer writes, `is_named` whether what
     is in them may name the region of a nonce. `used` is the region that captures name already: that of the
-    snapshot which the run was resumed from."""
+    snapshot which the run was resumed from. `reading` is held while slots are looked into."""
 
     def __init__(
-        self, session: Session, newest: Newest, is_named: Callable[[int], bool], used: Shared | None
+        self,
+        session: Session,
+        newest: Newest,
+        is_named: Callable[[int], bool],
+        used: Shared | None,
+        reading: contextlib.AbstractContextManager[object],
     ) -> None:
         self._session, self._newest, self._is_named = session, newest, is_named
+        self._reading = reading
         self._wanted: Layout | None = None
         self._ready: Shared | None = None
         self._used = used
@@ -80,14 +86,24 @@ class Sharing:
     # ---- called by the attendant's thread
 
     @property
+    def is_due(self) -> bool:
+        """Whether `tend` may have something to do."""
+        is_left = self._wanted is None and (self._region is not None or self._asked is not None)
+        return bool(self._outgrown) or is_left or self.urgent
+
+    @property
     def urgent(self) -> bool:
         return self._wanted is not None and self._ready is None and time.monotonic() >= self._retry_s
+
+    # ---- called by one thread at a time
 
     def tend(self) -> None:
         """Give back what is not named any more, and get on with the region that is wanted. A failure is no
         fault of the run's: each slot goes on holding its constants itself."""
         # Until then: what is in a memfd dies with its keeper where this process lets go of it.
-        for each in [each for each in self._outgrown if not self._is_named(each.nonce)]:
+        with self._reading:
+            gone = [each for each in self._outgrown if not self._is_named(each.nonce)]
+        for each in gone:
             self._session.keeper.release([each.name])
             self._outgrown.remove(each)
         layout = self._wanted
@@ -95,7 +111,8 @@ class Sharing:
             if layout is None:
                 self._unwanted()
             elif self.urgent and self._can_be_filled(layout) and self._granted(layout):
-                self._ready = self._filled(layout)
+                with self._reading:
+                    self._ready = self._filled(layout)
                 self._retry_s = time.monotonic() + _LOOK_S
         except (FlashckptError, OSError) as error:
             self._asked, self._retry_s = None, time.monotonic() + _RETRY_S
@@ -110,13 +127,14 @@ class Sharing:
         if self._region is not None or self._asked is not None:
             return True
         self._retry_s = time.monotonic() + _LOOK_S
-        found = self._newest()
-        if found is None:
-            return False
-        try:
-            metadata = found[0].metadata(found[1])
-        except DamagedError:
-            return False
+        with self._reading:
+            found = self._newest()
+            if found is None:
+                return False
+            try:
+                metadata = found[0].metadata(found[1])
+            except DamagedError:
+                return False
         is_known = not metadata.shared or found[1].record.constants_nonce in self._names()
         held = {_content(leaf) for leaf in (metadata.leaves if is_known else metadata.layout.leaves)}
         if any(_content(leaf) not in held for leaf in layout.leaves):

@@ -76,7 +76,10 @@ class Slots:
         self.ring: SlotRing | None = None
         self.were_had = False
         self.error: FlashckptError | None = None
-        self.sharing = Sharing(session, self.newest_sealed, self._name, shared)
+        # Held while a thread of its own reads what stands in slots: none is unmapped meanwhile.
+        self._reading = threading.Lock()
+        self.sharing = Sharing(session, self.newest_sealed, self._name, shared, self._reading)
+        self._is_sharing = False
         self._asked: _Request | None = None
         self._given: _Given | None = None
         self._owners: dict[str, int] = {}
@@ -319,7 +322,7 @@ class Slots:
 
     @property
     def urgent(self) -> bool:
-        return self.sharing.urgent
+        return self.sharing.urgent and not self._is_sharing
 
     def tend(self) -> None:
         """Begin what is due: let go of what was outgrown, ask for what is wanted, each in a thread of its
@@ -328,7 +331,9 @@ class Slots:
         gone = self._no_longer_needed()
         if gone:
             self._start("flashckpt-let-go", lambda: self._let_go(gone))
-        self.sharing.tend()
+        if self.sharing.is_due and not self._is_sharing:
+            self._is_sharing = True
+            self._start("flashckpt-constants", self._share)
         self._ask_for_the_others()
         request = self._asked
         is_due = request is not None and time.monotonic() >= self._retry_s
@@ -340,6 +345,16 @@ class Slots:
         thread = threading.Thread(target=run, name=name, daemon=True)
         self._threads.append(thread)
         thread.start()
+
+    def _share(self) -> None:
+        """To have a region made and filled takes a second a GiB: the attendant's rounds go on meanwhile."""
+        try:
+            self.sharing.tend()
+        except Exception as error:  # tried again: what is shared spares memory, and nothing hangs on it
+            log.debug("while constants were to be shared: %r", error)
+        finally:
+            self._is_sharing = False
+            self._news()
 
     def _ask_for_the_others(self) -> None:
         """Where memory allowed one larger slot beside those that were outgrown: once these have gone, and the
@@ -460,8 +475,9 @@ class Slots:
             with self._handover:
                 self._outgrown.extend(slots)
             return
-        for slot in slots:
-            slot.close()
+        with self._reading:
+            for slot in slots:
+                slot.close()
 
     def _release(self, names: Sequence[str]) -> bool:
         """Their memory is the machine's again, once nothing in them is needed."""
@@ -503,7 +519,10 @@ class Slots:
         self._drop(given.slots if given is not None else ())
 
     def close(self) -> None:
-        """Unmap everything, once no thread looks into it any more."""
+        """Unmap everything, unless a thread still looks into it: then it stays mapped until the process
+        ends."""
+        if any(thread.is_alive() for thread in self._threads):
+            return
         self.sharing.close()
         for ring in (self.ring, self._replaced):
             for slot in ring.slots if ring is not None else ():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -284,7 +284,8 @@ def test_a_region_is_filled_with_the_bytes_of_the_digests_or_not_at_all(
     trainer.take_slots()
     slot, _ = trainer.snapshot(1)
     session = SimpleNamespace(keeper=trainer.client, attempt=trainer.attempt)
-    sharing = Sharing(session, trainer.ring.newest_sealed, lambda _: False, None)  # type: ignore[arg-type]
+    newest = trainer.ring.newest_sealed
+    sharing = Sharing(session, newest, lambda _: False, None, nullcontext())  # type: ignore[arg-type]
     constants = trainer.image.constants
     assert constants is not None
     spoiled = trainer.image.constants_start + constants.data_start + 12345

@@ -20,6 +20,7 @@ from flashckpt.errors import OutOfRoomError
 from flashckpt.format.layout import Layout, Leaf
 from flashckpt.keeper.client import KeeperClient
 from flashckpt.memory.sizes import SlotSize
+from flashckpt.memory.slot import Sealed, Slot
 from flashckpt.memory.slots import SlotRing
 from flashckpt.state.tree import Tree
 from tests.checkpointer.test_frozen import attach
@@ -208,7 +209,13 @@ def test_no_region_is_taken_that_nothing_can_fill(tmp_path: Path, runtime: Path)
     trainer.start()
     trainer.take_slots()
     session = SimpleNamespace(keeper=trainer.client, attempt=trainer.attempt)
-    sharing = Sharing(session, trainer.ring.newest_sealed, lambda _: False, None)  # type: ignore[arg-type]
+    reading = threading.Lock()
+
+    def newest() -> tuple[Slot, Sealed] | None:
+        assert reading.locked(), "another thread could unmap what is looked into"
+        return trainer.ring.newest_sealed()
+
+    sharing = Sharing(session, newest, lambda _: False, None, reading)  # type: ignore[arg-type]
     constants = trainer.image.constants
     assert constants is not None
     others = Layout.of([*constants.leaves, Leaf(name="more", dtype="float32", shape=(4,))])
