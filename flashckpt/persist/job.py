@@ -9,6 +9,7 @@ Owns the words for it. Waiting for the parts of other nodes (part written) is a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -142,7 +143,8 @@ class StepJob:
     """`attempt` is the one that captured the step. `has_others`: another keeper lives that could write for
     it. `part_of` is the attempt as whose this node's part stands, once it does. `rest`: of a job without
     snapshots, the parts that want their manifest; `reads_rest`, with every byte of them read first, so that
-    no damaged step becomes the newest. `given_up`: it is not tried again."""
+    no damaged step becomes the newest. `tries` counts those that failed, `looks` those
+    that found no parts of other nodes. `given_up`: it is not tried again."""
 
     attempt: AttemptName
     step: int
@@ -153,6 +155,7 @@ class StepJob:
     is_urgent: bool = False
     given_up: bool = False
     tries: int = 0
+    looks: int = 0
     tried_at: float = 0.0
     retry_at: float = 0.0
     outcome: Outcome | None = None
@@ -163,12 +166,24 @@ class StepJob:
     @property
     def is_gathered(self) -> bool:
         """Whether all ranks of this node have sealed it, or what they had is at rest."""
-        is_at_rest = not self.snapshots and (self.part_of is not None or self.rest is not None)
-        return is_at_rest or self.snapshots.keys() >= set(self.node.ranks)
+        return self.part_of is not None or self.rest is not None or self.has_all
+
+    @property
+    def has_all(self) -> bool:
+        """Whether all ranks of this node still have it in their slots."""
+        return self.snapshots.keys() >= set(self.node.ranks)
 
     @property
     def is_over(self) -> bool:
         return self.given_up or self.state in (State.COMMITTED, State.VOID)
+
+    def is_tried_after(self, now: float) -> bool:
+        """Whether it has failed, and its next try is still to come."""
+        return not self.is_over and self.state is State.FAILED and now < self.retry_at < math.inf
+
+    def order(self) -> tuple[bool, int]:
+        """Sorts jobs: of what a dead trainer left the newest first, else oldest first."""
+        return not self.is_urgent, -self.step if self.is_urgent else self.step
 
     def members(self) -> list[Snapshot]:
         """In the order of ranks."""

@@ -33,6 +33,7 @@ _AUDIT_SHARE = 0.05
 _LEAST_AUDIT_PAUSE_S = 1.0
 _LOOK_PAUSE_S = 0.2
 _MOST_NAMED = 100
+_NOT_ALL = "a rank of this node does not have it"
 
 # A slot and the generation in it.
 _Key = tuple[str, int]
@@ -145,21 +146,22 @@ class Queue:
                 self._is_hurried.set()
             return
         if ready:
-            self._submit(min(ready, key=_order))
+            self._submit(min(ready, key=StepJob.order))
         elif time.monotonic() >= self._audit_at:
             self._audit_newest()
 
     def run_to_idle(self, watch: Callable[[], None]) -> None:
-        """Do all that can be done now: what waits for other nodes is looked at once more, what fails is tried
-        as often as the pauses say. `watch` is called again and again meanwhile; what it raises ends this,
-        once the worker is done."""
+        """Do all that can be done now: what waits for others is looked at once more and left to them, what
+        fails is tried as often as the pauses say. `watch` is called again and again meanwhile; what it
+        raises ends this, once the worker is done."""
         try:
             while True:
                 self.worker.collect()
-                if ready := self._ready():
+                now, jobs = time.monotonic(), self._look()
+                if ready := [job for job in jobs if self._is_ready(job, now)]:
                     if not self.worker.busy:
-                        self._submit(min(ready, key=_order))
-                elif not (self.worker.busy or self.is_pending()):
+                        self._submit(min(ready, key=StepJob.order))
+                elif not (self.worker.busy or any(job.is_tried_after(now) for job in jobs)):
                     return
                 watch()
                 self.worker.wait()
@@ -277,14 +279,11 @@ class Queue:
             return NodeRanks(
                 ranks=known.ranks, world=known.world, keep=known.keep, environment=known.environment
             )
-        # Nobody is left to say it: those that have something of the attempt here.
-        found = (held.sealed() for held in self._regions.slots())
-        ranks = {
-            held.slot.rank
-            for held, each in zip(self._regions.slots(), found, strict=True)
-            if each is not None and each.attempt == attempt
-        }
-        return NodeRanks(ranks=tuple(sorted(ranks | {rank})), world=self._world_of(attempt))
+        # Nobody has said it: those that have something of the attempt here, and who lives and may yet say it.
+        found = [(held.slot.rank, held.sealed()) for held in self._regions.slots()]
+        ranks = {of for of, each in found if each is not None and each.attempt == attempt}
+        ranks |= {rank, *(of for said, of in self._living if said is None)}
+        return NodeRanks(ranks=tuple(sorted(ranks)), world=self._world_of(attempt))
 
     # The jobs
 
@@ -304,7 +303,7 @@ class Queue:
                 wanted.add(key)
         for key, job in list(self._jobs.items()):
             if key not in wanted and job is not self.writing:
-                self._left(job)
+                self._left(key, job)
         jobs = list(dict.fromkeys(self._jobs.values())) + self._parts
         for job in jobs:
             self._gather(job)
@@ -328,12 +327,17 @@ class Queue:
         same[0].is_urgent = same[0].is_urgent or key in self._urgent
         self._jobs[key] = same[0]
 
-    def _left(self, job: StepJob) -> None:
+    def _left(self, key: _Key, job: StepJob) -> None:
         """A snapshot of a job is not there any more, or not wanted. What is at rest of it is."""
-        self._forget(job)
-        # The slots may be unmapped from here on.
-        job.snapshots.clear()
-        if job.part_of is not None and not job.is_over:
+        if job.part_of is None or job.is_over:
+            self._forget(job)
+            job.snapshots.clear()
+            return
+        # Its slot may be unmapped from here on.
+        del self._jobs[key]
+        self._urgent.discard(key)
+        job.snapshots = {each.rank: each for each in job.members() if each.slot.name != key[0]}
+        if not job.snapshots:
             self._parts.append(job)
 
     def _forget(self, job: StepJob) -> None:
@@ -346,9 +350,13 @@ class Queue:
         """Pin what is sealed of a step that several ranks have, until all have it or one never will."""
         if job.state is not State.GATHERING or len(job.node.ranks) < 2:
             return
+        for rank in [rank for rank in job.snapshots if (job.attempt, rank) in self._known]:
+            job.node = self._node(job.attempt, rank)
         missing = set(job.node.ranks) - job.snapshots.keys()
         if any(self._has_passed(job, rank) for rank in missing):
             self._set_void(job)
+            why = Outcome(state=State.VOID, void=Void.SUPERSEDED, attempt=str(job.attempt), message=_NOT_ALL)
+            self._told(job, why)
         elif all((job.attempt, rank) in self._living for rank in missing):
             for each in job.members():
                 each.take()
@@ -365,7 +373,7 @@ class Queue:
         job.state, job.given_up = State.VOID, True
         for each in job.members():
             each.slot.set_failed(each.generation, errno.ESTALE)
-        log.warning("step %d is not persisted: a rank of this node does not have it", job.step)
+        log.warning("step %d is not persisted: %s", job.step, _NOT_ALL)
         self._note(job, Event.ERROR, str(job.attempt), what="void")
 
     def _is_to_come(self, job: StepJob) -> bool:
@@ -381,9 +389,8 @@ class Queue:
         return [job for job in self._look() if self._is_ready(job, now)]
 
     def _is_ready(self, job: StepJob, now: float) -> bool:
-        if job is self.writing or job.is_over or now < job.retry_at:
-            return False
-        return job.is_gathered and all(each.is_free for each in job.members())
+        is_due = job is not self.writing and not job.is_over and now >= job.retry_at
+        return is_due and job.is_gathered and all(each.is_free for each in job.members())
 
     # Doing it
 
@@ -464,8 +471,7 @@ class Queue:
     def _job_of(self, held: HeldSlot, sealed: Sealed) -> StepJob:
         job = self._jobs.get((held.slot.name, sealed.generation))
         if job is None:
-            node = NodeRanks(ranks=(held.slot.rank,))
-            job = StepJob(attempt=sealed.attempt, step=sealed.step, node=node)
+            job = StepJob(attempt=sealed.attempt, step=sealed.step, node=NodeRanks(ranks=(held.slot.rank,)))
             job.snapshots[held.slot.rank] = Snapshot(held.slot, sealed.generation, 0)
         return job
 
@@ -481,7 +487,6 @@ class Queue:
                 self._failed(job, outcome)
             case _, Void.GONE if job.part_of is not None:
                 job.state = State.PART_WRITTEN
-                self._left(job)
             case _, Void.SUPERSEDED if job.rest is None:
                 self._superseded(job, outcome)
             case _, Void.TORN if job.rest is None:
@@ -491,8 +496,8 @@ class Queue:
                 self._told(job, outcome)
 
     def _waits(self, job: StepJob, outcome: Outcome) -> None:
-        job.tries += 1
-        job.retry_at = job.tried_at + look_again_s(job.tries)
+        job.looks += 1
+        job.retry_at = job.tried_at + look_again_s(job.looks)
         if job.rest is not None:
             self._drop(job)
         self._told(job, outcome)
@@ -530,10 +535,8 @@ class Queue:
         if outcome.void is Void.TORN:
             names = [name for _, name in outcome.leaves]
             log.warning("step %d in %s was discarded: %s", job.step, outcome.slot, outcome.message)
-            self._note(
-                job, Event.TORN, outcome.attempt or None, slot=outcome.slot, leaves=names[:_MOST_NAMED],
-                count=len(names), message=outcome.message,
-            )  # fmt: skip
+            told = {"slot": outcome.slot, "leaves": names[:_MOST_NAMED], "count": len(names)}
+            self._note(job, Event.TORN, outcome.attempt or None, message=outcome.message, **told)
             self._told(job, outcome)
         self._jobs = {key: each for key, each in self._jobs.items() if key[0] != outcome.slot}
         job.snapshots = {each.rank: each for each in job.members() if each.slot.name != outcome.slot}
@@ -591,11 +594,6 @@ class Queue:
         if len(ranks) > 1:
             named |= {"ranks": ranks}
         self._ledger.add(attempt, event, **(named | self._by | fields))
-
-
-def _order(job: StepJob) -> tuple[bool, int]:
-    """Of what a dead trainer left the newest first, else oldest first."""
-    return not job.is_urgent, -job.step if job.is_urgent else job.step
 
 
 _NOBODY = AttemptName(0, "0" * 8)

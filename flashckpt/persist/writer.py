@@ -87,9 +87,14 @@ class Writer:
     def persist(self, job: StepJob) -> Outcome:
         """Persist a step whose snapshots are gathered, and commit it. Never raises: failure is an outcome."""
         began = time.monotonic()
-        if not job.snapshots and (part_of := job.part_of) is not None:
+        if not job.has_all and (part_of := job.part_of) is not None:
             # The parts of the other nodes are waited for, and the slots are not needed for that.
-            return self._tried(lambda: self._commit(job, part_of), job)
+            outcome = self._tried(lambda: self._commit(job, part_of), job)
+            for each in job.members() if outcome.state is State.COMMITTED else ():
+                if each.take():
+                    each.slot.set_persisted(each.generation)
+            job.release()
+            return outcome
         if not all([each.take() for each in job.members()]):
             job.release()
             return Outcome(state=State.VOID, void=Void.GONE)
@@ -197,15 +202,21 @@ class Writer:
         folder = step_attempt_folder(job.step, attempt)
         world = self._world(job, attempt)
         # A part that stands was written in an earlier try, or by the keeper before this one.
-        if self._store.exists(path := f"{folder}/{part_name(contents[0].rank)}"):
-            part = Part.from_bytes(self._store.read(path, Part.MAX_BYTES), path)
-            if not all(each.is_in(part) for each in contents):
-                raise _other_content(job.step, attempt)
+        if self._store.exists(f"{folder}/{part_name(contents[0].rank)}"):
+            part = self._standing(job.step, contents, attempt, folder)
             told = replace(told, num_bytes=sum(rank.shard.num_bytes for rank in part.ranks))
         else:
             told = self._write(job, contents, attempt, world, folder, told)
         job.part_of = attempt
         return self._commit(job, attempt, told)
+
+    def _standing(self, step: int, contents: Sequence[_Content], attempt: AttemptName, folder: str) -> Part:
+        """This node's part, which is there. SupersededError where it is of another content."""
+        path = f"{folder}/{part_name(contents[0].rank)}"
+        part = Part.from_bytes(self._store.read(path, Part.MAX_BYTES), path)
+        if not all(each.is_in(part) for each in contents):
+            raise _other_content(step, attempt)
+        return part
 
     def _commit(self, job: StepJob, attempt: AttemptName, told: Outcome | None = None) -> Outcome:
         self._guard()
@@ -291,6 +302,9 @@ class Writer:
         finally:
             if not is_published:
                 self._remove_debris(folder, part_name(contents[0].rank), names)
+        if not is_published:
+            # Another keeper's was first: it stands, and may hold something else.
+            self._standing(job.step, contents, attempt, folder)
         return told
 
     def _write_rank(

@@ -179,7 +179,7 @@ class Memory:
             name = each.slot.name
             word, detail = word_of(outcome)
             if outcome.void is Void.TORN and name != outcome.slot:
-                word, detail = Outcome.KEPT, f"what rank {job.members()[0].rank} has of it is torn"
+                word, detail = Outcome.KEPT, f"what rank {rank_of(outcome.slot)} has of it is torn"
             if name not in self._snapshots:
                 self._snapshots[name] = Finding(kind=Kind.SNAPSHOT, outcome=word, place=name)
             self._note(name, word, detail, damage=word is Outcome.TORN)

@@ -59,6 +59,8 @@ class Node:
         ranks: tuple[int, ...],
         world: int,
         identity: str = IDENTITY,
+        *,
+        known: bool = True,
     ) -> None:
         base.mkdir(exist_ok=True)
         self.store, self.attempt = store, attempt
@@ -82,7 +84,8 @@ class Node:
         self.trainers = [
             Trainer(lock=f"{rank}", rank=rank, world=world, ranks=ranks, attempt=attempt) for rank in ranks
         ]
-        self.queue.know(self.trainers)
+        if known:
+            self.queue.know(self.trainers)
 
     def _told(self, job: StepJob, outcome: Outcome) -> None:
         self.told.append((job.step, outcome.state))

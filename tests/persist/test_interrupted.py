@@ -1,0 +1,149 @@
+"""Jobs of which something was taken away, held by others, or published by others in the middle of them."""
+
+from __future__ import annotations
+
+import errno
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flashckpt.format.names import part_name
+from flashckpt.keeper.trainers import Trainer
+from flashckpt.memory.page import State as SlotState
+from flashckpt.persist.job import State
+from flashckpt.store.base import Entry
+from flashckpt.store.local import LocalStore
+from tests.persist.node import Node, files, is_whole
+from tests.persist.test_many_ranks import (  # noqa: F401  (fixtures)
+    failing_for,
+    nodes,
+    other_content,
+    parts,
+    store,
+    until_told,
+)
+
+MakeNode = Callable[..., Node]
+_LONG_S = 60.0
+
+
+def run_in_time(node: Node) -> None:
+    end = time.monotonic() + _LONG_S
+
+    def watch() -> None:
+        assert time.monotonic() < end, "it waits for what will not come"
+
+    node.queue.run_to_idle(watch)
+
+
+def test_a_slot_that_another_process_has_pinned_is_left_to_it(nodes: MakeNode) -> None:  # noqa: F811
+    node = nodes((0,), 1)
+    [slot] = node.seal(5)
+    pinned = slot.pin(9, slot.state())
+    assert pinned is not None
+    run_in_time(node)
+    assert node.told == []
+    assert slot.state() == pinned
+    slot.unpin(pinned)
+    run_in_time(node)
+    assert is_whole(node.store, 5, node.attempt, 1)
+
+
+def test_a_part_that_another_published_meanwhile_is_not_taken_for_this_one(
+    nodes: MakeNode,  # noqa: F811
+    store: LocalStore,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between the look for this node's part and its link. Whose slot is told that it is committed,
+    its bytes are at rest."""
+    node = nodes((0,), 1)
+    other = nodes((0,), 1, node.attempt)
+    other_content(other, 5, 0)
+    [slot] = node.seal(5)
+    create, begun = store.create, []
+
+    def late(path: str, data: bytes) -> bool:
+        if path.endswith(part_name(0)) and not begun:
+            begun.append(path)
+            monkeypatch.setattr(store, "create", failing_for("manifest.json", create))
+            other.run()
+            monkeypatch.setattr(store, "create", create)
+        return create(path, data)
+
+    monkeypatch.setattr(store, "create", late)
+    node.run()
+    assert begun
+    assert node.told == [(5, State.VOID)]
+    assert slot.persisted == 0
+    assert files(store, 5, node.attempt) == ["part-00000.json", "shard-00000"]
+
+
+def test_what_fails_after_it_has_waited_is_said(
+    nodes: MakeNode,  # noqa: F811
+    store: LocalStore,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    node = nodes((0,), 2)
+    node.seal(5)
+    node.run()
+    assert node.told == [(5, State.PART_WRITTEN)]
+
+    def gone(folder: str) -> list[Entry]:
+        raise OSError(errno.EIO, "the disk is gone", folder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "list", gone)
+        until_told(node, (5, State.FAILED))
+    node.ledger.close()
+    lines = [
+        json.loads(line)
+        for path in (tmp_path / "run/events").iterdir()
+        for line in path.read_text().splitlines()
+    ]
+    assert [line["what"] for line in lines if line["event"] == "error"] == ["persist"]
+
+
+def test_a_rank_that_lets_go_of_its_slot_harms_nothing_that_is_at_rest(nodes: MakeNode) -> None:  # noqa: F811
+    """The step waits for another node; the other ranks' slots learn of its commit."""
+    first, second = nodes((0, 1), 4), nodes((2, 3), 4)
+    slots = first.seal(5)
+    first.run()
+    assert slots[0].free(slots[0].state())
+    first.run()
+    assert slots[1].failed == (0, 0)
+    second.seal(5)
+    second.run()
+    until_told(first, (5, State.COMMITTED))
+    assert {state for _, state in first.told} == {State.PART_WRITTEN, State.COMMITTED}
+    assert slots[1].persisted == 1
+    assert slots[1].state().state is SlotState.SEALED
+    assert is_whole(first.store, 5, first.attempt, 4)
+
+
+def test_who_waits_for_a_step_that_will_not_come_is_told(nodes: MakeNode) -> None:  # noqa: F811
+    node = nodes((0, 1), 2)
+    node.seal(5, 0)
+    node.seal(6)
+    node.run()
+    assert node.told == [(5, State.VOID), (6, State.COMMITTED)]
+
+
+def test_a_rank_that_lives_and_has_not_spoken_yet_is_waited_for(nodes: MakeNode) -> None:  # noqa: F811
+    """A new keeper: one rank has asked, the other has sealed nothing, and neither has said who it is."""
+    node = nodes((0, 1), 2)
+    unheard = Node(node.store, Path(node.folder.path) / "new", node.attempt, (0, 1), 2, known=False)
+    try:
+        unheard.queue.know([Trainer(lock=str(rank), rank=rank) for rank in (0, 1)])
+        unheard.seal(5, 0)
+        unheard.run()
+        assert parts(unheard, 5) == []
+        unheard.queue.know(unheard.trainers)
+        unheard.seal(5, 1)
+        unheard.run()
+        assert is_whole(node.store, 5, node.attempt, 2)
+    finally:
+        unheard.close()
