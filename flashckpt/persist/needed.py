@@ -25,16 +25,18 @@ class Survivor:
 def needed(store: Store, survivors: Sequence[Survivor]) -> set[str]:
     """Names of the slots that hold something that is committed nowhere and still counts: the newest step of
     an attempt that all its ranks here hold, as long as no step of its run from there on, and no attempt that
-    did not start from it, is committed."""
+    did not start from it, is committed; and what the newest attempt has started from."""
     started = attempts.newest_started(store)
     visible = next(iter(lineage.newest_first(store)), None)
     start = attempts.read_start(store, started) if started is not None else None
     kept = set()
     for attempt in {each.attempt for each in survivors}:
-        mine = _newest([each for each in survivors if each.attempt == attempt])
-        loaded = start is not None and any((start.loaded, start.step) == (e.slot, e.step) for e in mine)
-        for each in mine:
-            if started is None or attempt == started or loaded:
+        mine = [each for each in survivors if each.attempt == attempt]
+        # What the newest attempt has started from is its, whatever else is left of the one that made it.
+        is_loaded = start is not None and any((start.loaded, start.step) == (e.slot, e.step) for e in mine)
+        loaded = [e for e in mine if is_loaded and start is not None and e.step == start.step]
+        for each in [*_newest(mine), *(e for e in loaded if not e.is_committed)]:
+            if started is None or attempt == started or each in loaded:
                 is_kept = visible is None or visible.step < each.step
             else:
                 newest = None if visible is None else (visible.step, visible.attempt)

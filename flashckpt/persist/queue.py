@@ -104,17 +104,21 @@ class Queue:
 
     def rescue(self, rank: int) -> None:
         """Ask for the newest step that a dead or stuck trainer and the other ranks of its node have sealed,
-        whether it had asked or not; past those whose region is gone. One that lives after all may ask for a
+        whether it had asked or not; past those that were given up. One that lives after all may ask for a
         newer one in the same slot meanwhile: that stands."""
         before = {held.slot.name: held.slot.asked for held in self._regions.slots()}
         self._discard_damaged(rank)
-        found = [rows for rows in self._complete(rank) if not self._lacks_region(rows)]
+        found = [
+            rows
+            for rows in self._complete(rank)
+            if not any(self._is_given_up((held.slot.name, sealed.generation)) for held, sealed in rows)
+        ]
         node = self._node(found[0][0][1].attempt, rank) if found else NodeRanks(ranks=())
         # Of a job on several nodes nobody here knows which step all of them hold: it is one of these.
         is_alone = node.world is None or node.world == len(node.ranks)
         for held, sealed in [pair for rows in found[: 1 if is_alone else None] for pair in rows]:
             key = held.slot.name, sealed.generation
-            if held.slot.persisted != sealed.generation and not self._is_given_up(key):
+            if held.slot.persisted != sealed.generation:
                 self._urgent.add(key)
                 if key in self._jobs:
                     self._jobs[key].is_urgent = True
@@ -225,10 +229,8 @@ class Queue:
         newest = self._newest(rank)
         if newest is None or self.is_saved(rank):
             return True
-        held, sealed = newest
-        return held.slot.failed[0] == sealed.generation or self._is_given_up(
-            (held.slot.name, sealed.generation)
-        )
+        slot, generation = newest[0].slot, newest[1].generation
+        return slot.failed[0] == generation or self._is_given_up((slot.name, generation))
 
     def is_needed(self, held: HeldSlot, sealed: Sealed) -> bool:
         """Whether a snapshot is the newest of its rank, or still to be persisted."""
@@ -265,10 +267,6 @@ class Queue:
             if len(rows) == len(self._node(sealed.attempt, rank).ranks):
                 steps.append(rows)
         return steps
-
-    def _lacks_region(self, rows: list[tuple[HeldSlot, Sealed]]) -> bool:
-        jobs = [self._jobs.get((held.slot.name, sealed.generation)) for held, sealed in rows]
-        return any(job and job.given_up and job.outcome and job.outcome.lacks_region for job in jobs)
 
     def _is_given_up(self, key: _Key) -> bool:
         return key in self._jobs and self._jobs[key].given_up
@@ -582,6 +580,9 @@ class Queue:
             job, Event.ERROR, outcome.attempt or None, what="superseded", message=outcome.message
         )  # fmt: skip
         self._told(job, outcome)
+        # An older one may be what the newer attempt has started from, and count as its.
+        for rank in job.snapshots.keys() - {rank for _, rank in self._living}:
+            self.rescue(rank)
 
     def _is_living(self, job: StepJob) -> bool:
         return any(rank in job.snapshots for _, rank in self._living)

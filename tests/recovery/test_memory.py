@@ -12,6 +12,7 @@ from flashckpt.commit.branching import branch
 from flashckpt.commit.holder import here
 from flashckpt.format.names import AttemptName
 from flashckpt.memory.slot import Slot
+from flashckpt.persist.needed import Survivor, needed
 from flashckpt.recovery.report import Report
 from flashckpt.store.base import open_store
 from tests.keeper.driver import committed, eventually, ledger
@@ -310,3 +311,30 @@ def test_a_flipped_byte_of_a_constant_is_named_in_a_dry_run_too(tmp_path: Path, 
         assert (found.outcome.value, found.step) == ("torn", 1)
         assert "base.weight" in found.detail
     assert committed(run) == []
+
+
+def test_what_the_newest_attempt_started_from_is_saved_though_a_newer_one_was_left(
+    tmp_path: Path, runtime: Path
+) -> None:
+    """Other nodes had no step 3, or it was torn: all went on from step 2, and died before another."""
+    run = tmp_path / "run"
+    crash = Crash(run, runtime).slots().commit(1)
+    loaded, left = crash.seal(2, 3)
+    crash.both_killed()
+    store, older = open_store(str(run)), AttemptName.parse(crash.attempt)
+    assert older is not None
+    later = attempts.claim(store, here())
+    attempts.start(store, later, older, 2, 1, loaded)
+    attempts.mark_ended(store, later, "dead")
+    slots = {loaded: 2, left: 3}
+    survivors = [Survivor(slot=name, rank=0, attempt=older, step=step) for name, step in slots.items()]
+    assert loaded in needed(store, survivors), "a keeper that leaves keeps it"
+
+    report = recovered(run)
+
+    assert rows(report) == [
+        ("snapshot", "dropped", 3),
+        ("snapshot", "committed", 2),
+        ("snapshot", "was committed", 1),
+    ]
+    assert resume(report) == (2, str(later), "local")
