@@ -391,7 +391,8 @@ class Allocation:
                 held.writer = trainer.lock
         left = self._regions.of_rank(rank) if request.purpose == SLOTS else []
         for held in left:
-            if not self._regions.is_written(held):
+            # What was given just now is not, though its trainer may have died since it was told.
+            if held not in given and not self._regions.is_written(held):
                 held.retired = True  # of an earlier attempt, or read into, and not wanted
         crashpoints.point("memory.given")
 
