@@ -22,10 +22,10 @@ from flashckpt.errors import FlashckptError, KeeperError, OutOfRoomError
 from flashckpt.format.layout import PAGE
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper.protocol import ProtocolError, names, number, numbers, text
-from flashckpt.keeper.regions import MAX_SLOTS, HeldRegion, Made, Regions
 from flashckpt.keeper.server import Connection, Server
 from flashckpt.keeper.trainers import Trainer
 from flashckpt.memory import room
+from flashckpt.memory.held_regions import MAX_SLOTS, HeldRegion, Made, Regions
 from flashckpt.memory.page import State, round_up
 from flashckpt.memory.region import MEMFD, NAMED
 from flashckpt.memory.sizes import SlotSize

@@ -21,13 +21,13 @@ from flashckpt.keeper.chores import Chores, End, Look
 from flashckpt.keeper.departure import Departure
 from flashckpt.keeper.home import Home
 from flashckpt.keeper.protocol import ELECTION_LOCK, Status
-from flashckpt.keeper.regions import Regions
 from flashckpt.keeper.requests import Requests
 from flashckpt.keeper.server import Server
 from flashckpt.keeper.start import bound_log
 from flashckpt.keeper.tally import Tally
 from flashckpt.keeper.trainers import Roster, Trainer
 from flashckpt.keeper.watchdog import Watchdog
+from flashckpt.memory.held_regions import Regions
 from flashckpt.memory.living import Living
 from flashckpt.memory.page import State as SlotState
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder

@@ -21,9 +21,9 @@ from flashckpt.keeper.protocol import (
     seconds,
     text,
 )
-from flashckpt.keeper.regions import Regions
 from flashckpt.keeper.server import Connection
 from flashckpt.keeper.trainers import Roster, Trainer
+from flashckpt.memory.held_regions import Regions
 from flashckpt.memory.runtime import check_name
 from flashckpt.options import Keep
 from flashckpt.persist.ledger import Ledger

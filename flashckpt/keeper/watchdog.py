@@ -17,8 +17,8 @@ from functools import partial
 from flashckpt.errors import KeeperError
 from flashckpt.events import Event, log
 from flashckpt.keeper.evidence import Evidence, collect, condition, held
-from flashckpt.keeper.regions import Regions
 from flashckpt.keeper.trainers import Roster, Trainer
+from flashckpt.memory.held_regions import Regions
 from flashckpt.memory.page import Heartbeat
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.memory.slot import Slot

@@ -7,15 +7,14 @@ A deletion may take as long as it likes: nothing waits for it but the next one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from flashckpt.commit import retention
 from flashckpt.commit.lineage import VisibleStep
 from flashckpt.events import Event, log
 from flashckpt.format.names import AttemptName
+from flashckpt.memory.held_regions import Regions
 from flashckpt.options import Keep
 from flashckpt.persist.debris import half_written, remove
-from flashckpt.persist.held import HeldSlots
 from flashckpt.persist.ledger import Ledger
 from flashckpt.persist.worker import Worker
 from flashckpt.store.base import Store
@@ -25,13 +24,6 @@ _MOST_SWEEPS = 3
 _MOST_NAMED = 20
 
 
-@dataclass(frozen=True)
-class _Wish:
-    attempt: AttemptName
-    keep: Keep
-    world: int
-
-
 class Deletions:
     """One deletion at a time; of several commits meanwhile the newest decides. `in_hand` gives the steps that
     this process may still commit, `count` is told what was done and how often."""
@@ -39,7 +31,7 @@ class Deletions:
     def __init__(
         self,
         store: Store,
-        regions: HeldSlots,
+        regions: Regions,
         ledger: Ledger,
         worker: Worker,
         in_hand: Callable[[], set[int]],
@@ -47,7 +39,7 @@ class Deletions:
     ) -> None:
         self._store, self._regions, self._ledger, self.worker = store, regions, ledger, worker
         self._in_hand, self._count = in_hand, count
-        self._wish: _Wish | None = None
+        self._wanted: tuple[AttemptName, Keep, int | None] | None = None
         self._looked_at = 0.0
         self._seen_dead: set[str] = set()
         self._dead: set[str] = set()
@@ -56,11 +48,11 @@ class Deletions:
 
     @property
     def is_pending(self) -> bool:
-        return self.worker.busy or self._wish is not None or bool(self._seen_dead)
+        return self.worker.busy or self._wanted is not None or bool(self._seen_dead)
 
-    def committed(self, attempt: AttemptName, keep: Keep, world: int) -> None:
+    def committed(self, attempt: AttemptName, keep: Keep, world: int | None) -> None:
         """A step of this attempt is committed: what `keep` lets go may go."""
-        self._wish = _Wish(attempt, keep, world)
+        self._wanted = attempt, keep, world
 
     def next(self, now: float) -> None:
         """Begin the next deletion, if none is under way and there is one."""
@@ -74,14 +66,14 @@ class Deletions:
         if self._dead:
             self._sweep(self._dead)
             self._dead = set()
-        elif self._wish is not None:
-            wish, self._wish = self._wish, None
-            self._prune(wish)
+        elif self._wanted is not None:
+            wanted, self._wanted = self._wanted, None
+            self._prune(*wanted)
 
-    def _prune(self, wish: _Wish) -> None:
+    def _prune(self, attempt: AttemptName, keep: Keep, world: int | None) -> None:
         # With one rank, and no other keeper on the node of the only trainer, nobody else commits steps of its
         # attempt; and what it captures later is newer.
-        in_hand = self._in_hand() if wish.world == 1 and not self._regions.other_keepers() else None
+        in_hand = self._in_hand() if world == 1 and not self._regions.other_keepers() else None
 
         def done(gone: list[VisibleStep] | BaseException) -> None:
             if isinstance(gone, BaseException):
@@ -89,16 +81,14 @@ class Deletions:
                 say("steps that are kept no longer could not be deleted, and fill the storage: %s", gone)
                 self._has_failed = True
                 self._count("prune_failed", 1)
-                self._ledger.add(str(wish.attempt), Event.ERROR, what="prune", message=str(gone))
+                self._ledger.add(str(attempt), Event.ERROR, what="prune", message=str(gone))
                 return
             self._has_failed = False
             if gone:
                 self._count("pruned", len(gone))
-                self._ledger.add(str(wish.attempt), Event.PRUNE, steps=[each.step for each in gone])
+                self._ledger.add(str(attempt), Event.PRUNE, steps=[each.step for each in gone])
 
-        self.worker.submit(
-            lambda: retention.prune(self._store, wish.attempt, wish.keep, in_hand=in_hand), done
-        )
+        self.worker.submit(lambda: retention.prune(self._store, attempt, keep, in_hand=in_hand), done)
 
     def _sweep(self, dead: set[str]) -> None:
         def done(gone: list[str] | BaseException) -> None:

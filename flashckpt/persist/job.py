@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 from flashckpt.errors import DamagedError
 from flashckpt.format.metadata import Metadata
@@ -56,6 +56,17 @@ class NodeRanks:
     world: int | None = None
     keep: Keep | None = None
     environment: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Known(Protocol):
+    """What a trainer has said of itself. `ranks` are those of its attempt on this node."""
+
+    rank: int
+    ranks: tuple[int, ...]
+    world: int
+    attempt: AttemptName | None
+    keep: Keep | None
+    environment: Mapping[str, Any]
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ from functools import partial
 from flashckpt.errors import DamagedError
 from flashckpt.events import Event, log
 from flashckpt.format.names import AttemptName
+from flashckpt.memory.held_regions import HeldRegion, Regions
 from flashckpt.memory.page import State as SlotState
 from flashckpt.memory.slot import Sealed
 from flashckpt.persist.at_rest import Rest
 from flashckpt.persist.audit import Torn, audit, discard
-from flashckpt.persist.held import HeldSlot, HeldSlots, Known
-from flashckpt.persist.job import NodeRanks, Outcome, Snapshot, State, StepJob, Void
+from flashckpt.persist.job import Known, NodeRanks, Outcome, Snapshot, State, StepJob, Void
 from flashckpt.persist.ledger import Ledger
 from flashckpt.persist.retries import Pauses, look_again_s, pause_s
 from flashckpt.persist.worker import Worker
@@ -47,7 +47,7 @@ class Queue:
 
     def __init__(
         self,
-        regions: HeldSlots,
+        regions: Regions,
         writer: Writer,
         worker: Worker,
         ledger: Ledger,
@@ -60,7 +60,7 @@ class Queue:
         self._regions, self._writer, self.worker, self._ledger = regions, writer, worker, ledger
         self._told, self._pauses, self._world_of = told, pauses, world_of
         self._by = {"by": by} if by else {}
-        self._known: dict[tuple[AttemptName, int], Known] = {}
+        self._known: dict[tuple[AttemptName, int], NodeRanks] = {}
         self._living: set[tuple[AttemptName | None, int]] = set()
         self._jobs: dict[_Key, StepJob] = {}
         self._parts: list[StepJob] = []
@@ -83,9 +83,14 @@ class Queue:
             self._take_back()
         for trainer in living:
             if trainer.attempt is not None:
-                self._known[trainer.attempt, trainer.rank] = trainer
+                self._known[trainer.attempt, trainer.rank] = NodeRanks(
+                    ranks=trainer.ranks,
+                    world=trainer.world,
+                    keep=trainer.keep,
+                    environment=trainer.environment,
+                )
 
-    def known(self, attempt: AttemptName | None) -> Known | None:
+    def known(self, attempt: AttemptName | None) -> NodeRanks | None:
         """What a trainer of an attempt has said, if one has."""
         return next((each for (of, _), each in self._known.items() if of == attempt), None)
 
@@ -232,7 +237,7 @@ class Queue:
         slot, generation = newest[0].slot, newest[1].generation
         return slot.failed[0] == generation or self._is_given_up((slot.name, generation))
 
-    def is_needed(self, held: HeldSlot, sealed: Sealed) -> bool:
+    def is_needed(self, held: HeldRegion, sealed: Sealed) -> bool:
         """Whether a snapshot is the newest of its rank, or still to be persisted."""
         newest = self._newest(held.slot.rank)
         if newest is not None and newest[0] is held:
@@ -245,14 +250,14 @@ class Queue:
         sealed = (held.sealed() for held in self._regions.slots())
         return {each.step for each in sealed if each is not None} | {job.step for job in self._look()}
 
-    def _newest(self, rank: int) -> tuple[HeldSlot, Sealed] | None:
+    def _newest(self, rank: int) -> tuple[HeldRegion, Sealed] | None:
         return max(self._sealed(rank), key=lambda pair: pair[1].age, default=None)
 
-    def _sealed(self, rank: int) -> list[tuple[HeldSlot, Sealed]]:
+    def _sealed(self, rank: int) -> list[tuple[HeldRegion, Sealed]]:
         mine = [held for held in self._regions.slots() if held.slot.rank == rank]
         return [(held, sealed) for held in mine if (sealed := held.sealed()) is not None]
 
-    def _complete(self, rank: int) -> list[list[tuple[HeldSlot, Sealed]]]:
+    def _complete(self, rank: int) -> list[list[tuple[HeldRegion, Sealed]]]:
         """The steps that all ranks of a rank's node hold, newest first."""
         steps = []
         for held, sealed in sorted(self._sealed(rank), key=lambda pair: pair[1].age, reverse=True):
@@ -274,9 +279,7 @@ class Queue:
     def _node(self, attempt: AttemptName, rank: int) -> NodeRanks:
         known = self._known.get((attempt, rank))
         if known is not None:
-            return NodeRanks(
-                ranks=known.ranks, world=known.world, keep=known.keep, environment=known.environment
-            )
+            return known
         # Nobody has said it: those that have something of the attempt here, and who lives and may yet say it.
         found = [(held.slot.rank, held.sealed()) for held in self._regions.slots()]
         ranks = {of for of, each in found if each is not None and each.attempt == attempt}
@@ -307,7 +310,7 @@ class Queue:
             self._gather(job)
         return jobs
 
-    def _join(self, key: _Key, held: HeldSlot, sealed: Sealed) -> None:
+    def _join(self, key: _Key, held: HeldRegion, sealed: Sealed) -> None:
         """Put a snapshot into the job of its step."""
         slot, region = held.slot, self._regions.shared_by(held)
         regions = () if region is None else (region,)
@@ -430,7 +433,7 @@ class Queue:
                 self._audit(held, newest[1])
                 return
 
-    def _audit(self, held: HeldSlot, sealed: Sealed) -> None:
+    def _audit(self, held: HeldRegion, sealed: Sealed) -> None:
         region = self._regions.shared_by(held)
         regions = () if region is None else (region,)
         snapshot = Snapshot(held.slot, sealed.generation, self._regions.own_index(held), regions)
@@ -466,7 +469,7 @@ class Queue:
                     job.snapshots[rank] = Snapshot(held.slot, word.generation, 0)
                     self._torn(job, discard(held.slot, word, Torn(str(error))))
 
-    def _job_of(self, held: HeldSlot, sealed: Sealed) -> StepJob:
+    def _job_of(self, held: HeldRegion, sealed: Sealed) -> StepJob:
         job = self._jobs.get((held.slot.name, sealed.generation))
         if job is None:
             job = StepJob(attempt=sealed.attempt, step=sealed.step, node=NodeRanks(ranks=(held.slot.rank,)))

@@ -18,7 +18,7 @@ from flashckpt.errors import FlashckptError
 from flashckpt.events import Event
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper.protocol import LOG_NAME, SOCKET_NAME
-from flashckpt.keeper.regions import HeldRegion, Regions
+from flashckpt.memory.held_regions import HeldRegion, Regions
 from flashckpt.memory.region import is_region_name, rank_of
 from flashckpt.memory.runtime import LifeLock
 from flashckpt.memory.slot import Sealed

@@ -15,8 +15,8 @@ from flashckpt.errors import FlashckptError, OutOfRoomError
 from flashckpt.format.layout import PAGE
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper.allocation import Allocation
-from flashckpt.keeper.regions import Regions
 from flashckpt.keeper.trainers import Trainer
+from flashckpt.memory.held_regions import Regions
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder
 from flashckpt.memory.sizes import SlotSize
 

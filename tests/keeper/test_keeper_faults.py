@@ -13,7 +13,7 @@ from flashckpt.commit import attempts
 from flashckpt.errors import OutOfRoomError
 from flashckpt.format.names import step_attempt_folder
 from flashckpt.keeper.protocol import ELECTION_LOCK
-from flashckpt.keeper.regions import Regions
+from flashckpt.memory.held_regions import Regions
 from flashckpt.memory.page import State
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder
 from flashckpt.memory.sizes import SlotSize

@@ -8,7 +8,7 @@ import pytest
 
 from flashckpt.errors import KeeperError
 from flashckpt.format import metadata
-from flashckpt.keeper.regions import Regions
+from flashckpt.memory.held_regions import Regions
 from flashckpt.memory.region import NAMED
 from flashckpt.memory.sizes import SlotSize
 from tests.keeper.driver import eventually

@@ -11,8 +11,8 @@ from flashckpt.commit.steps import read_step
 from flashckpt.format import metadata
 from flashckpt.format.layout import SlotImage
 from flashckpt.format.names import AttemptName, step_attempt_folder
-from flashckpt.keeper.regions import Regions
 from flashckpt.keeper.trainers import Trainer
+from flashckpt.memory.held_regions import Regions
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder
 from flashckpt.memory.sizes import SlotSize
 from flashckpt.memory.slot import Slot

@@ -17,9 +17,9 @@ from flashckpt.events import Event
 from flashckpt.keeper import evidence
 from flashckpt.keeper.daemon import Keeper
 from flashckpt.keeper.evidence import collect, condition, held
-from flashckpt.keeper.regions import HeldRegion
 from flashckpt.keeper.trainers import Trainer
 from flashckpt.keeper.watchdog import Watchdog
+from flashckpt.memory.held_regions import HeldRegion
 from flashckpt.memory.page import Heartbeat
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder, is_alive, stacks_name
 from flashckpt.memory.sizes import SlotSize
