@@ -20,8 +20,8 @@ from torch import Tensor
 from flashckpt import _native
 from flashckpt.capture import Capture
 from flashckpt.capture.pace import Pace
-from flashckpt.memory.slot import Slot
-from flashckpt.memory.slots import SlotRing
+from flashckpt.memory.control_page import SlotHeader
+from flashckpt.memory.slot import Slot, SlotRing
 from flashckpt.options import Options
 from flashckpt.state.tree import LiveLeaf, Walk
 
@@ -47,8 +47,7 @@ def slots(metadata_bytes: int, image_bytes: int, threads: int) -> SlotRing:
     for index in range(2):
         descriptor = os.memfd_create(f"slot-{index}")
         os.ftruncate(descriptor, 4096 + metadata_bytes + image_bytes)
-        Slot.format(
-            descriptor,
+        header = SlotHeader(
             identity=bytes(16),
             rank=0,
             index=index,
@@ -56,8 +55,9 @@ def slots(metadata_bytes: int, image_bytes: int, threads: int) -> SlotRing:
             metadata_capacity=metadata_bytes,
             image_capacity=image_bytes,
         )
+        Slot.format(descriptor, header)
         slot = Slot.open(descriptor, map_image=True)
-        _native.populate(slot.metadata_address, metadata_bytes + image_bytes, threads)
+        slot.populate()
         made.append(slot)
     return SlotRing(made)
 

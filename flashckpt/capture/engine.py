@@ -29,9 +29,8 @@ from flashckpt.capture.target import Target
 from flashckpt.capture.targets import Targets
 from flashckpt.capture.ways import Ways, describe
 from flashckpt.format.layout import Layout
-from flashckpt.memory.sizes import SlotSize
-from flashckpt.memory.slot import Slot
-from flashckpt.memory.slots import SlotRing
+from flashckpt.memory.control_page import SlotSize
+from flashckpt.memory.slot import Slot, SlotRing
 from flashckpt.options import Options
 
 _NO_MEMORY = "the device has no memory left for a snapshot's buffers"

@@ -14,7 +14,7 @@ from flashckpt.capture.arrangement import Arrangement
 from flashckpt.capture.target import Target
 from flashckpt.capture.ways import Way, Ways
 from flashckpt.events import log
-from flashckpt.memory.page import State
+from flashckpt.memory.slot import SlotState
 
 _WAIT_SLICE_S = 60.0
 
@@ -72,13 +72,13 @@ class Flights:
         """Look, without waiting, at what was sealed or refused, and at what the keeper found torn."""
         for flight in list(self._flying):
             state = flight.target.state(flight.generation)
-            if state is State.WRITING:
+            if state is SlotState.WRITING:
                 continue
             self._flying.remove(flight)
             arrangement, flight.arrangement = flight.arrangement, None
             assert arrangement is not None
             arrangement.landed()
-            if state is State.SEALED:
+            if state is SlotState.SEALED:
                 self._land(flight, arrangement)
             else:
                 self._refused(flight, arrangement)

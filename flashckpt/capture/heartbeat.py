@@ -12,8 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Protocol
 
-from flashckpt.memory.page import Heartbeat
-from flashckpt.memory.slot import Slot
+from flashckpt.memory.slot import Heartbeat, Slot
 
 # Half a second of steps of a tenth of a millisecond: beyond that the oldest are not judged.
 _LENGTHS_KEPT = 5000

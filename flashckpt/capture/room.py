@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from flashckpt.capture.device.base import Device
 from flashckpt.capture.plan import Plan
 from flashckpt.format.metadata import geometry
-from flashckpt.memory.sizes import SlotSize
+from flashckpt.memory.control_page import SlotSize
 
 
 def slot_room(plan: Plan, values_bytes: int) -> SlotSize:

@@ -18,8 +18,8 @@ from flashckpt import _native, crashpoints
 from flashckpt.capture.plan import Addresses, Plan
 from flashckpt.errors import DamagedError
 from flashckpt.format.metadata import HEADER, Geometry, geometry, header
-from flashckpt.memory.page import Record, State, Word
-from flashckpt.memory.slot import Slot
+from flashckpt.memory.control_page import Record
+from flashckpt.memory.slot import Slot, SlotState
 
 
 class Target:
@@ -48,8 +48,8 @@ class Target:
     def fits(self, plan: Plan, values_bytes: int) -> bool:
         places = geometry(len(plan.json), len(plan), values_bytes, len(plan.constants_json))
         return (
-            places.num_bytes <= self.slot.metadata_capacity
-            and plan.image.num_bytes <= self.slot.image_capacity
+            places.num_bytes <= self.slot.size.metadata_bytes
+            and plan.image.num_bytes <= self.slot.size.image_bytes
         )
 
     def begin(self) -> bool:
@@ -132,30 +132,27 @@ class Target:
             )
         )
         crashpoints.point("seal.submitting")
-        sealer.submit(
-            waits=list(waits),
-            word=self.slot.word_address,
-            expected=self._word(State.WRITING).packed(),
-            desired=Word(State.SEALED, 0, self.generation).packed(),
-            record=self.slot.record_address,
-            metadata=self.slot.metadata_address,
-            metadata_bytes=places.num_bytes,
-            table=self.table_address,
-            table_count=len(plan),
+        self.slot.submit(
+            sealer,
+            self.owner,
+            self.generation,
+            places,
+            len(plan),
+            waits=waits,
             moves=moves.reshape(-1).data,
         )
         crashpoints.point("seal.submitted")
 
-    def state(self, generation: int) -> State:
+    def state(self, generation: int) -> SlotState:
         """Of one snapshot: WRITING while the seal is to come, FREE if it was refused or discarded, SEALED
         otherwise, even where the slot has been written again since."""
         try:
             word = self.slot.state()
         except DamagedError:
-            return State.FREE
+            return SlotState.FREE
         if word.generation != generation:
-            return State.SEALED
-        return State.SEALED if word.state is State.PINNED else word.state
+            return SlotState.SEALED
+        return SlotState.SEALED if word.state is SlotState.PINNED else word.state
 
     def empty_entries(self) -> list[int]:
         """Leaves without a digest: those that a check found to be written while they were copied."""
@@ -183,6 +180,3 @@ class Target:
         for start, layout in layouts:
             place = self._image.numpy()[start : start + layout.data_start]
             place[:] = np.frombuffer(layout.header, dtype=np.uint8)
-
-    def _word(self, state: State) -> Word:
-        return Word(state, self.owner, self.generation)

@@ -12,9 +12,8 @@ from flashckpt.capture.plan import Plan
 from flashckpt.capture.room import slot_room
 from flashckpt.capture.shared import Shared
 from flashckpt.capture.target import Target
-from flashckpt.memory.sizes import SlotSize
-from flashckpt.memory.slot import Slot
-from flashckpt.memory.slots import SlotRing
+from flashckpt.memory.control_page import SlotSize
+from flashckpt.memory.slot import Slot, SlotRing
 
 # What is no tensor takes so much at least in a slot's metadata: before the first capture nobody has seen it,
 # and slots that are asked for later fit what was asked for then.
@@ -100,8 +99,6 @@ class Targets:
         image = needed.with_slack().image_bytes
         most = image + plan.image.constants_bytes // 2
         # All of them are made anew for it, beside those there are: not for a few bytes of each.
-        is_large = any(
-            slot.image_capacity > most and slot.image_capacity - image >= slot.image_capacity // _LEAST_SPARED
-            for slot in self.ring.slots
-        )
+        there = [slot.size.image_bytes for slot in self.ring.slots]
+        is_large = any(each > most and each - image >= each // _LEAST_SPARED for each in there)
         return needed if is_large else None

@@ -33,7 +33,7 @@ from flashckpt.checkpointer.stop_policy import StopPolicy
 from flashckpt.errors import DamagedError, FlashckptError, FormatError, OptionError
 from flashckpt.events import Event, log
 from flashckpt.keeper.client import SlotGrant
-from flashckpt.memory.sizes import SlotSize
+from flashckpt.memory.control_page import SlotSize
 from flashckpt.memory.slot import Slot
 from flashckpt.options import Environment, Keep, Options
 from flashckpt.restore.digesting import digest_tensors
@@ -173,7 +173,7 @@ def _survived(session: Session) -> tuple[list[Held], list[Slot]]:
     """Surviving snapshots, and the regions of constants that they share, all mapped."""
     grants = session.keeper.surviving()
     found = [_mapped(grant) for grant in grants if grant.holds_constants]
-    regions = {region.fixed.nonce: region for region in found if region is not None}
+    regions = {region.header.nonce: region for region in found if region is not None}
     survived = [_held(grant, regions) for grant in grants if not grant.holds_constants]
     return [held for held in survived if held is not None], list(regions.values())
 
@@ -190,7 +190,7 @@ def _kept(session: Session, loaded: Loaded) -> Shared | None:
     except (FlashckptError, OSError) as error:
         log.info("%s is not used further: %s", region.name, error)
         return None
-    return Shared(region.name, region.fixed.nonce, constants, tuple(snapshot.constants.values()))
+    return Shared(region.name, region.header.nonce, constants, tuple(snapshot.constants.values()))
 
 
 def _give_back(session: Session, extra: list[Held]) -> None:

@@ -18,11 +18,9 @@ from flashckpt.errors import DamagedError, FlashckptError
 from flashckpt.events import log
 from flashckpt.format.layout import Layout, Leaf
 from flashckpt.format.metadata import Metadata, geometry, plan_bytes, write
-from flashckpt.memory.page import Record, State
-from flashckpt.memory.sealing import seal
+from flashckpt.memory.control_page import Record, SlotSize
 from flashckpt.memory.shared import holds_constants_of
-from flashckpt.memory.sizes import SlotSize
-from flashckpt.memory.slot import Sealed, Slot
+from flashckpt.memory.slot import Sealed, Slot, SlotState
 
 _RETRY_S = 60.0
 # Until the next look for a snapshot that has the constants: one may be a long time coming.
@@ -223,7 +221,7 @@ class Sharing:
             log.warning("%s cannot be used: %s", region.name, why)
             return None
         crashpoints.point("share.sealed")
-        shared = Shared(region.name, region.fixed.nonce, layout, tuple(digests))
+        shared = Shared(region.name, region.header.nonce, layout, tuple(digests))
         self._let_go()  # captures only compare digests: nothing here touches its bytes again
         return shared
 
@@ -250,7 +248,7 @@ class Sharing:
                 captured_ns=time.monotonic_ns(),
             )
         )
-        return seal(region, self._owner, generation, places, len(digests))
+        return region.seal(self._owner, generation, places, len(digests))
 
     def _give_back(self) -> None:
         if self._region is not None:
@@ -264,8 +262,8 @@ class Sharing:
 
 
 def _has_room(region: Slot, metadata_bytes: int, image_bytes: int) -> bool:
-    is_free = region.state().state is State.FREE
-    return is_free and region.metadata_capacity >= metadata_bytes and region.image_capacity >= image_bytes
+    is_free = region.state().state is SlotState.FREE
+    return is_free and region.size.metadata_bytes >= metadata_bytes and region.size.image_bytes >= image_bytes
 
 
 def _sources(
@@ -292,7 +290,7 @@ def _content(leaf: Leaf) -> tuple[str, str, tuple[int, ...]]:
 def _copied(sources: list[tuple[int, int]], region: Slot, layout: Layout) -> bool:
     """Copy leaves to their places in a region. False where the bytes are not those of the digests: the slot
     was written meanwhile, or is damaged."""
-    _native.populate(region.metadata_address, region.metadata_capacity + region.image_capacity, threads=1)
+    region.populate()
     digests = array("Q", bytes(8 * len(sources)))
     starts = [layout.data_start + leaf.offset for leaf in layout.leaves]
     _native.copy_digest(

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from flashckpt import _native, crashpoints
+from flashckpt import crashpoints
 from flashckpt.capture import Capture
 from flashckpt.capture.shared import Shared
 from flashckpt.checkpointer.session import Session
@@ -23,10 +23,8 @@ from flashckpt.events import log
 from flashckpt.format.metadata import Metadata
 from flashckpt.keeper.grants import SlotGrant
 from flashckpt.keeper.protocol import Refusal, close_all
-from flashckpt.memory.page import State
-from flashckpt.memory.sizes import SlotSize
-from flashckpt.memory.slot import Sealed, Slot
-from flashckpt.memory.slots import SlotRing
+from flashckpt.memory.control_page import SlotSize
+from flashckpt.memory.slot import Sealed, Slot, SlotRing, SlotState
 from flashckpt.options import Options
 
 _RETRY_S, _SOON_S = 5.0, 0.5
@@ -200,7 +198,7 @@ class Slots:
             if asked is not None and not asked.adds and not asked.smaller:
                 self._asked = self.error = None
             if len(ring.slots) < self._fewest and self._missing is None and not self.preparing:
-                self._missing = _capacity(ring.slots[0])
+                self._missing = ring.slots[0].size
 
     @property
     def completing(self) -> bool:
@@ -234,7 +232,7 @@ class Slots:
             self.ring = SlotRing([*kept, *given.slots], is_single=self.is_single)
         self._owners = {**self._owners, **given.owners}
         is_short = len(self.ring.slots) < self._fewest
-        self._missing = _capacity(self.ring.slots[0]) if is_short else None
+        self._missing = self.ring.slots[0].size if is_short else None
         return self.ring, self._owners
 
     def taken_up(self) -> None:
@@ -304,7 +302,7 @@ class Slots:
         """Whether what stands in the slots, or is written to them, may name a region."""
         for slot in self.ring.slots if self.ring is not None else ():
             try:
-                sealed, is_writing = slot.sealed(), slot.state().state is State.WRITING
+                sealed, is_writing = slot.sealed(), slot.state().state is SlotState.WRITING
             except DamagedError:
                 continue
             if is_writing or sealed is not None and sealed.record.constants_nonce == nonce:
@@ -544,7 +542,7 @@ def made_usable(grants: Sequence[SlotGrant], capture: Capture) -> list[Slot]:
             left.pop(0)  # from here on that of `open`, whatever becomes of it
             slots.append(grant.open())
         for slot in slots:
-            _native.populate(slot.metadata_address, slot.metadata_capacity + slot.image_capacity, threads=1)
+            slot.populate()
         capture.register(slots)
     except BaseException:
         for slot in slots:
@@ -552,10 +550,6 @@ def made_usable(grants: Sequence[SlotGrant], capture: Capture) -> list[Slot]:
         close_all(left)
         raise
     return slots
-
-
-def _capacity(slot: Slot) -> SlotSize:
-    return SlotSize(slot.metadata_capacity, slot.image_capacity)
 
 
 def _is_worse(grants: Sequence[SlotGrant], ring: SlotRing) -> bool:

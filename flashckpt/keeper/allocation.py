@@ -25,11 +25,10 @@ from flashckpt.keeper.protocol import ProtocolError, names, number, numbers, tex
 from flashckpt.keeper.server import Connection, Server
 from flashckpt.keeper.trainers import Trainer
 from flashckpt.memory import room
+from flashckpt.memory.control_page import SlotSize, round_up
 from flashckpt.memory.held_regions import MAX_SLOTS, HeldRegion, Made, Regions
-from flashckpt.memory.page import State, round_up
 from flashckpt.memory.region import MEMFD, NAMED
-from flashckpt.memory.sizes import SlotSize
-from flashckpt.memory.slot import Sealed
+from flashckpt.memory.slot import Sealed, SlotState
 from flashckpt.options import MOST_SLOTS
 from flashckpt.persist.worker import Worker
 
@@ -175,9 +174,9 @@ class Allocation:
         mine = [each for each in self._regions.of_rank(trainer.rank) if self._may_be_given(each, request)]
         large_enough = [each for each in mine if _size(each).holds(request.needed)]
         # What this trainer was given before comes first; of what others left, the smallest.
-        large_enough.sort(key=lambda each: (each.writer != lock, each.slot.image_capacity))
+        large_enough.sort(key=lambda each: (each.writer != lock, each.slot.size.image_bytes))
         most = 2 * request.wanted.image_bytes
-        fit = [each for each in large_enough if each.writer == lock or each.slot.image_capacity <= most]
+        fit = [each for each in large_enough if each.writer == lock or each.slot.size.image_bytes <= most]
         self._clear(each for each in mine if each not in large_enough)
         has = sum(_size(each).holds(request.needed) for each in self._had(request))
         count = 0
@@ -206,7 +205,7 @@ class Allocation:
         for each in mine:
             # Of another size, and empty: its room may be what the new one needs. A resume may still come
             # down to each of the others.
-            if each.state() is State.FREE and not self._regions.is_written(each):
+            if each.state() is SlotState.FREE and not self._regions.is_written(each):
                 self._regions.remove(each)
         if self._has_room(trainer, 1, 1, size):
             return [], _Plan(1, size)
@@ -217,7 +216,7 @@ class Allocation:
     def _region_for_constants(self, request: _Request) -> tuple[list[HeldRegion], _Plan | None]:
         trainer, size = request.trainer, request.needed
         for each in self._regions.constants_of(trainer.rank):
-            is_empty = each.writer == trainer.lock and each.state() is State.FREE
+            is_empty = each.writer == trainer.lock and each.state() is SlotState.FREE
             if is_empty and each.slot.name not in request.have and _size(each).holds(size):
                 return [each], None
         if not self._has_room(trainer, 1, 1, size):
@@ -243,9 +242,9 @@ class Allocation:
         """Slots that a resume may read a step into: empty ones, then those whose snapshot is committed,
         since the resume may yet come down to another. Without room for a new slot (`in_need`) also one
         that is neither the newest nor asked for."""
-        empty = [held for held in fit if held.state() is State.FREE]
+        empty = [held for held in fit if held.state() is SlotState.FREE]
         sealed = [(held, each) for held in fit if (each := held.sealed()) is not None]
-        free = [pair for pair in sealed if pair[1].word.state is State.SEALED]
+        free = [pair for pair in sealed if pair[1].word.state is SlotState.SEALED]
         done = [held for held, each in free if held.slot.persisted == each.generation]
         if not in_need or empty or done:
             return empty + done
@@ -262,9 +261,9 @@ class Allocation:
         for held in [each for each in regions if not self._regions.is_written(each)]:
             sealed = held.sealed()
             is_spent = sealed is not None and not self._is_needed(held, sealed)
-            if is_spent and sealed is not None and sealed.word.state is State.SEALED:
+            if is_spent and sealed is not None and sealed.word.state is SlotState.SEALED:
                 held.slot.free(sealed.word)
-            if held.state() is State.FREE:
+            if held.state() is SlotState.FREE:
                 self._regions.remove(held)
 
     # ---- sums
@@ -398,7 +397,7 @@ class Allocation:
 
     def _take_back(self, made: Sequence[HeldRegion]) -> None:
         for held in made:
-            if held.state() is State.FREE:
+            if held.state() is SlotState.FREE:
                 self._regions.remove(held)
 
     def _lives_shorter(self, held: HeldRegion) -> bool:
@@ -425,4 +424,4 @@ def _told(error: Exception) -> FlashckptError:
 
 
 def _size(held: HeldRegion) -> SlotSize:
-    return SlotSize(held.slot.metadata_capacity, held.slot.image_capacity)
+    return SlotSize(held.slot.size.metadata_bytes, held.slot.size.image_bytes)

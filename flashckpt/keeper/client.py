@@ -14,8 +14,8 @@ from flashckpt.keeper.connection import KeeperConnection
 from flashckpt.keeper.grants import SlotGrant as SlotGrant
 from flashckpt.keeper.possession import Possession
 from flashckpt.keeper.protocol import PROTOCOL, ProtocolError, Status, close_all
+from flashckpt.memory.control_page import SlotSize
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder
-from flashckpt.memory.sizes import SlotSize
 from flashckpt.options import Keep
 
 _PATIENCE_S = 30.0

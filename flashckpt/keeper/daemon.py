@@ -28,9 +28,8 @@ from flashckpt.keeper.tally import Tally
 from flashckpt.keeper.trainers import Roster, Trainer
 from flashckpt.keeper.watchdog import Watchdog
 from flashckpt.memory.held_regions import Regions
-from flashckpt.memory.living import Living
-from flashckpt.memory.page import State as SlotState
-from flashckpt.memory.runtime import LifeLock, RuntimeFolder
+from flashckpt.memory.runtime import LifeLock, RuntimeFolder, TrainerLocks
+from flashckpt.memory.slot import SlotState
 from flashckpt.persist.deletions import Deletions
 from flashckpt.persist.job import Outcome, State, StepJob
 from flashckpt.persist.ledger import Ledger
@@ -68,7 +67,7 @@ class Keeper:
         self._store = store = open_store(run_path)
         home = Home(store, os.path.basename(folder.path))
         self.ledger = Ledger(store, stands=home.stands)
-        living = Living(folder)
+        living = TrainerLocks(folder)
         self.roster = Roster(living)
         self.regions = Regions(folder, life, living)
         self.tally = Tally(self.nonce)
@@ -277,8 +276,8 @@ class Keeper:
                 {
                     "name": held.slot.name,
                     "kind": held.kind,
-                    "num_bytes": held.slot.fixed.num_bytes,
-                    "constants": held.slot.fixed.holds_constants,
+                    "num_bytes": held.slot.header.num_bytes,
+                    "constants": held.slot.header.holds_constants,
                     "step": None if sealed is None else sealed.step,
                     "attempt": None if sealed is None else str(sealed.attempt),
                     "committed": sealed is not None and held.slot.persisted == sealed.generation,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flashckpt.format.names import AttemptName
-from flashckpt.memory.living import Living
+from flashckpt.memory.runtime import TrainerLocks
 from flashckpt.options import Keep
 
 
@@ -43,7 +43,7 @@ class Trainer:
 class Roster:
     """Trainers by the names of their life locks. `seen` counts those that were ever watched."""
 
-    def __init__(self, living: Living) -> None:
+    def __init__(self, living: TrainerLocks) -> None:
         self._living = living
         self.seen = 0
         self._trainers: dict[str, Trainer] = {}

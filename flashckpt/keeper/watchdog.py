@@ -19,9 +19,8 @@ from flashckpt.events import Event, log
 from flashckpt.keeper.evidence import Evidence, collect, condition, held
 from flashckpt.keeper.trainers import Roster, Trainer
 from flashckpt.memory.held_regions import Regions
-from flashckpt.memory.page import Heartbeat
 from flashckpt.memory.runtime import RuntimeFolder
-from flashckpt.memory.slot import Slot
+from flashckpt.memory.slot import Heartbeat, Slot
 from flashckpt.persist.ledger import Ledger
 from flashckpt.persist.queue import Queue
 from flashckpt.persist.worker import Worker

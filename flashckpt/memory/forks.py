@@ -17,16 +17,16 @@ from typing import Protocol
 _MEMFD = re.compile(r"/memfd:(?:slot|constants)-[0-9a-f-]+ \(deleted\)")
 
 
-class Holder(Protocol):
+class DescriptorHolder(Protocol):
     def forked(self) -> None:
         """Close what is held, in a child: there are no other threads, and no lock can be waited for."""
 
 
-_holders: weakref.WeakSet[Holder] = weakref.WeakSet()
+_holders: weakref.WeakSet[DescriptorHolder] = weakref.WeakSet()
 _folders: set[str] = set()
 
 
-def hold(holder: Holder) -> None:
+def hold(holder: DescriptorHolder) -> None:
     """From now on until it is gone, a child of this process lets go of what this object holds."""
     _holders.add(holder)
 

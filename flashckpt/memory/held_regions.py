@@ -16,12 +16,10 @@ from flashckpt import crashpoints
 from flashckpt.errors import DamagedError, FormatError, KeeperError, OutOfRoomError
 from flashckpt.events import log
 from flashckpt.memory import region, room
-from flashckpt.memory.living import Living
-from flashckpt.memory.page import State, Word, round_up
+from flashckpt.memory.control_page import SlotHeader, SlotSize, round_up
 from flashckpt.memory.region import MEMFD, NAMED, Region
-from flashckpt.memory.runtime import LifeLock, RuntimeFolder, is_alive, is_trainer_lock
-from flashckpt.memory.sizes import SlotSize
-from flashckpt.memory.slot import Sealed, Slot
+from flashckpt.memory.runtime import LifeLock, RuntimeFolder, TrainerLocks, is_alive, is_trainer_lock
+from flashckpt.memory.slot import Sealed, Slot, SlotState, Word
 
 MAX_SLOTS = 64
 
@@ -43,7 +41,7 @@ class HeldRegion:
         except DamagedError:
             return None
 
-    def state(self) -> State | None:
+    def state(self) -> SlotState | None:
         word = self.word()
         return None if word is None else word.state
 
@@ -73,10 +71,10 @@ class Regions:
     """Held regions by name. `life` is this keeper's own lock: its index in each slot's owner table. `living`
     says whose slots are not to be touched."""
 
-    def __init__(self, folder: RuntimeFolder, life: LifeLock, living: Living | None = None) -> None:
+    def __init__(self, folder: RuntimeFolder, life: LifeLock, living: TrainerLocks | None = None) -> None:
         self._folder = folder
         self._life = life
-        self._living = Living(folder) if living is None else living
+        self._living = TrainerLocks(folder) if living is None else living
         self._held: dict[str, HeldRegion] = {}
         self._lent: tuple[Slot, ...] = ()
         self._leaving: list[Slot] = []
@@ -86,7 +84,7 @@ class Regions:
 
     def slots(self) -> list[HeldRegion]:
         """The slots: not what several of them share."""
-        return [held for held in self._held.values() if not held.slot.fixed.holds_constants]
+        return [held for held in self._held.values() if not held.slot.header.holds_constants]
 
     def everything(self) -> list[HeldRegion]:
         """Everything: slots and the constants that they share."""
@@ -102,14 +100,16 @@ class Regions:
     def constants_of(self, rank: int) -> list[HeldRegion]:
         """The regions of constants that slots of a rank share."""
         return [
-            held for held in self._held.values() if held.slot.fixed.holds_constants and held.slot.rank == rank
+            held
+            for held in self._held.values()
+            if held.slot.header.holds_constants and held.slot.rank == rank
         ]
 
     def shared_by(self, held: HeldRegion) -> Slot | None:
         """The region that holds the constants of the snapshot in a slot; None where that is the slot itself,
         or one that is not here."""
         nonce = _constants_nonce(held)
-        found = (each.slot for each in self.constants_of(held.slot.rank) if each.slot.fixed.nonce == nonce)
+        found = (each.slot for each in self.constants_of(held.slot.rank) if each.slot.header.nonce == nonce)
         return next(found, None) if nonce else None
 
     # Coming
@@ -143,8 +143,7 @@ class Regions:
                 found = region.create(self._folder, name, num_bytes, kind, **how)
                 made.append(found)
                 crashpoints.point("slots.taken")
-                Slot.format(
-                    found.descriptor,
+                header = SlotHeader(
                     identity=self._folder.identity,
                     rank=rank,
                     index=index,
@@ -153,6 +152,7 @@ class Regions:
                     image_capacity=round_up(max(size.image_bytes, 1)),
                     holds_constants=holds_constants,
                 )
+                Slot.format(found.descriptor, header)
             except (OSError, OutOfRoomError) as error:
                 return Made(tuple(made), error)
         return Made(tuple(made), None)
@@ -254,8 +254,8 @@ class Regions:
             "name": slot.name,
             "owner": slot.enroll(pid, lock, self._lives),
             "kind": held.kind,
-            "num_bytes": slot.fixed.num_bytes,
-            "holds_constants": slot.fixed.holds_constants,
+            "num_bytes": slot.header.num_bytes,
+            "holds_constants": slot.header.holds_constants,
         }
 
     def own_index(self, held: HeldRegion) -> int:
@@ -270,12 +270,12 @@ class Regions:
                 log.warning("%s had a damaged state word; what it held is lost", held.slot.name)
                 continue
             word = held.word()
-            if word is None or word.state not in (State.WRITING, State.PINNED):
+            if word is None or word.state not in (SlotState.WRITING, SlotState.PINNED):
                 continue
             owner = held.slot.owner(word.owner)
             if owner is not None and self._keeps(owner[1]):
                 continue
-            done = held.slot.free(word) if word.state is State.WRITING else held.slot.unpin(word)
+            done = held.slot.free(word) if word.state is SlotState.WRITING else held.slot.unpin(word)
             if done:
                 reclaimed.append((held, word))
         return reclaimed
@@ -297,7 +297,7 @@ class Regions:
             regions = self.constants_of(rank)
             named = {_constants_nonce(held) for held in self.of_rank(rank)} if regions else set()
             for held in regions:
-                if held.slot.fixed.nonce not in named and not self.is_written(held):
+                if held.slot.header.nonce not in named and not self.is_written(held):
                     self.remove(held)
 
     def remove(self, held: HeldRegion) -> None:

@@ -1,4 +1,5 @@
-"""One slot: a region mapped, its word, its record, its metadata and (for a trainer) its image.
+"""One slot: a region mapped, its word, its record, its metadata and (for a trainer) its image. And the ring
+of a rank's slots: which of them is written next.
 
 Owns the mapping and every change of the control page. The state word changes by compare-and-swap only:
 FREE -> WRITING -> SEALED <-> PINNED, SEALED -> FREE. Never frees or resizes the region itself.
@@ -11,15 +12,56 @@ import os
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from enum import IntEnum
+from typing import Any, NamedTuple
 
 from flashckpt import _native
 from flashckpt.errors import DamagedError, KeeperError
 from flashckpt.format.layout import PAGE
-from flashckpt.format.metadata import Metadata
+from flashckpt.format.metadata import Geometry, Metadata
 from flashckpt.format.names import AttemptName
-from flashckpt.memory import forks, page
-from flashckpt.memory.page import Fixed, Heartbeat, Record, State, Word
+from flashckpt.memory import control_page as page
+from flashckpt.memory import forks
+from flashckpt.memory.control_page import Record, SlotHeader, SlotSize
+
+_MASK_48 = (1 << 48) - 1
+_SEAL_PATIENCE_S = 60.0
+
+
+class SlotState(IntEnum):
+    FREE = 0
+    WRITING = 1
+    SEALED = 2
+    PINNED = 3
+
+
+class Word(NamedTuple):
+    """The state word of a slot, taken apart: {state:8 | owner:8 | generation:48}."""
+
+    state: SlotState
+    owner: int
+    generation: int
+
+    def packed(self) -> int:
+        return self.state | self.owner << 8 | self.generation << 16
+
+    @classmethod
+    def unpacked(cls, word: int) -> Word:
+        """Raises DamagedError for a state that does not exist."""
+        if word & 0xFF > SlotState.PINNED:
+            raise DamagedError(f"A slot's state word {word:#x} is none. The slot is not used.")
+        return cls(SlotState(word & 0xFF), word >> 8 & 0xFF, word >> 16 & _MASK_48)
+
+
+class Heartbeat(NamedTuple):
+    """A trainer's sign of life: boundaries passed, CLOCK_MONOTONIC ns of the last (or of when the trainer
+    began to be watched), its owner's index, and how many ns without a boundary are a hang; 0 while none
+    is expected."""
+
+    boundaries: int
+    beat_ns: int
+    owner: int
+    patience_ns: int
 
 
 @dataclass(frozen=True)
@@ -50,18 +92,26 @@ class Sealed:
 
 
 class Slot:
-    """A mapped slot. The descriptor stays the caller's until `close`, which closes it too."""
+    """A mapped slot. The descriptor stays the caller's until `close`, which closes it too. Addresses are this
+    process's; offsets are in bytes from the region's first."""
 
-    def __init__(self, descriptor: int, fixed: Fixed, *, map_image: bool, is_read_only: bool = False) -> None:
+    def __init__(
+        self, descriptor: int, header: SlotHeader, *, map_image: bool, is_read_only: bool = False
+    ) -> None:
         self.descriptor = descriptor
-        self.fixed = fixed
-        length = fixed.num_bytes if map_image else fixed.image_offset
+        self.header = header
+        self.name, self.index, self.rank = header.name, header.index, header.rank
+        self.size = SlotSize(header.metadata_capacity, header.image_capacity)
+        self.image_offset = header.image_offset
+        length = header.num_bytes if map_image else header.image_offset
         self._map: Any = None
         if is_read_only:
             self._map = mmap.mmap(descriptor, length, mmap.MAP_SHARED, mmap.PROT_READ)
         else:
             self._map = _native.Mapping(descriptor, length)
         self._address = _native.address_of(self._map)
+        self.word_address = self._address + page.WORD_OFFSET
+        self.metadata_address = self._address + header.metadata_offset
         self._maps_image = map_image
         forks.hold(self)
 
@@ -71,33 +121,12 @@ class Slot:
         self.descriptor = -1
 
     @staticmethod
-    def format(
-        descriptor: int,
-        *,
-        identity: bytes,
-        rank: int,
-        index: int,
-        nonce: int,
-        metadata_capacity: int,
-        image_capacity: int,
-        holds_constants: bool = False,
-    ) -> Fixed:
-        """Make a slot of an allocated region: capacities in bytes, whole pages. The fixed part is written
-        last, so that a region without it is one whose maker died before it was whole. `holds_constants`: it
-        is not written in turn, but once, with what the snapshots in several slots share."""
-        fixed = Fixed(
-            index=index,
-            rank=rank,
-            identity=identity,
-            nonce=nonce,
-            metadata_capacity=metadata_capacity,
-            image_capacity=image_capacity,
-            holds_constants=holds_constants,
-        )
-        _check_size(descriptor, fixed)
-        os.pwrite(descriptor, bytes(PAGE - page.FIXED_END), page.FIXED_END)
-        os.pwrite(descriptor, fixed.packed(), page.FIXED_OFFSET)
-        return fixed
+    def format(descriptor: int, header: SlotHeader) -> None:
+        """Make a slot of an allocated region. The header is written last, so that a region without it is one
+        whose maker died before it was whole."""
+        _check_size(descriptor, header)
+        os.pwrite(descriptor, bytes(PAGE - page.HEADER_END), page.HEADER_END)
+        os.pwrite(descriptor, header.packed(), page.HEADER_OFFSET)
 
     @classmethod
     def open(
@@ -110,11 +139,11 @@ class Slot:
     ) -> Slot:
         """Map a slot that was formatted before; one that is read-only can be looked at, and that is all.
         Raises DamagedError, FormatError, or KeeperError for a slot of another run."""
-        fixed = Fixed.unpacked(os.pread(descriptor, page.FIXED_END, page.FIXED_OFFSET))
-        _check_size(descriptor, fixed)
-        if identity is not None and fixed.identity != identity:
-            raise KeeperError(f"{fixed.name} is a slot of another run. It was left alone.")
-        return cls(descriptor, fixed, map_image=map_image, is_read_only=is_read_only)
+        header = SlotHeader.unpacked(os.pread(descriptor, page.HEADER_END, page.HEADER_OFFSET))
+        _check_size(descriptor, header)
+        if identity is not None and header.identity != identity:
+            raise KeeperError(f"{header.name} is a slot of another run. It was left alone.")
+        return cls(descriptor, header, map_image=map_image, is_read_only=is_read_only)
 
     def close(self) -> None:
         """Unmap and close. Views of the slot must be gone; a mapping that is still viewed goes with them."""
@@ -130,64 +159,33 @@ class Slot:
     # Places
 
     @property
-    def name(self) -> str:
-        return self.fixed.name
-
-    @property
-    def index(self) -> int:
-        return self.fixed.index
-
-    @property
-    def rank(self) -> int:
-        return self.fixed.rank
-
-    @property
     def mapping(self) -> _native.Mapping:
         """To make it known to a device, for as long as it is mapped."""
         found: _native.Mapping = self._map
         return found
 
     @property
-    def word_address(self) -> int:
-        return self._address + page.WORD_OFFSET
-
-    @property
-    def record_address(self) -> int:
-        return self._address + page.RECORD_OFFSET
-
-    @property
-    def metadata_address(self) -> int:
-        return self._address + self.fixed.metadata_offset
-
-    @property
-    def metadata_capacity(self) -> int:
-        return self.fixed.metadata_capacity
-
-    @property
-    def image_offset(self) -> int:
-        return self.fixed.image_offset
-
-    @property
-    def image_capacity(self) -> int:
-        return self.fixed.image_capacity
-
-    @property
     def image_address(self) -> int:
         assert self._maps_image, "this process maps no image"
-        return self._address + self.fixed.image_offset
+        return self._address + self.image_offset
 
     @property
     def metadata_view(self) -> memoryview:
-        return self._view[self.fixed.metadata_offset : self.fixed.image_offset]
+        return self._view[self.header.metadata_offset : self.image_offset]
 
     @property
     def image_view(self) -> memoryview:
         assert self._maps_image, "this process maps no image"
-        return self._view[self.fixed.image_offset :]
+        return self._view[self.image_offset :]
 
     @property
     def _view(self) -> memoryview:
         return memoryview(self._map)
+
+    def populate(self) -> None:
+        """Touch every page but the control page: a first touch by a copy would cost it twenty times as
+        much."""
+        _native.populate(self.metadata_address, sum(self.size), threads=1)
 
     # The word
 
@@ -201,7 +199,7 @@ class Slot:
         try:
             Word.unpacked(raw)
         except DamagedError:
-            free = Word(State.FREE, 0, raw >> 16)
+            free = Word(SlotState.FREE, 0, raw >> 16)
             return _native.compare_exchange(self.word_address, raw, free.packed())
         return False
 
@@ -212,30 +210,30 @@ class Slot:
         """Take a FREE or SEALED slot for writing: the new generation, or None if it is no longer to be
         had. What it held is gone from here on."""
         word = self.state()
-        if word.state is State.SEALED:
-            free = Word(State.FREE, 0, word.generation)
+        if word.state is SlotState.SEALED:
+            free = Word(SlotState.FREE, 0, word.generation)
             if not self.change(word, free):
                 return None
             word = free
-        if word.state is not State.FREE:
+        if word.state is not SlotState.FREE:
             return None
         generation = word.generation + 1
-        return generation if self.change(word, Word(State.WRITING, owner, generation)) else None
+        return generation if self.change(word, Word(SlotState.WRITING, owner, generation)) else None
 
     def abandon(self, owner: int, generation: int) -> bool:
         """Give up what is being written: WRITING -> FREE."""
-        return self.change(Word(State.WRITING, owner, generation), Word(State.FREE, 0, generation))
+        return self.change(Word(SlotState.WRITING, owner, generation), Word(SlotState.FREE, 0, generation))
 
     def pin(self, owner: int, sealed: Word) -> Word | None:
         """SEALED -> PINNED: nobody overwrites it. The pinned word, or None if it is no longer sealed."""
-        pinned = Word(State.PINNED, owner, sealed.generation)
-        if sealed.state is not State.SEALED or not self.change(sealed, pinned):
+        pinned = Word(SlotState.PINNED, owner, sealed.generation)
+        if sealed.state is not SlotState.SEALED or not self.change(sealed, pinned):
             return None
         return pinned
 
     def unpin(self, pinned: Word) -> bool:
         """PINNED -> SEALED. False if somebody took the pin away: then the slot is not ours any more."""
-        return self.change(pinned, Word(State.SEALED, 0, pinned.generation))
+        return self.change(pinned, Word(SlotState.SEALED, 0, pinned.generation))
 
     def holds(self, word: Word) -> bool:
         """Whether the word is exactly this one."""
@@ -243,7 +241,7 @@ class Slot:
 
     def free(self, word: Word) -> bool:
         """Drop a sealed or pinned snapshot: -> FREE, if the word is still that one."""
-        return self.change(word, Word(State.FREE, 0, word.generation))
+        return self.change(word, Word(SlotState.FREE, 0, word.generation))
 
     # The record and the metadata
 
@@ -253,25 +251,61 @@ class Slot:
         fields = record.packed()
         self._view[start : start + len(fields)] = fields
 
+    def submit(
+        self,
+        sealer: _native.Sealer,
+        owner: int,
+        generation: int,
+        places: Geometry,
+        count: int,
+        *,
+        waits: Sequence[int] = (),
+        moves: memoryview | None = None,
+    ) -> None:
+        """Hand a slot whose metadata, but for the `count` digests, and record are written to the thread that
+        seals it: once every wait is over, what comes late has been put in its place (moves: u64 triples of
+        source, destination and bytes) and every digest is there."""
+        sealer.submit(
+            waits=waits,
+            word=self.word_address,
+            expected=Word(SlotState.WRITING, owner, generation).packed(),
+            desired=Word(SlotState.SEALED, 0, generation).packed(),
+            record=self._address + page.RECORD_OFFSET,
+            metadata=self.metadata_address,
+            metadata_bytes=places.num_bytes,
+            table=self.metadata_address + places.table,
+            table_count=count,
+            moves=moves,
+        )
+
+    def seal(self, owner: int, generation: int, places: Geometry, count: int) -> str:
+        """Seal what is written outside of a capture, and wait for it: its digests are written too. Returns
+        why it could not be, or nothing."""
+        sealer = _native.Sealer()
+        try:
+            self.submit(sealer, owner, generation, places, count)
+            if sealer.drain(_SEAL_PATIENCE_S) and self.state().state is SlotState.SEALED:
+                return ""
+            return f"it could not be sealed ({'; '.join(why for _, why, _ in sealer.failures())})"
+        finally:
+            sealer.close()
+
     def sealed(self) -> Sealed | None:
         """What is sealed or pinned in the slot, or None. Raises DamagedError for a record whose checksum,
         generation or lengths are not right."""
         word = self.state()
-        if word.state not in (State.SEALED, State.PINNED):
+        if word.state not in (SlotState.SEALED, SlotState.PINNED):
             return None
         data = bytes(self._view[page.RECORD_OFFSET : page.RECORD_OFFSET + page.RECORD_BYTES])
         after = self.state()
-        if after.generation != word.generation or after.state not in (State.SEALED, State.PINNED):
+        if after.generation != word.generation or after.state not in (SlotState.SEALED, SlotState.PINNED):
             return None
-        record = Record.unpacked(data)
-        fits = record.fits(self.metadata_capacity, self.image_capacity)
-        if record.generation != word.generation or not fits:
-            raise DamagedError("A slot's record contradicts its region. The snapshot is not used.")
+        record = Record.unpacked(data, word.generation, self.size)
         return Sealed(word, record, data[: page.RECORD_FIELDS_OFFSET])
 
     def metadata(self, sealed: Sealed) -> Metadata:
         """The metadata of a sealed snapshot, copied. Raises DamagedError where it is not what was sealed."""
-        start = self.fixed.metadata_offset
+        start = self.header.metadata_offset
         data = bytes(self._view[start : start + sealed.record.metadata_bytes])
         if _native.xxh3_128(data) != sealed.metadata_checksum:
             raise DamagedError(
@@ -404,13 +438,85 @@ def digest_table(count: int) -> array[int]:
     return array("Q", [_native.EMPTY_DIGEST]) * count
 
 
-def _check_size(descriptor: int, fixed: Fixed) -> None:
+class SlotRing:
+    """The slots of one rank, and the order in which they are written. The newest sealed snapshot is never
+    given away, nor one that is still to be persisted and whose try has not failed. `is_single`: there is to
+    be one slot, whose snapshot is given away once it is committed. Changes no state."""
+
+    def __init__(self, slots: Sequence[Slot], *, is_single: bool = False) -> None:
+        self.slots, self.is_single = tuple(slots), is_single
+
+    def without(self, slot: Slot) -> SlotRing | None:
+        """The others; None where there are none."""
+        left = [each for each in self.slots if each is not slot]
+        return SlotRing(left, is_single=self.is_single) if left else None
+
+    def take(self) -> Slot | None:
+        """The slot to write next, for `begin`; None while all are in use: then the boundary is skipped.
+
+        FREE before the oldest sealed before the oldest whose persisting failed. A slot whose record is
+        damaged holds nothing and counts as the oldest.
+        """
+        for slot in self.slots:
+            if _state(slot) is SlotState.FREE:
+                return slot
+        sealed = self._sealed()
+        newest = max((each.age for _, each in sealed if each is not None), default=None)
+        choices = []
+        for slot, each in sealed:
+            if each is None:
+                choices.append(((0, (0, 0, 0)), slot))
+            elif each.word.state is not SlotState.SEALED:
+                continue
+            elif each.age != newest:
+                waits = slot.wants_persist(each.generation)
+                if not waits or slot.failed[0] == each.generation:
+                    choices.append(((1 if waits else 0, each.age), slot))
+            elif self.is_single and slot.persisted == each.generation:
+                choices.append(((0, each.age), slot))
+        return min(choices, key=lambda choice: choice[0])[1] if choices else None
+
+    def make_room(self) -> None:
+        """Nothing can be taken: where that is so until the only snapshot is committed, ask for that."""
+        newest = self.newest_sealed() if self.is_single else None
+        if newest is not None and newest[0].asked != newest[1].generation:
+            newest[0].request_persist(newest[1].generation)
+
+    def newest_sealed(self) -> tuple[Slot, Sealed] | None:
+        """The newest snapshot that is whole as far as its record says."""
+        whole = [(slot, each) for slot, each in self._sealed() if each is not None]
+        return max(whole, key=lambda pair: pair[1].age, default=None)
+
+    def _sealed(self) -> list[tuple[Slot, Sealed | None]]:
+        """Slots that are sealed or pinned, with None where a sealed one's record is damaged."""
+        found: list[tuple[Slot, Sealed | None]] = []
+        for slot in self.slots:
+            try:
+                sealed = slot.sealed()
+            except DamagedError:
+                if _state(slot) is SlotState.SEALED:
+                    found.append((slot, None))
+                continue
+            if sealed is not None:
+                found.append((slot, sealed))
+        return found
+
+
+def _state(slot: Slot) -> SlotState | None:
+    """None for a word that is none: the keeper mends it."""
+    try:
+        return slot.state().state
+    except DamagedError:
+        return None
+
+
+def _check_size(descriptor: int, header: SlotHeader) -> None:
     """A mapping longer than its file is a SIGBUS waiting for its touch."""
-    capacities = (fixed.metadata_capacity, fixed.image_capacity)
+    capacities = (header.metadata_capacity, header.image_capacity)
     if any(size % PAGE or size <= 0 for size in capacities):
-        raise DamagedError(f"{fixed.name}: capacities must be whole pages.")
+        raise DamagedError(f"{header.name}: capacities must be whole pages.")
     num_bytes = os.fstat(descriptor).st_size
-    if num_bytes < fixed.num_bytes:
+    if num_bytes < header.num_bytes:
         raise DamagedError(
-            f"{fixed.name} is {num_bytes} bytes long where {fixed.num_bytes} are needed. It is not used."
+            f"{header.name} is {num_bytes} bytes long where {header.num_bytes} are needed. It is not used."
         )

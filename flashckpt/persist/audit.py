@@ -15,9 +15,8 @@ from flashckpt import _native, crashpoints
 from flashckpt.errors import DamagedError
 from flashckpt.format.layout import PAGE, Layout
 from flashckpt.format.metadata import Metadata
-from flashckpt.memory.page import Word
 from flashckpt.memory.shared import not_held
-from flashckpt.memory.slot import Slot
+from flashckpt.memory.slot import Slot, Word
 from flashckpt.persist.job import Outcome, Snapshot, Source, State, Void
 
 WINDOW_BYTES = 64 << 20

@@ -18,9 +18,7 @@ from typing import Any, Protocol
 from flashckpt.errors import DamagedError
 from flashckpt.format.metadata import Metadata
 from flashckpt.format.names import AttemptName
-from flashckpt.memory.page import State as SlotState
-from flashckpt.memory.page import Word
-from flashckpt.memory.slot import Sealed, Slot
+from flashckpt.memory.slot import Sealed, Slot, SlotState, Word
 from flashckpt.options import Keep
 from flashckpt.persist.at_rest import Rest
 

@@ -17,8 +17,7 @@ from flashckpt.errors import DamagedError
 from flashckpt.events import Event, log
 from flashckpt.format.names import AttemptName
 from flashckpt.memory.held_regions import HeldRegion, Regions
-from flashckpt.memory.page import State as SlotState
-from flashckpt.memory.slot import Sealed
+from flashckpt.memory.slot import Sealed, SlotState
 from flashckpt.persist.at_rest import Rest
 from flashckpt.persist.audit import Torn, audit, discard
 from flashckpt.persist.job import Known, NodeRanks, Outcome, Snapshot, State, StepJob, Void

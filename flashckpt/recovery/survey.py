@@ -49,7 +49,7 @@ def slots_in(runtime: RuntimeFolder) -> list[Seen]:
             if isinstance(slot, str):
                 seen.append(Seen(slot=name, is_slot=False, problem=slot))
                 continue
-            if slot is None or slot.fixed.holds_constants:
+            if slot is None or slot.header.holds_constants:
                 continue
             try:
                 sealed = slot.sealed()

@@ -19,8 +19,7 @@ from flashckpt.format.layout import SlotImage
 from flashckpt.format.metadata import Geometry, geometry, plan_bytes, write
 from flashckpt.format.records import RankRecord
 from flashckpt.format.typed import decode
-from flashckpt.memory.page import Record
-from flashckpt.memory.sealing import seal
+from flashckpt.memory.control_page import Record
 from flashckpt.restore.memory_tier import Held
 from flashckpt.restore.shard_reading import File, ShardReading
 from flashckpt.restore.snapshot import Snapshot
@@ -156,6 +155,6 @@ def _seal(record: StepRecord, content: _Content, held: Held, generation: int) ->
             constants_bytes=image.constants_bytes,
         )
     )
-    why = seal(held.slot, held.owner, generation, places, len(content.digests))
+    why = held.slot.seal(held.owner, generation, places, len(content.digests))
     if why:
         raise _unusable(held, why)

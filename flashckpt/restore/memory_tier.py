@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from flashckpt.errors import DamagedError
 from flashckpt.format.records import AttemptName
 from flashckpt.format.typed import decode_json
-from flashckpt.memory.page import State, Word
 from flashckpt.memory.shared import holds_constants_of
-from flashckpt.memory.slot import Sealed, Slot
+from flashckpt.memory.slot import Sealed, Slot, SlotState, Word
 from flashckpt.restore.filling import audit
 from flashckpt.restore.snapshot import Snapshot
 
@@ -78,7 +77,7 @@ def load(held: Held, threads: int) -> Snapshot:
 def _is_still(held: Held) -> bool:
     assert held.sealed is not None
     word = held.slot.state()
-    return word.state in (State.SEALED, State.PINNED) and word.generation == held.sealed.generation
+    return word.state in (SlotState.SEALED, SlotState.PINNED) and word.generation == held.sealed.generation
 
 
 def _audited(held: Held, threads: int) -> Snapshot:

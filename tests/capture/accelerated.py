@@ -15,7 +15,7 @@ from torch import Tensor
 from flashckpt import _native
 from flashckpt.capture import Capture, Outcome
 from flashckpt.capture.pace import Pace
-from flashckpt.memory.slots import SlotRing
+from flashckpt.memory.slot import SlotRing
 from flashckpt.options import Options
 from tests.capture.simulated import SimulatedDevice, SimulatedStream
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from flashckpt import _native
-from flashckpt.memory.slot import Slot
-from flashckpt.memory.slots import SlotRing
+from flashckpt.memory.control_page import SlotHeader
+from flashckpt.memory.slot import Slot, SlotRing
 
 IDENTITY = bytes(16)
 
@@ -17,8 +17,7 @@ IDENTITY = bytes(16)
 def make_slot(index: int, metadata_bytes: int, image_bytes: int, *, nonce: int = 7) -> Slot:
     descriptor = os.memfd_create(f"slot-{index}")
     os.ftruncate(descriptor, 4096 + metadata_bytes + image_bytes)
-    Slot.format(
-        descriptor,
+    header = SlotHeader(
         identity=IDENTITY,
         rank=0,
         index=index,
@@ -26,6 +25,7 @@ def make_slot(index: int, metadata_bytes: int, image_bytes: int, *, nonce: int =
         metadata_capacity=metadata_bytes,
         image_capacity=image_bytes,
     )
+    Slot.format(descriptor, header)
     return Slot.open(descriptor, map_image=True)
 
 

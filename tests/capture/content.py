@@ -13,8 +13,7 @@ from torch import Tensor
 from flashckpt import _native
 from flashckpt.capture.shared import Shared
 from flashckpt.format.layout import Layout, Leaf
-from flashckpt.memory.slot import Slot
-from flashckpt.memory.slots import SlotRing
+from flashckpt.memory.slot import Slot, SlotRing
 
 # Images of constants that slots share, by nonce: what a keeper finds in their regions.
 REGIONS: dict[int, bytes] = {}

@@ -11,7 +11,7 @@ import torch
 from flashckpt import _native
 from flashckpt.capture import Capture
 from flashckpt.capture.pace import Pace
-from flashckpt.memory.slots import SlotRing
+from flashckpt.memory.slot import SlotRing
 from flashckpt.options import Options
 
 from .accelerated import LARGE, Accelerated

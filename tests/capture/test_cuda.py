@@ -16,8 +16,7 @@ from flashckpt import _native
 from flashckpt.capture import Capture, Verdict, arena, host, ways
 from flashckpt.capture.device import cuda, devices_of
 from flashckpt.capture.pace import Pace
-from flashckpt.memory.slot import Slot
-from flashckpt.memory.slots import SlotRing
+from flashckpt.memory.slot import Slot, SlotRing
 from flashckpt.options import Options
 
 from .conftest import make_slot

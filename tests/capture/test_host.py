@@ -13,7 +13,7 @@ import torch
 from flashckpt import _native
 from flashckpt.capture import Capture, Outcome, Verdict
 from flashckpt.capture.pace import Pace
-from flashckpt.memory.slots import SlotRing
+from flashckpt.memory.slot import SlotRing
 from flashckpt.options import Options
 
 from .content import Content, State, bytes_of, exact, newest

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flashckpt import _native
-from flashckpt.memory.slots import SlotRing
+from flashckpt.memory.slot import SlotRing
 
 from .accelerated import LARGE, Accelerated
 

@@ -14,7 +14,7 @@ from flashckpt import _native
 from flashckpt.capture import Capture, arena, host, ways
 from flashckpt.capture.device.base import Copies, StreamMark
 from flashckpt.capture.pace import Pace
-from flashckpt.memory.slots import SlotRing
+from flashckpt.memory.slot import SlotRing
 from flashckpt.options import Options
 from tests.capture.simulated import SimulatedCopying, SimulatedDevice
 

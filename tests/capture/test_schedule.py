@@ -6,7 +6,7 @@ import pytest
 
 from flashckpt import _native
 from flashckpt.capture.schedule import Followed, Terms
-from flashckpt.memory.slots import SlotRing
+from flashckpt.memory.slot import SlotRing
 
 from .test_host import Run, check
 

@@ -10,7 +10,7 @@ import torch
 from flashckpt import _native
 from flashckpt.capture import Capture
 from flashckpt.capture.pace import Pace
-from flashckpt.memory.slots import SlotRing
+from flashckpt.memory.slot import SlotRing
 from flashckpt.options import Options
 
 from .accelerated import LARGE, Accelerated
@@ -205,6 +205,6 @@ def test_slots_that_have_room_to_spare_are_told_of(ring: SlotRing, sealer: _nati
     captured(capture, ring, sealer, 7)
     spare = capture.room_to_spare()
     assert spare is not None
-    assert all(slot.image_capacity > spare.image_bytes + 2 * LARGE for slot in ring.slots)
+    assert all(slot.size.image_bytes > spare.image_bytes + 2 * LARGE for slot in ring.slots)
     assert spare.metadata_bytes > 1 << 16
     capture.close()

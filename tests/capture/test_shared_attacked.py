@@ -9,7 +9,7 @@ import torch
 
 from flashckpt import _native
 from flashckpt.capture.shared import Shared
-from flashckpt.memory.slots import SlotRing
+from flashckpt.memory.slot import SlotRing
 
 from .accelerated import LARGE, Accelerated
 from .conftest import make_slot
@@ -110,7 +110,7 @@ def test_slots_are_not_made_anew_to_spare_a_small_part_of_them(loop: Shares) -> 
     for name in ("large", "larger"):
         loop.add(name, torch.zeros(8 * LARGE))
     loop.share()
-    assert [slot.image_capacity for slot in loop.ring.slots] == [SLOT_BYTES] * 3
+    assert [slot.size.image_bytes for slot in loop.ring.slots] == [SLOT_BYTES] * 3
     assert loop.capture.room_to_spare() is None
 
 

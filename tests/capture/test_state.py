@@ -16,7 +16,7 @@ from flashckpt.capture.pace import Pace
 from flashckpt.capture.plan import Change, Plan, local
 from flashckpt.errors import StateError
 from flashckpt.format.typed import encode_json
-from flashckpt.memory.slots import SlotRing
+from flashckpt.memory.slot import SlotRing
 from flashckpt.options import Options
 from flashckpt.state.tree import Tree
 

@@ -10,7 +10,7 @@ import torch
 from flashckpt import _native
 from flashckpt.capture.device.base import Table
 from flashckpt.capture.transfer import Transfer
-from flashckpt.memory.slots import SlotRing
+from flashckpt.memory.slot import SlotRing
 from tests.capture.simulated import SimulatedMark, SimulatedStream
 
 from .accelerated import LARGE, Accelerated

@@ -10,8 +10,7 @@ import torch
 
 from flashckpt import _native
 from flashckpt.capture import Verdict
-from flashckpt.memory.page import State
-from flashckpt.memory.slots import SlotRing
+from flashckpt.memory.slot import SlotRing, SlotState
 from tests.capture.simulated import SimulatedStream
 
 from .accelerated import LARGE, Accelerated
@@ -380,7 +379,7 @@ def test_a_capture_that_breaks_off_leaves_no_slot_that_is_written(
         patch.setattr(loop.capture._following.current.host, "capture", refuses)
         with pytest.raises(RuntimeError, match="illegal memory access"):
             loop.iterate()
-        assert State.WRITING not in [slot.state().state for slot in ring.slots]
+        assert SlotState.WRITING not in [slot.state().state for slot in ring.slots]
     loop.capture._following.drop()
     loop.iterate()
     assert loop.result() == "exact"
@@ -394,7 +393,7 @@ def test_copies_that_are_on_their_way_are_waited_for_before_a_slot_is_given_up(
     loop.train()
     loop.device.compute.drain()
     loop.device.side.hold()
-    states: list[State] = []
+    states: list[SlotState] = []
 
     def refuses(*args: object, **named: object) -> None:
         states.extend(slot.state().state for slot in ring.slots)
@@ -405,9 +404,9 @@ def test_copies_that_are_on_their_way_are_waited_for_before_a_slot_is_given_up(
         patch.setattr(loop.capture._following.current.host, "capture", refuses)
         with pytest.raises(MemoryError):
             loop.boundary()
-    assert State.WRITING in states
+    assert SlotState.WRITING in states
     assert loop.device.side.pending() == 0
-    assert State.WRITING not in [slot.state().state for slot in ring.slots]
+    assert SlotState.WRITING not in [slot.state().state for slot in ring.slots]
 
 
 def test_leaves_of_the_host_that_lie_between_cloned_ones_keep_their_bytes(make: Maker) -> None:
@@ -429,7 +428,7 @@ def test_leaves_of_the_host_that_lie_between_cloned_ones_keep_their_bytes(make: 
 def test_slots_are_known_to_the_device_while_they_are_used(make: Maker, ring: SlotRing) -> None:
     loop = make()
     loop.capture.register(ring.slots)  # made ready before they are taken up, and once only
-    sizes = {_native.address_of(slot.mapping): slot.fixed.num_bytes for slot in ring.slots}
+    sizes = {_native.address_of(slot.mapping): slot.header.num_bytes for slot in ring.slots}
     assert loop.device.registered == sizes
 
 

@@ -16,7 +16,7 @@ from torch import nn
 import flashckpt
 from flashckpt.checkpointer.facade import Checkpointer
 from flashckpt.checkpointer.sharing import Sharing
-from flashckpt.memory.page import Record
+from flashckpt.memory.control_page import Record
 from flashckpt.memory.slot import Slot
 from tests.checkpointer.test_frozen import BASE_BYTES, Job, attach, flip, record, straight
 from tests.keeper.fake import FakeTrainer

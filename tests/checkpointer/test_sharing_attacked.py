@@ -14,7 +14,7 @@ import flashckpt
 from flashckpt.checkpointer.facade import Checkpointer
 from flashckpt.errors import OutOfRoomError
 from flashckpt.keeper.client import KeeperClient
-from flashckpt.memory.sizes import SlotSize
+from flashckpt.memory.control_page import SlotSize
 from tests.checkpointer.test_frozen import Adapted, attach
 from tests.waiting import until
 

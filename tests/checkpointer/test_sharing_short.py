@@ -19,9 +19,8 @@ from flashckpt.checkpointer.sharing import Sharing
 from flashckpt.errors import OutOfRoomError
 from flashckpt.format.layout import Layout, Leaf
 from flashckpt.keeper.client import KeeperClient
-from flashckpt.memory.sizes import SlotSize
-from flashckpt.memory.slot import Sealed, Slot
-from flashckpt.memory.slots import SlotRing
+from flashckpt.memory.control_page import SlotSize
+from flashckpt.memory.slot import Sealed, Slot, SlotRing
 from flashckpt.state.tree import Tree
 from tests.checkpointer.test_frozen import attach
 from tests.checkpointer.test_sharing_attacked import WIDE, Job, regions

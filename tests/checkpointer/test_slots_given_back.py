@@ -11,7 +11,7 @@ import pytest
 
 import flashckpt
 from flashckpt import _native
-from flashckpt.memory.sizes import SlotSize
+from flashckpt.memory.control_page import SlotSize
 from tests.checkpointer.test_bad_input import trained
 from tests.checkpointer.test_loop import Job
 from tests.keeper.driver import ledger

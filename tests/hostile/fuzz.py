@@ -27,7 +27,7 @@ from flashckpt.errors import DamagedError, FormatError, KeeperError
 from flashckpt.format import typed
 from flashckpt.format.metadata import Metadata
 from flashckpt.format.records import Alive, Claim, Mark, Part, Run, Start, manifest_of
-from flashckpt.memory import page
+from flashckpt.memory import control_page as page
 from flashckpt.memory.slot import Slot
 from tests.hostile.made_run import make_run
 from tests.keeper.region import write_constants
@@ -81,7 +81,7 @@ def _slots() -> list[bytes]:
     write_constants(constants, 1, ATTEMPT, CONSTANTS, DATA)
     found = []
     for slot in (plain, shared, constants):
-        found.append(os.pread(slot.descriptor, slot.fixed.num_bytes, 0))
+        found.append(os.pread(slot.descriptor, slot.header.num_bytes, 0))
         slot.close()
     return found
 

@@ -22,7 +22,7 @@ from flashckpt.format import metadata
 from flashckpt.format.layout import Layout, Leaf, SlotImage
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper.client import KeeperClient, SlotGrant, connect_or_start
-from flashckpt.memory.page import Record, State, Word
+from flashckpt.memory.control_page import Record, SlotSize
 from flashckpt.memory.runtime import (
     LifeLock,
     RuntimeFolder,
@@ -31,9 +31,7 @@ from flashckpt.memory.runtime import (
     is_alive,
     trainer_lock_name,
 )
-from flashckpt.memory.sizes import SlotSize
-from flashckpt.memory.slot import Slot, digest_table
-from flashckpt.memory.slots import SlotRing
+from flashckpt.memory.slot import Slot, SlotRing, digest_table
 from flashckpt.options import Keep
 from flashckpt.store.base import open_store
 from tests.keeper.region import write_constants
@@ -246,7 +244,7 @@ class FakeTrainer:
                 captured_ns=time.monotonic_ns(),
                 constants_start=self.image.constants_start,
                 constants_bytes=self.image.constants_bytes,
-                constants_nonce=self.region.fixed.nonce if shared and self.region is not None else 0,
+                constants_nonce=self.region.header.nonce if shared and self.region is not None else 0,
             )
         )
         return slot, generation
@@ -255,17 +253,7 @@ class FakeTrainer:
         owner = self.owners[slot.name]
         count = len(self.image.leaves)
         places = metadata.geometry(*self.sizes())
-        self.sealer.submit(
-            waits=[],
-            word=slot.word_address,
-            expected=Word(State.WRITING, owner, generation).packed(),
-            desired=Word(State.SEALED, owner, generation).packed(),
-            record=slot.record_address,
-            metadata=slot.metadata_address,
-            metadata_bytes=places.num_bytes,
-            table=slot.metadata_address + places.table,
-            table_count=count,
-        )
+        slot.submit(self.sealer, owner, generation, places, count)
         assert self.sealer.drain(240)
 
     def snapshot(self, step: int, *, persist: bool = False) -> tuple[Slot, int]:

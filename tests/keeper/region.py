@@ -10,8 +10,7 @@ from flashckpt import _native
 from flashckpt.format import metadata
 from flashckpt.format.layout import Layout
 from flashckpt.format.names import AttemptName
-from flashckpt.memory.page import Record
-from flashckpt.memory.sealing import seal
+from flashckpt.memory.control_page import Record
 from flashckpt.memory.slot import Slot
 
 VALUES = b"{}"
@@ -39,4 +38,4 @@ def write_constants(
         captured_ns=time.monotonic_ns(),
     )  # fmt: skip
     region.write_record(record)
-    assert seal(region, owner, generation, places, len(digests)) == ""
+    assert region.seal(owner, generation, places, len(digests)) == ""

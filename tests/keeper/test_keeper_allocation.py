@@ -16,9 +16,9 @@ from flashckpt.format.layout import PAGE
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper.allocation import Allocation
 from flashckpt.keeper.trainers import Trainer
+from flashckpt.memory.control_page import SlotSize
 from flashckpt.memory.held_regions import Regions
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder
-from flashckpt.memory.sizes import SlotSize
 
 SIZE = SlotSize(PAGE, 1 << 20)
 EACH = SIZE.region_bytes

@@ -19,11 +19,10 @@ from flashckpt.keeper.daemon import Keeper
 from flashckpt.keeper.protocol import ELECTION_LOCK, SOCKET_NAME
 from flashckpt.keeper.start import Pauses
 from flashckpt.keeper.trainers import Roster, Trainer
-from flashckpt.memory.living import Living
-from flashckpt.memory.page import State
+from flashckpt.memory.control_page import SlotSize
 from flashckpt.memory.region import is_region_name
-from flashckpt.memory.runtime import RuntimeFolder
-from flashckpt.memory.sizes import SlotSize
+from flashckpt.memory.runtime import RuntimeFolder, TrainerLocks
+from flashckpt.memory.slot import SlotState
 from flashckpt.store.base import open_store
 from tests.keeper.driver import Process, committed, eventually, kill_keeper, ledger, runtime_of
 from tests.keeper.fake import FakeTrainer, keeper_pid, open_runtime
@@ -252,7 +251,7 @@ def test_a_pidfd_of_another_process_does_not_keep_the_keeper_awake(tmp_path: Pat
     trainer = FakeTrainer(tmp_path / "run", runtime)
     child = subprocess.Popen(["true"])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    roster = Roster(Living(trainer.folder))
+    roster = Roster(TrainerLocks(trainer.folder))
     roster.watch(Trainer(lock=trainer.life.name, rank=0, pid=child.pid))
     assert select.select(roster.pidfds(), [], [], 10)[0] == roster.pidfds() != []
     assert roster.bury() == []
@@ -394,7 +393,7 @@ def test_a_half_made_region_is_removed_and_a_foreign_one_left(tmp_path: Path, ru
     assert half not in folder.names()
     assert foreign in folder.names()
     states = sorted(slot.state().state for slot in trainer.slots)
-    assert states == [State.FREE, State.FREE, State.SEALED]
+    assert states == [SlotState.FREE, SlotState.FREE, SlotState.SEALED]
     (Path(folder.path) / foreign).unlink()
     trainer.end()
 
@@ -405,7 +404,7 @@ def test_a_pin_of_the_dead_is_taken_away(tmp_path: Path, runtime: Path, pinned_b
     slot, generation = trainer.snapshot(1)
     index = slot.enroll(1, pinned_by, lambda name: True)
     assert slot.pin(index, slot.state()) is not None
-    eventually(lambda: slot.state().state is State.SEALED)
+    eventually(lambda: slot.state().state is SlotState.SEALED)
     assert slot.state().generation == generation
     trainer.end()
 

@@ -13,10 +13,10 @@ from flashckpt.commit import attempts
 from flashckpt.errors import OutOfRoomError
 from flashckpt.format.names import step_attempt_folder
 from flashckpt.keeper.protocol import ELECTION_LOCK
+from flashckpt.memory.control_page import SlotSize
 from flashckpt.memory.held_regions import Regions
-from flashckpt.memory.page import State
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder
-from flashckpt.memory.sizes import SlotSize
+from flashckpt.memory.slot import SlotState
 from tests.keeper.driver import Process, committed, eventually, kill_keeper, ledger, runtime_of
 from tests.keeper.fake import FakeTrainer, keeper_pid
 from tests.memory.mounts import small_tmpfs
@@ -55,7 +55,7 @@ def test_a_flipped_bit_is_never_persisted(trainer: FakeTrainer, offset: str) -> 
     assert (status.torn[0].step, status.torn[0].slot) == (5, slot.name)
     names = {"header": (), "first": ("model.bias",), "last": ("model.mask",)}[offset]
     assert status.torn[0].leaves == names
-    assert slot.state().state is State.FREE
+    assert slot.state().state is SlotState.FREE
     assert slot.torn[0] == generation
     assert [layout.leaves[index].name for index in slot.torn[1]] == list(names)
     assert committed(trainer.run) == []
@@ -74,18 +74,18 @@ def test_an_idle_keeper_audits_the_newest_sealed_snapshot(trainer: FakeTrainer) 
     trainer.seal(*written)
     status = trainer.wait_for(lambda status: status.torn)
     assert [(torn.step, torn.leaves) for torn in status.torn] == [(2, ("model.weight",))]
-    assert slot.state().state is State.SEALED
+    assert slot.state().state is SlotState.SEALED
     assert slot.state().generation == generation
 
 
 def test_a_damaged_record_discards_the_snapshot(trainer: FakeTrainer) -> None:
-    from flashckpt.memory import page
+    from flashckpt.memory import control_page as page
 
     slot, generation = trainer.snapshot(1)
     byte = os.pread(slot.descriptor, 1, page.RECORD_OFFSET + 33)[0]
     os.pwrite(slot.descriptor, bytes([byte ^ 1]), page.RECORD_OFFSET + 33)
     slot.request_persist(generation)
-    eventually(lambda: slot.state().state is State.FREE)
+    eventually(lambda: slot.state().state is SlotState.FREE)
     assert slot.torn == (generation, ())
 
 
@@ -246,7 +246,7 @@ def test_no_commit_comes_twice_and_what_is_done_is_found_done(tmp_path: Path, ru
     trainer.take_slots()
     slot, generation = trainer.snapshot(1, persist=True)
     trainer.wait_committed(1)
-    eventually(lambda: slot.state().state is State.SEALED)
+    eventually(lambda: slot.state().state is SlotState.SEALED)
     kill_keeper(trainer.folder)
     slot.set_persisted(0)
     trainer.wait_for(lambda status: 1 in status.committed)

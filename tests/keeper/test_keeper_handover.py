@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 from flashckpt.keeper.protocol import LOG_NAME
-from flashckpt.memory.sizes import SlotSize
-from flashckpt.memory.slots import SlotRing
+from flashckpt.memory.control_page import SlotSize
+from flashckpt.memory.slot import SlotRing
 from tests.keeper.driver import Process, committed, eventually, kill_keeper, runtime_of
 from tests.keeper.fake import FakeTrainer, keeper_pid
 from tests.memory.mounts import small_tmpfs

@@ -19,8 +19,7 @@ from flashckpt.errors import RunHeldError
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper.protocol import PROTOCOL, SOCKET_NAME, receive
 from flashckpt.keeper.trainers import Roster, Trainer
-from flashckpt.memory.living import Living
-from flashckpt.memory.runtime import RuntimeFolder, is_alive
+from flashckpt.memory.runtime import RuntimeFolder, TrainerLocks, is_alive
 from flashckpt.store.base import open_store
 from tests.keeper.driver import Process, committed, eventually, ledger, runtime_of
 from tests.keeper.fake import FakeTrainer, keeper_pid, open_runtime
@@ -191,7 +190,7 @@ def test_a_lock_that_was_taken_again_meanwhile_stays(tmp_path: Path, runtime: Pa
     trainer.folder.remove(trainer.life.name)
     folder = LateRenewal(trainer.folder.path, os.dup(trainer.folder.descriptor))
     folder.trainer = trainer
-    roster = Roster(Living(folder))
+    roster = Roster(TrainerLocks(folder))
     roster.watch(Trainer(lock=trainer.life.name, rank=0))
     assert [each.lock for each in roster.bury()] == [trainer.life.name], "it had no lock then"
     assert trainer.life.stands(trainer.folder)
@@ -215,7 +214,7 @@ def test_a_lock_that_is_taken_again_while_it_is_looked_at_is_held(tmp_path: Path
     _, identity = open_runtime(tmp_path / "run", runtime)
     with contextlib.closing(RuntimeFolder.open(str(runtime), identity)) as folder:
         looking = RenewalWhileLooked(folder.path, folder.descriptor)
-        holder, living = Holder(folder), Living(looking)
+        holder, living = Holder(folder), TrainerLocks(looking)
         with holder.child:
             living.watch(holder.lock)
             folder.remove(holder.lock)

@@ -12,9 +12,9 @@ from flashckpt.errors import KeeperError
 from flashckpt.keeper.grants import SlotGrant
 from flashckpt.keeper.possession import Possession
 from flashckpt.keeper.protocol import MAX_DESCRIPTORS, close_all
+from flashckpt.memory.control_page import SlotSize
 from flashckpt.memory.held_regions import MAX_SLOTS
 from flashckpt.memory.region import is_region_name
-from flashckpt.memory.sizes import SlotSize
 from tests.keeper.driver import committed, kill_keeper
 from tests.keeper.fake import FakeTrainer, keeper_pid
 

@@ -15,7 +15,7 @@ from flashckpt.errors import KeeperError, OutOfRoomError
 from flashckpt.format.layout import PAGE
 from flashckpt.keeper.grants import SlotGrant
 from flashckpt.keeper.protocol import close_all
-from flashckpt.memory.sizes import SlotSize
+from flashckpt.memory.control_page import SlotSize
 from tests.keeper.driver import Process, eventually, kill_keeper, runtime_of
 from tests.keeper.fake import FakeTrainer, keeper_pid
 

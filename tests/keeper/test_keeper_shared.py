@@ -12,9 +12,9 @@ from flashckpt.commit.verification import verify
 from flashckpt.errors import KeeperError
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper.protocol import close_all
-from flashckpt.memory.page import State
 from flashckpt.memory.region import MEMFD, NAMED
 from flashckpt.memory.runtime import RuntimeFolder
+from flashckpt.memory.slot import SlotState
 from flashckpt.store.base import open_store
 from tests.keeper.driver import Process, committed, eventually, kill_keeper, runtime_of, told
 from tests.keeper.fake import FakeTrainer, keeper_pid
@@ -226,7 +226,7 @@ def test_a_region_that_its_trainer_died_writing_goes(tmp_path: Path, runtime: Pa
     [name] = regions(folder)
     with open(Path(folder.path) / name, "rb") as file:
         file.seek(256)
-        assert file.read(1)[0] == State.WRITING
+        assert file.read(1)[0] == SlotState.WRITING
     trainer.kill()
     eventually(lambda: regions(folder) == [])
     eventually(lambda: committed(run) == [1])
@@ -340,13 +340,13 @@ def test_no_region_without_a_name_where_slots_have_one(tmp_path: Path, runtime: 
 
 def test_smaller_slots_take_the_place_of_those_that_held_constants(tmp_path: Path, runtime: Path) -> None:
     trainer = attached(tmp_path / "run", runtime, constants_kib=1 << 10)
-    old = {slot.name: slot.fixed.num_bytes for slot in trainer.slots}
+    old = {slot.name: slot.header.num_bytes for slot in trainer.slots}
     saved(trainer, 1)
     trainer.share()
     saved(trainer, 2)
     trainer.shrink()
     assert not old.keys() & {slot.name for slot in trainer.slots}
-    assert max(slot.fixed.num_bytes for slot in trainer.slots) < min(old.values()) - MIB
+    assert max(slot.header.num_bytes for slot in trainer.slots) < min(old.values()) - MIB
     saved(trainer, 3)
     eventually(lambda: not old.keys() & set(trainer.folder.names()))
     assert len(regions(trainer.folder)) == 1

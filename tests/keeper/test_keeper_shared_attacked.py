@@ -8,9 +8,9 @@ import pytest
 
 from flashckpt.errors import KeeperError
 from flashckpt.format import metadata
+from flashckpt.memory.control_page import SlotSize
 from flashckpt.memory.held_regions import Regions
 from flashckpt.memory.region import NAMED
-from flashckpt.memory.sizes import SlotSize
 from tests.keeper.driver import eventually
 from tests.keeper.fake import FakeTrainer
 

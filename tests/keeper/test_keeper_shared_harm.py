@@ -10,9 +10,8 @@ import pytest
 
 from flashckpt.commit.verification import verify
 from flashckpt.format.names import AttemptName
-from flashckpt.memory.page import State
 from flashckpt.memory.runtime import RuntimeFolder
-from flashckpt.memory.slot import Slot
+from flashckpt.memory.slot import Slot, SlotState
 from flashckpt.persist.job import StepJob, Void
 from flashckpt.persist.writer import Writer
 from flashckpt.store.base import open_store
@@ -67,7 +66,7 @@ def test_a_flipped_byte_is_never_written(tmp_path: Path, runtime: Path) -> None:
     [line] = eventually(lambda: [line for line in ledger(trainer.run) if line["event"] == "torn"])
     assert line["leaves"] == ["base.weight"]
     assert [trainer.image.leaves[index].name for index in slot.torn[1]] == ["base.weight"]
-    assert slot.state().state is State.FREE
+    assert slot.state().state is SlotState.FREE
     assert files(trainer) == []
     assert not list(trainer.run.glob("steps/*/*/*"))
     # With a region that is whole the run goes on.
@@ -108,7 +107,7 @@ def test_the_audit_of_an_idle_keeper_finds_a_sound_region_sound(tmp_path: Path, 
     trainer.wait_for(lambda status: status.counts.get("audited"))
     assert slot.torn == (0, ())
     assert slot.state().generation == generation
-    assert slot.state().state is State.SEALED
+    assert slot.state().state is SlotState.SEALED
     trainer.end()
 
 

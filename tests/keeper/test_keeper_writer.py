@@ -12,8 +12,7 @@ import pytest
 
 from flashckpt import _native
 from flashckpt.commit import attempts, holder, lineage
-from flashckpt.memory.page import Word
-from flashckpt.memory.slot import Slot
+from flashckpt.memory.slot import Slot, Word
 from flashckpt.persist.job import Outcome, State, StepJob, Void
 from flashckpt.persist.writer import Writer
 from tests.keeper import fake

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from array import array
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,10 +19,10 @@ from flashckpt import _native
 from flashckpt.errors import DamagedError, FormatError, KeeperError
 from flashckpt.format import metadata
 from flashckpt.format.layout import Layout, Leaf
-from flashckpt.memory import page, region
-from flashckpt.memory.page import Heartbeat, Record, State, Word
-from flashckpt.memory.slot import Slot, digest_table
-from flashckpt.memory.slots import SlotRing
+from flashckpt.memory import control_page as page
+from flashckpt.memory import region
+from flashckpt.memory.control_page import Record, SlotHeader, SlotSize
+from flashckpt.memory.slot import Heartbeat, Slot, SlotRing, SlotState, digest_table
 
 IDENTITY = bytes(range(16))
 LAYOUT = Layout.of([Leaf(name="a", dtype="float32", shape=(5, 3)), Leaf(name="b", dtype="uint8", shape=(7,))])
@@ -32,8 +33,7 @@ def make(index: int = 0) -> Slot:
     name = region.region_name(0, index, index)
     descriptor = os.memfd_create(name)
     os.ftruncate(descriptor, 4 * 4096)
-    Slot.format(
-        descriptor,
+    header = SlotHeader(
         identity=IDENTITY,
         rank=0,
         index=index,
@@ -41,6 +41,7 @@ def make(index: int = 0) -> Slot:
         metadata_capacity=4096,
         image_capacity=8192,
     )
+    Slot.format(descriptor, header)
     return Slot.open(descriptor, map_image=True, identity=IDENTITY)
 
 
@@ -70,12 +71,7 @@ def fill(slot: Slot, step: int, attempt: int = 1) -> int:
     )  # fmt: skip
     slot.write_record(record)
     sealer = _native.Sealer()
-    sealer.submit(
-        waits=[], word=slot.word_address, expected=Word(State.WRITING, 1, generation).packed(),
-        desired=Word(State.SEALED, 1, generation).packed(), record=slot.record_address,
-        metadata=slot.metadata_address, metadata_bytes=len(block),
-        table=slot.metadata_address + places.table, table_count=2,
-    )  # fmt: skip
+    slot.submit(sealer, 1, generation, places, 2)
     assert sealer.drain(240)
     sealer.close()
     return generation
@@ -97,10 +93,10 @@ def test_a_sealed_snapshot_comes_back_in_another_mapping(slot: Slot) -> None:
 
 
 def test_the_word_moves_only_along_its_arrows(slot: Slot) -> None:
-    assert slot.state() == (State.FREE, 0, 0)
+    assert slot.state() == (SlotState.FREE, 0, 0)
     generation = slot.begin(3)
     assert generation == 1
-    assert slot.state() == (State.WRITING, 3, 1)
+    assert slot.state() == (SlotState.WRITING, 3, 1)
     assert slot.begin(4) is None, "what is being written is nobody else's"
     assert not slot.abandon(4, 1)
     assert slot.pin(2, slot.state()) is None
@@ -108,7 +104,7 @@ def test_the_word_moves_only_along_its_arrows(slot: Slot) -> None:
     assert fill(slot, 1) == 2
     sealed = slot.state()
     pinned = slot.pin(9, sealed)
-    assert pinned == (State.PINNED, 9, 2)
+    assert pinned == (SlotState.PINNED, 9, 2)
     assert slot.begin(3) is None, "a pinned snapshot is not overwritten"
     assert slot.pin(8, sealed) is None
     assert slot.unpin(pinned)
@@ -137,7 +133,7 @@ def test_a_flipped_byte_in_the_metadata_is_refused(slot: Slot, offset: int) -> N
     fill(slot, 1)
     sealed = slot.sealed()
     assert sealed is not None
-    flip(slot, slot.fixed.metadata_offset + offset % sealed.record.metadata_bytes)
+    flip(slot, slot.header.metadata_offset + offset % sealed.record.metadata_bytes)
     with pytest.raises(DamagedError):
         slot.metadata(sealed)
 
@@ -150,13 +146,13 @@ def test_a_word_that_is_none_is_mended_to_free(slot: Slot) -> None:
     assert SlotRing([slot]).take() is None
     assert slot.mend()
     assert not slot.mend()
-    assert slot.state() == (State.FREE, 0, 1)
+    assert slot.state() == (SlotState.FREE, 0, 1)
 
 
 def test_a_newer_version_and_another_run_are_left_alone(slot: Slot) -> None:
     with pytest.raises(KeeperError):
         Slot.open(os.dup(slot.descriptor), map_image=False, identity=bytes(16))
-    fields = bytearray(slot.fixed.packed()[:240])
+    fields = bytearray(slot.header.packed()[:240])
     fields[8] = 99
     os.pwrite(slot.descriptor, bytes(fields) + _native.xxh3_128(bytes(fields)), 0)
     with pytest.raises(FormatError):
@@ -404,9 +400,13 @@ def test_constants_must_stand_behind_the_image_and_inside_the_slot(
     names = [name for name in Record.__dataclass_fields__ if not name.startswith("constants")]
     fields = dict.fromkeys(names, 0) | {"image_bytes": 5000, "metadata_bytes": 4096}
     record = Record(**fields, constants_start=start, constants_bytes=num_bytes)
-    assert record.fits(4096, 16384) is fits
+    assert record.fits(SlotSize(4096, 16384)) is fits
     sealed = bytes(16) + record.packed()
-    assert Record.unpacked(sealed + _native.xxh3_128(sealed)) == record
+    sealed += _native.xxh3_128(sealed)
+    with nullcontext() if fits else pytest.raises(DamagedError, match="contradicts its region"):
+        assert Record.unpacked(sealed, 0, SlotSize(4096, 16384)) == record
+    with pytest.raises(DamagedError, match="contradicts its region"):
+        Record.unpacked(sealed, 1, SlotSize(4096, 16384))
 
 
 def flip(slot: Slot, offset: int, bit: int = 1) -> None:

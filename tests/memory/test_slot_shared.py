@@ -6,6 +6,7 @@ import os
 import struct
 from array import array
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -16,11 +17,11 @@ from flashckpt.format import metadata
 from flashckpt.format.layout import Layout, Leaf
 from flashckpt.format.metadata import SHARED, Metadata
 from flashckpt.format.names import AttemptName
-from flashckpt.memory import page, region
-from flashckpt.memory.page import Fixed, Record, State
-from flashckpt.memory.sealing import seal
+from flashckpt.memory import control_page as page
+from flashckpt.memory import region
+from flashckpt.memory.control_page import Record, SlotHeader, SlotSize
 from flashckpt.memory.shared import holds_constants_of
-from flashckpt.memory.slot import Slot
+from flashckpt.memory.slot import Slot, SlotState
 from tests.keeper.region import write_constants
 from tests.memory.test_slot import IDENTITY, LAYOUT, VALUES, fill, flip, make
 
@@ -33,10 +34,11 @@ ATTEMPT = AttemptName(1, "00000007")
 def make_region(nonce: int = NONCE) -> Slot:
     descriptor = os.memfd_create("constants")
     os.ftruncate(descriptor, 4 * 4096)
-    Slot.format(
-        descriptor, identity=IDENTITY, rank=0, index=0, nonce=nonce, metadata_capacity=4096,
+    header = SlotHeader(
+        identity=IDENTITY, rank=0, index=0, nonce=nonce, metadata_capacity=4096,
         image_capacity=8192, holds_constants=True,
     )  # fmt: skip
+    Slot.format(descriptor, header)
     return Slot.open(descriptor, map_image=True, identity=IDENTITY)
 
 
@@ -44,11 +46,11 @@ def fill_shared(slot: Slot, digests: array[int] | None = None, **changes: int) -
     """Seal a snapshot that names a region; `changes` are to its record. Its generation."""
     generation = slot.begin(1)
     assert generation is not None
-    plan, fixed = metadata.plan_bytes(LAYOUT), metadata.plan_bytes(CONSTANTS)
+    plan, constants_plan = metadata.plan_bytes(LAYOUT), metadata.plan_bytes(CONSTANTS)
     table = array("Q", [1, 2]) + (digests or array("Q", [3, 4]))
-    sizes = len(plan), len(table), len(VALUES), len(fixed)
+    sizes = len(plan), len(table), len(VALUES), len(constants_plan)
     places = metadata.geometry(*sizes)
-    metadata.write(slot.metadata_view, plan, table, VALUES, fixed)
+    metadata.write(slot.metadata_view, plan, table, VALUES, constants_plan)
     slot.metadata_view[:64] = metadata.header(*sizes, shared=True)
     record = Record(
         attempt_number=1, attempt_nonce=7, step=5, generation=generation, plan_id=3, plan_bytes=len(plan),
@@ -57,7 +59,7 @@ def fill_shared(slot: Slot, digests: array[int] | None = None, **changes: int) -
         constants_bytes=CONSTANTS.num_bytes, constants_nonce=NONCE,
     )  # fmt: skip
     slot.write_record(replace(record, **changes))
-    assert seal(slot, 1, generation, places, len(table)) == ""
+    assert slot.seal(1, generation, places, len(table)) == ""
     return generation
 
 
@@ -99,27 +101,27 @@ def fixed_bytes(magic: bytes, version: int) -> bytes:
 
 def test_a_page_is_read_and_written_to_the_byte() -> None:
     data = fixed_bytes(b"FLCKSLOT", 1)
-    fixed = Fixed.unpacked(data)
-    assert (fixed.holds_constants, fixed.name) == (False, f"slot-00007-3-{NONCE:016x}")
-    assert fixed.packed() == data
-    assert replace(fixed, holds_constants=True).packed() == fixed_bytes(b"FLCKCNST", 1)
+    header = SlotHeader.unpacked(data)
+    assert (header.holds_constants, header.name) == (False, f"slot-00007-3-{NONCE:016x}")
+    assert header.packed() == data
+    assert replace(header, holds_constants=True).packed() == fixed_bytes(b"FLCKCNST", 1)
 
 
 def test_a_region_of_constants_is_told_by_its_magic() -> None:
-    fixed = Fixed.unpacked(fixed_bytes(b"FLCKCNST", 1))
-    assert fixed.holds_constants
-    assert fixed.name == f"constants-00007-{NONCE:016x}"
-    assert region.is_region_name(fixed.name)
-    assert not region.is_region_name(fixed.name[:-1])
+    header = SlotHeader.unpacked(fixed_bytes(b"FLCKCNST", 1))
+    assert header.holds_constants
+    assert header.name == f"constants-00007-{NONCE:016x}"
+    assert region.is_region_name(header.name)
+    assert not region.is_region_name(header.name[:-1])
     with pytest.raises(DamagedError, match="does not begin as a slot"):
-        Fixed.unpacked(fixed_bytes(b"FLCKCONS", 1))
+        SlotHeader.unpacked(fixed_bytes(b"FLCKCONS", 1))
 
 
 @pytest.mark.parametrize("version", [0, 2, 1 << 31])
 @pytest.mark.parametrize("magic", [b"FLCKSLOT", b"FLCKCNST"])
 def test_other_versions_are_left(magic: bytes, version: int) -> None:
     with pytest.raises(FormatError, match="It was left"):
-        Fixed.unpacked(fixed_bytes(magic, version))
+        SlotHeader.unpacked(fixed_bytes(magic, version))
 
 
 def test_a_region_of_another_run_is_refused() -> None:
@@ -150,11 +152,15 @@ def test_constants_elsewhere_have_no_start_and_take_no_room(
     names = [name for name in Record.__dataclass_fields__ if not name.startswith("constants")]
     fields = dict.fromkeys(names, 0) | {"image_bytes": 5000, "metadata_bytes": 4096}
     record = Record(**fields, constants_start=start, constants_bytes=num_bytes, constants_nonce=nonce)
-    assert record.fits(4096, 8192) is fits
-    assert not record.fits(4096, 4999)
-    assert not record.fits(4095, 8192)
+    assert record.fits(SlotSize(4096, 8192)) is fits
+    assert not record.fits(SlotSize(4096, 4999))
+    assert not record.fits(SlotSize(4095, 8192))
     sealed = bytes(16) + record.packed()
-    assert Record.unpacked(sealed + _native.xxh3_128(sealed)) == record
+    sealed += _native.xxh3_128(sealed)
+    with nullcontext() if fits else pytest.raises(DamagedError, match="contradicts its region"):
+        assert Record.unpacked(sealed, 0, SlotSize(4096, 8192)) == record
+    with pytest.raises(DamagedError, match="contradicts its region"):
+        Record.unpacked(sealed, 1, SlotSize(4096, 8192))
 
 
 def test_metadata_with_shared_constants_comes_back(slot: Slot) -> None:
@@ -198,7 +204,7 @@ def test_metadata_that_shares_nothing_under_a_record_with_a_nonce_is_refused(slo
     generation = fill_shared(slot)
     slot.metadata_view[12] = 0
     word = slot.state()
-    assert (word.state, word.generation) == (State.SEALED, generation)
+    assert (word.state, word.generation) == (SlotState.SEALED, generation)
     start, end = page.RECORD_OFFSET, page.RECORD_OFFSET + page.RECORD_FIELDS_END
     record = slot.sealed()
     assert record is not None

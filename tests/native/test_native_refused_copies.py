@@ -20,7 +20,7 @@ from capture.conftest import make_slot
 from flashckpt import _native
 from flashckpt.capture.device.cuda import CudaCopying
 from tests.capture.simulated import SimulatedDevice
-from flashckpt.memory.slots import SlotRing
+from flashckpt.memory.slot import SlotRing
 
 said = []
 handler = logging.Handler()

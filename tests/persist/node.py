@@ -12,11 +12,10 @@ from flashckpt.format import metadata
 from flashckpt.format.layout import SlotImage
 from flashckpt.format.names import AttemptName, step_attempt_folder
 from flashckpt.keeper.trainers import Trainer
+from flashckpt.memory.control_page import SlotSize
 from flashckpt.memory.held_regions import Regions
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder
-from flashckpt.memory.sizes import SlotSize
-from flashckpt.memory.slot import Slot
-from flashckpt.memory.slots import SlotRing
+from flashckpt.memory.slot import Slot, SlotRing
 from flashckpt.persist.job import Outcome, State, StepJob
 from flashckpt.persist.ledger import Ledger
 from flashckpt.persist.queue import Queue

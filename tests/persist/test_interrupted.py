@@ -12,7 +12,7 @@ import pytest
 
 from flashckpt.format.names import part_name
 from flashckpt.keeper.trainers import Trainer
-from flashckpt.memory.page import State as SlotState
+from flashckpt.memory.slot import SlotState
 from flashckpt.persist.job import State
 from flashckpt.store.base import Entry
 from flashckpt.store.local import LocalStore

@@ -13,8 +13,7 @@ from flashckpt.commit import attempts, lineage
 from flashckpt.commit.holder import here
 from flashckpt.commit.steps import is_committed, read_step
 from flashckpt.format.names import AttemptName
-from flashckpt.memory.page import State as SlotState
-from flashckpt.memory.slot import Slot
+from flashckpt.memory.slot import Slot, SlotState
 from flashckpt.persist.job import State
 from flashckpt.store.local import LocalStore
 from tests.commit.runs import new_run

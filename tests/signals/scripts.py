@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import flashckpt
-from flashckpt.memory.page import State
+from flashckpt.memory.slot import SlotState
 from tests.signals.conduct import expect_interrupts, say, stand_still
 from tests.waiting import until_slots
 
@@ -234,7 +234,7 @@ def _taken(checkpointer: flashckpt.Checkpointer) -> list[Callable[[], object]]:
     back: list[Callable[[], object]] = []
     for slot in ring.slots:
         word = slot.state()
-        if word.state is State.FREE:
+        if word.state is SlotState.FREE:
             generation = slot.begin(1)
             assert generation is not None
             back.append(functools.partial(slot.abandon, 1, generation))

@@ -19,10 +19,10 @@ from flashckpt.keeper.daemon import Keeper
 from flashckpt.keeper.evidence import collect, condition, held
 from flashckpt.keeper.trainers import Trainer
 from flashckpt.keeper.watchdog import Watchdog
+from flashckpt.memory.control_page import SlotSize
 from flashckpt.memory.held_regions import HeldRegion
-from flashckpt.memory.page import Heartbeat
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder, is_alive, stacks_name
-from flashckpt.memory.sizes import SlotSize
+from flashckpt.memory.slot import Heartbeat
 from flashckpt.persist.ledger import MAX_LINE_BYTES
 from tests.keeper.driver import Process, eventually, runtime_of
 from tests.keeper.fake import open_runtime

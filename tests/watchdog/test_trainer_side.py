@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import flashckpt
-from flashckpt.memory.page import Heartbeat
+from flashckpt.memory.slot import Heartbeat
 from tests.checkpointer.test_loop import Job, loader
 from tests.waiting import until_slots
 

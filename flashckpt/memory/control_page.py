@@ -1,4 +1,4 @@
-"""The control page of a slot, to the byte: what does not move, the words, the record, the owners.
+"""How a slot's region is laid out, to the byte: its size, and what its control page holds.
 
 Owns offsets and encodings; touches no region. docs/memory.md draws the page. Little-endian throughout.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import struct
 from dataclasses import astuple, dataclass
-from enum import IntEnum
 from typing import NamedTuple
 
 from flashckpt import _native
@@ -20,12 +19,12 @@ MAGIC = b"FLCKSLOT"
 CONSTANTS_MAGIC = b"FLCKCNST"
 VERSION = 1
 
-# What does not move: 240 bytes and their XXH3-128.
-FIXED_OFFSET = 0
-_FIXED = struct.Struct("<8sIII4x16sQQQQQQ")
-_FIXED_BYTES = 240
+# What does not change: 240 bytes and their XXH3-128.
+HEADER_OFFSET = 0
+_HEADER = struct.Struct("<8sIII4x16sQQQQQQ")
+_HEADER_BYTES = 240
 _MOST_BYTES = 1 << 62
-FIXED_END = 256
+HEADER_END = 256
 
 # Words, each group on cache lines of its own: who writes them is said in docs/memory.md.
 WORD_OFFSET = 256
@@ -57,48 +56,54 @@ OWNERS = 16
 OWNER_BYTES = 64
 _OWNER = struct.Struct("<Q48s")
 
-_MASK_48 = (1 << 48) - 1
+# Headroom in a slot for what a patch may add, beside a mebibyte: a sixteenth of the image, half of the
+# metadata.
+_IMAGE_SLACK = 16
+_METADATA_SLACK = 2
+_LEAST_SLACK_BYTES = 1 << 20
 
 
-class State(IntEnum):
-    FREE = 0
-    WRITING = 1
-    SEALED = 2
-    PINNED = 3
+def round_up(num_bytes: int) -> int:
+    """To whole pages."""
+    return -(-num_bytes // PAGE) * PAGE
 
 
-class Word(NamedTuple):
-    """The state word of a slot, taken apart: {state:8 | owner:8 | generation:48}."""
+class SlotSize(NamedTuple):
+    """Bytes of metadata and of image that a slot has room for, or that a state needs."""
 
-    state: State
-    owner: int
-    generation: int
+    metadata_bytes: int
+    image_bytes: int
 
-    def packed(self) -> int:
-        return self.state | self.owner << 8 | self.generation << 16
+    @property
+    def region_bytes(self) -> int:
+        """What a region for it takes: with the control page, in whole pages."""
+        return PAGE + round_up(self.metadata_bytes) + round_up(self.image_bytes)
 
-    @classmethod
-    def unpacked(cls, word: int) -> Word:
-        """Raises DamagedError for a state that does not exist."""
-        if word & 0xFF > State.PINNED:
-            raise DamagedError(f"A slot's state word {word:#x} is none. The slot is not used.")
-        return cls(State(word & 0xFF), word >> 8 & 0xFF, word >> 16 & _MASK_48)
+    def holds(self, other: SlotSize) -> bool:
+        return self.metadata_bytes >= other.metadata_bytes and self.image_bytes >= other.image_bytes
 
+    def with_slack(self, parts: int = 1) -> SlotSize:
+        """Room for a state that needs this, in whole pages, with headroom for what a patch may add; or with
+        one of so many `parts` of the headroom."""
+        metadata_slack = self.metadata_bytes // _METADATA_SLACK + _LEAST_SLACK_BYTES
+        image_slack = self.image_bytes // _IMAGE_SLACK + _LEAST_SLACK_BYTES
+        return SlotSize(
+            round_up(self.metadata_bytes + metadata_slack // parts),
+            round_up(self.image_bytes + image_slack // parts),
+        )
 
-class Heartbeat(NamedTuple):
-    """A trainer's sign of life: boundaries passed, CLOCK_MONOTONIC ns of the last (or of when the trainer
-    began to be watched), its owner's index, and how many ns without a boundary are a hang; 0 while none
-    is expected."""
-
-    boundaries: int
-    beat_ns: int
-    owner: int
-    patience_ns: int
+    def grown(self) -> SlotSize:
+        """Half as much again, for a state that has outgrown its slots and may go on growing: it outgrows
+        slots seldom then, however small its steps are."""
+        return SlotSize(
+            round_up(self.metadata_bytes + self.metadata_bytes // 2),
+            round_up(self.image_bytes + self.image_bytes // 2),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fixed:
-    """What does not move in a slot. Offsets and sizes are in bytes from the region's first."""
+class SlotHeader:
+    """What does not change in a slot. Offsets and sizes are in bytes from the region's first."""
 
     index: int
     rank: int
@@ -127,27 +132,27 @@ class Fixed:
         return self.image_offset + self.image_capacity
 
     def packed(self) -> bytes:
-        fields = _FIXED.pack(
+        fields = _HEADER.pack(
             CONSTANTS_MAGIC if self.holds_constants else MAGIC, VERSION, self.index, self.rank,
             self.identity, self.nonce, self.num_bytes,
             self.metadata_offset, self.metadata_capacity, self.image_offset, self.image_capacity,
-        ).ljust(_FIXED_BYTES, b"\0")  # fmt: skip
+        ).ljust(_HEADER_BYTES, b"\0")  # fmt: skip
         return fields + _native.xxh3_128(fields)
 
     @classmethod
-    def unpacked(cls, data: bytes) -> Fixed:
+    def unpacked(cls, data: bytes) -> SlotHeader:
         """Raises DamagedError unless every field is what `packed` wrote, FormatError for another version."""
-        fields = data[:_FIXED_BYTES]
-        if len(data) < FIXED_END or _native.xxh3_128(fields) != data[_FIXED_BYTES:FIXED_END]:
+        fields = data[:_HEADER_BYTES]
+        if len(data) < HEADER_END or _native.xxh3_128(fields) != data[_HEADER_BYTES:HEADER_END]:
             raise DamagedError("A slot's control page does not match its checksum. The slot is not used.")
-        magic, version, index, rank, identity, nonce, num_bytes, *rest = _FIXED.unpack_from(fields)
+        magic, version, index, rank, identity, nonce, num_bytes, *rest = _HEADER.unpack_from(fields)
         if max(num_bytes, *rest) >= _MOST_BYTES:
             raise DamagedError("A slot's control page claims more than memory can be. The slot is not used.")
         if magic not in (MAGIC, CONSTANTS_MAGIC):
             raise DamagedError("A region does not begin as a slot does. It is not used.")
         if version != VERSION:
             raise FormatError(f"A slot has version {version}; this library reads {VERSION}. It was left.")
-        fixed = cls(
+        header = cls(
             index=index,
             rank=rank,
             identity=identity,
@@ -156,17 +161,17 @@ class Fixed:
             image_capacity=rest[3],
             holds_constants=magic == CONSTANTS_MAGIC,
         )
-        if fixed.packed() != data[:FIXED_END] or num_bytes % PAGE or fixed.image_offset % PAGE:
+        if header.packed() != data[:HEADER_END] or num_bytes % PAGE or header.image_offset % PAGE:
             raise DamagedError("A slot's control page contradicts itself. The slot is not used.")
-        return fixed
+        return header
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
     """What a trainer writes about a snapshot before the sealer checksums and seals it. `image_bytes` are
     those of the shard; `constants_start` and `constants_bytes` are both 0 where there are no constants.
-    `constants_nonce` names the region that holds
-    them, where it is not the slot itself: then they have no start here."""
+    `constants_nonce` names the region that holds them, where it is not the slot itself: then they have no
+    start here."""
 
     attempt_number: int
     attempt_nonce: int
@@ -185,8 +190,24 @@ class Record:
     constants_bytes: int = 0
     constants_nonce: int = 0
 
-    def fits(self, metadata_capacity: int, image_capacity: int) -> bool:
-        """Whether what it describes can stand in a slot of these capacities."""
+    def packed(self) -> bytes:
+        """The fields' bytes [16:240] of the record: the checksums around them are the sealer's."""
+        return _RECORD.pack(*astuple(self)).ljust(RECORD_FIELDS_END - RECORD_FIELDS_OFFSET, b"\0")
+
+    @classmethod
+    def unpacked(cls, data: bytes, generation: int, size: SlotSize) -> Record:
+        """Raises DamagedError where the record's own checksum does not match, or what it describes is not of
+        this generation, or cannot stand in a slot of this size."""
+        if _native.xxh3_128(data[:RECORD_FIELDS_END]) != data[RECORD_FIELDS_END:RECORD_BYTES]:
+            raise DamagedError("A slot's record does not match its checksum. The snapshot is not used.")
+        fields = _RECORD.unpack_from(data, RECORD_FIELDS_OFFSET)
+        record = cls(**dict(zip(cls.__dataclass_fields__, fields, strict=True)))
+        if record.generation != generation or not record.fits(size):
+            raise DamagedError("A slot's record contradicts its region. The snapshot is not used.")
+        return record
+
+    def fits(self, size: SlotSize) -> bool:
+        """Whether what it describes can stand in a slot of this size."""
         end = self.image_bytes
         if self.constants_nonce:
             if self.constants_start or not self.constants_bytes:
@@ -196,22 +217,10 @@ class Record:
                 return False
             end = self.constants_start + self.constants_bytes
         return (
-            self.metadata_bytes <= metadata_capacity
-            and end <= image_capacity
+            self.metadata_bytes <= size.metadata_bytes
+            and end <= size.image_bytes
             and self.data_start <= self.image_bytes
         )
-
-    def packed(self) -> bytes:
-        """The fields' bytes [16:240] of the record: the checksums around them are the sealer's."""
-        return _RECORD.pack(*astuple(self)).ljust(RECORD_FIELDS_END - RECORD_FIELDS_OFFSET, b"\0")
-
-    @classmethod
-    def unpacked(cls, data: bytes) -> Record:
-        """Raises DamagedError where the record's own checksum does not match."""
-        if _native.xxh3_128(data[:RECORD_FIELDS_END]) != data[RECORD_FIELDS_END:RECORD_BYTES]:
-            raise DamagedError("A slot's record does not match its checksum. The snapshot is not used.")
-        fields = _RECORD.unpack_from(data, RECORD_FIELDS_OFFSET)
-        return cls(**dict(zip(cls.__dataclass_fields__, fields, strict=True)))
 
 
 def pack_owner(pid: int, lock: str) -> bytes:
@@ -230,8 +239,3 @@ def unpack_owner(entry: bytes) -> tuple[int, str] | None:
         return pid, lock.rstrip(b"\0").decode()
     except UnicodeDecodeError:
         return None
-
-
-def round_up(num_bytes: int) -> int:
-    """To whole pages."""
-    return -(-num_bytes // PAGE) * PAGE
