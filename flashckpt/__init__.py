@@ -20,10 +20,10 @@ if not sys.platform.startswith("linux"):
 __version__ = "0.1.0"
 
 _PLACES = {
-    "loop": "checkpointer.entry",
-    "attach": "checkpointer.entry",
-    "Checkpointer": "checkpointer.facade",
-    "Resumed": "checkpointer.resumed",
+    "loop": "checkpointer.attach",
+    "attach": "checkpointer.attach",
+    "Checkpointer": "checkpointer.checkpointer",
+    "Resumed": "checkpointer.attached_run",
     "load": "runs",
     "steps": "runs",
     "branch": "runs",
@@ -44,10 +44,10 @@ _PLACES = {
 __all__ = sorted([*_PLACES, "__version__"])
 
 if TYPE_CHECKING:
-    from flashckpt.checkpointer.entry import attach as attach
-    from flashckpt.checkpointer.entry import loop as loop
-    from flashckpt.checkpointer.facade import Checkpointer as Checkpointer
-    from flashckpt.checkpointer.resumed import Resumed as Resumed
+    from flashckpt.checkpointer.attach import attach as attach
+    from flashckpt.checkpointer.attach import loop as loop
+    from flashckpt.checkpointer.attached_run import Resumed as Resumed
+    from flashckpt.checkpointer.checkpointer import Checkpointer as Checkpointer
     from flashckpt.commit.verification import Report as Report
     from flashckpt.errors import BoundaryError as BoundaryError
     from flashckpt.errors import DamagedError as DamagedError

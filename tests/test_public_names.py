@@ -36,7 +36,7 @@ def test_every_error_is_public_and_of_one_tree() -> None:
 
 
 def test_what_a_checkpointer_offers() -> None:
-    offered = {name for name in vars(flashckpt.Checkpointer) if not name.startswith("_")}
+    offered = {name for name in dir(flashckpt.Checkpointer) if not name.startswith("_")}
     assert offered == {
         "batches", "enumerate", "epochs", "step", "completed", "save", "wait", "stop", "stopping",
         "stop_reason", "close", "report",
@@ -47,7 +47,7 @@ def test_what_is_switched_off_offers_the_same() -> None:
     def public(kind: type) -> set[str]:
         return {name for each in kind.__mro__ for name in vars(each) if not name.startswith("_")}
 
-    from flashckpt.checkpointer.batches import Batches
+    from flashckpt.checkpointer.checkpointer import Batches
     from flashckpt.checkpointer.disabled import DisabledBatches, DisabledCheckpointer
 
     assert public(flashckpt.Checkpointer) <= public(DisabledCheckpointer)

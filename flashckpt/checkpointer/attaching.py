@@ -21,15 +21,13 @@ from flashckpt.capture.device import devices_of
 from flashckpt.capture.pace import Every, Pace
 from flashckpt.capture.plan import local
 from flashckpt.capture.shared import Shared
-from flashckpt.checkpointer.ages import Ages, limits_s
+from flashckpt.checkpointer.attached_run import Resumed
 from flashckpt.checkpointer.attendant import Attendant
-from flashckpt.checkpointer.environment import log_differences
-from flashckpt.checkpointer.facade import Checkpointer, Resumed
-from flashckpt.checkpointer.progress import Progress
-from flashckpt.checkpointer.read_ahead import Content, Use
-from flashckpt.checkpointer.session import Session, lead
-from flashckpt.checkpointer.signals import Signals
-from flashckpt.checkpointer.stop_policy import StopPolicy
+from flashckpt.checkpointer.checkpointer import Checkpointer
+from flashckpt.checkpointer.progress import Content, Progress, Use
+from flashckpt.checkpointer.session import Session, log_differences, open_session
+from flashckpt.checkpointer.signals import Signals, StopPolicy
+from flashckpt.checkpointer.snapshot_log import limits_s
 from flashckpt.errors import DamagedError, FlashckptError, FormatError, OptionError
 from flashckpt.events import Event, log
 from flashckpt.keeper.client import SlotGrant
@@ -56,12 +54,12 @@ def attach(
     state: Mapping[str, object] | None,
     named: Mapping[str, object],
 ) -> Checkpointer:
-    """`flashckpt.attach`, switched on: its words and errors stand in entry.py."""
+    """`flashckpt.attach`, switched on: its words and errors stand in attach.py."""
     tree = Tree(_state_of(state, named))
     environment = Environment.read()
     _check_world(environment)
     began = time.perf_counter()
-    session = lead(path, keep, options, environment)
+    session = open_session(path, keep, options, environment)
     return attach_to(session, tree, options, every, persist_every, began=began)
 
 
@@ -233,7 +231,7 @@ def _take_up(
     # Only a snapshot that may be nowhere but in memory is named: one from disk is committed already.
     slot = loaded.held.slot.name if snapshot.tier == "memory" else None
     session.start(snapshot.attempt, snapshot.step, slot)
-    log_differences(snapshot.values.get("environment"), session.environment)
+    log_differences(snapshot.values.get("environment"), session.surroundings)
     resumed = Resumed(
         step=snapshot.step,
         tier=snapshot.tier,
@@ -328,8 +326,8 @@ def _checkpointer(
 
     use = Use(tree, digests, check=options.read_ahead_check, used=progress.step == 0)
     loaded_step = resumed.step if resumed is not None and resumed.tier == "memory" else None
-    ages, signals = Ages(limits_s(every, persist_every)), Signals(options)
-    attendant = Attendant(session, capture, options, ages, loaded_step, signals.deadline_s, taken.shared)
+    limits, signals = limits_s(every, persist_every), Signals(options)
+    attendant = Attendant(session, capture, options, limits, loaded_step, signals.deadline_s, taken.shared)
     checkpointer = Checkpointer(
         tree=tree,
         progress=progress,

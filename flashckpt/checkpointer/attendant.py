@@ -17,12 +17,11 @@ from typing import Any
 
 from flashckpt.capture import Capture
 from flashckpt.capture.shared import Shared
-from flashckpt.checkpointer.ages import Ages
-from flashckpt.checkpointer.awaited import Advance, Awaited, is_committed
+from flashckpt.checkpointer.commit_wait import Advance, CommitWait, is_committed
 from flashckpt.checkpointer.session import Session
 from flashckpt.checkpointer.slots import Slots
-from flashckpt.checkpointer.telling import Telling
-from flashckpt.checkpointer.watch import Watch
+from flashckpt.checkpointer.snapshot_log import SnapshotLog
+from flashckpt.checkpointer.watchdog import Watch
 from flashckpt.commit import lineage
 from flashckpt.commit.attempts import beat_on, newest_claimed
 from flashckpt.errors import FlashckptError, KeeperError, PersistError
@@ -50,7 +49,7 @@ class Attendant:
         session: Session,
         capture: Capture,
         options: Options,
-        ages: Ages,
+        age_limits_s: tuple[float, float],
         loaded_step: int | None,
         deadline_s: Callable[[], float] = lambda: math.inf,
         shared: Shared | None = None,
@@ -69,8 +68,7 @@ class Attendant:
         self._ended = False
         self._looked_s = 0.0
         self._tended = False
-        self._ages, self._loaded_step = ages, loaded_step
-        self._telling = Telling(capture)
+        self._loaded_step, self._snapshots = loaded_step, SnapshotLog(capture, age_limits_s)
         self._said: set[str] = set()
         self._watch = Watch(capture.pulse, options, self.event)
         self._thread = threading.Thread(target=self._run, name="flashckpt-attendant", daemon=True)
@@ -192,7 +190,7 @@ class Attendant:
             self._wait_for(step, None, lambda: self._is_visible(step))
 
     def _wait_for(self, step: int, generation: int | None, done: Callable[[], bool]) -> None:
-        awaited, began = Awaited(step, generation, self.patience_s, self.status), self._rounds
+        awaited, began = CommitWait(step, generation, self.patience_s, self.status), self._rounds
 
         def refusal() -> str | None:
             return awaited.refusal(self.status, self._rounds - began)
@@ -214,7 +212,7 @@ class Attendant:
             "slots": 0 if self.slots.ring is None else len(self.slots.ring.slots),
             "newest_sealed_step": -1 if sealed is None else sealed,
             "newest_committed_step": -1 if newest is None else newest,
-            **self._ages.report(),
+            **self._snapshots.report(),
             "keeper_restarts": self._session.keeper.restarts,
         }
 
@@ -287,11 +285,10 @@ class Attendant:
         if keeper.tend():
             log.warning("the keeper had died and was started again; what it was writing is written again")
         self.status = keeper.status(awaited=self._hurried)
-        for event, fields in self._telling.news(self.newest_sealed_step()):
+        sealed, committed = self.newest_sealed_step(), self.status.newest_committed
+        for event, fields in self._snapshots.look(sealed, committed):
             self.event(event, **fields)
         self._send_events()
-        for warning in self._ages.look(self.newest_sealed_step(), self.status.newest_committed):
-            log.warning("%s", warning)
         for failure in self.status.failures:
             self._say_once(f"step {failure.step} could not be persisted: {failure.message}; training goes on")
         self.slots.tend()

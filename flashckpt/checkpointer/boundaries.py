@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import json
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flashckpt import crashpoints
-from flashckpt.checkpointer.environment import describe_environment
 from flashckpt.checkpointer.growth import Growth
 from flashckpt.errors import FlashckptError, OutOfRoomError, StateError, SupersededError
 from flashckpt.events import log
@@ -19,12 +18,10 @@ if TYPE_CHECKING:
     from flashckpt.capture import Capture
     from flashckpt.capture.outcome import Outcome
     from flashckpt.checkpointer.attendant import Attendant
-    from flashckpt.checkpointer.progress import Progress
-    from flashckpt.checkpointer.read_ahead import Use
+    from flashckpt.checkpointer.progress import Progress, Use
+    from flashckpt.checkpointer.signals import StopPolicy
     from flashckpt.checkpointer.slots import Slots
-    from flashckpt.checkpointer.stop_policy import StopPolicy
     from flashckpt.memory.slot import Sealed
-    from flashckpt.options import Environment
     from flashckpt.state.tree import Tree
 
 # Captures of one boundary that are found torn before it is given up: each finds a safer way.
@@ -45,14 +42,14 @@ class Boundaries:
         capture: Capture,
         attendant: Attendant,
         use: Use,
-        environment: Environment,
+        surroundings: dict[str, Any],
         stop: StopPolicy,
     ) -> None:
         self._tree, self._progress, self._capture = tree, progress, capture
         self._attendant, self._use = attendant, use
         self._growth = Growth(capture, attendant, lambda: stop.is_asked)
         self.waited = 0
-        self._environment = describe_environment(environment)
+        self._surroundings = surroundings
         self._asked_first = False
         self.unsaved: FlashckptError | None = None
         self.ordered_at: int | None = None
@@ -154,7 +151,7 @@ class Boundaries:
     def leave_iteration(self) -> None:
         """An iteration of an epoch was left by `break`. It counts if something was trained in it: the epoch
         goes on, and what comes after it must not have the number of the boundary before it."""
-        self._left = self._left or self._use.trained_since_boundary()
+        self._left = self._left or self._use.trained_since_boundary
 
     def _count(self, iterations: int = 1) -> None:
         for _ in range(iterations + self._left or 1):
@@ -275,7 +272,7 @@ class Boundaries:
     def is_unchanged(self) -> bool:
         """Whether nothing has come since the present boundary: no use of the state was seen and, where it is
         captured, the state is bit for bit what was captured."""
-        if self._use.since_boundary():
+        if self._use.used_since_boundary:
             return False
         return self._attendant.newest_sealed_step() != self._progress.step or self._is_as_captured()
 
@@ -298,7 +295,7 @@ class Boundaries:
                     "state": state,
                     "rng": rng.capture(),
                     "progress": self._progress.value(),
-                    "environment": self._environment,
+                    "environment": self._surroundings,
                 }
             )
         except StateError:

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
 
 from flashckpt import crashpoints
-from flashckpt.checkpointer.environment import describe_environment
-from flashckpt.checkpointer.stacks import Stacks
+from flashckpt.checkpointer.watchdog import Stacks
 from flashckpt.commit import attempts
 from flashckpt.commit.holder import check, here
 from flashckpt.commit.run import open_run
@@ -46,7 +49,8 @@ _held_guard = threading.Lock()
 @dataclass
 class Session:
     """One rank's place in a claimed attempt, with a keeper that knows it. `identity` names the run on this
-    node, `leads` says who writes for all ranks where the attempt goes on from."""
+    node, `leads` says who writes for all ranks where the attempt goes on from. `surroundings`, of which each
+    snapshot has a copy, is what around this process can change numbers."""
 
     store: Store
     identity: str
@@ -58,6 +62,23 @@ class Session:
     leads: bool
     stacks: Stacks | None = None
     closed: bool = False
+    surroundings: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.surroundings = _surroundings(self.environment.world)
+
+    def hello(self, keep: Keep, options: Options) -> None:
+        """Tell the keeper who this is."""
+        self.keeper.hello(
+            rank=self.environment.rank,
+            world=self.environment.world,
+            attempt=str(self.attempt),
+            keep=keep,
+            linger_s=options.linger_s,
+            environment=self.surroundings,
+            stacks_signal=self.stacks.signal_number if self.stacks is not None else 0,
+            kill_when_stuck=options.watchdog_action == "kill",
+        )
 
     def start(self, parent: AttemptName | None, step: int, loaded: str | None) -> None:
         """Say where this attempt goes on from, and `loaded`, the slot that this rank took it out of. Who
@@ -106,50 +127,26 @@ class Session:
             self.stacks.close(self.runtime)
         self.life.release(self.runtime)
         self.runtime.close()
-        with _held_guard:
-            _held.discard((self.identity, self.environment.rank))
+        _let_go((self.identity, self.environment.rank))
 
 
-def lead(
+def open_session(
     path: str | os.PathLike[str],
     keep: Keep,
     options: Options,
     environment: Environment,
+    *,
+    join: AttemptName | None = None,
     connect: Connect = connect_or_start,
 ) -> Session:
-    """Open or make the run, check that no other job has it, claim an attempt.
+    """Open the run and take part in an attempt on it: lead a new one, for which the run is made if it is not
+    there and must be held by no other job; or `join`, as another rank, the one that the leader has claimed.
 
-    Raises RunHeldError, RunError and its kin, KeeperError, OptionError for a scheme that is not there.
+    Raises RunHeldError, RunError and its kin (SupersededError where the attempt to join is not the newest),
+    KeeperError, OptionError for a scheme that is not there.
     """
-    return _opened(path, None, keep, options, environment, connect)
-
-
-def join(
-    path: str | os.PathLike[str],
-    attempt: AttemptName,
-    keep: Keep,
-    options: Options,
-    environment: Environment,
-    connect: Connect = connect_or_start,
-) -> Session:
-    """Take part, as another rank, in the attempt that the one that leads has claimed.
-
-    Raises SupersededError where it is not the newest, RunError where it was never claimed, and what `lead`
-    does.
-    """
-    return _opened(path, attempt, keep, options, environment, connect)
-
-
-def _opened(
-    path: str | os.PathLike[str],
-    attempt: AttemptName | None,
-    keep: Keep,
-    options: Options,
-    environment: Environment,
-    connect: Connect,
-) -> Session:
     store = open_store(path)
-    identity = identity_of(_run_id(store, path, create=attempt is None), store.place())
+    identity = identity_of(_run_id(store, path, create=join is None), store.place())
     place = (identity, environment.rank)
     with _held_guard:
         if place in _held:
@@ -160,12 +157,34 @@ def _opened(
                 path=store.url,
             )
         _held.add(place)
-    try:
-        return _placed(store, identity, attempt, keep, options, environment, connect)
-    except BaseException:
-        with _held_guard:
-            _held.discard(place)
-        raise
+    with contextlib.ExitStack() as undo:
+        undo.callback(_let_go, place)
+        if join is not None:
+            _check_claimed(store, join)
+        base, lock = base_folder(environment.runtime_folder), trainer_lock_name(environment.rank)
+        runtime, life = enter(base, identity, lock)
+        undo.callback(runtime.close)
+        undo.callback(life.release, runtime)
+        stacks = Stacks.open(runtime, life.name) if options.watchdog is not None else None
+        if stacks is not None:
+            undo.callback(stacks.close, runtime)
+        attempt = join or _claim(store, environment, runtime, life)
+        keeper = connect(store.url, runtime, life)
+        if (unused := end_early(runtime)) >= 0:
+            os.close(unused)
+        session = Session(
+            store, identity, runtime, life, attempt, keeper, environment, leads=join is None, stacks=stacks
+        )
+        session.hello(keep, options)
+        undo.pop_all()
+    for warning in survival_warnings():
+        log.warning("%s", warning)
+    return session
+
+
+def _let_go(place: tuple[str, int]) -> None:
+    with _held_guard:
+        _held.discard(place)
 
 
 def _run_id(store: Store, path: str | os.PathLike[str], *, create: bool) -> str:
@@ -216,41 +235,28 @@ def _check_claimed(store: Store, attempt: AttemptName) -> None:
     attempts.check_newest(store, attempt)
 
 
-def _placed(
-    store: Store,
-    identity: str,
-    attempt: AttemptName | None,
-    keep: Keep,
-    options: Options,
-    environment: Environment,
-    connect: Connect,
-) -> Session:
-    if attempt is not None:
-        _check_claimed(store, attempt)
-    lock = trainer_lock_name(environment.rank)
-    runtime, life = enter(base_folder(environment.runtime_folder), identity, lock)
-    with contextlib.ExitStack() as undo:
-        undo.callback(runtime.close)
-        undo.callback(life.release, runtime)
-        stacks = Stacks.open(runtime, life.name) if options.watchdog is not None else None
-        if stacks is not None:
-            undo.callback(stacks.close, runtime)
-        name = attempt or _claim(store, environment, runtime, life)
-        keeper = connect(store.url, runtime, life)
-        if (unused := end_early(runtime)) >= 0:
-            os.close(unused)
-        keeper.hello(
-            rank=environment.rank,
-            world=environment.world,
-            attempt=str(name),
-            keep=keep,
-            linger_s=options.linger_s,
-            environment=describe_environment(environment),
-            stacks_signal=stacks.signal_number if stacks is not None else 0,
-            kill_when_stuck=options.watchdog_action == "kill",
-        )
-        undo.pop_all()
-    for warning in survival_warnings():
-        log.warning("%s", warning)
-    leads = attempt is None
-    return Session(store, identity, runtime, life, name, keeper, environment, leads, stacks)
+def _surroundings(world: int) -> dict[str, Any]:
+    """What around this process can change numbers, in plain values."""
+    cuda = torch.cuda.is_available()
+    return {
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name() if cuda else platform.machine(),
+        "devices": torch.cuda.device_count() if cuda else 0,
+        "world": world,
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+    }
+
+
+def log_differences(saved: object, now: dict[str, Any]) -> None:
+    """One line naming what is no longer as it was. Such a run goes on exactly from its state; its
+    further numbers may differ."""
+    if not isinstance(saved, dict):
+        return
+    changed = [
+        f"{key} {saved[key]!r} -> {now[key]!r}" for key in now if key in saved and saved[key] != now[key]
+    ]
+    if changed:
+        log.warning("resumed in another environment, numbers may differ from here on: %s", ", ".join(changed))

@@ -7,6 +7,8 @@ looks at the notice file and ends the grace period. Never captures anything, nev
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import math
 import os
 import queue
@@ -14,19 +16,23 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from types import FrameType
 from typing import Any
 
-from flashckpt.checkpointer.handlers import Frame, Handlers
 from flashckpt.events import log
 from flashckpt.options import Environment, Options, signal_numbers
+
+Frame = FrameType | None
 
 # Launchers pass on what the scheduler has sent to every process of the job: one notice that comes twice.
 _SAME_NOTICE_S = 2.0
 _LOOK_S = 1.0
 _LONGEST_RACE_S = 5.0
 _CLOSED, _ARRIVED, _AGAIN = "closed", "arrived", "again"
+_WORKER_LOST = "DataLoader worker (pid"
 
 
 class Signals:
@@ -95,20 +101,25 @@ class Signals:
             self.enter()
 
     def hold(self) -> None:
-        """The end of a loop begins, by whatever way. `left` is its last call."""
+        """The end of a loop begins, by whatever way: it delivers by itself."""
         self._ends += 1
+
+    @contextlib.contextmanager
+    def ending(self) -> Iterator[Signals]:
+        """Around the end of a loop. What has arrived and was not delivered in it (the loop was left by an
+        exception or a break) is sent again from beside: nothing can be raised out of a `__del__`."""
+        self.hold()
+        try:
+            yield self
+        finally:
+            self._ends -= 1
+            self._settle()
 
     def leave(self) -> None:
         """A loop has ended. After the outermost one signals are what they were before."""
         self._loops = max(0, self._loops - 1)
         if self._loops == 0:
             self._handlers.take_off()
-
-    def left(self) -> None:
-        """What has arrived and was not delivered (the loop was left by an exception or a break) is sent
-        again from beside: nothing can be raised out of a `__del__`."""
-        self._ends -= 1
-        self._settle()
 
     def deliver(self, let_go: Callable[[], None]) -> None:
         """Let what has arrived take its course, as if it arrived now and nothing had stood in its way.
@@ -254,6 +265,40 @@ class Signals:
             log.warning(text, *values)
 
 
+class StopPolicy:
+    """Whether a loop ends at a boundary, and why. A rank alone stops at the first boundary after a signal, a
+    notice, or a call of `stop()`. From its first yes on, the answer is yes."""
+
+    def __init__(self, signals: Signals) -> None:
+        self._signals = signals
+        self._is_called = self._is_told = False
+
+    @property
+    def reason(self) -> str | None:
+        """Why the loop is to end: a signal's name, "notice file", "stop"; None while it is not."""
+        return self._signals.reason or ("stop" if self._is_called else None)
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether the loop is to end at a boundary to come, or has: from now on nothing waits for memory."""
+        return self.reason is not None
+
+    def ask(self) -> None:
+        """The program asks for it."""
+        self._is_called, self._is_told = True, False
+
+    def stops_at(self, step: int) -> bool:
+        """Whether the loop ends at the boundary of this step."""
+        return self.is_asked
+
+    def begins_at(self, step: int) -> bool:
+        """The same, once: the boundary at which it begins to be so is the one to capture. A loop whose end is
+        the program's own may go on after it."""
+        begins = self.stops_at(step) and not self._is_told
+        self._is_told = self._is_told or begins
+        return begins
+
+
 def _warning_numbers(options: Options) -> tuple[tuple[int, ...], bool]:
     """Which signals warn, and whether also those that the process handles or ignores by itself."""
     if options.warning_signals is not None:
@@ -294,3 +339,134 @@ class NoticeFile:
         except OSError:
             return None
         return found.st_dev, found.st_ino, found.st_mtime_ns
+
+
+class Handlers:
+    """Signal handlers put before those of the process, for the time of one loop: passes on what it does not
+    take, puts everything back that is still its own, and is gone in a forked child. Handlers are told from
+    others by being the same object, so each loop has its own: one that somebody has kept passes on what comes
+    to it for ever. `hear(number, frame)` is called in the main thread for each signal that is watched."""
+
+    def __init__(self, hear: Callable[[int, Frame], None]) -> None:
+        self._hear = hear
+        self._process = os.getpid()
+        self._active = False
+        self._handler, self._child_handler = self._on_signal, self._on_child
+        self._replaced: dict[int, Any] = {}
+        self._ours: dict[int, Any] = {}
+
+    def __bool__(self) -> bool:
+        return self._active
+
+    def put(self, numbers: Iterable[int], may_replace: Callable[[int, Any], bool]) -> None:
+        """Take signals over, each if `may_replace(number, its handler)`. Nothing outside the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            log.warning(
+                "signals are not watched, because the loop does not run in the main thread: they do what "
+                "they would do without flashckpt. Call Checkpointer.stop() to end the loop in order."
+            )
+            return
+        self._active = True
+        for number in numbers:
+            found = signal.getsignal(number)
+            if found is None:
+                name = signal.Signals(number).name
+                log.warning("%s is not watched: native code handles it, and is left in its place", name)
+            elif may_replace(number, found):
+                self._take(number, found, self._handler)
+        _installed[:] = [each for each in _installed if each() is not None]
+        _installed.append(weakref.ref(self))
+
+    def take_off(self) -> None:
+        """Put back what was there, where it is still ours that stands there."""
+        self._active = False
+        if threading.current_thread() is threading.main_thread():
+            for number in self._ours:
+                self._put_back(number)
+
+    def stands(self, number: int) -> bool:
+        return signal.getsignal(number) is self._ours.get(number, self)
+
+    def overruled(self) -> list[int]:
+        """Signals whose handler somebody has replaced since."""
+        return [number for number in self._ours if self._active and not self.stands(number)]
+
+    def replaced(self, number: int) -> Any:
+        """The handler that was there."""
+        return self._replaced.get(number)
+
+    def is_deadly(self, number: int) -> bool:
+        """Whether the signal, taking its course now, ends the process."""
+        return self.replaced(number) is signal.SIG_DFL and signal.getsignal(number) is signal.SIG_DFL
+
+    def act(self, number: int, frame: Frame) -> None:
+        """What the signal would have done without us; to be called after `take_off`. A handler that came
+        after ours has done what it does: to what it replaced it may have passed on, or not."""
+        if callable(self.replaced(number)):
+            self.replaced(number)(number, frame)
+        elif self.is_deadly(number):
+            os.kill(os.getpid(), number)
+
+    def send_again(self, number: int) -> None:
+        """Called by another thread: let the signal come once more. One that ends the process does so even
+        if the main thread is in native code and would not hear of it."""
+        if self.stands(number) and self.replaced(number) is signal.SIG_DFL:
+            # signal.signal is the main thread's alone; the disposition is the process's.
+            ctypes.CDLL(None).signal(number, ctypes.c_void_p(0))
+        os.kill(os.getpid(), number)
+
+    def spare_workers(self) -> None:
+        """A scheduler that signals every process of a job ends the loader's workers as well. torch raises
+        that in the main thread, out of SIGCHLD: from here on the iteration is let come to its end."""
+        found = signal.getsignal(signal.SIGCHLD)
+        if callable(found) and signal.SIGCHLD not in self._ours:
+            self._take(signal.SIGCHLD, found, self._child_handler)
+
+    # ---- in handlers
+
+    def _on_signal(self, number: int, frame: Frame) -> None:
+        if self._active and os.getpid() == self._process:
+            self._hear(number, frame)
+            return
+        stood = self.stands(number)
+        self._put_back(number)
+        if stood or callable(self.replaced(number)):
+            self.act(number, frame)
+
+    def _on_child(self, number: int, frame: Frame) -> None:
+        try:
+            self._replaced[number](number, frame)
+        except RuntimeError as error:
+            if not (self._active and str(error).startswith(_WORKER_LOST)):
+                raise
+
+    def _take(self, number: int, found: Any, ours: Any) -> None:
+        # First the entry, then the handler: it may be called before signal() has returned.
+        self._replaced[number], self._ours[number] = found, ours
+        signal.signal(number, ours)
+
+    def _put_back(self, number: int) -> None:
+        if self.stands(number):
+            signal.signal(number, self._replaced[number])
+
+    def forked(self) -> None:
+        """In a forked child: signals are what they are to any process."""
+        self._active = False
+        with suppress(ValueError):
+            for number in self._ours:
+                self._put_back(number)
+
+
+_installed: list[weakref.ref[Handlers]] = []
+
+
+def _in_child() -> None:
+    # The newest first: each puts back what it found.
+    for each in reversed(_installed):
+        handlers = each()
+        if handlers is not None:
+            handlers.forked()
+    _installed.clear()
+
+
+os.register_at_fork(after_in_child=_in_child)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import flashckpt
-from flashckpt.checkpointer.facade import Checkpointer
+from flashckpt.checkpointer.checkpointer import Checkpointer
 from flashckpt.commit import lineage
 from flashckpt.commit.steps import read_step
 from flashckpt.format.records import RankRecord

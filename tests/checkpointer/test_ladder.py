@@ -20,7 +20,7 @@ import flashckpt
 from flashckpt import _native
 from flashckpt._native import xxh3_128
 from flashckpt.checkpointer.attaching import attach_to
-from flashckpt.checkpointer.session import lead
+from flashckpt.checkpointer.session import open_session
 from flashckpt.commit import marks
 from flashckpt.commit.lineage import newest_first
 from flashckpt.commit.steps import StepRecord, read_step
@@ -309,7 +309,7 @@ def test_what_the_vote_refuses_is_passed_over_and_nothing_live_changes_before_it
         return candidate.step == 2
 
     options = flashckpt.Options()
-    session = lead(folder, flashckpt.Keep(), options, Environment.read())
+    session = open_session(folder, flashckpt.Keep(), options, Environment.read())
     checkpointer = attach_to(session, Tree(job.named), options, None, None, began=0.0, vote=vote)
     with checkpointer:
         assert checkpointer.completed == 2
@@ -325,7 +325,7 @@ def test_what_the_vote_refuses_is_passed_over_and_nothing_live_changes_before_it
 def test_where_the_vote_refuses_all_nothing_is_loaded_or_started(run: Path) -> None:
     job, starts = Job(), set(run.glob("attempts/*/start.json"))
     weight, options = job.model.weight.detach().clone(), flashckpt.Options()
-    session = lead(run, flashckpt.Keep(), options, Environment.read())
+    session = open_session(run, flashckpt.Keep(), options, Environment.read())
     with pytest.raises(flashckpt.UnusableRunError, match="another rank could not"):
         attach_to(session, Tree(job.named), options, None, None, began=0.0, vote=lambda each, could: False)
     assert torch.equal(job.model.weight, weight)
@@ -342,7 +342,7 @@ def test_a_step_that_is_damaged_here_is_voted_against(run: Path) -> None:
         return True  # the others could: what is damaged here is not taken all the same
 
     job, options = Job(), flashckpt.Options()
-    session = lead(run, flashckpt.Keep(), options, Environment.read())
+    session = open_session(run, flashckpt.Keep(), options, Environment.read())
     with attach_to(session, Tree(job.named), options, None, None, began=0.0, vote=vote) as checkpointer:
         assert checkpointer.completed == 2
     assert asked == [(4, False), (2, True)]

@@ -14,7 +14,6 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler
 
 import flashckpt
-from flashckpt.checkpointer.telling import Spacing
 from flashckpt.errors import BoundaryError, StateError
 from tests.resume.loaders import LOADERS
 from tests.waiting import until_slots
@@ -194,23 +193,6 @@ def test_a_loop_of_batches_leaves_nothing_to_the_program(
                     job.train(number)
                     run.step()
     assert "are the program's to put back" not in caplog.text
-
-
-def test_the_spacing_is_said_once_and_again_where_it_is_another() -> None:
-    spacing = Spacing()
-    steps = [(None, 0), (10, 2), (20, 3), (30, 5), (80, 9), (140, 15), (200, 21), (206, 27), (218, 39)]
-    said = [spacing.news(step, taken) for step, taken in steps]
-    assert said == [
-        None,
-        None,
-        None,
-        None,
-        "snapshots: about every 10 steps",
-        None,
-        None,
-        "snapshots: every step",
-        None,
-    ]
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata

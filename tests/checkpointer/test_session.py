@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.checkpointer.session import Session, join, lead
+from flashckpt.checkpointer.session import Session, open_session
 from flashckpt.commit import attempts
 from flashckpt.errors import RunError, RunHeldError, SupersededError
 from flashckpt.format.records import AttemptName
@@ -44,10 +44,11 @@ class Node:
         return Environment(rank=rank, world=WORLD, runtime_folder=str(self._runtime))
 
     def lead(self) -> Session:
-        return self._kept(lead(self.run, Keep(), OPTIONS, self.environment(0), self.connect))
+        return self._kept(open_session(self.run, Keep(), OPTIONS, self.environment(0), connect=self.connect))
 
     def join(self, attempt: AttemptName, rank: int = 1) -> Session:
-        return self._kept(join(self.run, attempt, Keep(), OPTIONS, self.environment(rank), self.connect))
+        place = self.environment(rank)
+        return self._kept(open_session(self.run, Keep(), OPTIONS, place, join=attempt, connect=self.connect))
 
     def known_ranks(self) -> dict[int, tuple[str, int]]:
         assert self.keeper is not None

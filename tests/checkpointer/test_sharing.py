@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import flashckpt
-from flashckpt.checkpointer.facade import Checkpointer
+from flashckpt.checkpointer.checkpointer import Checkpointer
 from flashckpt.checkpointer.sharing import Sharing
 from flashckpt.memory.control_page import Record
 from flashckpt.memory.slot import Slot

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import flashckpt
-from flashckpt.checkpointer.facade import Checkpointer
+from flashckpt.checkpointer.checkpointer import Checkpointer
 from flashckpt.errors import OutOfRoomError
 from flashckpt.keeper.client import KeeperClient
 from flashckpt.memory.control_page import SlotSize

@@ -14,7 +14,7 @@ from torch import nn
 
 import flashckpt
 from flashckpt.checkpointer.attendant import Attendant
-from flashckpt.checkpointer.facade import Checkpointer
+from flashckpt.checkpointer.checkpointer import Checkpointer
 from flashckpt.checkpointer.sharing import Sharing
 from flashckpt.errors import OutOfRoomError
 from flashckpt.format.layout import Layout, Leaf

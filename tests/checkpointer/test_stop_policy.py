@@ -8,9 +8,8 @@ import pytest
 
 import flashckpt
 from flashckpt.checkpointer.attaching import attach_to
-from flashckpt.checkpointer.session import lead
-from flashckpt.checkpointer.signals import Signals
-from flashckpt.checkpointer.stop_policy import StopPolicy
+from flashckpt.checkpointer.session import open_session
+from flashckpt.checkpointer.signals import Signals, StopPolicy
 from flashckpt.options import Environment, Options
 from flashckpt.state.tree import Tree
 from tests.checkpointer.test_loop import Job, loader
@@ -29,7 +28,7 @@ class StopAhead(StopPolicy):
 
 def attached(run: Path, job: Job) -> flashckpt.Checkpointer:
     options = Options()
-    session = lead(run, flashckpt.Keep(), options, Environment.read())
+    session = open_session(run, flashckpt.Keep(), options, Environment.read())
     return attach_to(session, Tree(job.named), options, None, None, began=0.0, stop=StopAhead)
 
 

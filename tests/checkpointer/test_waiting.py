@@ -16,7 +16,7 @@ from torch import nn
 
 import flashckpt
 from flashckpt import PersistError
-from flashckpt.checkpointer.awaited import Advance, Awaited
+from flashckpt.checkpointer.commit_wait import Advance, CommitWait
 from flashckpt.keeper.protocol import Failure, Status, TornSnapshot
 from tests.checkpointer.test_loop import Job
 from tests.keeper.driver import told
@@ -220,8 +220,8 @@ def clock() -> Clock:
     return Clock()
 
 
-def awaited(clock: Clock, before: Status | None = None) -> Awaited:
-    return Awaited(5, 9, 10.0, before or Status(), clock)
+def awaited(clock: Clock, before: Status | None = None) -> CommitWait:
+    return CommitWait(5, 9, 10.0, before or Status(), clock)
 
 
 def test_failing_for_longer_than_the_patience_ends_a_wait(clock: Clock) -> None:

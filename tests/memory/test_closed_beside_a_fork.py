@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flashckpt.checkpointer.stacks import Stacks
+from flashckpt.checkpointer.watchdog import Stacks
 from flashckpt.keeper.grants import SlotGrant
 from flashckpt.keeper.possession import Possession
 from flashckpt.memory import region

@@ -47,7 +47,7 @@ def train(named: dict[str, Any]) -> None:
 
 
 def ours() -> list[int]:
-    place = "flashckpt.checkpointer.handlers"
+    place = "flashckpt.checkpointer.signals"
     return [number for number in WATCHED if getattr(signal.getsignal(number), "__module__", "") == place]
 
 

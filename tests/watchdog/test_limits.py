@@ -6,7 +6,7 @@ import pytest
 
 from flashckpt import OptionError, Options
 from flashckpt.capture.heartbeat import Pulse
-from flashckpt.checkpointer.watch import StepTimes, Watch
+from flashckpt.checkpointer.watchdog import StepTimes, Watch
 from flashckpt.events import Event
 
 

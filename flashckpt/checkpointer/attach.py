@@ -6,14 +6,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
 
-from flashckpt.errors import OptionError
-from flashckpt.options import Keep, Options, check_call, is_switched_off
+from flashckpt.errors import FlashckptError, OptionError
+from flashckpt.options import Environment, Keep, Options, check_call, is_switched_off
 
 if TYPE_CHECKING:
-    from flashckpt.checkpointer.batches import Batches
-    from flashckpt.checkpointer.facade import Checkpointer
+    from flashckpt.checkpointer.checkpointer import Batches, Checkpointer
 
 _KEEP, _OPTIONS = Keep(last=3), Options()
 
@@ -51,10 +51,7 @@ def attach(
 
         return DisabledCheckpointer(path, by_environment=enabled)  # type: ignore[return-value]
     if "flashckpt.checkpointer.attaching" not in sys.modules:
-        from flashckpt.checkpointer.early import start_keeper
-
-        # It takes as long as the import that follows.
-        start_keeper(path)
+        _start_keeper(path)  # it takes as long as the import that follows
     from flashckpt.checkpointer import attaching
 
     return attaching.attach(
@@ -115,3 +112,25 @@ def loop(
         **named,
     )
     return checkpointer._whole_run(loader, epochs, steps)
+
+
+def _start_keeper(path: str | os.PathLike[str]) -> None:
+    """Start the keeper of a run that is there, if none lives on this node. Where no trainer comes after all,
+    it leaves soon. Changes nothing of the run, and raises nothing: whatever is wrong, `attach` says."""
+    from flashckpt.commit.run import open_run
+    from flashckpt.keeper.protocol import ELECTION_LOCK
+    from flashckpt.keeper.start import start_early
+    from flashckpt.memory.runtime import RuntimeFolder, base_folder, identity_of, is_alive
+    from flashckpt.store.base import open_store
+
+    environment = Environment.read()
+    if environment.world > 1:
+        return
+    with suppress(FlashckptError, OSError):
+        store = open_store(path)
+        identity = identity_of(open_run(store, create=False).run_id, store.place())
+        runtime = RuntimeFolder.open(base_folder(environment.runtime_folder), identity)
+        if is_alive(runtime, ELECTION_LOCK):
+            runtime.close()
+        else:
+            start_early(store.url, runtime)

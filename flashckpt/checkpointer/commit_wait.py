@@ -21,7 +21,7 @@ def is_committed(status: Status, step: int) -> bool:
     return step in status.committed or (newest is not None and newest >= step)
 
 
-class Awaited:
+class CommitWait:
     """One wait for the snapshot of `step`, for at most `patience_s` seconds of failing.
 
     A failure of storage may pass (a server's hiccup, a disk that somebody makes room on): the keeper tries

@@ -1,7 +1,12 @@
-"""The iterators over batches and epochs: their `__next__` is the boundary.
+"""The Checkpointer and its iterators over batches and epochs: what a training script holds.
 
-Iterator objects, not generators: a generator is closed by `break` and by garbage collection as if its
-body were done, and nobody knows whether it was. Owns when a boundary is; never what is done at one.
+The `__next__` of the iterators is the boundary. They are no generators: such a one is closed by `break` and
+by garbage collection as if its body were done, and nobody knows whether it was.
+
+At a boundary the training thread counts the step and hands the capture a way to encode what is not a
+tensor; it does no I/O, waits for no storage and takes no lock that another thread keeps. Everything
+slow is the attendant's (its own thread) and the keeper's (its own process). Only `.wait()`, `.close()`,
+the normal end of a loop and a `.save()` outside of one wait for storage, because they say so.
 """
 
 from __future__ import annotations
@@ -9,19 +14,191 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn
 
-from flashckpt.checkpointer.ending import end_loop
-from flashckpt.errors import BoundaryError
+from flashckpt.checkpointer.attached_run import AttachedRun
+from flashckpt.errors import BoundaryError, FlashckptError
 from flashckpt.events import log
+from flashckpt.state import rng
+from flashckpt.state.loader.identity import reference_to
 
-if TYPE_CHECKING:
-    from flashckpt.checkpointer.facade import Checkpointer
+# Loaders that are remembered as looped over: what has no weak references (a list of batches) is held by it.
+_LOOPED_KEPT = 8
+# In the place of a batch: the loader's workers are gone while the loop is to end anyway.
+_WORKERS_LOST = object()
 
 
-class _WorkersLost(Exception):
-    """The loader's workers are gone while the loop is to end anyway."""
+class Checkpointer(AttachedRun):
+    """One run, attached to the live state. Made by `flashckpt.attach` and `flashckpt.loop`.
+
+    `resumed` is None on a fresh run. All methods are called from the training thread.
+    """
+
+    _in_epoch = _left_is_said = False
+    _looped: tuple[Callable[[], object], ...] = ()
+
+    def batches(self, loader: Iterable[Any]) -> Batches:
+        """An iterator over the loader's batches, from where the run stands, with a boundary after each.
+
+        Going over one loader again and again is what `.epochs` is for: outside of it a second call with
+        the same loader raises BoundaryError.
+        """
+        self._check_open()
+        if not self._progress.manages_epochs:
+            if any(each() is loader for each in self._looped):
+                raise BoundaryError(
+                    "This loader was looped over before, and not inside Checkpointer.epochs: a resumed run "
+                    "could not tell which of the code between the loops has run. Nothing was captured since "
+                    "the last boundary. Write `for epoch in checkpointer.epochs(n):` around "
+                    "`for batch in checkpointer.batches(loader):`.",
+                    step=self.completed,
+                )
+            self._looped = (*self._looped[1 - _LOOPED_KEPT :], reference_to(loader))
+        self._left_is_said = True
+        return Batches(self, loader)
+
+    def enumerate(self, loader: Iterable[Any]) -> Enumerated:
+        """`.batches(loader)` as pairs of position and batch. Positions count an epoch's batches from 0, and
+        go on over restarts: those of Python's `enumerate` begin at 0 again."""
+        return Enumerated(self.batches(loader))
+
+    def epochs(self, epochs: int) -> Epochs:
+        """Epoch numbers from the one the run stands in. What follows the batches of an epoch runs once."""
+        self._check_open()
+        return Epochs(self, epochs)
+
+    def step(self) -> None:
+        """Mark a boundary: all of this iteration is done. Inside `.batches` it marks the end of this
+        iteration early, and is not counted again when the next batch is drawn."""
+        self._check_open()
+        if self._marked:
+            return
+        self._marked = self._in_iteration
+        self._say_what_is_left_to_the_program()
+        self._boundary()
+        self._by_hand, self._put_off = True, False
+        if not self._in_iteration:
+            self._stop_at_marked()
+        self._capture.pulse.expect()
+
+    def save(self) -> None:
+        """Take a snapshot that is persisted: of the next boundary when called in an iteration, at once
+        anywhere else. There it is a boundary of its own, with a step of its own, unless the state is bit for
+        bit what was captured last.
+
+        In the code after an epoch's batches (of `.epochs`) the next boundary is the epoch's end: a snapshot
+        of the midst of that code could not be gone on from. `wait()` and `close()` do not wait for that: they
+        take it where they are called, and the epoch's end is a step of its own then. After a stop in the
+        middle of an epoch it does nothing: the boundary of the stop is saved, and what follows it is done
+        again."""
+        self._check_open()
+        if self._in_iteration and not self._marked:
+            self._boundaries.order()
+            return
+        between = not self._in_iteration and self._progress.manages_epochs
+        if self.stopping and between and not self._progress.is_over:
+            log.warning(
+                "save() after a stop in the middle of epoch %d: step %d, at which it stopped, is saved and "
+                "the run goes on from there; code for the end of an epoch asks .stopping first",
+                self._progress.epoch, self.completed,
+            )  # fmt: skip
+            return
+        trained = self._use.trained_since_boundary
+        if self._in_epoch and (self._progress.is_after_batches or trained) or self._by_hand and trained:
+            self._boundaries.order()
+            self._put_off = True
+            return
+        self._save_now()
+
+    def _say_what_is_left_to_the_program(self) -> None:
+        """In a loop that only marks its steps, nobody here knows its loader. Said once."""
+        if self.resumed is None or self._in_iteration or self._left_is_said:
+            return
+        self._left_is_said = True
+        log.warning(
+            "resumed in a loop of step(): its loader and its own counters begin anew, and are the program's "
+            "to put back; .completed goes on at %d. Checkpointer.batches(loader) puts a loader back.",
+            self.completed,
+        )
+
+    # ---- what the iterators call
+
+    def _whole_run(self, loader: Iterable[Any], epochs: int | None, steps: int | None) -> Batches:
+        """The iterator of `loop`."""
+        return Batches(self, loader, epochs=epochs, steps=steps, whole_run=True)
+
+    def _before_boundary(self, *, holds_one: bool) -> None:
+        """Before the boundary, not after it: one that is a lie must not have been captured."""
+        self._use.before_batch(holds_one=holds_one)
+        self._restore_rng()
+
+    def _restore_rng(self) -> None:
+        due, self._due_rng = self._due_rng, None
+        if due is not None:
+            rng.restore(due)
+
+    def _begin_iteration(self) -> None:
+        self._in_iteration, self._marked, self._by_hand = True, False, False
+        self._use.batch_given()
+        self._capture.pulse.expect()
+
+    def _end_of_iteration(self, *, ends_epoch: bool) -> None:
+        """`ends_epoch`: no batch follows in this epoch, as far as is known, and code of its own may."""
+        self._in_iteration = False
+        if self._marked:
+            self._marked = False
+            return
+        self._boundary(ends_epoch=ends_epoch)
+
+    def _end_of_epoch(self, epochs: int) -> None:
+        """The code after an epoch's batches is done: what it has made is captured, and what is last is
+        committed."""
+        stops = self._enter_boundary(self.completed)
+        self._put_off = False
+        self._boundaries.end_epoch(last=stops or self._progress.epoch + 1 >= epochs)
+
+    def _abandon_iteration(self) -> None:
+        """An iteration was left by `break` or an exception: what follows is in none."""
+        if self._is_forked:
+            return
+        if self._in_iteration and not self._marked and self._progress.manages_epochs:
+            self._boundaries.leave_iteration()
+        self._in_iteration = self._marked = False
+        self._capture.pulse.rest()
+
+    def _end_of_batches(self) -> None:
+        """A loader has given its last batch. Inside `.epochs` the epoch's own end is captured; elsewhere
+        nobody may come after, and what follows is no part of this boundary."""
+        if self._progress.manages_epochs or self.completed == 0:
+            return
+        try:
+            self._boundaries.capture_now(persist=False)
+        except FlashckptError as error:
+            self._boundaries.not_saved(error)
+
+    def _boundary(self, *, ends_epoch: bool = False) -> None:
+        stops = self._enter_boundary(self.completed + 1)
+        if ends_epoch and not stops:
+            self._boundaries.hold_one()
+        else:
+            self._boundaries.pass_one()
+
+    def _enter_boundary(self, step: int) -> bool:
+        """Before the boundary of this step. Gives whether the loop ends at it; then it is captured."""
+        self._check_open()
+        try:
+            self._boundaries.check()
+        except FlashckptError:
+            self._release()
+            raise
+        if self._stop.begins_at(step):
+            self._capture.order()
+        return self._stop.stops_at(step)
+
+    def _stops_here(self) -> bool:
+        """Whether the loop ends at the boundary that was entered last."""
+        return self._stop.stops_at(self.completed)
 
 
 class Batches(Iterator[Any]):
@@ -39,12 +216,10 @@ class Batches(Iterator[Any]):
         epochs: int | None = None,
         steps: int | None = None,
         whole_run: bool = False,
-        at_end: Callable[[], None] | None = None,
     ) -> None:
         self.checkpointer = checkpointer
         self._loader = loader
         self._epochs, self._steps, self._whole_run = epochs, steps, whole_run
-        self._at_end = at_end
         self._thread = threading.get_ident()
         self._source: Any = None
         self._begun = self._ended = self._in_body = self._entered = self._gave = False
@@ -119,11 +294,8 @@ class Batches(Iterator[Any]):
             checkpointer._end_of_iteration(ends_epoch=self._ends_epoch())
         if checkpointer._stops_here() or (self._steps is not None and self.completed >= self._steps):
             self._end(exhausted=False)
-        try:
-            batch, lost = self._draw(), False
-        except _WorkersLost:
-            batch, lost = None, True  # and its traceback is no part of what the signal raises
-        if lost:
+        batch = self._draw()
+        if batch is _WORKERS_LOST:
             self._end(exhausted=False)
         self._in_body = self._gave = True
         checkpointer._begin_iteration()
@@ -162,10 +334,11 @@ class Batches(Iterator[Any]):
     def _next_of(self, source: Any) -> Any:
         try:
             return source.next()
-        except Exception as error:
-            # The signal that ends the loop has ended the workers too: this is the boundary it ends at.
+        except Exception:
+            # The signal that ends the loop has ended the workers too: this is the boundary it ends at. It is
+            # not raised: its traceback is no part of what the signal raises.
             if self.checkpointer._stops_here() and source.has_lost_workers():
-                raise _WorkersLost from error
+                return _WORKERS_LOST
             raise
 
     def _next_phase(self) -> None:
@@ -213,9 +386,7 @@ class Batches(Iterator[Any]):
             )
         # The code after an epoch's last batch is still to come.
         at_boundary = self._whole_run or not exhausted or self.checkpointer._signals.is_outermost
-        end_loop(self.checkpointer, lambda: self._close(exhausted), at_boundary=at_boundary)
-        if self._at_end is not None:
-            self._at_end()
+        self.checkpointer._end_loop(lambda: self._close(exhausted), at_boundary=at_boundary)
         raise StopIteration
 
     def _close(self, exhausted: bool) -> None:
@@ -240,18 +411,14 @@ class Batches(Iterator[Any]):
         if self._ended:
             return
         self._ended = True
-        signals = self.checkpointer._signals
-        signals.hold()
-        if self._entered:
-            signals.leave()
-        try:
+        with self.checkpointer._signals.ending() as signals:
+            if self._entered:
+                signals.leave()
             self.checkpointer._abandon_iteration()
             if self._whole_run:
                 self.checkpointer._release()
             elif self._source is not None:
                 self.checkpointer._progress.abandon_phase()
-        finally:
-            signals.left()
 
 
 class Enumerated(Iterator[tuple[int, Any]]):
@@ -316,13 +483,11 @@ class Epochs(Iterator[int]):
     def _end(self) -> None:
         if not self._left:
             self._left = True
-            end_loop(self._checkpointer, lambda: None)
+            self._checkpointer._end_loop(lambda: None)
 
     def __del__(self) -> None:
         # break or an exception: from here on no boundary is to come.
         if getattr(self, "_entered", False) and not self._left and not sys.is_finalizing():
             self._checkpointer._in_epoch = False
-            signals = self._checkpointer._signals
-            signals.hold()
-            signals.leave()
-            signals.left()
+            with self._checkpointer._signals.ending() as signals:
+                signals.leave()

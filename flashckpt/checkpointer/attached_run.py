@@ -1,0 +1,323 @@
+"""An attached run: waited for, stopped, let go. Owns the order of things at the end of a loop and of a run.
+
+A signal that ends the process does so only here, after the run was closed. What could not be persisted
+does not keep it from its course: it is said, and what is sealed is the keeper's.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from flashckpt.checkpointer.boundaries import Boundaries
+from flashckpt.errors import BoundaryError, FlashckptError
+from flashckpt.events import Event, log
+from flashckpt.state import rng
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from flashckpt.capture import Capture
+    from flashckpt.checkpointer.attendant import Attendant
+    from flashckpt.checkpointer.progress import Progress, Use
+    from flashckpt.checkpointer.session import Session
+    from flashckpt.checkpointer.signals import Signals, StopPolicy
+    from flashckpt.state.tree import Tree
+
+# How long the interpreter's end may wait for a keeper that is silent, in seconds.
+_EXIT_PATIENCE_S = 5.0
+_held: weakref.WeakSet[AttachedRun] = weakref.WeakSet()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """What a run went on from: the step, where it was read ("memory" or "local"), the attempt that made
+    it, and the seconds from the call of `attach` until the live state was whole and verified."""
+
+    step: int
+    tier: str
+    attempt: str
+    seconds: float
+
+
+class AttachedRun:
+    """`resumed` is None on a fresh run. All methods are called from the training thread."""
+
+    resumed: Resumed | None
+
+    def __init__(
+        self,
+        *,
+        tree: Tree,
+        progress: Progress,
+        capture: Capture,
+        session: Session,
+        attendant: Attendant,
+        use: Use,
+        signals: Signals,
+        stop: StopPolicy,
+        resumed: Resumed | None,
+    ) -> None:
+        self._progress, self._capture, self._session = progress, capture, session
+        self._attendant, self._use, self._signals = attendant, use, signals
+        self._stop = stop
+        self._boundaries = Boundaries(tree, progress, capture, attendant, use, session.surroundings, stop)
+        self.resumed = resumed
+        self._in_iteration = self._marked = self._closed = False
+        # The newest boundary was marked by `step()`; save() was put off to a boundary outside of `.batches`.
+        self._by_hand = self._put_off = False
+        # What is drawn between here and the loop is no part of the run: put back once more there.
+        self._due_rng = rng.capture() if resumed is not None else None
+        self._process = os.getpid()
+        self._began_s = time.perf_counter()
+        self._last_report: dict[str, float] | None = None
+        # Let go before the interpreter is taken down, if it is still held then: a thread that is in native
+        # code at that moment would abort the process, and with it the exit status.
+        _held.add(self)
+
+    @property
+    def completed(self) -> int:
+        """The step: iterations done since the run began. It goes on over restarts; counters of one's own
+        do not."""
+        return self._progress.step
+
+    def report(self) -> dict[str, float]:
+        """What checkpoints cost so far: seconds of the loop and of the captures in it, snapshots taken
+        and skipped, age in seconds of the newest sealed and of the newest committed snapshot. After the
+        run was let go: as it stood then."""
+        if self._last_report is not None:
+            return dict(self._last_report)
+        self._check_process()
+        return {
+            "loop_seconds": time.perf_counter() - self._began_s,
+            "boundaries_waited": self._boundaries.waited,
+            **self._capture.report(),
+            **self._attendant.report(),
+        }
+
+    # ---- waiting
+
+    def wait(self) -> None:
+        """Wait until what is captured is committed. Raises PersistError if it could not be, and whatever
+        kept a boundary that was due from being captured (StateError, OutOfRoomError)."""
+        self._check_open()
+        may_take = (self._put_off or self._progress.is_after_batches) and not self._in_iteration
+        if may_take and self._boundaries.ordered_at is not None:
+            self._put_off = False
+            self._or_commit(self._save_now)
+        self._wait_committed()
+        unsaved, ordered_at = self._boundaries.unsaved, self._boundaries.ordered_at
+        if unsaved is not None:
+            raise unsaved
+        lost = self._capture.lost_step
+        if lost is not None and not (self._in_iteration and (self.stopping or self._capture.is_ordered)):
+            raise self._attendant.not_captured(lost, "its bytes are not those of its boundary")
+        if ordered_at is not None and not self._in_iteration:
+            raise self._attendant.not_captured(
+                ordered_at + 1, "the iteration in which save() was called was left before its boundary"
+            )
+
+    def _save_now(self) -> None:
+        with self._capture.pulse.resting():
+            self._boundaries.capture_outside()
+
+    def _or_commit(self, capture: Callable[[], None]) -> None:
+        """Capture. Where that fails, what was captured before is committed before it is raised."""
+        try:
+            capture()
+        except Exception:
+            self._wait_committed()
+            raise
+
+    def _wait_committed(self) -> None:
+        with self._capture.pulse.resting():
+            self._capture.wait()
+            self._attendant.wait_committed()
+
+    # ---- stopping
+
+    def stop(self) -> None:
+        """End the loop at the next boundary; that boundary is captured and committed."""
+        self._stop.ask()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the loop ends at its next boundary: code between epochs asks it after a stop."""
+        return self._stop.is_asked
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why the loop ends at its next boundary, or has: a signal's name, "notice file", "stop"; or None."""
+        return self._stop.reason
+
+    # ---- the end of a loop
+
+    def _end_loop(self, close: Callable[[], None], *, at_boundary: bool = True) -> None:
+        """End a loop by `close`, which raises what it could not do. `at_boundary`: nothing that belongs to an
+        iteration or an epoch is still to come, so that a signal may take its course here."""
+        with self._signals.ending():
+            try:
+                in_order = self._close_loop(close, at_boundary)
+            finally:
+                self._signals.leave()
+            if at_boundary:
+                self._signals.deliver(partial(self._release, closed=in_order))
+
+    def _stop_at_marked(self) -> None:
+        """After a boundary that was marked by hand outside of `.batches`: the loop's end is the user's, so
+        only a signal does anything here."""
+        self._signals.enter_steps()
+        if self._signals.pending:
+            with self._signals.ending():
+                # It may have to wait for a slot, or for storage: no boundary is missed while it does.
+                with self._capture.pulse.resting():
+                    in_order = self._close_loop(lambda: None, at_boundary=True)
+                self._signals.deliver(partial(self._release, closed=in_order))
+
+    def _close_loop(self, close: Callable[[], None], at_boundary: bool) -> bool:
+        """Whether the loop could be closed in order. Raises what kept it from it if there is no signal."""
+        signals = self._signals
+        if at_boundary and signals.is_first_end():
+            self._attendant.event(Event.STOP, step=self.completed, reason=signals.reason)
+        try:
+            close()
+            if at_boundary and signals.pending and not self._closed and self.completed > 0:
+                self._boundaries.capture_now(persist=True)
+                self.wait()
+        except FlashckptError as error:
+            if not signals.heard:
+                raise
+            log.error("%s takes its course, and not everything is persisted: %s", signals.reason, error)
+            return False
+        return True
+
+    # ---- the end of the run
+
+    def close(self) -> None:
+        """Wait until what is captured is committed, then let the run go. A boundary that was marked by
+        `step()` is captured first, if it is not and nothing was trained since. Raises PersistError if it
+        could not be; the run is let go all the same. A second call does nothing."""
+        if not self._is_forked:
+            self._end(self._capture_marked)
+
+    def _finish(self) -> None:
+        """The normal end of a whole run: its last boundary is captured and committed, then the run is let
+        go."""
+        self._end(self._capture_last)
+
+    def _capture_last(self) -> None:
+        if self.completed > 0:
+            self._boundaries.capture_now(persist=True)
+
+    def _capture_marked(self) -> None:
+        """The end of a loop whose boundaries are marked by hand: only here is it known to be one."""
+        if not self._by_hand or self._in_iteration or self.completed == self._attendant.newest_sealed_step():
+            return
+        if self._use.trained_since_boundary:
+            log.warning(
+                "the state was trained on after step %d, the last that step() marked: nobody knows whether "
+                "that iteration was done, and neither is saved. Call step() at the end of each iteration",
+                self.completed,
+            )
+            return
+        with self._capture.pulse.resting():
+            self._boundaries.capture_now(persist=True)
+
+    def _end(self, capture: Callable[[], None]) -> None:
+        """Capture what is last, see it committed, let the run go. To the keeper an end that failed is a death
+        like any other: it saves the newest that is whole, and waits for the next attempt."""
+        if self._closed:
+            return
+        in_order = False
+        try:
+            self._or_commit(capture)
+            self.wait()
+            in_order = True
+        finally:
+            self._release(closed=in_order)
+
+    def _release(self, *, closed: bool = False) -> None:
+        """Let the run go. What is sealed stays with the keeper, which persists it."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._is_forked:
+            return  # a forked child unwinds: the run, its lock and its slots are the parent's
+        if self._boundaries.ordered_at is not None:
+            log.warning(
+                "the snapshot that save() ordered after step %d was not taken: no boundary followed it",
+                self._boundaries.ordered_at,
+            )
+        with contextlib.ExitStack() as ends:  # each of them, whatever the others raise; last in, first out
+            ends.callback(self._session.close)
+            ends.callback(self._attendant.close, closed=closed)
+            ends.callback(self._attendant.event, Event.CLOSE, step=self.completed, normal=closed)
+            ends.callback(self._capture.close)
+            ends.callback(self._use.close)
+            ends.callback(self._signals.close)
+            # Before that: a loader's workers, which the same signal may have reached, are spared until then.
+            ends.callback(self._progress.close)
+            # Slots are unmapped by these: nothing may look into them afterwards.
+            self._last_report = self.report()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._release()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True) and not sys.is_finalizing():
+            self._release()
+
+    # ---- what keeps a call from being done
+
+    @property
+    def _is_forked(self) -> bool:
+        """Whether this is a forked child of the process that attached: it has neither slots nor threads."""
+        return os.getpid() != self._process
+
+    def _check_process(self) -> None:
+        if self._is_forked:
+            raise BoundaryError(
+                "This is a forked child of the process that trains. Nothing was captured or changed: the run "
+                "and its snapshots are the parent's. Let the child end without the Checkpointer."
+            )
+
+    def _check_open(self) -> None:
+        self._check_process()
+        if self._closed:
+            raise BoundaryError(
+                "This checkpointer has let its run go (its loop ended, or it was closed). Nothing was "
+                "changed. Call flashckpt.attach or flashckpt.loop again to go on with the run."
+            )
+
+
+def _at_exit() -> None:
+    for run in list(_held):
+        if run._process != os.getpid():
+            continue  # a forked child ends: the run and its signals are the parent's
+        run._signals.hurry(_EXIT_PATIENCE_S)
+        run._signals.hold()  # and delivered here: no thread's signal would be heard any more
+        # The process ends already, as its program or an exception would have it.
+        with contextlib.suppress(BaseException):
+            run._release()
+        with contextlib.suppress(BaseException):
+            run._signals.deliver(lambda: None)
+
+
+atexit.register(_at_exit)
