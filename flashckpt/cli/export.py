@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from enum import Enum
 from typing import Annotated
 
 import typer
 
-from flashckpt.cli import units
-from flashckpt.cli.arguments import AsJson, Run, step_name
-from flashckpt.cli.exit_codes import ExitCode
-from flashckpt.cli.output import ends, notices, results, write_json
-from flashckpt.cli.verify import progress_bar
-from flashckpt.export.exporting import Exported
+from flashckpt.cli.command import AsJson, ExitCode, Run, ends, step_name
+from flashckpt.cli.console import Bar, notices, results, size, write_json
 from flashckpt.export.exporting import export as take_out
 from flashckpt.store.base import open_store
 
@@ -48,7 +45,7 @@ def export(
 ) -> ExitCode:
     """Write the tensors of a step to a file. Every byte is verified before anything is written."""
     number, attempt = step_name(step) if step is not None else (None, None)
-    with progress_bar(notices()) as progress:
+    with Bar(notices(), "verifying") as bar:
         done = take_out(
             open_store(run),
             out,
@@ -57,25 +54,14 @@ def export(
             attempt=attempt,
             only=only or (),
             force=force,
-            progress=progress,
+            progress=bar.progress,
         )
     if as_json:
-        write_json(_plain(done))
+        files = [{"file": name, "num_bytes": num_bytes} for name, num_bytes in done.files]
+        write_json(asdict(done) | {"attempt": str(done.attempt), "files": files})
     else:
-        size = units.size(sum(num_bytes for _, num_bytes in done.files))
+        total = size(sum(num_bytes for _, num_bytes in done.files))
         results().print(
-            f"{done.leaves} leaves of step {done.step} of attempt {done.attempt}, {size}, in {out}"
+            f"{done.leaves} leaves of step {done.step} of attempt {done.attempt}, {total}, in {out}"
         )
     return ExitCode.WELL
-
-
-def _plain(done: Exported) -> dict[str, object]:
-    return {
-        "run": done.run,
-        "step": done.step,
-        "attempt": str(done.attempt),
-        "out": done.out,
-        "format": done.format,
-        "leaves": done.leaves,
-        "files": [{"file": name, "num_bytes": num_bytes} for name, num_bytes in done.files],
-    }

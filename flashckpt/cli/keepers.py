@@ -5,14 +5,11 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.table import Table
 
-from flashckpt.cli import units
-from flashckpt.cli.arguments import AsJson
-from flashckpt.cli.exit_codes import ExitCode
-from flashckpt.cli.output import ends, notices, results, write_json
-from flashckpt.cli.recover import Bars
+from flashckpt.cli import console
+from flashckpt.cli.command import AsJson, ExitCode, ends
+from flashckpt.cli.console import Bar, notices, number, results, size, text, word, write_json
 from flashckpt.recovery import keepers as node
 from flashckpt.recovery.keepers import KeeperRow
 
@@ -55,30 +52,24 @@ def keepers(end: End = None, discard: Discard = False, as_json: AsJson = False) 
 
 def _end(target: str, *, discard: bool, as_json: bool) -> ExitCode:
     row = node.find(target)
-    with Bars(notices()).shown() as watcher:
+    with Bar(notices()) as watcher:
         node.end(row, watcher, discard=discard)
     if as_json:
         write_json({"ended": row.to_dict()})
     else:
         what = f"{row.folder} is empty" if row.pid is None else f"the keeper {row.pid} of {row.run} has ended"
-        results().print(f"{what}; {units.size(row.num_bytes)} are free", soft_wrap=True)
+        results().print(f"{what}; {size(row.num_bytes)} are free", soft_wrap=True)
     return ExitCode.WELL
 
 
 def _table(rows: list[KeeperRow]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("process", justify="right", style="bold")
-    table.add_column("state", no_wrap=True)
-    table.add_column("memory", justify="right", no_wrap=True)
-    table.add_column("slots", justify="right")
-    table.add_column("sealed", justify="right")
-    table.add_column("committed", justify="right")
-    table.add_column("run", overflow="fold")
+    numbers = [number(name) for name in ("memory", "slots", "sealed", "committed")]
+    table = console.table(number("process", "bold"), word("state"), *numbers, text("run"))
     for row in rows:
         table.add_row(
             _or_dash(row.pid),
             _state(row),
-            units.size(row.num_bytes),
+            size(row.num_bytes),
             str(row.slots),
             _or_dash(row.newest_sealed),
             _or_dash(row.newest_committed),

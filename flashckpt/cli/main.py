@@ -10,13 +10,10 @@ from typing import Annotated
 import typer
 
 import flashckpt
-from flashckpt.cli.branch import branch
 from flashckpt.cli.export import export
 from flashckpt.cli.keepers import keepers
-from flashckpt.cli.ls import ls
-from flashckpt.cli.prune import prune
 from flashckpt.cli.recover import recover
-from flashckpt.cli.show import show
+from flashckpt.cli.steps import branch, ls, prune, show
 from flashckpt.cli.verify import verify
 
 _EPILOG = (

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flashckpt import errors
-from flashckpt.cli.exit_codes import ExitCode, exit_code
+from flashckpt.cli.command import ExitCode, exit_code
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "errors.md"
 

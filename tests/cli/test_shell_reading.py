@@ -18,7 +18,7 @@ from rich.console import Console
 
 import flashckpt
 from flashckpt._native import xxh3_128
-from flashckpt.cli.verify import progress_bar
+from flashckpt.cli.console import Bar
 from flashckpt.commit.attempts import attempts
 from flashckpt.commit.marks import mark
 from flashckpt.commit.run import open_run
@@ -247,8 +247,8 @@ def test_a_progress_bar_appears_only_when_it_takes_long_and_only_on_a_terminal()
     def drawn(*, terminal: bool, after_s: float) -> str:
         stream = io.StringIO()
         console = Console(file=stream, force_terminal=terminal, width=100)
-        with progress_bar(console, after_s=after_s) as tell:
-            tell(1 << 20, 4 << 20)
+        with Bar(console, "verifying", after_s) as bar:
+            bar.progress(1 << 20, 4 << 20)
         return stream.getvalue()
 
     assert "verifying" in drawn(terminal=True, after_s=0.0)

@@ -9,7 +9,7 @@ import pytest
 from made_runs import Ended, MadeRun
 from rich.console import Console
 
-from flashckpt.cli import recover
+from flashckpt.cli.console import Bar
 
 pytestmark = pytest.mark.process
 
@@ -60,14 +60,13 @@ def test_a_ledger_that_lies_changes_nothing(run: MadeRun, shell: Callable[..., E
     assert done.json["persisted"] == []
 
 
-def test_a_bar_is_drawn_on_a_terminal_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recover, "_BAR_AFTER_S", 0.0)
+def test_a_bar_is_drawn_on_a_terminal_and_nowhere_else() -> None:
     for is_terminal in (True, False):
         out = io.StringIO()
         console = Console(file=out, force_terminal=is_terminal, width=100)
-        with recover.Bars(console).shown() as bars:
-            bars.stage("verifying")
-            bars.progress(1 << 20, 2 << 20)
-            bars._bar.refresh()
+        with Bar(console, after_s=0.0) as bar:
+            bar.stage("verifying")
+            bar.progress(1 << 20, 2 << 20)
+            bar._bar.refresh()
         assert ("verifying" in out.getvalue()) is is_terminal
         assert ("1.0/2.1" in out.getvalue() or "1.0/2.0 MiB" in out.getvalue()) is is_terminal

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.cli.exit_codes import ExitCode
+from flashckpt.cli.command import ExitCode
 from flashckpt.cli.recover import exit_code_of
 from flashckpt.commit.attempts import mark_ended
 from flashckpt.format.names import AttemptName

@@ -1,0 +1,338 @@
+"""`flashckpt ls | show | branch | prune`: the committed steps of a run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, NamedTuple
+
+import typer
+from rich.console import Group
+from rich.table import Column, Table
+
+from flashckpt.cli import console
+from flashckpt.cli.command import AsJson, ExitCode, Run, ends, step_name
+from flashckpt.cli.console import notices, number, results, size, text, word, write_json
+from flashckpt.cli.history import (
+    Origin,
+    PersistTiming,
+    StepRow,
+    committed_at_s,
+    lineage,
+    lost_records,
+    num_bytes,
+    persisted,
+    resumed,
+    step_rows,
+)
+from flashckpt.commit.attempts import read_start
+from flashckpt.commit.lineage import VisibleStep, visible
+from flashckpt.commit.marks import marked_here
+from flashckpt.commit.reading import resolve
+from flashckpt.commit.run import open_run
+from flashckpt.commit.steps import StepRecord
+from flashckpt.format.layout import Leaf
+from flashckpt.format.names import AttemptName
+from flashckpt.format.records import Start
+from flashckpt.options import Keep
+from flashckpt.recovery import pruning
+from flashckpt.runs import branch as start_at
+from flashckpt.store.base import Store, open_store
+
+AllBranches = Annotated[bool, typer.Option("--all", help="Show the steps of other branches too.")]
+Shown = Annotated[str | None, typer.Argument(metavar="STEP[@ATTEMPT]", help="The newest if left out.")]
+Target = Annotated[
+    str, typer.Argument(metavar="STEP[@ATTEMPT]", help="A visible step, or one of another branch.")
+]
+KeepLast = Annotated[
+    int, typer.Option("--keep-last", metavar="N", min=1, help="Keep the newest N; at least 2 always stay.")
+]
+EverySteps = Annotated[
+    int | None, typer.Option("--every-steps", metavar="K", min=1, help="Keep every multiple of K, too.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")]
+
+
+# ---- ls
+
+
+@ends
+def ls(run: Run, all_branches: AllBranches = False, as_json: AsJson = False) -> ExitCode:
+    """List the committed steps, newest last. Ends with 1 if the records of one are damaged, or if records of
+    attempts are lost: then all branches are listed, and a resume is refused until one is chosen."""
+    store = open_store(run)
+    run_id = open_run(store, create=False).run_id
+    lost = lost_records(store)
+    rows = step_rows(store, all_branches=all_branches or bool(lost))
+    if as_json:
+        steps = [_plain_row(row) for row in rows]
+        write_json({"run": store.url, "run_id": run_id, "steps": steps, "problem": lost or None})
+    elif rows:
+        results().print(_step_table(rows, all_branches or bool(lost)))
+    else:
+        notices().print(f"{store.url} has no committed step yet.")
+    if lost:
+        notices().print(lost, style="red")
+    return ExitCode.DAMAGED if lost or any(row.problem for row in rows) else ExitCode.WELL
+
+
+def _step_table(rows: list[StepRow], all_branches: bool) -> Table:
+    noted = any(_notes(row) for row in rows)
+    columns = [number("step", "bold"), word("attempt"), number("size"), number("leaves"), word("committed")]
+    columns += [word("branch")] * all_branches + [text("notes")] * noted
+    table = console.table(*columns)
+    for row in rows:
+        cells = [
+            str(row.step),
+            str(row.attempt),
+            "?" if row.num_bytes is None else size(row.num_bytes),
+            "?" if row.leaves is None else f"{row.leaves:,}",
+            console.local_time(row.committed_at_s),
+        ]
+        cells += ["this" if row.visible else "other"] * all_branches + [_notes(row)] * noted
+        table.add_row(*cells, style="red" if row.problem else None)
+    return table
+
+
+def _notes(row: StepRow) -> str:
+    notes = [f"marked on {mark.host}: {mark.reason}" for mark in row.marks]
+    return "; ".join([row.problem, *notes] if row.problem else notes)
+
+
+def _plain_row(row: StepRow) -> dict[str, object]:
+    return {
+        "step": row.step,
+        "attempt": str(row.attempt),
+        "visible": row.visible,
+        "num_bytes": row.num_bytes,
+        "leaves": row.leaves,
+        "committed_at": console.iso_time(row.committed_at_s),
+        "marks": [{"host": mark.host, "reason": mark.reason} for mark in row.marks],
+        "problem": row.problem or None,
+    }
+
+
+# ---- show
+
+
+class Placed(NamedTuple):
+    """A leaf with where its bytes are."""
+
+    leaf: Leaf
+    digest: int
+    rank: int
+    file: str
+
+
+@ends
+def show(run: Run, step: Shown = None, as_json: AsJson = False) -> ExitCode:
+    """Show a step: sizes, timings, lineage, environment, leaves."""
+    store = open_store(run)
+    record = resolve(store, *(step_name(step) if step is not None else (None, None)))
+    origins = lineage(store, record.attempt)
+    if as_json:
+        write_json(_plain_step(store, record, origins))
+    else:
+        results().print(Group(_summary(store, record, origins), _sizes(record), _leaf_table(record)))
+    return ExitCode.WELL
+
+
+def _placed(record: StepRecord) -> list[Placed]:
+    placed = []
+    for rank in (rank for part in record.parts for rank in part.ranks):
+        for contents in (rank.contents, rank.constants):
+            if contents is not None:
+                file = contents.shard.file
+                pairs = zip(contents.leaves, contents.digests, strict=True)
+                placed += [Placed(leaf, digest, rank.rank, file) for leaf, digest in pairs]
+    return sorted(placed, key=lambda each: (each.leaf.name, each.rank))
+
+
+def _summary(store: Store, record: StepRecord, origins: list[Origin]) -> Table:
+    table = Table(box=None, show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    here = "this one" if _is_visible(store, record) else "another: `flashckpt branch` gets it back"
+    files = console.count(len(record.manifest.shards) + len(record.manifest.constants), "file")
+    table.add_row("run", store.url)
+    table.add_row("step", f"{record.step}, of attempt {record.attempt}")
+    table.add_row("branch", here)
+    table.add_row("committed", console.local_time(committed_at_s(store, record.step, record.attempt)))
+    table.add_row("ranks", str(record.world))
+    table.add_row("size", f"{size(num_bytes(record))} in {files}")
+    for index, write in enumerate(persisted(store, record.step, record.attempt)):
+        table.add_row("" if index else "persisted", _persisted(write))
+    for index, read in enumerate(resumed(store, record.step, record.attempt)):
+        where = "memory" if read.tier == "memory" else "storage"
+        table.add_row("" if index else "resumed", f"by {read.attempt} in {read.seconds:.2f} s, from {where}")
+    for index, origin in enumerate(origins):
+        table.add_row("" if index else "lineage", _origin(origin))
+    for name, value in record.parts[0].environment.items():
+        table.add_row(name, str(value))
+    return table
+
+
+def _origin(origin: Origin) -> str:
+    if origin.parent is None:
+        return f"{origin.attempt} began the run"
+    return f"{origin.attempt} went on from step {origin.step} of {origin.parent}"
+
+
+def _persisted(write: PersistTiming) -> str:
+    rate = f", {size(int(write.num_bytes / write.seconds))}/s" if write.seconds > 1e-6 else ""
+    return f"in {write.seconds:.2f} s{rate}{'' if write.direct else ', through the page cache'}"
+
+
+def _is_visible(store: Store, record: StepRecord) -> bool:
+    return VisibleStep(record.step, record.attempt) in visible(store)
+
+
+def _sizes(record: StepRecord) -> Table:
+    """By the name under which each part of the state was given."""
+    sums: dict[str, tuple[int, int]] = {}
+    for each in _placed(record):
+        name = each.leaf.name.partition(".")[0]
+        leaves, total = sums.get(name, (0, 0))
+        sums[name] = (leaves + 1, total + each.leaf.num_bytes)
+    table = console.table(Column("state", style="bold"), number("leaves"), number("size"))
+    for name, (leaves, total) in sums.items():
+        table.add_row(name, f"{leaves:,}", size(total))
+    return table
+
+
+def _leaf_table(record: StepRecord) -> Table:
+    several = record.world > 1
+    columns = [text("leaf"), Column("dtype"), word("shape"), number("size")]
+    table = console.table(*columns, *[number("rank")] * several)
+    for leaf, _, rank, _ in _placed(record):
+        name = leaf.name + "".join(f"\n  = {alias}" for alias in leaf.aliases)
+        shape = " × ".join(map(str, leaf.shape)) or "scalar"
+        table.add_row(name, leaf.dtype, shape, size(leaf.num_bytes), *[str(rank)] * several)
+    return table
+
+
+def _plain_step(store: Store, record: StepRecord, origins: list[Origin]) -> dict[str, object]:
+    files = [*record.manifest.shards, *record.manifest.constants]
+    return {
+        "run": store.url,
+        "step": record.step,
+        "attempt": str(record.attempt),
+        "visible": _is_visible(store, record),
+        "committed_at": console.iso_time(committed_at_s(store, record.step, record.attempt)),
+        "world": record.world,
+        "num_bytes": num_bytes(record),
+        "files": [{"file": each.file, "num_bytes": each.num_bytes} for each in files],
+        "persisted": [asdict(each) for each in persisted(store, record.step, record.attempt)],
+        "resumed": [asdict(each) for each in resumed(store, record.step, record.attempt)],
+        "lineage": [
+            {
+                "attempt": str(each.attempt),
+                "parent": None if each.parent is None else str(each.parent),
+                "step": each.step,
+                "ended": each.ended or None,
+            }
+            for each in origins
+        ],
+        "environment": dict(record.parts[0].environment),
+        "leaves": [
+            {
+                "name": leaf.name,
+                "aliases": list(leaf.aliases),
+                "dtype": leaf.dtype,
+                "shape": list(leaf.shape),
+                "num_bytes": leaf.num_bytes,
+                "digest": f"{digest:016x}",
+                "rank": rank,
+                "file": file,
+            }
+            for leaf, digest, rank, file in _placed(record)
+        ],
+    }
+
+
+# ---- branch
+
+
+@ends
+def branch(run: Run, step: Target, as_json: AsJson = False) -> ExitCode:
+    """Go on from another step: the next start of the run resumes there. Nothing is deleted.
+
+    Refused while a job holds the run; a job on another machine is watched for a few seconds first.
+    """
+    store = open_store(run)
+    target, attempt = step_name(step)
+    name = start_at(run, target, None if attempt is None else str(attempt))
+    made = AttemptName.parse(name)
+    start = None if made is None else read_start(store, made)
+    parent = None if start is None else str(start.parent)
+    mark = _mark(store, start) or None
+    if as_json:
+        write_json({"run": store.url, "attempt": name, "step": target, "parent": parent, "mark": mark})
+    else:
+        results().print(
+            f"The next start of {store.url} goes on from step {target} of attempt {parent}. Later steps stay "
+            f"as another branch: `flashckpt ls {run} --all` shows them. (This branch is attempt {name}.)"
+        )
+    if mark:
+        notices().print(
+            f"flashckpt: step {target} is marked on this host: {mark}. A start here goes on from an older "
+            "step, where there is one without a mark. If its files are whole again (`flashckpt verify`), "
+            "delete the mark-*.json beside them.",
+            style="yellow",
+        )
+    return ExitCode.WELL
+
+
+def _mark(store: Store, start: Start | None) -> str:
+    """Why this host would pass over the step, empty where it would not."""
+    if start is None or start.parent is None:
+        return ""
+    found = marked_here(store, VisibleStep(start.step, start.parent))
+    return "" if found is None else found.reason
+
+
+# ---- prune
+
+
+@ends
+def prune(
+    run: Run,
+    keep_last: KeepLast,
+    every_steps: EverySteps = None,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> ExitCode:
+    """Delete the older visible steps. Refused while a job holds the run.
+
+    Never goes: the newest two committed steps, the newest two that no verification failed on, and steps of
+    other branches. Ends with 3 where nothing may be deleted yet.
+    """
+    done = pruning.prune(open_store(run), Keep(last=keep_last, every_steps=every_steps), dry_run=dry_run)
+    if as_json:
+        write_json(
+            {
+                "run": done.run,
+                "dry_run": done.dry_run,
+                "gone": [asdict(each) | {"attempt": str(each.attempt)} for each in done.gone],
+                "kept": list(done.kept),
+                "refusal": done.refusal or None,
+            }
+        )
+    else:
+        _print_pruned(done)
+    return ExitCode.UNUSABLE_RUN if done.refusal else ExitCode.WELL
+
+
+def _print_pruned(done: pruning.Pruning) -> None:
+    if done.refusal:
+        notices().print(f"flashckpt: nothing was deleted: {done.refusal}", style="red")
+        return
+    if done.gone:
+        gone = "would go" if done.dry_run else "gone"
+        table = console.table(number(gone), word("attempt"), number("size"))
+        for each in done.gone:
+            table.add_row(str(each.step), str(each.attempt), size(each.num_bytes))
+        results().print(table)
+    total = size(sum(each.num_bytes for each in done.gone))
+    kept = ", ".join(map(str, done.kept)) or "none"
+    deleted = "would delete" if done.dry_run else "deleted"
+    results().print(f"{deleted} {console.count(len(done.gone), 'step')}, {total}; kept: {kept}")
