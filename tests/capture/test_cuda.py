@@ -30,7 +30,7 @@ pytestmark = [
 
 class Loop:
     """A small model on the device, with the state as it was at each boundary cloned in stream order.
-    `more` are further tensors of the state."""
+    `more` are further tensors of the state; `exact` counts the snapshots that were compared with it."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Loop:
         self.model = torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.Linear(1024, 8)).cuda()
         self.optimizer = optimizer(self.model.parameters(), **how)
         self.state = State(model=self.model, optimizer=self.optimizer, **({"more": more} if more else {}))
-        self.sealer, self.step = sealer, 0
+        self.sealer, self.step, self.exact = sealer, 0, 0
         self.inputs = torch.randn(64, 1024, device="cuda")
 
     def attach(self, ring: SlotRing, **options: Any) -> None:
@@ -75,6 +75,7 @@ class Loop:
         assert content.torn == []
         leaves = {k: v for k, v in content.leaves.items() if not k.endswith(".grad")}
         assert leaves == {name: bytes_of(tensor.cpu()) for name, tensor in reference.items()}
+        self.exact += 1
 
     def ways(self) -> set[str]:
         return {row[0] for row in self.capture.describe()}
@@ -107,6 +108,7 @@ def test_every_kind_of_step(sealer: _native.Sealer, large_ring: SlotRing, how: d
     loop.attach(large_ring, device_memory=0)
     for _ in range(5):
         loop.iterate(large_ring, behind=True)
+    assert loop.exact == 5
     loop.capture.close()
 
 
@@ -216,6 +218,7 @@ def test_slots_that_come_and_go_are_registered_as_long_as_they_are_mapped(
         slot.close()
     for _ in range(3):
         loop.iterate(SlotRing(slots))
+    assert loop.exact == 4
     loop.capture.close()
     for slot in slots:
         slot.close()
@@ -278,6 +281,7 @@ def test_tensors_of_every_kind(sealer: _native.Sealer, large_ring: SlotRing, mem
     for _ in range(5):
         data.add_(1)
         loop.iterate(large_ring, behind=True)
+    assert loop.exact == 5
     loop.capture.close()
 
 
@@ -287,6 +291,7 @@ def test_a_default_device_is_for_the_users_tensors(sealer: _native.Sealer, large
         loop.attach(large_ring)
         for _ in range(3):
             loop.iterate(large_ring)
+    assert loop.exact == 3
     loop.capture.close()
 
 
@@ -297,6 +302,7 @@ def test_memory_that_moves_patches_the_table(sealer: _native.Sealer, large_ring:
         loop.iterate(large_ring, behind=True)
         for parameter in loop.model.parameters():
             parameter.data = parameter.data.clone() + 1
+    assert loop.exact == 6
     loop.capture.close()
 
 

@@ -195,6 +195,16 @@ def test_a_loop_of_batches_leaves_nothing_to_the_program(
     assert "are the program's to put back" not in caplog.text
 
 
+def given_in_lives(
+    life: Callable[[Path, list[Any], int], None], left_after: list[int], run: Path
+) -> list[Any]:
+    """What the lives of one run are given that are each stopped after so many batches (-1: at the end)."""
+    given: list[Any] = []
+    for batches in left_after:
+        life(run, given, batches)
+    return given
+
+
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata
 @pytest.mark.parametrize("taken", [[3], [5], [2, 3], [7, 3], [5, 5]])
 @pytest.mark.parametrize("name", ["torchdata nodes", "torchdata, sticky", "sticky itself", "shards"])
@@ -217,12 +227,9 @@ def test_a_run_that_ends_with_an_epoch_goes_on_with_the_next(
                 if checkpointer.stopping:
                     return
 
-    whole: list[Any] = []
-    life(tmp_path / "whole", whole, -1)
-    given: list[Any] = []
-    for count in [*taken, -1]:
-        life(tmp_path / "run", given, count)
-    assert given == whole
+    assert given_in_lives(life, [*taken, -1], tmp_path / "run") == given_in_lives(
+        life, [-1], tmp_path / "whole"
+    )
 
 
 def drawn_nodes() -> Any:
@@ -252,9 +259,6 @@ def test_torchdata_nodes_in_a_loop_that_asks_for_their_state_first(
             if leave_after == 0:
                 batches.stop()
 
-    whole: list[Any] = []
-    life(tmp_path / "whole", whole, -1)
-    given: list[Any] = []
-    for count in [*taken, -1]:
-        life(tmp_path / "run", given, count)
-    assert given == whole
+    assert given_in_lives(life, [*taken, -1], tmp_path / "run") == given_in_lives(
+        life, [-1], tmp_path / "whole"
+    )

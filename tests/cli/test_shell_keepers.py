@@ -46,6 +46,18 @@ def trains(run: Path, runtime: Path) -> Process:
     return trainer
 
 
+def left_behind(run: Path, runtime: Path) -> dict[str, Any]:
+    """The row of what is there after keeper and trainer were killed, with step 3 in memory alone."""
+    trainer = trains(run, runtime)
+    trainer.do("snapshot", 3, False)
+    (pid,) = keepers_of(runtime)
+    os.kill(pid, signal.SIGKILL)
+    trainer.kill()
+    eventually(lambda: keepers_of(runtime) == [])
+    (row,) = listed()
+    return row
+
+
 def regions(runtime: Path) -> list[Path]:
     return [path for path in runtime.rglob("slot-*") if is_region_name(path.name)]
 
@@ -164,13 +176,7 @@ def test_one_that_waits_for_another_node_has_nothing_left_to_do(tmp_path: Path, 
 
 
 def test_what_no_keeper_looks_after_is_listed(tmp_path: Path, runtime: Path) -> None:
-    trainer = trains(tmp_path / "run", runtime)
-    trainer.do("snapshot", 3, False)
-    (pid,) = keepers_of(runtime)
-    os.kill(pid, signal.SIGKILL)
-    trainer.kill()
-    eventually(lambda: keepers_of(runtime) == [])
-    (row,) = listed()
+    row = left_behind(tmp_path / "run", runtime)
     assert (row["state"], row["pid"], row["slots"]) == ("left", None, 3)
 
 
@@ -211,13 +217,7 @@ def test_what_is_left_of_a_run_that_was_deleted_is_freed(tmp_path: Path, runtime
 
 def test_what_is_left_is_not_freed_under_who_trains_again(tmp_path: Path, runtime: Path) -> None:
     run = tmp_path / "run"
-    trainer = trains(run, runtime)
-    trainer.do("snapshot", 3, False)
-    (pid,) = keepers_of(runtime)
-    os.kill(pid, signal.SIGKILL)
-    trainer.kill()
-    eventually(lambda: keepers_of(runtime) == [])
-    (row,) = listed()
+    row = left_behind(run, runtime)
     again = Process(run, runtime)
     done = keepers("--end", row["folder"], "--discard")
     assert done.code == 3

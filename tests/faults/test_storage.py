@@ -65,6 +65,7 @@ def test_a_slow_disk(tmp_path: Path, faults: Faults) -> None:
         until(lambda: faults.hits > before, "the keeper to write")
         trained.goes_on()
         trained.recovers()
+        assert trained.checkpointer.report()["newest_committed_step"] == trained.checkpointer.completed
 
 
 def test_a_disk_that_becomes_read_only(small_disk: Path, runtime: Path) -> None:

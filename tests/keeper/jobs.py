@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Callable
+
 from flashckpt.memory.slot import Slot
 from flashckpt.persist.job import Snapshot, StepJob, alone
 from tests.keeper.fake import FakeTrainer
@@ -19,3 +22,14 @@ def job_of(trainer: FakeTrainer, slot: Slot, *regions: Slot, is_alone: bool = Fa
 def snapshot_of(job: StepJob) -> Snapshot:
     [snapshot] = job.members()
     return snapshot
+
+
+def failing_for(name: str, create: Callable[[str, bytes], bool]) -> Callable[[str, bytes], bool]:
+    """A store's `create` that fails for files whose name ends so."""
+
+    def failing(path: str, data: bytes) -> bool:
+        if path.endswith(name):
+            raise OSError(errno.EIO, "the disk is gone")
+        return create(path, data)
+
+    return failing

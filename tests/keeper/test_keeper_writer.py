@@ -18,7 +18,7 @@ from flashckpt.persist.writer import Writer
 from tests.keeper import fake
 from tests.keeper.driver import committed, eventually, ledger
 from tests.keeper.fake import FakeTrainer, content
-from tests.keeper.jobs import job_of, snapshot_of
+from tests.keeper.jobs import failing_for, job_of, snapshot_of
 
 
 @pytest.fixture
@@ -133,12 +133,3 @@ def test_another_content_of_a_number_is_never_taken_for_committed(
     assert theirs.slot.persisted != theirs.generation
     assert writer.persist(first).state is State.COMMITTED
     assert mine.slot.persisted == mine.generation
-
-
-def failing_for(name: str, create: Callable[[str, bytes], bool]) -> Callable[[str, bytes], bool]:
-    def failing(path: str, data: bytes) -> bool:
-        if path.endswith(name):
-            raise OSError(errno.EIO, "the disk is gone")
-        return create(path, data)
-
-    return failing

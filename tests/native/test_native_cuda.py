@@ -206,19 +206,20 @@ assert os.waitpid(child, 0)[1] == 0
 lane.close()
 """
     )
-    run(driver, program, 2)
+    copies = [line for line in run(driver, program, 2) if line.startswith("copy")]
+    assert len(copies) == 1, "those of the parent"
 
 
 def test_whether_a_graph_is_being_captured(driver: Path) -> None:
     program = (
         LANE
         + """
-assert not _native.cuda_capturing(u64(0, 7), 0)
-assert _native.cuda_capturing(u64(7, 5), 0)
-assert _native.cuda_capturing(u64(6), 0)
+answers = [_native.cuda_capturing(u64(*streams), 0) for streams in ((0, 7), (7, 5), (6,))]
+with open(os.environ["FAKE_CUDA_LOG"], "a") as log:
+    print("answers", answers, file=log)
 """
     )
-    run(driver, program, 2)
+    assert run(driver, program, 2)[-1] == "answers [False, True, True]"
 
 
 MAPPING = """
@@ -323,4 +324,5 @@ lane.wait(lane.submit(u64(a), u64(b), u64(8), 0))
 lane.close()
 """
     )
-    run(driver, program, 2, "memory for names")
+    copies = [line.split()[1] for line in run(driver, program, 2, "memory for names") if line[:4] == "copy"]
+    assert copies == ["8", "8", "17", "8"], "the one after it is made"

@@ -16,9 +16,9 @@ from flashckpt.memory.slot import SlotState
 from flashckpt.persist.job import State
 from flashckpt.store.base import Entry
 from flashckpt.store.local import LocalStore
+from tests.keeper.jobs import failing_for
 from tests.persist.node import Node, files, is_whole
 from tests.persist.test_many_ranks import (  # noqa: F401  (fixtures)
-    failing_for,
     nodes,
     other_content,
     parts,

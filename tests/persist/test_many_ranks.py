@@ -17,6 +17,7 @@ from flashckpt.memory.slot import Slot, SlotState
 from flashckpt.persist.job import State
 from flashckpt.store.local import LocalStore
 from tests.commit.runs import new_run
+from tests.keeper.jobs import failing_for
 from tests.persist.node import Node, files, is_whole
 
 MakeNode = Callable[..., Node]
@@ -192,15 +193,6 @@ def test_slots_are_not_needed_for_what_waits(
             assert slot.free(slot.state())
     until_told(first, (5, State.COMMITTED))
     assert is_whole(store, 5, first.attempt, 2)
-
-
-def failing_for(name: str, create: Callable[[str, bytes], bool]) -> Callable[[str, bytes], bool]:
-    def failing(path: str, data: bytes) -> bool:
-        if path.endswith(name):
-            raise OSError(errno.EIO, "the disk is gone")
-        return create(path, data)
-
-    return failing
 
 
 def test_what_fails_is_tried_so_often_and_then_it_is_idle(
