@@ -29,8 +29,8 @@ class Exported:
     attempt: AttemptName
     out: str
     format: str
-    files: tuple[tuple[str, int], ...]
     leaves: int
+    files: tuple[tuple[str, int], ...]
 
 
 def export(
