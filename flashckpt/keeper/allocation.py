@@ -92,7 +92,8 @@ class _Plan:
 
 class Allocation:
     """`is_needed` says whether a snapshot is the newest of its rank or still to be persisted; `wake` is the
-    eventfd that wakes the keeper's loop."""
+    eventfd that wakes the keeper's loop; `stands` says whether this is the keeper still: what is made here may
+    be another one's otherwise, and is neither given nor taken back."""
 
     def __init__(
         self,
@@ -100,8 +101,9 @@ class Allocation:
         is_needed: Callable[[HeldRegion, Sealed], bool],
         wake: int,
         available: Callable[[], int] = room.available_bytes,
+        stands: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._regions, self._is_needed = regions, is_needed
+        self._regions, self._is_needed, self._stands = regions, is_needed, stands
         self._wake, self._available = wake, available
         self.server: Server | None = None
         self._waiting: dict[int, deque[_Request]] = {}
@@ -124,6 +126,8 @@ class Allocation:
 
     def next(self) -> None:
         """Hand over what was made, and begin what can be."""
+        if not self._stands():
+            return
         while self._begun:
             self._tell_begun(*self._begun.popleft())
         for rank, waiting in self._waiting.items():
@@ -351,6 +355,8 @@ class Allocation:
             except FlashckptError as refused:
                 error = refused
         crashpoints.point("memory.made")
+        if not self._stands():
+            return
         if request.purpose == CONSTANTS and any(map(self._lives_shorter, held)):
             error = KeeperError("There is no room for it where the slots are.")
         elif request.purpose == SLOTS and len(held) < plan.count:

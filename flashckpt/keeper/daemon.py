@@ -77,7 +77,9 @@ class Keeper:
         self.deletions = Deletions(
             store, self.regions, self.ledger, deleter, self.queue.in_hand, self.tally.count
         )
-        self._allocation = Allocation(self.regions, self.queue.is_needed, self._wake)
+        self._allocation = Allocation(
+            self.regions, self.queue.is_needed, self._wake, stands=lambda: election.stands(folder)
+        )
         self._chores = Chores(store, home.stands)
         self._chores_worker = Worker("chores", self._wake)
         questions = self._status, home.told, self._try_again, self.queue.taken_up

@@ -5,6 +5,7 @@ dies meanwhile.
 from __future__ import annotations
 
 import os
+import select
 import signal
 import threading
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from flashckpt.errors import KeeperError, OutOfRoomError
 from flashckpt.format.layout import PAGE
 from flashckpt.keeper.grants import SlotGrant
-from flashckpt.keeper.protocol import close_all
+from flashckpt.keeper.protocol import ELECTION_LOCK, SOCKET_NAME, close_all
 from flashckpt.memory.control_page import SlotSize
 from tests.keeper.driver import Process, eventually, kill_keeper, runtime_of
 from tests.keeper.fake import FakeTrainer, keeper_pid
@@ -141,6 +142,30 @@ def test_who_lets_its_run_go_waits_no_longer(
     assert isinstance(found[0], KeeperError)
     os.kill(pid, signal.SIGCONT)
     eventually(lambda: not regions(trainer))
+    trainer.end()
+
+
+@pytest.mark.parametrize("point", ["slots.taken", "memory.made"])
+def test_a_keeper_that_was_replaced_takes_no_name_from_what_the_next_has(
+    point: str, tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was stopped while it made slots, and goes on once another has given them."""
+    trainer = begun(tmp_path / "run", runtime)
+    pid = stop_at(trainer, point, monkeypatch)
+    thread, found = asked(trainer, 3, SIZE)
+    eventually(lambda: is_stopped(pid))
+    for name in (SOCKET_NAME, ELECTION_LOCK):  # as another trainer of the node does, which it does not answer
+        trainer.folder.remove(name)
+    trainer.client._connection._drop()
+    assert trainer.client.tend()
+    thread.join(240)
+    given = found[0]
+    assert isinstance(given, set), given
+    process = os.pidfd_open(pid)
+    os.kill(pid, signal.SIGCONT)
+    assert select.select([process], [], [], 240)[0], "it finds that it is the keeper no more"
+    os.close(process)
+    assert given <= regions(trainer)
     trainer.end()
 
 
