@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from flashckpt.keeper.connection import KeeperConnection
+from flashckpt.keeper.connection import KeeperConnection, Taken
 from flashckpt.keeper.grants import SlotGrant as SlotGrant
 from flashckpt.keeper.possession import Possession
 from flashckpt.keeper.protocol import PROTOCOL, ProtocolError, Status, close_all
@@ -103,9 +103,14 @@ class KeeperClient:
         Blocks while memory is taken (a second a GiB or less). Raises OutOfRoomError with bytes needed and
         available, KeeperError.
         """
-        answer, descriptors = self._requested("slots", count, needed, wanted or needed, have)
-        self.available_bytes = int(answer.get("available", 0))
-        return self._granted(answer, descriptors, lent=False)
+
+        def taken(answer: dict[str, Any], descriptors: list[int]) -> list[SlotGrant]:
+            self.available_bytes = int(answer.get("available", 0))
+            grants = self._kept(answer, descriptors)
+            self._possession.end_loans()
+            return grants
+
+        return self._requested("slots", count, needed, wanted or needed, have, taken)
 
     def slot_to_read(
         self, needed: SlotSize, wanted: SlotSize | None = None, *, early: Early | None = None
@@ -114,14 +119,13 @@ class KeeperClient:
         descriptor, to be closed by it, and the offset of the image in the region whose memory is being
         taken, to begin with what has its place already. The slot that is granted in the end may be another
         one. Blocks and raises as `slots`."""
-        answer, descriptors = self._requested("read", 1, needed, wanted or needed, (), early)
-        return self._one(self._granted(answer, descriptors, lent=True))
+        return _one(self._requested("read", 1, needed, wanted or needed, (), self._lent, early))
 
     def constants(self, size: SlotSize) -> SlotGrant:
         """A region for the constants that this trainer's slots share, FREE. It stays until this trainer has
         released it, or died, and no snapshot names it. Blocks and raises as `slots`; KeeperError, too, where
         it would not live as long as slots."""
-        return self._taken(*self._requested("constants", 1, size, size, ()))
+        return _one(self._requested("constants", 1, size, size, (), self._kept))
 
     def stop_waiting(self) -> None:
         """The run ends: requests that are not answered yet raise KeeperError."""
@@ -134,8 +138,9 @@ class KeeperClient:
         needed: SlotSize,
         wanted: SlotSize,
         have: Sequence[str],
+        taken: Taken[list[SlotGrant]],
         early: Early | None = None,
-    ) -> tuple[dict[str, Any], list[int]]:
+    ) -> list[SlotGrant]:
         def begun(answer: dict[str, Any], descriptors: list[int]) -> None:
             offset = answer.get("image_offset")
             if early is not None and len(descriptors) == 1 and isinstance(offset, int):
@@ -151,29 +156,17 @@ class KeeperClient:
             "wanted": wanted,
             "have": list(have),
         }
-        return self._connection.call_apart(asked, begun)
+        return self._connection.call_apart(asked, begun, taken)
 
     def keep_constants(self, name: str) -> SlotGrant:
         """The region of constants that survived under this name: this trainer goes on naming it. Raises
         KeeperError where it is gone."""
-        return self._taken(*self._connection.call_with_descriptors({"op": "keep", "name": name}))
-
-    def _taken(self, answer: dict[str, Any], descriptors: list[int]) -> SlotGrant:
-        grants = self._parsed(answer, descriptors)
-        self._possession.keep(grants)
-        return self._one(grants)
-
-    def _one(self, grants: list[SlotGrant]) -> SlotGrant:
-        if len(grants) != 1:
-            close_all([grant.descriptor for grant in grants])
-            raise ProtocolError("The keeper's answer is not one region.")
-        return grants[0]
+        return _one(self._connection.call_with_descriptors({"op": "keep", "name": name}, self._kept))
 
     def surviving(self) -> list[SlotGrant]:
         """This rank's slots that hold a sealed snapshot, of an earlier attempt or of this one, and regions of
         the constants that they share."""
-        answer, descriptors = self._connection.call_with_descriptors({"op": "surviving"})
-        return self._granted(answer, descriptors, lent=True)
+        return self._connection.call_with_descriptors({"op": "surviving"}, self._lent)
 
     def started(self, *, loaded: str | None, step: int) -> None:
         """`start.json` of this trainer's attempt is written: it went on from `step`, out of the slot named
@@ -212,22 +205,32 @@ class KeeperClient:
     def close(self) -> None:
         self._connection.close()
 
-    def _granted(self, answer: dict[str, Any], descriptors: list[int], *, lent: bool) -> list[SlotGrant]:
-        """What was granted; slots to be written, unless they are `lent`, to be looked at."""
-        grants = self._parsed(answer, descriptors)
-        if lent:
-            self._possession.lend(grants)
-        else:
-            self._possession.keep(grants)
-            self._possession.end_loans()
+    def _kept(self, answer: dict[str, Any], descriptors: list[int]) -> list[SlotGrant]:
+        """Regions that this trainer uses from now on."""
+        grants = _parsed(answer, descriptors)
+        self._possession.keep(grants)
         return grants
 
-    def _parsed(self, answer: dict[str, Any], descriptors: list[int]) -> list[SlotGrant]:
-        rows = answer.get("slots")
-        if not isinstance(rows, list) or len(rows) != len(descriptors):
-            close_all(descriptors)
-            raise ProtocolError("The keeper's answer does not say what its descriptors are.")
-        return [SlotGrant(descriptor, **row) for descriptor, row in zip(descriptors, rows, strict=True)]
+    def _lent(self, answer: dict[str, Any], descriptors: list[int]) -> list[SlotGrant]:
+        """Regions to be looked at."""
+        grants = _parsed(answer, descriptors)
+        self._possession.lend(grants)
+        return grants
+
+
+def _parsed(answer: dict[str, Any], descriptors: list[int]) -> list[SlotGrant]:
+    rows = answer.get("slots")
+    if not isinstance(rows, list) or len(rows) != len(descriptors):
+        close_all(descriptors)
+        raise ProtocolError("The keeper's answer does not say what its descriptors are.")
+    return [SlotGrant(descriptor, **row) for descriptor, row in zip(descriptors, rows, strict=True)]
+
+
+def _one(grants: list[SlotGrant]) -> SlotGrant:
+    if len(grants) != 1:
+        close_all([grant.descriptor for grant in grants])
+        raise ProtocolError("The keeper's answer is not one region.")
+    return grants[0]
 
 
 def connect_or_start(

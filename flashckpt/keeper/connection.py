@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from flashckpt.errors import KeeperError, OutOfRoomError
 from flashckpt.events import log
@@ -39,6 +39,10 @@ _START_AGAIN_S = 5.0
 _RETRY_S = 0.05
 _TRIES = 4
 _CLOSE_PATIENCE_S = 2.0
+
+T = TypeVar("T")
+# What is made of an answer and the descriptors that came with it, which are its to close.
+Taken = Callable[[dict[str, Any], list[int]], T]
 
 
 class KeeperConnection:
@@ -85,22 +89,27 @@ class KeeperConnection:
 
     def call(self, message: dict[str, Any]) -> dict[str, Any]:
         """The answer to a request. Raises KeeperError, or OutOfRoomError where that is the answer."""
-        answer, descriptors = self.call_with_descriptors(message)
-        close_all(descriptors)
-        return answer
+
+        def taken(answer: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
+            close_all(descriptors)
+            return answer
+
+        return self.call_with_descriptors(message, taken)
 
     def say(self, message: dict[str, Any]) -> None:
         """The same for what each new keeper is to be told again."""
         self.call(message)
         self._said[message["op"]] = message
 
-    def call_with_descriptors(self, message: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
-        """The same with the descriptors that came with the answer, which are the caller's to close."""
+    def call_with_descriptors(self, message: dict[str, Any], taken: Taken[T]) -> T:
+        """The same, given to `taken`. What that holds of it is handed to the next keeper, whenever that
+        comes."""
         with self._lock:
             tries = 1
             while True:
                 try:
-                    return self._asked(self._connected(), message)
+                    found = self._exchanged(self._connected(), message)
+                    break
                 except (OSError, EOFError) as error:
                     self._drop()
                     if tries >= _TRIES:
@@ -112,13 +121,16 @@ class KeeperConnection:
                         # A keeper that is being killed takes connections until its listener is closed.
                         time.sleep(_RETRY_S)
                         tries += 1
+                except BaseException:
+                    # Interrupted: what is answered now would be taken for the answer to the next question.
+                    self._drop()
+                    raise
+            return taken(*self._accepted(*found))
 
-    def call_apart(
-        self, message: dict[str, Any], begun: Callable[[dict[str, Any], list[int]], None]
-    ) -> tuple[dict[str, Any], list[int]]:
-        """The answer to a request that may take long, with its descriptors. It is waited for on a socket of
-        its own, so that this thread alone waits. A keeper that dies meanwhile, or is replaced, answers
-        nothing: its successor is asked. `begun` is given what comes before the answer.
+    def call_apart(self, message: dict[str, Any], begun: Taken[None], taken: Taken[T]) -> T:
+        """The same for a request that may take long. Its answer is waited for on a socket of its own, so that
+        this thread alone waits. A keeper that dies meanwhile, or is replaced, has answered nothing: its
+        successor is asked. `begun` is given what comes before the answer.
 
         Raises KeeperError, OutOfRoomError; KeeperError once `stop_waiting` was called, too.
         """
@@ -127,20 +139,19 @@ class KeeperConnection:
             self.call({"op": "ping"})  # there is a keeper, and it knows what this trainer has
             tries, restarts = (tries + 1, restarts) if restarts == self.restarts else (1, self.restarts)
             try:
-                return self._answered_apart(message, begun)
+                return self._answered_apart(message, begun, taken)
             except (OSError, EOFError) as error:
                 if tries >= _TRIES or isinstance(error, TimeoutError):
                     raise _unreachable(self._runtime, f"it does not answer ({error})") from error
                 time.sleep(_RETRY_S)
         raise KeeperError("The run was let go while it waited for its keeper.")
 
-    def _answered_apart(
-        self, message: dict[str, Any], begun: Callable[[dict[str, Any], list[int]], None]
-    ) -> tuple[dict[str, Any], list[int]]:
+    def _answered_apart(self, message: dict[str, Any], begun: Taken[None], taken: Taken[T]) -> T:
         with self._lock:
-            peer = self._reach()
+            elected, peer = self._runtime.inode(ELECTION_LOCK), self._reach()
             if peer is None:
                 raise EOFError("nobody listens")
+            keeper = elected, peer_uid(peer)[0]
             self._waiting.add(peer)
         try:
             if "hello" in self._said:
@@ -156,7 +167,12 @@ class KeeperConnection:
             with self._lock:
                 self._waiting.discard(peer)
             peer.close()
-        return self._accepted(answer, received)
+        with self._lock:
+            if self._known != keeper:
+                # A newer one was handed all that is held here: it would never hear of this.
+                close_all(received)
+                raise EOFError("another keeper has come")
+            return taken(*self._accepted(answer, received))
 
     def stop_waiting(self) -> None:
         """The run ends: nobody waits for an answer any more."""
@@ -192,8 +208,14 @@ class KeeperConnection:
     def _asked(
         self, peer: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()
     ) -> tuple[dict[str, Any], list[int]]:
+        return self._accepted(*self._exchanged(peer, message, descriptors))
+
+    @staticmethod
+    def _exchanged(
+        peer: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()
+    ) -> tuple[dict[str, Any], list[int]]:
         send(peer, message, descriptors)
-        return self._accepted(*receive(peer))
+        return receive(peer)
 
     @staticmethod
     def _accepted(answer: dict[str, Any], received: list[int]) -> tuple[dict[str, Any], list[int]]:
@@ -210,14 +232,12 @@ class KeeperConnection:
         until = time.monotonic() + _START_TIMEOUT_S
         tried_at = -_START_AGAIN_S
         mute, mute_since = self._runtime.inode(ELECTION_LOCK), time.monotonic()
-        while (peer := self._reach()) is None:
-            now = time.monotonic()
-            elected = self._runtime.inode(ELECTION_LOCK)
+        while (peer := self._reached()) is None:
+            now, elected = time.monotonic(), self._elected
             if elected is None or elected != mute or not is_alive(self._runtime, ELECTION_LOCK):
                 mute, mute_since = elected, now
             elif now - mute_since > self._patience_s + _START_AGAIN_S:
                 # Elected and without a socket for so long: it hangs, and would keep others out for ever.
-                self._elected = elected
                 self._depose()
             if now > until:
                 raise _unreachable(self._runtime, f"it did not answer within {_START_TIMEOUT_S:.0f} s")
@@ -283,10 +303,13 @@ class KeeperConnection:
         finally:
             close_all(nameless)
 
+    def _reached(self) -> socket.socket | None:
+        self._elected = self._runtime.inode(ELECTION_LOCK)
+        return self._reach()
+
     def _reach(self) -> socket.socket | None:
         if not self._runtime.check_socket(SOCKET_NAME):
             return None
-        self._elected = self._runtime.inode(ELECTION_LOCK)
         peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             peer.settimeout(self._patience_s)

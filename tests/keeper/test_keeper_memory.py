@@ -7,18 +7,22 @@ from __future__ import annotations
 import os
 import select
 import signal
+import socket
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flashckpt.errors import KeeperError, OutOfRoomError
 from flashckpt.format.layout import PAGE
+from flashckpt.keeper import connection
 from flashckpt.keeper.grants import SlotGrant
 from flashckpt.keeper.protocol import ELECTION_LOCK, SOCKET_NAME, close_all
 from flashckpt.memory.control_page import SlotSize
-from tests.keeper.driver import Process, eventually, kill_keeper, runtime_of
+from tests.keeper.driver import Process, committed, eventually, kill_keeper, runtime_of
 from tests.keeper.fake import FakeTrainer, keeper_pid
+from tests.memory.mounts import small_tmpfs
 
 MIB = 1 << 20
 SIZE = SlotSize(PAGE, MIB)
@@ -145,6 +149,38 @@ def test_who_lets_its_run_go_waits_no_longer(
     trainer.end()
 
 
+@pytest.mark.parametrize("kind", ["named", "memfd"])
+def test_a_keeper_that_comes_as_another_answers_has_what_was_given(
+    kind: str, tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the answer's arrival and the moment at which this trainer holds what came with it."""
+    heard = connection.receive
+    with small_tmpfs(MIB) as small:
+        trainer = begun(tmp_path / "run", small if kind == "memfd" else runtime, kib=2048)
+
+        def another_comes(peer: socket.socket) -> tuple[dict[str, Any], list[int]]:
+            answer = heard(peer)
+            if "slots" in answer[0]:
+                monkeypatch.setattr(connection, "receive", heard)
+                kill_keeper(trainer.folder)
+                tending = threading.Thread(target=trainer.client.tend)
+                tending.start()
+                tending.join(240)
+            return answer
+
+        monkeypatch.setattr(connection, "receive", another_comes)
+        trainer.take_slots()
+        assert {grant.kind for grant in trainer.grants} == {kind}
+        told = trainer.client._connection.call({"op": "describe"})["keeper"]["regions"]
+        assert {slot.name for slot in trainer.slots} <= {row["name"] for row in told}
+        assert len(told) == 3, "nothing is given twice"
+        trainer.snapshot(1, persist=True)
+        trainer.wait_committed(1)
+        assert committed(trainer.run) == [1]
+        trainer.end()
+        eventually(lambda: keeper_pid(trainer.folder) is None)
+
+
 @pytest.mark.parametrize("point", ["slots.taken", "memory.made"])
 def test_a_keeper_that_was_replaced_takes_no_name_from_what_the_next_has(
     point: str, tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
@@ -166,6 +202,23 @@ def test_a_keeper_that_was_replaced_takes_no_name_from_what_the_next_has(
     assert select.select([process], [], [], 240)[0], "it finds that it is the keeper no more"
     os.close(process)
     assert given <= regions(trainer)
+    trainer.end()
+
+
+def test_an_answer_that_nobody_took_answers_no_other_question(
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = begun(tmp_path / "run", runtime)
+    heard = connection.receive
+
+    def interrupted(peer: socket.socket) -> tuple[dict[str, Any], list[int]]:
+        monkeypatch.setattr(connection, "receive", heard)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(connection, "receive", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.client.tend()
+    assert trainer.client.status().keeper
     trainer.end()
 
 
