@@ -26,7 +26,7 @@ from flashckpt.keeper.server import Connection, Server
 from flashckpt.keeper.trainers import Trainer
 from flashckpt.memory import room
 from flashckpt.memory.control_page import SlotSize, round_up
-from flashckpt.memory.held_regions import MAX_SLOTS, HeldRegion, Made, Regions
+from flashckpt.memory.held_regions import MAX_REGIONS, HeldRegion, Made, Regions
 from flashckpt.memory.region import MEMFD, NAMED
 from flashckpt.memory.slot import Sealed, SlotState
 from flashckpt.options import MOST_SLOTS
@@ -90,10 +90,13 @@ class _Plan:
     only: str | None = None
 
 
+_NOTHING = _Plan(0, SlotSize(0, 0))
+
+
 class Allocation:
     """`is_needed` says whether a snapshot is the newest of its rank or still to be persisted; `wake` is the
-    eventfd that wakes the keeper's loop; `stands` says whether this is the keeper still: what is made here may
-    be another one's otherwise, and is neither given nor taken back."""
+    eventfd that wakes the keeper's loop; `stands` says whether this is still the keeper: otherwise what is
+    made here may be another one's, and is neither given nor taken back."""
 
     def __init__(
         self,
@@ -111,6 +114,7 @@ class Allocation:
         # Bytes that each rank is still to take. Its own thread counts them down.
         self._reserved: dict[int, int] = {}
         self._guard = threading.Lock()
+        self._making: dict[int, tuple[str, _Plan]] = {}  # for what, by rank
         self._begun: deque[tuple[_Request, int]] = deque()
         self._counts: dict[AttemptName | None, int] = {}  # of the attempt that asked last
 
@@ -162,7 +166,7 @@ class Allocation:
                 request.look_at = time.monotonic() + _LOOK_S
                 return False
             self._server.refuse(request.connection, error)
-        except (FlashckptError, OSError) as error:
+        except (FlashckptError, OSError, RuntimeError) as error:  # the last where there are no more threads
             self._server.refuse(request.connection, _told(error))
         return True
 
@@ -263,12 +267,7 @@ class Allocation:
         """Remove slots of another size that are nobody's and hold nothing that is needed, before others are
         made: their room may be what these need."""
         for held in [each for each in regions if not self._regions.is_written(each)]:
-            sealed = held.sealed()
-            is_spent = sealed is not None and not self._is_needed(held, sealed)
-            if is_spent and sealed is not None and sealed.word.state is SlotState.SEALED:
-                held.slot.free(sealed.word)
-            if held.state() is SlotState.FREE:
-                self._regions.remove(held)
+            self._regions.remove_spent(held, self._is_needed)
 
     # ---- sums
 
@@ -279,11 +278,11 @@ class Allocation:
             return request.count
         trainer = request.trainer
         decided = self._counts.get(trainer.attempt, 0)
-        if decided and max(1, len(trainer.ranks)) > 1:
+        if decided and len(trainer.ranks) > 1:
             return decided
-        count = _SLOTS_ALONE if max(1, len(trainer.ranks)) == 1 else _SLOTS_OF_SEVERAL
+        count = _SLOTS_ALONE if len(trainer.ranks) == 1 else _SLOTS_OF_SEVERAL
         available = self._left_for(trainer.rank) + here * size.region_bytes
-        if max(1, len(trainer.ranks)) * count * size.region_bytes > available // 2:
+        if len(trainer.ranks) * count * size.region_bytes > available // 2:
             count = _FEWEST
         self._counts = {trainer.attempt: count}
         return count
@@ -295,24 +294,32 @@ class Allocation:
         return self._available() - others
 
     def _has_room(self, trainer: Trainer, count: int, missing: int, size: SlotSize) -> bool:
-        """Whether so many more can be made, and `count` for each rank of the node that is still to come."""
-        served = {held.slot.rank for held in self._regions.slots() if self._regions.is_written(held)}
-        to_come = max(1, len(trainer.ranks)) - len(served | self._reserved.keys() | {trainer.rank})
-        num_bytes = (missing + max(to_come, 0) * count) * size.region_bytes
-        return num_bytes <= self._left_for(trainer.rank)
+        """Whether so many more can be made, and up to `count` for each rank of the node that is still to
+        come."""
+        for rank in set(trainer.ranks) - {trainer.rank}:
+            held = self._regions.of_rank(rank)
+            purpose, plan = self._making.get(rank, ("", _NOTHING))
+            if purpose == SLOTS or any(map(self._regions.is_written, held)):
+                continue
+            has = sum(_size(each).holds(size) for each in held)
+            has += plan.count if purpose == READ and plan.size.holds(size) else 0
+            missing += max(count - has, 0)
+        return missing * size.region_bytes <= self._left_for(trainer.rank)
 
     # ---- making
 
     def _make(self, request: _Request, plan: _Plan) -> None:
         rank = request.trainer.rank
-        if len(self._regions) + plan.count > MAX_SLOTS:
-            raise KeeperError(
-                f"This keeper already holds {len(self._regions)} of at most {MAX_SLOTS} regions."
-            )
+        held = len(self._regions.of_rank(rank)) + len(self._regions.constants_of(rank))
+        if held + plan.count > MAX_REGIONS:
+            raise KeeperError(f"This keeper already holds {held} of at most {MAX_REGIONS} regions of a rank.")
+        if rank not in self._workers:
+            self._workers[rank] = Worker(f"memory-{rank}", self._wake)
         taken = {held.slot.index for held in self._regions.of_rank(rank)}
         indexes = [index for index in range(len(taken) + plan.count) if index not in taken][: plan.count]
         with self._guard:
             self._reserved[rank] = plan.count * plan.size.region_bytes
+        self._making[rank] = request.purpose, plan
         crashpoints.point("memory.reserved")
 
         def begun(descriptor: int) -> None:
@@ -327,8 +334,7 @@ class Allocation:
             holds_constants=request.purpose == CONSTANTS,
             only=plan.only,
         )  # fmt: skip
-        worker = self._workers.setdefault(rank, Worker(f"memory-{rank}", self._wake))
-        worker.submit(make, partial(self._made, request, plan))
+        self._workers[rank].submit(make, partial(self._made, request, plan))
 
     def _count_down(self, rank: int, num_bytes: int) -> None:
         with self._guard:
@@ -346,6 +352,7 @@ class Allocation:
         rank = request.trainer.rank
         with self._guard:
             self._reserved.pop(rank, None)
+        self._making.pop(rank, None)
         if isinstance(made, BaseException):
             made = Made((), KeeperError(f"No memory could be taken: {made}"))
         error, held = made.error, list[HeldRegion]()
@@ -412,9 +419,9 @@ class Allocation:
         return held.kind == MEMFD and any(each.kind == NAMED for each in slots)
 
     def _is_leaving(self, held: HeldRegion) -> bool:
-        """Whether a slot that no trainer uses any more goes soon: not where it holds the newest snapshot of
-        its rank, nor one that cannot be persisted."""
-        if not held.retired:
+        """Whether a slot that no trainer uses any more goes soon: not where one writes it all the same, nor
+        where it holds the newest snapshot of its rank, or one that cannot be persisted."""
+        if not held.retired or held.state() is SlotState.WRITING:
             return False
         sealed = held.sealed()
         if sealed is None or not self._is_needed(held, sealed):

@@ -234,15 +234,8 @@ class Keeper:
 
     def _tidy(self) -> None:
         """Remove retired slots that hold nothing which is still to be persisted or the newest."""
-        for held in self.regions.slots():
-            if not held.retired:
-                continue
-            sealed = held.sealed()
-            is_free = sealed is not None and sealed.word.state is SlotState.SEALED
-            if sealed is not None and is_free and not self.queue.is_needed(held, sealed):
-                held.slot.free(sealed.word)
-            if held.state() is SlotState.FREE:
-                self.regions.remove(held)
+        for held in [each for each in self.regions.slots() if each.retired]:
+            self.regions.remove_spent(held, self.queue.is_needed)
         self.regions.drop_constants()
 
     # What the run's folder is told

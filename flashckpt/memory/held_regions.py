@@ -21,7 +21,7 @@ from flashckpt.memory.region import MEMFD, NAMED, Region
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder, TrainerLocks, is_alive, is_trainer_lock
 from flashckpt.memory.slot import Sealed, Slot, SlotState, Word
 
-MAX_SLOTS = 64
+MAX_REGIONS = 64  # of one rank
 
 
 @dataclass
@@ -166,10 +166,11 @@ class Regions:
             os.close(found.descriptor)
             raise
         known = self._held.get(slot.name)
-        if known is not None or len(self._held) >= MAX_SLOTS:
+        has = sum(each.slot.rank == slot.rank for each in self._held.values())
+        if known is not None or has >= MAX_REGIONS:
             slot.close()
             if known is None:
-                raise KeeperError(f"{slot.name}: this keeper already holds {MAX_SLOTS} slots.")
+                raise KeeperError(f"{slot.name}: this keeper already holds {has} regions of its rank.")
             return known
         held = HeldRegion(slot, found.kind)
         # After a keeper's restart a living owner may be writing it, though it has not spoken yet.
@@ -299,6 +300,17 @@ class Regions:
             for held in regions:
                 if held.slot.header.nonce not in named and not self.is_written(held):
                     self.remove(held)
+
+    def remove_spent(self, held: HeldRegion, is_needed: Callable[[HeldRegion, Sealed], bool]) -> None:
+        """Remove a slot that nobody writes, unless what is sealed in it is needed, or is still to be told as
+        damaged."""
+        word, sealed = held.word(), held.sealed()
+        if word is not None and word.state is SlotState.SEALED:
+            stays = held.slot.wants_persist(word.generation) if sealed is None else is_needed(held, sealed)
+            if not stays:
+                held.slot.free(word)
+        if held.state() is SlotState.FREE:
+            self.remove(held)
 
     def remove(self, held: HeldRegion) -> None:
         """Let a region go: its memory is free once the last mapping is gone."""

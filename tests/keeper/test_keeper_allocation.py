@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from flashckpt.errors import FlashckptError, OutOfRoomError
+from flashckpt.errors import FlashckptError, KeeperError, OutOfRoomError
 from flashckpt.format.layout import PAGE
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper.allocation import Allocation
 from flashckpt.keeper.trainers import Trainer
 from flashckpt.memory.control_page import SlotSize
-from flashckpt.memory.held_regions import Regions
+from flashckpt.memory.held_regions import MAX_REGIONS, Regions
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder
 
 SIZE = SlotSize(PAGE, 1 << 20)
@@ -42,18 +43,23 @@ class Node:
         return True
 
     def tell(self, connection: Any, answer: dict[str, Any], given: Sequence[int] = ()) -> bool:
-        self.answers[connection.rank] = len(answer["slots"])
+        if "slots" in answer:
+            self.answers[connection.rank] = len(answer["slots"])
         return True
 
     def refuse(self, connection: Any, error: FlashckptError) -> None:
         self.answers[connection.rank] = error
 
-    def ask(self, rank: int, *, of: int = 1, count: int = 0) -> None:
-        lock = LifeLock.acquire(self.folder, f"trainer-{rank}.lock")
-        assert lock is not None
-        self.trainers[rank] = lock
-        trainer = Trainer(lock=lock.name, rank=rank, ranks=tuple(range(of)), attempt=AttemptName(1, "0" * 8))
-        asked = {"purpose": "slots", "count": count, "needed": [*SIZE], "wanted": [*SIZE], "have": []}
+    def ask(
+        self, rank: int, *, of: int = 1, count: int = 0, purpose: str = "slots", size: SlotSize = SIZE
+    ) -> None:
+        if rank not in self.trainers:
+            lock = LifeLock.acquire(self.folder, f"trainer-{rank}.lock")
+            assert lock is not None
+            self.trainers[rank] = lock
+        name, attempt = self.trainers[rank].name, AttemptName(1, "0" * 8)
+        trainer = Trainer(lock=name, rank=rank, ranks=tuple(range(of)), attempt=attempt)
+        asked = {"purpose": purpose, "count": count, "needed": [*size], "wanted": [*size], "have": []}
         self.allocation.ask(SimpleNamespace(rank=rank), trainer, asked)  # type: ignore[arg-type]
 
     def answered(self) -> dict[int, int | FlashckptError]:
@@ -120,3 +126,66 @@ def test_ranks_of_a_node_do_not_all_pass_one_look(node: Callable[[int], Node]) -
     assert all(isinstance(each, OutOfRoomError) for each in narrow.answered().values())
     assert len(narrow.answers) == 3
     assert not narrow.regions.everything()
+
+
+@pytest.mark.parametrize("purpose", ["constants", "read"])
+def test_a_rank_that_takes_something_else_still_has_its_slots_to_come(
+    node: Callable[[int], Node], purpose: str
+) -> None:
+    """There is no room for two slots of each rank, whatever the first one takes meanwhile."""
+    narrow = node(4 * EACH - 1)
+    narrow.ask(0, of=2, purpose=purpose)
+    narrow.ask(1, of=2)
+    assert isinstance(narrow.answered()[1], OutOfRoomError)
+    assert narrow.answers[0] == 1
+
+
+def test_what_ranks_to_come_have_already_is_not_to_be_taken(node: Callable[[int], Node]) -> None:
+    """Each has read a step into a slot that it will be given."""
+    tight = node(2 * EACH)
+    for rank in range(2):
+        tight.ask(rank, of=2, purpose="read")
+    assert tight.answered() == {0: 1, 1: 1}
+    for rank in range(2):
+        tight.ask(rank, of=2, count=2)
+    assert tight.answered() == {0: 2, 1: 2}
+
+
+def test_a_node_of_many_ranks_has_all_its_slots(node: Callable[[int], Node]) -> None:
+    ranks = MAX_REGIONS // 4 + 1
+    wide = node(16 * ranks * EACH)
+    for rank in range(ranks):
+        wide.ask(rank, of=ranks)
+    assert wide.answered() == dict.fromkeys(range(ranks), 4)
+
+
+def test_a_slot_that_is_still_written_is_not_waited_for(node: Callable[[int], Node]) -> None:
+    """Its trainer has said that it needs it no more, and writes it all the same."""
+    narrow = node(EACH)
+    narrow.ask(0, count=1)
+    assert narrow.answered() == {0: 1}
+    [held] = narrow.regions.slots()
+    owner = held.slot.enroll(os.getpid(), narrow.trainers[0].name, lambda _: True)
+    assert held.slot.begin(owner) is not None
+    held.retired, held.writer = True, ""
+    narrow.ask(0, count=1, size=SlotSize(PAGE, 4 << 20))
+    narrow.allocation.next()
+    assert isinstance(narrow.answers[0], OutOfRoomError)
+    assert not narrow.allocation.busy
+
+
+def test_a_machine_without_threads_left_refuses_and_goes_on(
+    node: Callable[[int], Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone, begin = node(6 * EACH), threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    alone.ask(0)
+    alone.allocation.next()
+    assert isinstance(alone.answers[0], KeeperError)
+    monkeypatch.setattr(threading.Thread, "start", begin)
+    alone.ask(0)
+    assert alone.answered() == {0: 3}

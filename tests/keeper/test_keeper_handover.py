@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from flashckpt.keeper.protocol import LOG_NAME
-from flashckpt.memory.control_page import SlotSize
+from flashckpt.memory.control_page import RECORD_OFFSET, SlotSize
 from flashckpt.memory.slot import SlotRing
 from tests.keeper.driver import Process, committed, eventually, kill_keeper, runtime_of
 from tests.keeper.fake import FakeTrainer, keeper_pid
@@ -76,6 +76,17 @@ def test_a_damaged_slot_keeps_no_run_from_a_new_keeper(tmp_path: Path, runtime: 
         trainer.wait_committed(2)
         trainer.end()
         eventually(lambda: keeper_pid(trainer.folder) is None)
+
+
+def test_a_damaged_slot_that_was_released_goes(tmp_path: Path, runtime: Path) -> None:
+    """Nobody can use what is in it: it takes up memory until the keeper leaves, otherwise."""
+    trainer = begun(tmp_path / "run", runtime)
+    old, _ = trainer.snapshot(1)
+    trainer.snapshot(2)
+    os.pwrite(old.descriptor, b"\xff", RECORD_OFFSET + 40)
+    trainer.client.release([old.name])
+    eventually(lambda: old.name not in trainer.folder.names())
+    trainer.end()
 
 
 def test_what_a_dead_trainer_had_no_room_for_the_next_is_not_told(tmp_path: Path, runtime: Path) -> None:

@@ -13,7 +13,7 @@ from flashckpt.keeper.grants import SlotGrant
 from flashckpt.keeper.possession import Possession
 from flashckpt.keeper.protocol import MAX_DESCRIPTORS, close_all
 from flashckpt.memory.control_page import SlotSize
-from flashckpt.memory.held_regions import MAX_SLOTS
+from flashckpt.memory.held_regions import MAX_REGIONS
 from flashckpt.memory.region import is_region_name
 from tests.keeper.driver import committed, kill_keeper
 from tests.keeper.fake import FakeTrainer, keeper_pid
@@ -49,14 +49,14 @@ def test_a_keeper_does_not_end_of_more_than_it_holds(tmp_path: Path, runtime: Pa
     trainer.start()
     trainer.take_slots(3)
     pid = keeper_pid(trainer.folder)
-    for larger in range(MAX_SLOTS // MOST - 1):
+    for larger in range(MAX_REGIONS // MOST - 1):
         grown(trainer, (16 + larger) << 12)
-    left = MAX_SLOTS - region_files(trainer)
+    left = MAX_REGIONS - region_files(trainer)
     trainer.client.slots(left, SlotSize(4096, 40 << 12), have=slot_files(trainer))
-    assert region_files(trainer) == MAX_SLOTS
-    with pytest.raises(KeeperError, match=f"already holds {MAX_SLOTS}"):
+    assert region_files(trainer) == MAX_REGIONS
+    with pytest.raises(KeeperError, match=f"already holds {MAX_REGIONS}"):
         one_more(trainer, what)
-    assert region_files(trainer) == MAX_SLOTS, "nothing is left of what it could not take"
+    assert region_files(trainer) == MAX_REGIONS, "nothing is left of what it could not take"
     trainer.snapshot(1, persist=True)
     trainer.wait_committed(1)
     assert committed(trainer.run) == [1]
