@@ -12,8 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flashckpt.commit.run import open_run
-from flashckpt.recovery.lingering import keeper_of
-from flashckpt.recovery.node import runtime_of
+from flashckpt.recovery.node import keeper_of, runtime_of
 from flashckpt.store.base import open_store
 
 HERE = Path(__file__).resolve().parent

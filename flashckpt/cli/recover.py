@@ -11,7 +11,7 @@ from flashckpt.cli import console
 from flashckpt.cli.command import AsJson, ExitCode, Run, ends
 from flashckpt.cli.console import Bar, notices, number, results, size, text, word, write_json
 from flashckpt.recovery.recover import recover as save_what_survived
-from flashckpt.recovery.report import Finding, Kind, Outcome, Report
+from flashckpt.recovery.report import Fate, Finding, Kind, RecoveryReport
 from flashckpt.store.base import open_store
 
 _MOST_DEBRIS = 8
@@ -49,7 +49,7 @@ def recover(
     return code
 
 
-def exit_code_of(report: Report) -> ExitCode:
+def exit_code_of(report: RecoveryReport) -> ExitCode:
     """The worst of what was found."""
     if report.failed:
         return ExitCode.FAILED
@@ -58,7 +58,7 @@ def exit_code_of(report: Report) -> ExitCode:
     return ExitCode.DAMAGED if report.damaged else ExitCode.WELL
 
 
-def _print(report: Report) -> None:
+def _print(report: RecoveryReport) -> None:
     out = results()
     if report.findings:
         out.print(_table(report))
@@ -78,7 +78,7 @@ def _print(report: Report) -> None:
         out.print("nothing was changed: this was a dry run")
 
 
-def _table(report: Report) -> Table:
+def _table(report: RecoveryReport) -> Table:
     table = console.table(
         word("found"),
         number("step"),
@@ -93,7 +93,7 @@ def _table(report: Report) -> Table:
     if len(debris) > _MOST_DEBRIS:
         rest = debris[_MOST_DEBRIS:]
         total = size(sum(each.num_bytes for each in rest))
-        table.add_row("debris", "", "", total, Outcome.REMOVED.value, f"{len(rest)} more files")
+        table.add_row("debris", "", "", total, Fate.REMOVED.value, f"{len(rest)} more files")
     return table
 
 
@@ -111,6 +111,6 @@ def _cells(each: Finding) -> list[str]:
 
 
 def _style(each: Finding) -> str | None:
-    if each.damage or each.outcome is Outcome.FAILED:
+    if each.damage or each.outcome is Fate.FAILED:
         return "red"
-    return "green" if each.outcome is Outcome.COMMITTED else None
+    return "green" if each.outcome is Fate.COMMITTED else None

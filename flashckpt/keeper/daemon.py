@@ -31,7 +31,7 @@ from flashckpt.memory.held_regions import Regions
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder, TrainerLocks
 from flashckpt.memory.slot import SlotState
 from flashckpt.persist.deletions import Deletions
-from flashckpt.persist.job import Outcome, State, StepJob
+from flashckpt.persist.job import JobState, StepJob, StepOutcome
 from flashckpt.persist.ledger import Ledger
 from flashckpt.persist.queue import Queue
 from flashckpt.persist.worker import Worker
@@ -203,11 +203,11 @@ class Keeper:
             self._ended[trainer.attempt] = "closed" if trainer.closing else "dead"
             self._round_at = 0.0
 
-    def _told(self, job: StepJob, outcome: Outcome) -> None:
+    def _told(self, job: StepJob, outcome: StepOutcome) -> None:
         """A try to persist a step has ended."""
         self.tally.told(job, outcome)
         attempt = AttemptName.parse(outcome.attempt)
-        if outcome.state is not State.COMMITTED or attempt is None:
+        if outcome.state is not JobState.COMMITTED or attempt is None:
             return
         slots = {each.slot.name for each in job.members()}
         for held in self.regions.slots():

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from flashckpt.keeper.protocol import Failure, Status, TornSnapshot
-from flashckpt.persist.job import Outcome, State, StepJob, Void
+from flashckpt.persist.job import JobState, StepJob, StepOutcome, Void
 from flashckpt.persist.queue import Queue
 
 _MOST_COMMITTED = 64
@@ -31,16 +31,16 @@ class Tally:
     def count(self, name: str, number: int = 1) -> None:
         self._counts[name] += number
 
-    def told(self, job: StepJob, outcome: Outcome) -> None:
+    def told(self, job: StepJob, outcome: StepOutcome) -> None:
         """A try of a step has come to an end."""
-        if outcome.state is State.COMMITTED:
+        if outcome.state is JobState.COMMITTED:
             self._commit(job, outcome)
         elif outcome.void is Void.TORN:
             self._tear(job, outcome)
-        elif outcome.state is State.FAILED or outcome.void is Void.SUPERSEDED:
+        elif outcome.state is JobState.FAILED or outcome.void is Void.SUPERSEDED:
             self._fail(job, outcome)
 
-    def _commit(self, job: StepJob, outcome: Outcome) -> None:
+    def _commit(self, job: StepJob, outcome: StepOutcome) -> None:
         """A committed step settles its attempt's failures of all steps up to it."""
         self.count("committed")
         self.count("persisted_bytes", outcome.num_bytes)
@@ -55,7 +55,7 @@ class Tally:
             if each.step > job.step or attempt != outcome.attempt
         }
 
-    def _fail(self, job: StepJob, outcome: Outcome) -> None:
+    def _fail(self, job: StepJob, outcome: StepOutcome) -> None:
         self.count("failed")
         for each in job.members():
             failure = Failure(job.step, each.generation, outcome.message[:_MOST_TEXT], outcome.errno)
@@ -63,7 +63,7 @@ class Tally:
         while len(self._failures) > _MOST_FAILURES:
             del self._failures[next(iter(self._failures))]
 
-    def _tear(self, job: StepJob, outcome: Outcome) -> None:
+    def _tear(self, job: StepJob, outcome: StepOutcome) -> None:
         self.count("torn")
         names = tuple(name[:_MOST_TEXT] for _, name in outcome.leaves[:_MOST_LEAVES])
         for each in job.members():

@@ -219,17 +219,12 @@ class Regions:
             self._living.remove_dead(name)
 
     def other_keepers(self) -> dict[str, bool]:
-        """Nonces of the keepers that have a lock here, but for this one, and whether each still lives: one of
-        which that cannot be told does."""
-        found = {}
-        for name in self._folder.names():
-            if _is_keeper(name) and name.endswith(".lock") and name != self._life.name:
-                try:
-                    lives = is_alive(self._folder, name)
-                except KeeperError:
-                    lives = True
-                found[name.removeprefix("keeper-").removesuffix(".lock")] = lives
-        return found
+        """As `keeper_locks`, but for this keeper's."""
+        return {
+            nonce: lives
+            for nonce, lives in keeper_locks(self._folder).items()
+            if f"keeper-{nonce}.lock" != self._life.name
+        }
 
     def forget_keeper(self, nonce: str) -> None:
         """Remove the lock of a keeper that is dead."""
@@ -340,6 +335,20 @@ class Regions:
 
     def _keeps(self, lock: str) -> bool:
         return lock == self._life.name if _is_keeper(lock) else self._lives(lock)
+
+
+def keeper_locks(folder: RuntimeFolder) -> dict[str, bool]:
+    """Nonces of the keepers that have a lock here, and whether each still lives: one of which that cannot be
+    told does."""
+    found = {}
+    for name in folder.names():
+        if _is_keeper(name) and name.endswith(".lock"):
+            try:
+                lives = is_alive(folder, name)
+            except KeeperError:
+                lives = True
+            found[name.removeprefix("keeper-").removesuffix(".lock")] = lives
+    return found
 
 
 def _constants_nonce(held: HeldRegion) -> int:

@@ -17,7 +17,7 @@ from flashckpt.format.layout import PAGE, Layout
 from flashckpt.format.metadata import Metadata
 from flashckpt.memory.shared import not_held
 from flashckpt.memory.slot import Slot, Word
-from flashckpt.persist.job import Outcome, Snapshot, Source, State, Void
+from flashckpt.persist.job import JobState, LeafSource, SealedSnapshot, StepOutcome, Void
 
 WINDOW_BYTES = 64 << 20
 assert WINDOW_BYTES % _native.BLOCK_BYTES == 0
@@ -47,13 +47,13 @@ def check_header(slot: Slot, start: int, layout: Layout) -> None:
         raise Torn("An image does not begin with the header of its plan.")
 
 
-def discard(slot: Slot, word: Word, found: Torn, attempt: str = "") -> Outcome:
+def discard(slot: Slot, word: Word, found: Torn, attempt: str = "") -> StepOutcome:
     """Free a snapshot that nobody may use, and tell its trainer; unless it is gone already."""
     if not slot.free(word):
-        return Outcome(state=State.VOID, void=Void.GONE, attempt=attempt)
+        return StepOutcome(state=JobState.VOID, void=Void.GONE, attempt=attempt)
     slot.set_torn(word.generation, [index for index, _ in found.leaves])
-    return Outcome(
-        state=State.VOID,
+    return StepOutcome(
+        state=JobState.VOID,
         void=Void.TORN,
         attempt=attempt,
         slot=slot.name,
@@ -62,7 +62,7 @@ def discard(slot: Slot, word: Word, found: Torn, attempt: str = "") -> Outcome:
     )
 
 
-def audit(snapshot: Snapshot, is_stopped: Callable[[], bool] = lambda: False) -> Outcome | bool:
+def audit(snapshot: SealedSnapshot, is_stopped: Callable[[], bool] = lambda: False) -> StepOutcome | bool:
     """Compare a sealed snapshot's bytes with its digests, without pinning it. True where they are those of
     its boundary, the outcome where it was discarded. False says nothing: what is overwritten meanwhile is
     judged by nobody, nor is what was not looked at to its end."""
@@ -89,7 +89,7 @@ def audit(snapshot: Snapshot, is_stopped: Callable[[], bool] = lambda: False) ->
 
 
 def differing(
-    metadata: Metadata, sources: Sequence[Source], is_stopped: Callable[[], bool] = lambda: False
+    metadata: Metadata, sources: Sequence[LeafSource], is_stopped: Callable[[], bool] = lambda: False
 ) -> list[int]:
     """Indexes, in the order of the table, of the leaves whose bytes do not have the digest of their boundary,
     or stand in none of these sources: the first is the snapshot's own slot.

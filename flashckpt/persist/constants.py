@@ -19,7 +19,7 @@ from flashckpt.format.records import Contents, ShardRecord
 from flashckpt.memory.shared import not_held
 from flashckpt.memory.slot import Slot
 from flashckpt.persist.audit import check_header, torn, unlike
-from flashckpt.persist.job import Snapshot
+from flashckpt.persist.job import SealedSnapshot
 from flashckpt.store.base import Region, Store, Written
 
 _NAMES_TRIED = 8
@@ -46,7 +46,7 @@ class ConstantsShards:
 
     def shard_for(
         self,
-        snapshot: Snapshot,
+        snapshot: SealedSnapshot,
         metadata: Metadata,
         attempt: AttemptName,
         is_held: Callable[[], None],
@@ -104,7 +104,7 @@ class ConstantsShards:
         return None
 
     def _written(
-        self, snapshot: Snapshot, metadata: Metadata, layout: Layout, attempt: AttemptName
+        self, snapshot: SealedSnapshot, metadata: Metadata, layout: Layout, attempt: AttemptName
     ) -> Contents:
         first = len(metadata.layout.leaves)
         sources = snapshot.sources(metadata)

@@ -14,8 +14,8 @@ from flashckpt.events import Event, log
 from flashckpt.format.names import AttemptName
 from flashckpt.memory.held_regions import Regions
 from flashckpt.options import Keep
-from flashckpt.persist.debris import half_written, remove
 from flashckpt.persist.ledger import Ledger
+from flashckpt.persist.unused_files import half_written, remove
 from flashckpt.persist.worker import Worker
 from flashckpt.store.base import Store
 

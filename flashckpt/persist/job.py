@@ -20,10 +20,10 @@ from flashckpt.format.metadata import Metadata
 from flashckpt.format.names import AttemptName
 from flashckpt.memory.slot import Sealed, Slot, SlotState, Word
 from flashckpt.options import Keep
-from flashckpt.persist.at_rest import Rest
+from flashckpt.persist.stored_steps import StoredStep
 
 
-class State(Enum):
+class JobState(Enum):
     GATHERING = "gathering"
     """Not all ranks of this node have sealed it yet, or its turn has not come."""
     WRITING = "writing"
@@ -56,7 +56,7 @@ class NodeRanks:
     environment: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Known(Protocol):
+class KnownTrainer(Protocol):
     """What a trainer has said of itself. `ranks` are those of its attempt on this node."""
 
     rank: int
@@ -68,7 +68,7 @@ class Known(Protocol):
 
 
 @dataclass(frozen=True)
-class Source:
+class LeafSource:
     """Where leaves of a snapshot stand: a region, the rank whose region it is, and which of its leaves."""
 
     region: Slot
@@ -77,7 +77,7 @@ class Source:
 
 
 @dataclass
-class Snapshot:
+class SealedSnapshot:
     """What one rank has sealed of a step. `owner` is this process's index in the slot's owner table, `pin`
     the word while it is pinned by this job, `regions` those that hold leaves of it beside the slot: one that
     it names and that is not among them is not here."""
@@ -118,23 +118,23 @@ class Snapshot:
         pin, self.pin = self.pin, None
         return pin is None or self.slot.unpin(pin)
 
-    def sources(self, metadata: Metadata) -> list[Source]:
+    def sources(self, metadata: Metadata) -> list[LeafSource]:
         """Where the leaves of the snapshot stand, as far as they are here."""
         own = len(metadata.layout.leaves) if metadata.shared else len(metadata.leaves)
-        found = [Source(self.slot, self.rank, range(own))]
+        found = [LeafSource(self.slot, self.rank, range(own))]
         if metadata.shared:
             rest = range(own, len(metadata.leaves))
-            found += [Source(region, region.rank, rest) for region in self.regions]
+            found += [LeafSource(region, region.rank, rest) for region in self.regions]
         return found
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class StepOutcome:
     """What became of a step in one try. Sizes in bytes, times in seconds. Of one that is torn, `slot` is the
     slot and `leaves` are (index, name) of those that differed; `errno` is 0 where the system gave none.
     `lacks_region`: without the region that a snapshot names it can never be persisted."""
 
-    state: State
+    state: JobState
     void: Void | None = None
     attempt: str = ""
     num_bytes: int = 0
@@ -150,16 +150,16 @@ class Outcome:
 @dataclass(eq=False, kw_only=True)
 class StepJob:
     """`attempt` is the one that captured the step. `has_others`: another keeper lives that could write for
-    it. `part_of` is the attempt as whose this node's part stands, once it does. `rest`: of a job without
-    snapshots, the parts that want their manifest; `reads_rest`, with every byte of them read first, so that
+    it. `part_of` is the attempt as whose this node's part stands, once it does. `stored`: of a job without
+    snapshots, the parts that want their manifest; `reads_stored`, with every byte of them read first, so that
     no damaged step becomes the newest. `tries` counts those that failed, `looks` those
     that found no parts of other nodes. `given_up`: it is not tried again."""
 
     attempt: AttemptName
     step: int
     node: NodeRanks
-    snapshots: dict[int, Snapshot] = field(default_factory=dict)
-    state: State = State.GATHERING
+    snapshots: dict[int, SealedSnapshot] = field(default_factory=dict)
+    state: JobState = JobState.GATHERING
     has_others: bool = True
     is_urgent: bool = False
     given_up: bool = False
@@ -167,15 +167,15 @@ class StepJob:
     looks: int = 0
     tried_at: float = 0.0
     retry_at: float = 0.0
-    outcome: Outcome | None = None
+    outcome: StepOutcome | None = None
     part_of: AttemptName | None = None
-    rest: Rest | None = None
-    reads_rest: bool = True
+    stored: StoredStep | None = None
+    reads_stored: bool = True
 
     @property
     def is_gathered(self) -> bool:
         """Whether all ranks of this node have sealed it, or what they had is at rest."""
-        return self.part_of is not None or self.rest is not None or self.has_all
+        return self.part_of is not None or self.stored is not None or self.has_all
 
     @property
     def has_all(self) -> bool:
@@ -184,17 +184,17 @@ class StepJob:
 
     @property
     def is_over(self) -> bool:
-        return self.given_up or self.state in (State.COMMITTED, State.VOID)
+        return self.given_up or self.state in (JobState.COMMITTED, JobState.VOID)
 
     def is_tried_after(self, now: float) -> bool:
         """Whether it has failed, and its next try is still to come."""
-        return not self.is_over and self.state is State.FAILED and now < self.retry_at < math.inf
+        return not self.is_over and self.state is JobState.FAILED and now < self.retry_at < math.inf
 
     def order(self) -> tuple[bool, int]:
         """Sorts jobs: of what a dead trainer left the newest first, else oldest first."""
         return not self.is_urgent, -self.step if self.is_urgent else self.step
 
-    def members(self) -> list[Snapshot]:
+    def members(self) -> list[SealedSnapshot]:
         """In the order of ranks."""
         return [self.snapshots[rank] for rank in sorted(self.snapshots)]
 
@@ -205,7 +205,7 @@ class StepJob:
 
 def alone(slot: Slot, sealed: Sealed, owner: int, *regions: Slot) -> StepJob:
     """The job of a snapshot of one rank."""
-    snapshot = Snapshot(slot, sealed.generation, owner, regions)
+    snapshot = SealedSnapshot(slot, sealed.generation, owner, regions)
     return StepJob(
         attempt=sealed.attempt,
         step=sealed.step,

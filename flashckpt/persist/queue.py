@@ -18,11 +18,19 @@ from flashckpt.events import Event, log
 from flashckpt.format.names import AttemptName
 from flashckpt.memory.held_regions import HeldRegion, Regions
 from flashckpt.memory.slot import Sealed, SlotState
-from flashckpt.persist.at_rest import Rest
 from flashckpt.persist.audit import Torn, audit, discard
-from flashckpt.persist.job import Known, NodeRanks, Outcome, Snapshot, State, StepJob, Void
+from flashckpt.persist.job import (
+    JobState,
+    KnownTrainer,
+    NodeRanks,
+    SealedSnapshot,
+    StepJob,
+    StepOutcome,
+    Void,
+)
 from flashckpt.persist.ledger import Ledger
 from flashckpt.persist.retries import Pauses, look_again_s, pause_s
+from flashckpt.persist.stored_steps import StoredStep
 from flashckpt.persist.worker import Worker
 from flashckpt.persist.writer import Writer
 
@@ -51,7 +59,7 @@ class Queue:
         worker: Worker,
         ledger: Ledger,
         *,
-        told: Callable[[StepJob, Outcome], None] = lambda job, outcome: None,
+        told: Callable[[StepJob, StepOutcome], None] = lambda job, outcome: None,
         pauses: Pauses = pause_s,
         world_of: Callable[[AttemptName], int | None] = lambda attempt: None,
         by: str = "",
@@ -73,7 +81,7 @@ class Queue:
 
     # What is to be done
 
-    def know(self, trainers: Iterable[Known]) -> None:
+    def know(self, trainers: Iterable[KnownTrainer]) -> None:
         """Who lives. What a dead trainer said (what to keep, its environment) holds for what it left."""
         living = list(trainers)
         before, self._living = self._living, {(trainer.attempt, trainer.rank) for trainer in living}
@@ -93,18 +101,11 @@ class Queue:
         """What a trainer of an attempt has said, if one has."""
         return next((each for (of, _), each in self._known.items() if of == attempt), None)
 
-    def adopt(self, rest: Rest, *, read: bool) -> StepJob:
+    def adopt(self, stored: StoredStep, *, read: bool) -> None:
         """Take up a step at rest whose parts want their manifest."""
-        job = StepJob(
-            attempt=rest.attempt,
-            step=rest.step,
-            node=NodeRanks(ranks=()),
-            state=State.PART_WRITTEN,
-            rest=rest,
-            reads_rest=read,
-        )
+        job = StepJob(attempt=stored.attempt, step=stored.step, node=NodeRanks(ranks=()), stored=stored)
+        job.state, job.reads_stored = JobState.PART_WRITTEN, read
         self._parts.append(job)
-        return job
 
     def rescue(self, rank: int) -> None:
         """Ask for the newest step that a dead or stuck trainer and the other ranks of its node have sealed,
@@ -141,7 +142,7 @@ class Queue:
             if sealed is None or (sealed.attempt, sealed.step) != (loaded.attempt, step):
                 continue
             job = self._jobs.get((held.slot.name, sealed.generation))
-            if job is not None and job.state is not State.WRITING:
+            if job is not None and job.state is not JobState.WRITING:
                 self._forget(job)
             held.slot.request_persist(sealed.generation)
 
@@ -202,7 +203,7 @@ class Queue:
         """The steps that were asked for and are not done, failed ones included; or of these only those that
         wait for other nodes."""
         jobs = [job for job in self._look() if not job.is_over]
-        return [job.step for job in jobs if not for_others or job.state is State.PART_WRITTEN]
+        return [job.step for job in jobs if not for_others or job.state is JobState.PART_WRITTEN]
 
     def given_up(self) -> set[_Key]:
         """Slots and generations that nobody tries again."""
@@ -313,11 +314,11 @@ class Queue:
         """Put a snapshot into the job of its step."""
         slot, region = held.slot, self._regions.shared_by(held)
         regions = () if region is None else (region,)
-        snapshot = Snapshot(slot, sealed.generation, self._regions.own_index(held), regions)
+        snapshot = SealedSnapshot(slot, sealed.generation, self._regions.own_index(held), regions)
         same = [
             job
             for job in self._jobs.values()
-            if (job.attempt, job.step, job.state) == (sealed.attempt, sealed.step, State.GATHERING)
+            if (job.attempt, job.step, job.state) == (sealed.attempt, sealed.step, JobState.GATHERING)
             and slot.rank in job.node.ranks and slot.rank not in job.snapshots
         ]  # fmt: skip
         if not same:
@@ -348,14 +349,16 @@ class Queue:
 
     def _gather(self, job: StepJob) -> None:
         """Pin what is sealed of a step that several ranks have, until all have it or one never will."""
-        if job.state is not State.GATHERING or len(job.node.ranks) < 2:
+        if job.state is not JobState.GATHERING or len(job.node.ranks) < 2:
             return
         for rank in [rank for rank in job.snapshots if (job.attempt, rank) in self._known]:
             job.node = self._node(job.attempt, rank)
         missing = set(job.node.ranks) - job.snapshots.keys()
         if any(self._has_passed(job, rank) for rank in missing):
             self._set_void(job)
-            why = Outcome(state=State.VOID, void=Void.SUPERSEDED, attempt=str(job.attempt), message=_NOT_ALL)
+            why = StepOutcome(
+                state=JobState.VOID, void=Void.SUPERSEDED, attempt=str(job.attempt), message=_NOT_ALL
+            )
             self._told(job, why)
         elif all((job.attempt, rank) in self._living for rank in missing):
             for each in job.members():
@@ -370,16 +373,16 @@ class Queue:
 
     def _set_void(self, job: StepJob) -> None:
         job.release()
-        job.state, job.given_up = State.VOID, True
+        job.state, job.given_up = JobState.VOID, True
         for each in job.members():
             each.slot.set_failed(each.generation, errno.ESTALE)
         log.warning("step %d is not persisted: %s", job.step, _NOT_ALL)
         self._note(job, Event.ERROR, str(job.attempt), what="void")
 
     def _is_to_come(self, job: StepJob) -> bool:
-        if job.is_over or job.state is State.PART_WRITTEN:
+        if job.is_over or job.state is JobState.PART_WRITTEN:
             return False
-        if job.is_gathered or job.state is State.WRITING:
+        if job.is_gathered or job.state is JobState.WRITING:
             return job.retry_at < math.inf
         missing = set(job.node.ranks) - job.snapshots.keys()
         return all((job.attempt, rank) in self._living for rank in missing)
@@ -402,23 +405,23 @@ class Queue:
                 region = self._regions.shared_by(held)
                 mine.regions = () if region is None else (region,)
         job.has_others = any(self._regions.other_keepers().values())
-        job.state, self.writing = State.WRITING, job
+        job.state, self.writing = JobState.WRITING, job
 
-        def done(outcome: Outcome | BaseException) -> None:
+        def done(outcome: StepOutcome | BaseException) -> None:
             self.writing = None
             begun_before, self._begun_before = self._begun_before, False
             if isinstance(outcome, BaseException):
                 log.error("persisting step %d failed", job.step, exc_info=outcome)
                 job.release()
                 message = f"{type(outcome).__name__}: {outcome}"
-                outcome = Outcome(state=State.FAILED, attempt=str(job.attempt), message=message)
+                outcome = StepOutcome(state=JobState.FAILED, attempt=str(job.attempt), message=message)
             job.state, job.outcome, job.tried_at = outcome.state, outcome, time.monotonic()
-            if not (begun_before and outcome.state is State.FAILED):
+            if not (begun_before and outcome.state is JobState.FAILED):
                 self._follow(job, outcome)
             self._regions.given_back()
 
         self._regions.lend([region for each in job.members() for region in (each.slot, *each.regions)])
-        deed = self._writer.finish if job.rest is not None else self._writer.persist
+        deed = self._writer.finish if job.stored is not None else self._writer.persist
         self.worker.submit(partial(deed, job), done)
 
     def _audit_newest(self) -> None:
@@ -435,15 +438,15 @@ class Queue:
     def _audit(self, held: HeldRegion, sealed: Sealed) -> None:
         region = self._regions.shared_by(held)
         regions = () if region is None else (region,)
-        snapshot = Snapshot(held.slot, sealed.generation, self._regions.own_index(held), regions)
+        snapshot = SealedSnapshot(held.slot, sealed.generation, self._regions.own_index(held), regions)
         began = time.monotonic()
 
-        def done(found: Outcome | bool | BaseException) -> None:
+        def done(found: StepOutcome | bool | BaseException) -> None:
             pause = (time.monotonic() - began) / _AUDIT_SHARE
             self._audit_at = time.monotonic() + max(pause, _LEAST_AUDIT_PAUSE_S)
             if isinstance(found, BaseException):
                 log.error("an audit failed", exc_info=found)
-            elif isinstance(found, Outcome):
+            elif isinstance(found, StepOutcome):
                 self._torn(self._job_of(held, sealed), found)
             elif found:
                 self.sound += 1
@@ -465,40 +468,40 @@ class Queue:
                 assert word is not None
                 if word.state is SlotState.SEALED:
                     job = StepJob(attempt=_NOBODY, step=-1, node=NodeRanks(ranks=(rank,)))
-                    job.snapshots[rank] = Snapshot(held.slot, word.generation, 0)
+                    job.snapshots[rank] = SealedSnapshot(held.slot, word.generation, 0)
                     self._torn(job, discard(held.slot, word, Torn(str(error))))
 
     def _job_of(self, held: HeldRegion, sealed: Sealed) -> StepJob:
         job = self._jobs.get((held.slot.name, sealed.generation))
         if job is None:
             job = StepJob(attempt=sealed.attempt, step=sealed.step, node=NodeRanks(ranks=(held.slot.rank,)))
-            job.snapshots[held.slot.rank] = Snapshot(held.slot, sealed.generation, 0)
+            job.snapshots[held.slot.rank] = SealedSnapshot(held.slot, sealed.generation, 0)
         return job
 
     # What follows
 
-    def _follow(self, job: StepJob, outcome: Outcome) -> None:
+    def _follow(self, job: StepJob, outcome: StepOutcome) -> None:
         match outcome.state, outcome.void:
-            case State.COMMITTED, _:
+            case JobState.COMMITTED, _:
                 self._committed(job, outcome)
-            case State.PART_WRITTEN, _:
+            case JobState.PART_WRITTEN, _:
                 self._waits(job, outcome)
-            case State.FAILED, _:
+            case JobState.FAILED, _:
                 self._failed(job, outcome)
             case _, Void.GONE if job.part_of is not None:
-                job.state = State.PART_WRITTEN
-            case _, Void.SUPERSEDED if job.rest is None:
+                job.state = JobState.PART_WRITTEN
+            case _, Void.SUPERSEDED if job.stored is None:
                 self._superseded(job, outcome)
-            case _, Void.TORN if job.rest is None:
+            case _, Void.TORN if job.stored is None:
                 self._torn(job, outcome)
             case _:
                 self._drop(job)
                 self._told(job, outcome)
 
-    def _waits(self, job: StepJob, outcome: Outcome) -> None:
+    def _waits(self, job: StepJob, outcome: StepOutcome) -> None:
         job.looks += 1
         job.retry_at = job.tried_at + look_again_s(job.looks)
-        if job.rest is not None:
+        if job.stored is not None:
             self._drop(job)
         self._told(job, outcome)
 
@@ -506,13 +509,13 @@ class Queue:
         self._forget(job)
         self._parts = [each for each in self._parts if each is not job]
 
-    def _committed(self, job: StepJob, outcome: Outcome) -> None:
+    def _committed(self, job: StepJob, outcome: StepOutcome) -> None:
         self._drop(job)
         # Who writes the last part of a step commits it: nothing is lost by waiting no longer for older ones.
         self._parts = [
             each
             for each in self._parts
-            if each.rest is not None or each.attempt != job.attempt or each.step > job.step
+            if each.stored is not None or each.attempt != job.attempt or each.step > job.step
         ]
         if outcome.num_bytes:
             self._note(
@@ -530,7 +533,7 @@ class Queue:
             if job.given_up and job.outcome is not None and job.outcome.lacks_region:
                 job.given_up, job.retry_at = False, 0.0
 
-    def _torn(self, job: StepJob, outcome: Outcome) -> None:
+    def _torn(self, job: StepJob, outcome: StepOutcome) -> None:
         dead = job.snapshots.keys() - {rank for _, rank in self._living}
         if outcome.void is Void.TORN:
             names = [name for _, name in outcome.leaves]
@@ -548,7 +551,7 @@ class Queue:
         for rank in dead:
             self.rescue(rank)
 
-    def _failed(self, job: StepJob, outcome: Outcome) -> None:
+    def _failed(self, job: StepJob, outcome: StepOutcome) -> None:
         job.tries += 1
         pause = self._pauses(job.tries)
         job.retry_at = math.inf if pause is None else job.tried_at + pause
@@ -571,7 +574,7 @@ class Queue:
             for rank in job.snapshots:
                 self.rescue(rank)
 
-    def _superseded(self, job: StepJob, outcome: Outcome) -> None:
+    def _superseded(self, job: StepJob, outcome: StepOutcome) -> None:
         job.given_up = True
         self._parts = [each for each in self._parts if each is not job]
         for each in job.members():

@@ -1,8 +1,8 @@
 """One step of this node from its slots to storage: pin, check, constants, shards with audit, one part,
 manifest.
 
-Owns the order of these. Runs in a worker thread; what it did is in its Outcome, and only the slots' own words
-are changed on the way.
+Owns the order of these. Runs in a worker thread; what it did is in its StepOutcome, and only the
+slots' own words are changed on the way.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from flashckpt.format.metadata import Metadata
 from flashckpt.format.names import RUN, AttemptName, part_name, step_attempt_folder
 from flashckpt.format.records import Part, RankRecord, ShardRecord
 from flashckpt.memory.slot import Slot
-from flashckpt.persist.at_rest import refusal
 from flashckpt.persist.audit import Torn, check_header, discard, torn, unlike
 from flashckpt.persist.constants import ConstantsShards, RegionGone
-from flashckpt.persist.job import Outcome, Snapshot, State, StepJob, Void
+from flashckpt.persist.job import JobState, SealedSnapshot, StepJob, StepOutcome, Void
+from flashckpt.persist.stored_steps import refusal
 from flashckpt.store.base import Region, Store
 
 _PIN_LOST = "the slot was taken from this keeper while it was written; another keeper has it now"
 
 
 @dataclass(frozen=True)
-class _Content:
+class _PinnedContent:
     """A pinned snapshot and what it says of itself."""
 
-    snapshot: Snapshot
+    snapshot: SealedSnapshot
     metadata: Metadata
     values: dict[str, object]
 
@@ -84,60 +84,62 @@ class Writer:
         """Bytes written so far, of all steps; it moves while one is written."""
         return self._progress[0]
 
-    def persist(self, job: StepJob) -> Outcome:
+    def persist(self, job: StepJob) -> StepOutcome:
         """Persist a step whose snapshots are gathered, and commit it. Never raises: failure is an outcome."""
         began = time.monotonic()
         if not job.has_all and (part_of := job.part_of) is not None:
             # The parts of the other nodes are waited for, and the slots are not needed for that.
             outcome = self._tried(lambda: self._commit(job, part_of), job)
-            for each in job.members() if outcome.state is State.COMMITTED else ():
+            for each in job.members() if outcome.state is JobState.COMMITTED else ():
                 if each.take():
                     each.slot.set_persisted(each.generation)
             job.release()
             return outcome
         if not all([each.take() for each in job.members()]):
             job.release()
-            return Outcome(state=State.VOID, void=Void.GONE)
+            return StepOutcome(state=JobState.VOID, void=Void.GONE)
         crashpoints.point("audit.pinned")
         outcome = self._tried(lambda: self._persist_pinned(job), job)
-        if outcome.state is State.COMMITTED and all(each.holds() for each in job.members()):
+        if outcome.state is JobState.COMMITTED and all(each.holds() for each in job.members()):
             # Before the pins go: a trainer that sees the slot sealed must see that it is done with.
             for each in job.members():
                 each.slot.set_persisted(each.generation)
             crashpoints.point("commit.marked")
         if not job.release() and outcome.void is not Void.TORN:
-            outcome = replace(outcome, state=State.FAILED, message=_PIN_LOST)
+            outcome = replace(outcome, state=JobState.FAILED, message=_PIN_LOST)
         return replace(outcome, seconds=time.monotonic() - began)
 
-    def finish(self, job: StepJob) -> Outcome:
+    def finish(self, job: StepJob) -> StepOutcome:
         """Commit a step at rest whose parts are there, as its keeper would have. Never raises."""
         return self._tried(lambda: self._finish(job), job)
 
-    def _finish(self, job: StepJob) -> Outcome:
-        rest, told = job.rest, Outcome(state=State.VOID, void=Void.SUPERSEDED, attempt=str(job.attempt))
-        assert rest is not None
-        why, is_damage = refusal(self._store, rest, read=job.reads_rest)
+    def _finish(self, job: StepJob) -> StepOutcome:
+        stored, told = job.stored, StepOutcome(state=JobState.VOID, attempt=str(job.attempt))
+        assert stored is not None
+        why, is_damage = refusal(self._store, stored, read=job.reads_stored)
         if not why:
             try:
                 return self._commit(job, job.attempt)
             except DamagedError as error:
                 why, is_damage = str(error), True
-        if rest.is_waiting:
-            return replace(told, state=State.PART_WRITTEN, void=None, message=why)
+        if stored.is_waiting:
+            return replace(told, state=JobState.PART_WRITTEN, message=why)
         return replace(told, void=Void.TORN if is_damage else Void.SUPERSEDED, message=why)
 
-    def look(self, job: StepJob) -> Outcome:
+    def look(self, job: StepJob) -> StepOutcome:
         """What is known, before anything is written, of snapshots that are only looked at: committed, void,
         failed, or gathering where there is nothing against writing them."""
 
-        def deed() -> Outcome:
+        def deed() -> StepOutcome:
             try:
                 contents = [_checked(each) for each in job.members()]
             except _TornSlot as found:
                 raise DamagedError(str(found)) from found
             attempt, own = self.attempt_for(job)
             is_settled = self._is_settled(job, contents, attempt, own=own)
-            return Outcome(state=State.COMMITTED if is_settled else State.GATHERING, attempt=str(attempt))
+            return StepOutcome(
+                state=JobState.COMMITTED if is_settled else JobState.GATHERING, attempt=str(attempt)
+            )
 
         return self._tried(deed, job)
 
@@ -158,7 +160,7 @@ class Writer:
         is_there = steps.is_committed(self._store, job.step, attempt)
         return lineage.VisibleStep(job.step, attempt if is_there else job.attempt)
 
-    def _tried(self, deed: Callable[[], Outcome], job: StepJob) -> Outcome:
+    def _tried(self, deed: Callable[[], StepOutcome], job: StepJob) -> StepOutcome:
         attempt = str(job.attempt)
         try:
             return deed()
@@ -168,18 +170,18 @@ class Writer:
             pin, snapshot.pin = snapshot.pin, None
             return discard(snapshot.slot, pin, torn_slot.found, attempt)
         except SupersededError as error:
-            return Outcome(state=State.VOID, void=Void.SUPERSEDED, attempt=attempt, message=str(error))
+            return StepOutcome(state=JobState.VOID, void=Void.SUPERSEDED, attempt=attempt, message=str(error))
         except (OSError, FlashckptError, ValueError) as error:
             log.debug("persisting failed", exc_info=True)
-            return Outcome(
-                state=State.FAILED,
+            return StepOutcome(
+                state=JobState.FAILED,
                 attempt=attempt,
                 message=str(error) or type(error).__name__,
                 errno=error.errno or 0 if isinstance(error, OSError) else 0,
                 lacks_region=isinstance(error, RegionGone),
             )
 
-    def _persist_pinned(self, job: StepJob) -> Outcome:
+    def _persist_pinned(self, job: StepJob) -> StepOutcome:
         contents = [_checked(each) for each in job.members()]
         if not self._stands():
             raise FileNotFoundError(errno.ENOENT, "the run is not there any more", self._store.url)
@@ -194,9 +196,9 @@ class Writer:
                     raise
 
     def _persist_as(
-        self, job: StepJob, contents: Sequence[_Content], attempt: AttemptName, *, own: bool
-    ) -> Outcome:
-        told = Outcome(state=State.COMMITTED, attempt=str(attempt))
+        self, job: StepJob, contents: Sequence[_PinnedContent], attempt: AttemptName, *, own: bool
+    ) -> StepOutcome:
+        told = StepOutcome(state=JobState.COMMITTED, attempt=str(attempt))
         if self._is_settled(job, contents, attempt, own=own):
             return told
         folder = step_attempt_folder(job.step, attempt)
@@ -210,7 +212,9 @@ class Writer:
         job.part_of = attempt
         return self._commit(job, attempt, told)
 
-    def _standing(self, step: int, contents: Sequence[_Content], attempt: AttemptName, folder: str) -> Part:
+    def _standing(
+        self, step: int, contents: Sequence[_PinnedContent], attempt: AttemptName, folder: str
+    ) -> Part:
         """This node's part, which is there. SupersededError where it is of another content."""
         path = f"{folder}/{part_name(contents[0].rank)}"
         part = Part.from_bytes(self._store.read(path, Part.MAX_BYTES), path)
@@ -218,25 +222,25 @@ class Writer:
             raise _other_content(step, attempt)
         return part
 
-    def _commit(self, job: StepJob, attempt: AttemptName, told: Outcome | None = None) -> Outcome:
+    def _commit(self, job: StepJob, attempt: AttemptName, told: StepOutcome | None = None) -> StepOutcome:
         self._guard()
-        told = told or Outcome(state=State.COMMITTED, attempt=str(attempt))
+        told = told or StepOutcome(state=JobState.COMMITTED, attempt=str(attempt))
         found = steps.commit(self._store, job.step, attempt, self._world(job, attempt))
         if found is steps.Committed.BURIED:
             raise SupersededError(f"step {job.step} of attempt {attempt} was pruned meanwhile.")
-        return replace(told, state=State.COMMITTED if found else State.PART_WRITTEN)
+        return replace(told, state=JobState.COMMITTED if found else JobState.PART_WRITTEN)
 
     def _world(self, job: StepJob, attempt: AttemptName) -> int:
         """As many ranks as the attempt has. Of one whose trainers are dead only its start.json says it."""
-        if job.rest is not None:
-            return job.rest.parts[0].world
+        if job.stored is not None:
+            return job.stored.parts[0].world
         if job.node.world is not None and attempt == job.attempt:
             return job.node.world
         start = attempts.read_start(self._store, attempt)
         return start.world if start is not None else job.node.world or 1
 
     def _is_settled(
-        self, job: StepJob, contents: Sequence[_Content], attempt: AttemptName, *, own: bool
+        self, job: StepJob, contents: Sequence[_PinnedContent], attempt: AttemptName, *, own: bool
     ) -> bool:
         """Whether the step is committed. SupersededError where it cannot be any more."""
         if self._is_done(job.step, attempt, contents, loaded=not own):
@@ -247,7 +251,7 @@ class Writer:
         return False
 
     def _is_done(
-        self, step: int, attempt: AttemptName, contents: Sequence[_Content], *, loaded: bool
+        self, step: int, attempt: AttemptName, contents: Sequence[_PinnedContent], *, loaded: bool
     ) -> bool:
         """Whether these very contents are committed. SupersededError where the number is another one's."""
         if steps.is_committed(self._store, step, attempt):
@@ -262,19 +266,19 @@ class Writer:
             return False
         return self._holds(step, found.attempt, contents)
 
-    def _holds(self, step: int, attempt: AttemptName, contents: Sequence[_Content]) -> bool:
+    def _holds(self, step: int, attempt: AttemptName, contents: Sequence[_PinnedContent]) -> bool:
         record = steps.read_step(self._store, step, attempt)
         return all(each.is_in(record.part_of(each.rank)) for each in contents)
 
     def _write(
         self,
         job: StepJob,
-        contents: Sequence[_Content],
+        contents: Sequence[_PinnedContent],
         attempt: AttemptName,
         world: int,
         folder: str,
-        told: Outcome,
-    ) -> Outcome:
+        told: StepOutcome,
+    ) -> StepOutcome:
         """Constants shard and shard of each rank, then the one part that names them all. On failure no shard
         of the step stays behind; a constants shard that is whole does, for the next try."""
         names: list[str] = []
@@ -309,14 +313,14 @@ class Writer:
 
     def _write_rank(
         self,
-        content: _Content,
+        content: _PinnedContent,
         attempt: AttemptName,
         folder: str,
         names: list[str],
-        told: Outcome,
+        told: StepOutcome,
         *,
         is_alone: bool,
-    ) -> tuple[RankRecord, Outcome]:
+    ) -> tuple[RankRecord, StepOutcome]:
         """A rank's shards. `names` is given the name of its shard before it is begun."""
         snapshot, metadata = content.snapshot, content.metadata
         # Before the part that names it: what is written here is debris until then, and nothing more.
@@ -371,20 +375,20 @@ class Writer:
 class _TornSlot(Exception):
     """A slot whose snapshot nobody may use, and why."""
 
-    def __init__(self, snapshot: Snapshot, found: Torn) -> None:
+    def __init__(self, snapshot: SealedSnapshot, found: Torn) -> None:
         super().__init__(str(found))
         self.snapshot, self.found = snapshot, found
 
 
 @contextlib.contextmanager
-def _torn_in(snapshot: Snapshot) -> Iterator[None]:
+def _torn_in(snapshot: SealedSnapshot) -> Iterator[None]:
     try:
         yield
     except Torn as found:
         raise _TornSlot(snapshot, found) from found
 
 
-def _checked(snapshot: Snapshot) -> _Content:
+def _checked(snapshot: SealedSnapshot) -> _PinnedContent:
     """What a pinned slot says of its snapshot, and proof that the image begins as its layout says."""
     with _torn_in(snapshot):
         try:
@@ -396,10 +400,10 @@ def _checked(snapshot: Snapshot) -> _Content:
         except DamagedError as error:
             raise Torn(str(error)) from error
         check_header(snapshot.slot, 0, metadata.layout)
-    return _Content(snapshot, metadata, values)
+    return _PinnedContent(snapshot, metadata, values)
 
 
-def _check_held(snapshot: Snapshot) -> None:
+def _check_held(snapshot: SealedSnapshot) -> None:
     # The disk reads the region after the digests did: without the pin, perhaps something else.
     if not snapshot.holds():
         raise KeeperError(_PIN_LOST)

@@ -1,32 +1,54 @@
-"""The keepers of this node that are this user's: found by their runtime folders, asked, ended.
+"""The keepers of this node that are this user's: found by their runtime folders, asked, waited for, ended.
 
-Owns what is said of each, and the order in which one is ended: nothing that is committed nowhere is lost
-unless that is asked for. Starts none, and disturbs nobody who trains.
+Owns the questions, what is said of each keeper, and the order in which one is ended: nothing that is
+committed nowhere is lost unless that is asked for. Starts none, and disturbs nobody who trains.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from flashckpt.errors import KeeperError, PersistError, RunHeldError
-from flashckpt.keeper.protocol import ELECTION_LOCK, LOG_NAME, SOCKET_NAME
+from flashckpt.keeper.protocol import (
+    ELECTION_LOCK,
+    LOG_NAME,
+    SOCKET_NAME,
+    ProtocolError,
+    Status,
+    close_all,
+    peer_uid,
+    receive,
+    send,
+)
 from flashckpt.memory.region import is_region_name
-from flashckpt.memory.runtime import LifeLock, RuntimeFolder, base_folders, holder_of
+from flashckpt.memory.runtime import LifeLock, RuntimeFolder, base_folders, is_alive
 from flashckpt.options import Environment
-from flashckpt.recovery import lingering
-from flashckpt.recovery.node import living_trainers
+from flashckpt.recovery.node import keeper_of, living_trainers
 from flashckpt.recovery.report import Watcher
 from flashckpt.recovery.survey import slots_in
 from flashckpt.store.base import open_store
 
+STILL = "nothing is written: parts of other nodes are missing, or storage hangs"
+
 _IDENTITY = re.compile(r"[0-9a-f]{32}")
+_PATIENCE_S = 30.0
 # A keeper answers within a tick of its loop; one that is stopped must not hold up the list of the others.
-_PATIENCE_S = 5.0
+_LIST_PATIENCE_S = 5.0
+_LOOK_S = 0.05
+_BURIAL_S = 10.0
+_GOING_S = 30.0
+# How long nothing is written, nothing fails and nothing is committed before it is said, and before it is
+# waited for no longer: what is missing is another node's, or storage hangs.
+_SAID_STILL_S, _STILL_S = 10.0, 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +81,8 @@ def keepers() -> list[KeeperRow]:
     rows = []
     for path in _folders():
         with _opened(path) as runtime:
-            row = _row(runtime) if runtime is not None else None
-        if row is not None:
-            rows.append(row)
-    return rows
+            rows.append(_row(runtime) if runtime is not None else None)
+    return [row for row in rows if row is not None]
 
 
 def find(target: str) -> KeeperRow:
@@ -103,9 +123,7 @@ def end(row: KeeperRow, watcher: Watcher, *, discard: bool = False) -> None:
                 "regions stays for the next start and for `flashckpt recover`.",
                 path=row.folder,
             )
-        status = lingering.wait_until_saved(
-            row.run, runtime, watcher, lambda: _refuse_if_trained(row, runtime)
-        )
+        status = wait_until_saved(row.run, runtime, watcher, lambda: _refuse_if_trained(row, runtime))
         if status is None:
             return
         waiting = [each for each in status.waiting if each not in status.for_others]
@@ -114,15 +132,15 @@ def end(row: KeeperRow, watcher: Watcher, *, discard: bool = False) -> None:
             step = next((each for each in waiting if each in why), waiting[-1])
             raise PersistError(
                 f"The keeper {row.pid} of {row.run} was not ended: step {step} could not be saved "
-                f"({why.get(step, lingering.STILL)}). It is still in memory, and is tried again. Mend the "
+                f"({why.get(step, STILL)}). It is still in memory, and is tried again. Mend the "
                 "storage and run this again; or give up what is in memory with --discard.",
                 step=step,
                 path=row.run,
             )
         if discard:
             _refuse_if_trained(row, runtime)
-            lingering.ask(runtime, {"op": "discard"})
-        lingering.end(runtime)
+            ask(runtime, {"op": "discard"})
+        end_process(runtime)
 
 
 def _free(row: KeeperRow, runtime: RuntimeFolder, *, discard: bool) -> None:
@@ -166,14 +184,14 @@ def _refuse_if_trained(row: KeeperRow, runtime: RuntimeFolder) -> None:
 
 def _row(runtime: RuntimeFolder) -> KeeperRow | None:
     names = [name for name in runtime.names() if is_region_name(name)]
-    pid = holder_of(runtime, ELECTION_LOCK)
+    pid = keeper_of(runtime)
     trainers = tuple(pid for _, pid in living_trainers(runtime))
     num_bytes = sum(_size(runtime, name) for name in names)
     if pid is None:
         left = KeeperRow(folder=runtime.path, state="left", slots=len(names), num_bytes=num_bytes)
         return left if names and not trainers else None
     try:
-        answer = lingering.ask(runtime, {"op": "describe"}, _PATIENCE_S)
+        answer = ask(runtime, {"op": "describe"}, _LIST_PATIENCE_S)
     except KeeperError:
         return KeeperRow(
             folder=runtime.path,
@@ -235,3 +253,116 @@ def _opened(path: str) -> Iterator[RuntimeFolder | None]:
         yield runtime
     finally:
         runtime.close()
+
+
+def wait_until_saved(
+    run: str, runtime: RuntimeFolder, watcher: Watcher, guard: Callable[[], None]
+) -> Status | None:
+    """What the keeper says once everything is saved, or nothing more can be: then steps are `waiting` in its
+    status. None where it has left meanwhile. KeeperError for one that does not answer."""
+    _wait_for_burial(runtime, guard)
+    # It may know the run by a path where it is not any more, and pause before it tries again what has failed.
+    question: dict[str, object] = {"op": "status", "run": run, "again": True}
+    moved_s, before, is_said = time.monotonic(), None, False
+    while True:
+        guard()
+        answer = ask(runtime, question)
+        question.pop("again", None)
+        if answer is None:
+            return None
+        if not isinstance(answer.get("status"), dict):
+            raise ProtocolError("The keeper's answer holds no status.")
+        status = Status.from_dict(answer["status"])
+        watcher.progress(status.progress_bytes, 0)
+        done = {each.step for each in status.failures} | set(status.for_others)
+        if status.persisting is None and set(status.waiting) <= done:
+            return status
+        now = status.progress_bytes, status.waiting, status.committed, done
+        if now != before:
+            moved_s, before = time.monotonic(), now
+        still_s = time.monotonic() - moved_s
+        if still_s >= _STILL_S:
+            return status
+        if still_s >= _SAID_STILL_S and not is_said:
+            watcher.say(f"{STILL}. Waiting up to {_STILL_S:.0f} s; an interrupt loses nothing")
+            is_said = True
+        time.sleep(_LOOK_S)
+
+
+def end_process(runtime: RuntimeFolder) -> None:
+    """Ask the keeper to go, and wait until it has. KeeperError for one that stays: it still has something
+    to save, or hangs."""
+    pid = keeper_of(runtime)
+    if pid is None:
+        return
+    if pid:
+        with suppress(ProcessLookupError):
+            descriptor = os.pidfd_open(pid)
+            try:
+                # Again: the process that the lock names is the one that this descriptor is of.
+                if keeper_of(runtime) == pid:
+                    signal.pidfd_send_signal(descriptor, signal.SIGTERM)
+                    select.select([descriptor], [], [], _GOING_S)
+            finally:
+                os.close(descriptor)
+    if is_alive(runtime, ELECTION_LOCK):
+        raise KeeperError(
+            f"The keeper of this run (process {pid or 'of another container'}) does not go: it still has "
+            "something to save, or hangs in storage. Nothing was discarded yet. See "
+            f"{os.path.join(runtime.path, 'keeper.log')}; mend the storage, or kill it and run this again.",
+            path=runtime.path,
+        )
+
+
+def _wait_for_burial(runtime: RuntimeFolder, guard: Callable[[], None]) -> None:
+    """A keeper removes the lock of a dead trainer when it begins to save what that one left. One that it
+    was never told of stays: it is not waited for without end."""
+    until = time.monotonic() + _BURIAL_S
+    while is_alive(runtime, ELECTION_LOCK) and time.monotonic() < until:
+        guard()
+        if not any(name.startswith("trainer-") for name in runtime.names()):
+            return
+        time.sleep(_LOOK_S)
+
+
+def ask(
+    runtime: RuntimeFolder, question: dict[str, object], patience_s: float = _PATIENCE_S
+) -> dict[str, Any] | None:
+    """What the run's keeper answers, None where none lives. KeeperError for one that does not answer within
+    `patience_s`, or refuses."""
+    try:
+        return _ask(runtime, question, patience_s)
+    except TimeoutError as error:
+        raise KeeperError(
+            f"The keeper of this run (process {keeper_of(runtime) or '?'}) lives and does not answer: it is "
+            "stopped, or hangs in storage. Nothing was changed; what it has in memory stays there. See "
+            f"{os.path.join(runtime.path, 'keeper.log')}; let it go on, or kill it and run this again.",
+            path=runtime.path,
+        ) from error
+
+
+def _ask(runtime: RuntimeFolder, question: dict[str, object], patience_s: float) -> dict[str, Any] | None:
+    until = time.monotonic() + patience_s
+    while is_alive(runtime, ELECTION_LOCK):
+        if time.monotonic() > until:
+            raise TimeoutError
+        # Elected, and not listening yet, or not any more.
+        with suppress(ConnectionError, FileNotFoundError, BlockingIOError, EOFError):
+            if runtime.check_socket(SOCKET_NAME):
+                return _exchange(runtime, question, patience_s)
+        time.sleep(_LOOK_S)
+    return None
+
+
+def _exchange(runtime: RuntimeFolder, question: dict[str, object], patience_s: float) -> dict[str, Any]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
+        peer.settimeout(patience_s)
+        peer.connect(runtime.reachable(SOCKET_NAME))
+        if peer_uid(peer)[1] != os.geteuid():
+            raise KeeperError("Another user's process answers in the keeper's place. Nothing was changed.")
+        send(peer, question)
+        answer, descriptors = receive(peer)
+        close_all(descriptors)
+        if answer.get("ok") is not True:
+            raise ProtocolError(f"The keeper refused to answer: {answer.get('error', 'without a reason')}")
+        return answer

@@ -18,29 +18,28 @@ from flashckpt.errors import FlashckptError
 from flashckpt.events import Event
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper.protocol import LOG_NAME, SOCKET_NAME
-from flashckpt.memory.held_regions import HeldRegion, Regions
+from flashckpt.memory.held_regions import Regions
 from flashckpt.memory.region import is_region_name, rank_of
 from flashckpt.memory.runtime import LifeLock
-from flashckpt.memory.slot import Sealed
-from flashckpt.persist import job as jobs
-from flashckpt.persist.at_rest import unfinished
-from flashckpt.persist.job import State, StepJob, Void, alone
+from flashckpt.persist.job import JobState, StepJob, StepOutcome, Void, alone
 from flashckpt.persist.ledger import Ledger
 from flashckpt.persist.needed import Survivor, needed
 from flashckpt.persist.queue import Queue
 from flashckpt.persist.retries import few_pauses_s
+from flashckpt.persist.stored_steps import unfinished
 from flashckpt.persist.worker import Worker
 from flashckpt.persist.writer import Writer
-from flashckpt.recovery.at_rest import Examined, parts_found
 from flashckpt.recovery.node import Hold
-from flashckpt.recovery.report import NEWER_FAILED, Finding, Kind, Outcome, Watcher, foreign
+from flashckpt.recovery.report import Fate, Finding, Kind, Watcher
+from flashckpt.recovery.storage import Examined, parts_found
 from flashckpt.recovery.survey import slots_in
 from flashckpt.store.base import Store
 
 _SHOWN = 8
+_NEWER_FAILED = "a newer one could not be saved"
 
 
-class Memory:
+class MemoryRecovery:
     """With the keeper's lock in `hold`, everything that is in named regions; without it nothing."""
 
     def __init__(self, hold: Hold, watcher: Watcher, ledger: Ledger) -> None:
@@ -53,11 +52,10 @@ class Memory:
         self._regions = Regions(self._runtime, life)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._writer = Writer(self._store, nonce, guard=hold.guard)
-        worker = Worker("writer", self._wake)
         self._queue = Queue(
             self._regions,
             self._writer,
-            worker,
+            Worker("writer", self._wake),
             ledger,
             told=self._told,
             pauses=few_pauses_s,
@@ -66,12 +64,13 @@ class Memory:
         )
         self._snapshots: dict[str, Finding] = {}
         self._parts: dict[str, Finding] = {}
+        self._foreign: list[Finding] = []
         self._waiting: set[AttemptName] = set()
         self._saved: dict[str, VisibleStep] = {}
 
     @property
     def findings(self) -> list[Finding]:
-        return list(self._snapshots.values())
+        return [*self._snapshots.values(), *self._foreign]
 
     @property
     def unsaved(self) -> set[AttemptName]:
@@ -82,26 +81,28 @@ class Memory:
         """Persist and commit what counts; afterwards `findings` has one row for each snapshot."""
         self._regions.adopt_named()
         self._regions.reclaim()
-        for held, sealed in self._newest_first():
-            self._snapshots[held.slot.name] = _finding(held, sealed)
-            if held.slot.persisted == sealed.generation:
-                self._saved[held.slot.name] = self._writer.place_of(alone(held.slot, sealed, 0))
-                self._note(held.slot.name, Outcome.WAS_COMMITTED)
+        for seen in slots_in(self._runtime):
+            held = self._regions.get(seen.slot)
+            sealed = held.sealed() if held is not None else None
+            if not seen.is_slot:
+                self._foreign.append(seen.left_alone())
+            elif held is not None and sealed is not None:
+                self._snapshots[seen.slot] = seen.finding(Fate.KEPT)
+                if seen.is_persisted:
+                    self._saved[seen.slot] = self._writer.place_of(alone(held.slot, sealed, 0))
+                    self._note(seen.slot, Fate.WAS_COMMITTED)
         for rank in sorted({held.slot.rank for held in self._regions.slots()}):
             self._queue.rescue(rank)
         self._run()
         for name, found in self._snapshots.items():
-            if found.outcome is Outcome.KEPT and not found.detail and found.attempt in self.unsaved:
-                self._note(name, Outcome.KEPT, NEWER_FAILED)
-        for each in slots_in(self._runtime):
-            if not each.is_slot:
-                self._snapshots[each.slot] = foreign(each.slot, each.problem)
+            if found.outcome is Fate.KEPT and not found.detail and found.attempt in self.unsaved:
+                self._note(name, Fate.KEPT, _NEWER_FAILED)
 
     def finish(self, *, read: bool) -> list[Finding]:
         """Commit what is at rest and wants only its manifest; `read`: once every byte of it has been read."""
         # Oldest first: a kill in between leaves a run that goes on from an older step, as before.
-        for rest in reversed(unfinished(self._store)):
-            self._queue.adopt(rest, read=read)
+        for stored in reversed(unfinished(self._store)):
+            self._queue.adopt(stored, read=read)
         self._run()
         return list(self._parts.values())[::-1]
 
@@ -115,7 +116,7 @@ class Memory:
             self._hold.guard()
             name = held.slot.name
             if name in settled:
-                if settled[name].outcome is Outcome.DISCARDED:
+                if settled[name].outcome is Fate.DISCARDED:
                     self._tell_discarded(settled[name])
                 self._snapshots[name] = settled[name]
             if name not in stays:
@@ -130,11 +131,13 @@ class Memory:
                 self._regions.forget_keeper(nonce)
 
     def close(self) -> None:
-        """Let the slots that stay be found by the next keeper, and leave no name behind but theirs."""
-        for held in self._regions.everything():
-            held.slot.close()
-        self._queue.worker.close()
-        os.close(self._wake)
+        """Let the slots that stay be found by the next keeper, and leave no name behind but theirs. An
+        interrupt leaves a worker that is busy: it keeps what it looks at until the process ends."""
+        if not self._queue.worker.busy:
+            for held in self._regions.everything():
+                held.slot.close()
+            self._queue.worker.close()
+            os.close(self._wake)
         with contextlib.suppress(OSError, FlashckptError):
             if self._hold.election is not None and self._hold.election.stands(self._runtime):
                 self._regions.remove_dead_locks()
@@ -151,15 +154,11 @@ class Memory:
         def watch() -> None:
             self._hold.guard()
             writing = self._queue.writing
-            total = sum(_num_bytes(each) for each in writing.members()) if writing is not None else 0
+            names = [each.slot.name for each in writing.members()] if writing is not None else []
+            total = sum(self._snapshots[name].num_bytes for name in names if name in self._snapshots)
             self._watcher.progress(self._queue.progress_bytes - before, total)
 
         self._queue.run_to_idle(watch)
-
-    def _newest_first(self) -> list[tuple[HeldRegion, Sealed]]:
-        found = [(held, held.sealed()) for held in self._regions.slots()]
-        whole = [(held, sealed) for held, sealed in found if sealed is not None]
-        return sorted(whole, key=lambda pair: pair[1].age, reverse=True)
 
     def _world_of(self, attempt: AttemptName) -> int | None:
         start = attempts.read_start(self._store, attempt)
@@ -167,28 +166,27 @@ class Memory:
 
     # What is said
 
-    def _told(self, job: StepJob, outcome: jobs.Outcome) -> None:
-        if job.rest is not None:
-            word, detail = word_of(outcome)
+    def _told(self, job: StepJob, outcome: StepOutcome) -> None:
+        word, detail = word_of(outcome)
+        if job.stored is not None:
             is_damage = outcome.void is Void.TORN
-            self._parts[job.rest.folder] = parts_found(job.rest, word, detail, damage=is_damage)
+            self._parts[job.stored.folder] = parts_found(job.stored, word, detail, damage=is_damage)
             return
-        if outcome.state is State.PART_WRITTEN:
+        if outcome.state is JobState.PART_WRITTEN:
             self._waiting.add(job.attempt)
-        for each in job.members():
-            name = each.slot.name
-            word, detail = word_of(outcome)
+        for name in (each.slot.name for each in job.members()):
             if outcome.void is Void.TORN and name != outcome.slot:
-                word, detail = Outcome.KEPT, f"what rank {rank_of(outcome.slot)} has of it is torn"
-            if name not in self._snapshots:
-                self._snapshots[name] = Finding(kind=Kind.SNAPSHOT, outcome=word, place=name)
-            self._note(name, word, detail, damage=word is Outcome.TORN)
-            if word is Outcome.COMMITTED:
+                torn_rank = rank_of(outcome.slot)
+                self._note(name, Fate.KEPT, f"what rank {torn_rank} has of it is torn")
+            else:
+                self._note(name, word, detail)
+            if word is Fate.COMMITTED:
                 self._saved[name] = self._writer.place_of(job)
 
-    def _note(self, name: str, outcome: Outcome, detail: str = "", *, damage: bool = False) -> None:
-        found = self._snapshots[name]
-        self._snapshots[name] = replace(found, outcome=outcome, detail=detail, damage=damage)
+    def _note(self, name: str, outcome: Fate, detail: str = "") -> None:
+        found = self._snapshots.get(name, Finding(Kind.SNAPSHOT, outcome, name))
+        is_torn = outcome is Fate.TORN
+        self._snapshots[name] = replace(found, outcome=outcome, detail=detail, damage=is_torn)
 
     def _tell_discarded(self, lost: Finding) -> None:
         what = f"step {lost.step} of attempt {lost.attempt}"
@@ -214,41 +212,41 @@ def settle(
     stays = {name for name, each in saved.items() if each in examined.damaged and each.step > newest}
     for name in stays:
         why = "its copy at rest is not whole: training resumes from memory"
-        settled[name] = replace(found[name], outcome=Outcome.KEPT, detail=why)
+        settled[name] = replace(found[name], outcome=Fate.KEPT, detail=why)
     counts = stays | _needed(store, found, saved, unsaved)
     for name, each in found.items():
-        if name in stays or each.outcome is Outcome.SOUND:
+        if name in stays or each.outcome is Fate.SOUND:
             continue
         if name in counts and not discard:
             stays.add(name)
         elif name in counts:
-            settled[name] = replace(each, outcome=Outcome.DISCARDED)
-        elif each.outcome is Outcome.KEPT and each.attempt is not None:
-            settled[name] = replace(each, outcome=Outcome.DROPPED)
+            settled[name] = replace(each, outcome=Fate.DISCARDED)
+        elif each.outcome is Fate.KEPT and each.attempt is not None:
+            settled[name] = replace(each, outcome=Fate.DROPPED)
     return settled, stays
 
 
 def failed_of(found: Mapping[str, Finding]) -> set[AttemptName]:
     """Attempts of which something could not be saved."""
-    failed = (each.attempt for each in found.values() if each.outcome is Outcome.FAILED)
+    failed = (each.attempt for each in found.values() if each.outcome is Fate.FAILED)
     return {attempt for attempt in failed if attempt is not None}
 
 
-def word_of(outcome: jobs.Outcome) -> tuple[Outcome, str]:
+def word_of(outcome: StepOutcome) -> tuple[Fate, str]:
     """What is said of a step, and why."""
     detail = outcome.message
     match outcome.state, outcome.void:
-        case State.COMMITTED, _:
-            return Outcome.COMMITTED, ""
-        case State.PART_WRITTEN, _:
+        case JobState.COMMITTED, _:
+            return Fate.COMMITTED, ""
+        case JobState.PART_WRITTEN, _:
             waits = "its part is saved; it is committed once those of the other ranks are there"
-            return Outcome.KEPT, detail or waits
-        case State.FAILED, _:
-            return Outcome.FAILED, detail
+            return Fate.KEPT, detail or waits
+        case JobState.FAILED, _:
+            return Fate.FAILED, detail
         case _, Void.TORN if outcome.slot:
             names = ", ".join(leaf for _, leaf in outcome.leaves[:_SHOWN])
-            return Outcome.TORN, f"not the bytes of its boundary: {names}" if names else detail
-    return Outcome.KEPT, detail
+            return Fate.TORN, f"not the bytes of its boundary: {names}" if names else detail
+    return Fate.KEPT, detail
 
 
 def _needed(
@@ -267,7 +265,7 @@ def _needed(
             is_committed=name in saved and steps.is_committed(store, saved[name].step, saved[name].attempt),
         )
         for name, each in found.items()
-        if each.attempt is not None and each.step is not None and each.outcome is not Outcome.TORN
+        if each.attempt is not None and each.step is not None and each.outcome is not Fate.TORN
     ]
     names = {each.slot for each in left if not each.is_committed}
     kept = {each.slot for each in left if each.attempt in unsaved} & names
@@ -275,19 +273,3 @@ def _needed(
         return kept | (needed(store, left) if names else set())
     except (OSError, FlashckptError):
         return names
-
-
-def _num_bytes(snapshot: jobs.Snapshot) -> int:
-    sealed = snapshot.slot.sealed()
-    return 0 if sealed is None else sealed.record.image_bytes
-
-
-def _finding(held: HeldRegion, sealed: Sealed) -> Finding:
-    return Finding(
-        kind=Kind.SNAPSHOT,
-        outcome=Outcome.KEPT,
-        place=held.slot.name,
-        step=sealed.step,
-        attempt=sealed.attempt,
-        num_bytes=sealed.record.image_bytes + sealed.record.constants_bytes,
-    )

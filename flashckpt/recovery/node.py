@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 from flashckpt.commit import attempts
 from flashckpt.commit.holder import Probe, check, here
-from flashckpt.errors import DamagedError, KeeperError, RunHeldError
+from flashckpt.errors import DamagedError, RunHeldError
 from flashckpt.format.names import AttemptName
 from flashckpt.format.records import Holder, Run
 from flashckpt.keeper.protocol import ELECTION_LOCK
+from flashckpt.memory.held_regions import keeper_locks
 from flashckpt.memory.runtime import (
     LifeLock,
     RuntimeFolder,
@@ -90,16 +91,14 @@ def living_trainers(runtime: RuntimeFolder) -> list[tuple[str, int]]:
     return [(name, pid) for name in names if (pid := holder_of(runtime, name)) is not None]
 
 
+def keeper_of(runtime: RuntimeFolder) -> int | None:
+    """The process of the run's keeper on this node, None where none lives."""
+    return holder_of(runtime, ELECTION_LOCK)
+
+
 def dead_keepers(runtime: RuntimeFolder) -> set[str]:
     """Nonces of the keepers that have a lock here and are dead: what they left half written may go."""
-    dead = set()
-    for name in runtime.names():
-        if name.startswith("keeper-") and name.endswith(".lock"):
-            # One of which that cannot be told lives.
-            with contextlib.suppress(KeeperError):
-                if not is_alive(runtime, name):
-                    dead.add(name.removeprefix("keeper-").removesuffix(".lock"))
-    return dead
+    return {nonce for nonce, lives in keeper_locks(runtime).items() if not lives}
 
 
 def died_here(store: Store, runtime: RuntimeFolder) -> list[AttemptName]:

@@ -8,23 +8,30 @@ known to be whole at rest.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Collection
+from contextlib import closing
 
 from flashckpt.commit import attempts
 from flashckpt.commit.run import open_run
 from flashckpt.events import Event, log
 from flashckpt.format.names import AttemptName
-from flashckpt.format.records import Run
 from flashckpt.keeper.protocol import Status
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.persist.ledger import Ledger
-from flashckpt.recovery import at_rest, lingering
-from flashckpt.recovery.debris import clear
-from flashckpt.recovery.dry_run import dry_run as look
-from flashckpt.recovery.memory import Memory
-from flashckpt.recovery.node import Hold, dead_keepers, died_here, hold, refuse_if_held, runtime_of
-from flashckpt.recovery.report import Finding, Kind, Outcome, Report, Silent, Watcher, foreign
+from flashckpt.recovery import keepers
+from flashckpt.recovery.dry_run import look
+from flashckpt.recovery.memory import MemoryRecovery
+from flashckpt.recovery.node import (
+    Hold,
+    dead_keepers,
+    died_here,
+    hold,
+    keeper_of,
+    refuse_if_held,
+    runtime_of,
+)
+from flashckpt.recovery.report import Fate, Finding, Kind, RecoveryReport, Silent, Watcher
+from flashckpt.recovery.storage import Examined, clear, examine, mark
 from flashckpt.recovery.survey import resume_of, slots_in
 from flashckpt.store.base import Store
 
@@ -36,7 +43,7 @@ def recover(
     discard: bool = False,
     read: bool = True,
     watcher: Watcher | None = None,
-) -> Report:
+) -> RecoveryReport:
     """Save what survived a crash and say where training goes on from.
 
     dry_run: only look; nothing at all is changed. discard: let go of what is in memory and can be committed
@@ -46,141 +53,118 @@ def recover(
     folder is no run; KeeperError for a keeper that does not answer.
     """
     run = open_run(store, create=False)
-    watcher = watcher or Silent()
-    watcher.stage("looking")
-    if dry_run:
-        with runtime_of(store, run) as runtime:
-            refuse_if_held(store, runtime)
-            return look(store, run, runtime, watcher, discard=discard, read=read)
-    with hold(store, run) as held:
-        return _Recovery(held, run, watcher, discard=discard, read=read).report()
+    told = watcher or Silent()
+    told.stage("looking")
 
-
-class _Recovery:
-    def __init__(self, held: Hold, run: Run, watcher: Watcher, *, discard: bool, read: bool) -> None:
-        self._hold, self._run, self._watcher = held, run, watcher
-        self._store = held.store
-        self._discard, self._read = discard, read
-        self._ledger = Ledger(held.store)
-
-    def report(self) -> Report:
-        with contextlib.closing(self._ledger):
-            keeper, told = self._ask()
-            with contextlib.closing(Memory(self._hold, self._watcher, self._ledger)) as memory:
-                return self._report(memory, keeper, told)
-
-    def _report(self, memory: Memory, keeper: int | None, told: list[Finding]) -> Report:
-        if keeper is None:
-            memory.save()
-        self._watcher.stage("committing")
-        parts = memory.finish(read=self._read)
-        self._watcher.stage("verifying")
-        examined = at_rest.examine(self._store, self._watcher, read=self._read)
-        self._watcher.stage("marking")
-        self._hold.guard()
-        at_rest.mark(self._store, examined, self._ledger)
-        if keeper is None:
-            self._bury(memory.unsaved)
-        self._watcher.stage("clearing")
-        writers = dead_keepers(self._hold.runtime) if keeper is None else set()
-        debris = clear(self._hold, writers, self._ledger)
-        if keeper is None:
-            if not any(each.outcome is Outcome.FAILED for each in debris):
-                memory.forget_dead_keepers()
-            self._watcher.stage("letting go")
-            memory.let_go(examined, discard=self._discard)
-        self._watcher.stage("resume")
-        resume, problem = resume_of(self._store, self._hold.runtime, examined.damaged)
-        self._ledger.add(
-            None, Event.RECOVER, resume=None if resume is None else resume.step, problem=problem or None
-        )
-        return Report(
-            run=self._store.url,
-            run_id=self._run.run_id,
-            dry_run=False,
-            verified=self._read,
+    def report(
+        runtime: RuntimeFolder | None, keeper: int | None, findings: list[Finding], examined: Examined
+    ) -> RecoveryReport:
+        told.stage("resume")
+        resume, problem = resume_of(store, runtime, examined.damaged)
+        return RecoveryReport(
+            run=store.url,
+            run_id=run.run_id,
+            dry_run=dry_run,
+            verified=read,
             keeper=keeper,
-            findings=(*told, *memory.findings, *parts, *examined.findings, *debris),
+            findings=tuple(findings),
             whole=len(examined.whole),
             num_bytes=examined.num_bytes,
             resume=resume,
             resume_problem=problem,
         )
 
-    def _ask(self) -> tuple[int | None, list[Finding]]:
-        """Let a keeper that lives save what it has: its process, and what it says. One that leaves meanwhile,
-        or that is to, is replaced: then None."""
-        runtime = self._hold.runtime
-        self._watcher.stage("draining")
-        if self._hold.election is not None:
-            return None, []
-        keeper = lingering.keeper_of(runtime)
-        status = lingering.wait_until_saved(self._store.url, runtime, self._watcher, self._hold.guard)
-        if self._discard and status is not None:
-            lingering.end(runtime)
-            status = None
-        if status is None:
-            self._hold.take_election()
-            return None, []
-        return keeper or 0, _told(runtime, status)
+    if dry_run:
+        with runtime_of(store, run) as runtime:
+            refuse_if_held(store, runtime)
+            return report(runtime, *look(store, runtime, told, discard=discard, read=read))
+    with hold(store, run) as held, closing(Ledger(store)) as ledger:
+        done = report(held.runtime, *_save(held, told, ledger, discard=discard, read=read))
+        resume = None if done.resume is None else done.resume.step
+        ledger.add(None, Event.RECOVER, resume=resume, problem=done.resume_problem or None)
+        return done
 
-    def _bury(self, unsaved: Collection[AttemptName]) -> None:
-        """Say of the attempts that died on this node that they are dead, so that the next job need not
-        watch them; not before everything of theirs is saved."""
-        died = died_here(self._store, self._hold.runtime)
-        # After the look: a job that has claimed meanwhile is among them, and lives.
-        self._hold.guard()
-        for name in died:
-            if name not in unsaved:
-                try:
-                    attempts.mark_ended(self._store, name, "dead")
-                except OSError as error:
-                    # The next job finds out by itself.
-                    log.warning("the end of attempt %s could not be written down: %s", name, error)
-                    continue
-                self._ledger.add(str(name), Event.DEATH, by="recover")
+
+def _save(
+    held: Hold, watcher: Watcher, ledger: Ledger, *, discard: bool, read: bool
+) -> tuple[int | None, list[Finding], Examined]:
+    """The keeper that goes on living, what became of all that was found, and the steps at rest."""
+    keeper, told = _ask(held, watcher, discard=discard)
+    with closing(MemoryRecovery(held, watcher, ledger)) as memory:
+        if keeper is None:
+            memory.save()
+        watcher.stage("committing")
+        parts = memory.finish(read=read)
+        watcher.stage("verifying")
+        examined = examine(held.store, watcher, read=read)
+        watcher.stage("marking")
+        held.guard()
+        mark(held.store, examined, ledger)
+        if keeper is None:
+            _bury(held, memory.unsaved, ledger)
+        watcher.stage("clearing")
+        debris = clear(held, dead_keepers(held.runtime) if keeper is None else (), ledger)
+        if keeper is None:
+            if not any(each.outcome is Fate.FAILED for each in debris):
+                memory.forget_dead_keepers()
+            watcher.stage("letting go")
+            memory.let_go(examined, discard=discard)
+        return keeper, [*told, *memory.findings, *parts, *examined.findings, *debris], examined
+
+
+def _ask(held: Hold, watcher: Watcher, *, discard: bool) -> tuple[int | None, list[Finding]]:
+    """Let a keeper that lives save what it has: its process, and what it says. One that leaves meanwhile, or
+    that is to, is replaced: then None."""
+    watcher.stage("draining")
+    if held.election is not None:
+        return None, []
+    keeper = keeper_of(held.runtime)
+    status = keepers.wait_until_saved(held.store.url, held.runtime, watcher, held.guard)
+    if discard and status is not None:
+        keepers.end_process(held.runtime)
+        status = None
+    if status is None:
+        held.take_election()
+        return None, []
+    return keeper or 0, _told(held.runtime, status)
+
+
+def _bury(held: Hold, unsaved: Collection[AttemptName], ledger: Ledger) -> None:
+    """Say of the attempts that died on this node that they are dead, so that the next job need not watch
+    them; not before everything of theirs is saved."""
+    died = died_here(held.store, held.runtime)
+    # After the look: a job that has claimed meanwhile is among them, and lives.
+    held.guard()
+    for name in (name for name in died if name not in unsaved):
+        try:
+            attempts.mark_ended(held.store, name, "dead")
+        except OSError as error:
+            # The next job finds out by itself.
+            log.warning("the end of attempt %s could not be written down: %s", name, error)
+        else:
+            ledger.add(str(name), Event.DEATH, by="recover")
 
 
 def _told(runtime: RuntimeFolder, status: Status) -> list[Finding]:
     """The keeper's slots, and what it said of them."""
-    reasons = dict.fromkeys(status.waiting, lingering.STILL)
+    reasons = dict.fromkeys(status.waiting, keepers.STILL)
     reasons |= dict.fromkeys(status.for_others, "its part is saved; those of other nodes are missing")
     reasons |= {each.step: each.message for each in status.failures}
     findings = []
     for each in slots_in(runtime):
         if not each.is_slot:
-            findings.append(foreign(each.slot, each.problem))
-            continue
-        outcome = Outcome.WAS_COMMITTED if each.is_persisted else Outcome.KEPT
-        if each.problem:
-            outcome = Outcome.TORN
-        elif each.step in status.for_others:
-            outcome = Outcome.KEPT
-        elif each.step in status.waiting and not each.is_persisted:
-            # What it has given up, because another attempt has begun since, it does not wait for any more.
-            outcome = Outcome.FAILED
-        findings.append(
-            Finding(
-                kind=Kind.SNAPSHOT,
-                outcome=outcome,
-                place=each.slot,
-                step=each.step if each.attempt is not None else None,
-                attempt=each.attempt,
-                num_bytes=each.num_bytes,
-                detail=each.problem or reasons.get(each.step, "the keeper has it"),
-                damage=bool(each.problem),
-            )
-        )
+            findings.append(each.left_alone())
+        elif each.step is None:
+            findings.append(each.finding(Fate.TORN, each.problem, damage=True))
+        else:
+            outcome = Fate.WAS_COMMITTED if each.is_persisted else Fate.KEPT
+            if each.step in status.for_others:
+                outcome = Fate.KEPT
+            elif each.step in status.waiting and not each.is_persisted:
+                # What it gave up, since another attempt has begun, it does not wait for any more.
+                outcome = Fate.FAILED
+            findings.append(each.finding(outcome, reasons.get(each.step, "the keeper has it")))
     for torn in status.torn:
         why = f"not the bytes of its boundary: {', '.join(torn.leaves[:8]) or 'its metadata'}"
-        findings.append(
-            Finding(
-                kind=Kind.SNAPSHOT,
-                outcome=Outcome.TORN,
-                place=torn.slot,
-                step=torn.step,
-                detail=why,
-                damage=True,
-            )
-        )
+        findings.append(Finding(Kind.SNAPSHOT, Fate.TORN, torn.slot, torn.step, detail=why, damage=True))
     return findings

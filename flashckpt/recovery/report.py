@@ -12,8 +12,6 @@ from typing import Any, Protocol
 
 from flashckpt.format.names import AttemptName
 
-NEWER_FAILED = "a newer one could not be saved"
-
 
 class Kind(str, Enum):
     """What was found."""
@@ -28,7 +26,7 @@ class Kind(str, Enum):
     """What dead processes left and nobody can use."""
 
 
-class Outcome(str, Enum):
+class Fate(str, Enum):
     """What became of it; in a dry run, what is there, and what would go."""
 
     COMMITTED = "committed"
@@ -50,13 +48,13 @@ class Outcome(str, Enum):
     REMOVED = "removed"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """One thing. `place` is a slot's name or a path in the run; `detail` says why, empty where that is
     plain. `damage` is whether bytes are not those that were written."""
 
     kind: Kind
-    outcome: Outcome
+    outcome: Fate
     place: str
     step: int | None = None
     attempt: AttemptName | None = None
@@ -77,11 +75,6 @@ class Finding:
         }
 
 
-def foreign(region: str, why: str) -> Finding:
-    """A region that is no slot of this run, or of which nobody can tell: it is left alone."""
-    return Finding(kind=Kind.SNAPSHOT, outcome=Outcome.KEPT, place=region, detail=why, damage=True)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
     """Where training goes on from: a step in "memory" or in the store ("local")."""
@@ -95,7 +88,7 @@ class Resume:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class RecoveryReport:
     """All of a recovery. `keeper` is the pid of a keeper that still lives, 0 where it has none here;
     `resume_problem` says why there is no `resume` though the run has steps. `num_bytes` were read of the
     `whole` steps at rest and of damaged ones; 0 where nothing was verified."""
@@ -114,7 +107,7 @@ class Report:
     @property
     def failed(self) -> bool:
         """Whether something that is to be saved could not be."""
-        return any(each.outcome is Outcome.FAILED for each in self.findings)
+        return any(each.outcome is Fate.FAILED for each in self.findings)
 
     @property
     def damaged(self) -> bool:
@@ -152,11 +145,8 @@ class Watcher(Protocol):
 class Silent:
     """Tells nobody."""
 
-    def stage(self, name: str) -> None:
-        pass
+    def stage(self, name: str) -> None: ...
 
-    def progress(self, done: int, total: int) -> None:
-        pass
+    def progress(self, done: int, total: int) -> None: ...
 
-    def say(self, text: str) -> None:
-        pass
+    def say(self, text: str) -> None: ...

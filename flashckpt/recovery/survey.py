@@ -18,27 +18,34 @@ from flashckpt.format.metadata import Metadata
 from flashckpt.format.names import AttemptName
 from flashckpt.memory.region import constants_region_name, is_region_name, open_named
 from flashckpt.memory.runtime import RuntimeFolder
-from flashckpt.memory.slot import Sealed, Slot
+from flashckpt.memory.slot import Slot
 from flashckpt.persist.audit import Torn, check_header, differing
-from flashckpt.persist.job import Snapshot, StepJob, alone
-from flashckpt.recovery.report import Resume
+from flashckpt.persist.job import SealedSnapshot, StepJob, alone
+from flashckpt.recovery.report import Fate, Finding, Kind, Resume
 from flashckpt.store.base import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """A sealed snapshot in a slot; or one that cannot be read (`attempt` None), with the reason; or a region
-    that is no slot of this run (`is_slot` False), which nobody touches."""
+    """A sealed snapshot in a slot; or one that cannot be read (no `step` and `attempt`), with the reason; or
+    a region that is no slot of this run (`is_slot` False), which nobody touches."""
 
     slot: str
     is_slot: bool = True
-    rank: int = 0
-    step: int = -1
+    step: int | None = None
     attempt: AttemptName | None = None
     age: tuple[int, int, int] = (0, 0, 0)
     num_bytes: int = 0
     is_persisted: bool = False
     problem: str = ""
+
+    def finding(self, outcome: Fate, detail: str = "", *, damage: bool = False) -> Finding:
+        about = self.slot, self.step, self.attempt, self.num_bytes
+        return Finding(Kind.SNAPSHOT, outcome, *about, detail, damage)
+
+    def left_alone(self) -> Finding:
+        """Of a region that is no slot of this run, or of which nobody can tell."""
+        return self.finding(Fate.KEPT, self.problem, damage=True)
 
 
 def slots_in(runtime: RuntimeFolder) -> list[Seen]:
@@ -54,10 +61,18 @@ def slots_in(runtime: RuntimeFolder) -> list[Seen]:
             try:
                 sealed = slot.sealed()
             except DamagedError as error:
-                seen.append(Seen(slot=name, rank=slot.rank, problem=str(error)))
+                seen.append(Seen(slot=name, problem=str(error)))
                 continue
             if sealed is not None:
-                seen.append(_seen(name, slot, sealed))
+                found = Seen(
+                    slot=name,
+                    step=sealed.step,
+                    attempt=sealed.attempt,
+                    age=sealed.age,
+                    num_bytes=sealed.record.image_bytes + sealed.record.constants_bytes,
+                    is_persisted=slot.persisted == sealed.generation,
+                )
+                seen.append(found)
     return sorted(seen, key=lambda each: each.age, reverse=True)
 
 
@@ -81,7 +96,7 @@ def job_of(runtime: RuntimeFolder, name: str) -> Iterator[StepJob | None]:
 OnStorage = Callable[[Metadata], bool]
 
 
-def torn_leaves(snapshot: Snapshot, on_storage: OnStorage = lambda metadata: False) -> list[str] | None:
+def torn_leaves(snapshot: SealedSnapshot, on_storage: OnStorage = lambda metadata: False) -> list[str] | None:
     """Names of the leaves of a sealed snapshot whose bytes are not those of its boundary; None where the
     snapshot itself cannot be read, which is as bad. Where storage has its constants already, what memory has
     of them counts for nothing: it is not what a save would write."""
@@ -100,7 +115,7 @@ def torn_leaves(snapshot: Snapshot, on_storage: OnStorage = lambda metadata: Fal
     return [metadata.leaves[index].name for index in torn]
 
 
-def lacks_region(snapshot: Snapshot, on_storage: OnStorage) -> bool:
+def lacks_region(snapshot: SealedSnapshot, on_storage: OnStorage) -> bool:
     """Whether a sealed snapshot cannot be saved, since it names a region of constants that is not here, and
     storage does not have them."""
     try:
@@ -120,10 +135,10 @@ def resume_of(
     what is in memory is audited here."""
     try:
         reading.check_records(store)
-        seen = slots_in(runtime) if runtime is not None else []
-        survived = {
-            each.slot: VisibleStep(each.step, each.attempt) for each in seen if each.attempt is not None
-        }
+        survived = {}
+        for each in slots_in(runtime) if runtime is not None else []:
+            if each.step is not None and each.attempt is not None:
+                survived[each.slot] = VisibleStep(each.step, each.attempt)
         rungs = reading.ladder(store, survived)
         for rung in rungs:
             if rung.slot is None and VisibleStep(rung.step, rung.attempt) not in damaged:
@@ -141,18 +156,6 @@ def resume_of(
 def _is_sound(runtime: RuntimeFolder, name: str) -> bool:
     with job_of(runtime, name) as job:
         return job is not None and torn_leaves(job.members()[0]) == []
-
-
-def _seen(name: str, slot: Slot, sealed: Sealed) -> Seen:
-    return Seen(
-        slot=name,
-        rank=slot.rank,
-        step=sealed.step,
-        attempt=sealed.attempt,
-        age=sealed.age,
-        num_bytes=sealed.record.image_bytes + sealed.record.constants_bytes,
-        is_persisted=slot.persisted == sealed.generation,
-    )
 
 
 @contextlib.contextmanager

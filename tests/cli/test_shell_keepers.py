@@ -18,7 +18,7 @@ from made_runs import Ended
 from flashckpt.memory.region import is_region_name
 from flashckpt.recovery import keepers as node
 from flashckpt.recovery.recover import recover
-from flashckpt.recovery.report import Kind, Outcome, Silent
+from flashckpt.recovery.report import Fate, Kind, Silent
 from flashckpt.store.base import open_store
 from tests.keeper.driver import Process, committed, eventually, runtime_of
 from tests.keeper.fake import keeper_pid
@@ -165,7 +165,7 @@ def test_one_that_waits_for_another_node_has_nothing_left_to_do(tmp_path: Path, 
     trainer.kill()
     report = recover(open_store(str(run)))
     (found,) = [each for each in report.findings if each.kind is Kind.SNAPSHOT]
-    assert (found.step, found.outcome) == (3, Outcome.KEPT)
+    assert (found.step, found.outcome) == (3, Fate.KEPT)
     assert "other nodes are missing" in found.detail
     assert not report.failed
     (row,) = listed()

@@ -14,7 +14,7 @@ from flashckpt.cli.command import ExitCode
 from flashckpt.cli.recover import exit_code_of
 from flashckpt.commit.attempts import mark_ended
 from flashckpt.format.names import AttemptName
-from flashckpt.recovery.report import Finding, Kind, Outcome, Report, Resume
+from flashckpt.recovery.report import Fate, Finding, Kind, RecoveryReport, Resume
 from tests.commit.runs import attempt_at, commit, new_run
 
 ROOT = Path(__file__).parents[2]
@@ -36,13 +36,13 @@ def shell(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
 
 
-def finding(outcome: Outcome, *, damage: bool = False) -> Finding:
+def finding(outcome: Fate, *, damage: bool = False) -> Finding:
     return Finding(kind=Kind.SNAPSHOT, outcome=outcome, place="slot", damage=damage)
 
 
-def report(*findings: Finding, problem: str = "") -> Report:
+def report(*findings: Finding, problem: str = "") -> RecoveryReport:
     resume = None if problem else Resume(step=1, attempt=AttemptName(1, "7fa3c1d2"), tier="local")
-    return Report(
+    return RecoveryReport(
         run="run",
         run_id="0" * 16,
         dry_run=False,
@@ -58,7 +58,7 @@ def report(*findings: Finding, problem: str = "") -> Report:
 
 def test_the_words() -> None:
     assert {each.value for each in Kind} == KINDS
-    assert {each.value for each in Outcome} == OUTCOMES
+    assert {each.value for each in Fate} == OUTCOMES
 
 
 @pytest.mark.parametrize("word", sorted(KINDS | OUTCOMES))
@@ -81,15 +81,15 @@ def test_the_codes_of_the_shell() -> None:
     ("found", "code"),
     [
         (report(), 0),
-        (report(finding(Outcome.COMMITTED), finding(Outcome.KEPT), finding(Outcome.DISCARDED)), 0),
-        (report(finding(Outcome.TORN, damage=True), finding(Outcome.COMMITTED)), 1),
-        (report(finding(Outcome.MARKED, damage=True)), 1),
-        (report(finding(Outcome.MARKED, damage=True), problem="none is whole"), 3),
-        (report(finding(Outcome.FAILED), finding(Outcome.TORN, damage=True)), 4),
-        (report(finding(Outcome.FAILED), problem="none is whole"), 4),
+        (report(finding(Fate.COMMITTED), finding(Fate.KEPT), finding(Fate.DISCARDED)), 0),
+        (report(finding(Fate.TORN, damage=True), finding(Fate.COMMITTED)), 1),
+        (report(finding(Fate.MARKED, damage=True)), 1),
+        (report(finding(Fate.MARKED, damage=True), problem="none is whole"), 3),
+        (report(finding(Fate.FAILED), finding(Fate.TORN, damage=True)), 4),
+        (report(finding(Fate.FAILED), problem="none is whole"), 4),
     ],
 )
-def test_the_code_of_a_report(found: Report, code: int) -> None:
+def test_the_code_of_a_report(found: RecoveryReport, code: int) -> None:
     assert int(exit_code_of(found)) == code
 
 

@@ -6,7 +6,7 @@ import errno
 from collections.abc import Callable
 
 from flashckpt.memory.slot import Slot
-from flashckpt.persist.job import Snapshot, StepJob, alone
+from flashckpt.persist.job import SealedSnapshot, StepJob, alone
 from tests.keeper.fake import FakeTrainer
 
 
@@ -19,7 +19,7 @@ def job_of(trainer: FakeTrainer, slot: Slot, *regions: Slot, is_alone: bool = Fa
     return job
 
 
-def snapshot_of(job: StepJob) -> Snapshot:
+def snapshot_of(job: StepJob) -> SealedSnapshot:
     [snapshot] = job.members()
     return snapshot
 

@@ -20,7 +20,7 @@ from flashckpt.commit.verification import verify
 from flashckpt.format.names import AttemptName, attempt_folder
 from flashckpt.format.records import Contents
 from flashckpt.memory.slot import Slot
-from flashckpt.persist.job import Outcome, State, StepJob, Void
+from flashckpt.persist.job import JobState, StepJob, StepOutcome, Void
 from flashckpt.persist.writer import Writer
 from flashckpt.store.base import open_store
 from tests.keeper.driver import Process, committed, eventually, kill_keeper, runtime_of, told
@@ -256,10 +256,10 @@ def test_a_step_whose_constants_stand_on_storage_does_not_need_those_in_the_slot
 ) -> None:
     """The digests of its boundary are those of the file, so what the file holds is what the step had."""
     writer = Writer(alone.store, "0123abcd")
-    assert writer.persist(order(alone, 1)).state is State.COMMITTED
+    assert writer.persist(order(alone, 1)).state is JobState.COMMITTED
     [file] = files(alone)
     outcome = writer.persist(order(alone, 2, lambda slot: flip_constant(alone, slot)))
-    assert outcome.state is State.COMMITTED
+    assert outcome.state is JobState.COMMITTED
     assert named(alone.run, 2).shard.file == file.name
     assert committed(alone.run) == [1, 2]
     assert files(alone) == [file]
@@ -267,9 +267,9 @@ def test_a_step_whose_constants_stand_on_storage_does_not_need_those_in_the_slot
 
 def test_other_constants_get_a_file_of_their_own(alone: FakeTrainer) -> None:
     writer = Writer(alone.store, "0123abcd")
-    assert writer.persist(order(alone, 1)).state is State.COMMITTED
+    assert writer.persist(order(alone, 1)).state is JobState.COMMITTED
     alone.image = type(alone.image)(alone.layout, None)
-    assert writer.persist(order(alone, 2)).state is State.COMMITTED
+    assert writer.persist(order(alone, 2)).state is JobState.COMMITTED
     assert read_step(alone.store, 2, alone.attempt).rank(0).constants is None
     [file] = files(alone)
     assert committed(alone.run) == [1, 2]
@@ -278,31 +278,31 @@ def test_other_constants_get_a_file_of_their_own(alone: FakeTrainer) -> None:
 
 def test_a_file_that_was_taken_away_is_written_again_under_another_name(alone: FakeTrainer) -> None:
     writer = Writer(alone.store, "0123abcd")
-    assert writer.persist(order(alone, 1)).state is State.COMMITTED
+    assert writer.persist(order(alone, 1)).state is JobState.COMMITTED
     [file] = files(alone)
     (file.parent / "constants-00000-7.safetensors").write_bytes(b"of somebody else")
     file.unlink()
-    assert writer.persist(order(alone, 2)).state is State.COMMITTED
+    assert writer.persist(order(alone, 2)).state is JobState.COMMITTED
     assert named(alone.run, 2).shard.file == "constants-00000-8.safetensors"
     assert committed(alone.run) == [2], "step 1 has lost its constants and is not committed any more"
 
 
 def test_a_name_that_a_step_gives_is_not_taken_for_another_file(alone: FakeTrainer) -> None:
     writer = Writer(alone.store, "0123abcd")
-    assert writer.persist(order(alone, 1)).state is State.COMMITTED
+    assert writer.persist(order(alone, 1)).state is JobState.COMMITTED
     [file] = files(alone)
     lost = file.rename(alone.run / "lost")
-    assert writer.persist(order(alone, 2)).state is State.COMMITTED
+    assert writer.persist(order(alone, 2)).state is JobState.COMMITTED
     assert [found.name for found in files(alone)] == ["constants-00000-2.safetensors"]
     lost.rename(file)
     assert committed(alone.run) == [1, 2]
     assert verify(alone.store).ok
 
 
-def second_attempt(alone: FakeTrainer, befalls: Callable[[Path], object]) -> Outcome:
+def second_attempt(alone: FakeTrainer, befalls: Callable[[Path], object]) -> StepOutcome:
     """Persist step 2 as a new attempt's that went on from step 1, after something befell the first's file."""
     writer = Writer(alone.store, "0123abcd")
-    assert writer.persist(order(alone, 1)).state is State.COMMITTED
+    assert writer.persist(order(alone, 1)).state is JobState.COMMITTED
     [file] = files(alone)
     befalls(file)
     before = alone.attempt
@@ -317,7 +317,7 @@ def test_a_file_that_has_rotted_is_not_linked(alone: FakeTrainer) -> None:
         data[-3] ^= 1
         file.write_bytes(data)
 
-    assert second_attempt(alone, rot).state is State.COMMITTED
+    assert second_attempt(alone, rot).state is JobState.COMMITTED
     [file] = files(alone)
     assert file.stat().st_nlink == 1
     assert verify(alone.store, 2).ok
@@ -328,7 +328,7 @@ def test_where_there_are_no_links_it_is_written(alone: FakeTrainer, monkeypatch:
         raise OSError(errno.EPERM, "this file system has no links")
 
     outcome = second_attempt(alone, lambda file: monkeypatch.setattr(os, "link", link))
-    assert outcome.state is State.COMMITTED
+    assert outcome.state is JobState.COMMITTED
     [file] = files(alone)
     assert file.stat().st_nlink == 1
     assert committed(alone.run) == [1, 2]
@@ -351,11 +351,11 @@ def test_constants_that_were_written_without_the_pin_are_not_believed(
 
     monkeypatch.setattr(_native, "write_file", write_file)
     writer, asked = Writer(alone.store, "0123abcd"), order(alone, 1)
-    assert writer.persist(asked).state is State.FAILED
+    assert writer.persist(asked).state is JobState.FAILED
     assert ["constants-" in path for path in written] == [True]
     assert files(alone) == []
     slot = snapshot_of(asked).slot
     assert slot.unpin(slot.state())
-    assert writer.persist(asked).state is State.COMMITTED
+    assert writer.persist(asked).state is JobState.COMMITTED
     assert ["constants-" in path for path in written] == [True, True, False]
     assert committed(alone.run) == [1]

@@ -11,7 +11,7 @@ from flashckpt.commit import constants
 from flashckpt.commit.verification import verify
 from flashckpt.errors import KeeperError
 from flashckpt.format.names import AttemptName, attempt_folder, constants_name
-from flashckpt.persist.job import State
+from flashckpt.persist.job import JobState
 from flashckpt.persist.writer import Writer
 from flashckpt.store.base import Store, open_store
 from tests.keeper.driver import committed, eventually
@@ -104,7 +104,7 @@ def left_behind(trainer: FakeTrainer, number: int) -> str:
 def test_what_another_keeper_may_still_name_stays(alone: FakeTrainer) -> None:
     left = left_behind(alone, 4)
     writer = Writer(alone.store, "0123abcd")
-    assert writer.persist(order(alone, 1)).state is State.COMMITTED
+    assert writer.persist(order(alone, 1)).state is JobState.COMMITTED
     assert [file.name for file in files(alone)] == [left, constants_name(0, 5)]
 
 
@@ -121,20 +121,20 @@ def test_nothing_goes_without_the_pin(alone: FakeTrainer, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(constants, "unnamed_of", unnamed_of)
     asked = order(alone, 1, is_alone=True)
-    assert Writer(alone.store, "0123abcd").persist(asked).state is State.FAILED
+    assert Writer(alone.store, "0123abcd").persist(asked).state is JobState.FAILED
     assert [file.name for file in files(alone)] == [left]
 
 
 def test_what_a_part_names_stays(alone: FakeTrainer) -> None:
     writer = Writer(alone.store, "0123abcd")
-    assert writer.persist(order(alone, 1)).state is State.COMMITTED
+    assert writer.persist(order(alone, 1)).state is JobState.COMMITTED
     [first] = files(alone)
     left_behind(alone, 4)
     other = alone.run / attempt_folder(alone.attempt) / constants_name(1, 1)
     other.write_bytes(b"of another rank")
     # Cut short, it is written again; and a step that is not committed any more still names it.
     first.write_bytes(first.read_bytes()[:-1])
-    assert writer.persist(order(alone, 2, is_alone=True)).state is State.COMMITTED
+    assert writer.persist(order(alone, 2, is_alone=True)).state is JobState.COMMITTED
     names = [file.name for file in files(alone)]
     assert names == [first.name, constants_name(0, 2), other.name]
     assert committed(alone.run) == [2]
@@ -142,11 +142,11 @@ def test_what_a_part_names_stays(alone: FakeTrainer) -> None:
 
 def test_what_a_manifest_names_stays_though_its_part_is_lost(alone: FakeTrainer) -> None:
     writer = Writer(alone.store, "0123abcd")
-    assert writer.persist(order(alone, 1)).state is State.COMMITTED
+    assert writer.persist(order(alone, 1)).state is JobState.COMMITTED
     [first], [part] = files(alone), alone.run.glob("steps/*/*/part-*")
     lost, data = part.rename(alone.run / "lost"), first.read_bytes()
     first.write_bytes(data[:-1])
-    assert writer.persist(order(alone, 2, is_alone=True)).state is State.COMMITTED
+    assert writer.persist(order(alone, 2, is_alone=True)).state is JobState.COMMITTED
     assert [file.name for file in files(alone)] == [first.name, constants_name(0, 2)]
     lost.rename(part)
     first.write_bytes(data)

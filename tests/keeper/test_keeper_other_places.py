@@ -12,7 +12,7 @@ import pytest
 
 from flashckpt.commit import attempts, holder, reading
 from flashckpt.format.names import AttemptName
-from flashckpt.recovery import lingering
+from flashckpt.recovery import keepers
 from flashckpt.recovery.recover import recover
 from flashckpt.store.base import open_store
 from tests.keeper.driver import Process, committed, eventually, ledger, runtime_of
@@ -108,7 +108,7 @@ def test_a_run_that_was_deleted_put_back_and_is_away_now_is_waited_for(tmp_path:
         return found.count if found is not None else 0
 
     def described() -> dict[str, Any] | None:
-        answer = lingering.ask(folder, {"op": "describe"})
+        answer = keepers.ask(folder, {"op": "describe"})
         return None if answer is None else answer["keeper"]
 
     def lingers_s() -> float:

@@ -13,7 +13,7 @@ import pytest
 from flashckpt import _native
 from flashckpt.commit import attempts, holder, lineage
 from flashckpt.memory.slot import Slot, Word
-from flashckpt.persist.job import Outcome, State, StepJob, Void
+from flashckpt.persist.job import JobState, StepJob, StepOutcome, Void
 from flashckpt.persist.writer import Writer
 from tests.keeper import fake
 from tests.keeper.driver import committed, eventually, ledger
@@ -32,7 +32,7 @@ def trainer(tmp_path: Path, runtime: Path) -> Iterator[FakeTrainer]:
 
 def persisted(
     trainer: FakeTrainer, monkeypatch: pytest.MonkeyPatch, after_write: Callable[[Slot, Word], object]
-) -> Outcome:
+) -> StepOutcome:
     """Persist step 1, with something that happens when its bytes are on the disk for the first time."""
     slot, _ = trainer.snapshot(1)
     write = _native.write_file
@@ -60,7 +60,7 @@ def test_a_snapshot_whose_attempt_goes_on_meanwhile_is_the_next_attempts(
         attempts.start(trainer.store, claimed[0], trainer.attempt, 1, 1, slot.name)
 
     outcome = persisted(trainer, monkeypatch, restart)
-    assert (outcome.state, outcome.attempt) == (State.COMMITTED, str(claimed[0])), outcome.message
+    assert (outcome.state, outcome.attempt) == (JobState.COMMITTED, str(claimed[0])), outcome.message
     assert [each.attempt for each in lineage.visible(trainer.store)] == claimed
     assert committed(trainer.run) == [1]
 
@@ -70,7 +70,7 @@ def test_what_was_not_pinned_to_the_end_is_not_published(
 ) -> None:
     """A keeper that was stopped: another one took the pin away, and the trainer wrote the slot anew."""
     outcome = persisted(trainer, monkeypatch, lambda slot, pinned: slot.unpin(pinned))
-    assert outcome.state is State.FAILED
+    assert outcome.state is JobState.FAILED
     assert all(slot.persisted == 0 for slot in trainer.slots)
     assert committed(trainer.run) == []
     assert [name for _, _, names in os.walk(trainer.run / "steps") for name in names] == []
@@ -86,7 +86,7 @@ def test_nothing_is_safe_where_the_run_was_before_it_was_moved(trainer: FakeTrai
         return True
 
     outcome = Writer(trainer.store, "0123abcd", stands=moved).persist(job_of(trainer, slot))
-    assert (outcome.state, outcome.errno) == (State.FAILED, errno.ENOENT), outcome
+    assert (outcome.state, outcome.errno) == (JobState.FAILED, errno.ENOENT), outcome
     assert slot.persisted == 0
     assert not trainer.run.exists()
     away.rename(trainer.run)
@@ -123,13 +123,13 @@ def test_another_content_of_a_number_is_never_taken_for_committed(
     if fault:
         with monkeypatch.context() as patch:
             patch.setattr(trainer.store, "create", failing_for("manifest.json", trainer.store.create))
-            assert writer.persist(first).state is State.FAILED
+            assert writer.persist(first).state is JobState.FAILED
     else:
-        assert writer.persist(first).state is State.COMMITTED
+        assert writer.persist(first).state is JobState.COMMITTED
     outcome = Writer(trainer.store, "4567abcd").persist(other)
     assert outcome.void is Void.SUPERSEDED
     assert "another snapshot of step 1" in outcome.message
     mine, theirs = snapshot_of(first), snapshot_of(other)
     assert theirs.slot.persisted != theirs.generation
-    assert writer.persist(first).state is State.COMMITTED
+    assert writer.persist(first).state is JobState.COMMITTED
     assert mine.slot.persisted == mine.generation

@@ -16,7 +16,7 @@ from flashckpt.memory.control_page import SlotSize
 from flashckpt.memory.held_regions import Regions
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder
 from flashckpt.memory.slot import Slot, SlotRing
-from flashckpt.persist.job import Outcome, State, StepJob
+from flashckpt.persist.job import JobState, StepJob, StepOutcome
 from flashckpt.persist.ledger import Ledger
 from flashckpt.persist.queue import Queue
 from flashckpt.persist.retries import few_pauses_s
@@ -69,7 +69,7 @@ class Node:
         assert life is not None
         self.life, self.regions = life, Regions(self.folder, life)
         self.ranks = {rank: Rank(self.regions, rank, attempt) for rank in ranks}
-        self.told: list[tuple[int, State]] = []
+        self.told: list[tuple[int, JobState]] = []
         self.ledger = Ledger(store)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.queue = Queue(
@@ -86,7 +86,7 @@ class Node:
         if known:
             self.queue.know(self.trainers)
 
-    def _told(self, job: StepJob, outcome: Outcome) -> None:
+    def _told(self, job: StepJob, outcome: StepOutcome) -> None:
         self.told.append((job.step, outcome.state))
 
     def seal(self, step: int, *ranks: int, persist: bool = True) -> list[Slot]:

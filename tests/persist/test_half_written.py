@@ -9,7 +9,7 @@ import pytest
 from flashckpt.commit.steps import commit as commit_step
 from flashckpt.commit.steps import is_committed
 from flashckpt.format.names import part_name, shard_name, step_attempt_folder
-from flashckpt.persist.debris import half_written, remove
+from flashckpt.persist.unused_files import half_written, remove
 from flashckpt.store.local import LocalStore
 from tests.commit.runs import attempt_at, is_whole, new_run, part_of, publish
 

@@ -13,7 +13,7 @@ import pytest
 from flashckpt.format.names import part_name
 from flashckpt.keeper.trainers import Trainer
 from flashckpt.memory.slot import SlotState
-from flashckpt.persist.job import State
+from flashckpt.persist.job import JobState
 from flashckpt.store.base import Entry
 from flashckpt.store.local import LocalStore
 from tests.keeper.jobs import failing_for
@@ -76,7 +76,7 @@ def test_a_part_that_another_published_meanwhile_is_not_taken_for_this_one(
     monkeypatch.setattr(store, "create", late)
     node.run()
     assert begun
-    assert node.told == [(5, State.VOID)]
+    assert node.told == [(5, JobState.VOID)]
     assert slot.persisted == 0
     assert files(store, 5, node.attempt) == ["part-00000.json", "shard-00000"]
 
@@ -90,14 +90,14 @@ def test_what_fails_after_it_has_waited_is_said(
     node = nodes((0,), 2)
     node.seal(5)
     node.run()
-    assert node.told == [(5, State.PART_WRITTEN)]
+    assert node.told == [(5, JobState.PART_WRITTEN)]
 
     def gone(folder: str) -> list[Entry]:
         raise OSError(errno.EIO, "the disk is gone", folder)
 
     with monkeypatch.context() as patch:
         patch.setattr(store, "list", gone)
-        until_told(node, (5, State.FAILED))
+        until_told(node, (5, JobState.FAILED))
     node.ledger.close()
     lines = [
         json.loads(line)
@@ -117,8 +117,8 @@ def test_a_rank_that_lets_go_of_its_slot_harms_nothing_that_is_at_rest(nodes: Ma
     assert slots[1].failed == (0, 0)
     second.seal(5)
     second.run()
-    until_told(first, (5, State.COMMITTED))
-    assert {state for _, state in first.told} == {State.PART_WRITTEN, State.COMMITTED}
+    until_told(first, (5, JobState.COMMITTED))
+    assert {state for _, state in first.told} == {JobState.PART_WRITTEN, JobState.COMMITTED}
     assert slots[1].persisted == 1
     assert slots[1].state().state is SlotState.SEALED
     assert is_whole(first.store, 5, first.attempt, 4)
@@ -129,7 +129,7 @@ def test_who_waits_for_a_step_that_will_not_come_is_told(nodes: MakeNode) -> Non
     node.seal(5, 0)
     node.seal(6)
     node.run()
-    assert node.told == [(5, State.VOID), (6, State.COMMITTED)]
+    assert node.told == [(5, JobState.VOID), (6, JobState.COMMITTED)]
 
 
 def test_a_rank_that_lives_and_has_not_spoken_yet_is_waited_for(nodes: MakeNode) -> None:  # noqa: F811

@@ -14,7 +14,7 @@ from flashckpt.commit.holder import here
 from flashckpt.commit.steps import is_committed, read_step
 from flashckpt.format.names import AttemptName
 from flashckpt.memory.slot import Slot, SlotState
-from flashckpt.persist.job import State
+from flashckpt.persist.job import JobState
 from flashckpt.store.local import LocalStore
 from tests.commit.runs import new_run
 from tests.keeper.jobs import failing_for
@@ -61,7 +61,7 @@ def test_all_ranks_of_a_node_make_one_part_and_the_step_is_committed(nodes: Make
     shards = [f"shard-{rank:05d}" for rank in range(world)]
     assert files(node.store, 5, node.attempt) == ["manifest.json", "part-00000.json", *shards]
     assert is_whole(node.store, 5, node.attempt, world)
-    assert node.told == [(5, State.COMMITTED)]
+    assert node.told == [(5, JobState.COMMITTED)]
     for slot in slots:
         sealed = slot.sealed()
         assert sealed is not None
@@ -148,7 +148,7 @@ def test_a_second_nodes_part_is_waited_for_and_that_is_no_failure(nodes: MakeNod
     slots = first.seal(5)
     first.run()
     assert files(first.store, 5, first.attempt) == ["part-00000.json", "shard-00000", "shard-00001"]
-    assert first.told[0] == (5, State.PART_WRITTEN)
+    assert first.told[0] == (5, JobState.PART_WRITTEN)
     assert not first.queue.is_pending(), "what this node has is at rest"
     assert first.queue.waiting() == first.queue.waiting(for_others=True) == [5]
     assert [slot.failed for slot in slots] == [(0, 0)] * 2
@@ -156,8 +156,8 @@ def test_a_second_nodes_part_is_waited_for_and_that_is_no_failure(nodes: MakeNod
     second.run()
     assert parts(first, 5) == ["part-00000.json", "part-00002.json"]
     assert is_whole(first.store, 5, first.attempt, 4)
-    assert second.told == [(5, State.COMMITTED)], "who writes the last part commits"
-    until_told(first, (5, State.COMMITTED))
+    assert second.told == [(5, JobState.COMMITTED)], "who writes the last part commits"
+    until_told(first, (5, JobState.COMMITTED))
     assert [slot.persisted for slot in slots] == [1, 1]
     for node in (first, second):
         node.ledger.close()
@@ -169,7 +169,7 @@ def test_a_second_nodes_part_is_waited_for_and_that_is_no_failure(nodes: MakeNod
     assert "error" not in [line["event"] for line in lines]
 
 
-def until_told(node: Node, row: tuple[int, State]) -> None:
+def until_told(node: Node, row: tuple[int, JobState]) -> None:
     while row not in node.told:
         node.run()
 
@@ -186,12 +186,12 @@ def test_slots_are_not_needed_for_what_waits(
     with monkeypatch.context() as patch:
         patch.setattr(store, "create", failing_for("manifest.json", create))
         second.run()
-    assert second.told[-1] == (5, State.FAILED)
+    assert second.told[-1] == (5, JobState.FAILED)
     assert not is_committed(store, 5, first.attempt)
     for slot in first.ranks[0].slots:
         if slot.state().state is SlotState.SEALED:
             assert slot.free(slot.state())
-    until_told(first, (5, State.COMMITTED))
+    until_told(first, (5, JobState.COMMITTED))
     assert is_whole(store, 5, first.attempt, 2)
 
 
@@ -203,7 +203,7 @@ def test_what_fails_is_tried_so_often_and_then_it_is_idle(
     with monkeypatch.context() as patch:
         patch.setattr(store, "create", failing_for("part-00000.json", store.create))
         node.run()
-    assert node.told == [(5, State.FAILED)] * 4
+    assert node.told == [(5, JobState.FAILED)] * 4
     assert files(store, 5, node.attempt) == [], "no shard stays that nothing names"
     assert [slot.failed for slot in slots] == [(1, errno.EIO)] * 2
     node.queue.try_again()
@@ -239,7 +239,7 @@ def test_another_content_of_one_rank_is_never_taken_for_committed(
     other = nodes((0, 1), 2, first.attempt)
     slots = other.seal(5, 0) + other_content(other, 5, 1)
     other.run()
-    assert other.told == [(5, State.VOID)]
+    assert other.told == [(5, JobState.VOID)]
     assert [slot.persisted for slot in slots] == [0, 0]
     first.queue.try_again()
     first.run()
@@ -266,6 +266,6 @@ def test_the_same_content_in_other_slots_is_committed_already(nodes: MakeNode, s
     again = nodes((0, 1), 2, first.attempt)
     slots = again.seal(5)
     again.run()
-    assert again.told == [(5, State.COMMITTED)]
+    assert again.told == [(5, JobState.COMMITTED)]
     assert all(slot.persisted for slot in slots)
     assert read_step(store, 5, first.attempt) == before

@@ -11,7 +11,7 @@ from typing import Any
 from flashckpt.memory.region import is_region_name
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.recovery.recover import recover
-from flashckpt.recovery.report import Report
+from flashckpt.recovery.report import RecoveryReport
 from flashckpt.store.base import open_store
 from tests.keeper.driver import Process, eventually, runtime_of
 from tests.keeper.fake import keeper_pid
@@ -84,11 +84,11 @@ def regions_of(folder: RuntimeFolder) -> list[str]:
         return []
 
 
-def recovered(run: Path, **how: Any) -> Report:
+def recovered(run: Path, **how: Any) -> RecoveryReport:
     return recover(open_store(str(run)), **how)
 
 
-def rows(report: Report, kind: str | None = None) -> list[tuple[Any, ...]]:
+def rows(report: RecoveryReport, kind: str | None = None) -> list[tuple[Any, ...]]:
     """(kind, outcome, step) of what was found."""
     return [
         (each.kind.value, each.outcome.value, each.step)

@@ -19,7 +19,7 @@ from flashckpt.errors import KeeperError, RunHeldError
 from flashckpt.keeper.protocol import ELECTION_LOCK
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder
 from flashckpt.options import Keep
-from flashckpt.recovery import lingering, node
+from flashckpt.recovery import keepers, node
 from flashckpt.recovery.pruning import prune
 from flashckpt.recovery.survey import slots_in
 from flashckpt.store.base import open_store
@@ -232,8 +232,8 @@ def test_what_a_keeper_may_not_save_any_more_is_kept_and_no_failure(lingers: Cra
 
 
 def test_a_keeper_that_does_not_answer_is_named(lingers: Crash, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lingering, "_PATIENCE_S", 0.3)
-    monkeypatch.setattr(lingering, "_BURIAL_S", 0.3)
+    monkeypatch.setattr(keepers, "_PATIENCE_S", 0.3)
+    monkeypatch.setattr(keepers, "_BURIAL_S", 0.3)
     with pytest.raises(KeeperError, match=rf"process {lingers._stopped}\) lives and does not answer"):
         recovered(lingers.run)
     assert committed(lingers.run) == [1]
@@ -253,7 +253,7 @@ def test_a_dry_run_beside_it_touches_nothing(lingers: Crash, runtime: Path) -> N
 def test_locks_of_dead_trainers_that_never_spoke_are_not_waited_for(
     lingers: Crash, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lingering, "_BURIAL_S", 0.5)
+    monkeypatch.setattr(keepers, "_BURIAL_S", 0.5)
     (Path(lingers.folder.path) / "trainer-00000-1-deadbeef.lock").touch(mode=0o600)
     go_on(lingers)
     report = recovered(lingers.run)
@@ -275,6 +275,6 @@ def test_the_keeper_sees_its_trainers_death_before_it_is_believed(tmp_path: Path
         if len(looks) == 3:
             dead.unlink()
 
-    lingering._wait_for_burial(folder, guard)
+    keepers._wait_for_burial(folder, guard)
     assert looks == [True, True, True], "it looked until the keeper had removed the lock, and no longer"
     election.release(folder)

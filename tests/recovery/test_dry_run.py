@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from flashckpt.memory.runtime import RuntimeFolder
-from flashckpt.recovery.report import Kind, Report
+from flashckpt.recovery.report import Kind, RecoveryReport
 from flashckpt.recovery.survey import job_of
 from tests.recovery.messes import MESSES, everything, left_branch
 from tests.recovery.scene import Crash, recovered, rows, whole_tree
 
 
-def assert_found(said: Report, done: Report) -> None:
+def assert_found(said: RecoveryReport, done: RecoveryReport) -> None:
     """What is whole and not at rest is written, or overtaken by what is; all else is as it was said."""
     assert "committed" not in [each.outcome.value for each in said.findings]
     became = {each.place: each.outcome.value for each in done.findings if each.kind is not Kind.DEBRIS}

@@ -13,7 +13,7 @@ from flashckpt.commit.holder import here
 from flashckpt.format.names import AttemptName
 from flashckpt.memory.slot import Slot
 from flashckpt.persist.needed import Survivor, needed
-from flashckpt.recovery.report import Report
+from flashckpt.recovery.report import RecoveryReport
 from flashckpt.store.base import open_store
 from tests.keeper.driver import committed, eventually, ledger
 from tests.keeper.test_keeper_deaths import flip_image
@@ -24,7 +24,7 @@ def visible(run: Path) -> list[tuple[int, str]]:
     return [(each.step, str(each.attempt)) for each in lineage.visible(open_store(str(run)))]
 
 
-def resume(report: Report) -> tuple[int, str, str] | None:
+def resume(report: RecoveryReport) -> tuple[int, str, str] | None:
     found = report.resume
     return None if found is None else (found.step, str(found.attempt), found.tier)
 

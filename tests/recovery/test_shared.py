@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flashckpt.commit.verification import verify
-from flashckpt.recovery.report import Report
+from flashckpt.recovery.report import RecoveryReport
 from flashckpt.store.base import open_store
 from tests.contracts.test_recover_contract import shell
 from tests.keeper.driver import committed, ledger
@@ -28,7 +28,7 @@ def region_of(crash: Crash) -> Path:
     return Path(crash.folder.path) / name
 
 
-def details(report: Report) -> list[str]:
+def details(report: RecoveryReport) -> list[str]:
     return [each.detail for each in report.findings if each.kind.value == "snapshot"]
 
 

@@ -21,7 +21,7 @@ from flashckpt.store.base import Store
 _SHOWN = 4
 
 
-class Standing(Enum):
+class Completeness(Enum):
     """What an attempt has of a step."""
 
     COMMITTED = "committed"
@@ -33,15 +33,16 @@ class Standing(Enum):
     NOTHING = "no part"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rest:
-    """A step of an attempt at rest. `parts` are those that can be read; `problem` says what cannot."""
+@dataclass(frozen=True, slots=True)
+class StoredStep:
+    """A step of an attempt at rest. `parts` are those of a step without a manifest that can be read;
+    `problem` says what cannot."""
 
     step: int
     attempt: AttemptName
-    standing: Standing
-    parts: tuple[Part, ...] = ()
+    completeness: Completeness
     problem: str = ""
+    parts: tuple[Part, ...] = ()
 
     @property
     def folder(self) -> str:
@@ -50,39 +51,34 @@ class Rest:
     @property
     def is_waiting(self) -> bool:
         """Whether only parts of other nodes are missing."""
-        return self.standing is Standing.PARTIAL and not self.problem
+        return self.completeness is Completeness.PARTIAL and not self.problem
 
 
-def steps_at_rest(store: Store) -> list[Rest]:
-    """Every step of every attempt, newest step first."""
-    return [rest_of(store, each.step, each.attempt) for each in everything(store)]
-
-
-def unfinished(store: Store) -> list[Rest]:
+def unfinished(store: Store) -> list[StoredStep]:
     """Steps without a manifest of which parts are there, newest first."""
-    wanting = (Standing.COMPLETE, Standing.PARTIAL)
-    return [each for each in steps_at_rest(store) if each.standing in wanting]
+    found = (stored_step(store, each.step, each.attempt) for each in everything(store))
+    return [each for each in found if each.completeness in (Completeness.COMPLETE, Completeness.PARTIAL)]
 
 
-def rest_of(store: Store, step: int, attempt: AttemptName) -> Rest:
+def stored_step(store: Store, step: int, attempt: AttemptName) -> StoredStep:
     """What one attempt has of one step."""
     try:
-        found = read_manifest(store, step, attempt)
+        manifest = read_manifest(store, step, attempt)
     except DamagedError as error:
-        return Rest(step=step, attempt=attempt, standing=Standing.UNREADABLE, problem=str(error))
-    if isinstance(found, Manifest):
-        missing = missing_files(store, found)
-        standing = Standing.MISSING if missing else Standing.COMMITTED
-        why = f"missing or cut short: {', '.join(missing)}" if missing else ""
-        return Rest(step=step, attempt=attempt, standing=standing, problem=why)
-    if found is not None:
-        return Rest(step=step, attempt=attempt, standing=Standing.BURIED)
+        return StoredStep(step, attempt, Completeness.UNREADABLE, str(error))
+    if isinstance(manifest, Manifest):
+        missing = missing_files(store, manifest)
+        why = f"missing or cut short: {', '.join(missing[:_SHOWN])}" if missing else ""
+        found = Completeness.MISSING if missing else Completeness.COMMITTED
+        return StoredStep(step, attempt, found, why)
+    if manifest is not None:
+        return StoredStep(step, attempt, Completeness.BURIED)
     parts, problem = parts_of(store, step_attempt_folder(step, attempt))
     ranks = sorted(rank.rank for part in parts for rank in part.ranks)
-    covered = bool(parts) and ranks == list(range(parts[0].world)) and not problem
-    incomplete = Standing.PARTIAL if parts or problem else Standing.NOTHING
-    standing = Standing.COMPLETE if covered else incomplete
-    return Rest(step=step, attempt=attempt, standing=standing, parts=tuple(parts), problem=problem)
+    found = Completeness.PARTIAL if parts or problem else Completeness.NOTHING
+    if parts and ranks == list(range(parts[0].world)) and not problem:
+        found = Completeness.COMPLETE
+    return StoredStep(step, attempt, found, problem, tuple(parts))
 
 
 def parts_of(store: Store, folder: str) -> tuple[list[Part], str]:
@@ -100,25 +96,25 @@ def parts_of(store: Store, folder: str) -> tuple[list[Part], str]:
     return parts, problem
 
 
-def refusal(store: Store, rest: Rest, *, read: bool) -> tuple[str, bool]:
+def refusal(store: Store, stored: StoredStep, *, read: bool) -> tuple[str, bool]:
     """Why an unfinished step is not to be committed, empty where it is; and whether that is damage. With
     `read` every byte is looked at first, so that no damaged step becomes the newest."""
-    if rest.standing is not Standing.COMPLETE:
-        return rest.problem or "not all of its ranks' parts are there", bool(rest.problem)
-    if attempts.read_start(store, rest.attempt) is None:
+    if stored.completeness is not Completeness.COMPLETE:
+        return stored.problem or "not all of its ranks' parts are there", bool(stored.problem)
+    if attempts.read_start(store, stored.attempt) is None:
         return "its attempt has no start.json", False
-    newer = attempts.started_after(store, rest.attempt)
+    newer = attempts.started_after(store, stored.attempt)
     if newer is not None:
         return f"attempt {newer} has begun since: what older ones left does not become part of the run", False
-    wrong = [f"{file}: {why}" for file, why in _wrong_files(store, rest)] if read else []
+    wrong = [f"{file}: {why}" for file, why in _wrong_files(store, stored)] if read else []
     return "; ".join(wrong[:_SHOWN]), bool(wrong)
 
 
-def _wrong_files(store: Store, rest: Rest) -> Iterator[tuple[str, str]]:
-    for rank in (rank for part in rest.parts for rank in part.ranks):
-        named = [(f"{rest.folder}/{rank.shard.file}", rank.contents)]
+def _wrong_files(store: Store, stored: StoredStep) -> Iterator[tuple[str, str]]:
+    for rank in (rank for part in stored.parts for rank in part.ranks):
+        named = [(f"{stored.folder}/{rank.shard.file}", rank.contents)]
         if rank.constants is not None:
-            named.append((f"{attempt_folder(rest.attempt)}/{rank.constants.shard.file}", rank.constants))
+            named.append((f"{attempt_folder(stored.attempt)}/{rank.constants.shard.file}", rank.constants))
         for file, contents in named:
             status, detail = verify_file(store, file, contents)
             if status != "ok":

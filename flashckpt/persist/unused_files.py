@@ -1,4 +1,5 @@
-"""What cut-off writes, dead keepers and dead attempts left behind: naming it, and removing what was named.
+"""What nobody can use any more, left by cut-off writes, dead keepers and dead attempts: naming it, and
+removing what was named.
 
 Never names what could still be good: a file that a manifest or a part names, or might name because one of
 them cannot be read; anything of an attempt that may still have a keeper somewhere.
@@ -7,7 +8,7 @@ them cannot be read; anything of an attempt that may still have a keeper somewhe
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,7 +20,6 @@ from flashckpt.errors import DamagedError
 from flashckpt.format.names import (
     ATTEMPTS,
     CONSTANTS,
-    MANIFEST,
     MARK,
     PART,
     SHARD,
@@ -32,14 +32,15 @@ from flashckpt.format.names import (
     step_folder,
 )
 from flashckpt.format.records import Manifest
-from flashckpt.persist.at_rest import Rest, Standing, parts_of, rest_of
+from flashckpt.persist.stored_steps import Completeness, StoredStep, parts_of, stored_step
 from flashckpt.store.base import Entry, Store
 
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.tmp")
+_CUT_OFF = "its write was cut off"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Debris:
+class Unused:
     """What nobody can use any more: a file, an empty folder, or a whole attempt (`path` is its claim)."""
 
     path: str
@@ -50,19 +51,17 @@ class Debris:
     why: str = ""
 
 
-def debris(store: Store, dead: Collection[AttemptName] = (), writers: Collection[str] = ()) -> list[Debris]:
+def unused_files(
+    store: Store, dead: Collection[AttemptName] = (), writers: Collection[str] = ()
+) -> list[Unused]:
     """`dead` are attempts that are known to be, though nobody has written it down, `writers` the nonces of
-    keepers that are certainly dead: of theirs, what an attempt that still lives has is debris, too."""
-    known = attempts(store)
-    claimed = newest_claimed(store)
+    keepers that are certainly dead: of theirs, what an attempt that still lives has is unused, too."""
+    known, claimed, begun = attempts(store), newest_claimed(store), list(everything(store))
     over = _over(known) | set(dead)
-    found = list(_of_names(store, ATTEMPTS, 0 if claimed is None else claimed.number))
+    found = _claims(store, 0 if claimed is None else claimed.number)
     for name in attempt_folders(store, ATTEMPTS):
         if name in over:
-            found += _temporaries(store, attempt_folder(name), name, None)
-    begun = list(everything(store))
-    for name in over:
-        found += _constants(store, name)
+            found += _temporaries(store, attempt_folder(name), name, None) + _constants(store, name)
     for each in begun:
         if each.attempt in over:
             found += _of_step(store, each.step, each.attempt)
@@ -73,11 +72,11 @@ def debris(store: Store, dead: Collection[AttemptName] = (), writers: Collection
         is_idle = info.start is None and info.name != claimed and info.name not in with_steps
         if is_idle and claimed is not None and info.name < claimed:
             path, why = claim_path(info.name.number), "it died before it began"
-            found.append(Debris(path=path, kind="attempt", attempt=info.name, why=why))
+            found.append(Unused(path=path, kind="attempt", attempt=info.name, why=why))
     return found
 
 
-def half_written(store: Store, writers: Collection[str]) -> list[Debris]:
+def half_written(store: Store, writers: Collection[str]) -> list[Unused]:
     """The shards that these keepers, which are certainly dead, began and that nothing names, in whatever
     attempt.
 
@@ -88,7 +87,7 @@ def half_written(store: Store, writers: Collection[str]) -> list[Debris]:
     return [found for each in begun for found in _begun_by(store, each.step, each.attempt, writers)]
 
 
-def remove(store: Store, each: Debris) -> None:
+def remove(store: Store, each: Unused) -> None:
     """Delete what was named. OSError."""
     if each.kind == "folder":
         store.remove(each.path)
@@ -104,16 +103,22 @@ def remove(store: Store, each: Debris) -> None:
         store.remove(step_folder(each.step))
 
 
-def _begun_by(store: Store, step: int, attempt: AttemptName, writers: Collection[str]) -> Iterator[Debris]:
+def _files(
+    folder: str, entries: Iterable[Entry], why: str, attempt: AttemptName | None, step: int | None
+) -> list[Unused]:
+    return [
+        Unused(path=f"{folder}/{each.name}", num_bytes=each.num_bytes, attempt=attempt, step=step, why=why)
+        for each in entries
+        if not each.is_folder
+    ]
+
+
+def _begun_by(store: Store, step: int, attempt: AttemptName, writers: Collection[str]) -> list[Unused]:
     folder = step_attempt_folder(step, attempt)
     begun = [entry for entry in store.list(folder) if shard_writer(entry.name) in writers]
-    named = _named_shards(store, rest_of(store, step, attempt)) if begun else None
-    for each in begun:
-        if named is not None and each.name not in named and not each.is_folder:
-            path = f"{folder}/{each.name}"
-            yield Debris(
-                path=path, num_bytes=each.num_bytes, attempt=attempt, step=step, why="its write was cut off"
-            )
+    named = _named_shards(store, stored_step(store, step, attempt)) if begun else None
+    gone = [each for each in begun if named is not None and each.name not in named]
+    return _files(folder, gone, _CUT_OFF, attempt, step)
 
 
 def _over(known: list[AttemptInfo]) -> set[AttemptName]:
@@ -129,83 +134,63 @@ def _over(known: list[AttemptInfo]) -> set[AttemptName]:
     return over
 
 
-def _of_step(store: Store, step: int, attempt: AttemptName) -> Iterator[Debris]:
+def _of_step(store: Store, step: int, attempt: AttemptName) -> list[Unused]:
     folder = step_attempt_folder(step, attempt)
-    yield from _temporaries(store, folder, attempt, step)
-    rest = rest_of(store, step, attempt)
+    stored = stored_step(store, step, attempt)
     entries = [entry for entry in store.list(folder) if not entry.is_folder]
-    if rest.standing is Standing.BURIED:
-        gone = [each for each in entries if _is_of_step(each.name)]
-        why = "its step was pruned"
-    else:
-        named = _named_shards(store, rest)
-        if named is None:
-            return
-        gone = [each for each in entries if SHARD.fullmatch(each.name) and each.name not in named]
-        why = "its write was cut off"
-    for each in gone:
-        path = f"{folder}/{each.name}"
-        yield Debris(path=path, num_bytes=each.num_bytes, attempt=attempt, step=step, why=why)
-    if not entries and rest.standing is Standing.NOTHING:
-        yield Debris(path=folder, kind="folder", attempt=attempt, step=step, why="it is empty")
+    found = _temporaries(store, folder, attempt, step)
+    if stored.completeness is Completeness.BURIED:
+        gone = [each for each in entries if any(of.fullmatch(each.name) for of in (SHARD, PART, MARK))]
+        return found + _files(folder, gone, "its step was pruned", attempt, step)
+    named = _named_shards(store, stored)
+    if named is None:
+        return found
+    gone = [each for each in entries if SHARD.fullmatch(each.name) and each.name not in named]
+    found += _files(folder, gone, _CUT_OFF, attempt, step)
+    if not entries and stored.completeness is Completeness.NOTHING:
+        found.append(Unused(path=folder, kind="folder", attempt=attempt, step=step, why="it is empty"))
+    return found
 
 
-def _constants(store: Store, attempt: AttemptName) -> Iterator[Debris]:
+def _constants(store: Store, attempt: AttemptName) -> list[Unused]:
     """The constants shards of an attempt that none of its steps names: a base model's size each."""
     folder = attempt_folder(attempt)
-    found = [each for each in store.list(folder) if CONSTANTS.fullmatch(each.name) and not each.is_folder]
+    found = [each for each in store.list(folder) if CONSTANTS.fullmatch(each.name)]
     try:
         named = named_in(store, attempt) if found else set()
     except DamagedError:
-        return
-    for each in found:
-        if each.name not in named:
-            path = f"{folder}/{each.name}"
-            yield Debris(path=path, num_bytes=each.num_bytes, attempt=attempt, why="no step names it")
+        return []
+    gone = [each for each in found if each.name not in named]
+    return _files(folder, gone, "no step names it", attempt, None)
 
 
-def _is_of_step(name: str) -> bool:
-    patterns = (SHARD, PART, MARK)
-    return name != MANIFEST and any(pattern.fullmatch(name) for pattern in patterns)
-
-
-def _named_shards(store: Store, rest: Rest) -> set[str] | None:
+def _named_shards(store: Store, stored: StoredStep) -> set[str] | None:
     """The shards that a manifest or a part names. None where one of them cannot be read: it may name any."""
-    if rest.problem and rest.standing in (Standing.UNREADABLE, Standing.PARTIAL):
+    if stored.problem and stored.completeness in (Completeness.UNREADABLE, Completeness.PARTIAL):
         return None
-    parts = rest.parts
-    named: set[str] = set()
-    if rest.standing in (Standing.COMMITTED, Standing.MISSING):
-        manifest = read_manifest(store, rest.step, rest.attempt)
-        if not isinstance(manifest, Manifest):
+    parts, named = list(stored.parts), set[str]()
+    if stored.completeness in (Completeness.COMMITTED, Completeness.MISSING):
+        manifest = read_manifest(store, stored.step, stored.attempt)
+        parts, problem = parts_of(store, stored.folder)
+        if problem or not isinstance(manifest, Manifest):
             return None
         named = {each.file for each in manifest.shards}
-        found, problem = parts_of(store, rest.folder)
-        if problem:
-            return None
-        parts = tuple(found)
     return named | {rank.shard.file for part in parts for rank in part.ranks}
 
 
-def _of_names(store: Store, folder: str, newest: int) -> Iterator[Debris]:
+def _claims(store: Store, newest: int) -> list[Unused]:
     """Half-written claims: of a number that is taken, nobody can use one any more."""
-    for entry in store.list(folder):
-        match = _temporary(entry)
-        number = claim_number(match) if match else None
-        if number is not None and number <= newest:
-            why = "its write was cut off"
-            yield Debris(path=f"{folder}/{entry.name}", num_bytes=entry.num_bytes, why=why)
+    found = [(entry, claim_number(_final_name(entry))) for entry in store.list(ATTEMPTS)]
+    gone = [entry for entry, number in found if number is not None and number <= newest]
+    return _files(ATTEMPTS, gone, _CUT_OFF, None, None)
 
 
-def _temporaries(store: Store, folder: str, attempt: AttemptName, step: int | None) -> Iterator[Debris]:
-    for entry in store.list(folder):
-        if _temporary(entry):
-            path = f"{folder}/{entry.name}"
-            why = "its write was cut off"
-            yield Debris(path=path, num_bytes=entry.num_bytes, attempt=attempt, step=step, why=why)
+def _temporaries(store: Store, folder: str, attempt: AttemptName, step: int | None) -> list[Unused]:
+    gone = [entry for entry in store.list(folder) if _final_name(entry)]
+    return _files(folder, gone, _CUT_OFF, attempt, step)
 
 
-def _temporary(entry: Entry) -> str | None:
-    """The name that a temporary file was to have, None for any other file."""
-    match = None if entry.is_folder else _TEMPORARY.fullmatch(entry.name)
-    return match["name"] if match else None
+def _final_name(entry: Entry) -> str:
+    """The name that a temporary file was to have, empty for any other file."""
+    match = _TEMPORARY.fullmatch(entry.name)
+    return match["name"] if match else ""
