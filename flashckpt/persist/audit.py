@@ -28,7 +28,10 @@ class Stopped(Exception):
 
 
 class Torn(Exception):
-    """A snapshot that nobody may use; `leaves` are (index, name) of those that differ."""
+    """A snapshot that nobody may use; `leaves` are (index, name) of those that differ, `snapshot` it itself
+    where that is known."""
+
+    snapshot: SealedSnapshot | None = None
 
     def __init__(self, message: str, leaves: tuple[tuple[int, str], ...] = ()) -> None:
         super().__init__(message)
@@ -50,15 +53,10 @@ def check_header(slot: Slot, start: int, layout: Layout) -> None:
 def discard(slot: Slot, word: Word, found: Torn, attempt: str = "") -> StepOutcome:
     """Free a snapshot that nobody may use, and tell its trainer; unless it is gone already."""
     if not slot.free(word):
-        return StepOutcome(state=JobState.VOID, void=Void.GONE, attempt=attempt)
+        return StepOutcome(JobState.VOID, Void.GONE, attempt)
     slot.set_torn(word.generation, [index for index, _ in found.leaves])
     return StepOutcome(
-        state=JobState.VOID,
-        void=Void.TORN,
-        attempt=attempt,
-        slot=slot.name,
-        leaves=found.leaves,
-        message=str(found),
+        JobState.VOID, Void.TORN, attempt, slot=slot.name, leaves=found.leaves, message=str(found)
     )
 
 

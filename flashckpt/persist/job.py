@@ -4,13 +4,14 @@
                                        | void: nobody will ever persist it
                                        | failed: to be tried again, unless it was given up
 
-Owns the words for it. Waiting for the parts of other nodes (part written) is a state, and no failure.
+Owns the words for it, and when it is tried again. Waiting for the parts of other nodes (part written) is a
+state, and no failure.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
@@ -21,6 +22,12 @@ from flashckpt.format.names import AttemptName
 from flashckpt.memory.slot import Sealed, Slot, SlotState, Word
 from flashckpt.options import Keep
 from flashckpt.persist.stored_steps import StoredStep
+
+_LONGEST_PAUSE_S = 300.0
+_LONGEST_LOOK_S = 10.0
+_FIRST_LOOK_S = 0.25
+_MOST_DOUBLINGS = 10
+_FEW_PAUSES_S = (0.1, 0.5, 2.0)
 
 
 class JobState(Enum):
@@ -128,7 +135,7 @@ class SealedSnapshot:
         return found
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class StepOutcome:
     """What became of a step in one try. Sizes in bytes, times in seconds. Of one that is torn, `slot` is the
     slot and `leaves` are (index, name) of those that differed; `errno` is 0 where the system gave none.
@@ -173,6 +180,16 @@ class StepJob:
     reads_stored: bool = True
 
     @property
+    def keys(self) -> set[tuple[str, int]]:
+        """Its slots, each with the generation that it has in it."""
+        return {(each.slot.name, each.generation) for each in self.snapshots.values()}
+
+    @property
+    def missing(self) -> set[int]:
+        """The ranks of this node that do not have it in their slots."""
+        return set(self.node.ranks) - self.snapshots.keys()
+
+    @property
     def is_gathered(self) -> bool:
         """Whether all ranks of this node have sealed it, or what they had is at rest."""
         return self.part_of is not None or self.stored is not None or self.has_all
@@ -180,7 +197,7 @@ class StepJob:
     @property
     def has_all(self) -> bool:
         """Whether all ranks of this node still have it in their slots."""
-        return self.snapshots.keys() >= set(self.node.ranks)
+        return not self.missing
 
     @property
     def is_over(self) -> bool:
@@ -212,3 +229,24 @@ def alone(slot: Slot, sealed: Sealed, owner: int, *regions: Slot) -> StepJob:
         node=NodeRanks(ranks=(slot.rank,), world=1),
         snapshots={slot.rank: snapshot},
     )
+
+
+# Seconds before the try that follows so many that failed; None where none follows.
+Pauses = Callable[[int], float | None]
+
+
+def pause_s(tries: int) -> float:
+    """Without end: a server may be away for a long weekend."""
+    # That is a thousand tries, and two to that power is no number.
+    return min(2.0 ** min(tries - 1, _MOST_DOUBLINGS), _LONGEST_PAUSE_S)
+
+
+def few_pauses_s(tries: int) -> float | None:
+    """While somebody waits: a server's hiccup is over by then, a full disk is not."""
+    return _FEW_PAUSES_S[tries - 1] if tries <= len(_FEW_PAUSES_S) else None
+
+
+def look_again_s(looks: int) -> float:
+    """Until it is looked again whether the parts of other nodes are there. Who writes the last one commits
+    the step; others look only in case that one has died."""
+    return min(_FIRST_LOOK_S * 2.0 ** min(looks - 1, _MOST_DOUBLINGS), _LONGEST_LOOK_S)

@@ -10,26 +10,29 @@ import errno
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 
 from flashckpt.errors import DamagedError
 from flashckpt.events import Event, log
 from flashckpt.format.names import AttemptName
 from flashckpt.memory.held_regions import HeldRegion, Regions
-from flashckpt.memory.slot import Sealed, SlotState
+from flashckpt.memory.slot import Sealed, Slot, SlotState
 from flashckpt.persist.audit import Torn, audit, discard
 from flashckpt.persist.job import (
     JobState,
     KnownTrainer,
     NodeRanks,
+    Pauses,
     SealedSnapshot,
     StepJob,
     StepOutcome,
     Void,
+    alone,
+    look_again_s,
+    pause_s,
 )
 from flashckpt.persist.ledger import Ledger
-from flashckpt.persist.retries import Pauses, look_again_s, pause_s
 from flashckpt.persist.stored_steps import StoredStep
 from flashckpt.persist.worker import Worker
 from flashckpt.persist.writer import Writer
@@ -69,8 +72,8 @@ class Queue:
         self._by = {"by": by} if by else {}
         self._known: dict[tuple[AttemptName, int], NodeRanks] = {}
         self._living: set[tuple[AttemptName | None, int]] = set()
-        self._jobs: dict[_Key, StepJob] = {}
-        self._parts: list[StepJob] = []
+        # Those of snapshots, and those without any, of which parts are at rest.
+        self._jobs: list[StepJob] = []
         self._urgent: set[_Key] = set()
         self._audited: dict[str, int] = {}
         self._audit_at = 0.0
@@ -105,7 +108,7 @@ class Queue:
         """Take up a step at rest whose parts want their manifest."""
         job = StepJob(attempt=stored.attempt, step=stored.step, node=NodeRanks(ranks=()), stored=stored)
         job.state, job.reads_stored = JobState.PART_WRITTEN, read
-        self._parts.append(job)
+        self._jobs.append(job)
 
     def rescue(self, rank: int) -> None:
         """Ask for the newest step that a dead or stuck trainer and the other ranks of its node have sealed,
@@ -125,8 +128,8 @@ class Queue:
             key = held.slot.name, sealed.generation
             if held.slot.persisted != sealed.generation:
                 self._urgent.add(key)
-                if key in self._jobs:
-                    self._jobs[key].is_urgent = True
+                if (job := self._job(key)) is not None:
+                    job.is_urgent = True
                 held.slot.request_persist_after(before[held.slot.name], sealed.generation)
 
     def taken_up(self, name: str, step: int) -> None:
@@ -141,9 +144,9 @@ class Queue:
             sealed = slots[held.slot.name]
             if sealed is None or (sealed.attempt, sealed.step) != (loaded.attempt, step):
                 continue
-            job = self._jobs.get((held.slot.name, sealed.generation))
+            job = self._job((held.slot.name, sealed.generation))
             if job is not None and job.state is not JobState.WRITING:
-                self._forget(job)
+                self._drop(job)
             held.slot.request_persist(sealed.generation)
 
     def next(self) -> None:
@@ -162,7 +165,7 @@ class Queue:
     def run_to_idle(self, watch: Callable[[], None]) -> None:
         """Do all that can be done now: what waits for others is looked at once more and left to them, what
         fails is tried as often as the pauses say. `watch` is called again and again meanwhile; what it
-        raises ends this, once the worker is done."""
+        raises ends this, once the worker is done; an interrupt at once: storage may hang."""
         try:
             while True:
                 self.worker.collect()
@@ -174,10 +177,11 @@ class Queue:
                     return
                 watch()
                 self.worker.wait()
-        finally:
+        except Exception:
             while self.worker.busy:
                 self.worker.wait()
                 self.worker.collect()
+            raise
 
     def try_again(self) -> None:
         """Something was mended: what has failed so far, and fails in the try under way, says nothing any
@@ -207,7 +211,7 @@ class Queue:
 
     def given_up(self) -> set[_Key]:
         """Slots and generations that nobody tries again."""
-        return {key for key, job in self._jobs.items() if job.given_up}
+        return {key for job in self._jobs if job.given_up for key in job.keys}
 
     def committed(self, attempt: AttemptName | None) -> list[int]:
         """Steps in slots that are committed. They know of commits of an earlier keeper, too."""
@@ -230,12 +234,14 @@ class Queue:
         return newest is not None and newest[0].slot.persisted == newest[1].generation
 
     def is_settled(self, rank: int) -> bool:
-        """Whether it is, or its last try has failed, or there is none."""
+        """Whether it is, or its last try has failed, or its part is at rest, or there is none."""
         newest = self._newest(rank)
         if newest is None or self.is_saved(rank):
             return True
         slot, generation = newest[0].slot, newest[1].generation
-        return slot.failed[0] == generation or self._is_given_up((slot.name, generation))
+        job = self._job((slot.name, generation))
+        is_at_rest = job is not None and (job.given_up or job.part_of is not None)
+        return is_at_rest or slot.failed[0] == generation
 
     def is_needed(self, held: HeldRegion, sealed: Sealed) -> bool:
         """Whether a snapshot is the newest of its rank, or still to be persisted."""
@@ -274,7 +280,8 @@ class Queue:
         return steps
 
     def _is_given_up(self, key: _Key) -> bool:
-        return key in self._jobs and self._jobs[key].given_up
+        job = self._job(key)
+        return job is not None and job.given_up
 
     def _node(self, attempt: AttemptName, rank: int) -> NodeRanks:
         known = self._known.get((attempt, rank))
@@ -288,6 +295,9 @@ class Queue:
 
     # The jobs
 
+    def _job(self, key: _Key) -> StepJob | None:
+        return next((job for job in self._jobs if key in job.keys), None)
+
     def _look(self) -> list[StepJob]:
         """All jobs: those of snapshots that were asked for, as the slots stand now, and of parts at rest."""
         wanted: set[_Key] = set()
@@ -296,56 +306,57 @@ class Queue:
             if word is None or not held.slot.wants_persist(word.generation):
                 continue
             key = held.slot.name, word.generation
-            if key not in self._jobs and (sealed := held.sealed()) is not None:
-                self._join(key, held, sealed)
-            elif key not in self._jobs and word.state is SlotState.SEALED:
-                self._discard_damaged(held.slot.rank)
+            if self._job(key) is None:
+                if (sealed := held.sealed()) is not None:
+                    self._join(key, held, sealed)
+                elif word.state is SlotState.SEALED:
+                    self._discard_damaged(held.slot.rank)
             if word.state in (SlotState.SEALED, SlotState.PINNED):
                 wanted.add(key)
-        for key, job in list(self._jobs.items()):
-            if key not in wanted and job is not self.writing:
-                self._left(key, job)
-        jobs = list(dict.fromkeys(self._jobs.values())) + self._parts
-        for job in jobs:
+        self._urgent &= wanted
+        for job in self._jobs:
+            if not job.keys <= wanted and job is not self.writing:
+                self._left(job, wanted)
+        for job in self._jobs:
             self._gather(job)
-        return jobs
+        return self._jobs
 
     def _join(self, key: _Key, held: HeldRegion, sealed: Sealed) -> None:
         """Put a snapshot into the job of its step."""
-        slot, region = held.slot, self._regions.shared_by(held)
-        regions = () if region is None else (region,)
-        snapshot = SealedSnapshot(slot, sealed.generation, self._regions.own_index(held), regions)
+        slot = held.slot
         same = [
             job
-            for job in self._jobs.values()
+            for job in self._jobs
             if (job.attempt, job.step, job.state) == (sealed.attempt, sealed.step, JobState.GATHERING)
             and slot.rank in job.node.ranks and slot.rank not in job.snapshots
         ]  # fmt: skip
         if not same:
             node = self._node(sealed.attempt, slot.rank)
             same = [StepJob(attempt=sealed.attempt, step=sealed.step, node=node)]
-        same[0].snapshots[slot.rank] = snapshot
+            self._jobs.append(same[0])
+        same[0].snapshots[slot.rank] = self._snapshot(held, sealed)
         same[0].is_urgent = same[0].is_urgent or key in self._urgent
-        self._jobs[key] = same[0]
 
-    def _left(self, key: _Key, job: StepJob) -> None:
+    def _snapshot(self, held: HeldRegion, sealed: Sealed) -> SealedSnapshot:
+        index = self._regions.own_index(held)
+        return SealedSnapshot(held.slot, sealed.generation, index, self._shared_by(held))
+
+    def _shared_by(self, held: HeldRegion) -> tuple[Slot, ...]:
+        region = self._regions.shared_by(held)
+        return () if region is None else (region,)
+
+    def _left(self, job: StepJob, wanted: set[_Key]) -> None:
         """A snapshot of a job is not there any more, or not wanted. What is at rest of it is."""
         if job.part_of is None or job.is_over:
-            self._forget(job)
-            job.snapshots.clear()
+            self._drop(job)
             return
         # Its slot may be unmapped from here on.
-        del self._jobs[key]
-        self._urgent.discard(key)
-        job.snapshots = {each.rank: each for each in job.members() if each.slot.name != key[0]}
-        if not job.snapshots:
-            self._parts.append(job)
+        here = [each for each in job.members() if (each.slot.name, each.generation) in wanted]
+        job.snapshots = {each.rank: each for each in here}
 
-    def _forget(self, job: StepJob) -> None:
+    def _drop(self, job: StepJob) -> None:
         job.release()
-        for key in [key for key, each in self._jobs.items() if each is job]:
-            del self._jobs[key]
-            self._urgent.discard(key)
+        self._jobs = [each for each in self._jobs if each is not job]
 
     def _gather(self, job: StepJob) -> None:
         """Pin what is sealed of a step that several ranks have, until all have it or one never will."""
@@ -353,14 +364,11 @@ class Queue:
             return
         for rank in [rank for rank in job.snapshots if (job.attempt, rank) in self._known]:
             job.node = self._node(job.attempt, rank)
-        missing = set(job.node.ranks) - job.snapshots.keys()
-        if any(self._has_passed(job, rank) for rank in missing):
-            self._set_void(job)
-            why = StepOutcome(
-                state=JobState.VOID, void=Void.SUPERSEDED, attempt=str(job.attempt), message=_NOT_ALL
-            )
+        if any(self._has_passed(job, rank) for rank in job.missing):
+            self._give_up(job, str(job.attempt), "void", _NOT_ALL)
+            why = StepOutcome(JobState.VOID, Void.SUPERSEDED, str(job.attempt), message=_NOT_ALL)
             self._told(job, why)
-        elif all((job.attempt, rank) in self._living for rank in missing):
+        elif self._may_come(job):
             for each in job.members():
                 each.take()
         else:
@@ -371,21 +379,25 @@ class Queue:
         held = [sealed.step for _, sealed in self._sealed(rank) if sealed.attempt == job.attempt]
         return job.step not in held and any(step > job.step for step in held)
 
-    def _set_void(self, job: StepJob) -> None:
+    def _give_up(self, job: StepJob, attempt: str | None, what: str, why: str) -> None:
         job.release()
         job.state, job.given_up = JobState.VOID, True
         for each in job.members():
             each.slot.set_failed(each.generation, errno.ESTALE)
-        log.warning("step %d is not persisted: %s", job.step, _NOT_ALL)
-        self._note(job, Event.ERROR, str(job.attempt), what="void")
+        # Said also where a try before it failed: this is the last word on the snapshot.
+        log.warning("step %d is not persisted: %s", job.step, why)
+        self._note(job, Event.ERROR, attempt, what=what, message=why)
 
     def _is_to_come(self, job: StepJob) -> bool:
         if job.is_over or job.state is JobState.PART_WRITTEN:
             return False
         if job.is_gathered or job.state is JobState.WRITING:
             return job.retry_at < math.inf
-        missing = set(job.node.ranks) - job.snapshots.keys()
-        return all((job.attempt, rank) in self._living for rank in missing)
+        return self._may_come(job)
+
+    def _may_come(self, job: StepJob) -> bool:
+        """Whether all ranks of the node that have not sealed it live."""
+        return all((job.attempt, rank) in self._living for rank in job.missing)
 
     def _ready(self) -> list[StepJob]:
         now = time.monotonic()
@@ -402,8 +414,7 @@ class Queue:
             # A region may have been handed over since.
             mine = job.snapshots.get(held.slot.rank)
             if mine is not None and mine.slot is held.slot:
-                region = self._regions.shared_by(held)
-                mine.regions = () if region is None else (region,)
+                mine.regions = self._shared_by(held)
         job.has_others = any(self._regions.other_keepers().values())
         job.state, self.writing = JobState.WRITING, job
 
@@ -414,15 +425,14 @@ class Queue:
                 log.error("persisting step %d failed", job.step, exc_info=outcome)
                 job.release()
                 message = f"{type(outcome).__name__}: {outcome}"
-                outcome = StepOutcome(state=JobState.FAILED, attempt=str(job.attempt), message=message)
+                outcome = StepOutcome(JobState.FAILED, attempt=str(job.attempt), message=message)
             job.state, job.outcome, job.tried_at = outcome.state, outcome, time.monotonic()
             if not (begun_before and outcome.state is JobState.FAILED):
                 self._follow(job, outcome)
             self._regions.given_back()
 
         self._regions.lend([region for each in job.members() for region in (each.slot, *each.regions)])
-        deed = self._writer.finish if job.stored is not None else self._writer.persist
-        self.worker.submit(partial(deed, job), done)
+        self.worker.submit(partial(self._writer.persist, job), done)
 
     def _audit_newest(self) -> None:
         self._audit_at = time.monotonic() + _LOOK_PAUSE_S
@@ -432,14 +442,11 @@ class Queue:
                 continue
             held, generation = newest[0], newest[1].generation
             if generation not in (self._audited.get(held.slot.name), held.slot.persisted):
-                self._audit(held, newest[1])
+                self._audit(*newest)
                 return
 
     def _audit(self, held: HeldRegion, sealed: Sealed) -> None:
-        region = self._regions.shared_by(held)
-        regions = () if region is None else (region,)
-        snapshot = SealedSnapshot(held.slot, sealed.generation, self._regions.own_index(held), regions)
-        began = time.monotonic()
+        snapshot, began = self._snapshot(held, sealed), time.monotonic()
 
         def done(found: StepOutcome | bool | BaseException) -> None:
             pause = (time.monotonic() - began) / _AUDIT_SHARE
@@ -447,14 +454,15 @@ class Queue:
             if isinstance(found, BaseException):
                 log.error("an audit failed", exc_info=found)
             elif isinstance(found, StepOutcome):
-                self._torn(self._job_of(held, sealed), found)
+                job = self._job((held.slot.name, sealed.generation))
+                self._torn(job or alone(held.slot, sealed, 0), found)
             elif found:
                 self.sound += 1
                 self._audited[held.slot.name] = sealed.generation
             self._regions.given_back()
 
         self._is_hurried.clear()
-        self._regions.lend([held.slot, *regions])
+        self._regions.lend([held.slot, *snapshot.regions])
         self.worker.submit(partial(audit, snapshot, self._is_hurried.is_set), done)
 
     def _discard_damaged(self, rank: int) -> None:
@@ -470,13 +478,6 @@ class Queue:
                     job = StepJob(attempt=_NOBODY, step=-1, node=NodeRanks(ranks=(rank,)))
                     job.snapshots[rank] = SealedSnapshot(held.slot, word.generation, 0)
                     self._torn(job, discard(held.slot, word, Torn(str(error))))
-
-    def _job_of(self, held: HeldRegion, sealed: Sealed) -> StepJob:
-        job = self._jobs.get((held.slot.name, sealed.generation))
-        if job is None:
-            job = StepJob(attempt=sealed.attempt, step=sealed.step, node=NodeRanks(ranks=(held.slot.rank,)))
-            job.snapshots[held.slot.rank] = SealedSnapshot(held.slot, sealed.generation, 0)
-        return job
 
     # What follows
 
@@ -505,23 +506,17 @@ class Queue:
             self._drop(job)
         self._told(job, outcome)
 
-    def _drop(self, job: StepJob) -> None:
-        self._forget(job)
-        self._parts = [each for each in self._parts if each is not job]
-
     def _committed(self, job: StepJob, outcome: StepOutcome) -> None:
         self._drop(job)
         # Who writes the last part of a step commits it: nothing is lost by waiting no longer for older ones.
-        self._parts = [
+        self._jobs = [
             each
-            for each in self._parts
-            if each.stored is not None or each.attempt != job.attempt or each.step > job.step
+            for each in self._jobs
+            if each.snapshots or each.stored or each.attempt != job.attempt or each.step > job.step
         ]
         if outcome.num_bytes:
-            self._note(
-                job, Event.PERSIST, outcome.attempt, num_bytes=outcome.num_bytes,
-                seconds=round(outcome.seconds, 4), direct=outcome.direct,
-            )  # fmt: skip
+            how = {"seconds": round(outcome.seconds, 4), "direct": outcome.direct}
+            self._note(job, Event.PERSIST, outcome.attempt, num_bytes=outcome.num_bytes, **how)
         self._note(job, Event.COMMIT, outcome.attempt)
         # It may have written the constants that another snapshot shares.
         self._take_back()
@@ -529,27 +524,25 @@ class Queue:
 
     def _take_back(self) -> None:
         """Try what was given up for want of a region once more."""
-        for job in self._jobs.values():
+        for job in self._jobs:
             if job.given_up and job.outcome is not None and job.outcome.lacks_region:
                 job.given_up, job.retry_at = False, 0.0
 
     def _torn(self, job: StepJob, outcome: StepOutcome) -> None:
-        dead = job.snapshots.keys() - {rank for _, rank in self._living}
+        ranks = list(job.snapshots)
         if outcome.void is Void.TORN:
             names = [name for _, name in outcome.leaves]
             log.warning("step %d in %s was discarded: %s", job.step, outcome.slot, outcome.message)
             told = {"slot": outcome.slot, "leaves": names[:_MOST_NAMED], "count": len(names)}
             self._note(job, Event.TORN, outcome.attempt or None, message=outcome.message, **told)
             self._told(job, outcome)
-        self._jobs = {key: each for key, each in self._jobs.items() if key[0] != outcome.slot}
         job.snapshots = {each.rank: each for each in job.members() if each.slot.name != outcome.slot}
         if job.snapshots and outcome.void is Void.TORN:
             # What the other ranks have of it will never be whole, and is in nobody's way.
-            self._set_void(job)
+            self._give_up(job, str(job.attempt), "void", _NOT_ALL)
         else:
             self._drop(job)
-        for rank in dead:
-            self.rescue(rank)
+        self._rescue_dead(ranks)
 
     def _failed(self, job: StepJob, outcome: StepOutcome) -> None:
         job.tries += 1
@@ -562,10 +555,8 @@ class Queue:
             each.slot.set_failed(each.generation, outcome.errno or errno.EIO)
         if job.tries == 1:
             log.error("step %d is not persisted: %s", job.step, outcome.message)
-            self._note(
-                job, Event.ERROR, outcome.attempt or None, what="persist", errno=outcome.errno,
-                message=outcome.message,
-            )  # fmt: skip
+            why = {"errno": outcome.errno, "message": outcome.message}
+            self._note(job, Event.ERROR, outcome.attempt or None, what="persist", **why)
         self._told(job, outcome)
         if not job.snapshots and pause is None:
             self._drop(job)
@@ -575,18 +566,15 @@ class Queue:
                 self.rescue(rank)
 
     def _superseded(self, job: StepJob, outcome: StepOutcome) -> None:
-        job.given_up = True
-        self._parts = [each for each in self._parts if each is not job]
-        for each in job.members():
-            each.slot.set_failed(each.generation, errno.ESTALE)
-        # Said also where a try before it failed: this is the last word on the snapshot.
-        log.warning("step %d is not persisted: %s", job.step, outcome.message)
-        self._note(
-            job, Event.ERROR, outcome.attempt or None, what="superseded", message=outcome.message
-        )  # fmt: skip
+        self._give_up(job, outcome.attempt or None, "superseded", outcome.message)
         self._told(job, outcome)
+        if not job.snapshots:
+            self._drop(job)
         # An older one may be what the newer attempt has started from, and count as its.
-        for rank in job.snapshots.keys() - {rank for _, rank in self._living}:
+        self._rescue_dead(job.snapshots.keys())
+
+    def _rescue_dead(self, ranks: Collection[int]) -> None:
+        for rank in set(ranks) - {rank for _, rank in self._living}:
             self.rescue(rank)
 
     def _is_living(self, job: StepJob) -> bool:

@@ -11,16 +11,11 @@ import queue
 import select
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from flashckpt.events import log
 
-
-@dataclass
-class _Job:
-    run: Callable[[], Any]
-    done: Callable[[Any], None]
+Done = Callable[[Any], None]
 
 
 class Worker:
@@ -28,25 +23,26 @@ class Worker:
 
     def __init__(self, name: str, wake: int) -> None:
         self._wake = wake
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[tuple[_Job, Any]] = queue.SimpleQueue()
+        # What is to be called, and with what it returned what comes after.
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Done] | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[tuple[Done, Any]] = queue.SimpleQueue()
         self.busy = False
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
-    def submit(self, run: Callable[[], Any], done: Callable[[Any], None]) -> None:
+    def submit(self, run: Callable[[], Any], done: Done) -> None:
         """Call `run` in the thread, then, from `collect`, `done` with its result or its exception."""
         assert not self.busy
         self.busy = True
-        self._jobs.put(_Job(run, done))
+        self._jobs.put((run, done))
 
     def collect(self) -> None:
         """Hand a finished job's result over, in the calling thread."""
         try:
-            job, result = self._results.get_nowait()
+            done, result = self._results.get_nowait()
         except queue.Empty:
             return
         self.busy = False
-        job.done(result)
+        done(result)
 
     def wait(self, timeout_s: float = 0.1) -> None:
         """Until a job is done, or for that long: for who has no loop of his own."""
@@ -60,9 +56,9 @@ class Worker:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
-                result = job.run()
+                result = job[0]()
             except BaseException as error:
                 log.debug("a job of the keeper failed", exc_info=True)
                 result = error
-            self._results.put((job, result))
+            self._results.put((job[1], result))
             os.eventfd_write(self._wake, 1)

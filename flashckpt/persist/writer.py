@@ -12,7 +12,7 @@ import errno
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from flashckpt import _native, crashpoints
 from flashckpt.commit import attempts, lineage, steps
@@ -22,7 +22,6 @@ from flashckpt.format.checked_json import strict_loads
 from flashckpt.format.metadata import Metadata
 from flashckpt.format.names import RUN, AttemptName, part_name, step_attempt_folder
 from flashckpt.format.records import Part, RankRecord, ShardRecord
-from flashckpt.memory.slot import Slot
 from flashckpt.persist.audit import Torn, check_header, discard, torn, unlike
 from flashckpt.persist.constants import ConstantsShards, RegionGone
 from flashckpt.persist.job import JobState, SealedSnapshot, StepJob, StepOutcome, Void
@@ -56,6 +55,36 @@ class _PinnedContent:
         return then == {leaf.name: digest for leaf, digest in mine}
 
 
+@dataclass
+class _Try:
+    """Contents to be saved as a step of `attempt`: of their own one, or of one that was loaded from them.
+    `names` are the shards that were begun, `num_bytes` what they hold."""
+
+    job: StepJob
+    contents: Sequence[_PinnedContent]
+    attempt: AttemptName
+    own: bool
+    names: list[str] = field(default_factory=list)
+    num_bytes: int = 0
+    direct: bool = True
+
+    @property
+    def folder(self) -> str:
+        return step_attempt_folder(self.job.step, self.attempt)
+
+    @property
+    def part_path(self) -> str:
+        return f"{self.folder}/{part_name(self.contents[0].rank)}"
+
+    def other_content(self) -> SupersededError:
+        return SupersededError(
+            f"another snapshot of step {self.job.step} of attempt {self.attempt} is on disk, or on its way "
+            "there, and stands; this one is not persisted. A run that is started again goes on from the one "
+            "on disk.",
+            step=self.job.step,
+        )
+
+
 class Writer:
     """Writes steps to a store. `nonce` is this process's: with it no two ever write one file. `stands` says
     whether the run is still in the store; `guard` is asked before anything is published, and raises where
@@ -85,7 +114,10 @@ class Writer:
         return self._progress[0]
 
     def persist(self, job: StepJob) -> StepOutcome:
-        """Persist a step whose snapshots are gathered, and commit it. Never raises: failure is an outcome."""
+        """Commit a step, from its snapshots once they are gathered, or from its parts at rest. Never raises:
+        failure is an outcome."""
+        if job.stored is not None:
+            return self._tried(lambda: self._commit_stored(job), job)
         began = time.monotonic()
         if not job.has_all and (part_of := job.part_of) is not None:
             # The parts of the other nodes are waited for, and the slots are not needed for that.
@@ -97,7 +129,7 @@ class Writer:
             return outcome
         if not all([each.take() for each in job.members()]):
             job.release()
-            return StepOutcome(state=JobState.VOID, void=Void.GONE)
+            return StepOutcome(JobState.VOID, Void.GONE)
         crashpoints.point("audit.pinned")
         outcome = self._tried(lambda: self._persist_pinned(job), job)
         if outcome.state is JobState.COMMITTED and all(each.holds() for each in job.members()):
@@ -109,12 +141,8 @@ class Writer:
             outcome = replace(outcome, state=JobState.FAILED, message=_PIN_LOST)
         return replace(outcome, seconds=time.monotonic() - began)
 
-    def finish(self, job: StepJob) -> StepOutcome:
-        """Commit a step at rest whose parts are there, as its keeper would have. Never raises."""
-        return self._tried(lambda: self._finish(job), job)
-
-    def _finish(self, job: StepJob) -> StepOutcome:
-        stored, told = job.stored, StepOutcome(state=JobState.VOID, attempt=str(job.attempt))
+    def _commit_stored(self, job: StepJob) -> StepOutcome:
+        stored, attempt = job.stored, str(job.attempt)
         assert stored is not None
         why, is_damage = refusal(self._store, stored, read=job.reads_stored)
         if not why:
@@ -123,8 +151,9 @@ class Writer:
             except DamagedError as error:
                 why, is_damage = str(error), True
         if stored.is_waiting:
-            return replace(told, state=JobState.PART_WRITTEN, message=why)
-        return replace(told, void=Void.TORN if is_damage else Void.SUPERSEDED, message=why)
+            return StepOutcome(JobState.PART_WRITTEN, attempt=attempt, message=why)
+        void = Void.TORN if is_damage else Void.SUPERSEDED
+        return StepOutcome(JobState.VOID, void, attempt=attempt, message=why)
 
     def look(self, job: StepJob) -> StepOutcome:
         """What is known, before anything is written, of snapshots that are only looked at: committed, void,
@@ -133,13 +162,11 @@ class Writer:
         def deed() -> StepOutcome:
             try:
                 contents = [_checked(each) for each in job.members()]
-            except _TornSlot as found:
+            except Torn as found:
                 raise DamagedError(str(found)) from found
-            attempt, own = self.attempt_for(job)
-            is_settled = self._is_settled(job, contents, attempt, own=own)
-            return StepOutcome(
-                state=JobState.COMMITTED if is_settled else JobState.GATHERING, attempt=str(attempt)
-            )
+            tried = _Try(job, contents, *self.attempt_for(job))
+            state = JobState.COMMITTED if self._is_settled(tried) else JobState.GATHERING
+            return StepOutcome(state, attempt=str(tried.attempt))
 
         return self._tried(deed, job)
 
@@ -164,17 +191,18 @@ class Writer:
         attempt = str(job.attempt)
         try:
             return deed()
-        except _TornSlot as torn_slot:
-            snapshot = torn_slot.snapshot
+        except Torn as found:
+            snapshot = found.snapshot
+            assert snapshot is not None
             assert snapshot.pin is not None
             pin, snapshot.pin = snapshot.pin, None
-            return discard(snapshot.slot, pin, torn_slot.found, attempt)
+            return discard(snapshot.slot, pin, found, attempt)
         except SupersededError as error:
-            return StepOutcome(state=JobState.VOID, void=Void.SUPERSEDED, attempt=attempt, message=str(error))
+            return StepOutcome(JobState.VOID, Void.SUPERSEDED, attempt=attempt, message=str(error))
         except (OSError, FlashckptError, ValueError) as error:
             log.debug("persisting failed", exc_info=True)
             return StepOutcome(
-                state=JobState.FAILED,
+                JobState.FAILED,
                 attempt=attempt,
                 message=str(error) or type(error).__name__,
                 errno=error.errno or 0 if isinstance(error, OSError) else 0,
@@ -185,50 +213,44 @@ class Writer:
         contents = [_checked(each) for each in job.members()]
         if not self._stands():
             raise FileNotFoundError(errno.ENOENT, "the run is not there any more", self._store.url)
-        attempt, own = self.attempt_for(job)
+        tried = _Try(job, contents, *self.attempt_for(job))
         while True:
             try:
-                return self._persist_as(job, contents, attempt, own=own)
+                return self._persist_as(tried)
             except SupersededError:
                 # An attempt may have started meanwhile that went on from this very slot: then it is its.
-                before, (attempt, own) = attempt, self.attempt_for(job)
-                if attempt == before:
+                before, tried = tried, _Try(job, contents, *self.attempt_for(job))
+                if tried.attempt == before.attempt:
                     raise
 
-    def _persist_as(
-        self, job: StepJob, contents: Sequence[_PinnedContent], attempt: AttemptName, *, own: bool
-    ) -> StepOutcome:
-        told = StepOutcome(state=JobState.COMMITTED, attempt=str(attempt))
-        if self._is_settled(job, contents, attempt, own=own):
-            return told
-        folder = step_attempt_folder(job.step, attempt)
-        world = self._world(job, attempt)
+    def _persist_as(self, tried: _Try) -> StepOutcome:
+        if self._is_settled(tried):
+            return StepOutcome(JobState.COMMITTED, attempt=str(tried.attempt))
         # A part that stands was written in an earlier try, or by the keeper before this one.
-        if self._store.exists(f"{folder}/{part_name(contents[0].rank)}"):
-            part = self._standing(job.step, contents, attempt, folder)
-            told = replace(told, num_bytes=sum(rank.shard.num_bytes for rank in part.ranks))
+        if self._store.exists(tried.part_path):
+            tried.num_bytes = sum(rank.shard.num_bytes for rank in self._own_part(tried).ranks)
         else:
-            told = self._write(job, contents, attempt, world, folder, told)
-        job.part_of = attempt
-        return self._commit(job, attempt, told)
+            self._write(tried)
+        tried.job.part_of = tried.attempt
+        outcome = self._commit(tried.job, tried.attempt)
+        return replace(outcome, num_bytes=tried.num_bytes, direct=tried.direct)
 
-    def _standing(
-        self, step: int, contents: Sequence[_PinnedContent], attempt: AttemptName, folder: str
-    ) -> Part:
+    def _own_part(self, tried: _Try) -> Part:
         """This node's part, which is there. SupersededError where it is of another content."""
-        path = f"{folder}/{part_name(contents[0].rank)}"
-        part = Part.from_bytes(self._store.read(path, Part.MAX_BYTES), path)
-        if not all(each.is_in(part) for each in contents):
-            raise _other_content(step, attempt)
+        part = self._read_part(tried)
+        if not all(each.is_in(part) for each in tried.contents):
+            raise tried.other_content()
         return part
 
-    def _commit(self, job: StepJob, attempt: AttemptName, told: StepOutcome | None = None) -> StepOutcome:
+    def _read_part(self, tried: _Try) -> Part:
+        return Part.from_bytes(self._store.read(tried.part_path, Part.MAX_BYTES), tried.part_path)
+
+    def _commit(self, job: StepJob, attempt: AttemptName) -> StepOutcome:
         self._guard()
-        told = told or StepOutcome(state=JobState.COMMITTED, attempt=str(attempt))
         found = steps.commit(self._store, job.step, attempt, self._world(job, attempt))
         if found is steps.Committed.BURIED:
             raise SupersededError(f"step {job.step} of attempt {attempt} was pruned meanwhile.")
-        return replace(told, state=JobState.COMMITTED if found else JobState.PART_WRITTEN)
+        return StepOutcome(JobState.COMMITTED if found else JobState.PART_WRITTEN, attempt=str(attempt))
 
     def _world(self, job: StepJob, attempt: AttemptName) -> int:
         """As many ranks as the attempt has. Of one whose trainers are dead only its start.json says it."""
@@ -239,63 +261,42 @@ class Writer:
         start = attempts.read_start(self._store, attempt)
         return start.world if start is not None else job.node.world or 1
 
-    def _is_settled(
-        self, job: StepJob, contents: Sequence[_PinnedContent], attempt: AttemptName, *, own: bool
-    ) -> bool:
-        """Whether the step is committed. SupersededError where it cannot be any more."""
-        if self._is_done(job.step, attempt, contents, loaded=not own):
+    def _is_settled(self, tried: _Try) -> bool:
+        """Whether these very contents are committed. SupersededError where they cannot be any more: the
+        number is another content's, or a newer attempt has started."""
+        step, attempt = tried.job.step, tried.attempt
+        if steps.is_committed(self._store, step, attempt):
+            if not self._holds(tried, attempt):
+                raise tried.other_content()
             return True
+        if not tried.own:
+            visible = lineage.newest_first(self._store)
+            found = next((each for each in visible if each.step <= step), None)
+            if found is not None and found.step == step and self._holds(tried, found.attempt):
+                return True
         newer = attempts.started_after(self._store, attempt)
         if newer is not None:
             raise SupersededError(f"attempt {newer} has started; attempt {attempt} commits nothing more.")
         return False
 
-    def _is_done(
-        self, step: int, attempt: AttemptName, contents: Sequence[_PinnedContent], *, loaded: bool
-    ) -> bool:
-        """Whether these very contents are committed. SupersededError where the number is another one's."""
-        if steps.is_committed(self._store, step, attempt):
-            if not self._holds(step, attempt, contents):
-                raise _other_content(step, attempt)
-            return True
-        if not loaded:
-            return False
-        visible = lineage.newest_first(self._store)
-        found = next((each for each in visible if each.step <= step), None)
-        if found is None or found.step != step:
-            return False
-        return self._holds(step, found.attempt, contents)
+    def _holds(self, tried: _Try, attempt: AttemptName) -> bool:
+        record = steps.read_step(self._store, tried.job.step, attempt)
+        return all(each.is_in(record.part_of(each.rank)) for each in tried.contents)
 
-    def _holds(self, step: int, attempt: AttemptName, contents: Sequence[_PinnedContent]) -> bool:
-        record = steps.read_step(self._store, step, attempt)
-        return all(each.is_in(record.part_of(each.rank)) for each in contents)
-
-    def _write(
-        self,
-        job: StepJob,
-        contents: Sequence[_PinnedContent],
-        attempt: AttemptName,
-        world: int,
-        folder: str,
-        told: StepOutcome,
-    ) -> StepOutcome:
+    def _write(self, tried: _Try) -> None:
         """Constants shard and shard of each rank, then the one part that names them all. On failure no shard
         of the step stays behind; a constants shard that is whole does, for the next try."""
-        names: list[str] = []
-        records: list[RankRecord] = []
-        is_published = False
+        job, contents, is_published = tried.job, tried.contents, False
+        world = self._world(job, tried.attempt)
+        is_alone = world == 1 and not job.has_others
         try:
-            for each in contents:
-                with _torn_in(each.snapshot):
-                    is_alone = world == 1 and not job.has_others
-                    record, told = self._write_rank(each, attempt, folder, names, told, is_alone=is_alone)
-                    records.append(record)
+            records = [self._write_rank(tried, each, is_alone=is_alone) for each in contents]
             for each in contents:
                 _check_held(each.snapshot)
             environment = contents[0].values.get("environment") or job.node.environment
             part = Part(
                 step=job.step,
-                attempt=attempt,
+                attempt=tried.attempt,
                 world=world,
                 keeper=contents[0].rank,
                 ranks=tuple(records),
@@ -305,79 +306,51 @@ class Writer:
             is_published = steps.publish_part(self._store, part)
         finally:
             if not is_published:
-                self._remove_debris(folder, part_name(contents[0].rank), names)
+                self._remove_shards(tried)
         if not is_published:
             # Another keeper's was first: it stands, and may hold something else.
-            self._standing(job.step, contents, attempt, folder)
-        return told
+            self._own_part(tried)
 
-    def _write_rank(
-        self,
-        content: _PinnedContent,
-        attempt: AttemptName,
-        folder: str,
-        names: list[str],
-        told: StepOutcome,
-        *,
-        is_alone: bool,
-    ) -> tuple[RankRecord, StepOutcome]:
-        """A rank's shards. `names` is given the name of its shard before it is begun."""
-        snapshot, metadata = content.snapshot, content.metadata
-        # Before the part that names it: what is written here is debris until then, and nothing more.
-        constants, num_bytes = self._constants.shard_for(
-            snapshot, metadata, attempt, lambda: _check_held(snapshot), is_alone=is_alone
-        )
-        self._files += 1
-        names.append(steps.shard_name(content.rank, f"{self._nonce}{self._files:04x}"))
-        shard, direct = self._write_shard(snapshot.slot, metadata, folder, names[-1])
-        num_bytes += shard.num_bytes + told.num_bytes
-        record = RankRecord(
-            rank=content.rank,
-            shard=shard,
-            leaves=metadata.layout.leaves,
-            digests=tuple(metadata.digests[: len(metadata.layout.leaves)]),
-            values=content.values,
+    def _write_rank(self, tried: _Try, content: _PinnedContent, *, is_alone: bool) -> RankRecord:
+        """A rank's shards, audited on the way."""
+        snapshot, metadata, layout = content.snapshot, content.metadata, content.metadata.layout
+        with _torn_in(snapshot):
+            # Before the part that names it: what is written here is debris until then, and nothing more.
+            constants, num_bytes = self._constants.shard_for(
+                snapshot, metadata, tried.attempt, lambda: _check_held(snapshot), is_alone=is_alone
+            )
+            self._files += 1
+            name = steps.shard_name(content.rank, f"{self._nonce}{self._files:04x}")
+            tried.names.append(name)
+            crashpoints.point("write.begun")
+            written = self._store.write_shard(
+                f"{tried.folder}/{name}",
+                layout,
+                Region(snapshot.slot.descriptor, snapshot.slot.image_offset),
+                threads=self._threads,
+                progress=_native.address_of(self._progress),
+            )
+            crashpoints.point("write.written")
+            if leaves := unlike(metadata, written.digests):
+                raise torn(metadata, leaves)
+        shard = ShardRecord.of(name, layout, written.checksums)
+        tried.num_bytes += num_bytes + shard.num_bytes
+        tried.direct = tried.direct and written.direct
+        digests = tuple(metadata.digests[: len(layout.leaves)])
+        return RankRecord(
+            rank=content.rank, shard=shard, leaves=layout.leaves, digests=digests, values=content.values,
             constants=constants,
-        )
-        return record, replace(told, num_bytes=num_bytes, direct=told.direct and direct)
+        )  # fmt: skip
 
-    def _write_shard(
-        self, slot: Slot, metadata: Metadata, folder: str, name: str
-    ) -> tuple[ShardRecord, bool]:
-        """The shard, audited on the way, and whether the page cache was bypassed."""
-        layout = metadata.layout
-        crashpoints.point("write.begun")
-        written = self._store.write_shard(
-            f"{folder}/{name}",
-            layout,
-            Region(slot.descriptor, slot.image_offset),
-            threads=self._threads,
-            progress=_native.address_of(self._progress),
-        )
-        crashpoints.point("write.written")
-        leaves = unlike(metadata, written.digests)
-        if leaves:
-            raise torn(metadata, leaves)
-        return ShardRecord.of(name, layout, written.checksums), written.direct
-
-    def _remove_debris(self, folder: str, part_file: str, names: Sequence[str]) -> None:
-        """Remove shards unless a part names them: an error may have come after the part's own link."""
+    def _remove_shards(self, tried: _Try) -> None:
+        """Remove them unless a part names them: an error may have come after the part's own link."""
         with contextlib.suppress(OSError, FlashckptError):
-            path, named = f"{folder}/{part_file}", set()
-            if self._store.exists(path):
-                part = Part.from_bytes(self._store.read(path, Part.MAX_BYTES), path)
-                named = {rank.shard.file for rank in part.ranks}
-            for name in names:
+            named = set()
+            if self._store.exists(tried.part_path):
+                named = {rank.shard.file for rank in self._read_part(tried).ranks}
+            for name in tried.names:
                 if name not in named:
-                    self._store.remove(f"{folder}/{name}")
-
-
-class _TornSlot(Exception):
-    """A slot whose snapshot nobody may use, and why."""
-
-    def __init__(self, snapshot: SealedSnapshot, found: Torn) -> None:
-        super().__init__(str(found))
-        self.snapshot, self.found = snapshot, found
+                    self._store.remove(f"{tried.folder}/{name}")
 
 
 @contextlib.contextmanager
@@ -385,7 +358,8 @@ def _torn_in(snapshot: SealedSnapshot) -> Iterator[None]:
     try:
         yield
     except Torn as found:
-        raise _TornSlot(snapshot, found) from found
+        found.snapshot = snapshot
+        raise
 
 
 def _checked(snapshot: SealedSnapshot) -> _PinnedContent:
@@ -407,11 +381,3 @@ def _check_held(snapshot: SealedSnapshot) -> None:
     # The disk reads the region after the digests did: without the pin, perhaps something else.
     if not snapshot.holds():
         raise KeeperError(_PIN_LOST)
-
-
-def _other_content(step: int, attempt: AttemptName) -> SupersededError:
-    return SupersededError(
-        f"another snapshot of step {step} of attempt {attempt} is on disk, or on its way there, and stands; "
-        "this one is not persisted. A run that is started again goes on from the one on disk.",
-        step=step,
-    )

@@ -13,8 +13,8 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from flashckpt.errors import KeeperError, PersistError, RunHeldError
@@ -187,20 +187,13 @@ def _row(runtime: RuntimeFolder) -> KeeperRow | None:
     pid = keeper_of(runtime)
     trainers = tuple(pid for _, pid in living_trainers(runtime))
     num_bytes = sum(_size(runtime, name) for name in names)
+    row = KeeperRow(folder=runtime.path, state="left", slots=len(names), num_bytes=num_bytes)
     if pid is None:
-        left = KeeperRow(folder=runtime.path, state="left", slots=len(names), num_bytes=num_bytes)
-        return left if names and not trainers else None
+        return row if names and not trainers else None
     try:
         answer = ask(runtime, {"op": "describe"}, _LIST_PATIENCE_S)
     except KeeperError:
-        return KeeperRow(
-            folder=runtime.path,
-            state="silent",
-            pid=pid,
-            trainers=trainers,
-            slots=len(names),
-            num_bytes=num_bytes,
-        )
+        return replace(row, state="silent", pid=pid, trainers=trainers)
     if answer is None:
         return None  # it has left meanwhile
     said = answer["keeper"]
@@ -208,8 +201,8 @@ def _row(runtime: RuntimeFolder) -> KeeperRow | None:
     sealed = [each["step"] for each in slots if each["step"] is not None]
     committed = [each["step"] for each in slots if each["committed"]]
     alone = "saving" if said["is_saving"] else "lingering"
-    return KeeperRow(
-        folder=runtime.path,
+    return replace(
+        row,
         state="training" if trainers else alone,
         pid=pid,
         run=said["run"],
@@ -244,15 +237,11 @@ def _folders() -> Iterator[str]:
 @contextmanager
 def _opened(path: str) -> Iterator[RuntimeFolder | None]:
     """None for one that has gone, or that is not this user's alone."""
-    try:
-        runtime = RuntimeFolder.at(path)
-    except (OSError, KeeperError):
-        yield None
-        return
-    try:
+    with ExitStack() as stack:
+        runtime = None
+        with suppress(OSError, KeeperError):
+            runtime = stack.enter_context(closing(RuntimeFolder.at(path)))
         yield runtime
-    finally:
-        runtime.close()
 
 
 def wait_until_saved(

@@ -21,11 +21,10 @@ from flashckpt.keeper.protocol import LOG_NAME, SOCKET_NAME
 from flashckpt.memory.held_regions import Regions
 from flashckpt.memory.region import is_region_name, rank_of
 from flashckpt.memory.runtime import LifeLock
-from flashckpt.persist.job import JobState, StepJob, StepOutcome, Void, alone
+from flashckpt.persist.job import JobState, StepJob, StepOutcome, Void, alone, few_pauses_s
 from flashckpt.persist.ledger import Ledger
 from flashckpt.persist.needed import Survivor, needed
 from flashckpt.persist.queue import Queue
-from flashckpt.persist.retries import few_pauses_s
 from flashckpt.persist.stored_steps import unfinished
 from flashckpt.persist.worker import Worker
 from flashckpt.persist.writer import Writer

@@ -19,14 +19,7 @@ from flashckpt.format.names import AttemptName
 from flashckpt.format.records import Holder, Run
 from flashckpt.keeper.protocol import ELECTION_LOCK
 from flashckpt.memory.held_regions import keeper_locks
-from flashckpt.memory.runtime import (
-    LifeLock,
-    RuntimeFolder,
-    base_folder,
-    holder_of,
-    identity_of,
-    is_alive,
-)
+from flashckpt.memory.runtime import LifeLock, RuntimeFolder, base_folder, holder_of, identity_of, is_alive
 from flashckpt.options import Environment
 from flashckpt.store.base import Store
 
@@ -47,15 +40,12 @@ def runtime_of(store: Store, run: Run) -> Iterator[RuntimeFolder | None]:
             "was changed. Run this as that user, who alone can look at what is there and save it.",
             path=store.url,
         )
-    try:
-        runtime = RuntimeFolder.open(base, identity, create=False)
-    except FileNotFoundError:
-        yield None
-        return
-    try:
+    with contextlib.ExitStack() as stack:
+        runtime = None
+        with contextlib.suppress(FileNotFoundError):
+            opened = RuntimeFolder.open(base, identity, create=False)
+            runtime = stack.enter_context(contextlib.closing(opened))
         yield runtime
-    finally:
-        runtime.close()
 
 
 @contextlib.contextmanager

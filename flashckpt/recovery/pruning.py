@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flashckpt.commit import attempts, reading, retention
 from flashckpt.commit.lineage import VisibleStep, visible
 from flashckpt.commit.run import open_run
-from flashckpt.commit.steps import StepRecord, read_step
+from flashckpt.commit.steps import read_step
 from flashckpt.errors import DamagedError
 from flashckpt.format.names import AttemptName
 from flashckpt.options import Keep
@@ -50,18 +50,13 @@ def prune(store: Store, keep: Keep, *, dry_run: bool = False) -> Pruning:
     with hold(store, run) as held:
         reading.check_records(store)
         planned = _foreseen(store, keep)
-        newest = attempts.newest_started(store)
-        if planned.refusal or newest is None:
-            return _pruning(store, (), planned.refusal)
-        held.guard()
-        gone = set(retention.prune(store, newest, keep, claimed=held.claimed))
+        newest, gone = attempts.newest_started(store), set[VisibleStep]()
+        if newest is not None and not planned.refusal:
+            held.guard()
+            gone = set(retention.prune(store, newest, keep, claimed=held.claimed))
         done = tuple(each for each in planned.gone if VisibleStep(each.step, each.attempt) in gone)
-        return _pruning(store, done, "")
-
-
-def _pruning(store: Store, gone: tuple[Pruned, ...], refusal: str) -> Pruning:
-    kept = tuple(each.step for each in visible(store))
-    return Pruning(run=store.url, dry_run=False, gone=gone, kept=kept, refusal=refusal)
+        kept = tuple(each.step for each in visible(store))
+        return replace(planned, dry_run=False, gone=done, kept=kept)
 
 
 def _foreseen(store: Store, keep: Keep) -> Pruning:
@@ -82,7 +77,7 @@ def _foreseen(store: Store, keep: Keep) -> Pruning:
 
 def _num_bytes(store: Store, each: VisibleStep) -> int:
     try:
-        record: StepRecord = read_step(store, each.step, each.attempt)
+        record = read_step(store, each.step, each.attempt)
     except DamagedError:
         return 0
     return sum(shard.num_bytes for shard in record.manifest.shards)

@@ -52,7 +52,7 @@ def _pause(faults: Path, name: str) -> None:
         time.sleep(0.005)
 
 
-def _harm(faults: Path) -> None:
+def harm(faults: Path) -> None:
     write, remove, failed = _native.write_file, LocalStore.remove, Queue._failed
 
     def write_file(*arguments: Any, **named: Any) -> Any:
@@ -91,5 +91,5 @@ def _harm(faults: Path) -> None:
 
 
 if __name__ == "__main__":
-    _harm(Path(sys.argv[3]))
+    harm(Path(sys.argv[3]))
     run(sys.argv[1], sys.argv[2])

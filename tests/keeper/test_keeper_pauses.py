@@ -13,7 +13,7 @@ from flashckpt.commit import attempts, holder
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper import start
 from flashckpt.memory.region import is_region_name
-from flashckpt.persist.retries import pause_s
+from flashckpt.persist.job import pause_s
 from flashckpt.store.base import open_store
 from tests.keeper.driver import eventually, kill_keeper
 from tests.keeper.fake import keeper_pid

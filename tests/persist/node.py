@@ -16,10 +16,9 @@ from flashckpt.memory.control_page import SlotSize
 from flashckpt.memory.held_regions import Regions
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder
 from flashckpt.memory.slot import Slot, SlotRing
-from flashckpt.persist.job import JobState, StepJob, StepOutcome
+from flashckpt.persist.job import JobState, StepJob, StepOutcome, few_pauses_s
 from flashckpt.persist.ledger import Ledger
 from flashckpt.persist.queue import Queue
-from flashckpt.persist.retries import few_pauses_s
 from flashckpt.persist.worker import Worker
 from flashckpt.persist.writer import Writer
 from flashckpt.store.base import Store

@@ -151,6 +151,7 @@ def test_a_second_nodes_part_is_waited_for_and_that_is_no_failure(nodes: MakeNod
     assert first.told[0] == (5, JobState.PART_WRITTEN)
     assert not first.queue.is_pending(), "what this node has is at rest"
     assert first.queue.waiting() == first.queue.waiting(for_others=True) == [5]
+    assert all(first.queue.is_settled(rank) for rank in (0, 1)), "nobody need wait for this node"
     assert [slot.failed for slot in slots] == [(0, 0)] * 2
     second.seal(5)
     second.run()

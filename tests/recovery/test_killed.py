@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.keeper.driver import committed
+from tests.keeper.driver import committed, eventually
 from tests.recovery.scene import Crash, recovered, regions_of, rows
 
 ROOT = Path(__file__).parents[2]
@@ -57,3 +57,32 @@ def test_killed_while_it_writes_a_shard(tmp_path: Path, runtime: Path) -> None:
     assert committed(run) == [1]
     assert regions_of(crash.folder) == []
     assert len(list(folder.glob("shard-*"))) == 1
+
+
+def test_an_interrupt_ends_it_though_storage_hangs(tmp_path: Path, runtime: Path) -> None:
+    """What it was writing is debris, and what it had pinned is free for the next one."""
+    run, faults = tmp_path / "run", tmp_path / "faults"
+    crash = Crash(run, runtime).slots(2)
+    crash.seal(1)
+    crash.both_killed()
+    faults.mkdir()
+    (faults / "write.pause").touch()
+    program = """
+import sys
+from pathlib import Path
+from flashckpt.recovery.recover import recover
+from flashckpt.store.base import open_store
+from tests.keeper.faulty import harm
+harm(Path(sys.argv[2]))
+recover(open_store(sys.argv[1]))
+"""
+    child = subprocess.Popen([sys.executable, "-c", program, str(run), str(faults)], cwd=ROOT)
+    eventually((faults / "write.paused").exists)
+    child.send_signal(signal.SIGINT)
+    assert child.wait(240) == -signal.SIGINT
+    assert committed(run) == []
+    report = recovered(run)
+    assert ("snapshot", "committed", 1) in rows(report)
+    assert ("debris", "removed", 1) in rows(report)
+    assert committed(run) == [1]
+    assert regions_of(crash.folder) == []
