@@ -30,6 +30,11 @@ def pause_s(looked_s: float) -> float:
     return min(max(_PAUSE_S, 3 * looked_s), _LONGEST_PAUSE_S)
 
 
+def newest_sealed(checkpointer: flashckpt.Checkpointer) -> int:
+    """The step of the newest sealed snapshot of this attempt, -1 where there is none."""
+    return int(checkpointer.report()["newest_sealed_step"])
+
+
 def until_shared(checkpointer: flashckpt.Checkpointer) -> None:
     """Stand still in an iteration until the next boundary may name a region of constants, or one has."""
     sharing, capture = checkpointer._attendant.slots.sharing, checkpointer._capture

@@ -130,7 +130,7 @@ class AttachedRun:
         with self._capture.pulse.resting():
             self._boundaries.capture_outside()
 
-    def _or_commit(self, capture: Callable[[], None]) -> None:
+    def _or_commit(self, capture: Callable[[], object]) -> None:
         """Capture. Where that fails, what was captured before is committed before it is raised."""
         try:
             capture()
@@ -212,11 +212,10 @@ class AttachedRun:
     def _finish(self) -> None:
         """The normal end of a whole run: its last boundary is captured and committed, then the run is let
         go."""
-        self._end(self._capture_last)
-
-    def _capture_last(self) -> None:
         if self.completed > 0:
-            self._boundaries.capture_now(persist=True)
+            self._end(lambda: self._boundaries.capture_now(persist=True))
+        else:
+            self._end(lambda: None)
 
     def _capture_marked(self) -> None:
         """The end of a loop whose boundaries are marked by hand: only here is it known to be one."""
@@ -232,7 +231,7 @@ class AttachedRun:
         with self._capture.pulse.resting():
             self._boundaries.capture_now(persist=True)
 
-    def _end(self, capture: Callable[[], None]) -> None:
+    def _end(self, capture: Callable[[], object]) -> None:
         """Capture what is last, see it committed, let the run go. To the keeper an end that failed is a death
         like any other: it saves the newest that is whole, and waits for the next attempt."""
         if self._closed:

@@ -12,6 +12,7 @@ the normal end of a loop and a `.save()` outside of one wait for storage, becaus
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -128,11 +129,6 @@ class Checkpointer(AttachedRun):
         """The iterator of `loop`."""
         return Batches(self, loader, epochs=epochs, steps=steps, whole_run=True)
 
-    def _before_boundary(self, *, holds_one: bool) -> None:
-        """Before the boundary, not after it: one that is a lie must not have been captured."""
-        self._use.before_batch(holds_one=holds_one)
-        self._restore_rng()
-
     def _restore_rng(self) -> None:
         due, self._due_rng = self._due_rng, None
         if due is not None:
@@ -166,16 +162,6 @@ class Checkpointer(AttachedRun):
             self._boundaries.leave_iteration()
         self._in_iteration = self._marked = False
         self._capture.pulse.rest()
-
-    def _end_of_batches(self) -> None:
-        """A loader has given its last batch. Inside `.epochs` the epoch's own end is captured; elsewhere
-        nobody may come after, and what follows is no part of this boundary."""
-        if self._progress.manages_epochs or self.completed == 0:
-            return
-        try:
-            self._boundaries.capture_now(persist=False)
-        except FlashckptError as error:
-            self._boundaries.not_saved(error)
 
     def _boundary(self, *, ends_epoch: bool = False) -> None:
         stops = self._enter_boundary(self.completed + 1)
@@ -288,7 +274,9 @@ class Batches(Iterator[Any]):
         if not self._entered:
             self._entered = True
             checkpointer._signals.enter()
-        checkpointer._before_boundary(holds_one=holds_one)
+        # Before the boundary, not after it: one that is a lie must not have been captured.
+        checkpointer._use.before_batch(holds_one=holds_one)
+        checkpointer._restore_rng()
         if holds_one:
             self._in_body = False
             checkpointer._end_of_iteration(ends_epoch=self._ends_epoch())
@@ -315,7 +303,8 @@ class Batches(Iterator[Any]):
         """The next batch, of the next epoch where this iterator is a whole run's."""
         progress = self.checkpointer._progress
         while True:
-            if self._finished_epochs():
+            # A whole run taken up after its last epoch has nothing more to give.
+            if self._whole_run and self._epochs_left() <= 0:
                 self._end(exhausted=True)
             if not self._begun:
                 self._begun = True
@@ -349,9 +338,7 @@ class Batches(Iterator[Any]):
             self._end(exhausted=True)
         if empty and self.checkpointer.resumed is not None and not (self._gave or self._source.was_over):
             raise self._gives_nothing()
-        if empty:
-            self._end(exhausted=True)  # an empty loader repeated until `steps` would never end
-        if self._last_epoch():
+        if empty or self._epochs_left() <= 1:  # an empty loader repeated until `steps` would never end
             self._end(exhausted=True)
         if self._source is not None:
             progress.close_phase()
@@ -366,14 +353,9 @@ class Batches(Iterator[Any]):
             step=self.completed,
         )
 
-    def _finished_epochs(self) -> bool:
-        """A whole run taken up after its last epoch has nothing more to give."""
-        return (
-            self._whole_run and self._epochs is not None and self.checkpointer._progress.epoch >= self._epochs
-        )
-
-    def _last_epoch(self) -> bool:
-        return self._epochs is not None and self.checkpointer._progress.epoch + 1 >= self._epochs
+    def _epochs_left(self) -> float:
+        """The present one among them."""
+        return math.inf if self._epochs is None else self._epochs - self.checkpointer._progress.epoch
 
     def _end(self, *, exhausted: bool) -> NoReturn:
         """End the iteration. The last boundary of a whole run is captured and committed first."""
@@ -395,7 +377,13 @@ class Batches(Iterator[Any]):
         if self._whole_run:
             checkpointer._finish()
         elif exhausted and self._source is not None:
-            checkpointer._end_of_batches()
+            # Inside `.epochs` the epoch's own end is captured; elsewhere nobody may come after, and what
+            # follows is no part of this boundary.
+            if not checkpointer._progress.manages_epochs and self.completed > 0:
+                try:
+                    checkpointer._boundaries.capture_now(persist=False)
+                except FlashckptError as error:
+                    checkpointer._boundaries.not_saved(error)
             checkpointer._progress.close_phase()
         elif not exhausted:  # at a stop: nothing else ends it early
             checkpointer._progress.is_cut = True

@@ -83,10 +83,6 @@ class Progress:
         self.iterated = True
 
     @property
-    def phase_is_open(self) -> bool:
-        return self._open is not None
-
-    @property
     def is_over(self) -> bool:
         """Whether nothing of this epoch is left to be given: no phase was stopped, or kept from beginning."""
         return self._open is None and not self.is_cut

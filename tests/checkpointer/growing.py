@@ -92,7 +92,7 @@ def go(train: Any, steps: int, attach: dict[str, Any], **state: Any) -> None:
         bits = int.from_bytes(loss.float().numpy().tobytes(), "little")
         print(json.dumps([checkpointer.completed + 1, bits, grown]), file=log, flush=True)
         checkpointer.step()
-        if checkpointer._capture.report()["boundaries"] == 1:
+        if checkpointer.report()["boundaries"] == 1:
             until_slots(checkpointer)  # no boundary waits for the first ones: these would depend on load
         if checkpointer.completed == hold_at:
             print(json.dumps(checkpointer.report()), flush=True)

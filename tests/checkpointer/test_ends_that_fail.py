@@ -14,7 +14,7 @@ import flashckpt
 from flashckpt import PersistError, StateError
 from tests.checkpointer.test_loop import Job, loader
 from tests.processes import keepers_of
-from tests.waiting import until
+from tests.waiting import newest_sealed, until
 
 SEALED = 3
 
@@ -43,7 +43,7 @@ def sealed_once(run: Path, spoilt: Spoilt) -> flashckpt.Checkpointer:
         checkpointer.step()
         if checkpointer.completed == 1:
             until(lambda: checkpointer._attendant.slots.ready, "slots")
-    until(lambda: checkpointer._attendant.newest_sealed_step() == SEALED, "the snapshot")
+    until(lambda: newest_sealed(checkpointer) == SEALED, "the snapshot")
     assert flashckpt.steps(run) == []
     return checkpointer
 
@@ -75,15 +75,15 @@ def test_so_it_is_at_the_end_of_a_loop(error: BaseException, tmp_path: Path, run
     run, spoilt, job = tmp_path / "run", Spoilt(), Job()
     options = {"every": SEALED, "persist_every": None, "spoilt": spoilt, **job.named}
     batches = flashckpt.loop(loader(SEALED + 1), run, **options)  # type: ignore[arg-type]
-    attendant = batches.checkpointer._attendant
+    slots = batches.checkpointer._attendant.slots
 
     def train() -> None:
         for x in batches:
             job.train(x)
             if batches.completed == 1:
-                until(lambda: attendant.slots.ready, "slots")
+                until(lambda: slots.ready, "slots")
             if batches.completed == SEALED:
-                until(lambda: attendant.newest_sealed_step() == SEALED, "the snapshot")
+                until(lambda: newest_sealed(batches.checkpointer) == SEALED, "the snapshot")
                 spoilt.error = error
 
     with pytest.raises(type(error), match="spoilt"):
@@ -95,14 +95,13 @@ def test_where_the_newest_is_torn_the_one_before_it_is_saved(tmp_path: Path, run
     """A bit of it flips in memory before anybody has asked for it."""
     run, job = tmp_path / "run", Job()
     checkpointer = flashckpt.attach(run, every=1, persist_every=None, **job.named)
-    attendant = checkpointer._attendant
     for step in range(1, SEALED + 1):
         job.train(torch.ones(1, 4))
         checkpointer.step()
-        until(lambda step=step: attendant.newest_sealed_step() == step, "the snapshot")
+        until(lambda step=step: newest_sealed(checkpointer) == step, "the snapshot")
     (keeper,) = keepers_of(runtime)
     os.kill(keeper, signal.SIGSTOP)  # it does not find out before somebody waits
-    ring = attendant.slots.ring
+    ring = checkpointer._attendant.slots.ring
     assert ring is not None
     slot, sealed = ring.newest_sealed() or pytest.fail("there is none")
     slot.image_view[sealed.record.data_start] ^= 1

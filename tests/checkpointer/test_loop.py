@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 import flashckpt
 from flashckpt import BoundaryError, OptionError, StateError, _native
 from flashckpt.capture.target import Target
-from tests.waiting import until, until_slots
+from tests.waiting import newest_sealed, until, until_slots
 
 pytestmark = pytest.mark.usefixtures("runtime")
 
@@ -323,7 +323,7 @@ def test_a_scheme_that_is_not_there_yet() -> None:
 
 
 def has_sealed(checkpointer: flashckpt.Checkpointer, step: int) -> bool:
-    return checkpointer._attendant.newest_sealed_step() == step
+    return newest_sealed(checkpointer) == step
 
 
 def test_a_snapshot_that_the_keeper_is_persisting_is_resumed_from(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 
 import flashckpt
 from tests.checkpointer.test_loop import Job, loader
-from tests.waiting import until, until_slots
+from tests.waiting import newest_sealed, until, until_slots
 
 pytestmark = pytest.mark.usefixtures("runtime")
 
@@ -217,7 +217,7 @@ def test_with_every_1_the_first_step_is_captured(kind: str, tmp_path: Path) -> N
             checkpointer.batches(loader(3)) if kind == "batches" else itertools.repeat(torch.ones(2, 4), 3)
         )
     for done, x in enumerate(batches):
-        assert (checkpointer._attendant.newest_sealed_step() or 0) == done
+        assert max(0, newest_sealed(checkpointer)) == done
         job.train(x)
         if kind == "by hand":
             checkpointer.step()
@@ -260,7 +260,7 @@ def test_an_epochs_code_that_outgrows_the_slots_is_saved(save: bool, ready: bool
         for _ in checkpointer.epochs(1):
             for x in checkpointer.batches(Stream()):
                 job.train(x)
-            assert checkpointer._attendant.newest_sealed_step() == 3
+            assert newest_sealed(checkpointer) == 3
             tensors += [torch.ones(1 << 22)]
             if ready:
                 room = checkpointer._capture.room_needed(ordered=True)

@@ -22,7 +22,7 @@ from tests.checkpointer.test_loop import Job
 from tests.keeper.driver import told
 from tests.keeper.faulty import faulty_keeper
 from tests.processes import keepers_of
-from tests.waiting import until, until_slots
+from tests.waiting import newest_sealed, until, until_slots
 
 
 @pytest.fixture
@@ -143,14 +143,13 @@ def test_what_stands_in_slots_that_were_outgrown_is_waited_for(tmp_path: Path, r
             job.train(torch.ones(1, 4))
             checkpointer.step()
             until_slots(checkpointer)
-        sealed = checkpointer._attendant.newest_sealed_step
-        until(lambda: sealed() == 3, "the third snapshot")
+        until(lambda: newest_sealed(checkpointer) == 3, "the third snapshot")
         growing.kept = torch.zeros(3_000_000)
         job.train(torch.ones(1, 4))
         checkpointer.step()
         until_slots(checkpointer)
         checkpointer.step()
-        assert sealed() == 3
+        assert newest_sealed(checkpointer) == 3
         checkpointer.wait()
         assert flashckpt.steps(tmp_path / "run") == [3]
 
@@ -161,11 +160,11 @@ def test_what_was_torn_in_slots_that_were_outgrown_is_told(tmp_path: Path, runti
     options = flashckpt.Options(grace="3s")
     given = {"every": 1, "persist_every": None, "options": options, "growing": growing, **job.named}
     checkpointer = flashckpt.attach(tmp_path / "run", **given)  # type: ignore[arg-type]
-    sealed, slots = checkpointer._attendant.newest_sealed_step, checkpointer._attendant.slots
+    slots = checkpointer._attendant.slots
     for step in range(1, 4):
         job.train(torch.ones(1, 4))
         checkpointer.step()
-        until(lambda step=step: sealed() == step, "the snapshot")
+        until(lambda step=step: newest_sealed(checkpointer) == step, "the snapshot")
     found = slots.newest_sealed()
     assert found is not None
     slot, snapshot = found

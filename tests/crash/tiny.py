@@ -155,7 +155,7 @@ def train(
             until(functools.partial(os.path.exists, hold[1]), "being let go")
         if batches.completed == wait_shared:
             until_shared(checkpointer)
-        sealed = checkpointer._attendant.newest_sealed_step()
-        skipped = int(checkpointer._capture.report()["snapshots_skipped"])
-        row = (STEP, batches.completed + 1, -1 if sealed is None else sealed, skipped, _digest(model))
+        report = checkpointer.report()
+        sealed, skipped = int(report["newest_sealed_step"]), int(report["snapshots_skipped"])
+        row = (STEP, batches.completed + 1, sealed, skipped, _digest(model))
         os.write(file, _RECORD.pack(*row))

@@ -19,7 +19,7 @@ from tests.keeper.driver import eventually, kill_keeper
 from tests.keeper.fake import keeper_pid
 from tests.memory.mounts import small_tmpfs
 from tests.processes import end, keepers_of
-from tests.waiting import until, until_slots
+from tests.waiting import newest_sealed, until, until_slots
 
 STARTS = 20
 
@@ -44,7 +44,7 @@ def captured(checkpointer: flashckpt.Checkpointer) -> None:
     checkpointer.step()
     until_slots(checkpointer)
     checkpointer.step()
-    until(lambda: checkpointer._attendant.newest_sealed_step() == 2, "a sealed snapshot")
+    until(lambda: newest_sealed(checkpointer) == 2, "a sealed snapshot")
 
 
 def test_a_write_that_failed_for_days_is_still_tried_again() -> None:

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import flashckpt
-from tests.waiting import until, until_slots
+from tests.waiting import newest_sealed, until, until_slots
 
 STEPS = 12
 
@@ -49,8 +49,7 @@ RELEASE = os.dup(0)
 def until_sealed(checkpointer: flashckpt.Checkpointer) -> None:
     """Steps of a millisecond outrun the sealing: then boundaries are skipped, and which was saved varies."""
     if checkpointer._capture._targets.ring is not None:
-        sealed = checkpointer._attendant.newest_sealed_step
-        until(lambda: sealed() == checkpointer.completed, "the snapshot of this step")
+        until(lambda: newest_sealed(checkpointer) == checkpointer.completed, "the snapshot of this step")
 
 
 def told() -> bool:
