@@ -70,10 +70,11 @@ class Boundaries:
                 "goes on from it. This process must end; start only one job on a run.",
                 step=self._progress.step,
             )
-        error = self._attendant.slots.error
-        slots, newest = self._attendant.slots, self._attendant.newest_sealed_step()
-        is_first = not slots.were_had or self._capture.pulse.boundaries <= _FIRST_BOUNDARIES
-        if error is not None and not slots.any and newest is None and is_first:
+        slots = self._attendant.slots
+        error = slots.error
+        if error is None or slots.any or self._attendant.newest_sealed_step() is not None:
+            return
+        if not slots.were_had or self._capture.pulse.boundaries <= _FIRST_BOUNDARIES:
             raise error
 
     def order(self) -> None:
