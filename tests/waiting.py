@@ -35,6 +35,11 @@ def newest_sealed(checkpointer: flashckpt.Checkpointer) -> int:
     return int(checkpointer.report()["newest_sealed_step"])
 
 
+def abandon(checkpointer: flashckpt.Checkpointer) -> None:
+    """Leave its `with` by an exception: nothing more is captured, what is sealed is the keeper's to save."""
+    checkpointer.__exit__(RuntimeError, RuntimeError("left"), None)
+
+
 def until_shared(checkpointer: flashckpt.Checkpointer) -> None:
     """Stand still in an iteration until the next boundary may name a region of constants, or one has."""
     sharing, capture = checkpointer._attendant.slots.sharing, checkpointer._capture

@@ -17,7 +17,7 @@ from flashckpt import OptionError, PersistError, RunError, _native
 from flashckpt.capture.target import Target
 from flashckpt.store.local import LocalStore
 from tests.checkpointer.test_loop import Job, loader
-from tests.waiting import until, until_slots
+from tests.waiting import abandon, until, until_slots
 
 pytestmark = pytest.mark.usefixtures("runtime")
 
@@ -101,7 +101,7 @@ def test_what_the_keeper_discards_before_wait_is_told(
     until(lambda: ring.newest_sealed() is None, "the keeper's audit")
     with pytest.raises(PersistError, match="not those of its boundary"):
         checkpointer.wait()
-    checkpointer._release()
+    abandon(checkpointer)
 
 
 def test_a_save_after_a_stop_in_an_epoch_leaves_the_stop_as_it_is(tmp_path: Path) -> None:

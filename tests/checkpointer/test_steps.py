@@ -13,7 +13,7 @@ import torch
 
 import flashckpt
 from tests.checkpointer.test_loop import Job, loader
-from tests.waiting import newest_sealed, until, until_slots
+from tests.waiting import abandon, newest_sealed, until, until_slots
 
 pytestmark = pytest.mark.usefixtures("runtime")
 
@@ -90,7 +90,7 @@ def test_a_save_that_nothing_answers_is_said(tmp_path: Path, caplog: pytest.LogC
             job.train(x)
         checkpointer.save()
         break
-    checkpointer._release()  # as the end of the interpreter does
+    abandon(checkpointer)
     assert "ordered after step 3 was not taken" in caplog.text
 
 
@@ -236,7 +236,7 @@ def test_the_number_of_what_was_loaded_is_given_to_nothing_else(tmp_path: Path) 
             until_slots(checkpointer)
             first.train(x)
         before = weights(first)
-        checkpointer._release()  # a death in the epoch's code: what was sealed is in memory
+        abandon(checkpointer)  # a death in the epoch's code: what was sealed is in memory
         break
     second = Job()
     with flashckpt.attach(run, every=1, persist_every=None, **second.named) as checkpointer:

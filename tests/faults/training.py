@@ -17,8 +17,8 @@ from tests.waiting import until
 class Training:
     """A model that changes in every step; a snapshot at every boundary, none persisted unless asked."""
 
-    def __init__(self, checkpointer: flashckpt.Checkpointer, model: nn.Module) -> None:
-        self.checkpointer, self.model = checkpointer, model
+    def __init__(self, run: Path, checkpointer: flashckpt.Checkpointer, model: nn.Module) -> None:
+        self.run, self.checkpointer, self.model = run, checkpointer, model
 
     def goes_on(self, steps: int = 40) -> None:
         """Boundaries are passed and snapshots sealed, whatever the keeper does: a boundary that waited for
@@ -52,10 +52,9 @@ class Training:
         """The next save works, and everything that is committed verifies."""
         step = self.save()
         until(self._is_well, "a commit after the fault")
-        run = self.checkpointer._session.store.url
-        assert flashckpt.steps(run)[-1] == step
-        assert flashckpt.verify(run).ok
-        loaded = flashckpt.load(run)
+        assert flashckpt.steps(self.run)[-1] == step
+        assert flashckpt.verify(self.run).ok
+        loaded = flashckpt.load(self.run)
         for name, value in self.model.state_dict().items():
             assert torch.equal(loaded[f"model.{name}"], value)
 
@@ -72,6 +71,6 @@ def training(run: Path, *, size: int = 256, grace: str = "8s") -> Iterator[Train
     model = nn.Linear(size, size)
     options = flashckpt.Options(grace=grace)
     with flashckpt.attach(run, every=1, persist_every=None, options=options, model=model) as checkpointer:
-        found = Training(checkpointer, model)
+        found = Training(run, checkpointer, model)
         found.warm()
         yield found

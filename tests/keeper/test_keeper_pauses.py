@@ -19,7 +19,7 @@ from tests.keeper.driver import eventually, kill_keeper
 from tests.keeper.fake import keeper_pid
 from tests.memory.mounts import small_tmpfs
 from tests.processes import end, keepers_of
-from tests.waiting import newest_sealed, until, until_slots
+from tests.waiting import abandon, newest_sealed, until, until_slots
 
 STARTS = 20
 
@@ -76,7 +76,7 @@ def test_a_run_that_ends_in_a_pause_leaves_a_keeper(tmp_path: Path, runtime: Pat
             captured(checkpointer)
             assert not any(map(is_region_name, checkpointer._session.runtime.names()))
             in_a_pause(checkpointer)
-            checkpointer._release()  # as an exception in the loop does
+            abandon(checkpointer)
             eventually(lambda: flashckpt.steps(run) == [2])
         finally:
             end(keepers_of(base))
@@ -108,4 +108,4 @@ def test_a_trainer_in_a_pause_sees_who_claims_its_run(tmp_path: Path, runtime: P
     newer = attempts.claim(open_store(str(run)), holder.here())
     until(lambda: checkpointer._attendant.superseded_by == str(newer), "the newer claim")
     assert keeper_pid(checkpointer._session.runtime) is None
-    checkpointer._release()
+    abandon(checkpointer)

@@ -140,4 +140,4 @@ else:
     raise AssertionError("not refused")
 assert digests == u64(*[_native.EMPTY_DIGEST] * 4)
 """
-    run(driver, DIGESTS + program, 2)
+    assert [line.split()[0] for line in run(driver, DIGESTS + program, 2)][-2:] == ["fill", "launch"]

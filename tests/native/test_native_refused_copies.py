@@ -84,8 +84,10 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_no_leaf_is_taken_for_one_that_was_written_meanwhile(driver: Path) -> None:
-    run(driver, f"TESTS = {str(HERE.parent)!r}\n" + PROGRAM, 1)
+    lines = run(driver, f"TESTS = {str(HERE.parent)!r}\n" + PROGRAM, 1)
+    assert len([line for line in lines if line.startswith("copy 17 ")]) == 1, "one snapshot met the refusal"
 
 
 def test_failures_are_not_kept_for_ever(driver: Path) -> None:
-    run(driver, FORGOTTEN, 1)
+    lines = run(driver, FORGOTTEN, 1)
+    assert len([line for line in lines if line.startswith("copy 17 ")]) == 1000

@@ -110,13 +110,13 @@ class Renaming(nn.Module):
 def test_a_state_dict_that_only_renames_is_let_through() -> None:
     module = Renaming()
     assert saves_its_own(module)
-    Tree({"model": module})
+    assert list(Tree({"model": module}).names) == ["model"]
 
 
 def test_what_another_named_object_holds_is_let_through() -> None:
     model = nn.Linear(2, 1)
     shadow = Shadow(model)
-    Tree({"shadow": shadow, "average": shadow.average})
+    assert list(Tree({"shadow": shadow, "average": shadow.average}).names) == ["shadow", "average"]
 
 
 def wrapped() -> list[nn.Module]:
@@ -141,7 +141,7 @@ def wrapped() -> list[nn.Module]:
 @pytest.mark.filterwarnings("ignore")
 def test_torchs_own_modules_and_wrappers_are_let_through() -> None:
     for module in wrapped():
-        Tree({"model": nn.Sequential(module)})
+        assert list(Tree({"model": nn.Sequential(module)}).names) == ["model"]
 
 
 def test_none_of_torchs_layers_is_looked_into() -> None:

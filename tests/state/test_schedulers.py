@@ -148,7 +148,8 @@ def test_a_scheduler_inside_a_named_object_is_named() -> None:
 
     net = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    Tree({"model": net, "optimizer": optimizer, "both": Both(optimizer)})
+    tree = Tree({"model": net, "optimizer": optimizer, "both": Both(optimizer)})
+    assert list(tree.names) == ["model", "optimizer", "both"]
 
 
 def test_a_scheduler_that_is_gone_is_not_asked_for() -> None:
@@ -159,7 +160,7 @@ def test_a_scheduler_that_is_gone_is_not_asked_for() -> None:
     del scheduler
     gc.disable()
     try:
-        Tree({"model": net, "optimizer": optimizer})
+        assert list(Tree({"model": net, "optimizer": optimizer}).names) == ["model", "optimizer"]
     finally:
         gc.enable()
 
