@@ -11,7 +11,7 @@ import contextlib
 import os
 import platform
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -198,27 +198,20 @@ def _run_id(store: Store, path: str | os.PathLike[str], *, create: bool) -> str:
         ) from error
 
 
-@contextlib.contextmanager
-def _writing(store: Store) -> Iterator[None]:
-    """A run that was there can be on a disk that has filled up or become read-only since."""
+def _claim(store: Store, environment: Environment, runtime: RuntimeFolder, life: LifeLock) -> AttemptName:
+    holder = here(runtime.path, life.name, job_id=environment.job_id, restart_count=environment.restart_count)
     try:
-        yield
-    except OSError as error:
+        # The check runs before each try: who loses a race for the number looks at the winner.
+        attempt = attempts.claim(
+            store, holder, lambda: check(store, holder, lambda _, name: is_alive(runtime, name))
+        )
+    except OSError as error:  # a run that was there can be on a disk that has filled up since
         raise RunError(
             f"{store.url} cannot be written: {error.strerror or error}. What is committed is as it was, what "
             "is in memory stays there, and training has not begun. Make room or mend the storage, and start "
             "again.",
             path=store.url,
         ) from error
-
-
-def _claim(store: Store, environment: Environment, runtime: RuntimeFolder, life: LifeLock) -> AttemptName:
-    holder = here(runtime.path, life.name, job_id=environment.job_id, restart_count=environment.restart_count)
-    # The check runs before each try: who loses a race for the number looks at the winner.
-    with _writing(store):
-        attempt = attempts.claim(
-            store, holder, lambda: check(store, holder, lambda _, name: is_alive(runtime, name))
-        )
     crashpoints.point("claim.taken")
     return attempt
 
