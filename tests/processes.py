@@ -15,7 +15,8 @@ def keepers_of(runtime: Path) -> list[int]:
     # Asked after every test, and again and again while one waits: without a `Path` for every process.
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         with contextlib.suppress(OSError):
-            if b"keeper/boot.py" in _told(pid, "cmdline") and wanted in _told(pid, "environ").split(b"\0"):
+            is_keeper = b"keeper/__main__.py" in _told(pid, "cmdline")
+            if is_keeper and wanted in _told(pid, "environ").split(b"\0"):
                 found.append(pid)
     return found
 

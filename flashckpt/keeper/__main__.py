@@ -1,16 +1,19 @@
-"""The keeper as a program. Owns what a process of its own needs: streams, niceness, affinity, signals."""
+"""The keeper as a program. Owns the way from a trainer's child to a process that is nobody's, and what it
+needs of its own: streams, niceness, affinity, signals.
+
+A trainer starts it as a script, `python -I __main__.py RUN`, with its orders on stdin. It imports the library
+only after it has the trainer's own import path.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import signal
+import site
 import sys
-
-from flashckpt.events import log
-from flashckpt.keeper.daemon import Keeper
-from flashckpt.memory.runtime import RuntimeFolder
 
 _NICENESS = 5
 _MOST_CPUS = 4096
@@ -18,11 +21,24 @@ _MOST_CPUS = 4096
 
 def run(run_path: str, runtime_path: str) -> None:
     """Be the keeper of a run until it is time to go; return at once if the run has one."""
+    from flashckpt.events import log
+    from flashckpt.keeper.daemon import Keeper
+    from flashckpt.memory.runtime import RuntimeFolder
+
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(process)d %(message)s")
     keeper = Keeper.elected(run_path, RuntimeFolder.at(runtime_path))
     if keeper is None:
         return
-    _settle(keeper)
+    # Own niceness and affinity: a trainer that was pinned to cores must not share them with us.
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, max(os.getpriority(os.PRIO_PROCESS, 0), _NICENESS))
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, range(_MOST_CPUS))
+    # A scheduler signals every process of a job before it kills them. What is being written is worth more
+    # than an early end: it is finished, then the keeper goes without lingering.
+    signal.signal(signal.SIGTERM, lambda number, frame: keeper.ask_to_go())
+    for ignored in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(ignored, signal.SIG_IGN)
     log.info("keeper %s of %s", keeper.nonce, run_path)
     try:
         keeper.run()
@@ -35,23 +51,31 @@ def run(run_path: str, runtime_path: str) -> None:
     os._exit(0)
 
 
-def _settle(keeper: Keeper) -> None:
-    """Own niceness and affinity: a trainer that was pinned to cores must not share them with us."""
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, 0, max(os.getpriority(os.PRIO_PROCESS, 0), _NICENESS))
-    with contextlib.suppress(OSError):
-        os.sched_setaffinity(0, range(_MOST_CPUS))
-    # A scheduler signals every process of a job before it kills them. What is being written is worth more
-    # than an early end: it is finished, then the keeper goes without lingering.
-    signal.signal(signal.SIGTERM, lambda number, frame: keeper.ask_to_go())
-    for ignored in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(ignored, signal.SIG_IGN)
+def _ordered() -> tuple[str, str]:
+    """The run and the runtime folder of a trainer's orders, in a process that is nobody's any more."""
+    orders = json.load(sys.stdin)
+    # The trainer's child ends here and is reaped at once; its child, in a session of its own and not
+    # its leader, belongs to init: no launcher waits for it, no terminal's hang-up reaches it.
+    if os.fork():
+        os._exit(0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    paths = [str(path) for path in orders["paths"]]
+    for path in paths:
+        # An installation for one user, or an editable one, is found through its folder's .pth files.
+        if path not in sys.path and os.path.basename(path) in ("site-packages", "dist-packages"):
+            site.addsitedir(path)
+    sys.path[:] = paths + [path for path in sys.path if path not in paths]
+    return str(orders["run"]), str(orders["runtime"])
 
 
 def main() -> None:
-    if len(sys.argv) != 3:
-        raise SystemExit("usage: python -m flashckpt.keeper RUN RUNTIME_FOLDER (started by a trainer)")
-    run(sys.argv[1], sys.argv[2])
+    match sys.argv[1:]:
+        case [_]:
+            run(*_ordered())
+        case [run_path, runtime_path]:
+            run(run_path, runtime_path)
+        case _:
+            raise SystemExit("usage: python -m flashckpt.keeper RUN RUNTIME_FOLDER (started by a trainer)")
 
 
 if __name__ == "__main__":

@@ -17,17 +17,17 @@ from flashckpt.errors import KeeperError
 from flashckpt.events import Event, log
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper.allocation import Allocation
-from flashckpt.keeper.chores import Chores, End, Look
-from flashckpt.keeper.departure import Departure
-from flashckpt.keeper.home import Home
-from flashckpt.keeper.protocol import ELECTION_LOCK, Status
+from flashckpt.keeper.exit import ExitRule
+from flashckpt.keeper.outcomes import Outcomes
+from flashckpt.keeper.protocol import ELECTION_LOCK, LOG_NAME, SOCKET_NAME, Status
 from flashckpt.keeper.requests import Requests
+from flashckpt.keeper.run_folder import End, Look, RunFolder
 from flashckpt.keeper.server import Server
 from flashckpt.keeper.start import bound_log
-from flashckpt.keeper.tally import Tally
 from flashckpt.keeper.trainers import Roster, Trainer
 from flashckpt.keeper.watchdog import Watchdog
 from flashckpt.memory.held_regions import Regions
+from flashckpt.memory.region import is_region_name
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder, TrainerLocks
 from flashckpt.memory.slot import SlotState
 from flashckpt.persist.deletions import Deletions
@@ -42,7 +42,6 @@ _TICK_MS = 20
 _IDLE_TICK_MS = 100
 _SWEEP_S = 0.2
 _ROUND_S = 1.0
-_MOST_LOOKS_WITHOUT_RUN = 3
 _LOG_DESCRIPTOR = 2
 
 
@@ -65,24 +64,23 @@ class Keeper:
         self._life = life
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._store = store = open_store(run_path)
-        home = Home(store, os.path.basename(folder.path))
-        self.ledger = Ledger(store, stands=home.stands)
+        self._run_folder = run_folder = RunFolder(store, os.path.basename(folder.path))
+        self.ledger = Ledger(store, stands=run_folder.stands)
         living = TrainerLocks(folder)
         self.roster = Roster(living)
         self.regions = Regions(folder, life, living)
-        self.tally = Tally(self.nonce)
-        writer, worker = Writer(store, self.nonce, stands=home.stands), Worker("writer", self._wake)
+        self.outcomes = Outcomes(self.nonce)
+        writer, worker = Writer(store, self.nonce, stands=run_folder.stands), Worker("writer", self._wake)
         self.queue = Queue(self.regions, writer, worker, self.ledger, told=self._told)
         deleter = Worker("deletions", self._wake)
         self.deletions = Deletions(
-            store, self.regions, self.ledger, deleter, self.queue.in_hand, self.tally.count
+            store, self.regions, self.ledger, deleter, self.queue.in_hand, self.outcomes.count
         )
         self._allocation = Allocation(
             self.regions, self.queue.is_needed, self._wake, stands=lambda: election.stands(folder)
         )
-        self._chores = Chores(store, home.stands)
-        self._chores_worker = Worker("chores", self._wake)
-        questions = self._status, home.told, self._try_again, self.queue.taken_up
+        self._round_worker = Worker("rounds", self._wake)
+        questions = self._status, run_folder.told, self._try_again, self.queue.taken_up
         deeds = self._describe, self._discard
         requests = Requests(self.regions, self.roster, self.ledger, self._allocation, *questions, *deeds)
         self._server = self._allocation.server = Server(folder, requests.answer)
@@ -90,9 +88,8 @@ class Keeper:
         self._watchdog = Watchdog(
             folder, self.regions, self.roster, self.ledger, self.queue, self._watch_worker
         )
-        self._departure = Departure(self, store)
+        self._exit = ExitRule(store, self.roster, self.queue, self.regions)
         self._ended: dict[AttemptName, End] = {}
-        self._looks_without_run = 0
         self._swept_at = self._round_at = 0.0
         self._ended_pidfds: set[int] = set()
 
@@ -101,7 +98,7 @@ class Keeper:
         self._adopt()
         while True:
             self._server.serve(self._ready())
-            workers = self._chores_worker, self._watch_worker
+            workers = self._round_worker, self._watch_worker
             for worker in (*workers, self.queue.worker, self.deletions.worker):
                 worker.collect()
             self._allocation.next()
@@ -111,7 +108,7 @@ class Keeper:
                 if self._election.stands(self.folder):
                     self._server.mend()
                     self._sweep()
-                    if self._departure.is_due(now):
+                    if self._is_idle and self._exit.is_due(now):
                         self._leave()
                         return
                 elif not self._is_last:
@@ -121,23 +118,18 @@ class Keeper:
             self.queue.know(self.roster.all())
             self.queue.next()
             self.deletions.next(now)
-            if now - self._round_at >= _ROUND_S and not self._chores_worker.busy:
+            if now - self._round_at >= _ROUND_S and not self._round_worker.busy:
                 self._round_at = now
                 self.regions.remove_dead_locks()
                 bound_log(self.folder, _LOG_DESCRIPTOR)
                 self._round()
 
     @property
-    def run_is_gone(self) -> bool:
-        """Whether the run's folder was deleted: then nothing here is of use to anybody."""
-        return self._looks_without_run >= _MOST_LOOKS_WITHOUT_RUN
-
-    @property
-    def is_idle(self) -> bool:
+    def _is_idle(self) -> bool:
         """Nobody lives, nothing is under way, and no end is still to be written down: where what is in memory
         is given up, a storage that takes nothing more is waited for no longer."""
         busy = self.queue.worker.busy or self._allocation.busy or self.deletions.is_pending
-        is_untold = bool(self._ended) and not (self.run_is_gone or self._departure.discards)
+        is_untold = bool(self._ended) and not (self._exit.run_is_gone or self._exit.discards)
         return not (len(self.roster) or busy or is_untold)
 
     @property
@@ -186,7 +178,7 @@ class Keeper:
         self.roster.forget(self._ended_pidfds)
         self.regions.reclaim()
         for trainer in dead:
-            self._departure.saw_end(trainer)
+            self._exit.saw_end(trainer)
             self._died(trainer)
         self.queue.know(self.roster.all())
         self._watchdog.look()
@@ -205,7 +197,7 @@ class Keeper:
 
     def _told(self, job: StepJob, outcome: StepOutcome) -> None:
         """A try to persist a step has ended."""
-        self.tally.told(job, outcome)
+        self.outcomes.told(job, outcome)
         attempt = AttemptName.parse(outcome.attempt)
         if outcome.state is not JobState.COMMITTED or attempt is None:
             return
@@ -224,13 +216,13 @@ class Keeper:
 
     def _try_again(self) -> None:
         self.queue.try_again()
-        self.tally.forget_failures(self.queue.given_up())
+        self.outcomes.forget_failures(self.queue.given_up())
 
     def _status(self, attempt: AttemptName | None, awaited: bool) -> Status:
         if awaited:
             self.queue.hurry()
         name = str(attempt) if attempt else None
-        return self.tally.status(self.queue, name, self.queue.committed(attempt))
+        return self.outcomes.status(self.queue, name, self.queue.committed(attempt))
 
     def _tidy(self) -> None:
         """Remove retired slots that hold nothing which is still to be persisted or the newest."""
@@ -249,18 +241,16 @@ class Keeper:
 
         def done(look: Look | BaseException) -> None:
             if isinstance(look, BaseException):
-                log.error("chores failed", exc_info=look)
+                log.error("a look at the run failed", exc_info=look)
                 return
-            self._looks_without_run = 0 if look.is_there else self._looks_without_run + 1
-            if look.is_there and not look.problem:
-                self._departure.saw_run()
+            self._exit.saw(look)
             for attempt in look.marked:
                 self._ended.pop(attempt, None)
-            self.tally.superseded_by = _newer(look.claimed, living)
+            self.outcomes.superseded_by = _newer(look.claimed, living)
             if look.problem:
-                self.tally.count("chores_failed")
+                self.outcomes.count("rounds_failed")
 
-        self._chores_worker.submit(lambda: self._chores.round(living, saved), done)
+        self._round_worker.submit(lambda: self._run_folder.round(living, saved), done)
 
     def _describe(self) -> dict[str, Any]:
         """What `flashckpt keepers` shows."""
@@ -285,24 +275,24 @@ class Keeper:
         return {
             "pid": os.getpid(),
             "run": self._store.url,
-            "run_is_gone": self.run_is_gone,
+            "run_is_gone": self._exit.run_is_gone,
             "is_saving": self.queue.is_pending(),
-            "lingers_s": round(self._departure.lingers_s, 1),
+            "lingers_s": round(self._exit.lingers_s, 1),
             "trainers": trainers,
             "regions": regions,
         }
 
     def _discard(self) -> None:
-        self._departure.discard()
+        self._exit.discard()
 
     def ask_to_go(self) -> None:
-        self._departure.ask()
+        self._exit.ask()
 
     def _leave(self) -> None:
         """Regions go, but those that hold what is committed nowhere; then the names, the lock last: a
         keeper that is started meanwhile finds it held, or finds everything gone. A look at storage may
         hang, and another keeper be elected meanwhile: then all of it is that one's."""
-        kept = self._departure.kept()
+        kept = self._exit.kept()
         crashpoints.point("leave.begun")
         for held in self.regions.slots():
             if not self._election.stands(self.folder):
@@ -318,7 +308,10 @@ class Keeper:
         self.ledger.add(None, Event.CLOSE, keeper=self.nonce, kept=sorted(kept))
         self.ledger.close()
         self._server.close()
-        self._departure.remove_names()
+        self.folder.remove(SOCKET_NAME)
+        # The log explains the regions that stay.
+        if not any(map(is_region_name, self.folder.names())):
+            self.folder.remove(LOG_NAME)
         # Also of trainers that died before they had said who they are: nobody else comes after us.
         self.regions.remove_dead_locks()
         crashpoints.point("leave.closed")

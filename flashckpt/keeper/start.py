@@ -107,14 +107,14 @@ def _started(run_path: str, runtime: RuntimeFolder) -> int:
             "but nothing would be persisted. Run under an ordinary python."
         )
     orders = {"paths": _import_path(), "run": run_path, "runtime": runtime.path}
-    boot = os.path.join(os.path.dirname(os.path.abspath(__file__)), "boot.py")
+    program = os.path.join(os.path.dirname(os.path.abspath(__file__)), "__main__.py")
     log = runtime.open_file(LOG_NAME, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     reading = writing = -1
     try:
         reading, writing = os.pipe()
         bound_log(runtime, log)
         child = subprocess.Popen(
-            [sys.executable, "-I", boot, run_path],
+            [sys.executable, "-I", program, run_path],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,

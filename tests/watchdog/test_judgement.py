@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 
 from flashckpt.events import Event
-from flashckpt.keeper import evidence
+from flashckpt.keeper import watchdog
 from flashckpt.keeper.daemon import Keeper
-from flashckpt.keeper.evidence import collect, condition, held
 from flashckpt.keeper.trainers import Trainer
-from flashckpt.keeper.watchdog import Watchdog
+from flashckpt.keeper.watchdog import Watchdog, collect, condition, held
 from flashckpt.memory.control_page import SlotSize
 from flashckpt.memory.held_regions import HeldRegion
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder, is_alive, stacks_name
@@ -267,7 +266,7 @@ def test_a_boundary_at_the_last_moment_saves_a_trainer(
         return True
 
     monkeypatch.setattr(watched.keeper.queue, "is_settled", settled)
-    monkeypatch.setattr(evidence, "holder_of", lambda folder, lock: watched.child.pid)
+    monkeypatch.setattr(watchdog, "holder_of", lambda folder, lock: watched.child.pid)
     assert watched.looks(1) == ["stuck"]
     assert watched.child.poll() is None
     assert watched.looks(1) == ["stuck", "goes-on"]
@@ -278,7 +277,7 @@ def test_a_trainer_that_dies_while_it_is_looked_up_is_nobody(
 ) -> None:
     """Its pid may have gone to another process between the lock's word and the pidfd."""
     answers = iter([watched.child.pid, None])
-    monkeypatch.setattr(evidence, "holder_of", lambda folder, lock: next(answers))
+    monkeypatch.setattr(watchdog, "holder_of", lambda folder, lock: next(answers))
     with held(watched.folder, LOCK) as process:
         assert process is None
 
@@ -293,9 +292,9 @@ def test_of_too_many_threads_those_that_matter_are_told() -> None:
     others = [thread(f"other{i}", 40) for i in range(30)]
     answering = thread("answering", 40).replace("Thread", "Current thread")
     text = "\n".join([*others[:20], answering, *others[20:], thread("main", 60)])
-    told = evidence._bounded(text)
+    told = watchdog._bounded(text)
     assert told[0].startswith("Current thread 0xanswering")
     assert "line 59 in main" in "".join(told)
     assert told[-1].endswith("more threads")
     assert len(json.dumps(told)) < MAX_LINE_BYTES - 4096
-    assert evidence._bounded("Stack of\n\ttwo lines\n") == ("Stack of", "\ttwo lines")
+    assert watchdog._bounded("Stack of\n\ttwo lines\n") == ("Stack of", "\ttwo lines")

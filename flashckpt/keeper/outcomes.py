@@ -1,4 +1,4 @@
-"""What the keeper has done, counted: the status that trainers ask for. Owns no slot and no file."""
+"""How tries to persist have ended, counted: the status that trainers ask for. Owns no slot and no file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST_TEXT = 400
 _MOST_LEAVES = 22
 
 
-class Tally:
+class Outcomes:
     """Bounded memory of outcomes, newest last, each with the attempt that it belongs to: a branch may
     train on from an older step, and what another attempt committed is not what it waits for."""
 
