@@ -21,7 +21,7 @@ from flashckpt.checkpointer.sharing import Sharing
 from flashckpt.errors import DamagedError, FlashckptError, KeeperError, OutOfRoomError
 from flashckpt.events import log
 from flashckpt.format.metadata import Metadata
-from flashckpt.keeper.grants import SlotGrant
+from flashckpt.keeper.client import SlotGrant
 from flashckpt.keeper.protocol import Refusal, close_all
 from flashckpt.memory.control_page import SlotSize
 from flashckpt.memory.slot import Sealed, Slot, SlotRing, SlotState

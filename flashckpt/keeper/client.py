@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flashckpt.keeper.connection import KeeperConnection, Taken
-from flashckpt.keeper.grants import SlotGrant as SlotGrant
-from flashckpt.keeper.possession import Possession
+from flashckpt.keeper.connection import SlotGrant as SlotGrant
 from flashckpt.keeper.protocol import PROTOCOL, ProtocolError, Status, close_all
 from flashckpt.memory.control_page import SlotSize
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder
@@ -23,33 +22,15 @@ _PATIENCE_S = 30.0
 Early = Callable[[int, int], None]
 
 
-class KeeperClient:
-    """A trainer's connection to its node's keeper. A keeper that died is started again by the next call,
-    told again who we are, and handed the memfds that only we still hold. `longest_pause_s`: how long one that
-    would come after many that died may have to wait; until then calls raise KeeperError."""
+class KeeperClient(KeeperConnection):
+    """What a trainer asks of its node's keeper. One that died is started again by the next call, told again
+    who we are, and handed the memfds that only we still hold."""
 
     def __init__(
         self, run_path: str, runtime: RuntimeFolder, life: LifeLock, *, patience_s: float = _PATIENCE_S
     ) -> None:
-        self._run_path, self._life = run_path, life
-        self._possession = Possession()
+        super().__init__(run_path, runtime, life, patience_s)
         self.available_bytes = 0  # what the node had left when slots were granted last
-        self._connection = KeeperConnection(run_path, runtime, life, self._possession, patience_s)
-
-    @property
-    def restarts(self) -> int:
-        """How many keepers this one has had after its first."""
-        return self._connection.restarts
-
-    @property
-    def longest_pause_s(self) -> float:
-        return self._connection.longest_pause_s
-
-    @longest_pause_s.setter
-    def longest_pause_s(self, pause_s: float) -> None:
-        self._connection.longest_pause_s = pause_s
-
-    # What a trainer says
 
     def hello(
         self,
@@ -69,7 +50,7 @@ class KeeperClient:
         `stacks_signal` makes this process write its Python stacks into its file for them (0: none does);
         `kill_when_stuck` lets the keeper end it when it is stuck. `ranks` are those of its node, itself alone
         where none are given: what they seal of a step makes one part."""
-        said = {
+        said: dict[str, Any] = {
             "op": "hello",
             "protocol": PROTOCOL,
             "rank": rank,
@@ -86,7 +67,7 @@ class KeeperClient:
             "stacks_signal": stacks_signal,
             "kill_when_stuck": kill_when_stuck,
         }
-        self._connection.say(said)
+        self.say(said)
 
     def slots(
         self,
@@ -107,7 +88,7 @@ class KeeperClient:
         def taken(answer: dict[str, Any], descriptors: list[int]) -> list[SlotGrant]:
             self.available_bytes = int(answer.get("available", 0))
             grants = self._kept(answer, descriptors)
-            self._possession.end_loans()
+            self._held.end_loans()
             return grants
 
         return self._requested("slots", count, needed, wanted or needed, have, taken)
@@ -126,10 +107,6 @@ class KeeperClient:
         released it, or died, and no snapshot names it. Blocks and raises as `slots`; KeeperError, too, where
         it would not live as long as slots."""
         return _one(self._requested("constants", 1, size, size, (), self._kept))
-
-    def stop_waiting(self) -> None:
-        """The run ends: requests that are not answered yet raise KeeperError."""
-        self._connection.stop_waiting()
 
     def _requested(
         self,
@@ -156,34 +133,28 @@ class KeeperClient:
             "wanted": wanted,
             "have": list(have),
         }
-        return self._connection.call_apart(asked, begun, taken)
+        return self.call_apart(asked, begun, taken)
 
     def keep_constants(self, name: str) -> SlotGrant:
         """The region of constants that survived under this name: this trainer goes on naming it. Raises
         KeeperError where it is gone."""
-        return _one(self._connection.call_with_descriptors({"op": "keep", "name": name}, self._kept))
+        return _one(self.call_with_descriptors({"op": "keep", "name": name}, self._kept))
 
     def surviving(self) -> list[SlotGrant]:
         """This rank's slots that hold a sealed snapshot, of an earlier attempt or of this one, and regions of
         the constants that they share."""
-        return self._connection.call_with_descriptors({"op": "surviving"}, self._lent)
+        return self.call_with_descriptors({"op": "surviving"}, self._lent)
 
     def started(self, *, loaded: str | None, step: int) -> None:
         """`start.json` of this trainer's attempt is written: it went on from `step`, out of the slot named
         `loaded` if that was its tier."""
         said = {"op": "started", "loaded": loaded or "", "step": step}
-        self._connection.say(said)
-
-    def release(self, names: Sequence[str]) -> None:
-        """This trainer maps these slots no longer: they go as soon as nothing in them is needed."""
-        self._connection.call({"op": "release", "names": list(names)})
-        # Only now: a keeper that is started for this very call has what is in a memfd from us alone.
-        self._possession.release(names)
+        self.say(said)
 
     def status(self, *, awaited: bool = False) -> Status:
         """What the keeper has done. `awaited`: somebody waits for it, so that what failed is tried again
         soon and not after the pauses that many failures have made long."""
-        answer = self._connection.call({"op": "status", "awaited": awaited})
+        answer = self.call({"op": "status", "awaited": awaited})
         found = answer.get("status")
         if not isinstance(found, dict):
             raise ProtocolError("The keeper's answer holds no status.")
@@ -191,30 +162,22 @@ class KeeperClient:
 
     def event(self, event: dict[str, Any]) -> None:
         """One line for the run's ledger. `event` names what happened; the keeper adds the time."""
-        self._connection.call({"op": "event", "event": event})
-
-    def tend(self) -> bool:
-        """Start a keeper again if it is dead or silent. Returns whether this trainer has a new one. To be
-        called once a second or so."""
-        return self._connection.tend()
+        self.call({"op": "event", "event": event})
 
     def closing(self) -> None:
         """This trainer ends in order: what it asked for is still persisted, then the keeper may go."""
-        self._connection.say({"op": "closing"})
-
-    def close(self) -> None:
-        self._connection.close()
+        self.say({"op": "closing"})
 
     def _kept(self, answer: dict[str, Any], descriptors: list[int]) -> list[SlotGrant]:
         """Regions that this trainer uses from now on."""
         grants = _parsed(answer, descriptors)
-        self._possession.keep(grants)
+        self._held.keep(grants)
         return grants
 
     def _lent(self, answer: dict[str, Any], descriptors: list[int]) -> list[SlotGrant]:
         """Regions to be looked at."""
         grants = _parsed(answer, descriptors)
-        self._possession.lend(grants)
+        self._held.keep(grants, lent=True)
         return grants
 
 

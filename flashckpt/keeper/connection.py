@@ -1,8 +1,7 @@
 """A trainer's connection to its node's keeper: found, started where there is none, and made anew.
 
-Owns the socket, those on which an answer is waited for that takes long, and the memory of what must be said
-again to a new keeper. What is asked, and what an answer means, others say. Safe to use from any thread; every
-call but `call_apart` has a time limit.
+Owns the socket, those on which an answer is waited for that takes long, the descriptors that a keeper to come
+is handed, and the memory of what it is told again. What is asked, and what an answer means, `client` says.
 """
 
 from __future__ import annotations
@@ -13,15 +12,16 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from flashckpt.errors import KeeperError, OutOfRoomError
 from flashckpt.events import log
 from flashckpt.keeper import start
-from flashckpt.keeper.possession import Possession
 from flashckpt.keeper.protocol import (
     ELECTION_LOCK,
+    LOG_NAME,
     MAX_DESCRIPTORS,
     SOCKET_NAME,
     Refusal,
@@ -30,9 +30,10 @@ from flashckpt.keeper.protocol import (
     receive,
     send,
 )
-from flashckpt.keeper.standing import make_stand
 from flashckpt.memory import forks
+from flashckpt.memory.region import MEMFD
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder, is_alive
+from flashckpt.memory.slot import Slot
 
 _START_TIMEOUT_S = 60.0
 _START_AGAIN_S = 5.0
@@ -41,27 +42,101 @@ _TRIES = 4
 _CLOSE_PATIENCE_S = 2.0
 
 T = TypeVar("T")
+Answer = tuple[dict[str, Any], list[int]]
 # What is made of an answer and the descriptors that came with it, which are its to close.
 Taken = Callable[[dict[str, Any], list[int]], T]
 
 
+@dataclass(frozen=True)
+class SlotGrant:
+    """A slot that the keeper handed over. `descriptor` is the receiver's to close (`open` passes it on);
+    `owner` is this trainer's index in the slot; `kind` is "named" or "memfd". One that `holds_constants` is
+    no slot but a region, laid out as one, of what several slots share."""
+
+    descriptor: int
+    index: int
+    name: str
+    owner: int
+    kind: str
+    num_bytes: int
+    holds_constants: bool = False
+
+    @property
+    def outlives_both(self) -> bool:
+        """Whether the slot survives the death of trainer and keeper together."""
+        return self.kind != MEMFD
+
+    def open(self, *, map_image: bool = True) -> Slot:
+        """Map the slot, which owns the descriptor from here on. The descriptor is closed where that fails."""
+        try:
+            return Slot.open(self.descriptor, map_image=map_image)
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+
+
+class HeldDescriptors:
+    """The descriptors of regions that a trainer holds for a keeper to come, which may find no name of theirs.
+    `released` names what was let go: a keeper that finds it by name has to be told."""
+
+    def __init__(self) -> None:
+        self.released: list[str] = []
+        self.held: dict[str, int] = {}
+        self._lent: set[str] = set()
+        self._lock = threading.Lock()
+        forks.hold(self)
+
+    def forked(self) -> None:
+        for descriptor in self.held.values():
+            forks.close(descriptor)
+        self.held, self._lent, self._lock = {}, set(), threading.Lock()
+
+    def keep(self, grants: Sequence[SlotGrant], *, lent: bool = False) -> None:
+        """Regions that this trainer uses, or looks at (`lent`): of those, memfds until it has slots."""
+        names = {grant.name for grant in grants}
+        with self._lock:
+            for grant in grants:
+                if grant.name not in self.held and (grant.kind == MEMFD or not lent):
+                    self.held[grant.name] = os.dup(grant.descriptor)
+                    self._lent |= {grant.name} if lent else set()
+            self._lent -= set() if lent else names
+            self.released = [name for name in self.released if name not in names]
+
+    def end_loans(self) -> None:
+        """Slots to be written were granted: what was only looked at is not."""
+        with self._lock:
+            self._let_go(self._lent)
+            self._lent.clear()
+
+    def release(self, names: Sequence[str]) -> None:
+        with self._lock:
+            self._let_go(names)
+            self.released = [*self.released, *names][-MAX_DESCRIPTORS:]
+
+    def nameless(self) -> list[int]:
+        """Memfds, and regions that somebody has taken the name from: nobody else finds them. Descriptors of
+        the caller's own, since those here may be let go at any time."""
+        with self._lock:
+            return [os.dup(each) for each in self.held.values() if not os.fstat(each).st_nlink]
+
+    def close(self) -> None:
+        with self._lock:
+            self._let_go(list(self.held))
+
+    def _let_go(self, names: Collection[str]) -> None:
+        # Forgotten first: a child that is forked in between must not close what has the numbers next.
+        close_all([self.held.pop(name) for name in names if name in self.held])
+
+
 class KeeperConnection:
     """`restarts` counts the keepers after the first; `longest_pause_s` is how long one that would come after
-    many that died may have to wait. `possession` is handed to a new one."""
+    many that died may have to wait: until then calls raise KeeperError. Safe to use from any thread; every
+    call but `call_apart` has a time limit. A keeper that is silent for `patience_s` is replaced."""
 
-    def __init__(
-        self,
-        run_path: str,
-        runtime: RuntimeFolder,
-        life: LifeLock,
-        possession: Possession,
-        patience_s: float,
-    ) -> None:
-        self._run_path = run_path
-        self._runtime = runtime
-        self._life = life
-        self._possession = possession
+    def __init__(self, run_path: str, runtime: RuntimeFolder, life: LifeLock, patience_s: float) -> None:
+        self._run_path, self._runtime, self._life = run_path, runtime, life
         self._patience_s = patience_s
+        self._held = HeldDescriptors()
         self._lock = threading.RLock()
         self._peer: socket.socket | None = None
         # Those on which an answer is waited for. Closed by who waits alone; shut down to end the wait.
@@ -98,8 +173,16 @@ class KeeperConnection:
 
     def say(self, message: dict[str, Any]) -> None:
         """The same for what each new keeper is to be told again."""
-        self.call(message)
-        self._said[message["op"]] = message
+        with self._lock:  # one that comes right then is told, too
+            self.call(message)
+            self._said[message["op"]] = message
+
+    def release(self, names: Sequence[str]) -> None:
+        """This trainer maps these slots no longer: they go as soon as nothing in them is needed."""
+        with self._lock:
+            self.call({"op": "release", "names": list(names)})
+            # Only now: a keeper that is started for this very call has what is in a memfd from us alone.
+            self._held.release(names)
 
     def call_with_descriptors(self, message: dict[str, Any], taken: Taken[T]) -> T:
         """The same, given to `taken`. What that holds of it is handed to the next keeper, whenever that
@@ -108,7 +191,7 @@ class KeeperConnection:
             tries = 1
             while True:
                 try:
-                    found = self._exchanged(self._connected(), message)
+                    found = _exchanged(self._connected(), message)
                     break
                 except (OSError, EOFError) as error:
                     self._drop()
@@ -125,7 +208,7 @@ class KeeperConnection:
                     # Interrupted: what is answered now would be taken for the answer to the next question.
                     self._drop()
                     raise
-            return taken(*self._accepted(*found))
+            return taken(*_accepted(*found))
 
     def call_apart(self, message: dict[str, Any], begun: Taken[None], taken: Taken[T]) -> T:
         """The same for a request that may take long. Its answer is waited for on a socket of its own, so that
@@ -155,7 +238,7 @@ class KeeperConnection:
             self._waiting.add(peer)
         try:
             if "hello" in self._said:
-                self._asked(peer, self._said["hello"])
+                _asked(peer, self._said["hello"])
             peer.settimeout(None)
             send(peer, message)
             while True:
@@ -172,7 +255,7 @@ class KeeperConnection:
                 # A newer one was handed all that is held here: it would never hear of this.
                 close_all(received)
                 raise EOFError("another keeper has come")
-            return taken(*self._accepted(answer, received))
+            return taken(*_accepted(answer, received))
 
     def stop_waiting(self) -> None:
         """The run ends: nobody waits for an answer any more."""
@@ -185,10 +268,11 @@ class KeeperConnection:
                 peer.shutdown(socket.SHUT_RDWR)
 
     def tend(self) -> bool:
-        """Start a keeper again if it is dead or silent. Returns whether this trainer has a new one."""
+        """Start a keeper again if it is dead or silent. Returns whether this trainer has a new one. To be
+        called once a second or so."""
         with self._lock:
             before = self.restarts
-            if make_stand(self._runtime, self._life):
+            if self._was_swept():
                 self._drop()
             self.call({"op": "ping"})
             return self.restarts > before
@@ -201,34 +285,15 @@ class KeeperConnection:
         try:
             self._drop()
             self._begin(-1)
-            self._possession.close()
+            self._held.close()
         finally:
             self._lock.release()
-
-    def _asked(
-        self, peer: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()
-    ) -> tuple[dict[str, Any], list[int]]:
-        return self._accepted(*self._exchanged(peer, message, descriptors))
-
-    @staticmethod
-    def _exchanged(
-        peer: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()
-    ) -> tuple[dict[str, Any], list[int]]:
-        send(peer, message, descriptors)
-        return receive(peer)
-
-    @staticmethod
-    def _accepted(answer: dict[str, Any], received: list[int]) -> tuple[dict[str, Any], list[int]]:
-        if answer.get("ok") is True:
-            return answer, received
-        close_all(received)
-        raise _as_error(answer)
 
     def _connected(self) -> socket.socket:
         """The connection, made anew if there is none: with a keeper that is started if there is none."""
         if self._peer is not None:
             return self._peer
-        make_stand(self._runtime, self._life)
+        self._was_swept()
         until = time.monotonic() + _START_TIMEOUT_S
         tried_at = -_START_AGAIN_S
         mute, mute_since = self._runtime.inode(ELECTION_LOCK), time.monotonic()
@@ -254,6 +319,24 @@ class KeeperConnection:
         self._introduce(peer)
         return peer
 
+    def _was_swept(self) -> bool:
+        """Whether runtime folder or life lock had to be made again, since somebody has removed them (a logout
+        that clears shared memory, a cleaner of temporary files): no keeper knows this trainer then."""
+        runtime, life = self._runtime, self._life
+        is_gone = not runtime.exists()
+        if is_gone:
+            runtime.renew()
+        if life.stands(runtime):
+            return False
+        life.renew(runtime)
+        log.warning(
+            "%s was removed while this run was trained. It was made again, and what is in memory is handed "
+            "to a new keeper; if all processes die before the next commit, memory is lost with them. Keep "
+            "whatever removes it away, or set FLASHCKPT_RUNTIME to another folder.",
+            runtime.path if is_gone else f"{runtime.path}/{life.name}",
+        )
+        return True
+
     def _begin(self, descriptor: int) -> None:
         """Keep what tells of the end of the keeper that was started last; -1 where nobody asks any more."""
         if self._begun >= 0:
@@ -277,13 +360,13 @@ class KeeperConnection:
             self._known = found
             return
         try:
-            self._asked(peer, self._said["hello"])
+            _asked(peer, self._said["hello"])
             self._hand_over(peer)
-            if self._possession.released:
-                self._asked(peer, {"op": "release", "names": self._possession.released})
+            if self._held.released:
+                _asked(peer, {"op": "release", "names": self._held.released})
             for op in ("started", "closing"):
                 if op in self._said:
-                    self._asked(peer, self._said[op])
+                    _asked(peer, self._said[op])
         except BaseException:
             self._drop()
             raise
@@ -291,12 +374,12 @@ class KeeperConnection:
         self._known = found
 
     def _hand_over(self, peer: socket.socket) -> None:
-        nameless = self._possession.nameless()
+        nameless = self._held.nameless()
         try:
             # One message carries no more of them: slots, those that they replace, and what they share.
             for first in range(0, len(nameless), MAX_DESCRIPTORS):
                 try:
-                    self._asked(peer, {"op": "adopt"}, nameless[first : first + MAX_DESCRIPTORS])
+                    _asked(peer, {"op": "adopt"}, nameless[first : first + MAX_DESCRIPTORS])
                 except KeeperError as error:
                     # One that is damaged must not keep a run from having a keeper at all.
                     log.error("the new keeper: %s", error)
@@ -341,16 +424,28 @@ class KeeperConnection:
         self._shut_waiting()  # of a keeper that is silent, too, they would wait for ever
 
 
-def _as_error(answer: dict[str, Any]) -> Refusal | OutOfRoomError:
+def _exchanged(peer: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()) -> Answer:
+    send(peer, message, descriptors)
+    return receive(peer)
+
+
+def _accepted(answer: dict[str, Any], received: list[int]) -> Answer:
+    if answer.get("ok") is True:
+        return answer, received
+    close_all(received)
     message = str(answer.get("error", "The keeper refused without a reason."))
     if answer.get("kind") == "room":
-        return OutOfRoomError(message, needed=int(answer["needed"]), available=int(answer["available"]))
-    return Refusal(message)
+        raise OutOfRoomError(message, needed=int(answer["needed"]), available=int(answer["available"]))
+    raise Refusal(message)
+
+
+def _asked(peer: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()) -> Answer:
+    return _accepted(*_exchanged(peer, message, descriptors))
 
 
 def _unreachable(runtime: RuntimeFolder, reason: str) -> KeeperError:
     return KeeperError(
         f"The keeper cannot be asked: {reason}. Training is not touched; what is sealed stays in memory and "
-        f"is persisted as soon as a keeper runs. Its log: {os.path.join(runtime.path, 'keeper.log')}",
+        f"is persisted as soon as a keeper runs. Its log: {os.path.join(runtime.path, LOG_NAME)}",
         path=runtime.path,
     )

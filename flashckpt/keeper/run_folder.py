@@ -1,5 +1,5 @@
-"""The run's folder beside its steps: where it stands, whether it was deleted, and what the keeper writes there
-of attempts: the counters of those that live, the ends of the others.
+"""The run's folder beside its steps: where it stands, whether it was deleted, and what the keeper writes
+there of attempts: the counters of those that live, the ends of the others.
 
 What is gone may be a disk that is away: nothing is concluded from it but to wait, unless the folder was
 deleted for certain. Reads storage, which may hang: a worker calls it, but for `told`.

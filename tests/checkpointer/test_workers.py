@@ -60,7 +60,7 @@ def test_forked_workers_hold_nothing_of_a_run(
             until_slots(checkpointer)
             job.train(x)
             if checkpointer.completed == 5:
-                peer = checkpointer._session.keeper._connection._peer
+                peer = checkpointer._session.keeper._peer
                 assert peer is not None
                 socket = {os.readlink(f"/proc/self/fd/{peer.fileno()}")}
                 assert len(ours(os.getpid(), runtime, socket)) >= 7, "slots, folder, lock, stacks, socket"

@@ -15,9 +15,9 @@ from tests.waiting import until
 def be_impatient(trained: Training) -> None:
     """A keeper that is silent for a second is replaced: nobody waits half a minute in a test."""
     client = trained.checkpointer._session.keeper
-    client._connection._patience_s = 1.0
-    assert client._connection._peer is not None
-    client._connection._peer.settimeout(1.0)
+    client._patience_s = 1.0
+    assert client._peer is not None
+    client._peer.settimeout(1.0)
 
 
 def test_a_stopped_keeper_that_goes_on_after_its_replacement_wrote(tmp_path: Path, runtime: Path) -> None:

@@ -27,7 +27,7 @@ def test_a_run_that_ends_while_its_keeper_is_stopped(in_order: bool, tmp_path: P
     checkpointer.wait()
     pid = keeper_pid(checkpointer._session.runtime)
     assert pid is not None
-    attendant, line = checkpointer._attendant, checkpointer._session.keeper._connection
+    attendant, line = checkpointer._attendant, checkpointer._session.keeper
     os.kill(pid, signal.SIGSTOP)
     try:
 

@@ -278,10 +278,10 @@ def test_memfds_survive_the_keeper_and_fall_with_both(tmp_path: Path, runtime: P
         assert [step for _, step in sorted(trainer.survivors(), key=lambda row: row[1])] == [1, 2]
         lent = trainer.client.slot_to_read(SlotSize(1 << 20, trainer.layout.num_bytes))
         os.close(lent.descriptor)
-        assert lent.name in trainer.client._possession.held
+        assert lent.name in trainer.client._held.held
         for grant in trainer.client.slots(3, SlotSize(4096, trainer.layout.num_bytes)):
             os.close(grant.descriptor)
-        assert set(trainer.client._possession.held) == {slot.name for slot in trainer.slots}
+        assert set(trainer.client._held.held) == {slot.name for slot in trainer.slots}
         kill_keeper(trainer.folder)
         trainer.client.close()
         for each in trainer.slots:

@@ -33,7 +33,7 @@ def test_a_memfd_is_let_go_only_once_a_keeper_has_it(tmp_path: Path, runtime: Pa
         trainer.client.release([slot.name for slot in trainer.slots])
         for slot in trainer.slots:
             slot.close()
-        assert trainer.client._possession.held == {}
+        assert trainer.client._held.held == {}
         eventually(lambda: committed(trainer.run) == [1, 2])
         trainer.slots = []
         trainer.end()

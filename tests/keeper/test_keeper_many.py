@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from flashckpt.errors import KeeperError
-from flashckpt.keeper.grants import SlotGrant
-from flashckpt.keeper.possession import Possession
+from flashckpt.keeper.client import SlotGrant
+from flashckpt.keeper.connection import HeldDescriptors
 from flashckpt.keeper.protocol import MAX_DESCRIPTORS, close_all
 from flashckpt.memory.control_page import SlotSize
 from flashckpt.memory.held_regions import MAX_REGIONS
@@ -73,7 +73,7 @@ def test_memfds_are_handed_over_however_many_they_are(tmp_path: Path, small_disk
     trainer.share()
     grown(trainer, 12 << 20)
     assert {trainer.region_kind, *(grant.kind for grant in trainer.grants)} == {"memfd"}
-    held = trainer.client._possession.nameless()
+    held = trainer.client._held.nameless()
     close_all(held)
     assert len(held) == 2 * MOST + 1 > MAX_DESCRIPTORS
     kill_keeper(trainer.folder)
@@ -86,26 +86,26 @@ def test_memfds_are_handed_over_however_many_they_are(tmp_path: Path, small_disk
 
 def test_what_is_let_go_meanwhile_is_not_handed_over() -> None:
     """Another thread keeps and releases: neither a closed descriptor is given, nor one that is another's."""
-    possession, region, other = Possession(), os.memfd_create("region"), os.memfd_create("other")
+    held, region, other = HeldDescriptors(), os.memfd_create("region"), os.memfd_create("other")
     ended = threading.Event()
 
     def use() -> None:
         turn = 0
         while not ended.is_set():
             turn += 1
-            possession.keep([SlotGrant(region, 0, f"slot-{turn % 7}", 1, "memfd", 1)])
-            possession.release([f"slot-{(turn + 3) % 7}"])
+            held.keep([SlotGrant(region, 0, f"slot-{turn % 7}", 1, "memfd", 1)])
+            held.release([f"slot-{(turn + 3) % 7}"])
             os.close(os.dup(other))
 
     user = threading.Thread(target=use)
     user.start()
     try:
         for _ in range(10000):
-            given = possession.nameless()
+            given = held.nameless()
             assert {os.fstat(each).st_ino for each in given} <= {os.fstat(region).st_ino}
             close_all(given)
     finally:
         ended.set()
         user.join()
-        possession.close()
+        held.close()
         close_all([region, other])

@@ -17,7 +17,7 @@ import pytest
 from flashckpt.errors import KeeperError, OutOfRoomError
 from flashckpt.format.layout import PAGE
 from flashckpt.keeper import connection
-from flashckpt.keeper.grants import SlotGrant
+from flashckpt.keeper.client import SlotGrant
 from flashckpt.keeper.protocol import ELECTION_LOCK, SOCKET_NAME, close_all
 from flashckpt.memory.control_page import SlotSize
 from tests.keeper.driver import Process, committed, eventually, kill_keeper, runtime_of
@@ -171,7 +171,7 @@ def test_a_keeper_that_comes_as_another_answers_has_what_was_given(
         monkeypatch.setattr(connection, "receive", another_comes)
         trainer.take_slots()
         assert {grant.kind for grant in trainer.grants} == {kind}
-        told = trainer.client._connection.call({"op": "describe"})["keeper"]["regions"]
+        told = trainer.client.call({"op": "describe"})["keeper"]["regions"]
         assert {slot.name for slot in trainer.slots} <= {row["name"] for row in told}
         assert len(told) == 3, "nothing is given twice"
         trainer.snapshot(1, persist=True)
@@ -192,7 +192,7 @@ def test_a_keeper_that_was_replaced_takes_no_name_from_what_the_next_has(
     eventually(lambda: is_stopped(pid))
     for name in (SOCKET_NAME, ELECTION_LOCK):  # as another trainer of the node does, which it does not answer
         trainer.folder.remove(name)
-    trainer.client._connection._drop()
+    trainer.client._drop()
     assert trainer.client.tend()
     thread.join(240)
     given = found[0]

@@ -33,10 +33,10 @@ def in_a_pause(checkpointer: flashckpt.Checkpointer) -> None:
     """The keeper is dead, and the next one would have to wait, as after many that died."""
     client = checkpointer._session.keeper
     for _ in range(STARTS):
-        client._connection._pauses.started()
-    kill_keeper(client._connection._runtime)
+        client._pauses.started()
+    kill_keeper(client._runtime)
     until(lambda: not checkpointer._attendant._tended, "a round without a keeper")
-    assert keeper_pid(client._connection._runtime) is None
+    assert keeper_pid(client._runtime) is None
 
 
 def captured(checkpointer: flashckpt.Checkpointer) -> None:

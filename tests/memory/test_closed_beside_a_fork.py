@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from flashckpt.checkpointer.watchdog import Stacks
-from flashckpt.keeper.grants import SlotGrant
-from flashckpt.keeper.possession import Possession
+from flashckpt.keeper.client import SlotGrant
+from flashckpt.keeper.connection import HeldDescriptors
 from flashckpt.memory import region
 from flashckpt.memory.runtime import RuntimeFolder
 from tests.memory.test_slot import make
@@ -30,11 +30,11 @@ def a_folder(folder: RuntimeFolder) -> tuple[int, Callable[[], object]]:
     return other.descriptor, other.close
 
 
-def a_possession(folder: RuntimeFolder) -> tuple[int, Callable[[], object]]:
-    possession, slot = Possession(), make()
+def held_descriptors(folder: RuntimeFolder) -> tuple[int, Callable[[], object]]:
+    held, slot = HeldDescriptors(), make()
     fields: dict[str, Any] = {"name": slot.name, "kind": region.MEMFD, "owner": 1, "index": 0, "num_bytes": 1}
-    possession.keep([SlotGrant(slot.descriptor, **fields)])
-    return possession.held[slot.name], possession.close
+    held.keep([SlotGrant(slot.descriptor, **fields)])
+    return held.held[slot.name], held.close
 
 
 def a_stacks_file(folder: RuntimeFolder) -> tuple[int, Callable[[], object]]:
@@ -42,7 +42,7 @@ def a_stacks_file(folder: RuntimeFolder) -> tuple[int, Callable[[], object]]:
     return stacks._descriptor, lambda: stacks.close(folder)
 
 
-@pytest.mark.parametrize("made", [a_slot, a_folder, a_possession, a_stacks_file])
+@pytest.mark.parametrize("made", [a_slot, a_folder, held_descriptors, a_stacks_file])
 def test_a_child_closes_no_number_of_anothers(
     made: Callable[[RuntimeFolder], tuple[int, Callable[[], object]]],
     runtime: Path,
