@@ -21,8 +21,7 @@ from flashckpt import crashpoints
 from flashckpt.errors import FlashckptError, KeeperError, OutOfRoomError
 from flashckpt.format.layout import PAGE
 from flashckpt.format.names import AttemptName
-from flashckpt.keeper.protocol import ProtocolError, names, number, numbers, text
-from flashckpt.keeper.server import Connection, Server
+from flashckpt.keeper.protocol import Connection, ProtocolError, names, number, numbers, text
 from flashckpt.keeper.trainers import Trainer
 from flashckpt.memory import room
 from flashckpt.memory.control_page import SlotSize, round_up
@@ -108,7 +107,6 @@ class Allocation:
     ) -> None:
         self._regions, self._is_needed, self._stands = regions, is_needed, stands
         self._wake, self._available = wake, available
-        self.server: Server | None = None
         self._waiting: dict[int, deque[_Request]] = {}
         self._workers: dict[int, Worker] = {}
         # Bytes that each rank is still to take. Its own thread counts them down.
@@ -139,15 +137,10 @@ class Allocation:
             if worker is not None:
                 worker.collect()
             while waiting and not (worker is not None and worker.busy):
-                if self._server.is_open(waiting[0].connection) and not self._begin(waiting[0]):
+                if waiting[0].connection.is_open and not self._begin(waiting[0]):
                     break  # it waits for what is to leave, or is being made
                 waiting.popleft()
                 worker = self._workers.get(rank)
-
-    @property
-    def _server(self) -> Server:
-        assert self.server is not None
-        return self.server
 
     # ---- what a request comes to
 
@@ -165,9 +158,9 @@ class Allocation:
             if any(map(self._is_leaving, self._regions.of_rank(request.trainer.rank))):
                 request.look_at = time.monotonic() + _LOOK_S
                 return False
-            self._server.refuse(request.connection, error)
+            request.connection.refuse(error)
         except (FlashckptError, OSError, RuntimeError) as error:  # the last where there are no more threads
-            self._server.refuse(request.connection, _told(error))
+            request.connection.refuse(_told(error))
         return True
 
     def _decided(self, request: _Request) -> tuple[list[HeldRegion], _Plan | None]:
@@ -343,7 +336,7 @@ class Allocation:
     def _tell_begun(self, request: _Request, descriptor: int) -> None:
         """A step may be read into a region while its memory is taken: it is as long as what it has."""
         offset = PAGE + round_up(request.wanted.metadata_bytes)
-        self._server.tell(request.connection, {"begun": True, "image_offset": offset}, (descriptor,))
+        request.connection.tell({"begun": True, "image_offset": offset}, (descriptor,))
         os.close(descriptor)
 
     def _made(self, request: _Request, plan: _Plan, made: Made | BaseException) -> None:
@@ -377,7 +370,7 @@ class Allocation:
             if isinstance(error, OutOfRoomError) and request.tries < _TRIES:
                 request.tries += 1  # others took it meanwhile: decided anew by what is left
                 return
-            self._server.refuse(request.connection, _told(error))
+            request.connection.refuse(_told(error))
         self._waiting[rank].popleft()
 
     # ---- giving
@@ -389,10 +382,10 @@ class Allocation:
         try:
             rows = [self._regions.row(held, trainer.pid, trainer.lock) for held in given]
             answer = {"slots": rows, "available": max(0, self._left_for(rank))}
-            is_told = self._server.tell(request.connection, answer, [held.slot.descriptor for held in given])
+            is_told = request.connection.tell(answer, [held.slot.descriptor for held in given])
         except FlashckptError as error:
             self._take_back(made)
-            self._server.refuse(request.connection, error)
+            request.connection.refuse(error)
             return
         if not is_told:
             self._take_back(made)

@@ -10,7 +10,6 @@ import os
 import secrets
 import select
 import time
-from typing import Any
 
 from flashckpt import crashpoints
 from flashckpt.errors import KeeperError
@@ -19,10 +18,9 @@ from flashckpt.format.names import AttemptName
 from flashckpt.keeper.allocation import Allocation
 from flashckpt.keeper.exit import ExitRule
 from flashckpt.keeper.outcomes import Outcomes
-from flashckpt.keeper.protocol import ELECTION_LOCK, LOG_NAME, SOCKET_NAME, Status
-from flashckpt.keeper.requests import Requests
+from flashckpt.keeper.protocol import ELECTION_LOCK, LOG_NAME, SOCKET_NAME
 from flashckpt.keeper.run_folder import End, Look, RunFolder
-from flashckpt.keeper.server import Server
+from flashckpt.keeper.server import Requests, Server
 from flashckpt.keeper.start import bound_log
 from flashckpt.keeper.trainers import Roster, Trainer
 from flashckpt.keeper.watchdog import Watchdog
@@ -80,15 +78,14 @@ class Keeper:
             self.regions, self.queue.is_needed, self._wake, stands=lambda: election.stands(folder)
         )
         self._round_worker = Worker("rounds", self._wake)
-        questions = self._status, run_folder.told, self._try_again, self.queue.taken_up
-        deeds = self._describe, self._discard
-        requests = Requests(self.regions, self.roster, self.ledger, self._allocation, *questions, *deeds)
-        self._server = self._allocation.server = Server(folder, requests.answer)
         self._watch_worker = Worker("watchdog", self._wake)
         self._watchdog = Watchdog(
             folder, self.regions, self.roster, self.ledger, self.queue, self._watch_worker
         )
         self._exit = ExitRule(store, self.roster, self.queue, self.regions)
+        held, done = (self.regions, self.roster, self.ledger), (self.queue, self.outcomes)
+        requests = Requests(*held, self._allocation, *done, run_folder, self._exit)
+        self._server = Server(folder, requests.answer)
         self._ended: dict[AttemptName, End] = {}
         self._swept_at = self._round_at = 0.0
         self._ended_pidfds: set[int] = set()
@@ -214,16 +211,6 @@ class Keeper:
             # After the commit was told, and beside the next one: nobody waits for deletions.
             self.deletions.committed(attempt, known.keep, known.world)
 
-    def _try_again(self) -> None:
-        self.queue.try_again()
-        self.outcomes.forget_failures(self.queue.given_up())
-
-    def _status(self, attempt: AttemptName | None, awaited: bool) -> Status:
-        if awaited:
-            self.queue.hurry()
-        name = str(attempt) if attempt else None
-        return self.outcomes.status(self.queue, name, self.queue.committed(attempt))
-
     def _tidy(self) -> None:
         """Remove retired slots that hold nothing which is still to be persisted or the newest."""
         for held in [each for each in self.regions.slots() if each.retired]:
@@ -251,39 +238,6 @@ class Keeper:
                 self.outcomes.count("rounds_failed")
 
         self._round_worker.submit(lambda: self._run_folder.round(living, saved), done)
-
-    def _describe(self) -> dict[str, Any]:
-        """What `flashckpt keepers` shows."""
-        regions = []
-        for held in self.regions.everything():
-            sealed = held.sealed()
-            regions.append(
-                {
-                    "name": held.slot.name,
-                    "kind": held.kind,
-                    "num_bytes": held.slot.header.num_bytes,
-                    "constants": held.slot.header.holds_constants,
-                    "step": None if sealed is None else sealed.step,
-                    "attempt": None if sealed is None else str(sealed.attempt),
-                    "committed": sealed is not None and held.slot.persisted == sealed.generation,
-                }
-            )
-        trainers = [
-            {"pid": each.pid, "rank": each.rank, "attempt": str(each.attempt) if each.attempt else None}
-            for each in self.roster.all()
-        ]
-        return {
-            "pid": os.getpid(),
-            "run": self._store.url,
-            "run_is_gone": self._exit.run_is_gone,
-            "is_saving": self.queue.is_pending(),
-            "lingers_s": round(self._exit.lingers_s, 1),
-            "trainers": trainers,
-            "regions": regions,
-        }
-
-    def _discard(self) -> None:
-        self._exit.discard()
 
     def ask_to_go(self) -> None:
         self._exit.ask()

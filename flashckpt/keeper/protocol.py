@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NoReturn
 
-from flashckpt.errors import KeeperError
+from flashckpt.errors import FlashckptError, KeeperError, OutOfRoomError
 
 SOCKET_NAME = "keeper.socket"
 ELECTION_LOCK = "keeper.lock"
@@ -100,6 +100,42 @@ class Status:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"The keeper's status cannot be read: {error}") from error
+
+
+@dataclass(eq=False)
+class Connection:
+    """One peer of the keeper, which waits for none: one that does not read is hung up on. `lock` is the life
+    lock of the trainer that it said it is."""
+
+    peer: socket.socket
+    pid: int
+    lock: str | None = None
+    is_open: bool = True
+
+    def tell(self, answer: dict[str, Any], given: Sequence[int] = ()) -> bool:
+        """Answer what was asked, with descriptors, which stay the caller's. False where nobody is there to
+        be told any more; ProtocolError for what is too long."""
+        return self._send({"ok": True, **answer}, given)
+
+    def refuse(self, error: FlashckptError) -> None:
+        """Answer that it cannot be, and why."""
+        answer: dict[str, Any] = {"ok": False, "kind": "keeper", "error": str(error)[:4000]}
+        if isinstance(error, OutOfRoomError):
+            answer |= {"kind": "room", "needed": error.needed, "available": error.available}
+        self._send(answer)
+
+    def _send(self, message: dict[str, Any], given: Sequence[int] = ()) -> bool:
+        try:
+            if self.is_open:
+                send(self.peer, message, given)
+        except OSError:
+            self.close()
+        return self.is_open
+
+    def close(self) -> None:
+        self.is_open = False
+        with contextlib.suppress(OSError):
+            self.peer.close()
 
 
 def send(peer: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:

@@ -51,6 +51,10 @@ class RunFolder:
         self._told: str | None = None
         self._counts: dict[AttemptName, int] = {}
 
+    @property
+    def url(self) -> str:
+        return self._store.url
+
     def told(self, path: str) -> None:
         """Who asks for this run has found it here."""
         self._told = path

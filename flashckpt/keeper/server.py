@@ -1,6 +1,7 @@
-"""The keeper's socket: who may connect, and what becomes of a message that is none.
+"""The keeper's socket: who may connect, what trainers ask, and what becomes of a message that is no request.
 
-Owns the listening socket and the connections. Never blocks: a peer that does not read is dropped.
+Owns the listening socket, the connections and the meaning of each request. Never blocks, and does nothing
+long: a request for memory is answered by `allocation` once it was taken.
 """
 
 from __future__ import annotations
@@ -11,41 +12,51 @@ import os
 import select
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from flashckpt.errors import FlashckptError, OutOfRoomError
-from flashckpt.events import log
+from flashckpt.errors import DamagedError, FlashckptError, FormatError, KeeperError
+from flashckpt.events import Event, log
+from flashckpt.format.names import MAX_RANK, MAX_STEP, AttemptName
+from flashckpt.keeper.allocation import Allocation
+from flashckpt.keeper.exit import ExitRule
+from flashckpt.keeper.outcomes import Outcomes
 from flashckpt.keeper.protocol import (
+    MAX_DESCRIPTORS,
+    PROTOCOL,
     SOCKET_NAME,
+    Connection,
     ProtocolError,
     close_all,
+    flag,
+    names,
+    number,
     peer_uid,
     receive,
+    seconds,
     send,
+    text,
 )
-from flashckpt.memory.runtime import RuntimeFolder
+from flashckpt.keeper.run_folder import RunFolder
+from flashckpt.keeper.trainers import Roster, Trainer
+from flashckpt.memory.held_regions import HeldRegion, Regions
+from flashckpt.memory.runtime import RuntimeFolder, check_name
+from flashckpt.options import Keep
+from flashckpt.persist.ledger import Ledger
+from flashckpt.persist.queue import Queue
 
 _MOST_CONNECTIONS = 256
 _BACKLOG = 128
+_MAX_PATH = 4096
+_MOST_RANKS = 1024
 
-
-@dataclass
-class Connection:
-    """One peer. `lock` is the life lock of the trainer that it said it is."""
-
-    peer: socket.socket
-    pid: int
-    lock: str | None = None
-
-
-# Takes a connection, a message and its descriptors (which it must close or keep); returns the answer and
-# the descriptors to send with it (which stay whose they are), or None for one that comes later (`tell`).
-Answer = Callable[[Connection, dict[str, Any], list[int]], tuple[dict[str, Any], Sequence[int]] | None]
+Answer = tuple[dict[str, Any], Sequence[int]]
+# Takes a connection, a message and its descriptors (which it must close or keep); returns the answer and the
+# descriptors to send with it (which stay whose they are), or None for one that comes later.
+Answering = Callable[[Connection, dict[str, Any], list[int]], Answer | None]
 
 
 class Server:
-    def __init__(self, folder: RuntimeFolder, answer: Answer) -> None:
+    def __init__(self, folder: RuntimeFolder, answer: Answering) -> None:
         self._answer = answer
         self._folder = folder
         self._connections: dict[int, Connection] = {}
@@ -59,6 +70,7 @@ class Server:
         return len(self._connections)
 
     def register(self, poll: select.poll) -> None:
+        self._connections = {each: one for each, one in self._connections.items() if one.is_open}
         poll.register(self._listener.fileno(), select.POLLIN)
         for descriptor in self._connections:
             poll.register(descriptor, select.POLLIN)
@@ -68,7 +80,7 @@ class Server:
         for descriptor in ready:
             if descriptor == self._listener.fileno():
                 self._accept()
-            elif descriptor in self._connections:
+            elif descriptor in self._connections and self._connections[descriptor].is_open:
                 self._serve(self._connections[descriptor])
 
     def mend(self) -> None:
@@ -91,8 +103,8 @@ class Server:
     def close(self) -> None:
         self._listener.close()
         close_all([self._spare])
-        for connection in list(self._connections.values()):
-            self._drop(connection)
+        for connection in self._connections.values():
+            connection.close()
 
     def _accept(self) -> None:
         try:
@@ -124,63 +136,226 @@ class Server:
         self._spare = peer.detach()
 
     def _serve(self, connection: Connection) -> None:
+        descriptors: list[int] = []
         try:
             message, descriptors = receive(connection.peer)
+            answer = self._answer(connection, message, descriptors)
+            if answer is not None:
+                connection.tell(*answer)
         except BlockingIOError:
             return
         except (EOFError, OSError):
-            self._drop(connection)
-            return
-        except ProtocolError as error:
-            self._refuse(connection, error)
-            return
-        try:
-            answer = self._answer(connection, message, descriptors)
+            connection.close()
         except ProtocolError as error:
             close_all(descriptors)
-            self._refuse(connection, error)
+            log.warning("process %d: %s", connection.pid, error)
+            connection.refuse(error)
+            connection.close()
         except FlashckptError as error:
-            self.refuse(connection, error)
-        except OSError:
-            self._drop(connection)
-        else:
-            if answer is not None:
-                self.tell(connection, *answer)
+            connection.refuse(error)
 
-    def tell(self, connection: Connection, answer: dict[str, Any], given: Sequence[int] = ()) -> bool:
-        """Answer what was asked, with descriptors, which stay the caller's. False where nobody is there to
-        be told any more."""
-        if not self.is_open(connection):
-            return False
+
+class Requests:
+    """Answers one message at a time, in the keeper's loop."""
+
+    def __init__(
+        self,
+        regions: Regions,
+        roster: Roster,
+        ledger: Ledger,
+        allocation: Allocation,
+        queue: Queue,
+        outcomes: Outcomes,
+        run_folder: RunFolder,
+        exit_rule: ExitRule,
+    ) -> None:
+        self._regions, self._roster, self._ledger, self._allocation = regions, roster, ledger, allocation
+        self._queue, self._outcomes, self._run_folder, self._exit = queue, outcomes, run_folder, exit_rule
+
+    def answer(
+        self, connection: Connection, message: dict[str, Any], descriptors: list[int]
+    ) -> Answer | None:
+        """None for a request for memory, whose answer comes once it was taken. Raises ProtocolError for what
+        is no request, KeeperError or OutOfRoomError for what cannot be."""
+        op = message.get("op")
+        if op != "adopt":
+            close_all(descriptors)
+            descriptors.clear()
+        match op:
+            case "hello":
+                self._hello(connection, message)
+            case "memory":
+                self._allocation.ask(connection, self._who(connection), message)
+                return None
+            case "keep":
+                return self._keep(self._who(connection), message)
+            case "surviving":
+                return self._surviving(self._who(connection))
+            case "started":
+                self._who(connection)
+                if isinstance(loaded := message.get("loaded"), str):
+                    self._queue.taken_up(loaded, number(message, "step", 0, MAX_STEP))
+            case "adopt":
+                return self._adopt(descriptors)
+            case "release":
+                self._release(self._roster.get(connection.lock), message)
+            case "event":
+                self._event(self._who(connection), message)
+            case "closing":
+                self._who(connection).closing = True
+            case "status":
+                return self._status(self._roster.get(connection.lock), message)
+            case "describe":
+                return {"keeper": self._described()}, ()
+            case "discard":
+                if len(self._roster):
+                    raise KeeperError("A trainer of this run lives: nothing is discarded.")
+                self._exit.discard()
+            case "ping":
+                pass
+            case _:
+                raise ProtocolError(f"{str(op)[:40]!r} is no request. The connection was closed.")
+        return {}, ()
+
+    def _who(self, connection: Connection) -> Trainer:
+        trainer = self._roster.get(connection.lock)
+        if trainer is None:
+            raise ProtocolError("A request came before its sender said who it is. The connection was closed.")
+        return trainer
+
+    def _hello(self, connection: Connection, message: dict[str, Any]) -> None:
+        if number(message, "protocol") != PROTOCOL:
+            raise KeeperError(
+                f"This keeper speaks protocol {PROTOCOL}, the trainer {message['protocol']}: two versions of "
+                "flashckpt on one run. Nothing was changed. Use one, or wait until the older keeper has left."
+            )
+        lock, attempt = text(message, "lock", 64), AttemptName.parse(text(message, "attempt", 64))
+        environment = message.get("environment")
         try:
-            send(connection.peer, {"ok": True, **answer}, given)
-        except OSError:
-            self._drop(connection)
-            return False
-        return True
+            check_name(lock)
+        except KeeperError as error:
+            raise ProtocolError(str(error)) from error
+        if attempt is None or not lock.startswith("trainer-") or not isinstance(environment, dict):
+            raise ProtocolError("A trainer's name is none. The connection was closed.")
+        known = self._roster.get(lock)
+        if known is not None and known.attempt not in (None, attempt):
+            raise ProtocolError(f"{lock} is of attempt {known.attempt}. The connection was closed.")
+        every = number(message, "keep_every")
+        trainer = Trainer(
+            lock=lock,
+            rank=number(message, "rank", 0, MAX_RANK),
+            pid=connection.pid,
+            world=number(message, "world", 1, MAX_RANK),
+            ranks=_ranks(message),
+            attempt=attempt,
+            keep=Keep(last=number(message, "keep_last", 1), every_steps=every or None),
+            linger_s=seconds(message, "linger_s"),
+            environment=environment,
+            stacks_signal=number(message, "stacks_signal", 0, 64),
+            kill_when_stuck=flag(message, "kill_when_stuck"),
+        )
+        self._roster.watch(trainer)
+        connection.lock = lock
+        self._hear_of_run(message)
 
-    def is_open(self, connection: Connection) -> bool:
-        """Whether whoever asked may still be there to be told."""
-        return self._connections.get(connection.peer.fileno()) is connection
+    def _hear_of_run(self, message: dict[str, Any]) -> None:
+        """Where who asks has found the run; a trainer says it once, with its name."""
+        if "run" in message:
+            self._run_folder.told(text(message, "run", _MAX_PATH))
 
-    def refuse(self, connection: Connection, error: FlashckptError) -> None:
-        """Answer that it cannot be, and why."""
-        if not self.is_open(connection):
-            return
-        answer: dict[str, Any] = {"ok": False, "kind": "keeper", "error": str(error)[:4000]}
-        if isinstance(error, OutOfRoomError):
-            answer |= {"kind": "room", "needed": error.needed, "available": error.available}
-        try:
-            send(connection.peer, answer)
-        except OSError:
-            self._drop(connection)
+    def _keep(self, trainer: Trainer, message: dict[str, Any]) -> Answer:
+        """A region of constants that survived: this trainer's snapshots go on naming it."""
+        name = text(message, "name", 64)
+        for held in self._regions.constants_of(trainer.rank):
+            if held.slot.name == name:
+                held.writer = trainer.lock
+                row = self._regions.row(held, trainer.pid, trainer.lock)
+                return {"slots": [row]}, [held.slot.descriptor]
+        raise KeeperError(f"{name} is not here any more. No snapshot may name it; each holds its own.")
 
-    def _refuse(self, connection: Connection, error: ProtocolError) -> None:
-        log.warning("process %d: %s", connection.pid, error)
-        self.refuse(connection, error)
-        self._drop(connection)
+    def _surviving(self, trainer: Trainer) -> Answer:
+        """Slots with a sealed snapshot, and the constants that they share."""
+        found = [held for held in self._regions.of_rank(trainer.rank) if held.sealed() is not None]
+        shared = [held for held in self._regions.constants_of(trainer.rank) if held.sealed() is not None]
+        found = (shared + found)[:MAX_DESCRIPTORS]
+        rows = [self._regions.row(held, trainer.pid, trainer.lock) for held in found]
+        return {"slots": rows}, [held.slot.descriptor for held in found]
 
-    def _drop(self, connection: Connection) -> None:
-        self._connections.pop(connection.peer.fileno(), None)
-        with contextlib.suppress(OSError):
-            connection.peer.close()
+    def _adopt(self, descriptors: list[int]) -> Answer:
+        names, wrong = [], []
+        while descriptors:
+            try:
+                names.append(self._regions.adopt_memfd(descriptors.pop()).slot.name)
+            except (DamagedError, FormatError, KeeperError, OSError) as error:
+                wrong.append(str(error))
+        self._ledger.add(None, Event.ADOPT, slots=names, kind="memfd")
+        if wrong:
+            raise KeeperError(f"A slot that was handed over is none, all others were taken: {wrong[0]}")
+        return {"names": names}, ()
+
+    def _release(self, trainer: Trainer | None, message: dict[str, Any]) -> None:
+        for name in names(message, "names"):
+            held = self._regions.get(name)
+            is_others = trainer is not None and held is not None and held.writer not in ("", trainer.lock)
+            # One that another living trainer was given since stays that one's.
+            if held is not None and not (is_others and self._regions.is_written(held)):
+                held.retired, held.writer = True, ""
+
+    def _event(self, trainer: Trainer, message: dict[str, Any]) -> None:
+        event = message.get("event")
+        if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+            raise ProtocolError("An event has no name. The connection was closed.")
+        fields = {key: value for key, value in event.items() if key != "event"}
+        self._ledger.add(str(trainer.attempt), event["event"], **fields)
+
+    def _status(self, trainer: Trainer | None, message: dict[str, Any]) -> Answer:
+        self._hear_of_run(message)
+        if message.get("again") is True:
+            self._queue.try_again()
+            self._outcomes.forget_failures(self._queue.given_up())
+        if message.get("awaited") is True:
+            self._queue.hurry()
+        attempt = trainer.attempt if trainer is not None else None
+        committed = self._queue.committed(attempt)
+        status = self._outcomes.status(self._queue, str(attempt) if attempt else None, committed)
+        return {"status": status.to_dict()}, ()
+
+    def _described(self) -> dict[str, Any]:
+        """What `flashckpt keepers` shows."""
+        return {
+            "pid": os.getpid(),
+            "run": self._run_folder.url,
+            "run_is_gone": self._exit.run_is_gone,
+            "is_saving": self._queue.is_pending(),
+            "lingers_s": round(self._exit.lingers_s, 1),
+            "trainers": [
+                {"pid": each.pid, "rank": each.rank, "attempt": str(each.attempt) if each.attempt else None}
+                for each in self._roster.all()
+            ],
+            "regions": [_described(held) for held in self._regions.everything()],
+        }
+
+
+def _described(held: HeldRegion) -> dict[str, Any]:
+    sealed = held.sealed()
+    return {
+        "name": held.slot.name,
+        "kind": held.kind,
+        "num_bytes": held.slot.header.num_bytes,
+        "constants": held.slot.header.holds_constants,
+        "step": None if sealed is None else sealed.step,
+        "attempt": None if sealed is None else str(sealed.attempt),
+        "committed": sealed is not None and held.slot.persisted == sealed.generation,
+    }
+
+
+def _ranks(message: dict[str, Any]) -> tuple[int, ...]:
+    """The ranks of a trainer's node."""
+    ranks = message.get("ranks")
+    if not isinstance(ranks, list) or not 1 <= len(ranks) <= _MOST_RANKS:
+        raise ProtocolError("A trainer's ranks are none. The connection was closed.")
+    world = number(message, "world", 1, MAX_RANK)
+    found = {number({"ranks": each}, "ranks", 0, world - 1) for each in ranks}
+    if number(message, "rank", 0, MAX_RANK) not in found:
+        raise ProtocolError("A trainer is none of its node's ranks. The connection was closed.")
+    return tuple(sorted(found))

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from flashckpt.errors import FlashckptError, KeeperError, OutOfRoomError
 from flashckpt.format.layout import PAGE
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper.allocation import Allocation
+from flashckpt.keeper.protocol import Connection
 from flashckpt.keeper.trainers import Trainer
 from flashckpt.memory.control_page import SlotSize
 from flashckpt.memory.held_regions import MAX_REGIONS, Regions
@@ -23,6 +23,21 @@ from flashckpt.memory.runtime import LifeLock, RuntimeFolder
 
 SIZE = SlotSize(PAGE, 1 << 20)
 EACH = SIZE.region_bytes
+
+
+class Asker(Connection):
+    """Who asks, as a rank; what it is told is kept."""
+
+    def __init__(self, answers: dict[int, int | FlashckptError], rank: int) -> None:
+        self.answers, self.rank, self.is_open = answers, rank, True
+
+    def tell(self, answer: dict[str, Any], given: Sequence[int] = ()) -> bool:
+        if "slots" in answer:
+            self.answers[self.rank] = len(answer["slots"])
+        return True
+
+    def refuse(self, error: FlashckptError) -> None:
+        self.answers[self.rank] = error
 
 
 class Node:
@@ -37,18 +52,6 @@ class Node:
         self.allocation = Allocation(self.regions, lambda *_: True, self.wake, available)
         self.answers: dict[int, int | FlashckptError] = {}
         self.trainers: dict[int, LifeLock] = {}
-        self.allocation.server = self  # type: ignore[assignment]
-
-    def is_open(self, connection: Any) -> bool:
-        return True
-
-    def tell(self, connection: Any, answer: dict[str, Any], given: Sequence[int] = ()) -> bool:
-        if "slots" in answer:
-            self.answers[connection.rank] = len(answer["slots"])
-        return True
-
-    def refuse(self, connection: Any, error: FlashckptError) -> None:
-        self.answers[connection.rank] = error
 
     def ask(
         self, rank: int, *, of: int = 1, count: int = 0, purpose: str = "slots", size: SlotSize = SIZE
@@ -60,7 +63,7 @@ class Node:
         name, attempt = self.trainers[rank].name, AttemptName(1, "0" * 8)
         trainer = Trainer(lock=name, rank=rank, ranks=tuple(range(of)), attempt=attempt)
         asked = {"purpose": purpose, "count": count, "needed": [*size], "wanted": [*size], "have": []}
-        self.allocation.ask(SimpleNamespace(rank=rank), trainer, asked)  # type: ignore[arg-type]
+        self.allocation.ask(Asker(self.answers, rank), trainer, asked)
 
     def answered(self) -> dict[int, int | FlashckptError]:
         until = time.monotonic() + 240
