@@ -44,7 +44,7 @@ SLOTS, READ, CONSTANTS = "slots", "read", "constants"
 
 
 @dataclass(eq=False)
-class _Request:
+class _MemoryRequest:
     """What was asked for. `count` is 0 where the keeper decides; `needed` is what a slot has to hold,
     `wanted` what it is to have room for where there is memory; `have` names what the trainer writes."""
 
@@ -60,7 +60,7 @@ class _Request:
     given: list[HeldRegion] = field(default_factory=list)
 
     @classmethod
-    def parsed(cls, connection: Connection, trainer: Trainer, message: dict[str, Any]) -> _Request:
+    def parsed(cls, connection: Connection, trainer: Trainer, message: dict[str, Any]) -> _MemoryRequest:
         """Raises ProtocolError."""
         needed = SlotSize(*numbers(message, "needed", 2, _MOST_SLOT_BYTES))
         wanted = SlotSize(*numbers(message, "wanted", 2, _MOST_SLOT_BYTES))
@@ -107,13 +107,13 @@ class Allocation:
     ) -> None:
         self._regions, self._is_needed, self._stands = regions, is_needed, stands
         self._wake, self._available = wake, available
-        self._waiting: dict[int, deque[_Request]] = {}
+        self._waiting: dict[int, deque[_MemoryRequest]] = {}
         self._workers: dict[int, Worker] = {}
         # Bytes that each rank is still to take. Its own thread counts them down.
         self._reserved: dict[int, int] = {}
         self._guard = threading.Lock()
         self._making: dict[int, tuple[str, _Plan]] = {}  # for what, by rank
-        self._begun: deque[tuple[_Request, int]] = deque()
+        self._begun: deque[tuple[_MemoryRequest, int]] = deque()
         self._counts: dict[AttemptName | None, int] = {}  # of the attempt that asked last
 
     @property
@@ -123,7 +123,7 @@ class Allocation:
 
     def ask(self, connection: Connection, trainer: Trainer, message: dict[str, Any]) -> None:
         """Take up a request, whose answer comes from `next`. Raises ProtocolError for what is none."""
-        request = _Request.parsed(connection, trainer, message)
+        request = _MemoryRequest.parsed(connection, trainer, message)
         self._waiting.setdefault(trainer.rank, deque()).append(request)
 
     def next(self) -> None:
@@ -144,7 +144,7 @@ class Allocation:
 
     # ---- what a request comes to
 
-    def _begin(self, request: _Request) -> bool:
+    def _begin(self, request: _MemoryRequest) -> bool:
         """Whether it is answered already."""
         if time.monotonic() < request.look_at:
             return False
@@ -163,13 +163,13 @@ class Allocation:
             request.connection.refuse(_told(error))
         return True
 
-    def _decided(self, request: _Request) -> tuple[list[HeldRegion], _Plan | None]:
+    def _decided(self, request: _MemoryRequest) -> tuple[list[HeldRegion], _Plan | None]:
         """What is given of what is here, and what is made for the rest. OutOfRoomError where it cannot be."""
         if request.purpose == CONSTANTS:
             return self._region_for_constants(request)
         return self._slot_to_read(request) if request.purpose == READ else self._slots(request)
 
-    def _slots(self, request: _Request) -> tuple[list[HeldRegion], _Plan | None]:
+    def _slots(self, request: _MemoryRequest) -> tuple[list[HeldRegion], _Plan | None]:
         """Room to grow before none, then fewer slots; then those that others left and that are too large."""
         trainer, lock = request.trainer, request.trainer.lock
         mine = [each for each in self._regions.of_rank(trainer.rank) if self._may_be_given(each, request)]
@@ -196,7 +196,7 @@ class Allocation:
         available = len(large_enough) * num_bytes + self._left_for(trainer.rank)
         raise room.out_of_room((count - has) * num_bytes, available)
 
-    def _slot_to_read(self, request: _Request) -> tuple[list[HeldRegion], _Plan | None]:
+    def _slot_to_read(self, request: _MemoryRequest) -> tuple[list[HeldRegion], _Plan | None]:
         """A slot to read a step into: it holds nothing that is committed nowhere."""
         trainer, size = request.trainer, request.wanted
         mine = [each for each in self._regions.of_rank(trainer.rank) if self._may_be_given(each, request)]
@@ -214,7 +214,7 @@ class Allocation:
             return found[:1], None
         raise room.out_of_room(size.region_bytes, self._left_for(trainer.rank))
 
-    def _region_for_constants(self, request: _Request) -> tuple[list[HeldRegion], _Plan | None]:
+    def _region_for_constants(self, request: _MemoryRequest) -> tuple[list[HeldRegion], _Plan | None]:
         trainer, size = request.trainer, request.needed
         for each in self._regions.constants_of(trainer.rank):
             is_empty = each.writer == trainer.lock and each.state() is SlotState.FREE
@@ -225,11 +225,11 @@ class Allocation:
         is_named = any(each.kind == NAMED for each in self._regions.of_rank(trainer.rank))
         return [], _Plan(1, size, NAMED if is_named else None)
 
-    def _may_be_given(self, held: HeldRegion, request: _Request) -> bool:
+    def _may_be_given(self, held: HeldRegion, request: _MemoryRequest) -> bool:
         is_others = held.writer != request.trainer.lock and self._regions.is_written(held)
         return not is_others and held.slot.name not in request.have
 
-    def _had(self, request: _Request) -> list[HeldRegion]:
+    def _had(self, request: _MemoryRequest) -> list[HeldRegion]:
         held = self._regions.of_rank(request.trainer.rank)
         return [each for each in held if each.slot.name in request.have]
 
@@ -264,7 +264,7 @@ class Allocation:
 
     # ---- sums
 
-    def _count(self, request: _Request, size: SlotSize, here: int) -> int:
+    def _count(self, request: _MemoryRequest, size: SlotSize, here: int) -> int:
         """How many slots of a size, of which so many are here: what the user said, else three (or four) where
         those of all ranks of the node fit into half of what is available, else two. Decided once a node."""
         if request.count:
@@ -301,7 +301,7 @@ class Allocation:
 
     # ---- making
 
-    def _make(self, request: _Request, plan: _Plan) -> None:
+    def _make(self, request: _MemoryRequest, plan: _Plan) -> None:
         rank = request.trainer.rank
         held = len(self._regions.of_rank(rank)) + len(self._regions.constants_of(rank))
         if held + plan.count > MAX_REGIONS:
@@ -333,13 +333,13 @@ class Allocation:
         with self._guard:
             self._reserved[rank] = max(0, self._reserved.get(rank, 0) - num_bytes)
 
-    def _tell_begun(self, request: _Request, descriptor: int) -> None:
+    def _tell_begun(self, request: _MemoryRequest, descriptor: int) -> None:
         """A step may be read into a region while its memory is taken: it is as long as what it has."""
         offset = PAGE + round_up(request.wanted.metadata_bytes)
         request.connection.tell({"begun": True, "image_offset": offset}, (descriptor,))
         os.close(descriptor)
 
-    def _made(self, request: _Request, plan: _Plan, made: Made | BaseException) -> None:
+    def _made(self, request: _MemoryRequest, plan: _Plan, made: Made | BaseException) -> None:
         while self._begun:  # what belongs to this request comes before its answer
             self._tell_begun(*self._begun.popleft())
         rank = request.trainer.rank
@@ -375,7 +375,7 @@ class Allocation:
 
     # ---- giving
 
-    def _give(self, request: _Request, made: Sequence[HeldRegion] = ()) -> None:
+    def _give(self, request: _MemoryRequest, made: Sequence[HeldRegion] = ()) -> None:
         """Hand the regions over. What was made for somebody who is not there any more is taken back."""
         trainer, given = request.trainer, [*request.given, *made]
         rank = trainer.rank
