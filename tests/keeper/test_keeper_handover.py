@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from flashckpt.keeper.protocol import LOG_NAME
+from flashckpt.keeper.protocol import LOG_NAME, close_all
 from flashckpt.memory.control_page import RECORD_OFFSET, SlotSize
 from flashckpt.memory.slot import SlotRing
 from tests.keeper.driver import Process, committed, eventually, kill_keeper, runtime_of
@@ -76,6 +76,20 @@ def test_a_damaged_slot_keeps_no_run_from_a_new_keeper(tmp_path: Path, runtime: 
         trainer.wait_committed(2)
         trainer.end()
         eventually(lambda: keeper_pid(trainer.folder) is None)
+
+
+def test_nobody_releases_what_another_living_trainer_has(tmp_path: Path, runtime: Path) -> None:
+    """What was let go is said again to each new keeper: it may be another one's by then."""
+    trainer, other = (begun(tmp_path / "run", runtime) for _ in range(2))
+    names = {slot.name for slot in trainer.slots}
+    other.client.release(sorted(names))
+    given = other.client.slots(6, SlotSize(4096, 4096), have=[slot.name for slot in other.slots])
+    assert len(given) == 3
+    assert not names & {grant.name for grant in given}
+    assert names <= set(trainer.folder.names())
+    close_all([grant.descriptor for grant in given])
+    trainer.end()
+    other.end()
 
 
 def test_a_damaged_slot_that_was_released_goes(tmp_path: Path, runtime: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -17,7 +18,8 @@ import pytest
 from flashckpt.errors import KeeperError
 from flashckpt.keeper import protocol
 from flashckpt.keeper.client import connect_or_start
-from flashckpt.memory.runtime import enter, trainer_lock_name
+from flashckpt.keeper.server import Server
+from flashckpt.memory.runtime import RuntimeFolder, enter, trainer_lock_name
 from tests.keeper.driver import eventually
 from tests.keeper.fake import FakeTrainer, keeper_pid, open_runtime
 
@@ -200,3 +202,22 @@ def test_nobody_changes_the_attempt_of_a_living_trainer(trainer: FakeTrainer) ->
     assert told["ok"] is False
     assert answer(peer) is None
     peer.close()
+
+
+def test_an_answer_that_is_too_long_ends_no_keeper(runtime: Path) -> None:
+    folder = RuntimeFolder.open(str(runtime), "ab" * 16)
+    server = Server(folder, lambda *_: ({"names": "x" * protocol.MAX_MESSAGE_BYTES}, ()))
+    peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    peer.settimeout(30)
+    peer.connect(folder.reachable(protocol.SOCKET_NAME))
+    peer.send(b'{"op":"describe"}')
+    for _ in range(2):  # it is let in, then answered
+        poll = select.poll()
+        server.register(poll)
+        server.serve([descriptor for descriptor, _ in poll.poll()])
+    told = answer(peer)
+    assert told is not None
+    assert "too long" in told["error"]
+    peer.close()
+    server.close()
+    folder.close()
