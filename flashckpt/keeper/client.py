@@ -1,12 +1,9 @@
-"""The trainer's side of the keeper: find it or start it, get slots from it, ask it.
-
-Owns the words of each request and what is held of an answer; the connection is the line's. Safe to use from
-any thread; every call has a time limit. Never called by the training thread between two batches.
+"""What a trainer asks of its keeper. Owns the words of each request and what is held of an answer. Never
+called by the training thread between two batches.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -50,14 +47,13 @@ class KeeperClient(KeeperConnection):
         `stacks_signal` makes this process write its Python stacks into its file for them (0: none does);
         `kill_when_stuck` lets the keeper end it when it is stuck. `ranks` are those of its node, itself alone
         where none are given: what they seal of a step makes one part."""
-        said: dict[str, Any] = {
+        said = {
             "op": "hello",
             "protocol": PROTOCOL,
             "rank": rank,
             "world": world,
             "ranks": list(ranks) or [rank],
             "attempt": attempt,
-            "pid": os.getpid(),
             "lock": self._life.name,
             "keep_last": keep.last,
             "keep_every": keep.every_steps or 0,
@@ -125,15 +121,8 @@ class KeeperClient(KeeperConnection):
             else:
                 close_all(descriptors)
 
-        asked = {
-            "op": "memory",
-            "purpose": purpose,
-            "count": count,
-            "needed": needed,
-            "wanted": wanted,
-            "have": list(have),
-        }
-        return self.call_apart(asked, begun, taken)
+        asked = {"purpose": purpose, "count": count, "needed": needed, "wanted": wanted, "have": list(have)}
+        return self.call_apart({"op": "memory", **asked}, begun, taken)
 
     def keep_constants(self, name: str) -> SlotGrant:
         """The region of constants that survived under this name: this trainer goes on naming it. Raises
@@ -148,8 +137,7 @@ class KeeperClient(KeeperConnection):
     def started(self, *, loaded: str | None, step: int) -> None:
         """`start.json` of this trainer's attempt is written: it went on from `step`, out of the slot named
         `loaded` if that was its tier."""
-        said = {"op": "started", "loaded": loaded or "", "step": step}
-        self.say(said)
+        self.say({"op": "started", "loaded": loaded or "", "step": step})
 
     def status(self, *, awaited: bool = False) -> Status:
         """What the keeper has done. `awaited`: somebody waits for it, so that what failed is tried again

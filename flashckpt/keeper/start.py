@@ -106,7 +106,8 @@ def _started(run_path: str, runtime: RuntimeFolder) -> int:
             "Python does not know its own program, so no keeper can be started. Training is not touched, "
             "but nothing would be persisted. Run under an ordinary python."
         )
-    orders = {"paths": _import_path(), "run": run_path, "runtime": runtime.path}
+    paths = [os.path.abspath(path) for path in sys.path]
+    orders = json.dumps({"paths": paths, "run": run_path, "runtime": runtime.path}).encode()
     program = os.path.join(os.path.dirname(os.path.abspath(__file__)), "__main__.py")
     log = runtime.open_file(LOG_NAME, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     reading = writing = -1
@@ -125,7 +126,7 @@ def _started(run_path: str, runtime: RuntimeFolder) -> int:
             pass_fds=[writing],
         )
         with child:
-            _order(child, json.dumps(orders).encode())
+            _order(child, orders)
     except BaseException as error:
         close_all([reading])
         if isinstance(error, OSError):
@@ -184,11 +185,6 @@ def _order(child: subprocess.Popen[bytes], orders: bytes) -> None:
         logger.warning("a keeper was ended by signal %d while it began", -child.returncode)
     elif child.returncode != 0:
         raise _cannot(f"it ended with status {child.returncode}")
-
-
-def _import_path() -> list[str]:
-    """This process's import path, with what is relative made absolute."""
-    return [os.path.abspath(path) for path in sys.path]
 
 
 def _cannot(reason: str) -> KeeperError:
