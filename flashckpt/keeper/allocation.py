@@ -357,6 +357,8 @@ class Allocation:
         crashpoints.point("memory.made")
         if not self._stands():
             return
+        if any(self._regions.get(each.slot.name) is not each for each in request.given):
+            return  # it was nobody's, and went meanwhile: decided anew, with what was made
         if request.purpose == CONSTANTS and any(map(self._lives_shorter, held)):
             error = KeeperError("There is no room for it where the slots are.")
         elif request.purpose == SLOTS and len(held) < plan.count:

@@ -192,3 +192,17 @@ def test_a_machine_without_threads_left_refuses_and_goes_on(
     monkeypatch.setattr(threading.Thread, "start", begin)
     alone.ask(0)
     assert alone.answered() == {0: 3}
+
+
+def test_a_slot_that_goes_while_others_are_made_beside_it_is_not_given(node: Callable[[int], Node]) -> None:
+    """It was released, and what was in it is needed no more."""
+    alone = node(8 * EACH)
+    alone.ask(0, count=1)
+    assert alone.answered() == {0: 1}
+    [held] = alone.regions.slots()
+    held.retired, held.writer = True, ""
+    alone.ask(0, count=2)
+    alone.allocation.next()
+    alone.regions.remove_spent(held, lambda *_: False)
+    assert alone.answered() == {0: 2}
+    assert held not in alone.regions.slots()
