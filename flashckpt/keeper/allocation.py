@@ -114,7 +114,8 @@ class Allocation:
         self._guard = threading.Lock()
         self._making: dict[int, tuple[str, _Plan]] = {}  # for what, by rank
         self._begun: deque[tuple[_MemoryRequest, int]] = deque()
-        self._counts: dict[AttemptName | None, int] = {}  # of the attempt that asked last
+        self._decided_for: AttemptName | None = None
+        self._slots_each = 0
 
     @property
     def busy(self) -> bool:
@@ -173,13 +174,13 @@ class Allocation:
         """Room to grow before none, then fewer slots; then those that others left and that are too large."""
         trainer, lock = request.trainer, request.trainer.lock
         mine = [each for each in self._regions.of_rank(trainer.rank) if self._may_be_given(each, request)]
-        large_enough = [each for each in mine if _size(each).holds(request.needed)]
+        large_enough = [each for each in mine if each.slot.size.holds(request.needed)]
         # What this trainer was given before comes first; of what others left, the smallest.
         large_enough.sort(key=lambda each: (each.writer != lock, each.slot.size.image_bytes))
         most = 2 * request.wanted.image_bytes
         fit = [each for each in large_enough if each.writer == lock or each.slot.size.image_bytes <= most]
         self._clear(each for each in mine if each not in large_enough)
-        has = sum(_size(each).holds(request.needed) for each in self._had(request))
+        has = self._has(request)
         count = 0
         for size, is_few in ((request.wanted, False), (request.needed, False), (request.needed, True)):
             count = self._count(request, size, has + len(fit))
@@ -200,7 +201,7 @@ class Allocation:
         """A slot to read a step into: it holds nothing that is committed nowhere."""
         trainer, size = request.trainer, request.wanted
         mine = [each for each in self._regions.of_rank(trainer.rank) if self._may_be_given(each, request)]
-        fit = [each for each in mine if _size(each).holds(request.needed)]
+        fit = [each for each in mine if each.slot.size.holds(request.needed)]
         if found := self._overwritable(fit, in_need=False):
             return found[:1], None
         for each in mine:
@@ -218,7 +219,7 @@ class Allocation:
         trainer, size = request.trainer, request.needed
         for each in self._regions.constants_of(trainer.rank):
             is_empty = each.writer == trainer.lock and each.state() is SlotState.FREE
-            if is_empty and each.slot.name not in request.have and _size(each).holds(size):
+            if is_empty and each.slot.name not in request.have and each.slot.size.holds(size):
                 return [each], None
         if not self._has_room(trainer, 1, 1, size):
             raise room.out_of_room(size.region_bytes, self._left_for(trainer.rank))
@@ -229,9 +230,10 @@ class Allocation:
         is_others = held.writer != request.trainer.lock and self._regions.is_written(held)
         return not is_others and held.slot.name not in request.have
 
-    def _had(self, request: _MemoryRequest) -> list[HeldRegion]:
+    def _has(self, request: _MemoryRequest) -> int:
+        """How many slots the trainer has that are large enough."""
         held = self._regions.of_rank(request.trainer.rank)
-        return [each for each in held if each.slot.name in request.have]
+        return sum(each.slot.name in request.have and each.slot.size.holds(request.needed) for each in held)
 
     def _kind_of_slots(self, trainer: Trainer) -> str | None:
         """Snapshots in memory that outlives all processes must not name what does not."""
@@ -269,16 +271,14 @@ class Allocation:
         those of all ranks of the node fit into half of what is available, else two. Decided once a node."""
         if request.count:
             return request.count
-        trainer = request.trainer
-        decided = self._counts.get(trainer.attempt, 0)
-        if decided and len(trainer.ranks) > 1:
-            return decided
-        count = _SLOTS_ALONE if len(trainer.ranks) == 1 else _SLOTS_OF_SEVERAL
+        trainer, ranks = request.trainer, len(request.trainer.ranks)
+        if ranks > 1 and self._decided_for == trainer.attempt:
+            return self._slots_each
+        count = _SLOTS_ALONE if ranks == 1 else _SLOTS_OF_SEVERAL
         available = self._left_for(trainer.rank) + here * size.region_bytes
-        if len(trainer.ranks) * count * size.region_bytes > available // 2:
-            count = _FEWEST
-        self._counts = {trainer.attempt: count}
-        return count
+        fits = ranks * count * size.region_bytes <= available // 2
+        self._decided_for, self._slots_each = trainer.attempt, count if fits else _FEWEST
+        return self._slots_each
 
     def _left_for(self, rank: int) -> int:
         """Bytes that may be taken now for a rank: without what others are still to take."""
@@ -294,7 +294,7 @@ class Allocation:
             purpose, plan = self._making.get(rank, ("", _NOTHING))
             if purpose == SLOTS or any(map(self._regions.is_written, held)):
                 continue
-            has = sum(_size(each).holds(size) for each in held)
+            has = sum(each.slot.size.holds(size) for each in held)
             has += plan.count if purpose == READ and plan.size.holds(size) else 0
             missing += max(count - has, 0)
         return missing * size.region_bytes <= self._left_for(trainer.rank)
@@ -363,8 +363,8 @@ class Allocation:
             error = KeeperError("There is no room for it where the slots are.")
         elif request.purpose == SLOTS and len(held) < plan.count:
             # Fewer do, where these are enough to go on with.
-            had = sum(_size(each).holds(request.needed) for each in self._had(request))
-            error = None if had + len(request.given) + len(held) >= _FEWEST else error
+            has = self._has(request) + len(request.given) + len(held)
+            error = None if has >= _FEWEST else error
         if error is None:
             self._give(request, held)
         else:
@@ -386,9 +386,8 @@ class Allocation:
             answer = {"slots": rows, "available": max(0, self._left_for(rank))}
             is_told = request.connection.tell(answer, [held.slot.descriptor for held in given])
         except FlashckptError as error:
-            self._take_back(made)
             request.connection.refuse(error)
-            return
+            is_told = False
         if not is_told:
             self._take_back(made)
             return
@@ -396,8 +395,7 @@ class Allocation:
             held.retired = False
             if request.purpose != READ:
                 held.writer = trainer.lock
-        left = self._regions.of_rank(rank) if request.purpose == SLOTS else []
-        for held in left:
+        for held in self._regions.of_rank(rank) if request.purpose == SLOTS else ():
             # What was given just now is not, though its trainer may have died since it was told.
             if held not in given and not self._regions.is_written(held):
                 held.retired = True  # of an earlier attempt, or read into, and not wanted
@@ -429,7 +427,3 @@ def _told(error: Exception) -> FlashckptError:
     if isinstance(error, FlashckptError):
         return error
     return KeeperError(f"Memory for snapshots could not be taken: {error}. None is kept until it is.")
-
-
-def _size(held: HeldRegion) -> SlotSize:
-    return SlotSize(held.slot.size.metadata_bytes, held.slot.size.image_bytes)
