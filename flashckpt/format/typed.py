@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 from flashckpt.errors import DamagedError, StateError
 
 MAX_DEPTH = 100
+_FEW = 16
 _MAX_PLAIN_INT = 1 << 2000  # Python refuses to parse decimal numbers of more than 4,300 digits
 
 Encoder = Callable[[Any, int], object]
@@ -44,13 +45,13 @@ class Hole:
 
 
 class Encoded:
-    """A value that changes rarely, encoded once and written many times."""
+    """A value with its text, which is made once and written as often as it takes."""
 
     __slots__ = ("data", "value")
 
-    def __init__(self, value: object) -> None:
+    def __init__(self, value: object, data: bytes | None = None) -> None:
         self.value = value
-        self.data = encode_json(value)
+        self.data = encode_json(value) if data is None else data
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,21 +118,41 @@ def _encode_adapted(adapter: _Adapter, value: object, depth: int) -> object:
 
 def encode_json(value: object) -> bytes:
     """`value` as typed JSON, ASCII, compact. Raises StateError for what has no exact encoding."""
+    pieces: list[bytes] = []
+    _write(value, pieces)
+    return b"".join(pieces)
+
+
+def _write(value: object, pieces: list[bytes]) -> None:
     if type(value) is Encoded:
-        return value.data
-    if type(value) is dict and _holds_encoded(value) and all(map(_is_plain_key, value)):
-        items = [_dumps(key).encode() + b":" + encode_json(item) for key, item in value.items()]
-        return b"{" + b",".join(items) + b"}"
-    return _dumps(encode(value)).encode("ascii")
+        pieces.append(value.data)
+    elif type(value) is list and _holds_encoded(value):
+        for position, item in enumerate(value):
+            pieces.append(b"," if position else b"[")
+            _write(item, pieces)
+        pieces.append(b"]")
+    elif type(value) is dict and _holds_encoded(value) and all(map(_is_plain_key, value)):
+        for position, (key, item) in enumerate(value.items()):
+            pieces.append(b"%b%b:" % (b"," if position else b"{", _dumps(key).encode()))
+            _write(item, pieces)
+        pieces.append(b"}")
+    else:
+        pieces.append(_dumps(encode(value)).encode("ascii"))
 
 
 _dumps = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False).encode
 
 
-def _holds_encoded(value: object, levels: int = 6) -> bool:
+def _holds_encoded(value: object, levels: int = 7) -> bool:
+    """Looked for in dicts and in lists of a few items, where this library puts them."""
     if type(value) is Encoded:
         return True
-    return type(value) is dict and levels > 0 and any(_holds_encoded(v, levels - 1) for v in value.values())
+    inner: Iterable[object] = ()
+    if type(value) is dict:
+        inner = value.values()
+    elif type(value) is list and len(value) <= _FEW:
+        inner = value
+    return levels > 0 and any(_holds_encoded(item, levels - 1) for item in inner)
 
 
 def _is_plain_key(key: object) -> bool:
@@ -150,7 +171,7 @@ def _encode_str(value: str) -> object:
 
 def _encode_items(values: Iterable[object], depth: int) -> list[object]:
     items = list(values)
-    if len(items) > 16:  # ten thousand step counters or names at once
+    if len(items) > _FEW:  # ten thousand step counters or names at once
         kinds = set(map(type, items))
         if kinds <= {bool, type(None)}:
             return items
@@ -327,16 +348,17 @@ _decoders: dict[str, Decoder] = {
 
 def check_roundtrip(value: object, location: str) -> None:
     """Raise StateError, with the path in the state, if `value` does not come back to the bit."""
-    copied(value, location)
+    checked(value, location)
 
 
-def copied(value: object, location: str) -> Any:
-    """`value` as it comes back, sharing nothing with it. Raises StateError, with the path in the state, if
-    that is not `value` to the bit."""
+def checked(value: object, location: str) -> Encoded:
+    """`value` as it comes back, sharing nothing with it, with the text that was compared. Raises StateError,
+    with the path in the state, if that is not `value` to the bit."""
     try:
-        back = decode_json(encode_json(value))
+        data = encode_json(value)
+        back = decode_json(data)
         if same(value, back):
-            return back
+            return Encoded(back, data)
         reason = "it does not come back equal"
     except (StateError, DamagedError) as error:
         reason = str(error)

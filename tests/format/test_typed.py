@@ -190,6 +190,10 @@ def test_a_value_encoded_before_is_written_as_it_is() -> None:
     check_roundtrip(value, "x")
     assert there_and_back({1: fixed}) == {1: fixed.value}
     assert there_and_back({"!x": {"a": fixed}}) == {"!x": {"a": fixed.value}}
+    nested = {"sources": [{"first": [fixed], "é": [], "state": fixed}, fixed], "empty": {}}
+    plain = {"sources": [{"first": [fixed.value], "é": [], "state": fixed.value}, fixed.value], "empty": {}}
+    assert encode_json(nested) == encode_json(plain)
+    assert encode_json([fixed, {1: fixed}]) == encode_json([fixed.value, {1: fixed.value}])
 
 
 def test_references_and_holes() -> None:

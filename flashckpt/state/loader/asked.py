@@ -19,11 +19,11 @@ from typing import Any
 
 from flashckpt.errors import BoundaryError, DamagedError, FlashckptError, StateError
 from flashckpt.events import log
-from flashckpt.format.typed import encode_json
+from flashckpt.format.typed import Encoded, encode_json
 from flashckpt.state.loader.attributes import Attributes, Changed, put_back
 from flashckpt.state.loader.base import EpochSource
 from flashckpt.state.loader.generators import Generators
-from flashckpt.state.loader.own_state import give, take
+from flashckpt.state.loader.own_state import give, take, taken
 from flashckpt.state.loader.position import Position
 from flashckpt.state.loader.torchdata_state import (
     draw_skipped,
@@ -48,10 +48,10 @@ class AskedSource(EpochSource):
         super().__init__(loader, Generators({"loader": loader}))
         self._makes_ahead = makes_ahead
         # The state between two epochs, and whether the earlier one was left before its end.
-        self._between: Any = None
+        self._between: Encoded | None = None
         self._left = False
         # Of the run: its state before the first `iter()`, and what the first batch of all moved.
-        self._first: list[Any] = []
+        self._first: list[Encoded] = []
         self._opened: Mark = None
         # Since an epoch began without it, a state was loaded: in the "middle" of an epoch, at its "end", or
         # where it was "left". Then: what the first batch has moved, and what the load has set.
@@ -92,6 +92,7 @@ class AskedSource(EpochSource):
         begun, again = self._begin_again(marks), self._begin_again(marks)
         if begun is None or again is None or again.mark in (begun.mark, self._opened):
             return self._afresh(marks)
+        assert self._between is not None
         self._put(self._between, asked_for=True)
         self._restore(marks)
         return iterate(self._loader)
@@ -157,13 +158,13 @@ class AskedSource(EpochSource):
         state = self._state()
         if not self._may_begin_again:
             return None
-        where = stream_state(state) if self._makes_ahead else state
+        where = stream_state(state.value) if self._makes_ahead else state
         return None if where is None else hashlib.blake2b(encode_json(where), digest_size=8).hexdigest()
 
     def _reopen(self, position: Position) -> None:
         assert position.start is not None
         self._restore(position.start)
-        self._put(position.parts["state"], asked_for=False)
+        self._put(taken(position.parts["state"]), asked_for=False)
         with not_restarting(self._loader):
             self._iterator = iterate(self._loader)
         draw_skipped(self._iterator)
@@ -175,19 +176,19 @@ class AskedSource(EpochSource):
                 "The loader's position in the checkpoint lacks its state. Resume from an older step."
             )
         parts = position.parts
-        self._first, self._opened = list(parts["first"]), parts["opened"]
+        self._first, self._opened = [taken(state) for state in parts["first"]], parts["opened"]
         in_epoch = position.start is not None and not position.over
         if parts["state"] is None or (in_epoch and not carried):
             return
-        self._between, self._left = parts["state"], parts["left"] or in_epoch
+        self._between, self._left = taken(parts["state"]), parts["left"] or in_epoch
         self._put(self._between, asked_for=self._left)
         self._loaded = "left" if self._left else "end"
 
-    def _put(self, taken: Any, *, asked_for: bool) -> None:
+    def _put(self, state: Encoded, *, asked_for: bool) -> None:
         """Load a state. asked_for: what follows it in its epoch is asked for, and not taken."""
         has_data_set = self._makes_ahead or isinstance(self._loader, DatasetState)
         before = Attributes(self._loader.dataset if has_data_set else self._loader)
-        self._loader.load_state_dict(give(taken))
+        self._loader.load_state_dict(give(state))
         forget_ahead(self._loader)
         if asked_for:
             iterate(self._loader)
@@ -206,7 +207,7 @@ class AskedSource(EpochSource):
             finally:
                 self._restore(marks)
 
-    def _before_any(self) -> list[Any]:
+    def _before_any(self) -> list[Encoded]:
         """The state before the first `iter()`; empty where there is none yet."""
         try:
             state = self._loader.state_dict()
@@ -214,7 +215,7 @@ class AskedSource(EpochSource):
             return []
         return [take(state, "loader")]
 
-    def _state(self) -> Any:
+    def _state(self) -> Encoded:
         try:
             state = self._loader.state_dict()
         except Exception as error:

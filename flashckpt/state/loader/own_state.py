@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import flashckpt.state.adapters  # noqa: F401  what torch and NumPy add to the encoding
-from flashckpt.format.typed import copied, register
+from flashckpt.format.typed import Encoded, checked, decode_json, register
 from flashckpt.state.leaves import Place
 from flashckpt.state.survey import rebuild, resequence, survey
 from flashckpt.state.tensors import DTYPE_NAMES, TORCH_DTYPES, bits, check, refuse
@@ -79,15 +79,21 @@ class _Stored:
     def guard(self, container: Sized) -> None: ...
 
 
-def take(state: object, location: str) -> Any:
-    """A copy of a loader's state that shares nothing with it, as it will come back. Raises StateError, with
-    the path, for what would come back as anything else."""
-    return copied(survey(state, location, Place("other", None), _Stored()), location)
+def take(state: object, location: str) -> Encoded:
+    """A copy of a loader's state that shares nothing with it, as it will come back, and its text: a state may
+    be large, and is written as it was compared. Raises StateError, with the path, for what would come back as
+    anything else."""
+    return checked(survey(state, location, Place("other", None), _Stored()), location)
 
 
-def give(taken: Any) -> Any:
+def taken(saved: Any) -> Encoded:
+    """What `take` gave, also where it has been in a snapshot since."""
+    return saved if type(saved) is Encoded else Encoded(saved)
+
+
+def give(taken: Encoded) -> Any:
     """What `take` took, for the loader to keep: another copy each time."""
-    return _with_tensors(copied(taken, "loader"))
+    return _with_tensors(decode_json(taken.data))
 
 
 def _with_tensors(value: Any) -> Any:

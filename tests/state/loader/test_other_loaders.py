@@ -6,6 +6,7 @@ import copy
 import functools
 import logging
 import random
+import sys
 from collections import Counter, OrderedDict, deque, namedtuple
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from fresh import in_fresh_process
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from flashckpt.errors import BoundaryError, OptionError, StateError
-from flashckpt.format.typed import decode_json, encode_json
+from flashckpt.format.typed import Encoded, decode_json, encode, encode_json
 from flashckpt.state.loader import source_of
 from flashckpt.state.loader.own_state import StoredTensor, give, take
 
@@ -389,7 +390,7 @@ def test_states_of_loaders_come_back_with_their_types() -> None:
         "date": np.datetime64("2024-01-01"),
     }  # fmt: skip
     taken = take(state, "loader")
-    back = give(decode_json(encode_json(taken)))
+    back = give(Encoded(decode_json(encode_json(taken))))
     assert alike(back, state)
     state["n"][0] = 9
     assert give(taken)["n"].tolist() == [0, 1, 2], "what was taken shares nothing with the loader"
@@ -408,6 +409,32 @@ def alike(a: Any, b: Any) -> bool:
     if isinstance(a, list | tuple | deque):
         return len(a) == len(b) and all(map(alike, a, b))
     return bool(a == b)
+
+
+class Large(Counting):
+    """With a state of many values."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "many": [[float(number)] for number in range(1000)]}
+
+
+def test_a_loaders_state_is_encoded_once_at_a_boundary() -> None:
+    """Its text is what was compared with the loader's own; making it anew doubled the cost of a boundary."""
+    source = source_of(Large())
+    source.begin(0)
+    source.next()
+    encoded = [0]
+
+    def look(frame: Any, event: str, _: object) -> None:
+        encoded[0] += event == "call" and frame.f_code is encode.__code__
+
+    sys.setprofile(look)
+    try:
+        text = encode_json({"progress": {"sources": [{"position": source.position()}]}})
+    finally:
+        sys.setprofile(None)
+    assert decode_json(text)["progress"]["sources"][0]["position"]["parts"]["state"]["many"][999] == [999.0]
+    assert 2000 <= encoded[0] < 2500, "a list and a number, a thousand times"
 
 
 @pytest.mark.parametrize(
