@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tests.resume import loaders
+from tests.resume import loaders, modules
 from tests.resume.recipes import RECIPES, seed
 from tests.waiting import until_slots
 
@@ -37,7 +37,7 @@ def main() -> None:
             until_slots(getattr(looped, "checkpointer", looped))
             print(json.dumps([looped.completed, value]), file=log, flush=True)
 
-        {**RECIPES, **loaders.RECIPES}[recipe](record, hold, run, options)
+        {**RECIPES, **loaders.RECIPES, **modules.RECIPES}[recipe](record, hold, run, options)
     print("finished", flush=True)
 
 
