@@ -70,9 +70,11 @@ class AskedSource(EpochSource):
         marks = self._capture()
         if loaded == "left":
             return self._after_left(marks)
-        begun = self._begin_again(marks)
+        # After an epoch's end some give the nothing that is left of it first. One of torchdata's nodes would
+        # go on into the next epoch at once, when what it passes over has drawn random numbers already.
+        with not_restarting(self._loader):
+            begun = self._begin_again(marks)
         if begun is None and loaded == "end":
-            # Some give the nothing that is left of the old epoch first.
             begun = self._begin_again(marks)
         if begun is None:
             # A loader that gave batches after the load does not begin where it was loaded: it has no more.

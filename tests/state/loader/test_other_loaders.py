@@ -17,7 +17,7 @@ import pytest
 import runs
 import torch
 from fresh import in_fresh_process
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, get_worker_info
 
 from flashckpt.errors import BoundaryError, OptionError, StateError
 from flashckpt.format.typed import Encoded, decode_json, encode, encode_json
@@ -176,6 +176,25 @@ def torchdata_stream(make: Callable[[], Any], workers: int, **options: Any) -> A
     return StatefulDataLoader(make(), 4, num_workers=workers, **options)
 
 
+def torchdata_nodes(make: Callable[[], Any]) -> Any:
+    from torchdata import nodes
+
+    return nodes.Loader(nodes.Batcher(make(), batch_size=4))
+
+
+def shuffled_nodes() -> Any:
+    """Shuffled by the global numbers, with the first batch of an epoch."""
+    from torchdata import nodes
+
+    return torchdata_nodes(lambda: nodes.SamplerWrapper(RandomSampler(range(20))))
+
+
+def streamed_nodes() -> Any:
+    from torchdata import nodes
+
+    return torchdata_nodes(lambda: nodes.IterableWrapper(range(20)))
+
+
 def peeked(data: Any) -> Any:
     """The first item is looked at before the run."""
     next(iter(data))
@@ -211,6 +230,8 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "hugging face": lambda: DataLoader(hugging_face(), batch_size=4),
     "hugging face, itself": batches_of_hugging_face,
     "torchdata, hugging face": functools.partial(torchdata_stream, hugging_face, 0),
+    "torchdata nodes": shuffled_nodes,
+    "torchdata nodes, a stream": streamed_nodes,
     "stateful": Counting,
     "stateful, empty end": functools.partial(Counting, empty_end=True),
     "stream": lambda: DataLoader(Stream(), batch_size=4),
@@ -231,6 +252,7 @@ def resume(
     }
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata
 @pytest.mark.parametrize("name", LOADERS)
 @pytest.mark.process
 def test_other_loaders_resume(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,13 +273,15 @@ def test_other_loaders_resume(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 LEFT_EARLY = [name for name in LOADERS if "data set" in name or "torchdata" in name or "sticky" in name]
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata
+@pytest.mark.parametrize("leave_after", [2, 5])
 @pytest.mark.parametrize("name", LEFT_EARLY)
 @pytest.mark.process
-def test_epochs_left_early(name: str) -> None:
+def test_epochs_left_early(name: str, leave_after: int) -> None:
     runs.seed(3)
-    record = runs.run(source_of(LOADERS[name]()), range(3), leave_after=2)
+    record = runs.run(source_of(LOADERS[name]()), range(3), leave_after=leave_after)
     positions = {cut: record.positions[cut] for cut in [(0, "after"), (1, 0), (1, 1), (1, "after")]}
-    for cut, got in in_fresh_process(resume, name, positions, True, 2).items():
+    for cut, got in in_fresh_process(resume, name, positions, True, leave_after).items():
         last = [key for key in record.seen if key[0] == 2]
         assert list(got.seen)[-len(last) :] == last
         assert got.seen == {key: value for key, value in record.seen.items() if key in got.seen}, cut
