@@ -40,7 +40,7 @@ from flashckpt.restore.ladder import Ladder, Loaded, Vote, alone
 from flashckpt.restore.memory_tier import Held
 from flashckpt.restore.snapshot import Snapshot
 from flashckpt.state import rng
-from flashckpt.state.containers import is_container
+from flashckpt.state.objects import is_container
 from flashckpt.state.tree import Tree
 
 

@@ -15,7 +15,7 @@ from flashckpt.format.records import Contents, RankRecord
 from flashckpt.format.typed import decode
 from flashckpt.restore.snapshot import leaf_view
 from flashckpt.state.filling import Filling, Saved, Settling
-from flashckpt.state.references import leaf_names, references
+from flashckpt.state.leaves import leaf_names, references
 from flashckpt.store.base import Store
 
 

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from flashckpt.format.typed import encode_json, register
 from flashckpt.state import rng
-from flashckpt.state.tensors import TORCH_DTYPES
+from flashckpt.state.tensors import DTYPE_NAMES, TORCH_DTYPES, bits, check, refuse
 
 # Dtypes that are no tensor's here may stand in options all the same (a quantized one in an autocast
 # argument): every dtype of torch has a name.
@@ -121,6 +123,51 @@ def _same_states(a: object, b: object) -> bool:
     return encode_json(rng.capture_one(a)) == encode_json(rng.capture_one(b))
 
 
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor's dtype, shape, device and bytes, row-major. Equal if all of them are."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    device: str
+    data: bytes
+
+    @classmethod
+    def of(cls, tensor: Tensor, location: str) -> StoredTensor:
+        """Raises StateError, with its path, for a tensor that is more than these four."""
+        check(tensor, location)
+        if type(tensor) is not Tensor or tensor.requires_grad:
+            refuse(location, f"is a {type(tensor).__name__} with a gradient's history", "Detach it.")
+        raw = bits(tensor.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
+        device = str(tensor.device)
+        return cls(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), device, raw.numpy().tobytes())
+
+    def tensor(self) -> Tensor:
+        """A tensor of its own; on the CPU where its device is none that is there."""
+        made = torch.empty(self.shape, dtype=TORCH_DTYPES[self.dtype], device="cpu")
+        if self.data:
+            raw = np.frombuffer(self.data, dtype=np.uint8).copy()
+            # Not torch.frombuffer: a default device that the user set would move it there.
+            made = torch.from_numpy(raw).view(made.dtype).reshape(self.shape)
+        device = torch.device(self.device)
+        there = device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available())
+        return made.to(device) if there else made
+
+
+def _tensor_plain(stored: StoredTensor) -> list[object]:
+    return [stored.dtype, list(stored.shape), stored.device, stored.data]
+
+
+def _tensor_back(plain: Any) -> StoredTensor:
+    dtype, shape, device, data = plain
+    stored = StoredTensor(dtype, tuple(shape), device, data)
+    expected = torch.Size(shape).numel() * TORCH_DTYPES[dtype].itemsize
+    if type(data) is not bytes or len(data) != expected or not all(type(n) is int and n >= 0 for n in shape):
+        raise ValueError("a tensor of another size")
+    torch.device(device)
+    return stored
+
+
 register(torch.Size, "torch.Size", lambda size: list(size), lambda plain: torch.Size(plain))
 register(
     torch.dtype, "torch.dtype", lambda dtype: str(dtype).removeprefix("torch."), lambda text: _DTYPES[text]
@@ -157,3 +204,4 @@ register(
     _scalar_back,
     same=_same_scalars,
 )
+register(StoredTensor, "torch.Tensor", _tensor_plain, _tensor_back)

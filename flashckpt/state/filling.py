@@ -1,11 +1,13 @@
 """From the leaves of a snapshot into live tensors: in place where they exist, made anew where not.
 
-Owns which live tensor a leaf has become, so that ties stay ties and what was apart stays apart. Tensors
-handed out by a snapshot are views of memory that goes: they are copied and never kept.
+Owns which live tensor a leaf has become, so that ties stay ties and what was apart stays apart, and the
+copies that are still to be made. Tensors handed out by a snapshot are views of memory that goes: they are
+copied and never kept.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,14 +17,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flashckpt import _native
 from flashckpt.errors import DamagedError
 from flashckpt.format.layout import Leaf
 from flashckpt.format.typed import Hole, LeafRef
 from flashckpt.state import rng
-from flashckpt.state.copies import DeferredCopies
-from flashckpt.state.subclasses import assemble, dress, is_wrapper, kind_of, part_name
-from flashckpt.state.survey import _MAPPINGS, _SEQUENCES, join, rebuild, resequence
-from flashckpt.state.tensors import fits, make, same_memory, strides
+from flashckpt.state.leaves import MAPPINGS, SEQUENCES, children, join, part_names, rebuild
+from flashckpt.state.tensors import (
+    assemble,
+    dress,
+    fill,
+    fits,
+    is_wrapper,
+    kind_of,
+    make,
+    part_name,
+    same_memory,
+    strides,
+)
 
 
 @dataclass(frozen=True)
@@ -33,6 +45,54 @@ class Saved:
     leaves: Mapping[str, Leaf]
     value: dict[str, Any]
     tensor: Callable[[str], Tensor]
+
+
+class DeferredCopies:
+    """Copies from the tensors of a snapshot into live ones: put off until `make`, at once after it."""
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+        self._puts_off = True
+
+    def add(self, live: Tensor, source: Tensor) -> None:
+        """Have `live` filled with `source`. What is not a plain host tensor is filled at once."""
+        if (
+            self._puts_off
+            and _is_plain(live)
+            and _is_plain(source)
+            and live.numel()
+            and live.dtype == source.dtype
+        ):
+            self._pairs.append((live, source))
+        else:
+            fill(live, source)
+
+    def make(self) -> None:
+        """Make every copy that was put off."""
+        pairs, self._pairs, self._puts_off = self._pairs, [], False
+        if not pairs:
+            return
+        digests = array("Q", bytes(8 * len(pairs)))
+        _native.copy_digest(
+            array("Q", [source.data_ptr() for _, source in pairs]),
+            array("Q", [live.data_ptr() for live, _ in pairs]),
+            array("Q", [live.numel() * live.element_size() for live, _ in pairs]),
+            _native.address_of(digests),
+            torch.get_num_threads(),
+        )
+        for live, _ in pairs:
+            torch.autograd.graph.increment_version(live)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return (
+        tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not tensor.is_inference()
+    )
 
 
 class Filling:
@@ -119,7 +179,7 @@ class Filling:
         parts: dict[str, Tensor] = {}
         same = isinstance(live, Tensor) and kind_of(live) == about.get("class")
         same = same and tuple(live.shape) == about.get("shape")  # type: ignore[attr-defined]
-        for attribute in _names(about.get("parts")):
+        for attribute in part_names(about):
             inner = getattr(live, attribute, None) if same else None
             parts[attribute] = self.place(LeafRef(attribute), part_name(name, attribute), inner, home)
             same = same and parts[attribute] is inner
@@ -139,12 +199,6 @@ def canonical_names(saved: Saved) -> dict[str, str]:
         for alias in leaf.aliases:
             names[alias] = leaf.name
     return names
-
-
-def _names(value: object) -> list[str]:
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise DamagedError("The snapshot holds a tensor of unknown parts. It cannot be used.")
-    return value
 
 
 def _refill(live: Any, value: Any) -> bool:
@@ -192,10 +246,8 @@ class Settling:
             return self._filling.place(value, name, live, self._home_of(value, name), self._like)
         if kind is Hole:
             return self._next_hole()
-        if kind in _MAPPINGS:
-            return self._settle_mapping(value, live, name)
-        if kind in _SEQUENCES:
-            return self._settle_sequence(value, live, name)
+        if kind in MAPPINGS or kind in SEQUENCES:
+            return self._settle_items(value, live, name)
         if rng.is_generator(live) and type(live) is kind:
             rng.restore_one(live, rng.capture_one(value))
             return live
@@ -215,25 +267,16 @@ class Settling:
                 return value
         raise DamagedError("The snapshot holds fewer values than it has places for. It cannot be used.")
 
-    def _settle_mapping(self, value: Any, live: Any, name: str) -> Any:
+    def _settle_items(self, value: Any, live: Any, name: str) -> Any:
         same = type(live) is type(value)
-        before = live if same else {}
-        items = [(key, self.settle(item, before.get(key), join(name, key))) for key, item in value.items()]
-        if not same:
-            return rebuild(value, items)
-        live.clear()
-        live.update(items)
-        return live
-
-    def _settle_sequence(self, value: Any, live: Any, name: str) -> Any:
-        same = type(live) is type(value)
-        items = [
-            self.settle(item, live[i] if same and i < len(live) else None, join(name, i))
-            for i, item in enumerate(value)
-        ]
+        before = dict(children(live)) if same else {}
+        items = [(key, self.settle(item, before.get(key), join(name, key))) for key, item in children(value)]
         same = same and getattr(live, "maxlen", None) == getattr(value, "maxlen", None)
         if not same or type(value) is tuple:
-            return resequence(value, items)
+            return rebuild(value, items)
         live.clear()
-        live.extend(items)
+        if isinstance(live, dict):
+            live.update(items)
+        else:
+            live.extend(item for _, item in items)
         return live

@@ -16,9 +16,9 @@ from torch import Tensor
 from flashckpt.errors import DamagedError
 from flashckpt.format.layout import Leaf
 from flashckpt.format.typed import Encoded, LeafRef
-from flashckpt.state.entry import MISSING, Row
 from flashckpt.state.filling import Filling
 from flashckpt.state.leaves import Leaves, Place, Refresh, Restructured, Sink
+from flashckpt.state.objects import MISSING, Row
 from flashckpt.state.tensors import DTYPE_NAMES, make, strides
 
 NAMESPACE = "gradients"

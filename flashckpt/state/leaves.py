@@ -1,32 +1,52 @@
 """Collecting the leaves of a state: names, ties, and what must stay as it is for a plan to stand.
 
-Owns the rule that a tensor is stored once however many names it has, that no name stands twice, and
-the two sinks into which a state is walked: `Leaves` for a whole walk, `Refresh` for the values alone
-between two walks. Never copies a tensor's bytes.
+Owns the rules that a tensor is stored once however many names it has, that no name stands twice, and that a
+parameter is called in an optimizer's state by the key under which the module that owns it holds it; which
+containers may hold tensors; and the two sinks into which a state is walked: `Leaves` for a whole walk,
+`Refresh` for the values alone between two walks. Never copies a tensor's bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sized
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flashckpt import _native
-from flashckpt.format.typed import LeafRef
-from flashckpt.state.subclasses import flatten, is_wrapper, kind_of, part_name
-from flashckpt.state.tensors import check, refuse, same_memory, span, strides
+from flashckpt.errors import DamagedError
+from flashckpt.format.typed import MAX_DEPTH, Hole, LeafRef
+from flashckpt.state.tensors import (
+    check,
+    flatten,
+    is_wrapper,
+    kind_of,
+    part_name,
+    refuse,
+    same_memory,
+    span,
+    strides,
+)
 
 Kind = Literal["parameter", "buffer", "gradient", "optimizer", "other"]
+HoleTaker = Callable[[object, object], None]
+
+MAPPINGS = (dict, OrderedDict, defaultdict)
+SEQUENCES = (list, tuple, deque)
+SIMPLE = frozenset((type(None), bool, int, float, str, bytes, complex))
+_CPU = torch.device("cpu")
+_WRAPPED = {
+    "_orig_mod": "OptimizedModule",  # torch.compile
+    "_fsdp_wrapped_module": "FullyShardedDataParallel",
+    "_checkpoint_wrapped_module": "CheckpointWrapper",
+}
 
 
 class Restructured(Exception):
     """The state has other tensors, or tensors in other places, than at the last walk: walk again."""
-
-
-_CPU = torch.device("cpu")
 
 
 class Place(NamedTuple):
@@ -246,3 +266,145 @@ def wrapper_facts(tensor: Tensor, parts: list[str], context: object, place: Plac
     about["shape"] = tuple(tensor.shape)
     about["stride"] = tuple(tensor.stride())
     return about
+
+
+# Nested values
+
+
+def join(prefix: str, part: object) -> str:
+    """The name of a part of what is called `prefix`."""
+    text = part if isinstance(part, str) else repr(part)
+    return f"{prefix}.{text}" if prefix and text else prefix or text
+
+
+def children(value: object) -> Iterable[tuple[Any, Any]]:
+    """What a mapping, a list, a tuple or a deque holds, by key or position; nothing of all else."""
+    if isinstance(value, Mapping):
+        return value.items()
+    return enumerate(value) if isinstance(value, SEQUENCES) else ()
+
+
+def holds_tensor(value: object, depth: int = 0) -> bool:
+    """Whether there is a tensor anywhere in the value."""
+    kind = type(value)
+    if kind in SIMPLE:
+        return False
+    if isinstance(value, Tensor):
+        return True
+    if depth > MAX_DEPTH:
+        return False  # the encoding refuses it, with its path
+    if isinstance(value, dict):
+        return any(holds_tensor(item, depth + 1) for item in value.values())
+    if isinstance(value, (list, tuple, deque, set, frozenset)):
+        return any(holds_tensor(item, depth + 1) for item in value)
+    return False
+
+
+def survey(
+    value: Any, name: str, place: Place, sink: Sink, hole: HoleTaker | None = None, depth: int = 0
+) -> Any:
+    """`value` with a reference for each tensor. With `hole`, parts without tensors are handed to it by
+    container and key and a Hole stands for them. Raises StateError for tensors where they cannot be."""
+    if isinstance(value, Tensor):
+        return sink.add(name, value, place)
+    if type(value) in SIMPLE or not holds_tensor(value):
+        if hole is None:
+            return value
+        hole(place.container, place.key)
+        return Hole()
+    kind = type(value)
+    if depth > MAX_DEPTH:
+        refuse(name, f"nests tensors deeper than {MAX_DEPTH} levels, or contains itself", "Flatten it.")
+    if kind not in MAPPINGS and kind not in SEQUENCES:
+        refuse(name, f"holds tensors in a {kind.__qualname__}", "Use a dict, list, tuple or deque for them.")
+    sink.guard(value)
+
+    def below(key: object, item: object) -> Any:
+        container = None if place.container is None else value
+        inner = Place(place.kind, place.owner, container, key, place.home)
+        return survey(item, join(name, key), inner, sink, hole, depth + 1)
+
+    return rebuild(value, [(key, below(key, item)) for key, item in children(value)])
+
+
+def rebuild(like: Any, items: Iterable[tuple[Any, Any]]) -> Any:
+    """A container of the same type as `like` with other items, by key or position."""
+    if type(like) is defaultdict:
+        return defaultdict(like.default_factory, items)
+    if isinstance(like, dict):
+        return Counter(dict(items)) if type(like) is Counter else type(like)(items)
+    values = [item for _, item in items]
+    return deque(values, like.maxlen) if type(like) is deque else type(like)(values)
+
+
+def references(value: object, name: str) -> Iterator[tuple[str, LeafRef]]:
+    """Every LeafRef in a nested value that is called `name`, with the name of the place where it stands."""
+    if type(value) is LeafRef:
+        yield name, value
+    for key, item in children(value):
+        yield from references(item, join(name, key))
+
+
+def leaf_names(name: str, ref: LeafRef) -> list[str]:
+    """The leaves that a reference stands for: more than one where a subclass wraps several tensors."""
+    if "parts" not in ref.about:
+        return [name]
+    return [part_name(name, part) for part in part_names(ref.about)]
+
+
+def part_names(about: Mapping[str, object]) -> list[str]:
+    """The attributes in which a wrapping tensor has its parts."""
+    parts = about.get("parts")
+    if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
+        raise DamagedError("The snapshot holds a tensor of unknown parts. It cannot be used.")
+    return parts
+
+
+# Names
+
+
+def step_name(parent: nn.Module, child: str) -> str:
+    """The part of a name that a child adds: nothing where the parent only wraps it."""
+    if child in _WRAPPED and any(kind.__name__ == _WRAPPED[child] for kind in type(parent).__mro__):
+        return ""
+    if child == "module" and isinstance(parent, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        return ""
+    return child
+
+
+class Owners:
+    """Which attached module owns a parameter, and under which key."""
+
+    def __init__(self) -> None:
+        self._owned: dict[int, tuple[str, str]] = {}
+        self._held: list[Tensor] = []
+
+    def own(self, parameter: Tensor, entry: str, key: str) -> None:
+        """The first key under which a parameter was found counts."""
+        if id(parameter) not in self._owned:
+            self._owned[id(parameter)] = (entry, key)
+            self._held.append(parameter)
+
+    def of(self, parameter: Tensor) -> tuple[str, str] | None:
+        """(entry, key) of a parameter, None where no attached module owns it."""
+        return self._owned.get(id(parameter))
+
+    def full_name(self, parameter: Tensor, optimizer: str, group: int, index: int) -> str:
+        """The name of a parameter in the whole state."""
+        owner = self.of(parameter)
+        return f"{optimizer}.params.{unowned(group, index)}" if owner is None else ".".join(owner)
+
+    def short_names(self, groups: list[dict[str, Any]]) -> list[list[str]]:
+        """Names of an optimizer's parameters inside its own state, by group. The entry's name is left
+        out where one module owns all that are owned."""
+        owners = [[self.of(parameter) for parameter in group["params"]] for group in groups]
+        first = 0 if len({owner[0] for group in owners for owner in group if owner}) > 1 else 1
+        return [
+            [".".join(owner[first:]) if owner else unowned(g, i) for i, owner in enumerate(group)]
+            for g, group in enumerate(owners)
+        ]
+
+
+def unowned(group: int, index: int) -> str:
+    """A parameter that no attached module owns."""
+    return f"group{group}[{index}]"

@@ -1,63 +1,227 @@
-"""Objects known only by `state_dict` and `load_state_dict`: schedulers, metrics, self-saving optimizers.
+"""What every kind of named object gives to the tree; and the kinds that are neither module nor optimizer:
+containers, GradScaler, and objects known by `state_dict` and `load_state_dict` alone (schedulers, metrics,
+self-saving optimizers).
 
-Owns asking them at every boundary, giving back copies of their own, and asking once more whether they hold
-what they were given. They come last, after all else is filled. What their methods do is theirs.
+Owns asking those at every boundary, giving back copies of their own, and comparing what they hold then with
+what was saved. They come last, after all else is filled. What their methods do is theirs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from flashckpt.format.typed import LeafRef
-from flashckpt.state.arrival import changed_values, refuse_arrival
-from flashckpt.state.entry import Row
-from flashckpt.state.filling import Filling, Saved, Settling
-from flashckpt.state.leaves import Leaves, Place, Refresh, Sink
-from flashckpt.state.naming import Owners, unowned
-from flashckpt.state.references import references
-from flashckpt.state.survey import survey
+from flashckpt.errors import StateError
+from flashckpt.format.typed import LeafRef, encode_json
+from flashckpt.state import rng
+from flashckpt.state.filling import Filling, Saved, Settling, canonical_names
+from flashckpt.state.leaves import (
+    SEQUENCES,
+    Leaves,
+    Owners,
+    Place,
+    Refresh,
+    Restructured,
+    Sink,
+    children,
+    join,
+    references,
+    survey,
+    unowned,
+)
+from flashckpt.state.tensors import can_make, described, fits
+
+Row = tuple[str, str, str]
+MISSING = "missing"
+
+_CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, deque)
+_TENSORS = ("_scale", "_growth_tracker")
+_VALUES = ("_init_scale", "_init_growth_tracker", "_growth_factor", "_backoff_factor", "_growth_interval")
+_SHOWN = 3
 
 
-class ObjectEntry:
+class StateEntry:
+    """One named object of the state."""
+
+    kind = ""
+
+    def __init__(self, name: str, target: Any) -> None:
+        self.name, self.target = name, target
+
+    def walk(self, leaves: Leaves, owners: Owners) -> dict[str, Any]:
+        """Hand over all tensors; the values that go with them. Raises StateError."""
+        return leaves.asking(self.values)
+
+    def values(self, sink: Sink) -> dict[str, Any]:
+        """The values alone, now. Raises Restructured if the tensors are others than at the walk."""
+        raise NotImplementedError
+
+    def parameters(self) -> list[tuple[str, Tensor]]:
+        """The parameters as of the last walk, with their full names: those that may have gradients."""
+        return []
+
+    def structure(self) -> dict[str, object]:
+        """What the program has to build before it can be filled."""
+        return {}
+
+    def references(self, value: dict[str, Any]) -> Iterator[tuple[str, LeafRef]]:
+        """The tensors that a saved value names, beside parameters and buffers, each by its place."""
+        raise NotImplementedError
+
+    def differences(self, value: dict[str, Any], saved: Saved, live: Leaves) -> list[Row]:
+        """What does not fit, `live` being a walk made just now; changes nothing."""
+        raise NotImplementedError
+
+    def restore(self, value: dict[str, Any], filling: Filling, live: Leaves) -> None:
+        """Fill what exists and make what does not."""
+        raise NotImplementedError
+
+    def finish(self, value: dict[str, Any], filling: Filling) -> None:
+        """Call what is the user's own (`load_state_dict`, `set_extra_state`), after all else is filled."""
+
+
+# Containers and generators
+
+
+def is_container(target: object) -> bool:
+    """Whether an object can be put back in place by its contents alone."""
+    return type(target) in _CONTAINERS or isinstance(target, Tensor) or rng.is_generator(target)
+
+
+class ContainerEntry(StateEntry):
+    """One named dict, list, tensor or generator: kept where it is, its contents put back."""
+
+    kind = "container"
+
+    def __init__(self, name: str, target: Any) -> None:
+        super().__init__(name, target)
+        self._root = {name: target}
+
+    def values(self, sink: Sink) -> dict[str, Any]:
+        place = Place("other", self.target, self._root, self.name)
+        return {"kind": self.kind, "content": survey(self.target, self.name, place, sink)}
+
+    def parameters(self) -> list[tuple[str, Tensor]]:
+        return [(self.name, self.target)] if isinstance(self.target, Tensor) and self.target.is_leaf else []
+
+    def references(self, value: dict[str, Any]) -> Iterator[tuple[str, LeafRef]]:
+        return references(value["content"], self.name)
+
+    def differences(self, value: dict[str, Any], saved: Saved, live: Leaves) -> list[Row]:
+        content = value["content"]
+        recorded = "tensor" if type(content) is LeafRef else type(content).__name__
+        here = "tensor" if isinstance(self.target, Tensor) else type(self.target).__name__
+        if recorded != here:
+            return [(self.name, recorded, here)]
+        rows: list[Row] = []
+        if isinstance(self.target, Tensor) and self.name in saved.leaves:
+            leaf = saved.leaves[self.name]
+            if not fits(leaf, self.target):
+                rows.append((self.name, described(leaf), described(self.target)))
+        for name, ref in references(content, self.name):
+            if not can_make(ref.about, None) and name not in live.refs:
+                rows.append((name, str(ref.about["class"]), "a class that is not known here"))
+        return rows
+
+    def restore(self, value: dict[str, Any], filling: Filling, live: Leaves) -> None:
+        if isinstance(self.target, Tensor):
+            for name, leaf in live.named.items():
+                if leaf.owner is self.target and leaf.kind == "other" and filling.holds(name):
+                    filling.fill(name, leaf.tensor)
+        else:
+            Settling(filling, torch.device("cpu")).settle(value["content"], self.target, self.name)
+
+
+# GradScaler
+
+
+class ScalerEntry(StateEntry):
+    """One named GradScaler: its tensors are leaves, read where they are. Its own `state_dict` waits for the
+    device."""
+
+    kind = "scaler"
+
+    def values(self, sink: Sink) -> dict[str, Any]:
+        value: dict[str, Any] = {"kind": self.kind, "enabled": bool(self.target.is_enabled())}
+        if not value["enabled"]:
+            return value
+        for key in _TENSORS:
+            tensor = getattr(self.target, key)
+            name = f"{self.name}.{key.strip('_')}"
+            if tensor is None:
+                self._anchor_absent(sink, key, name)
+                value[key] = None
+            else:
+                place = Place("other", self.target, self.target, key, torch.device(self.target._device))
+                value[key] = sink.add(name, tensor, place)
+        return value | {key: getattr(self.target, key) for key in _VALUES}
+
+    def _anchor_absent(self, sink: Sink, key: str, name: str) -> None:
+        """Both tensors appear with the first scaled loss."""
+        if isinstance(sink, Leaves):
+            sink.anchor(self.target, key, None)
+        elif isinstance(sink, Refresh) and sink.knows(name):
+            raise Restructured(name)
+
+    def references(self, value: dict[str, Any]) -> Iterator[tuple[str, LeafRef]]:
+        for key in _TENSORS if value["enabled"] else ():
+            yield from references(value[key], f"{self.name}.{key.strip('_')}")
+
+    def differences(self, value: dict[str, Any], saved: Saved, live: Leaves) -> list[Row]:
+        sides = {True: "an enabled GradScaler", False: "a GradScaler that is not enabled"}
+        recorded, here = value["enabled"], bool(self.target.is_enabled())
+        return [(self.name, sides[recorded], sides[here])] if recorded != here else []
+
+    def restore(self, value: dict[str, Any], filling: Filling, live: Leaves) -> None:
+        if not value["enabled"]:
+            return
+        settling = Settling(filling, torch.device(self.target._device))
+        for key in _TENSORS:
+            name = f"{self.name}.{key.strip('_')}"
+            setattr(self.target, key, settling.settle(value[key], getattr(self.target, key), name))
+        for key in _VALUES:
+            setattr(self.target, key, value[key])
+
+
+def is_torch_scaler(target: object) -> bool:
+    """Whether this is a GradScaler that saves as torch's does: one with methods of its own is asked."""
+    kind = type(target)
+    return isinstance(target, GradScaler) and (
+        kind.state_dict is GradScaler.state_dict  # type: ignore[attr-defined]
+        and kind.load_state_dict is GradScaler.load_state_dict  # type: ignore[attr-defined]
+    )
+
+
+# Objects with methods of their own
+
+
+class ObjectEntry(StateEntry):
     """One named object with `state_dict` and `load_state_dict`."""
 
     kind = "object"
 
     def __init__(self, name: str, target: Any) -> None:
-        self.name, self.target = name, target
+        super().__init__(name, target)
         self._unowned: list[tuple[str, Tensor]] = []
 
     def walk(self, leaves: Leaves, owners: Owners) -> dict[str, Any]:
-        self._unowned = []
         if isinstance(self.target, Optimizer):
-            self._take_unowned(leaves, owners)
-        return leaves.asking(self._values)
+            self._unowned = take_unowned(self.name, self.target, leaves, owners)
+        return leaves.asking(self.values)
 
-    def values(self, refresh: Refresh) -> dict[str, Any]:
-        return self._values(refresh)
-
-    def _values(self, sink: Sink) -> dict[str, Any]:
+    def values(self, sink: Sink) -> dict[str, Any]:
         state = self.target.state_dict()
         value = {"kind": self.kind, "state": survey(state, self.name, Place("other", self.target), sink)}
         if isinstance(self.target, LRScheduler):
             value["class"] = type(self.target).__qualname__
         return value
-
-    def _take_unowned(self, leaves: Leaves, owners: Owners) -> None:
-        for number, group in enumerate(self.target.param_groups):
-            leaves.guard(group["params"])
-            for index, parameter in enumerate(group["params"]):
-                if owners.of(parameter) is None:
-                    name = owners.full_name(parameter, self.name, number, index)
-                    leaves.add(name, parameter, Place("parameter", self.target, group["params"], index))
-                    owners.own(parameter, self.name, f"params.{unowned(number, index)}")
-                    self._unowned.append((name, parameter))
 
     def parameters(self) -> list[tuple[str, Tensor]]:
         return self._unowned
@@ -71,9 +235,7 @@ class ObjectEntry:
         return [(self.name, str(recorded), here or "no scheduler")] if recorded not in (None, here) else []
 
     def restore(self, value: dict[str, Any], filling: Filling, live: Leaves) -> None:
-        for name, leaf in live.named.items():
-            if leaf.owner is self.target and leaf.kind == "parameter":
-                filling.fill(name, leaf.tensor)
+        fill_unowned(self.target, filling, live)
 
     def finish(self, value: dict[str, Any], filling: Filling) -> None:
         state = Settling(filling, torch.device("cpu")).settle(value["state"], None, self.name)
@@ -86,15 +248,36 @@ class ObjectEntry:
         """The tensors that the object holds after `finish`. Raises StateError if its values are others
         than were saved."""
         live = Leaves()
-        now = self._values(live)["state"]
+        now = self.values(live)["state"]
         changed = changed_values(value["state"], now, self.name)
         if changed:
             # What differs from one call to the next (a clock) says nothing about what was loaded.
-            changing = changed_values(now, self._values(Leaves())["state"], self.name)
+            changing = changed_values(now, self.values(Leaves())["state"], self.name)
             wrong = [f"{path} is {found}" for path, found in changed.items() if path not in changing]
             if wrong:
                 refuse_arrival(self.name, wrong)
         return live
+
+
+def take_unowned(name: str, optimizer: Optimizer, leaves: Leaves, owners: Owners) -> list[tuple[str, Tensor]]:
+    """Parameters that no attached module holds are state of their optimizer."""
+    taken: list[tuple[str, Tensor]] = []
+    for number, group in enumerate(optimizer.param_groups):
+        leaves.guard(group["params"])
+        for index, parameter in enumerate(group["params"]):
+            if owners.of(parameter) is None:
+                full_name = owners.full_name(parameter, name, number, index)
+                leaves.add(full_name, parameter, Place("parameter", optimizer, group["params"], index))
+                owners.own(parameter, name, f"params.{unowned(number, index)}")
+                taken.append((full_name, parameter))
+    return taken
+
+
+def fill_unowned(optimizer: Optimizer, filling: Filling, live: Leaves) -> None:
+    """Fill those again."""
+    for name, leaf in live.named.items():
+        if leaf.owner is optimizer and leaf.kind == "parameter":
+            filling.fill(name, leaf.tensor)
 
 
 def saves_as_torch(target: Optimizer) -> bool:
@@ -124,3 +307,51 @@ def _state_at(packed: Any, index: int) -> dict[Any, Any]:
     states = packed.get("state") if isinstance(packed, dict) else None
     state = states.get(index) if isinstance(states, dict) else None
     return state if isinstance(state, dict) else {}
+
+
+def changed_values(recorded: Any, found: Any, name: str) -> dict[str, str]:
+    """Where two nested values differ: path -> what was found there. Order of keys does not count, nor
+    what a tensor is beyond being one."""
+    before, now = dict(_parts(recorded, name)), dict(_parts(found, name))
+    return {path: now.get(path, "nothing") for path in {**before, **now} if before.get(path) != now.get(path)}
+
+
+def _parts(value: Any, name: str) -> Iterator[tuple[str, str]]:
+    if type(value) is LeafRef:
+        yield name, "a tensor"
+    elif isinstance(value, (Mapping, *SEQUENCES)):
+        length = "" if isinstance(value, Mapping) else f" of {len(value)}"
+        yield name, f"{type(value).__name__}{length}"
+        for key, item in children(value):
+            yield from _parts(item, join(name, key))
+    elif isinstance(value, (set, frozenset)):
+        yield name, f"{type(value).__name__} {sorted(encode_json(item) for item in value)}"
+    else:
+        yield name, encode_json(value).decode("ascii")
+
+
+def tensors_held(name: str, live: Leaves, saved: Saved) -> list[tuple[str, Tensor]]:
+    """(stored leaf, tensor) of all that an object holds. Raises StateError where shape or dtype is
+    another than was saved."""
+    names = canonical_names(saved)
+    pairs: list[tuple[str, Tensor]] = []
+    for leaf in live.leaves:
+        if leaf.name not in names:
+            refuse_arrival(name, [f"{leaf.name} was not saved"])
+        recorded = saved.leaves[names[leaf.name]]
+        if not fits(recorded, leaf.tensor):
+            refuse_arrival(name, [f"{leaf.name} was {described(recorded)} and is {described(leaf.tensor)}"])
+        pairs.append((recorded.name, leaf.tensor))
+    return pairs
+
+
+def refuse_arrival(name: str, what: list[str]) -> NoReturn:
+    """Raise the StateError for an object that is not what was saved."""
+    more = f" and {len(what) - _SHOWN} more" if len(what) > _SHOWN else ""
+    raise StateError(
+        f"{name} is not what was saved after its own load_state_dict: {'; '.join(what[:_SHOWN])}{more}. The "
+        "rest of the state was loaded already, so this process must not train on; the checkpoint is intact. "
+        "Let state_dict and load_state_dict keep every value as it is (a torch optimizer without its own "
+        "keeps dtypes), and leave out what belongs to one process.",
+        location=name,
+    )

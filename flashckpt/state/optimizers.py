@@ -2,45 +2,59 @@
 
 Owns how the state is named, its compact record, and its way back tensor by tensor: `load_state_dict`
 would cast it to the parameter's dtype. An optimizer with a `state_dict` of its own is an object instead
-(objects.py). Never steps, never touches gradients.
+(objects.py). Refuses what drives an optimizer without being named (schedulers, optimizers run inside
+backward): its position would be lost without a word. Never steps, never touches gradients.
 """
 
 from __future__ import annotations
 
+import gc
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from flashckpt.errors import DamagedError
+from flashckpt.errors import DamagedError, StateError
 from flashckpt.events import log
 from flashckpt.format.typed import Encoded, LeafRef, encode_json
-from flashckpt.state.entry import Row
 from flashckpt.state.filling import Filling, Saved, Settling
-from flashckpt.state.leaves import Leaves, Place, Refresh, Restructured, Sink
-from flashckpt.state.naming import Owners, unowned
-from flashckpt.state.objects import saves_as_torch
-from flashckpt.state.references import references
-from flashckpt.state.subclasses import can_make
-from flashckpt.state.survey import holds_tensor, join, rebuild, resequence, survey
-from flashckpt.state.tensors import described, fits
+from flashckpt.state.leaves import (
+    MAPPINGS,
+    SEQUENCES,
+    SIMPLE,
+    Leaves,
+    Owners,
+    Place,
+    Restructured,
+    Sink,
+    children,
+    holds_tensor,
+    join,
+    rebuild,
+    references,
+    survey,
+)
+from flashckpt.state.objects import Row, StateEntry, fill_unowned, saves_as_torch, take_unowned
+from flashckpt.state.tensors import can_make, described, fits
 
 _ROWS_A_GROUP = 20
 _TORCHS_ATTRIBUTES = ("defaults", "state", "param_groups")
 _MAY_CHANGE = (int, float, list, dict, set, deque, Tensor)
 _NOT_OPTIONS = ("params", "param_names")
+_SEARCH_LEVELS = 4
 
 
-class OptimizerEntry:
+class OptimizerEntry(StateEntry):
     """One named torch optimizer whose saving is torch's own."""
 
     kind = "optimizer"
 
     def __init__(self, name: str, target: Optimizer) -> None:
-        self.name, self.target = name, target
+        super().__init__(name, target)
         self._record: dict[str, Any] = {}
         self._holes: list[tuple[Any, Any]] = []
         self._shared_keys: list[Any] = []
@@ -53,12 +67,17 @@ class OptimizerEntry:
         leaves.anchor(self.target, "param_groups", groups)
         leaves.anchor(self.target, "state", self.target.state)
         leaves.guard(groups)
+        for number, group in enumerate(groups):
+            leaves.anchor(groups, number, group)
+            leaves.anchor(group, "params", group["params"])
+            for index, parameter in enumerate(group["params"]):
+                leaves.anchor(group["params"], index, parameter)
         self._short_names = owners.short_names(groups)
         self._full_names = [
             [owners.full_name(p, self.name, g, i) for i, p in enumerate(group["params"])]
             for g, group in enumerate(groups)
         ]
-        self._take_unowned(leaves, owners)
+        self._unowned = take_unowned(self.name, self.target, leaves, owners)
         self._shared_keys = [key for key in self.target.state if not isinstance(key, Tensor)]
         self._holes = []
         state = self._take_state(leaves)
@@ -69,16 +88,12 @@ class OptimizerEntry:
             "params": Encoded(self._full_names),
             **state,
         }
-        return leaves.asking(self._values)
+        return leaves.asking(self.values)
 
-    def values(self, refresh: Refresh) -> dict[str, Any]:
+    def values(self, sink: Sink) -> dict[str, Any]:
         groups = self.target.param_groups
         if [len(group["params"]) for group in groups] != [len(names) for names in self._full_names]:
             raise Restructured(self.name)
-        return self._values(refresh)
-
-    def _values(self, sink: Sink) -> dict[str, Any]:
-        groups = self.target.param_groups
         scalars = [_read(container, key) for container, key in self._holes]
         if any(type(value) not in (int, float) and holds_tensor(value) for value in scalars):
             raise Restructured(self.name)
@@ -106,26 +121,12 @@ class OptimizerEntry:
         home = _home(self.target.param_groups)
         sink.guard(group)
         return {
-            key: survey(value, f"{self.name}.groups.{number}.{key}", self._place(group, key, home), sink)
+            key: value
+            if type(value) in SIMPLE
+            else survey(value, f"{self.name}.groups.{number}.{key}", self._place(group, key, home), sink)
             for key, value in group.items()
             if key not in _NOT_OPTIONS
         }
-
-    def _take_unowned(self, leaves: Leaves, owners: Owners) -> None:
-        """Parameters that no attached module holds are state of this optimizer."""
-        self._unowned = []
-        for number, group in enumerate(self.target.param_groups):
-            leaves.anchor(self.target.param_groups, number, group)
-            leaves.anchor(group, "params", group["params"])
-            leaves.guard(group["params"])
-            for index, parameter in enumerate(group["params"]):
-                if owners.of(parameter) is None:
-                    name = self._full_names[number][index]
-                    leaves.add(name, parameter, Place("parameter", self.target, group["params"], index))
-                    owners.own(parameter, self.name, f"params.{unowned(number, index)}")
-                    self._unowned.append((name, parameter))
-                else:
-                    leaves.anchor(group["params"], index, parameter)
 
     def parameters(self) -> list[tuple[str, Tensor]]:
         return self._unowned
@@ -206,9 +207,7 @@ class OptimizerEntry:
         return rows[:1]
 
     def restore(self, value: dict[str, Any], filling: Filling, live: Leaves) -> None:
-        for name, leaf in live.named.items():
-            if leaf.owner is self.target and leaf.kind == "parameter":
-                filling.fill(name, leaf.tensor)
+        fill_unowned(self.target, filling, live)
         home = _home(self.target.param_groups)
         pairs = zip(value["groups"], self.target.param_groups, strict=True)
         for number, (options, group) in enumerate(pairs):
@@ -235,9 +234,6 @@ class OptimizerEntry:
         state.clear()
         state.update(restored)
 
-    def finish(self, value: dict[str, Any], filling: Filling) -> None:
-        """Nothing here is the user's own code."""
-
 
 def _home(groups: list[dict[str, Any]]) -> torch.device:
     for group in groups:
@@ -258,10 +254,8 @@ def _nameless(schema: Any) -> Any:
     kind = type(schema)
     if kind is LeafRef:
         return LeafRef("", schema.about)
-    if isinstance(schema, dict):
-        return rebuild(schema, ((key, _nameless(item)) for key, item in schema.items()))
-    if isinstance(schema, (list, tuple, deque)):
-        return resequence(schema, map(_nameless, schema))
+    if kind in MAPPINGS or kind in SEQUENCES:
+        return rebuild(schema, [(key, _nameless(item)) for key, item in children(schema)])
     return schema
 
 
@@ -301,3 +295,75 @@ def warn_of_attributes(name: str, target: Optimizer) -> None:
             "or its state, or give it state_dict and load_state_dict.",
             name, type(target).__name__, ", ".join(own[:5]),
         )  # fmt: skip
+
+
+# What drives an optimizer
+
+
+def unwrapped(target: Any) -> Any:
+    """The torch optimizer inside a wrapper that is no scheduler (`accelerate`'s), else the object itself."""
+    while not isinstance(target, LRScheduler) and hasattr(target, "param_groups"):
+        inner = getattr(target, "optimizer", None)
+        if not isinstance(inner, Optimizer) or inner is target:
+            break
+        target = inner
+    return target
+
+
+def check_schedulers(named: Mapping[str, object], optimizers: Mapping[str, Optimizer]) -> None:
+    """Raise StateError for a scheduler that is bound to a named optimizer and is itself not named."""
+    driven = {name: o for name, o in optimizers.items() if hasattr(o.step, "_wrapped_by_lr_sched")}
+    if not driven:
+        return
+    reached = {id(s) for target in named.values() for s in _schedulers_in(target, _SEARCH_LEVELS)}
+    if _unnamed(driven, reached):
+        gc.collect()  # one that is only part of a garbage cycle is not used any more
+    for name, scheduler in _unnamed(driven, reached):
+        kind = type(scheduler).__name__
+        raise StateError(
+            f"The optimizer {name!r} is driven by a {kind} that is not part of the state: after a resume its "
+            "learning rate would start over. Nothing was saved or changed. Name it: add the keyword "
+            f"scheduler=<the {kind}> (any name will do), or delete it if it is not used any more.",
+            location=name,
+        )
+
+
+def _unnamed(driven: Mapping[str, Optimizer], reached: set[int]) -> list[tuple[str, LRScheduler]]:
+    names = {id(optimizer): name for name, optimizer in driven.items()}
+    alive = [thing for thing in gc.get_objects() if issubclass(type(thing), LRScheduler)]
+    bound = [(names[id(o)], s) for s in alive if id(o := unwrapped(getattr(s, "optimizer", None))) in names]
+    return [(name, scheduler) for name, scheduler in bound if id(scheduler) not in reached]
+
+
+def _schedulers_in(target: object, levels: int) -> Iterator[LRScheduler]:
+    """Schedulers that an object is or holds: SequentialLR and ChainedScheduler hold others."""
+    if isinstance(target, LRScheduler):
+        yield target
+    if levels == 0 or isinstance(target, (Tensor, nn.Module, Optimizer, str, bytes, type)):
+        return
+    for item in _parts(target):
+        yield from _schedulers_in(item, levels - 1)
+
+
+def _parts(target: object) -> Iterable[object]:
+    if isinstance(target, Mapping):
+        return list(target.values())
+    if isinstance(target, (list, tuple, set, frozenset)):
+        return target if len(target) <= 1000 else ()
+    return list(getattr(target, "__dict__", {}).values())
+
+
+def check_backward_optimizers(
+    parameters: Iterable[tuple[str, Tensor]], optimizers: Iterable[Optimizer]
+) -> None:
+    """Raise StateError for optimizers that run inside backward and are not named."""
+    named = {id(optimizer) for optimizer in optimizers}
+    for name, parameter in parameters:
+        for optimizer in getattr(parameter, "_in_backward_optimizers", ()):
+            if id(optimizer) not in named:
+                raise StateError(
+                    f"{name} is stepped inside backward by a {type(optimizer).__name__} that is not part of "
+                    "the state: its momenta would be lost. Nothing was saved or changed. Name every such "
+                    "optimizer: state={'backward.0': …}, or step the optimizers in the loop.",
+                    location=name,
+                )

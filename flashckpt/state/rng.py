@@ -1,7 +1,9 @@
-"""The state of random number generators as compact plain values, and the way back.
+"""The state of random number generators as compact plain values, and the way back; and which generators an
+object's parts own.
 
 Owns the global generators (Python, NumPy's legacy one, torch on the CPU and on every CUDA device) and the
-encoding of single generators. Never synchronises a device, never initialises CUDA, never seeds.
+encoding of single generators. Never synchronises a device, never initialises CUDA, never seeds. Looks only at
+attributes of what is the user's; calls nothing of it.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ import random
 import struct
 import sys
 from array import array
+from collections.abc import Iterator, Mapping
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -189,3 +193,68 @@ def _array_back(value: Any) -> Any:
     if value.keys() == {"dtype", "words"}:
         return np.frombuffer(value["words"], dtype=np.dtype(value["dtype"]))
     return {key: _array_back(item) for key, item in value.items()}
+
+
+# Those that an object's parts own
+
+
+DEPTH = 4
+MOST_OBJECTS = 256
+_MOST_ITEMS = 32
+_OPAQUE = (type, ModuleType, FunctionType, torch.Tensor, torch.nn.Module, np.ndarray, str, bytes)
+
+
+class Generators:
+    """The generators reachable from named roots, each once, under the first path that led to it."""
+
+    def __init__(self, roots: Mapping[str, object]) -> None:
+        self._found = dict(_search(roots))
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def capture(self) -> dict[str, Any]:
+        return {path: capture_one(generator) for path, generator in self._found.items()}
+
+    def restore(self, states: Mapping[str, Any]) -> None:
+        """Put back those of the states that have a generator here; raises DamagedError."""
+        for path, generator in self._found.items():
+            if path in states:
+                restore_one(generator, states[path])
+
+    def strangers(self, states: Mapping[str, Any]) -> list[str]:
+        """Paths that are only in the states or only here."""
+        return sorted(self._found.keys() ^ states.keys())
+
+
+def _search(roots: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """Breadth first, so that a generator gets its shortest path; bounded, so that a data set that holds
+    a million objects costs nothing."""
+    seen: set[int] = set()
+    level = list(roots.items())
+    for _ in range(DEPTH):
+        below: list[tuple[str, object]] = []
+        for path, value in level:
+            if id(value) in seen or len(seen) > MOST_OBJECTS:
+                continue
+            seen.add(id(value))
+            if is_generator(value):
+                if not is_global(value):
+                    yield path, value
+                continue
+            below.extend(held_by(path, value))
+        level = below
+
+
+def held_by(path: str, value: object) -> Iterator[tuple[str, object]]:
+    """What a value holds that may be worth a look, with its path."""
+    if isinstance(value, list | tuple) and len(value) <= _MOST_ITEMS:
+        yield from ((f"{path}.{index}", item) for index, item in enumerate(value))
+    elif not isinstance(value, _OPAQUE):
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict):
+            yield from ((f"{path}.{name}", item) for name, item in attributes.items() if _worth(item))
+
+
+def _worth(item: object) -> bool:
+    return item is not None and not isinstance(item, bool | int | float | str | bytes)

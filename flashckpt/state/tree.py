@@ -19,20 +19,29 @@ import flashckpt.state.adapters  # noqa: F401  (registers the types that torch a
 from flashckpt.errors import DamagedError, MismatchError, StateError
 from flashckpt.events import log
 from flashckpt.format.typed import check_roundtrip
-from flashckpt.state.arrival import tensors_held
-from flashckpt.state.containers import ContainerEntry, is_container
-from flashckpt.state.drivers import check_backward_optimizers, check_schedulers, unwrapped
-from flashckpt.state.entry import MISSING, Row, StateEntry
 from flashckpt.state.filling import Filling, Saved, canonical_names
 from flashckpt.state.gradients import NAMESPACE, Gradients, UsedUp
-from flashckpt.state.leaves import Leaves, LiveLeaf, Refresh, Restructured
-from flashckpt.state.modules import ModuleEntry, tie_differences
-from flashckpt.state.naming import Owners
-from flashckpt.state.objects import ObjectEntry
-from flashckpt.state.optimizers import OptimizerEntry, has_own_saving, warn_of_attributes
-from flashckpt.state.own_saving import check_own_saving
-from flashckpt.state.references import leaf_names
-from flashckpt.state.scaler import ScalerEntry, is_torch_scaler
+from flashckpt.state.leaves import Leaves, LiveLeaf, Owners, Refresh, Restructured, leaf_names
+from flashckpt.state.modules import ModuleEntry, check_own_saving, tie_differences
+from flashckpt.state.objects import (
+    MISSING,
+    ContainerEntry,
+    ObjectEntry,
+    Row,
+    ScalerEntry,
+    StateEntry,
+    is_container,
+    is_torch_scaler,
+    tensors_held,
+)
+from flashckpt.state.optimizers import (
+    OptimizerEntry,
+    check_backward_optimizers,
+    check_schedulers,
+    has_own_saving,
+    unwrapped,
+    warn_of_attributes,
+)
 
 __all__ = ["LiveLeaf", "Saved", "Tree", "Walk"]
 
@@ -117,8 +126,7 @@ class Tree:
     def _structure_now(self) -> dict[str, object]:
         """What the program has to build before it can be filled: parameters with their shapes, and the number
         of parameters in each group of the optimizers."""
-        built = (e for e in self._entries.values() if isinstance(e, (ModuleEntry, OptimizerEntry)))
-        return {name: size for entry in built for name, size in entry.structure().items()}
+        return {name: size for entry in self._entries.values() for name, size in entry.structure().items()}
 
     def _tell_changed(self, before: dict[str, object]) -> None:
         """Said once, at the first snapshot of it: a start of the same script will build something else."""

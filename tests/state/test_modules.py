@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 from flashckpt.errors import DamagedError, StateError
-from flashckpt.state.subclasses import register_tensor_class
-from flashckpt.state.tensors import TORCH_DTYPES, bits
+from flashckpt.state.tensors import TORCH_DTYPES, bits, register_tensor_class
 from flashckpt.state.tree import Tree
 from tests.state.image import Image, all_used_up, assert_same, capture, contents, raw_bytes, restore
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from flashckpt.errors import StateError
-from flashckpt.state.own_saving import saves_its_own
+from flashckpt.state.modules import saves_its_own
 from flashckpt.state.tree import Tree
 from tests.state.image import Image, all_used_up, capture
 

@@ -1,43 +1,150 @@
-"""What the loop needs of a loader, and what all kinds of sources share: the order of events in an epoch.
+"""What all kinds of sources share: the order of events in an epoch, and the position that is saved, plain
+values with a fixed set of keys.
 
 Owns the place where random numbers are put back: just before the batch at which the run was cut is fetched.
-Never decides where batches come from.
+Never decides where batches come from; never draws from a sampler.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
-from flashckpt.errors import BoundaryError
+from torch.utils.data import DataLoader
+
+from flashckpt.errors import BoundaryError, DamagedError, MismatchError
 from flashckpt.events import log
 from flashckpt.format.typed import check_roundtrip
 from flashckpt.state import rng
-from flashckpt.state.loader.generators import Generators
-from flashckpt.state.loader.position import Position
-from flashckpt.state.loader.samplers import length_of, made_of, set_epoch
 
 OnReplay = Callable[[int, int], None]
 
 
-class Source(Protocol):
-    """A loader whose position can be saved at every boundary and taken up again.
+_EXPLAINED = {
+    "dataloader": "a torch DataLoader",
+    "asked": "a loader that keeps its own state",
+    "replayed": "an iterable that is replayed",
+}
 
-    batches_taken: of this epoch, those of earlier attempts included.
+
+@dataclass(frozen=True)
+class Position:
+    """Where a loader stands at a boundary.
+
+    kind: which kind of source saved it. epoch: None before the first. batches_taken: of this epoch.
+    over: the epoch has no more batches. length: batches of an epoch, None where unknown.
+    made_of: batch size and the like, which must not change.
+    start: random numbers at the epoch's start, None where nothing was drawn yet or nothing will be redrawn.
+    now: random numbers at the boundary. parts: what this kind of source needs beside that.
     """
 
-    @property
-    def batches_taken(self) -> int: ...
+    kind: str
+    epoch: int | None
+    batches_taken: int
+    over: bool
+    length: int | None
+    made_of: dict[str, Any]
+    start: dict[str, Any] | None
+    now: dict[str, Any]
+    parts: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def was_over(self) -> bool:
-        """Whether it was taken up where it had given its last batch."""
+    def plain(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    @classmethod
+    def read(cls, saved: Mapping[str, Any], kind: str) -> Position:
+        """Raises MismatchError for a position of another kind of source, DamagedError for a malformed one."""
+        saved_kind = saved.get("kind")
+        if saved_kind in _EXPLAINED and saved_kind != kind:
+            raise MismatchError(
+                f"The checkpoint was taken with {_EXPLAINED[saved_kind]}, and the loop now has "
+                f"{_EXPLAINED[kind]}. The model and the rest of the state were put back already; no "
+                "batch was drawn. Start again with the kind of loader that was saved.",
+                differences=(("loader", saved_kind, kind),),
+            )
+        problem = _problem(saved)
+        if saved_kind != kind or problem:
+            raise DamagedError(
+                f"The loader's position in the checkpoint cannot be read ({problem or 'unknown kind'}). "
+                "No batch was drawn. Resume from an older step."
+            )
+        return cls(**saved)
+
+
+def _problem(saved: Mapping[str, Any]) -> str:
+    wanted: dict[str, type | tuple[type, ...]] = {
+        "kind": str,
+        "epoch": (int, type(None)),
+        "batches_taken": int,
+        "over": bool,
+        "length": (int, type(None)),
+        "made_of": dict,
+        "start": (dict, type(None)),
+        "now": dict,
+        "parts": dict,
+    }
+    if saved.keys() != wanted.keys():
+        return f"its keys are {sorted(map(str, saved))}"
+    for name, kinds in wanted.items():
+        if not isinstance(saved[name], kinds):
+            return f"{name} is a {type(saved[name]).__name__}"
+    if saved["batches_taken"] < 0:
+        return f"batches_taken is {saved['batches_taken']}"
+    marks = [saved["now"]] if saved["start"] is None else [saved["now"], saved["start"]]
+    if any(mark.keys() != {"global", "own"} for mark in marks):
+        return "random numbers are missing"
+    return ""
+
+
+class Source:
+    """A loader whose position can be saved at every boundary and taken up again. Subclasses fill in the hooks
+    at the end.
+
+    Nothing is drawn before the first `next` of a fresh epoch, so a position at an epoch's start needs
+    no more than the random numbers of that boundary.
+
+    batches_taken: of this epoch, those of earlier attempts included. was_over: whether it was taken up where
+    it had given its last batch.
+    """
+
+    kind = ""
+
+    def __init__(self, loader: Any, generators: rng.Generators) -> None:
+        self._loader = loader
+        self._generators = generators
+        self._epoch: int | None = None
+        self.batches_taken = 0
+        self._over = False
+        self._broken = False
+        self._iterator: Iterator[Any] | None = None
+        self._start: dict[str, Any] | None = None
+        self._due: dict[str, Any] | None = None
+        self._length = length_of(loader)
+        self._made_of = made_of(loader)
+        self._tell_epoch = True
+        self.was_over = self._can_be_saved = False
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch; TypeError where the loader does not know."""
+        if self._length is None:
+            raise TypeError(f"{type(self._loader).__name__} does not know its number of batches")
+        return self._length
 
     def own(self) -> dict[str, Any]:
         """The states of the generators that the loader's parts own, by path."""
+        return self._generators.capture()
 
     def put_own(self, states: Mapping[str, Any]) -> None:
         """Put back those of them that are named. Raises DamagedError."""
+        self._generators.restore(states)
+
+    def has_lost_workers(self) -> bool:
+        """Whether a worker process has ended before its time."""
+        # `_workers` are torch's processes; other loaders have none that could be known.
+        workers = getattr(self._iterator, "_workers", None)
+        return isinstance(workers, list) and any(not worker.is_alive() for worker in workers)
 
     def begin(
         self,
@@ -57,82 +164,7 @@ class Source(Protocol):
         carry: the same for a position of this epoch, which an earlier phase has left. leave: paths of own
         generators that are not carried. tell_epoch: samplers with `set_epoch` are told `epoch`.
         """
-
-    def next(self) -> Any:
-        """The next batch. Raises StopIteration at the epoch's end, and StateError with the first batch where
-        the position cannot be saved exactly."""
-
-    def position(self) -> dict[str, Any]:
-        """Where the loader stands, as plain values. Meant for boundaries: between two calls of `next`."""
-
-    def has_lost_workers(self) -> bool:
-        """Whether a worker process has ended before its time."""
-
-    def __len__(self) -> int:
-        """Batches of a whole epoch; TypeError where the loader does not know."""
-
-    def close(self) -> None:
-        """End the worker processes; the user's loader stays as it is."""
-
-
-class EpochSource:
-    """The part of a Source that is the same for all kinds. Subclasses fill in the hooks at the end.
-
-    Nothing is drawn before the first `next` of a fresh epoch, so a position at an epoch's start needs
-    no more than the random numbers of that boundary.
-    """
-
-    kind = ""
-
-    def __init__(self, loader: Any, generators: Generators) -> None:
-        self._loader = loader
-        self._generators = generators
-        self._epoch: int | None = None
-        self._taken = 0
-        self._over = False
-        self._broken = False
-        self._iterator: Iterator[Any] | None = None
-        self._start: dict[str, Any] | None = None
-        self._due: dict[str, Any] | None = None
-        self._length = length_of(loader)
-        self._made_of = made_of(loader)
-        self._tell_epoch = True
-        self._was_over = self._can_be_saved = False
-
-    @property
-    def batches_taken(self) -> int:
-        return self._taken
-
-    @property
-    def was_over(self) -> bool:
-        return self._was_over
-
-    def __len__(self) -> int:
-        if self._length is None:
-            raise TypeError(f"{type(self._loader).__name__} does not know its number of batches")
-        return self._length
-
-    def own(self) -> dict[str, Any]:
-        return self._generators.capture()
-
-    def put_own(self, states: Mapping[str, Any]) -> None:
-        self._generators.restore(states)
-
-    def has_lost_workers(self) -> bool:
-        # `_workers` are torch's processes; other loaders have none that could be known.
-        workers = getattr(self._iterator, "_workers", None)
-        return isinstance(workers, list) and any(not worker.is_alive() for worker in workers)
-
-    def begin(
-        self,
-        epoch: int,
-        resume: Mapping[str, Any] | None = None,
-        *,
-        carry: bool = False,
-        leave: frozenset[str] = frozenset(),
-        tell_epoch: bool = True,
-    ) -> None:
-        self._tell_epoch, self._was_over = tell_epoch, False
+        self._tell_epoch, self.was_over = tell_epoch, False
         if resume is None:
             self._leave()
             self._enter(epoch)
@@ -143,16 +175,19 @@ class EpochSource:
         if carry or position.epoch != epoch:
             self._carry(position, epoch, leave)
             return
-        self._was_over = position.over
+        self.was_over = position.over
         self._take_up(position, carried=False)
         self._restore(position.now)
         self._due = position.now
 
     def next(self) -> Any:
+        """The next batch. Raises StopIteration at the epoch's end, and StateError with the first batch where
+        the position cannot be saved exactly."""
         if self._broken:
             raise BoundaryError(
-                f"The loader failed while it fetched batch {self._taken} of this epoch, so where it stands "
-                "is not known. Snapshots taken before are whole. Start the loop again to go on from them."
+                f"The loader failed while it fetched batch {self.batches_taken} of this epoch, so where it "
+                "stands is not known. Snapshots taken before are whole. Start the loop again to go on from "
+                "them."
             )
         if self._due is not None:
             # Again, as the last thing before the fetch: what was drawn since `begin` is no part of the run.
@@ -176,12 +211,13 @@ class EpochSource:
             raise
 
     def position(self) -> dict[str, Any]:
+        """Where the loader stands, as plain values. Meant for boundaries: between two calls of `next`."""
         over = self._over or self._is_last()
         parts = self._parts(over)
         return Position(
             kind=self.kind,
             epoch=self._epoch,
-            batches_taken=self._taken,
+            batches_taken=self.batches_taken,
             over=over,
             length=self._length,
             made_of=self._made_of,
@@ -191,6 +227,7 @@ class EpochSource:
         ).plain()
 
     def close(self) -> None:
+        """End the worker processes; the user's loader stays as it is."""
         self._iterator = None
 
     def _fetch(self) -> Any:
@@ -198,11 +235,11 @@ class EpochSource:
             self._start = self._capture()
             self._iterator = self._open()
         batch = self._unpack(next(self._iterator))
-        self._taken += 1
+        self.batches_taken += 1
         return batch
 
     def _enter(self, epoch: int) -> None:
-        self._epoch, self._taken, self._over, self._broken = epoch, 0, False, False
+        self._epoch, self.batches_taken, self._over, self._broken = epoch, 0, False, False
         self._start = self._due = None
         self._length, self._made_of = length_of(self._loader), made_of(self._loader)
         if self._tell_epoch:
@@ -224,7 +261,7 @@ class EpochSource:
         """Stand where `position` was taken. `carried`: only to go on into a later epoch."""
         if position.epoch is not None:
             self._enter(position.epoch)
-        self._taken, self._over = position.batches_taken, position.over
+        self.batches_taken, self._over = position.batches_taken, position.over
         self._load(position, carried=carried)
         if position.start is not None and not position.over and (self._keeps_workers() or not carried):
             self._start = position.start
@@ -293,3 +330,90 @@ class EpochSource:
 
     def _parts(self, over: bool) -> dict[str, Any]:
         return {}
+
+
+class Notes:
+    """Notes about the user's objects, which must not be written into: one for each, by identity, that keeps
+    nothing alive but what has no weak references. Never compares or hashes them."""
+
+    def __init__(self) -> None:
+        self._notes: dict[int, tuple[Callable[[], Any], Any]] = {}
+
+    def get(self, about: object, default: Any = None) -> Any:
+        reference, note = self._notes.get(id(about), (None, default))
+        return note if reference is not None and reference() is about else default
+
+    def set(self, about: object, note: Any) -> None:
+        key = id(about)
+        self._notes[key] = reference_to(about, lambda: self._notes.pop(key, None)), note
+
+
+def reference_to(value: object, on_death: Callable[[], object] | None = None) -> Callable[[], Any]:
+    """Called, gives the object, or None once it is gone; a strong reference where no weak one can be made."""
+    try:
+        return weakref.ref(value, None if on_death is None else lambda _: on_death())
+    except TypeError:
+        return lambda: value
+
+
+# Samplers
+
+
+# By sampler, not by loader: loaders that are made anew for each epoch may share one.
+_told = Notes()
+_BY_PROGRAM = object()
+
+
+def samplers_of(loader: Any) -> dict[str, object]:
+    """The distinct samplers under their paths; empty for what is not built like a DataLoader."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    found = {
+        "sampler": getattr(loader, "sampler", None),
+        "batch_sampler": batch_sampler,
+        "batch_sampler.sampler": getattr(batch_sampler, "sampler", None),
+    }
+    first = {id(sampler): path for path, sampler in reversed(found.items())}
+    return {path: found[path] for path in first.values() if found[path] is not None}
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell the samplers that shuffle by epoch (DistributedSampler and the like) which one it is.
+
+    One whose `epoch` is neither the 0 it was made with nor what it was told here is told by the program
+    itself, and left alone.
+    """
+    for sampler in samplers_of(loader).values():
+        tell = getattr(sampler, "set_epoch", None)
+        told = _told.get(sampler, 0)
+        if not callable(tell) or told is _BY_PROGRAM:
+            continue
+        if getattr(sampler, "epoch", None) not in (None, told):
+            log.info("%s.set_epoch is called by the program, and left to it.", type(sampler).__name__)
+            _told.set(sampler, _BY_PROGRAM)
+            continue
+        tell(epoch)
+        _told.set(sampler, getattr(sampler, "epoch", None))
+
+
+def made_of(loader: Any) -> dict[str, Any]:
+    """What decides, beside random numbers, which items a DataLoader's batches hold; empty for others."""
+    if not isinstance(loader, DataLoader):
+        return {}
+    size: Any = loader.batch_size
+    if size is None:
+        size = getattr(loader.batch_sampler, "batch_size", None)
+    return {
+        "batch_size": size if isinstance(size, int) else None,
+        "drop_last": bool(getattr(loader.batch_sampler, "drop_last", loader.drop_last)),
+        "sampler": type(loader.sampler).__name__,
+        "batch_sampler": type(loader.batch_sampler).__name__,
+        "dataset_length": length_of(loader.dataset),
+    }
+
+
+def length_of(sized: Any) -> int | None:
+    """None for what does not know its length."""
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):
+        return None

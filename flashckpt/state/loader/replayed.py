@@ -16,10 +16,8 @@ from torch.utils.data import DataLoader
 
 from flashckpt.errors import BoundaryError, MismatchError
 from flashckpt.events import log
-from flashckpt.state.loader.base import EpochSource, OnReplay
-from flashckpt.state.loader.generators import Generators
-from flashckpt.state.loader.identity import Notes
-from flashckpt.state.loader.position import Position
+from flashckpt.state import rng
+from flashckpt.state.loader.base import Notes, OnReplay, Position, Source
 
 _SECONDS_BETWEEN_LINES = 5.0
 # Drawing again costs nothing and gives the same: no news. Exact types, since a subclass may do anything.
@@ -28,7 +26,7 @@ _AT_HAND = (range, list, tuple, deque, itertools.count, itertools.repeat)
 _drawn_from = Notes()
 
 
-class ReplayedSource(EpochSource):
+class ReplayedSource(Source):
     """`kind` of its positions is "replayed". `on_replay(done, total)` counts batches drawn again."""
 
     kind = "replayed"
@@ -38,7 +36,7 @@ class ReplayedSource(EpochSource):
         own = copy.copy(loader) if isinstance(loader, DataLoader) else loader
         if own is not loader:
             vars(own)["_iterator"] = None
-        super().__init__(own, Generators({"loader": loader}))
+        super().__init__(own, rng.Generators({"loader": loader}))
         self._on_replay = on_replay
 
     def _open(self) -> Iterator[Any]:

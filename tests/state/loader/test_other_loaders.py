@@ -21,8 +21,9 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, get_wor
 
 from flashckpt.errors import BoundaryError, OptionError, StateError
 from flashckpt.format.typed import Encoded, decode_json, encode, encode_json
+from flashckpt.state.adapters import StoredTensor
 from flashckpt.state.loader import source_of
-from flashckpt.state.loader.own_state import StoredTensor, give, take
+from flashckpt.state.loader.stateful import give, take
 
 Pair = namedtuple("Pair", ["a", "b"])
 

@@ -12,40 +12,36 @@ does to the state.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sized
 from typing import Any
+
+from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from flashckpt.errors import BoundaryError, DamagedError, FlashckptError, StateError
 from flashckpt.events import log
-from flashckpt.format.typed import Encoded, encode_json
-from flashckpt.state.loader.attributes import Attributes, Changed, put_back
-from flashckpt.state.loader.base import EpochSource
-from flashckpt.state.loader.generators import Generators
-from flashckpt.state.loader.own_state import give, take, taken
-from flashckpt.state.loader.position import Position
-from flashckpt.state.loader.torchdata_state import (
-    draw_skipped,
-    forget_ahead,
-    iterate,
-    keeps_stream,
-    not_restarting,
-    stream_state,
-)
+from flashckpt.format.typed import Encoded, checked, decode_json, encode_json
+from flashckpt.state import rng
+from flashckpt.state.adapters import StoredTensor
+from flashckpt.state.leaves import SEQUENCES, SIMPLE, Place, children, rebuild, survey
+from flashckpt.state.loader.base import Position, Source
 
 _PARTS = {"state", "left", "first", "opened"}
 Mark = str | None
 
 
-class AskedSource(EpochSource):
+class StatefulSource(Source):
     """`kind` of its positions is "asked". `makes_ahead`: the loader's `state_dict` makes its iterator, as
     torchdata's does, and draws random numbers for it."""
 
     kind = "asked"
 
     def __init__(self, loader: Any, *, makes_ahead: bool = False) -> None:
-        super().__init__(loader, Generators({"loader": loader}))
+        super().__init__(loader, rng.Generators({"loader": loader}))
         self._makes_ahead = makes_ahead
         # The state between two epochs, and whether the earlier one was left before its end.
         self._between: Encoded | None = None
@@ -246,7 +242,7 @@ class AskedSource(EpochSource):
             return False
         if isinstance(self._loader, DatasetState):
             return bool(getattr(getattr(self._iterator, "_dataset_fetcher", None), "ended", False))
-        return self._taken == self._length
+        return self.batches_taken == self._length
 
     def _parts(self, over: bool) -> dict[str, Any]:
         here = self._iterator is not None
@@ -289,3 +285,143 @@ class _Begun(Iterator[Any]):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_rest"], name)
+
+
+# Its state on its way into a snapshot and back
+
+
+class _Stored:
+    """Where the walk over a loader's state hands its tensors to."""
+
+    def add(self, name: str, tensor: Tensor, place: Place) -> Any:
+        return StoredTensor.of(tensor, name)
+
+    def guard(self, container: Sized) -> None: ...
+
+
+def take(state: object, location: str) -> Encoded:
+    """A copy of a loader's state that shares nothing with it, as it will come back, and its text: a state may
+    be large, and is written as it was compared. Raises StateError, with the path, for what would come back as
+    anything else."""
+    return checked(survey(state, location, Place("other", None), _Stored()), location)
+
+
+def taken(saved: Any) -> Encoded:
+    """What `take` gave, also where it has been in a snapshot since."""
+    return saved if type(saved) is Encoded else Encoded(saved)
+
+
+def give(taken: Encoded) -> Any:
+    """What `take` took, for the loader to keep: another copy each time."""
+    return _with_tensors(decode_json(taken.data))
+
+
+def _with_tensors(value: Any) -> Any:
+    if isinstance(value, StoredTensor):
+        return value.tensor()
+    if not isinstance(value, (dict, *SEQUENCES)) or all(type(item) in SIMPLE for _, item in children(value)):
+        return value
+    return rebuild(value, [(key, _with_tensors(item)) for key, item in children(value)])
+
+
+# What is known of torchdata (as of 0.11) beside its loaders' two methods
+
+
+def draw_skipped(iterator: Any) -> None:
+    """torchdata skips the batches before the position when it fetches the next one, that is after the
+    random numbers were put back. A shuffle would then be another one: skip now."""
+    skipping = getattr(iterator, "_sampler_iter", None)
+    if isinstance(skipping, itertools.islice):
+        draws = iter(iterator._index_sampler)
+        for _ in range(iterator._sampler_iter_yielded):
+            next(draws, None)
+        iterator._sampler_iter = draws
+
+
+@contextlib.contextmanager
+def not_restarting(loader: Any) -> Iterator[None]:
+    """An `iter()` in here begins no other epoch where nothing is left of the one whose state was loaded, as
+    that of torchdata's nodes does: what it gives would be taken for the rest of that epoch."""
+    restarts = getattr(loader, "restart_on_stop_iteration", False)
+    if restarts:
+        loader.restart_on_stop_iteration = False
+    try:
+        yield
+    finally:
+        if restarts:
+            loader.restart_on_stop_iteration = restarts
+
+
+def forget_ahead(loader: Any) -> None:
+    """The `iter()` of torchdata's nodes gives what an earlier `state_dict()` made, and passes over a state
+    that was loaded since, and over where the random numbers stand now."""
+    if getattr(loader, "_iter_for_state_dict", False):
+        loader._iter_for_state_dict = False
+
+
+def iterate(loader: Any) -> Iterator[Any]:
+    """`iter(loader)`. One of torchdata's nodes keeps the state from which it looked one batch ahead, and
+    gives it as its own for ever after where that batch was not there or is not given any more: not here."""
+    iterator: Any = iter(loader)
+    if getattr(iterator, "_cached_state_dict", None) is not None and iterator._cached_item is None:
+        iterator._cached_state_dict = None
+    given: Iterator[Any] = iterator
+    return given
+
+
+def keeps_stream(loader: Any) -> bool:
+    """Whether its data set, in this process, keeps the state of where it is. (One in workers is a copy that
+    was never loaded, in each epoch.)"""
+    return not loader.num_workers and isinstance(loader.dataset, IterableDataset)
+
+
+def stream_state(state: Any) -> Any:
+    """The data set's part of such a loader's state: what a batch moves, and nothing that counts batches. None
+    where the data set keeps none."""
+    of_iterator = (state.get("fetcher_state") or {}).get("dataset_iter_state")
+    of_data_set = state.get("dataset_state")
+    return None if of_iterator is None and of_data_set is None else [of_data_set, of_iterator]
+
+
+# What loading a state has set
+
+
+class Attributes:
+    """The attributes as they are now. `changed` are those that are others later, as they were."""
+
+    def __init__(self, root: object) -> None:
+        self._before = [(held, dict(held)) for held in _dictionaries(root)]
+
+    def changed(self) -> Changed:
+        found: Changed = {}
+        for held, before in self._before:
+            for name in held.keys() | before.keys():
+                if held.get(name, _ABSENT) is not before.get(name, _ABSENT):
+                    found[id(held), name] = held, before.get(name, _ABSENT)
+        return found
+
+
+Changed = dict[tuple[int, str], tuple[dict[str, Any], Any]]
+_ABSENT = object()
+
+
+def put_back(changed: Changed) -> None:
+    for (_, name), (held, value) in changed.items():
+        if value is _ABSENT:
+            held.pop(name, None)
+        else:
+            held[name] = value
+
+
+def _dictionaries(root: object) -> list[dict[str, Any]]:
+    found: dict[int, dict[str, Any]] = {}
+    level = [("", root)]
+    for _ in range(rng.DEPTH):
+        below: list[tuple[str, object]] = []
+        for path, value in level:
+            held = getattr(value, "__dict__", None)
+            if isinstance(held, dict) and id(held) not in found and len(found) < rng.MOST_OBJECTS:
+                found[id(held)] = held
+                below.extend(rng.held_by(path, value))
+        level = below
+    return list(found.values())

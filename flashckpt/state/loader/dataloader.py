@@ -12,29 +12,24 @@ Works on a private shallow copy of the loader. What it relies on in torch's Data
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
 from flashckpt.errors import DamagedError
 from flashckpt.events import log
 from flashckpt.state import rng
-from flashckpt.state.loader.base import EpochSource
-from flashckpt.state.loader.generators import Generators
-from flashckpt.state.loader.indices import Indices
-from flashckpt.state.loader.position import Position
-from flashckpt.state.loader.samplers import samplers_of
-from flashckpt.state.loader.workers import Reporting, Restoring, Rounds
+from flashckpt.state.loader.base import Position, Source, samplers_of
 
 
-class PlainSource(EpochSource):
+class DataLoaderSource(Source):
     """A map-style DataLoader. `kind` of its positions is "dataloader"."""
 
     kind = "dataloader"
 
     def __init__(self, loader: Any) -> None:
-        super().__init__(loader, Generators(_roots(loader)))
+        super().__init__(loader, rng.Generators(_roots(loader)))
         self._workers = int(loader.num_workers)
         self._ahead = self._workers * int(loader.prefetch_factor or 0)
         self._persistent = bool(loader.persistent_workers) and self._workers > 0
@@ -74,7 +69,7 @@ class PlainSource(EpochSource):
         return iterator
 
     def _unpack(self, item: Any) -> Any:
-        return self._rounds.take(self._taken, item) if self._workers else item
+        return self._rounds.take(self.batches_taken, item) if self._workers else item
 
     def _prepare(self, *, skip: int) -> None:
         """Make the private copy whose iterator begins after `skip` batches of the epoch."""
@@ -116,11 +111,11 @@ class PlainSource(EpochSource):
         if not self._workers:
             self._indices.prime()
         try:
-            for self._taken in range(position.batches_taken - open_round, position.batches_taken):
+            for self.batches_taken in range(position.batches_taken - open_round, position.batches_taken):
                 self._unpack(next(self._iterator))
         except StopIteration:
             self._over = True
-        self._taken = position.batches_taken
+        self.batches_taken = position.batches_taken
         self._indices.after_draw = None
         self._report_drift(position.now)
 
@@ -161,7 +156,7 @@ class PlainSource(EpochSource):
                 break
             except Exception as error:
                 log.debug("A batch fetched ahead of an epoch that was left failed: %r", error)
-            self._taken += 1
+            self.batches_taken += 1
         self._indices.closed = False
 
     def _ended(self) -> None:
@@ -223,3 +218,154 @@ def _roots(loader: Any) -> dict[str, object]:
 
 def _flat(marks: dict[str, Any]) -> dict[str, Any]:
     return {**marks["global"], **marks["own"]}
+
+
+# The index sampler
+
+
+class Indices:
+    """What `DataLoader` takes its indices from.
+
+    `DataLoader` calls `iter()` on its sampler once without workers and twice with them, and some samplers
+    draw random numbers in that call: so each call is passed on at once, but the `skip` first batches are
+    drawn and dropped only at the first `next()`, after the workers' base seed was drawn.
+
+    skip: batches still to be dropped. closed: give out no more. hollow_first: the first `iter()` is one that
+    an uninterrupted run would not make; it does not reach the user's sampler.
+    """
+
+    def __init__(self, sampler: Iterable[Any], *, skip: int = 0, hollow_first: bool = False) -> None:
+        self._sampler = sampler
+        self.skip = skip
+        self.closed = False
+        self.drawn = 0
+        self.after_first_iter: Callable[[], None] | None = None
+        self.after_draw: Callable[[int], None] | None = None
+        self._hollow_first = hollow_first
+        self._calls = 0
+        self._draws: _Draws | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        self._calls += 1
+        if self._hollow_first and self._calls == 1:
+            return iter(())
+        self._draws, self.drawn = _Draws(self, iter(self._sampler)), 0
+        if self._calls == 1 and self.after_first_iter is not None:
+            self.after_first_iter()
+        return self._draws
+
+    def __len__(self) -> int:
+        return len(self._sampler)  # type: ignore[arg-type]
+
+    def prime(self) -> None:
+        """Draw now what is to be skipped (without workers nothing is drawn ahead)."""
+        if self._draws is not None:
+            self._draws.prime()
+
+
+class _Draws:
+    def __init__(self, indices: Indices, inner: Iterator[Any]) -> None:
+        self._indices = indices
+        self._inner = inner
+
+    def __iter__(self) -> _Draws:
+        return self
+
+    def __next__(self) -> Any:
+        if self._indices.closed:
+            raise StopIteration
+        self.prime()
+        return self._draw()
+
+    def prime(self) -> None:
+        while self._indices.skip:
+            self._indices.skip -= 1
+            try:
+                self._draw()
+            except StopIteration:
+                self._indices.skip = 0
+
+    def _draw(self) -> Any:
+        drawn = next(self._inner)
+        self._indices.drawn += 1
+        if self._indices.after_draw is not None:
+            self._indices.after_draw(self._indices.drawn)
+        return drawn
+
+
+# What travels between a loader and its workers
+
+
+class Reported(NamedTuple):
+    """A batch and its worker's generators after it; None for one that did not move since the last batch.
+
+    A named tuple, because torch's pin_memory goes through it element by element and leaves bytes alone.
+    """
+
+    batch: Any
+    python: Any
+    numpy: Any
+    torch: Any
+
+
+class Reporting:
+    """The user's collate function, and after it a report of the generators. One copy in each worker."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self._collate = collate
+        self._last: rng.State = {}
+
+    def __call__(self, samples: Any) -> Reported:
+        batch = self._collate(samples)
+        state, last = rng.capture_cpu(), self._last
+        moved = {name: value if last.get(name) != value else None for name, value in state.items()}
+        self._last = state
+        return Reported(batch, **moved)
+
+
+class Restoring:
+    """The user's worker_init_fn, and after it the generators of this worker put back."""
+
+    def __init__(self, init: Callable[[int], None] | None, states: list[rng.State | None]) -> None:
+        self._init = init
+        self._states = states
+
+    def __call__(self, worker: int) -> None:
+        if self._init is not None:
+            self._init(worker)
+        state = self._states[worker]
+        if state is not None:
+            rng.restore(state)
+
+
+class Rounds:
+    """The workers' states as of the last whole round (`whole`) and as of the newest batch of each.
+
+    None stands for a worker that has loaded nothing since it was seeded.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self.newest: list[rng.State | None] = [None] * workers
+        self.whole: list[rng.State | None] = [None] * workers
+
+    def set(self, states: list[rng.State | None]) -> None:
+        self.newest, self.whole = list(states), list(states)
+
+    def forget(self) -> None:
+        """The workers are new."""
+        self.set([None] * self._workers)
+
+    def begin_epoch(self) -> None:
+        self.whole = list(self.newest)
+
+    def take(self, index: int, reported: Reported) -> Any:
+        """The batch out of a report. `index` counts the epoch's batches; worker `index % workers` loaded it,
+        since torch hands indices out in turns."""
+        worker = index % self._workers
+        moved = {name: value for name, value in reported._asdict().items() if name != "batch"}
+        before = self.newest[worker] or {}
+        self.newest[worker] = {name: before.get(name) if new is None else new for name, new in moved.items()}
+        if worker == self._workers - 1:
+            self.whole = list(self.newest)
+        return reported.batch

@@ -6,18 +6,85 @@ for long. Positions are kept by source: two phases over one loader have one posi
 
 from __future__ import annotations
 
+import hashlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flashckpt.state.loader.base import OnReplay, Source
-from flashckpt.state.loader.choice import source_of
-from flashckpt.state.loader.identity import reference_to
-from flashckpt.state.loader.seeding import Marks, Seeding, marks_of
+from torch.utils.data import DataLoader, IterableDataset
+
+from flashckpt.errors import BoundaryError, OptionError
+from flashckpt.events import log
+from flashckpt.state.loader.base import OnReplay, Source, reference_to
+from flashckpt.state.loader.dataloader import DataLoaderSource
+from flashckpt.state.loader.replayed import ReplayedSource
+from flashckpt.state.loader.stateful import DatasetState, StatefulSource
 
 _IDLE_PHASES = 8
 _KEYS = {"phases", "position", "seeding", "renewed"}
+
+
+Marks = dict[str, str]
+
+
+def marks_of(states: Mapping[str, Any]) -> Marks:
+    """A short mark for each generator's state, by path."""
+    return {
+        path: hashlib.blake2b(repr(state).encode(), digest_size=8).hexdigest()
+        for path, state in states.items()
+    }
+
+
+@dataclass
+class Seeding:
+    """Whether a loader's own generators go on from one phase to the next, or are seeded anew by the program.
+    One that goes on is put back when a run is taken up between two epochs; one that the program has just
+    seeded for the epoch must be left alone.
+
+    first: the generators' marks when the run began its first phase. goes_on: whether each was, at the
+    newest beginning, as the phase before had left it; absent while only one beginning was seen."""
+
+    first: Marks = field(default_factory=dict)
+    goes_on: dict[str, bool] = field(default_factory=dict)
+
+    def see(self, left: Marks | None, now: Marks) -> None:
+        """A phase begins: how the one before left the generators (None: not known), and how they are."""
+        if not self.first:
+            self.first = dict(now)
+        if left is not None:
+            self.goes_on.update((path, left[path] == mark) for path, mark in now.items() if path in left)
+
+    def left_alone(self, now: Marks) -> frozenset[str]:
+        """Those not to be put back, where a run is taken up with generators that stand at `now`.
+
+        After a single epoch there is no evidence but how the program begins: the same as at its first start
+        means that it seeds them once, and anything else that it has seeded them for this epoch.
+        """
+        guessed = [p for p, mark in now.items() if p not in self.goes_on and self.first.get(p) != mark]
+        if guessed:
+            log.info(
+                "The loader's generators %s do not begin as at the start of the run: taken as seeded for "
+                "this epoch by the program, and left alone. If they are seeded at random, give them a seed.",
+                guessed,
+            )
+        self.goes_on.update(dict.fromkeys(guessed, False))
+        return frozenset(path for path in now if not self.goes_on.get(path, True))
+
+    def plain(self) -> dict[str, Any]:
+        return {"first": dict(self.first), "goes_on": dict(self.goes_on)}
+
+    @classmethod
+    def read(cls, saved: Any) -> Seeding:
+        """Raises ValueError for anything but what `plain` gives."""
+        if not isinstance(saved, dict) or saved.keys() != {"first", "goes_on"}:
+            raise ValueError("its seeding cannot be read")
+        first, goes_on = saved["first"], saved["goes_on"]
+        if not isinstance(first, dict) or not isinstance(goes_on, dict):
+            raise ValueError("its seeding cannot be read")
+        if not all(type(value) is bool for value in goes_on.values()):
+            raise ValueError("its seeding cannot be read")
+        return cls(dict(first), dict(goes_on))
 
 
 @dataclass(eq=False)
@@ -208,3 +275,100 @@ def _begin(source: Source, kept: _Kept, epoch: int, *, in_place: bool, tell_epoc
         source.put_own({path: state for path, state in own.items() if path not in leave})
         return
     source.begin(epoch, position, carry=True, leave=leave, tell_epoch=tell_epoch)
+
+
+# Which kind of source serves a loader
+
+
+def check_loader(loader: Any) -> None:
+    """Refuse now what would be refused at the first batch, as far as it can be known. Draws nothing.
+
+    Raises what `source_of` raises, and StateError for a loader whose own state cannot be saved exactly.
+    """
+    source = _chosen(loader, None)
+    if isinstance(source, StatefulSource):
+        source.check()
+
+
+def source_of(loader: Any, *, on_replay: OnReplay | None = None) -> Source:
+    """The source for a loader: exact for torch's DataLoader over a data set with a length, asked where the
+    loader keeps a state, replayed otherwise.
+
+    on_replay: called with (batches drawn again, batches in all) while an iterable is replayed.
+    Raises BoundaryError for loaders whose position is not what they gave (they fetch ahead or out of order),
+    OptionError for what is no iterable.
+    """
+    source = _chosen(loader, on_replay)
+    if _is_torchdata(loader) and loader.num_workers:
+        log.warning(
+            "StatefulDataLoader does not keep its workers' random numbers in the middle of an epoch: "
+            "after a resume, those drawn inside workers differ. torch's DataLoader is taken up exactly."
+        )
+    return source
+
+
+def _chosen(loader: Any, on_replay: OnReplay | None) -> Source:
+    if _is_accelerate(loader):
+        raise BoundaryError(
+            f"{type(loader).__name__} of Accelerate takes one batch more than it has given, so at a boundary "
+            "its position is not the loop's, and a resumed run would lose a batch. Nothing was started. Keep "
+            "the loader out of accelerator.prepare(): pass the DataLoader itself (with a DistributedSampler "
+            "for several ranks) and move the batches to the device in the loop."
+        )
+    if isinstance(loader, DataLoader):
+        return _of_dataloader(loader, on_replay)
+    if _keeps_state(loader):
+        return StatefulSource(loader)
+    if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
+        raise OptionError(
+            f"The loader is a {type(loader).__name__}, which cannot be iterated over. Nothing was started. "
+            "Pass a DataLoader or any iterable of batches."
+        )
+    return ReplayedSource(loader, on_replay)
+
+
+def _of_dataloader(loader: Any, on_replay: OnReplay | None) -> Source:
+    if loader.num_workers and not getattr(loader, "in_order", True):
+        raise BoundaryError(
+            "DataLoader(in_order=False) gives batches in the order in which workers happen to finish, so no "
+            "position in it can be taken up again. Nothing was started. Use in_order=True."
+        )
+    if _is_torchdata(loader):
+        streams = isinstance(loader.dataset, IterableDataset) and _keeps_state(loader.dataset)
+        if loader.num_workers and loader.persistent_workers and streams:
+            raise BoundaryError(
+                "StatefulDataLoader keeps, of a data set that lives on in its workers, the state of the "
+                "epoch before until each worker has given a batch: a resumed run would lose some. Nothing "
+                "was started. Use persistent_workers=False."
+            )
+        return StatefulSource(loader, makes_ahead=True)
+    changed = [name for name in ("__iter__", "_get_iterator") if _overrides(loader, name)]
+    if changed and _keeps_state(loader):
+        return StatefulSource(loader)
+    if changed:
+        return ReplayedSource(loader, on_replay)
+    if not isinstance(loader.dataset, IterableDataset):
+        return DataLoaderSource(loader)
+    if not loader.num_workers and _keeps_state(loader.dataset):
+        return StatefulSource(DatasetState(loader))
+    return ReplayedSource(loader, on_replay)
+
+
+def _overrides(loader: Any, name: str) -> bool:
+    return getattr(type(loader), name) is not getattr(DataLoader, name)
+
+
+def _keeps_state(loader: Any) -> bool:
+    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def _is_accelerate(loader: Any) -> bool:
+    # type(), not __class__: Accelerate's loaders claim to be the DataLoader that they wrap.
+    return any(kind.__module__ == "accelerate.data_loader" for kind in type(loader).__mro__)
+
+
+def _is_torchdata(loader: Any) -> bool:
+    return any(
+        kind.__name__ == "StatefulDataLoader" and kind.__module__.startswith("torchdata.")
+        for kind in type(loader).__mro__
+    )
