@@ -19,10 +19,10 @@ import torch
 
 from flashckpt import crashpoints
 from flashckpt.checkpointer.watchdog import Stacks
-from flashckpt.commit import attempts
+from flashckpt.commit import attempts, retention
 from flashckpt.commit.holder import check, here
 from flashckpt.commit.run import open_run
-from flashckpt.errors import DamagedError, RunError, RunHeldError
+from flashckpt.errors import DamagedError, FlashckptError, RunError, RunHeldError
 from flashckpt.events import log
 from flashckpt.format.records import AttemptName
 from flashckpt.keeper.client import KeeperClient, connect_or_start
@@ -200,11 +200,17 @@ def _run_id(store: Store, path: str | os.PathLike[str], *, create: bool) -> str:
 
 def _claim(store: Store, environment: Environment, runtime: RuntimeFolder, life: LifeLock) -> AttemptName:
     holder = here(runtime.path, life.name, job_id=environment.job_id, restart_count=environment.restart_count)
+
+    def look() -> None:
+        # Before each try: who loses a race for the number looks at the winner.
+        check(store, holder, lambda _, name: is_alive(runtime, name))
+        try:
+            retention.sweep_dead(store)
+        except (OSError, FlashckptError) as error:
+            log.debug("what dead attempts left could not be removed: %s", error)
+
     try:
-        # The check runs before each try: who loses a race for the number looks at the winner.
-        attempt = attempts.claim(
-            store, holder, lambda: check(store, holder, lambda _, name: is_alive(runtime, name))
-        )
+        attempt = attempts.claim(store, holder, look)
     except OSError as error:  # a run that was there can be on a disk that has filled up since
         raise RunError(
             f"{store.url} cannot be written: {error.strerror or error}. What is committed is as it was, what "

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
-from flashckpt.commit.attempts import AttemptInfo, attempts
-from flashckpt.commit.lineage import VisibleStep, bounds, everything, in_lineage, visible
+from flashckpt.commit.attempts import alive, attempts, bounds
+from flashckpt.commit.lineage import VisibleStep, everything, in_lineage, visible
 from flashckpt.commit.marks import marks
 from flashckpt.commit.reading import check_records
 from flashckpt.commit.steps import StepRecord, missing_files, read_manifest, read_step
@@ -55,7 +56,7 @@ class Origin:
 
 def step_rows(store: Store, *, all_branches: bool) -> list[StepRow]:
     """The steps of the run's branch, or of every branch, newest last."""
-    shown = everything(store) if all_branches else in_lineage(store, bounds(attempts(store)))
+    shown = everything(store) if all_branches else in_lineage(store, bounds(store))
     seen = set(visible(store))
     return list(_rows(store, shown, seen))[::-1]
 
@@ -80,17 +81,15 @@ def committed_at_s(store: Store, step: int, attempt: AttemptName) -> float:
 
 def lineage(store: Store, at: AttemptName) -> list[Origin]:
     """The attempts that led to one, newest first."""
-    known: dict[AttemptName, AttemptInfo] = {info.name: info for info in attempts(store)}
-    origins = []
-    for bound in bounds(list(known.values()), at):
-        info = known.get(bound.attempt)
-        start = info.start if info is not None else None
+    found, origins = bounds(store, at), []
+    for bound, older in zip_longest(found, found[1:]):
+        counter = alive(store, bound.attempt)
         origins.append(
             Origin(
                 attempt=bound.attempt,
-                parent=start.parent if start is not None else None,
-                step=start.step if start is not None else 0,
-                ended=info.ended if info is not None else "",
+                parent=older.attempt if older is not None else None,
+                step=older.last_step if older is not None else 0,
+                ended=counter.ended if counter is not None else "",
             )
         )
     return origins

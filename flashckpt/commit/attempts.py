@@ -7,24 +7,39 @@ attempt without start.json is as if it had never been, but that its number is ta
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from flashckpt.errors import DamagedError, SupersededError
 from flashckpt.format.names import (
     ATTEMPTS,
+    MAX_STEP,
     STEPS,
     AttemptName,
     alive_path,
     claim_number,
     claim_path,
+    manifest_path,
     start_path,
     step_folder,
     step_number,
 )
 from flashckpt.format.records import Alive, Claim, Holder, Start
 from flashckpt.store.base import Store
+
+# Memory holds snapshots of the last few attempts; of one before them there is what is committed, or nothing.
+_NEAR = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """Of this attempt, steps up to `last_step` (inclusive) are visible."""
+
+    attempt: AttemptName
+    last_step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,13 +85,45 @@ def start(
     SupersededError if a newer attempt has claimed the run.
     """
     check_newest(store, name)
-    record = Start(parent=parent, step=step, world=world, loaded=loaded)
+    before = () if parent is None else tuple(_before(store, parent, step))
+    record = Start(parent=parent, step=step, world=world, loaded=loaded, before=before)
     if not store.create(start_path(name), record.to_bytes()):
         raise SupersededError(
             f"attempt {name} has already started; this process must end. Nothing was changed.",
             path=start_path(name),
         )
     return record
+
+
+def bounds(store: Store, at: AttemptName | None = None) -> list[Bound]:
+    """The lineage of the newest started attempt (or of `at`), newest first."""
+    name = at if at is not None else newest_started(store)
+    if name is None:
+        return []
+    lineage, record = [Bound(name, MAX_STEP)], read_start(store, name)
+    if record is not None and record.parent is not None:
+        lineage.append(Bound(record.parent, record.step))
+        lineage += [Bound(*each) for each in record.before]
+    return lineage
+
+
+def _before(store: Store, parent: AttemptName, step: int) -> Iterator[tuple[AttemptName, int]]:
+    """The lineage behind the parent of an attempt that starts at `step`. The minimum: what an ancestor did
+    past the step that its child left it at is another branch, however far the later attempts went."""
+    lineage: list[Bound] = []
+    if store.exists(start_path(parent)):
+        # Where it is damaged, what came before it is not visible any more, and stays.
+        with suppress(DamagedError):
+            lineage = bounds(store, parent)
+    else:
+        # It has gone for want of a step: then the attempt after it has its lineage.
+        with suppress(DamagedError):
+            lineage = bounds(store)
+    behind = [each for each in lineage if each.attempt.number < parent.number]
+    numbers = _steps(store)
+    for position, each in enumerate(behind):
+        if position < _NEAR or any(store.exists(manifest_path(n, each.attempt)) for n in numbers):
+            yield each.attempt, min(each.last_step, step)
 
 
 def attempts(store: Store) -> list[AttemptInfo]:
@@ -158,9 +205,10 @@ def read_start(store: Store, name: AttemptName) -> Start | None:
         record = Start.from_bytes(store.read(start_path(name), Start.MAX_BYTES), start_path(name))
     except FileNotFoundError:
         return None
-    if record.parent is not None and record.parent.number >= name.number:
+    names = [name, *filter(None, [record.parent]), *(attempt for attempt, _ in record.before)]
+    if any(older.number >= newer.number for newer, older in pairwise(names)):
         raise DamagedError(
-            f"{start_path(name)} is damaged: it names a parent that is not older. Nothing of it was used. "
+            f"{start_path(name)} is damaged: it names an attempt that is not older. Nothing of it was used. "
             "Use `flashckpt branch` to go on from a step that is whole.",
             path=start_path(name),
         )
@@ -238,11 +286,14 @@ def _names(store: Store, least: int = 1) -> dict[int, AttemptName]:
     return found
 
 
+def _steps(store: Store) -> list[int]:
+    steps = (step_number(entry.name) for entry in store.list(STEPS) if entry.is_folder)
+    return [step for step in steps if step is not None]
+
+
 def _highest_number(store: Store) -> int:
     """Also of attempts of which only steps are left: a number that came again would be older than they."""
-    steps = (entry.name for entry in store.list(STEPS) if entry.is_folder)
-    numbers = (number for number in map(step_number, steps) if number is not None)
     folders = [*attempt_folders(store, ATTEMPTS)]
-    for number in numbers:
+    for number in _steps(store):
         folders += attempt_folders(store, step_folder(number))
     return max([0, *_claimed_numbers(store), *(name.number for name in folders)])

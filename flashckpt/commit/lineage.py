@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from flashckpt.commit.attempts import AttemptInfo, attempt_folders, attempts
+from flashckpt.commit.attempts import Bound, attempt_folders, bounds
 from flashckpt.commit.steps import is_committed
-from flashckpt.format.names import MAX_STEP, STEPS, AttemptName, step_folder, step_number
+from flashckpt.format.names import STEPS, AttemptName, step_folder, step_number
 from flashckpt.store.base import Store
 
 
@@ -23,35 +23,6 @@ class VisibleStep:
     attempt: AttemptName
 
 
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """Of this attempt, steps up to `last_step` (inclusive) are visible."""
-
-    attempt: AttemptName
-    last_step: int
-
-
-def bounds(known: Sequence[AttemptInfo], at: AttemptName | None = None) -> list[Bound]:
-    """The lineage of the newest started attempt (or of `at`), newest first."""
-    by_name = {info.name: info for info in known}
-    started = [info for info in known if info.start is not None]
-    info = by_name.get(at) if at is not None else max(started, key=lambda each: each.name, default=None)
-    lineage: list[Bound] = []
-    last_step = MAX_STEP
-    while info is not None:
-        lineage.append(Bound(info.name, last_step))
-        parent = info.start.parent if info.start is not None else None
-        if parent is None or info.start is None:
-            break
-        # The minimum: what an ancestor did past the step that its child left it at is another branch,
-        # however far the later attempts went.
-        last_step = min(last_step, info.start.step)
-        info = by_name.get(parent)
-        if info is None:
-            lineage.append(Bound(parent, last_step))
-    return lineage
-
-
 def visible(store: Store) -> list[VisibleStep]:
     """The committed, complete steps of the run, newest last, each once."""
     return list(newest_first(store))[::-1]
@@ -61,7 +32,7 @@ def newest_first(store: Store, at: AttemptName | None = None) -> Iterator[Visibl
     """The visible steps from the newest down, looked at only as far as they are drawn. A step that
     several attempts of the lineage committed is the newest attempt's."""
     seen = None
-    for each in in_lineage(store, bounds(attempts(store), at)):
+    for each in in_lineage(store, bounds(store, at)):
         if each.step != seen and is_committed(store, each.step, each.attempt):
             seen = each.step
             yield each

@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from flashckpt.commit.attempts import attempt_folders, attempts
+from flashckpt.commit.attempts import attempt_folders, attempts, bounds
 from flashckpt.commit.lineage import (
     VisibleStep,
-    bounds,
     everything,
     in_lineage,
     newest_first,
@@ -69,7 +68,7 @@ def ladder(store: Store, survived: Mapping[str, VisibleStep]) -> list[Rung]:
     their slots: they follow the same rule of lineage."""
     at_rest = candidates(store)
     marked = {each for each in at_rest if marked_here(store, each) is not None}
-    last_step = {bound.attempt: bound.last_step for bound in bounds(attempts(store))}
+    last_step = {bound.attempt: bound.last_step for bound in bounds(store)}
     rungs = [
         Rung(each.step, each.attempt, slot)
         for slot, each in survived.items()
@@ -84,7 +83,7 @@ def incomplete(store: Store, after: int) -> list[tuple[VisibleStep, str]]:
     """Steps of the lineage past step `after` that were committed once and are not complete any more: their
     manifest is damaged, or files are missing or of another length. Newest first, each with what is wrong."""
     found = []
-    for each in in_lineage(store, bounds(attempts(store))):
+    for each in in_lineage(store, bounds(store)):
         if each.step <= after:
             break
         try:
@@ -197,7 +196,7 @@ def check_usable(store: Store) -> None:
     """
     if next(newest_first(store), None) is not None:
         return
-    if any(_has_manifest(store, each) for each in in_lineage(store, bounds(attempts(store)))):
+    if any(_has_manifest(store, each) for each in in_lineage(store, bounds(store))):
         raise UnusableRunError(
             f"{store.url} has committed steps, and files of every one are missing, cut short or damaged. "
             "Nothing was changed, and it is not taken for a fresh run. Run `flashckpt verify` on it, put the "

@@ -1,7 +1,7 @@
 """What may go, and in which order it goes. Owns every deletion in a run.
 
-Only the newest attempt deletes, and only after a commit of its own. A tombstone takes the manifest's
-place, durably, before a part or a shard goes: whoever commits late finds it and stops.
+Only the newest attempt deletes, and committed steps only after a commit of its own. A tombstone takes the
+manifest's place, durably, before a part or a shard goes: whoever commits late finds it and stops.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from flashckpt import crashpoints
 from flashckpt.commit import constants
-from flashckpt.commit.attempts import AttemptInfo, attempts, newest_claimed
-from flashckpt.commit.lineage import Bound, VisibleStep, bounds, everything, in_lineage
+from flashckpt.commit.attempts import attempts, bounds, newest_claimed, read_start
+from flashckpt.commit.lineage import VisibleStep, everything, in_lineage
 from flashckpt.commit.marks import is_marked
 from flashckpt.commit.steps import is_committed, read_manifest
 from flashckpt.errors import DamagedError
@@ -33,6 +33,7 @@ from flashckpt.options import Keep
 from flashckpt.store.base import Store
 
 ALWAYS_KEPT = 2
+_LAST_UNSTARTED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,6 @@ class _Lineage:
     """The steps of the lineage, newest first: those that are committed, all that were begun, and those of
     which nothing is left but a tombstone."""
 
-    bounds: list[Bound]
     committed: list[VisibleStep]
     begun: list[VisibleStep]
     buried: list[VisibleStep]
@@ -68,11 +68,9 @@ def prune(
     OSError where a step could not be deleted (one that somebody made read-only, say): all others are first.
     """
     claimed = claimed or attempt
-    known = attempts(store)
-    mine = next((info for info in known if info.name == attempt), None)
-    if mine is None or mine.start is None or newest_claimed(store) != claimed:
+    if read_start(store, attempt) is None or newest_claimed(store) != claimed:
         return []
-    lineage = _look(store, known)
+    lineage = _look(store)
     if not any(each.attempt == attempt for each in lineage.committed):
         return []
     crashpoints.point("prune.begun")
@@ -100,11 +98,9 @@ def prune(
 
 def doomed(store: Store, attempt: AttemptName, keep: Keep) -> list[VisibleStep]:
     """The committed steps that `prune` would delete, oldest first. Deletes nothing."""
-    known = attempts(store)
-    mine = next((info for info in known if info.name == attempt), None)
-    if mine is None or mine.start is None:
+    if read_start(store, attempt) is None:
         return []
-    lineage = _look(store, known)
+    lineage = _look(store)
     kept = _kept(store, lineage.committed, keep)
     return [each for each in reversed(lineage.committed) if each.step not in kept]
 
@@ -160,36 +156,65 @@ def _put_in_place(store: Store, path: str, data: bytes) -> bool:
 def sweep_debris(store: Store, attempt: AttemptName, *, busy: Collection[int] = ()) -> list[AttemptName]:
     """Delete what is left of attempts that are not the newest and have no step left. Returns them.
 
-    Their claim and start.json stay while a lineage leads through them to a step. Call it as the newest
-    attempt, after a commit of its own. busy: steps whose empty folders stay, since something may be put into
-    them; so do those of all steps above.
+    Call it as the newest attempt, after a commit of its own. busy: steps whose empty folders stay, since
+    something may be put into them; so do those of all steps above.
     """
-    known = attempts(store)
-    with_steps, folders = _attempts_of_steps(store, attempt)
-    needed = _ancestors(known, {attempt, *with_steps})
-    swept = []
-    claimed = {info.name for info in known}
-    for name in sorted((claimed | set(folders)) - with_steps):
-        if name.number >= attempt.number or newest_claimed(store) != attempt:
-            continue
-        if not all([_clear(store, step, name) for step in folders.get(name, [])]):
-            continue
-        if name in needed:
-            _remove_constants(store, name)
-            continue
-        store.remove_tree(attempt_folder(name))
-        crashpoints.point("prune.swept")
-        if name in claimed:
-            # Last: as long as it stands, what a crash left of the attempt is found again.
-            store.remove(claim_path(name.number))
-        swept.append(name)
+    swept = _sweep(store, attempt, may_still=lambda: newest_claimed(store) == attempt)
     _remove_empty_steps(store, busy)
     return swept
 
 
-def _look(store: Store, known: Sequence[AttemptInfo]) -> _Lineage:
-    lineage = _Lineage(bounds(known), [], [], [])
-    for each in in_lineage(store, lineage.bounds):
+def sweep_dead(store: Store) -> list[AttemptName]:
+    """For who is about to claim, and has seen that nobody trains: delete what dead attempts left, so that a
+    job which dies again and again before it commits leaves no more and more behind. Returns them.
+
+    Those before the newest that started commit nothing any more, and their lineage stands in its start.json.
+    What has begun to be written of the one that it went on from stays: that one's keeper may be at it, will
+    find that it is too late, and must not find its files gone. Of those that claimed and never started the
+    last few stay: one may be slow, and its start.json must find its claim.
+    """
+    found, with_steps = attempts(store), {each.attempt for each in everything(store)}
+    swept, lineage = [], bounds(store)
+    if lineage:
+        swept = _sweep(store, lineage[0].attempt, spared=[each.attempt for each in lineage[1:2]])
+    unstarted = [each.name for each in found if each.start is None and each.name not in swept]
+    for name in unstarted[:-_LAST_UNSTARTED]:
+        if name not in with_steps:
+            _remove_attempt(store, name)
+            swept.append(name)
+    _remove_empty_steps(store, ())
+    return swept
+
+
+def _sweep(
+    store: Store,
+    attempt: AttemptName,
+    *,
+    spared: Collection[AttemptName] = (),
+    may_still: Callable[[], bool] = lambda: True,
+) -> list[AttemptName]:
+    with_steps, folders = _attempts_of_steps(store, attempt)
+    swept = []
+    claimed = {info.name for info in attempts(store)}
+    for name in sorted((claimed | set(folders)) - with_steps):
+        if name.number >= attempt.number or (name in spared and name in folders) or not may_still():
+            continue
+        if all([_clear(store, step, name) for step in folders.get(name, [])]):
+            _remove_attempt(store, name)
+            swept.append(name)
+    return swept
+
+
+def _remove_attempt(store: Store, name: AttemptName) -> None:
+    store.remove_tree(attempt_folder(name))
+    crashpoints.point("prune.swept")
+    # Last: as long as it stands, what a crash left of the attempt is found again.
+    store.remove(claim_path(name.number))
+
+
+def _look(store: Store) -> _Lineage:
+    lineage = _Lineage([], [], [])
+    for each in in_lineage(store, bounds(store)):
         if _is_buried(store, each):
             lineage.buried.append(each)
             continue
@@ -286,32 +311,12 @@ def _attempts_of_steps(
     return with_steps, folders
 
 
-def _ancestors(known: Sequence[AttemptInfo], names: set[AttemptName]) -> set[AttemptName]:
-    """The attempts through which a lineage of one of `names` leads to steps of one of them."""
-    needed: set[AttemptName] = set()
-    for name in names:
-        chain = [bound.attempt for bound in bounds(known, at=name)]
-        # Past the oldest that has steps nothing can be seen: a run restarted for ever must not pile up.
-        while chain and chain[-1] not in names:
-            chain.pop()
-        needed.update(chain)
-    return needed
-
-
 def _clear(store: Store, step: int, attempt: AttemptName) -> bool:
     """Bury and remove what an attempt has of a step. False where it was committed after all."""
     if not bury(store, step, attempt):
         return False
     store.remove_tree(step_attempt_folder(step, attempt))
     return True
-
-
-def _remove_constants(store: Store, name: AttemptName) -> None:
-    """Constants are named by their own attempt's parts only, and of those none is left."""
-    folder = attempt_folder(name)
-    for entry in store.list(folder):
-        if entry.name.startswith("constants-") and not entry.is_folder:
-            store.remove(f"{folder}/{entry.name}")
 
 
 def _remove_empty_steps(store: Store, busy: Collection[int]) -> None:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from flashckpt import _native
-from flashckpt.commit.attempts import attempts
-from flashckpt.commit.lineage import VisibleStep, bounds, everything, in_lineage
+from flashckpt.commit.attempts import bounds
+from flashckpt.commit.lineage import VisibleStep, everything, in_lineage
 from flashckpt.commit.reading import is_gone, looked_for, resolve
 from flashckpt.commit.run import open_run
 from flashckpt.commit.steps import StepRecord, read_manifest, read_step
@@ -185,7 +185,7 @@ def _chosen(
 
 
 def _with_manifests(store: Store, all_steps: bool) -> Iterator[VisibleStep]:
-    begun = everything(store) if all_steps else in_lineage(store, bounds(attempts(store)))
+    begun = everything(store) if all_steps else in_lineage(store, bounds(store))
     for each in begun:
         try:
             if isinstance(read_manifest(store, each.step, each.attempt), Manifest):

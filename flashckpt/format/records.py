@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from flashckpt.format.checked_json import FORMAT, parse
@@ -105,18 +106,27 @@ class Claim(JsonRecord):
 class Start(JsonRecord):
     """Where an attempt went on from: a step of another attempt, or nothing (`parent` None, step 0).
 
-    `loaded` names the slot that was restored from, where it was one.
+    `loaded` names the slot that was restored from, where it was one. `before` is the lineage behind the
+    parent, newest first: attempts, and up to which step theirs are visible. It stands here so that those of
+    which nothing is left can go.
     """
 
     KIND = "start"
+    MAX_BYTES = 16 << 20
     parent: AttemptName | None
     step: int
     world: int
     loaded: str | None = None
+    before: tuple[tuple[AttemptName, int], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        parent = None if self.parent is None else str(self.parent)
-        return {"parent": parent, "step": self.step, "world": self.world, "loaded": self.loaded}
+        return {
+            "parent": None if self.parent is None else str(self.parent),
+            "step": self.step,
+            "world": self.world,
+            "loaded": self.loaded,
+            "before": [[str(attempt), last_step] for attempt, last_step in self.before],
+        }
 
     @classmethod
     def from_fields(cls, fields: Fields) -> Start:
@@ -125,6 +135,7 @@ class Start(JsonRecord):
             step=fields.integer("step", 0, MAX_STEP),
             world=fields.integer("world", 1, MAX_RANK),
             loaded=fields.text("loaded", max_chars=255) if fields.has("loaded") else None,
+            before=_before(fields),
         )
 
 
@@ -250,6 +261,18 @@ def manifest_of(data: bytes, what: str) -> Manifest | Tombstone:
     if kind != Manifest.KIND:
         fields.refuse(f"it is a {kind[:20]!r} where a manifest should be")
     return Manifest.from_fields(fields)
+
+
+def _before(fields: Fields) -> tuple[tuple[AttemptName, int], ...]:
+    rows = []
+    for row in fields.items("before", MAX_RANK):
+        if not isinstance(row, list) or len(row) != 2:
+            fields.refuse("a lineage is not of attempts and steps")
+        named = Fields({"attempt": row[0], "step": row[1]}, fields.what)
+        rows.append((attempt_of(named, "attempt"), named.integer("step", 0, MAX_STEP)))
+    if any(older[0].number >= newer[0].number or older[1] > newer[1] for newer, older in pairwise(rows)):
+        fields.refuse("a lineage is out of order")
+    return tuple(rows)
 
 
 def _part_rows(fields: Fields) -> list[tuple[str, int, str]]:

@@ -104,7 +104,7 @@ def _judge(store: Store, each: VisibleStep, wrong: list[Row], examined: Examined
 def _listed(store: Store) -> Examined:
     """Without reading: what has a manifest and all its files with their lengths."""
     examined = Examined(whole=set(lineage.newest_first(store)))
-    for each in lineage.in_lineage(store, lineage.bounds(attempts.attempts(store))):
+    for each in lineage.in_lineage(store, attempts.bounds(store)):
         found = stored_step(store, each.step, each.attempt)
         if found.completeness in (Completeness.MISSING, Completeness.UNREADABLE):
             examined.damaged.add(each)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.commit.attempts import attempts, claim
+from flashckpt.commit.attempts import attempts, bounds, claim
 from flashckpt.commit.branching import branch
 from flashckpt.commit.lineage import visible
 from flashckpt.commit.marks import mark
-from flashckpt.commit.reading import steps
-from flashckpt.commit.retention import doomed, prune, sweep_debris
+from flashckpt.commit.reading import check_records, steps
+from flashckpt.commit.retention import doomed, prune, sweep_dead, sweep_debris
 from flashckpt.commit.steps import is_committed, read_manifest
 from flashckpt.format.names import AttemptName, attempt_folder, claim_path, step_attempt_folder
 from flashckpt.format.records import Tombstone
@@ -218,7 +218,85 @@ def test_a_lineage_leads_through_an_attempt_without_a_step(store: LocalStore) ->
     prune(store, third, Keep(last=9))
     assert steps(store) == [100, 200, 300]
     assert not os.path.exists(store.local_path(step_attempt_folder(220, second)))
-    assert [info.name for info in attempts(store)] == [first, second, third]
+    assert [info.name for info in attempts(store)] == [first, third]
+    assert [each.attempt for each in bounds(store)] == [third, second, first]
+
+
+def num_files(store: LocalStore) -> int:
+    return sum(len(names) for _, _, names in os.walk(store.url))
+
+
+@pytest.mark.parametrize("progress", [0, 1])
+def test_a_job_that_dies_before_it_commits_leaves_no_more_and_more_behind(
+    store: LocalStore, progress: int
+) -> None:
+    """Each life goes on from memory: from the first's last snapshot, or from one that the last life made."""
+    first = attempt_at(store)
+    train(store, first, 100, 200, constants=True)
+    parent, step, most = first, 200, 0
+    for _ in range(100):
+        sweep_dead(store)
+        attempt = attempt_at(store, parent, step)
+        most = max(most, num_files(store))
+        assert steps(store) == [100, 200]
+        # Its keeper is killed while it writes.
+        step += progress
+        part_of(store, step + 1, attempt, nonce=f"{attempt.number:08x}", constants=True)
+        if progress:
+            parent = attempt
+    assert most <= 25, "files of the last two lives, and of the steps"
+    # A step that the last life left in memory is still in the lineage of the next.
+    assert (parent, step) in [(each.attempt, min(each.last_step, step)) for each in bounds(store)]
+    third = attempt_at(store, parent, step)
+    train(store, third, step + 1)
+    prune(store, third, Keep(last=9))
+    assert steps(store) == [100, 200, step + 1]
+    assert [info.name for info in attempts(store)] == [first, third]
+    assert all(is_whole(store, each.step, each.attempt) for each in visible(store))
+
+
+def test_a_branch_behind_attempts_that_are_gone_comes_back(store: LocalStore) -> None:
+    """A -> B -> C with steps of A and C only: C's own lineage leads to A without B's files."""
+    first = attempt_at(store)
+    train(store, first, 100, 200)
+    second = attempt_at(store, first, 200)
+    third = attempt_at(store, second, 250)
+    train(store, third, 300)
+    branch(store, 100, watch_s=0)
+    fifth = attempt_at(store, first, 100)
+    sweep_dead(store)
+    assert steps(store) == [100]
+    assert [info.name for info in attempts(store)] == [first, third, fifth]
+    branch(store, 300, third, watch_s=0)
+    assert steps(store) == [100, 200, 300]
+
+
+def test_what_the_newest_attempt_was_loaded_from_stays(store: LocalStore) -> None:
+    first = attempt_at(store)
+    publish(store, 100, first)
+    second = attempt_at(store, first, 100)
+    assert sweep_dead(store) == [], "the first's keeper may be at it still"
+    assert len(files(store, 100, first)) == 2
+    slow = claim(store, HOLDER)
+    third = attempt_at(store, first, 100)
+    assert sweep_dead(store) == [second, slow]
+    attempt_at(store, third, 110)
+    assert sweep_dead(store) == [first, third]
+    assert store.list("steps") == []
+
+
+def test_a_job_that_fails_at_each_start_leaves_no_more_and_more_behind(store: LocalStore) -> None:
+    first = attempt_at(store)
+    train(store, first, 100)
+    for number in range(2, 102):
+        sweep_dead(store)
+        name = claim(store, HOLDER)
+        assert name.number == number, "no number comes again"
+        assert num_files(store) <= 30
+    check_records(store)
+    left = [info.name.number for info in attempts(store)]
+    assert left == [1, *range(93, 102)], "who is slow, and not dead, is one of the last"
+    assert steps(store) == [100]
 
 
 def test_attempts_do_not_pile_up_where_a_run_is_restarted_for_ever(store: LocalStore) -> None:

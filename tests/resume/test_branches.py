@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import flashckpt
-from flashckpt.commit.attempts import attempts
-from flashckpt.commit.lineage import bounds
+from flashckpt.commit.attempts import bounds
 from flashckpt.store.base import open_store
 from tests.resume.training import Trainer, last_of_each
 from tests.waiting import until
 
 
 def newest_started(run: Path) -> str:
-    return str(bounds(attempts(open_store(run)))[0].attempt)
+    return str(bounds(open_store(run))[0].attempt)
 
 
 def test_a_branch_is_what_every_later_start_sees(tmp_path: Path, runtime: Path) -> None:

@@ -1,0 +1,42 @@
+"""A job that dies again and again before it commits anything: what it leaves on disk stays little."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.crash.job import LIMIT_S, Job, none
+from tests.waiting import until
+from tests.zygote import Zygote
+
+LIVES = 14
+
+
+@pytest.mark.parametrize("point", ["claim.taken", "start.written", "capture.begun", "write.written"])
+def test_files_do_not_grow_with_lives(
+    point: str, tmp_path: Path, runtime: Path, zygote: Zygote, reference: list[int]
+) -> None:
+    """Trainer and keeper are killed at the point or just after; every other time memory goes."""
+    job, sizes = Job(zygote, tmp_path, runtime, reference), []
+    for life in range(LIVES):
+        job.start(armed=point)
+        if point == "write.written":
+            until(lambda: job.boundaries() > 1 or job.ended(), "a boundary", LIMIT_S)
+            job.kill_trainer()
+        else:
+            until(job.ended, "the death of the trainer", LIMIT_S)
+            assert job.status() < 0
+        job.kill_keepers()
+        if life % 2:
+            job.forget_memory()
+        files = [name for folder, _, names in os.walk(job.run) if "events" not in folder for name in names]
+        sizes.append(len(files))
+    assert max(sizes[LIVES - 3 :]) <= 24, sizes
+    numbers = [int(path.stem) for path in (job.run / "attempts").glob("*.json")]
+    assert max(numbers) == LIVES, "no number comes again"
+    none(job.faults())
+    job.expect_exactly(0)
+    job.forget_memory()
+    none(job.finish())
