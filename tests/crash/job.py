@@ -176,12 +176,9 @@ class Job:
         if (self.run / "run.json").exists():
             found += self._run_faults(open_store(str(self.run)))
         for kind, most in (("slot", MOST_SLOTS), ("constants", MOST_SHARED)):
-            regions = sum(is_region_name(path.name) for path in self.runtime.rglob(f"{kind}-*"))
-            if regions > most:
-                names = sorted(
-                    f"{path.name} {path.stat().st_size >> 10} KiB" for path in self.runtime.rglob(f"{kind}-*")
-                )
-                found.append(f"{regions} regions of the kind {kind} lie in memory: {names}")
+            names = [name for name in self.names() if is_region_name(name) and name.startswith(f"{kind}-")]
+            if len(names) > most:
+                found.append(f"{len(names)} regions of the kind {kind} lie in memory: {names}")
         return found
 
     def expect(self, *, memory: bool) -> None:
@@ -292,7 +289,7 @@ class Job:
     def _left_behind(self) -> list[str]:
         end_s = time.monotonic() + LIMIT_S
         # Both until there is nothing: a folder is listed name by name, and a keeper may be leaving meanwhile.
-        while left := [*self.keepers(), *(path.name for path in self.runtime.glob("*/*/*"))]:
+        while left := [*self.keepers(), *self.names()]:
             if time.monotonic() > end_s:
                 return [f"{left} stay after the end: {self.told()}"]
             self.let_go_on()
