@@ -199,13 +199,11 @@ class Keeper:
         if outcome.state is not JobState.COMMITTED or attempt is None:
             return
         slots = {each.slot.name for each in job.members()}
-        for held in self.regions.slots():
+        for each in self.regions.sealed():
             # A commit of a newer attempt settles what attempts before it left and it did not start from.
-            sealed = held.sealed()
-            if sealed is None or sealed.word.state is not SlotState.SEALED:
-                continue
-            if held.slot.name not in slots and sealed.attempt.number < attempt.number:
-                held.slot.free(sealed.word)
+            is_left = each.attempt.number < attempt.number and each.slot.name not in slots
+            if is_left and each.word.state is SlotState.SEALED:
+                each.slot.free(each.word)
         known = self.queue.known(attempt)
         if known is not None and known.keep is not None:
             # After the commit was told, and beside the next one: nobody waits for deletions.

@@ -17,7 +17,7 @@ from flashckpt.format.names import AttemptName
 from flashckpt.keeper.run_folder import DeletionWatch, Look
 from flashckpt.keeper.trainers import Roster, Trainer
 from flashckpt.memory.held_regions import Regions
-from flashckpt.persist.needed import Survivor, needed
+from flashckpt.persist.needed_snapshots import Survivor, needed
 from flashckpt.persist.queue import Queue
 from flashckpt.store.base import Store
 
@@ -84,16 +84,15 @@ class ExitRule:
 
     def kept(self) -> set[str]:
         """Slots that stay for the next attempt, or for recover, though no process is left."""
-        found = [(held, sealed) for held in self._regions.slots() if (sealed := held.sealed()) is not None]
         survivors = [
             Survivor(
-                slot=held.slot.name,
-                rank=held.slot.rank,
-                attempt=sealed.attempt,
-                step=sealed.step,
-                is_committed=held.slot.persisted == sealed.generation,
+                slot=each.slot.name,
+                rank=each.slot.rank,
+                attempt=each.attempt,
+                step=each.step,
+                is_committed=each.is_persisted,
             )
-            for held, sealed in found
+            for each in self._regions.sealed()
         ]
         if self.discards or not survivors:
             return set()

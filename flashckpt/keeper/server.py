@@ -345,7 +345,7 @@ def _described(held: HeldRegion) -> dict[str, Any]:
         "constants": held.slot.header.holds_constants,
         "step": None if sealed is None else sealed.step,
         "attempt": None if sealed is None else str(sealed.attempt),
-        "committed": sealed is not None and held.slot.persisted == sealed.generation,
+        "committed": sealed is not None and sealed.is_persisted,
     }
 
 

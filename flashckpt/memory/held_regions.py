@@ -97,6 +97,11 @@ class Regions:
         """The slots of a rank."""
         return [held for held in self.slots() if held.slot.rank == rank]
 
+    def sealed(self, rank: int | None = None) -> list[Sealed]:
+        """What is sealed in the slots (of a rank) and not damaged."""
+        found = [held.sealed() for held in self.slots() if rank in (None, held.slot.rank)]
+        return [each for each in found if each is not None]
+
     def constants_of(self, rank: int) -> list[HeldRegion]:
         """The regions of constants that slots of a rank share."""
         return [
@@ -105,12 +110,12 @@ class Regions:
             if held.slot.header.holds_constants and held.slot.rank == rank
         ]
 
-    def shared_by(self, held: HeldRegion) -> Slot | None:
-        """The region that holds the constants of the snapshot in a slot; None where that is the slot itself,
-        or one that is not here."""
-        nonce = _constants_nonce(held)
-        found = (each.slot for each in self.constants_of(held.slot.rank) if each.slot.header.nonce == nonce)
-        return next(found, None) if nonce else None
+    def shared_by(self, sealed: Sealed) -> Slot | None:
+        """The region that holds the constants of a snapshot; None where that is its slot itself, or one that
+        is not here."""
+        nonce = sealed.record.constants_nonce
+        found = (each.slot for each in self.constants_of(sealed.slot.rank))
+        return next((each for each in found if nonce and each.header.nonce == nonce), None)
 
     # Coming
 
@@ -254,8 +259,9 @@ class Regions:
             "holds_constants": slot.header.holds_constants,
         }
 
-    def own_index(self, held: HeldRegion) -> int:
-        return held.slot.enroll(os.getpid(), self._life.name, self._lives)
+    def own_index(self, slot: Slot) -> int:
+        """This process's index in a slot's owner table."""
+        return slot.enroll(os.getpid(), self._life.name, self._lives)
 
     def reclaim(self) -> list[tuple[HeldRegion, Word]]:
         """Free what the dead were writing, unpin what they had pinned. A keeper that is not this one is

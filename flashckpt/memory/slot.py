@@ -11,7 +11,7 @@ import mmap
 import os
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -68,6 +68,7 @@ class Heartbeat(NamedTuple):
 class Sealed:
     """A sealed (or pinned) snapshot of a slot: its word and its verified record."""
 
+    slot: Slot = field(repr=False, compare=False)
     word: Word
     record: Record
     metadata_checksum: bytes
@@ -75,6 +76,15 @@ class Sealed:
     @property
     def generation(self) -> int:
         return self.record.generation
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Its slot, and the generation that it has in it."""
+        return self.slot.name, self.generation
+
+    @property
+    def is_persisted(self) -> bool:
+        return self.slot.persisted == self.generation
 
     @property
     def step(self) -> int:
@@ -301,7 +311,7 @@ class Slot:
         if after.generation != word.generation or after.state not in (SlotState.SEALED, SlotState.PINNED):
             return None
         record = Record.unpacked(data, word.generation, self.size)
-        return Sealed(word, record, data[: page.RECORD_FIELDS_OFFSET])
+        return Sealed(self, word, record, data[: page.RECORD_FIELDS_OFFSET])
 
     def metadata(self, sealed: Sealed) -> Metadata:
         """The metadata of a sealed snapshot, copied. Raises DamagedError where it is not what was sealed."""

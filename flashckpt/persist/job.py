@@ -220,15 +220,12 @@ class StepJob:
         return all([each.release() for each in self.members()])
 
 
-def alone(slot: Slot, sealed: Sealed, owner: int, *regions: Slot) -> StepJob:
+def alone(sealed: Sealed, owner: int, *regions: Slot) -> StepJob:
     """The job of a snapshot of one rank."""
-    snapshot = SealedSnapshot(slot, sealed.generation, owner, regions)
-    return StepJob(
-        attempt=sealed.attempt,
-        step=sealed.step,
-        node=NodeRanks(ranks=(slot.rank,), world=1),
-        snapshots={slot.rank: snapshot},
-    )
+    rank = sealed.slot.rank
+    snapshots = {rank: SealedSnapshot(sealed.slot, sealed.generation, owner, regions)}
+    node = NodeRanks(ranks=(rank,), world=1)
+    return StepJob(attempt=sealed.attempt, step=sealed.step, node=node, snapshots=snapshots)
 
 
 # Seconds before the try that follows so many that failed; None where none follows.

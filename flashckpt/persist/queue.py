@@ -17,7 +17,7 @@ from flashckpt.errors import DamagedError
 from flashckpt.events import Event, log
 from flashckpt.format.names import AttemptName
 from flashckpt.memory.held_regions import HeldRegion, Regions
-from flashckpt.memory.slot import Sealed, Slot, SlotState
+from flashckpt.memory.slot import Sealed, SlotState
 from flashckpt.persist.audit import Torn, audit, discard
 from flashckpt.persist.job import (
     JobState,
@@ -117,41 +117,34 @@ class Queue:
         before = {held.slot.name: held.slot.asked for held in self._regions.slots()}
         self._discard_damaged(rank)
         found = [
-            rows
-            for rows in self._complete(rank)
-            if not any(self._is_given_up((held.slot.name, sealed.generation)) for held, sealed in rows)
+            rows for rows in self._complete(rank) if not any(self._is_given_up(each.key) for each in rows)
         ]
-        node = self._node(found[0][0][1].attempt, rank) if found else NodeRanks(ranks=())
+        node = self._node(found[0][0].attempt, rank) if found else NodeRanks(ranks=())
         # Of a job on several nodes nobody here knows which step all of them hold: it is one of these.
         is_alone = node.world is None or node.world == len(node.ranks)
-        for held, sealed in [pair for rows in found[: 1 if is_alone else None] for pair in rows]:
-            key = held.slot.name, sealed.generation
-            if held.slot.persisted != sealed.generation:
-                self._urgent.add(key)
-                if (job := self._job(key)) is not None:
+        for each in [each for rows in found[: 1 if is_alone else None] for each in rows]:
+            if not each.is_persisted:
+                self._urgent.add(each.key)
+                if (job := self._job(each.key)) is not None:
                     job.is_urgent = True
-                held.slot.request_persist_after(before[held.slot.name], sealed.generation)
+                each.slot.request_persist_after(before[each.slot.name], each.generation)
 
     def taken_up(self, name: str, step: int) -> None:
         """An attempt has started that went on from this slot: what is in it, and what the other ranks of this
         node have of that step, counts as its own now. Who was too late for the old one is not for this
         one."""
-        slots = {held.slot.name: held.sealed() for held in self._regions.slots()}
-        loaded = slots.get(name)
-        if loaded is None or loaded.step != step:
-            return
-        for held in self._regions.slots():
-            sealed = slots[held.slot.name]
-            if sealed is None or (sealed.attempt, sealed.step) != (loaded.attempt, step):
-                continue
-            job = self._job((held.slot.name, sealed.generation))
+        here = self._regions.sealed()
+        loaded = {each.attempt for each in here if (each.slot.name, each.step) == (name, step)}
+        for each in [each for each in here if each.attempt in loaded and each.step == step]:
+            job = self._job(each.key)
             if job is not None and job.state is not JobState.WRITING:
                 self._drop(job)
-            held.slot.request_persist(sealed.generation)
+            each.slot.request_persist(each.generation)
 
     def next(self) -> None:
         """Give the worker its next job, if it is free and there is one."""
-        ready = self._ready()
+        now = time.monotonic()
+        ready = self._ready(now)
         if self.worker.busy:
             if ready:
                 # An audit is for idle time: of a large state it would take a run's grace.
@@ -159,7 +152,7 @@ class Queue:
             return
         if ready:
             self._submit(min(ready, key=StepJob.order))
-        elif time.monotonic() >= self._audit_at:
+        elif now >= self._audit_at:
             self._audit_newest()
 
     def run_to_idle(self, watch: Callable[[], None]) -> None:
@@ -169,11 +162,11 @@ class Queue:
         try:
             while True:
                 self.worker.collect()
-                now, jobs = time.monotonic(), self._look()
-                if ready := [job for job in jobs if self._is_ready(job, now)]:
+                now = time.monotonic()
+                if ready := self._ready(now):
                     if not self.worker.busy:
                         self._submit(min(ready, key=StepJob.order))
-                elif not (self.worker.busy or any(job.is_tried_after(now) for job in jobs)):
+                elif not (self.worker.busy or any(job.is_tried_after(now) for job in self._jobs)):
                     return
                 watch()
                 self.worker.wait()
@@ -215,12 +208,8 @@ class Queue:
 
     def committed(self, attempt: AttemptName | None) -> list[int]:
         """Steps in slots that are committed. They know of commits of an earlier keeper, too."""
-        found = [(held.slot.persisted, held.sealed()) for held in self._regions.slots()]
-        return [
-            sealed.step
-            for persisted, sealed in found
-            if sealed is not None and persisted == sealed.generation and attempt in (None, sealed.attempt)
-        ]
+        found = [each for each in self._regions.sealed() if each.is_persisted]
+        return [each.step for each in found if attempt in (None, each.attempt)]
 
     def is_pending(self, attempt: AttemptName | None = None) -> bool:
         """Whether something of an attempt (of any) is still to be persisted from this node's memory. What
@@ -231,52 +220,39 @@ class Queue:
     def is_saved(self, rank: int) -> bool:
         """Whether the newest sealed snapshot of a rank is committed."""
         newest = self._newest(rank)
-        return newest is not None and newest[0].slot.persisted == newest[1].generation
+        return newest is not None and newest.is_persisted
 
     def is_settled(self, rank: int) -> bool:
         """Whether it is, or its last try has failed, or its part is at rest, or there is none."""
         newest = self._newest(rank)
-        if newest is None or self.is_saved(rank):
+        if newest is None or newest.is_persisted or newest.slot.failed[0] == newest.generation:
             return True
-        slot, generation = newest[0].slot, newest[1].generation
-        job = self._job((slot.name, generation))
-        is_at_rest = job is not None and (job.given_up or job.part_of is not None)
-        return is_at_rest or slot.failed[0] == generation
+        job = self._job(newest.key)
+        return job is not None and (job.given_up or job.part_of is not None)
 
     def is_needed(self, held: HeldRegion, sealed: Sealed) -> bool:
         """Whether a snapshot is the newest of its rank, or still to be persisted."""
         newest = self._newest(held.slot.rank)
-        if newest is not None and newest[0] is held:
+        if newest is not None and newest.slot is held.slot:
             return True
-        key = held.slot.name, sealed.generation
-        return held.slot.wants_persist(sealed.generation) and not self._is_given_up(key)
+        return held.slot.wants_persist(sealed.generation) and not self._is_given_up(sealed.key)
 
     def in_hand(self) -> set[int]:
         """The steps that this process may still commit."""
-        sealed = (held.sealed() for held in self._regions.slots())
-        return {each.step for each in sealed if each is not None} | {job.step for job in self._look()}
+        return {each.step for each in self._regions.sealed()} | {job.step for job in self._look()}
 
-    def _newest(self, rank: int) -> tuple[HeldRegion, Sealed] | None:
-        return max(self._sealed(rank), key=lambda pair: pair[1].age, default=None)
+    def _newest(self, rank: int) -> Sealed | None:
+        return max(self._regions.sealed(rank), key=lambda each: each.age, default=None)
 
-    def _sealed(self, rank: int) -> list[tuple[HeldRegion, Sealed]]:
-        mine = [held for held in self._regions.slots() if held.slot.rank == rank]
-        return [(held, sealed) for held in mine if (sealed := held.sealed()) is not None]
-
-    def _complete(self, rank: int) -> list[list[tuple[HeldRegion, Sealed]]]:
+    def _complete(self, rank: int) -> list[list[Sealed]]:
         """The steps that all ranks of a rank's node hold, newest first."""
-        steps = []
-        for held, sealed in sorted(self._sealed(rank), key=lambda pair: pair[1].age, reverse=True):
-            rows = [(held, sealed)]
-            for other in set(self._node(sealed.attempt, rank).ranks) - {rank}:
-                same = [
-                    pair
-                    for pair in self._sealed(other)
-                    if (pair[1].attempt, pair[1].step) == (sealed.attempt, sealed.step)
-                ]
-                rows += [max(same, key=lambda pair: pair[1].age)] if same else []
-            if len(rows) == len(self._node(sealed.attempt, rank).ranks):
-                steps.append(rows)
+        steps, here = [], sorted(self._regions.sealed(), key=lambda each: each.age)
+        for mine in reversed([each for each in here if each.slot.rank == rank]):
+            ranks = self._node(mine.attempt, rank).ranks
+            same = [each for each in here if (each.attempt, each.step) == (mine.attempt, mine.step)]
+            rows = {each.slot.rank: each for each in same if each.slot.rank in ranks} | {rank: mine}
+            if len(rows) == len(ranks):
+                steps.append(list(rows.values()))
         return steps
 
     def _is_given_up(self, key: _Key) -> bool:
@@ -288,8 +264,7 @@ class Queue:
         if known is not None:
             return known
         # Nobody has said it: those that have something of the attempt here, and who lives and may yet say it.
-        found = [(held.slot.rank, held.sealed()) for held in self._regions.slots()]
-        ranks = {of for of, each in found if each is not None and each.attempt == attempt}
+        ranks = {each.slot.rank for each in self._regions.sealed() if each.attempt == attempt}
         ranks |= {rank, *(of for said, of in self._living if said is None)}
         return NodeRanks(ranks=tuple(sorted(ranks)), world=self._world_of(attempt))
 
@@ -308,7 +283,7 @@ class Queue:
             key = held.slot.name, word.generation
             if self._job(key) is None:
                 if (sealed := held.sealed()) is not None:
-                    self._join(key, held, sealed)
+                    self._join(sealed)
                 elif word.state is SlotState.SEALED:
                     self._discard_damaged(held.slot.rank)
             if word.state in (SlotState.SEALED, SlotState.PINNED):
@@ -321,29 +296,20 @@ class Queue:
             self._gather(job)
         return self._jobs
 
-    def _join(self, key: _Key, held: HeldRegion, sealed: Sealed) -> None:
+    def _join(self, sealed: Sealed) -> None:
         """Put a snapshot into the job of its step."""
-        slot = held.slot
-        same = [
-            job
-            for job in self._jobs
-            if (job.attempt, job.step, job.state) == (sealed.attempt, sealed.step, JobState.GATHERING)
-            and slot.rank in job.node.ranks and slot.rank not in job.snapshots
-        ]  # fmt: skip
+        rank, of = sealed.slot.rank, (sealed.attempt, sealed.step, JobState.GATHERING)
+        same = [job for job in self._jobs if (job.attempt, job.step, job.state) == of and rank in job.missing]
         if not same:
-            node = self._node(sealed.attempt, slot.rank)
+            node = self._node(sealed.attempt, rank)
             same = [StepJob(attempt=sealed.attempt, step=sealed.step, node=node)]
             self._jobs.append(same[0])
-        same[0].snapshots[slot.rank] = self._snapshot(held, sealed)
-        same[0].is_urgent = same[0].is_urgent or key in self._urgent
+        same[0].snapshots[rank] = self._snapshot(sealed)
+        same[0].is_urgent = same[0].is_urgent or sealed.key in self._urgent
 
-    def _snapshot(self, held: HeldRegion, sealed: Sealed) -> SealedSnapshot:
-        index = self._regions.own_index(held)
-        return SealedSnapshot(held.slot, sealed.generation, index, self._shared_by(held))
-
-    def _shared_by(self, held: HeldRegion) -> tuple[Slot, ...]:
-        region = self._regions.shared_by(held)
-        return () if region is None else (region,)
+    def _snapshot(self, sealed: Sealed) -> SealedSnapshot:
+        index, region = self._regions.own_index(sealed.slot), self._regions.shared_by(sealed)
+        return SealedSnapshot(sealed.slot, sealed.generation, index, () if region is None else (region,))
 
     def _left(self, job: StepJob, wanted: set[_Key]) -> None:
         """A snapshot of a job is not there any more, or not wanted. What is at rest of it is."""
@@ -376,7 +342,7 @@ class Queue:
 
     def _has_passed(self, job: StepJob, rank: int) -> bool:
         """Whether a rank has sealed a later step and does not hold this one: it never will."""
-        held = [sealed.step for _, sealed in self._sealed(rank) if sealed.attempt == job.attempt]
+        held = [each.step for each in self._regions.sealed(rank) if each.attempt == job.attempt]
         return job.step not in held and any(step > job.step for step in held)
 
     def _give_up(self, job: StepJob, attempt: str | None, what: str, why: str) -> None:
@@ -399,22 +365,17 @@ class Queue:
         """Whether all ranks of the node that have not sealed it live."""
         return all((job.attempt, rank) in self._living for rank in job.missing)
 
-    def _ready(self) -> list[StepJob]:
-        now = time.monotonic()
-        return [job for job in self._look() if self._is_ready(job, now)]
-
-    def _is_ready(self, job: StepJob, now: float) -> bool:
-        is_due = job is not self.writing and not job.is_over and now >= job.retry_at
-        return is_due and job.is_gathered and all(each.is_free for each in job.members())
+    def _ready(self, now: float) -> list[StepJob]:
+        jobs = [job for job in self._look() if job is not self.writing and not job.is_over]
+        due = [job for job in jobs if job.is_gathered and now >= job.retry_at]
+        return [job for job in due if all(each.is_free for each in job.members())]
 
     # Doing it
 
     def _submit(self, job: StepJob) -> None:
-        for held in self._regions.slots() if job.snapshots else ():
+        for each in [each for each in self._regions.sealed() if each.key in job.keys]:
             # A region may have been handed over since.
-            mine = job.snapshots.get(held.slot.rank)
-            if mine is not None and mine.slot is held.slot:
-                mine.regions = self._shared_by(held)
+            job.snapshots[each.slot.rank].regions = self._snapshot(each).regions
         job.has_others = any(self._regions.other_keepers().values())
         job.state, self.writing = JobState.WRITING, job
 
@@ -438,15 +399,14 @@ class Queue:
         self._audit_at = time.monotonic() + _LOOK_PAUSE_S
         for rank in {held.slot.rank for held in self._regions.slots()}:
             newest = self._newest(rank)
-            if newest is None or newest[1].word.state is not SlotState.SEALED:
+            if newest is None or newest.word.state is not SlotState.SEALED:
                 continue
-            held, generation = newest[0], newest[1].generation
-            if generation not in (self._audited.get(held.slot.name), held.slot.persisted):
-                self._audit(*newest)
+            if newest.generation not in (self._audited.get(newest.slot.name), newest.slot.persisted):
+                self._audit(newest)
                 return
 
-    def _audit(self, held: HeldRegion, sealed: Sealed) -> None:
-        snapshot, began = self._snapshot(held, sealed), time.monotonic()
+    def _audit(self, sealed: Sealed) -> None:
+        snapshot, began = self._snapshot(sealed), time.monotonic()
 
         def done(found: StepOutcome | bool | BaseException) -> None:
             pause = (time.monotonic() - began) / _AUDIT_SHARE
@@ -454,15 +414,14 @@ class Queue:
             if isinstance(found, BaseException):
                 log.error("an audit failed", exc_info=found)
             elif isinstance(found, StepOutcome):
-                job = self._job((held.slot.name, sealed.generation))
-                self._torn(job or alone(held.slot, sealed, 0), found)
+                self._torn(self._job(sealed.key) or alone(sealed, 0), found)
             elif found:
                 self.sound += 1
-                self._audited[held.slot.name] = sealed.generation
+                self._audited[sealed.slot.name] = sealed.generation
             self._regions.given_back()
 
         self._is_hurried.clear()
-        self._regions.lend([held.slot, *snapshot.regions])
+        self._regions.lend([sealed.slot, *snapshot.regions])
         self.worker.submit(partial(audit, snapshot, self._is_hurried.is_set), done)
 
     def _discard_damaged(self, rank: int) -> None:

@@ -319,8 +319,16 @@ def ask(
 ) -> dict[str, Any] | None:
     """What the run's keeper answers, None where none lives. KeeperError for one that does not answer within
     `patience_s`, or refuses."""
+    until = time.monotonic() + patience_s
     try:
-        return _ask(runtime, question, patience_s)
+        while is_alive(runtime, ELECTION_LOCK):
+            if time.monotonic() > until:
+                raise TimeoutError
+            # Elected, and not listening yet, or not any more.
+            with suppress(ConnectionError, FileNotFoundError, BlockingIOError, EOFError):
+                if runtime.check_socket(SOCKET_NAME):
+                    return _exchange(runtime, question, patience_s)
+            time.sleep(_LOOK_S)
     except TimeoutError as error:
         raise KeeperError(
             f"The keeper of this run (process {keeper_of(runtime) or '?'}) lives and does not answer: it is "
@@ -328,18 +336,6 @@ def ask(
             f"{os.path.join(runtime.path, 'keeper.log')}; let it go on, or kill it and run this again.",
             path=runtime.path,
         ) from error
-
-
-def _ask(runtime: RuntimeFolder, question: dict[str, object], patience_s: float) -> dict[str, Any] | None:
-    until = time.monotonic() + patience_s
-    while is_alive(runtime, ELECTION_LOCK):
-        if time.monotonic() > until:
-            raise TimeoutError
-        # Elected, and not listening yet, or not any more.
-        with suppress(ConnectionError, FileNotFoundError, BlockingIOError, EOFError):
-            if runtime.check_socket(SOCKET_NAME):
-                return _exchange(runtime, question, patience_s)
-        time.sleep(_LOOK_S)
     return None
 
 

@@ -23,7 +23,7 @@ from flashckpt.memory.region import is_region_name, rank_of
 from flashckpt.memory.runtime import LifeLock
 from flashckpt.persist.job import JobState, StepJob, StepOutcome, Void, alone, few_pauses_s
 from flashckpt.persist.ledger import Ledger
-from flashckpt.persist.needed import Survivor, needed
+from flashckpt.persist.needed_snapshots import Survivor, needed
 from flashckpt.persist.queue import Queue
 from flashckpt.persist.stored_steps import unfinished
 from flashckpt.persist.worker import Worker
@@ -82,13 +82,13 @@ class MemoryRecovery:
         self._regions.reclaim()
         for seen in slots_in(self._runtime):
             held = self._regions.get(seen.slot)
-            sealed = held.sealed() if held is not None else None
+            sealed = None if held is None else held.sealed()
             if not seen.is_slot:
                 self._foreign.append(seen.left_alone())
-            elif held is not None and sealed is not None:
+            elif sealed is not None:
                 self._snapshots[seen.slot] = seen.finding(Fate.KEPT)
                 if seen.is_persisted:
-                    self._saved[seen.slot] = self._writer.place_of(alone(held.slot, sealed, 0))
+                    self._saved[seen.slot] = self._writer.place_of(alone(sealed, 0))
                     self._note(seen.slot, Fate.WAS_COMMITTED)
         for rank in sorted({held.slot.rank for held in self._regions.slots()}):
             self._queue.rescue(rank)

@@ -111,7 +111,6 @@ class Hold:
 
     store: Store
     runtime: RuntimeFolder
-    lock: LifeLock
     election: LifeLock | None
     claimed: AttemptName | None
 
@@ -146,7 +145,7 @@ def hold(store: Store, run: Run) -> Iterator[Hold]:
     with runtime_of(store, run) as found:
         refuse_if_held(store, found)
     runtime, lock = _entered(store, run)
-    held = Hold(store, runtime, lock, None, claimed)
+    held = Hold(store, runtime, None, claimed)
     try:
         held.election = LifeLock.acquire(runtime, ELECTION_LOCK)
         # Who came between the look and the locks.

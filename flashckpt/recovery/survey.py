@@ -70,7 +70,7 @@ def slots_in(runtime: RuntimeFolder) -> list[Seen]:
                     attempt=sealed.attempt,
                     age=sealed.age,
                     num_bytes=sealed.record.image_bytes + sealed.record.constants_bytes,
-                    is_persisted=slot.persisted == sealed.generation,
+                    is_persisted=sealed.is_persisted,
                 )
                 seen.append(found)
     return sorted(seen, key=lambda each: each.age, reverse=True)
@@ -90,7 +90,7 @@ def job_of(runtime: RuntimeFolder, name: str) -> Iterator[StepJob | None]:
         if nonce:
             opened = _opened(runtime, constants_region_name(slot.rank, nonce))
             region = regions.enter_context(opened)
-        yield alone(slot, sealed, 0, *([region] if isinstance(region, Slot) else []))
+        yield alone(sealed, 0, *([region] if isinstance(region, Slot) else []))
 
 
 OnStorage = Callable[[Metadata], bool]
@@ -161,21 +161,15 @@ def _is_sound(runtime: RuntimeFolder, name: str) -> bool:
 @contextlib.contextmanager
 def _opened(runtime: RuntimeFolder, name: str) -> Iterator[Slot | str | None]:
     """A slot, closed again afterwards, or why there is none; None for a region whose making was cut off."""
-    descriptor, slot = -1, None
-    try:
-        descriptor = open_named(runtime, name, os.O_RDONLY).descriptor
-        if not os.pread(descriptor, 8, 0).strip(b"\0"):
-            os.close(descriptor)
-            descriptor = -1
-        else:
-            slot = Slot.open(descriptor, map_image=False, identity=runtime.identity, is_read_only=True)
-    except (FlashckptError, OSError) as error:
-        if descriptor >= 0:
-            os.close(descriptor)
-        yield str(error)
-        return
-    try:
-        yield slot
-    finally:
-        if slot is not None:
-            slot.close()
+    with contextlib.ExitStack() as stack:
+        found: Slot | str | None = None
+        try:
+            descriptor = open_named(runtime, name, os.O_RDONLY).descriptor
+            stack.callback(os.close, descriptor)
+            if os.pread(descriptor, 8, 0).strip(b"\0"):
+                slot = Slot.open(descriptor, map_image=False, identity=runtime.identity, is_read_only=True)
+                stack.pop_all()  # the slot closes it from here on
+                found = stack.enter_context(contextlib.closing(slot))
+        except (FlashckptError, OSError) as error:
+            found = str(error)
+        yield found

@@ -14,7 +14,7 @@ def job_of(trainer: FakeTrainer, slot: Slot, *regions: Slot, is_alone: bool = Fa
     """`is_alone`: no other keeper lives that could write for its attempt."""
     sealed = slot.sealed()
     assert sealed is not None
-    job = alone(slot, sealed, trainer.owners[slot.name], *regions)
+    job = alone(sealed, trainer.owners[slot.name], *regions)
     job.has_others = not is_alone
     return job
 

@@ -12,7 +12,7 @@ from flashckpt.commit.branching import branch
 from flashckpt.commit.holder import here
 from flashckpt.format.names import AttemptName
 from flashckpt.memory.slot import Slot
-from flashckpt.persist.needed import Survivor, needed
+from flashckpt.persist.needed_snapshots import Survivor, needed
 from flashckpt.recovery.report import RecoveryReport
 from flashckpt.store.base import open_store
 from tests.keeper.driver import committed, eventually, ledger
