@@ -156,25 +156,21 @@ class KeeperClient(KeeperConnection):
         """This trainer ends in order: what it asked for is still persisted, then the keeper may go."""
         self.say({"op": "closing"})
 
-    def _kept(self, answer: dict[str, Any], descriptors: list[int]) -> list[SlotGrant]:
-        """Regions that this trainer uses from now on."""
-        grants = _parsed(answer, descriptors)
-        self._held.keep(grants)
+    def _kept(self, answer: dict[str, Any], descriptors: list[int], *, lent: bool = False) -> list[SlotGrant]:
+        """Regions that this trainer uses from now on, or looks at (`lent`)."""
+        rows = answer.get("slots")
+        try:
+            if not isinstance(rows, list) or len(rows) != len(descriptors):
+                raise ProtocolError("The keeper's answer does not say what its descriptors are.")
+            grants = [SlotGrant(each, **row) for each, row in zip(descriptors, rows, strict=True)]
+            self._held.keep(grants, lent=lent)
+        except BaseException:
+            close_all(descriptors)
+            raise
         return grants
 
     def _lent(self, answer: dict[str, Any], descriptors: list[int]) -> list[SlotGrant]:
-        """Regions to be looked at."""
-        grants = _parsed(answer, descriptors)
-        self._held.keep(grants, lent=True)
-        return grants
-
-
-def _parsed(answer: dict[str, Any], descriptors: list[int]) -> list[SlotGrant]:
-    rows = answer.get("slots")
-    if not isinstance(rows, list) or len(rows) != len(descriptors):
-        close_all(descriptors)
-        raise ProtocolError("The keeper's answer does not say what its descriptors are.")
-    return [SlotGrant(descriptor, **row) for descriptor, row in zip(descriptors, rows, strict=True)]
+        return self._kept(answer, descriptors, lent=True)
 
 
 def _one(grants: list[SlotGrant]) -> SlotGrant:

@@ -164,12 +164,7 @@ class KeeperConnection:
 
     def call(self, message: dict[str, Any]) -> dict[str, Any]:
         """The answer to a request. Raises KeeperError, or OutOfRoomError where that is the answer."""
-
-        def taken(answer: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
-            close_all(descriptors)
-            return answer
-
-        return self.call_with_descriptors(message, taken)
+        return self.call_with_descriptors(message, _alone)
 
     def say(self, message: dict[str, Any]) -> None:
         """The same for what each new keeper is to be told again."""
@@ -231,7 +226,8 @@ class KeeperConnection:
 
     def _answered_apart(self, message: dict[str, Any], begun: Taken[None], taken: Taken[T]) -> T:
         with self._lock:
-            elected, peer = self._runtime.inode(ELECTION_LOCK), self._reach()
+            elected = self._runtime.inode(ELECTION_LOCK)
+            peer = None if self._closed else self._reach()
             if peer is None:
                 raise EOFError("nobody listens")
             keeper = elected, peer_uid(peer)[0]
@@ -437,6 +433,11 @@ def _accepted(answer: dict[str, Any], received: list[int]) -> Answer:
     if answer.get("kind") == "room":
         raise OutOfRoomError(message, needed=int(answer["needed"]), available=int(answer["available"]))
     raise Refusal(message)
+
+
+def _alone(answer: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
+    close_all(descriptors)
+    return answer
 
 
 def _asked(peer: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()) -> Answer:
