@@ -198,7 +198,7 @@ class Requests:
             case "adopt":
                 return self._adopt(descriptors)
             case "release":
-                self._release(self._roster.get(connection.lock), message)
+                self._release(self._who(connection), message)
             case "event":
                 self._event(self._who(connection), message)
             case "closing":
@@ -293,12 +293,10 @@ class Requests:
             raise KeeperError(f"A slot that was handed over is none, all others were taken: {wrong[0]}")
         return {"names": names}, ()
 
-    def _release(self, trainer: Trainer | None, message: dict[str, Any]) -> None:
-        for name in names(message, "names"):
-            held = self._regions.get(name)
-            is_others = trainer is not None and held is not None and held.writer not in ("", trainer.lock)
+    def _release(self, trainer: Trainer, message: dict[str, Any]) -> None:
+        for held in map(self._regions.get, names(message, "names")):
             # One that another living trainer was given since stays that one's.
-            if held is not None and not (is_others and self._regions.is_written(held)):
+            if held and (held.writer == trainer.lock or not self._regions.is_written(held)):
                 held.retired, held.writer = True, ""
 
     def _event(self, trainer: Trainer, message: dict[str, Any]) -> None:
@@ -338,11 +336,12 @@ class Requests:
 
 def _described(held: HeldRegion) -> dict[str, Any]:
     sealed = held.sealed()
+    slot = held.slot
     return {
-        "name": held.slot.name,
+        "name": slot.name,
         "kind": held.kind,
-        "num_bytes": held.slot.header.num_bytes,
-        "constants": held.slot.header.holds_constants,
+        "num_bytes": slot.header.num_bytes,
+        "constants": slot.header.holds_constants,
         "step": None if sealed is None else sealed.step,
         "attempt": None if sealed is None else str(sealed.attempt),
         "committed": sealed is not None and sealed.is_persisted,
