@@ -66,9 +66,6 @@ class Server:
         self._listener = self._listening()
         self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
-    def __len__(self) -> int:
-        return len(self._connections)
-
     def register(self, poll: select.poll) -> None:
         self._connections = {each: one for each, one in self._connections.items() if one.is_open}
         poll.register(self._listener.fileno(), select.POLLIN)
