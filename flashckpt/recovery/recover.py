@@ -15,6 +15,7 @@ from flashckpt.commit import attempts
 from flashckpt.commit.run import open_run
 from flashckpt.events import Event, log
 from flashckpt.format.names import AttemptName
+from flashckpt.format.records import Run
 from flashckpt.keeper.protocol import Status
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.persist.ledger import Ledger
@@ -56,33 +57,37 @@ def recover(
     told = watcher or Silent()
     told.stage("looking")
 
-    def report(
-        runtime: RuntimeFolder | None, keeper: int | None, findings: list[Finding], examined: Examined
-    ) -> RecoveryReport:
-        told.stage("resume")
-        resume, problem = resume_of(store, runtime, examined.damaged)
-        return RecoveryReport(
-            run=store.url,
-            run_id=run.run_id,
-            dry_run=dry_run,
-            verified=read,
-            keeper=keeper,
-            findings=tuple(findings),
-            whole=len(examined.whole),
-            num_bytes=examined.num_bytes,
-            resume=resume,
-            resume_problem=problem,
-        )
-
     if dry_run:
         with runtime_of(store, run) as runtime:
             refuse_if_held(store, runtime)
-            return report(runtime, *look(store, runtime, told, discard=discard, read=read))
+            found = look(store, runtime, told, discard=discard, read=read)
+            return _report(store, run, runtime, told, *found, dry_run=True, read=read)
     with hold(store, run) as held, closing(Ledger(store)) as ledger:
-        done = report(held.runtime, *_save(held, told, ledger, discard=discard, read=read))
+        found = _save(held, told, ledger, discard=discard, read=read)
+        done = _report(store, run, held.runtime, told, *found, dry_run=False, read=read)
         resume = None if done.resume is None else done.resume.step
         ledger.add(None, Event.RECOVER, resume=resume, problem=done.resume_problem or None)
         return done
+
+
+def _report(
+    store: Store, run: Run, runtime: RuntimeFolder | None, watcher: Watcher,
+    keeper: int | None, findings: list[Finding], examined: Examined, *, dry_run: bool, read: bool,
+) -> RecoveryReport:  # fmt: skip
+    watcher.stage("resume")
+    resume, problem = resume_of(store, runtime, examined.damaged)
+    return RecoveryReport(
+        run=store.url,
+        run_id=run.run_id,
+        dry_run=dry_run,
+        verified=read,
+        keeper=keeper,
+        findings=tuple(findings),
+        whole=len(examined.whole),
+        num_bytes=examined.num_bytes,
+        resume=resume,
+        resume_problem=problem,
+    )
 
 
 def _save(
