@@ -19,14 +19,15 @@ _NICENESS = 5
 _MOST_CPUS = 4096
 
 
-def run(run_path: str, runtime_path: str) -> None:
-    """Be the keeper of a run until it is time to go; return at once if the run has one."""
+def run(run_path: str, runtime_path: str, starter: int = 0) -> None:
+    """Be the keeper of a run until it is time to go; return at once if the run has one. `starter` is the
+    trainer's process."""
     from flashckpt.events import log
     from flashckpt.keeper.daemon import Keeper
     from flashckpt.memory.runtime import RuntimeFolder
 
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(process)d %(message)s")
-    keeper = Keeper.elected(run_path, RuntimeFolder.at(runtime_path))
+    keeper = Keeper.elected(run_path, RuntimeFolder.at(runtime_path), starter)
     if keeper is None:
         return
     # Own niceness and affinity: a trainer that was pinned to cores must not share them with us.
@@ -51,8 +52,8 @@ def run(run_path: str, runtime_path: str) -> None:
     os._exit(0)
 
 
-def _ordered() -> tuple[str, str]:
-    """The run and the runtime folder of a trainer's orders, in a process that is nobody's any more."""
+def _ordered() -> tuple[str, str, int]:
+    """What a trainer orders, in a process that is nobody's any more: see `run`."""
     orders = json.load(sys.stdin)
     # The trainer's child ends here and is reaped at once; its child, in a session of its own and not
     # its leader, belongs to init: no launcher waits for it, no terminal's hang-up reaches it.
@@ -65,7 +66,7 @@ def _ordered() -> tuple[str, str]:
         if path not in sys.path and os.path.basename(path) in ("site-packages", "dist-packages"):
             site.addsitedir(path)
     sys.path[:] = paths + [path for path in sys.path if path not in paths]
-    return str(orders["run"]), str(orders["runtime"])
+    return str(orders["run"]), str(orders["runtime"]), int(orders["starter"])
 
 
 def main() -> None:

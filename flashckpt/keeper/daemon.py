@@ -47,12 +47,13 @@ class Keeper:
     """One keeper of one run on one node, elected or not made at all."""
 
     @classmethod
-    def elected(cls, run_path: str, folder: RuntimeFolder) -> Keeper | None:
-        """The keeper, or None where the run has one: of two started at once, one stays."""
+    def elected(cls, run_path: str, folder: RuntimeFolder, starter: int = 0) -> Keeper | None:
+        """The keeper, or None where the run has one: of two started at once, one stays. `starter` is the
+        process that started it."""
         election = LifeLock.acquire(folder, ELECTION_LOCK)
-        return None if election is None else cls(run_path, folder, election)
+        return None if election is None else cls(run_path, folder, election, starter)
 
-    def __init__(self, run_path: str, folder: RuntimeFolder, election: LifeLock) -> None:
+    def __init__(self, run_path: str, folder: RuntimeFolder, election: LifeLock, starter: int) -> None:
         self.nonce = secrets.token_hex(4)
         self.folder = folder
         self._election = election
@@ -82,7 +83,7 @@ class Keeper:
         self._watchdog = Watchdog(
             folder, self.regions, self.roster, self.ledger, self.queue, self._watch_worker
         )
-        self._exit = ExitRule(store, self.roster, self.queue, self.regions)
+        self._exit = ExitRule(store, self.roster, self.queue, self.regions, starter)
         held, done = (self.regions, self.roster, self.ledger), (self.queue, self.outcomes)
         requests = Requests(*held, self._allocation, *done, run_folder, self._exit)
         self._server = Server(folder, requests.answer)

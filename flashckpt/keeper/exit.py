@@ -9,6 +9,7 @@ certain nothing can be saved any more, and nobody is waited for.
 
 from __future__ import annotations
 
+import os
 import time
 
 from flashckpt.errors import FlashckptError
@@ -27,8 +28,13 @@ _MOST_LOOKS_WITHOUT_RUN = 3
 
 
 class ExitRule:
-    def __init__(self, store: Store, roster: Roster, queue: Queue, regions: Regions) -> None:
+    """`starter` is the process that started this one, 0 where it is not known."""
+
+    def __init__(
+        self, store: Store, roster: Roster, queue: Queue, regions: Regions, starter: int = 0
+    ) -> None:
         self._store, self._roster, self._queue, self._regions = store, roster, queue, regions
+        self._starter = starter
         self._until = self._gone_until = time.monotonic() + _FIRST_TRAINER_S
         # How many trainers it had seen when it was asked to go: who asked knew of no later one.
         self._asked_after = self._discarded_after = -1
@@ -74,7 +80,15 @@ class ExitRule:
         if self._queue.is_pending():
             # A disk that is away looks like a run that was deleted: what is saved nowhere waits for it.
             return self.run_is_gone and now >= self._gone_until
-        return self.run_is_gone or now >= self._until or self._asked_after == self._roster.seen
+        is_asked = self._asked_after == self._roster.seen
+        return self.run_is_gone or is_asked or now >= self._until or self._is_for_nobody
+
+    @property
+    def _is_for_nobody(self) -> bool:
+        """Whether who started it has ended and never came: an `attach` that failed. What is in memory here is
+        waited with for another attempt all the same."""
+        came = self._roster.seen or len(self._regions)
+        return bool(self._starter) and not came and not os.path.exists(f"/proc/{self._starter}")
 
     @property
     def lingers_s(self) -> float:

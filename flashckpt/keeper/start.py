@@ -107,7 +107,7 @@ def _started(run_path: str, runtime: RuntimeFolder) -> int:
             "but nothing would be persisted. Run under an ordinary python."
         )
     paths = [os.path.abspath(path) for path in sys.path]
-    orders = json.dumps({"paths": paths, "run": run_path, "runtime": runtime.path}).encode()
+    told = {"paths": paths, "run": run_path, "runtime": runtime.path, "starter": os.getpid()}
     program = os.path.join(os.path.dirname(os.path.abspath(__file__)), "__main__.py")
     log = runtime.open_file(LOG_NAME, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     reading = writing = -1
@@ -126,7 +126,7 @@ def _started(run_path: str, runtime: RuntimeFolder) -> int:
             pass_fds=[writing],
         )
         with child:
-            _order(child, orders)
+            _order(child, json.dumps(told).encode())
     except BaseException as error:
         close_all([reading])
         if isinstance(error, OSError):

@@ -7,6 +7,8 @@ import os
 import select
 import signal
 import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -245,6 +247,23 @@ def test_a_keeper_that_was_deposed_while_it_left_removes_nothing(tmp_path: Path,
     assert {region.name, SOCKET_NAME} <= set(folder.names())
     keeper._server.close()
     keeper._election.release(folder)
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_keeper_whose_starter_ended_before_it_came_waits_for_nobody(
+    has_ended: bool, tmp_path: Path, runtime: Path
+) -> None:
+    """It was started early, and the attach failed. What is in memory it keeps for another attempt."""
+    _, identity = open_runtime(tmp_path / "run", runtime)
+    folder = RuntimeFolder.open(str(runtime), identity)
+    starter = subprocess.Popen([sys.executable, "-c", ""])
+    starter.wait()
+    keeper = Keeper.elected(str(tmp_path / "run"), folder, starter.pid if has_ended else os.getpid())
+    assert keeper is not None
+    assert keeper._exit.is_due(time.monotonic()) == has_ended
+    keeper.regions.put(keeper.regions.make(0, [0], SlotSize(4096, 4096)).regions[0])
+    assert not keeper._exit.is_due(time.monotonic())
+    keeper._leave()
 
 
 def test_a_pidfd_of_another_process_does_not_keep_the_keeper_awake(tmp_path: Path, runtime: Path) -> None:
