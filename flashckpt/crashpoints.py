@@ -17,6 +17,7 @@ from flashckpt.options import crash_at
 # Every point, and what a death there leaves. tests/crash kills at each; none may be missing here.
 POINTS = {
     "claim.taken": "an attempt that is claimed and never started",
+    "resume.constants": "a sealed region that no snapshot names, read from disk",
     "resume.read": "a slot that a step was read into and that is not sealed",
     "resume.sealed": "a slot that holds a step from disk, of an attempt that has not started",
     "resume.verified": "a pinned snapshot; the live state is untouched",
@@ -36,7 +37,6 @@ POINTS = {
     "seal.submitted": "a seal under way",
     "share.filled": "a region of constants WRITING, its bytes whole",
     "share.sealed": "a sealed region that no snapshot names",
-    "share.named": "slots with room for constants that stand elsewhere from now on",
     "adopt.taken": "slots opened by a keeper that served nobody",
     "adopt.reclaimed": "slots freed of the dead, and no snapshot asked for",
     "adopt.done": "the newest snapshot of the dead asked for",

@@ -40,12 +40,6 @@ def abandon(checkpointer: flashckpt.Checkpointer) -> None:
     checkpointer.__exit__(RuntimeError, RuntimeError("left"), None)
 
 
-def until_shared(checkpointer: flashckpt.Checkpointer) -> None:
-    """Stand still in an iteration until the next boundary may name a region of constants, or one has."""
-    sharing, capture = checkpointer._attendant.slots.sharing, checkpointer._capture
-    until(lambda: sharing.ready or capture.may_name_shared, "what slots share")
-
-
 def until_slots(checkpointer: flashckpt.Checkpointer) -> None:
     """Stand still in an iteration until slots are ready: from the next boundary on snapshots are taken.
     They are asked for at the first boundary after the first step, so that one passes at once."""

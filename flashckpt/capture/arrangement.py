@@ -29,7 +29,7 @@ class Arrangement:
         self.plan = plan
         self._devices: Sequence[Device | None] = ways.device_of(plan)
         self.ways: list[Way] = ways.choose(plan, self._devices, fired, room)
-        host = [i for i, device in enumerate(self._devices) if device is None]
+        host = [i for i, each in enumerate(self._devices) if each is None and i not in plan.outdated]
         constants = [i for i in host if self.ways[i] is Way.CONSTANT]
         suspects = [i for i in host if ways.suspect(plan.leaves[i].name)]
         self.host = HostCopies(plan, host, constants, suspects, threads)
@@ -41,12 +41,8 @@ class Arrangement:
         self.host.stage(i for t in self.transfers if t.arena is not None for i in t.arena.bridged)
         self.captures = 0
         self.names = [leaf.name for leaf in plan.leaves]
-        self.candidates = ways.candidates(plan)
-        # Whether each capture copies some constants all the same: then no region can hold them for all. Asked
-        # at every boundary.
-        copies = any(transfer.copied_constants() for transfer in self.transfers)
-        self.copies_constants = copies or self.host.copied_constants()
-        self._expected = np.array(ways.expected(self.names[plan.first_constant :]), dtype=np.uint64)
+        held = plan.region.digests if plan.region is not None else ()
+        self._held: Addresses = np.array(held, dtype=np.uint64)
 
     def moved(self, indexes: Iterable[int]) -> None:
         """The plan was patched: these leaves lie elsewhere now."""
@@ -88,13 +84,9 @@ class Arrangement:
             transfer.gate()
 
     def changed_constants(self, table: Addresses) -> list[int]:
-        """Those whose digests in a slot's table are not the ones that made them constants."""
+        """Those whose digests in a slot's table are not those that the region was sealed with."""
         first = self.plan.first_constant
-        return [first + int(i) for i in np.flatnonzero(table[first:] != self._expected)]
-
-    def device_constants(self) -> list[int]:
-        """Those whose bytes are copied into a slot only once."""
-        return [index for transfer in self.transfers for index in transfer.constants()]
+        return [first + int(i) for i in np.flatnonzero(table[first:] != self._held)]
 
     def _find_feeders(self, host: Iterable[int]) -> None:
         """Devices that write leaves in host memory: these are read after the kernels of the boundary."""

@@ -8,31 +8,38 @@ capture wait for copies in flight.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from flashckpt import _native
+from flashckpt import _native, crashpoints
 from flashckpt.capture.arrangement import Arrangement
+from flashckpt.capture.constants import Constants, ConstantsChanged, ConstantsRegion
 from flashckpt.capture.device.base import Device
 from flashckpt.capture.flights import Flight, Flights
 from flashckpt.capture.following import Following, Walkable
 from flashckpt.capture.heartbeat import Pulse
 from flashckpt.capture.hooks import Boundary, StepHooks, unwrapped
 from flashckpt.capture.intervals import Intervals
+from flashckpt.capture.live_digests import digest_tensors
 from flashckpt.capture.outcome import Outcome, Verdict
+from flashckpt.capture.plan import Plan
+from flashckpt.capture.region_copy import RegionCopy
 from flashckpt.capture.schedule import Schedule
-from flashckpt.capture.shared import ConstantsChanged, Shared
 from flashckpt.capture.target import Target
 from flashckpt.capture.targets import Targets
 from flashckpt.capture.ways import Ways, describe
-from flashckpt.format.layout import Layout
+from flashckpt.errors import KeeperError
+from flashckpt.events import log
+from flashckpt.memory.constants import region_size
 from flashckpt.memory.control_page import SlotSize
-from flashckpt.memory.slot import Slot, SlotRing
+from flashckpt.memory.slot import Slot, SlotRing, SlotState
 from flashckpt.options import Options
 
+_COPIES = 3
 _NO_MEMORY = "the device has no memory left for a snapshot's buffers"
 
 
@@ -40,8 +47,8 @@ class Capture:
     """Snapshots of one state into slots.
 
     schedule says which boundaries are taken; attempt is (number, nonce) of this attempt; optimizers are those
-    of the state, wrapped or not; constants are the digests, by name, of leaves that were constants in the
-    snapshot that the state was restored from.
+    of the state, wrapped or not; known are the digests, by name, of the snapshot that the state was restored
+    from, constants names those of it that were, region is the one that it names.
     """
 
     def __init__(
@@ -56,7 +63,9 @@ class Capture:
         optimizers: Sequence[object] = (),
         attempt: tuple[int, int] = (0, 0),
         owner: int | Mapping[str, int] = 1,
-        constants: Mapping[str, int] = MappingProxyType({}),
+        known: Mapping[str, int] = MappingProxyType({}),
+        constants: Collection[str] = (),
+        region: ConstantsRegion | None = None,
     ) -> None:
         self._tree, self._sealer, self._options, self._devices = tree, sealer, options, devices
         self._attempt = attempt
@@ -64,8 +73,12 @@ class Capture:
         self._optimizers: list[Any] = [o for o in inner if isinstance(o, torch.optim.Optimizer)]
         self.hooks = StepHooks(self._optimizers, self._close_gates, self._capturing)
         self.schedule = schedule
-        self._ways = Ways(self._optimizers, devices, constants)
-        self._flights = Flights(self._ways, sealer, self._lost, self._rearrange)
+        threads = options.threads or torch.get_num_threads()
+        digests = partial(digest_tensors, threads=threads)
+        self._constants = Constants(self._optimizers, digests, self._reaches, known, constants, region)
+        self._copy: RegionCopy | None = None
+        self._ways = Ways(self._optimizers, devices, self._constants)
+        self._flights = Flights(self._ways, self._constants, sealer, self._lost, self._rearrange)
         self._intervals = Intervals(self.schedule.budget, devices)
         self._skipped, self._skipped_step = 0, -1
         self._targets = Targets(devices)
@@ -74,11 +87,11 @@ class Capture:
             tree,
             self._ways,
             self.hooks,
-            self._targets,
+            self._constants,
             self.pulse,
             devices,
             options.device_memory,
-            options.threads or torch.get_num_threads(),
+            threads,
         )
         self._ordered = False
         self._asked: Flight | None = None
@@ -127,49 +140,83 @@ class Capture:
         if not ordered and not self._has_state():
             return None
         walk = self._tree.walk(self.hooks.used_up)
+        self._constants.decide(walk.leaves)
         plan = self._following.plan(walk)
         needed = self._targets.room_for(plan)
         plan.release()
         return needed
 
-    # ---- constants that slots share
+    # ---- constants
+
+    def look(self) -> None:
+        """Before the first iteration: digest what may be constant. Reads its bytes."""
+        if self._constants.is_to_look:
+            self._constants.look(self._tree.walk(self.hooks.used_up).leaves)
+
+    def region_wanted(self) -> SlotSize | None:
+        """What a region of constants has to have room for, where one is to be made. To be asked after
+        `room_wanted`."""
+        planned = self._constants.planned
+        return region_size(planned) if planned is not None and self._copy is None else None
+
+    def fill_region(self, region: Slot, owner: int) -> None:
+        """Copy what is constant into this one, before the next capture. It is unmapped once it is sealed."""
+        self._copy = RegionCopy(region, owner, self._sealer)
 
     @property
-    def is_planned(self) -> bool:
-        """Whether a plan stands. Between two of them nobody knows what is wanted."""
-        return self._following.current is not None
+    def region(self) -> ConstantsRegion | None:
+        """The sealed region that captures name."""
+        return self._constants.region
 
     @property
-    def is_copying(self) -> bool:
-        """Whether copies of a device are on their way, as far as was seen at the last boundary."""
-        return self._flights.running()
+    def region_named(self) -> int | None:
+        """The nonce of the region that captures may name, or that is to be filled."""
+        if self._copy is not None:
+            return self._copy.nonce
+        region = self._constants.region
+        return None if region is None else region.nonce
 
-    @property
-    def may_name_shared(self) -> bool:
-        """Whether the next captures may name the region that was taken up with `share`."""
-        return self._targets.shared is not None
+    def _is_filled(self, step: int, *, ordered: bool) -> bool:
+        """Whether what is constant stands in its region, sealed: no snapshot is begun that names another.
+        Copies of a device are waited for only where a capture is ordered."""
+        copy = self._copy
+        if copy is None:
+            return True
+        try:
+            if copy.arrangement is None:
+                walk = self._tree.walk(self.hooks.used_up)
+                plan = Plan(walk, only=self._constants.to_copy(walk.leaves))
+                copy.begin(self._following.arranged(plan, {}), step, self._attempt)
+            state = copy.state(wait=ordered)
+            if state is SlotState.WRITING:
+                return False
+            if state is SlotState.SEALED:
+                self._constants.filled(copy.sealed())
+                crashpoints.point("share.sealed")
+            elif not self._is_given_up(copy):
+                return False
+        except KeeperError as error:
+            log.warning("each slot has a copy of what never changes: %s", error)
+            self._constants.give_up()
+        self._end_copy()
+        return True
 
-    def sharing_wanted(self) -> Layout | None:
-        """The constants of the plan as it stands, where slots hold them, or some of them, and need not."""
-        arrangement = self._following.current
-        if arrangement is None or self._targets.ring is None:
-            return None
-        if arrangement.plan.shared is not None:
-            return self._following.further
-        return None if arrangement.copies_constants else arrangement.plan.image.constants
+    def _is_given_up(self, copy: RegionCopy) -> bool:
+        """A region could not be sealed: tried again without what was written meanwhile."""
+        reason, copied = self._flights.failure_of(copy.target)
+        assert copy.arrangement is not None
+        names, torn = copy.arrangement.names, copy.target.empty_entries() if copied else []
+        for index in torn:
+            self._constants.changed(names[index])
+        copy.drop()
+        if copy.tries < _COPIES:
+            return False
+        raise KeeperError(f"their region could not be sealed ({reason or 'they are written all the time'}).")
 
-    def share(self, shared: Shared) -> None:
-        """Leave constants to this region from now on. Waits for the copies in flight and for their seals:
-        the one before may be let go once no snapshot names it."""
-        self._flights.wait()
-        self._targets.shared = shared
-        self._following.drop()
-
-    def room_to_spare(self) -> SlotSize | None:
-        """What slots have to have room for, for the plan as it stands, where those there are still have room
-        for the constants that they share; None else."""
-        arrangement = self._following.current
-        return None if arrangement is None else self._targets.room_to_spare(arrangement.plan)
+    def _end_copy(self) -> None:
+        copy, self._copy = self._copy, None
+        if copy is not None:
+            copy.end()
 
     # ---- boundaries
 
@@ -249,6 +296,7 @@ class Capture:
         self._flights.wait()
         self._forget_slots()
         self._targets.release()
+        self._end_copy()
         self._following.drop()
         for device in self._devices:
             device.close()
@@ -288,6 +336,8 @@ class Capture:
             return _skipped(step, "the copy of the snapshot before is still running")
         began_s = time.perf_counter()
         try:
+            if not self._is_filled(step, ordered=ordered):
+                return _skipped(step, "what never changes is being copied")
             arrangement, data = self._following.follow(values)
         except torch.OutOfMemoryError:
             self._following.drop()
@@ -309,9 +359,8 @@ class Capture:
             self._fill(target, arrangement, data, step, hooks, persist)
         except ConstantsChanged as found:
             for index in found.indexes:
-                self._ways.no_constant(arrangement.names[index])
+                self._constants.changed(arrangement.names[index])
             self._following.drop()
-            # Once: without these, no region holds just the constants that are left.
             return self._capture(step, values, hooks, capturing, ordered, persist)
         except torch.OutOfMemoryError:
             self._following.drop()
@@ -350,6 +399,9 @@ class Capture:
 
     def _close_gates(self) -> None:
         self._following.gate()
+
+    def _reaches(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == "cpu" or any(device.owns(tensor) for device in self._devices)
 
     def _capturing(self) -> bool:
         return any(device.capturing() for device in self._devices)

@@ -1,7 +1,7 @@
 """Snapshots that were begun and are not sealed yet, and what became of them.
 
-Owns the list of flights and what is learned when one ends: torn leaves, constants, lost snapshots. Never
-waits but where `wait` is called, at the end of runs.
+Owns the list of flights and what is learned when one ends: torn leaves, changed constants, lost snapshots.
+Never waits but where `wait` is called, at the end of runs.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from flashckpt import _native
 from flashckpt.capture.arrangement import Arrangement
+from flashckpt.capture.constants import Constants
 from flashckpt.capture.target import Target
 from flashckpt.capture.ways import Way, Ways
 from flashckpt.events import log
@@ -48,11 +49,12 @@ class Flights:
     def __init__(
         self,
         ways: Ways,
+        constants: Constants,
         sealer: _native.Sealer,
         on_lost: Callable[[Flight], None],
         on_changed: Callable[[], None],
     ) -> None:
-        self._ways, self._sealer = ways, sealer
+        self._ways, self._constants, self._sealer = ways, constants, sealer
         self._on_lost, self._on_changed = on_lost, on_changed
         self._flying: list[Flight] = []
         self._landed: dict[str, _Landed] = {}
@@ -114,37 +116,22 @@ class Flights:
         self.newest_step = flight.step
         if target.generation != flight.generation:
             return  # written again already: there is nothing left to look at
-        wrong = []
-        for index in arrangement.device_constants():
-            digest = int(target.table[index])
-            if target.kept.setdefault(index, digest) != digest:
-                wrong.append(index)
         landed = _Landed(flight, target, arrangement.names, arrangement.ways)
-        changed = arrangement.changed_constants(target.table)
-        for index in {*wrong, *changed}:
-            self._ways.no_constant(landed.names[index])
-        if changed:
-            self._on_changed()
-        if wrong:
-            # Its bytes are those of an earlier step: the digest would have it discarded, later.
+        if self._changed(flight, arrangement):
+            # The region holds other bytes of them: the digests would have it discarded, later.
             word = target.slot.state()
             if word.generation == flight.generation:
                 target.slot.free(word)
             target.forget()
-            self._on_changed()
             self.sealed -= 1
             self._lose(flight)
             return
         self._landed[target.slot.name] = landed
-        digests = {i: int(target.table[i]) for i in arrangement.candidates}
-        if self._ways.note(arrangement.plan, digests):
-            self._on_changed()
 
     def _refused(self, flight: Flight, arrangement: Arrangement) -> None:
         """Not sealed, or sealed and discarded by the keeper's audit before this was asked."""
         target = flight.target
-        self._failures.update({word: (why, copied) for word, why, copied in self._sealer.failures()})
-        reason, copied = self._failures.pop(target.slot.word_address, ("", True))
+        reason, copied = self.failure_of(target)
         generation, found = target.slot.torn
         torn = list(found) if generation == flight.generation else []
         if reason:
@@ -159,6 +146,11 @@ class Flights:
         self._tear(_Landed(flight, target, names, arrangement.ways), leaves)
         self._lose(flight)
 
+    def failure_of(self, target: Target) -> tuple[str, bool]:
+        """Why a slot was not sealed, and whether its copies had ended all the same."""
+        self._failures.update({word: (why, copied) for word, why, copied in self._sealer.failures()})
+        return self._failures.pop(target.slot.word_address, ("", True))
+
     def _changed(self, flight: Flight, arrangement: Arrangement) -> set[int]:
         """Constants that were written since the capture before, which is no fault of how they are copied."""
         target = flight.target
@@ -166,7 +158,7 @@ class Flights:
             return set()
         changed = {*arrangement.changed_constants(target.table)} - {*target.empty_entries()}
         for index in changed:
-            self._ways.no_constant(arrangement.names[index])
+            self._constants.changed(arrangement.names[index])
         if changed:
             self._on_changed()
         return changed

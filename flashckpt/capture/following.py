@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from flashckpt.capture.arrangement import Arrangement
+from flashckpt.capture.constants import Constants
 from flashckpt.capture.device.base import Device
 from flashckpt.capture.heartbeat import Pulse
 from flashckpt.capture.hooks import StepHooks
-from flashckpt.capture.plan import Change, Plan, layout_of
+from flashckpt.capture.plan import Change, Plan
 from flashckpt.capture.room import arena_room
-from flashckpt.capture.targets import Targets
 from flashckpt.capture.ways import Ways
 from flashckpt.errors import StateError
-from flashckpt.format.layout import Layout, Leaf
 
 if TYPE_CHECKING:
     from flashckpt.state.tree import Walk
@@ -46,24 +45,22 @@ class Walkable(Protocol):
 
 
 class Following:
-    """`current` is None until the first capture, and where ways are to be chosen again; `further` are all
-    constants where the region that slots share does not hold them all. device_memory: bytes that arenas may
-    take on a device, None to find out."""
+    """`current` is None until the first capture, and where ways are to be chosen again. device_memory: bytes
+    that arenas may take on a device, None to find out."""
 
     def __init__(
         self,
         tree: Walkable,
         ways: Ways,
         hooks: StepHooks,
-        targets: Targets,
+        constants: Constants,
         pulse: Pulse,
         devices: Sequence[Device],
         device_memory: int | None,
         threads: int,
     ) -> None:
         self.current: Arrangement | None = None
-        self.further: Layout | None = None
-        self._tree, self._ways, self._hooks, self._targets = tree, ways, hooks, targets
+        self._tree, self._ways, self._hooks, self._constants = tree, ways, hooks, constants
         self._pulse, self._devices, self._limit, self._threads = pulse, devices, device_memory, threads
         self._walk: Walk | None = None
         self._chosen = self._ground()
@@ -91,47 +88,12 @@ class Following:
         )
 
     def plan(self, walk: Walk) -> Plan:
-        """A plan of one walk, with the constants left to the region that slots share, where that holds just
-        these."""
-        constants, shared, self.further = self._ways.constants(walk.leaves), self._targets.shared, None
-        if shared is None:
-            return Plan(walk, constants)
-        held = shared.by_name()
-        if not self._ways.have_constants(held):
-            self._targets.shared = None  # for good: what was no constant once is none any more
-            return Plan(walk, constants)
-        # Those that were found since are copied as before, until there is a region with them. In the slots
-        # there may be no room for all: nothing would be captured, and for larger ones there may be no memory.
-        plan = Plan(walk, frozenset(held), shared)
-        unfit = self._unfit(plan, constants, shared.layout)
-        for name in unfit:
-            self._ways.no_constant(name)
-        constants -= unfit
-        if plan.shared is None or unfit & held.keys():
-            plan.release()
-            return Plan(walk, constants)
-        if len(held) < len(constants):
-            self.further = layout_of(walk, constants)
-        return plan
+        """A plan of one walk, with what is constant left to the region."""
+        return Plan(walk, *self._constants.parts(walk.leaves))
 
-    def _unfit(self, plan: Plan, constants: frozenset[str], held: Layout) -> frozenset[str]:
-        """Constants that no region can hold: what each snapshot has to make row-major, or what is laid out
-        otherwise than it is held. Slots would, for all constants: these become ordinary leaves instead, and
-        a region goes on holding the others."""
-        places = {leaf.name: index for index, leaf in enumerate(plan.leaves)}
-        before = {leaf.name: leaf for leaf in held.leaves}
-        return frozenset(
-            name
-            for name in constants
-            if not self._is_read_in_place(plan, places[name])
-            or (name in before and not _same_bytes(before[name], plan.leaves[places[name]]))
-        )
-
-    def _is_read_in_place(self, plan: Plan, index: int) -> bool:
-        """Whether a capture digests a leaf where it lies."""
-        tensor = plan.tensors[index]
-        is_reached = any(device.owns(tensor) for device in self._devices) or tensor.device.type == "cpu"
-        return index not in plan.odd and is_reached
+    def arranged(self, plan: Plan, room: dict[str, int]) -> Arrangement:
+        """A plan with the way of each leaf. room: bytes that an arena may take, by device name."""
+        return Arrangement(plan, self._ways, self._hooks.fired, room, self._threads)
 
     def gate(self) -> None:
         if self.current is not None:
@@ -150,11 +112,7 @@ class Following:
         self._walk = self._tree.walk(self._hooks.used_up)
         plan = self.plan(self._walk)
         self._chosen = self._ground()
-        self.current = Arrangement(plan, self._ways, self._hooks.fired, self._room(), self._threads)
-        if plan.shared is not None and self.current.copies_constants:
-            # No region holds what has to be made row-major for each snapshot: the slots do.
-            self._targets.shared = None
-            self._rebuild()
+        self.current = self.arranged(plan, self._room())
 
     def _ground(self) -> tuple[frozenset[int], bool]:
         """What ways were chosen by, beside the plan: whose hooks fire, and whether room is known."""
@@ -171,7 +129,3 @@ class Following:
             for transfer in self.current.transfers
         ):
             self.drop()
-
-
-def _same_bytes(one: Leaf, other: Leaf) -> bool:
-    return (one.dtype, one.shape, one.stride) == (other.dtype, other.shape, other.stride)

@@ -1,7 +1,7 @@
 """The host way: leaves in CPU memory, copied by native threads at the boundary, digests on the way.
 
 Owns the arrays of addresses that native code reads; allocates none once the plan stands. A constant on
-the host is only read: its bytes stand in the slot already if its digest is the one they were written by.
+the host is only read: its bytes stand in the plan's region if its digest is the one they were written by.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from flashckpt import _native
+from flashckpt.capture.constants import ConstantsChanged
 from flashckpt.capture.plan import Addresses, Plan
-from flashckpt.capture.shared import ConstantsChanged
 from flashckpt.capture.target import Target
 from flashckpt.capture.ways import SMALL_BYTES
 
@@ -35,7 +35,7 @@ class HostCopies:
         chosen = list(indexes)
         # Leaves of a device that this library has no streams for are copied, and waited for, by torch.
         self._odd = [i for i in chosen if i in plan.odd or _elsewhere(plan, i)]
-        self._constants = np.array(sorted(set(constants) - set(self._odd)), dtype=np.int64)
+        self._constants = np.array(sorted(constants), dtype=np.int64)
         apart = {*self._odd, *self._constants.tolist()}
         self._plain = np.array([i for i in chosen if i not in apart], dtype=np.int64)
         self._suspects = frozenset(suspects)
@@ -75,17 +75,13 @@ class HostCopies:
         places = self._offsets[self._staged] + np.uint64(target.image_address)
         return np.stack([self._staged_places, places, self._sizes[self._staged]], axis=1)
 
-    def copied_constants(self) -> bool:
-        """Whether there are constants that are no row-major bytes in memory: each capture copies them."""
-        return any(index >= self._plan.first_constant for index in self._odd)
-
     def moved(self) -> None:
         """Read the addresses again: the plan was patched."""
         np.take(self._plan.addresses, self._plain, out=self._sources)
 
     def capture(self, target: Target, *, check: bool) -> None:
-        """Copy everything, of constants what does not stand in the slot as it is now. Raises ConstantsChanged
-        where they are to stand in a region that slots share, and do not.
+        """Copy everything but constants, which are digested. Raises ConstantsChanged where their region holds
+        others.
 
         check: read the sources again after the copy, and let the seal refuse a difference: digests are of
         the bytes that were copied, and do not see a thread that writes a leaf while it is copied.
@@ -130,23 +126,13 @@ class HostCopies:
         address = _native.address_of(digests.data)
         _native.digest_many(sources.data, self._constant_sizes.data, address, self._threads)
         target.table[self._constants] = digests
+        region = self._plan.region
+        assert region is not None
         pairs = zip(self._constants.tolist(), digests.tolist(), strict=True)
-        changed = [(index, digest) for index, digest in pairs if target.kept.get(index) != digest]
-        if changed and self._plan.shared is not None:
-            raise ConstantsChanged([index for index, _ in changed])
-        for index, digest in changed:
-            self._copy_one(target, index)
-            if int(target.table[index]) == digest:
-                target.kept[index] = digest
-            else:
-                target.table[index] = _native.EMPTY_DIGEST
-
-    def _copy_one(self, target: Target, index: int) -> None:
-        one = slice(index, index + 1)
-        destination = self._plan.offsets[one] + np.uint64(target.image_address)
-        table = target.table_address + 8 * index
-        source, size = self._plan.addresses[one], self._plan.sizes[one]
-        _native.copy_digest(source.data, destination.data, size.data, table, self._threads)
+        first = self._plan.first_constant
+        changed = [index for index, digest in pairs if region.digests[index - first] != digest]
+        if changed:
+            raise ConstantsChanged(changed)
 
 
 def _elsewhere(plan: Plan, index: int) -> bool:

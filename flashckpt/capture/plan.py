@@ -15,16 +15,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flashckpt import _native
-from flashckpt.capture.shared import Shared
-from flashckpt.format.layout import Layout, Leaf, SlotImage
+from flashckpt.format.layout import Layout, SlotImage
 from flashckpt.format.metadata import plan_bytes
 
 if TYPE_CHECKING:
+    from flashckpt.capture.constants import ConstantsRegion
     from flashckpt.state.tree import Walk
+from flashckpt.state.leaves import LiveLeaf
 from flashckpt.state.tensors import DTYPE_NAMES, has_memory, leaf_of, same_memory, strides
 
 Addresses = NDArray[np.uint64]
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
+# In the place of a constant that counts no more.
+_NOTHING = LiveLeaf("", torch.empty(0, device="cpu"), "other", None, None, None)
 
 
 class Change(Enum):
@@ -49,33 +52,46 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 class Plan:
-    """One walk's leaves, in the order of the digest table: ordinary ones in image order, then those of
-    `constants` (names). Every array has one entry a leaf; offsets are in bytes from the slot image's first
-    byte, and addresses are those of the live tensors.
+    """Leaves of one walk, in the order of the digest table: ordinary ones in image order, then those of the
+    `region` to which snapshots leave their constants. Every array has one entry a leaf; offsets are in bytes
+    from the first byte of the image that has it, and addresses are those of the live tensors.
 
-    `shared` is the region to which snapshots leave their constants, None where each slot holds its own: also
-    where the one that was offered holds others. Offsets of shared ones are in that region's image."""
+    `used` names the leaves that are left to the region. Others of it are `outdated`: they have an entry with
+    the region's digest, and no tensor. `only` names what of a walk is planned, None for all."""
 
     def __init__(
-        self, walk: Walk, constants: frozenset[str] = frozenset(), shared: Shared | None = None
+        self,
+        walk: Walk,
+        region: ConstantsRegion | None = None,
+        used: frozenset[str] = frozenset(),
+        only: frozenset[str] | None = None,
     ) -> None:
-        by_name = {live.name: live for live in walk.leaves}
-        self.image = _image(walk, constants, shared)
-        self.shared = shared if self.image.shared else None
+        lives = [live for live in walk.leaves if only is None or live.name in only]
+        by_name = {live.name: live for live in lives}
+        ordinary = (leaf_of(e.name, local(e.tensor), tuple(e.aliases)) for e in lives if e.name not in used)
+        self.image = SlotImage(Layout.of(ordinary), region.layout if region is not None else None)
+        self.region = region
         self.leaves = self.image.leaves
+        self.outdated = self.image.outdated
         self.first_constant = len(self.image.shard.leaves)
         self.json = plan_bytes(self.image.shard)
         self.constants_json = plan_bytes(self.image.constants) if self.image.constants is not None else b""
-        nonce = b"" if self.shared is None else self.shared.nonce.to_bytes(8, "little")
+        nonce = b"" if region is None else region.nonce.to_bytes(8, "little")
         self.plan_id = _native.xxh3_64(self.json + self.constants_json + nonce)
-        self.lives = [by_name[leaf.name] for leaf in self.leaves]
+        self.lives = [
+            _NOTHING if index in self.outdated else by_name[leaf.name]
+            for index, leaf in enumerate(self.leaves)
+        ]
         self.tensors = [local(live.tensor) for live in self.lives]
-        self.sizes: Addresses = np.array([leaf.num_bytes for leaf in self.leaves], dtype=np.uint64)
+        sizes = (0 if i in self.outdated else leaf.num_bytes for i, leaf in enumerate(self.leaves))
+        self.sizes: Addresses = np.fromiter(sizes, dtype=np.uint64, count=len(self.leaves))
         self.offsets: Addresses = np.array(self.image.starts(), dtype=np.uint64)
         self.odd = frozenset(i for i, tensor in enumerate(self.tensors) if not is_plain(tensor))
         self._devices = [tensor.device for tensor in self.tensors]
         self._ties = [(live, tied) for live in self.lives for tied in live.tied]
-        self._dynamic = [i for i, live in enumerate(self.lives) if live.container is None]
+        self._dynamic = [
+            i for i, live in enumerate(self.lives) if live.container is None and i not in self.outdated
+        ]
         self.addresses: Addresses = np.zeros(len(self.lives), dtype=np.uint64)
         self._standing = _native.Standing(walk.guards, walk.anchors)
         self._watch: _native.Watch | None = None
@@ -178,23 +194,6 @@ class Plan:
                 self._watched.append(index)
         self._watched_addresses: Addresses = np.zeros(len(items), dtype=np.uint64)
         self._watch = _native.Watch(items, tensors)
-
-
-def _image(walk: Walk, constants: frozenset[str], shared: Shared | None) -> SlotImage:
-    ordinary: list[Leaf] = []
-    fixed: list[Leaf] = []
-    for live in walk.leaves:
-        leaf = leaf_of(live.name, local(live.tensor), tuple(live.aliases))
-        (fixed if live.name in constants else ordinary).append(leaf)
-    layout = Layout.of(fixed) if fixed else None
-    is_shared = shared is not None and layout == shared.layout
-    return SlotImage(Layout.of(ordinary), layout, is_shared)
-
-
-def layout_of(walk: Walk, names: frozenset[str]) -> Layout:
-    """Just these leaves of a walk, in image order."""
-    lives = (live for live in walk.leaves if live.name in names)
-    return Layout.of(leaf_of(live.name, local(live.tensor), tuple(live.aliases)) for live in lives)
 
 
 def _item(container: Any, key: Any) -> Any:

@@ -13,7 +13,7 @@ from flashckpt.memory.control_page import SlotSize
 def slot_room(plan: Plan, values_bytes: int) -> SlotSize:
     """What a slot for this plan has to have room for."""
     metadata = geometry(len(plan.json), len(plan), values_bytes, len(plan.constants_json)).num_bytes
-    return SlotSize(metadata, plan.image.num_bytes)
+    return SlotSize(metadata, plan.image.shard.num_bytes)
 
 
 def arena_room(devices: Sequence[Device], limit: int | None) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """One slot as a capture fills it: metadata, digest table, image header, record, seal.
 
-Owns the views of a slot and what is known to stand in it already. Takes no decision about leaves, and
-touches nothing of a slot that it has not begun.
+Owns the views of a slot. Takes no decision about leaves, and touches nothing of a slot that it has not
+begun.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from flashckpt.memory.slot import Slot, SlotState
 
 
 class Target:
-    """A slot with its owner's index. `kept` holds the digests of leaves (by index in the plan) whose bytes
-    stand in the image from an earlier capture of the same plan, or in the region that the plan shares."""
+    """A slot, or a region of constants, with its owner's index."""
 
     @torch.inference_mode(False)  # the views are written at boundaries that may be out of it
     def __init__(self, slot: Slot, owner: int) -> None:
@@ -32,7 +31,6 @@ class Target:
         self.owner = owner
         self.generation = -1
         self.plan: Plan | None = None
-        self.kept: dict[int, int] = {}
         self.table: Addresses = np.empty(0, dtype=np.uint64)
         self.table_address = 0
         self._plan_id: int | None = None
@@ -49,7 +47,7 @@ class Target:
         places = geometry(len(plan.json), len(plan), values_bytes, len(plan.constants_json))
         return (
             places.num_bytes <= self.slot.size.metadata_bytes
-            and plan.image.num_bytes <= self.slot.size.image_bytes
+            and plan.image.shard.num_bytes <= self.slot.size.image_bytes
         )
 
     def begin(self) -> bool:
@@ -73,16 +71,17 @@ class Target:
             self._plan_id = None
             data[places.plan : places.plan + len(plan.json)] = plan.json
             data[places.constants : places.constants + len(plan.constants_json)] = plan.constants_json
-            self._write_headers(plan)
+            header_bytes = plan.image.shard.header
+            self._image.numpy()[: len(header_bytes)] = np.frombuffer(header_bytes, dtype=np.uint8)
             self.table = np.frombuffer(data[places.table : places.values], dtype=np.uint64)
             self.table_address = self.slot.metadata_address + places.table
-            self.kept.clear()
-            if plan.shared is not None:
-                self.kept.update(enumerate(plan.shared.digests, plan.first_constant))
             self._odd_views.clear()
             self._plan_id = plan.plan_id
-        data[: HEADER.size] = header(*sizes, shared=plan.shared is not None)
+        data[: HEADER.size] = header(*sizes)
         self.table.fill(_native.EMPTY_DIGEST)
+        for index in plan.outdated:
+            assert plan.region is not None
+            self.table[index] = plan.region.digests[index - plan.first_constant]
         data[places.values : places.num_bytes] = values
         self.plan, self._places = plan, places
 
@@ -91,7 +90,7 @@ class Target:
         view = self._odd_views.get(index)
         if view is None:
             assert self.plan is not None
-            assert self.plan.shared is None or index < self.plan.first_constant, "it stands in another image"
+            assert index < self.plan.first_constant, "it stands in another image"
             leaf, tensor = self.plan.leaves[index], self.plan.tensors[index]
             start = int(self.plan.offsets[index])
             place = self._image[start : start + leaf.num_bytes]
@@ -126,9 +125,8 @@ class Target:
                 image_bytes=plan.image.shard.num_bytes,
                 data_start=plan.image.shard.data_start,
                 captured_ns=time.monotonic_ns(),
-                constants_start=plan.image.constants_start,
                 constants_bytes=plan.image.constants_bytes,
-                constants_nonce=plan.shared.nonce if plan.shared is not None else 0,
+                constants_nonce=plan.region.nonce if plan.region is not None else 0,
             )
         )
         crashpoints.point("seal.submitting")
@@ -161,7 +159,6 @@ class Target:
     def forget(self) -> None:
         """Believe nothing of what stands in the slot."""
         self._plan_id = None
-        self.kept.clear()
 
     def release(self) -> None:
         """Let go of every view, so that the slot can be unmapped."""
@@ -171,12 +168,3 @@ class Target:
         self._image = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._metadata.release()
         self.plan = None
-
-    def _write_headers(self, plan: Plan) -> None:
-        image = plan.image
-        layouts = [(0, image.shard)]
-        if image.constants is not None and not image.shared:
-            layouts.append((image.constants_start, image.constants))
-        for start, layout in layouts:
-            place = self._image.numpy()[start : start + layout.data_start]
-            place[:] = np.frombuffer(layout.header, dtype=np.uint8)

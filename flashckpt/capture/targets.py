@@ -1,6 +1,6 @@
-"""The slots that captures go to, together: exchanged, known to the devices, too small or larger than need be.
+"""The slots that captures go to, together: exchanged, known to the devices, large enough or too small.
 
-Owns which they are and what they leave to a region that they share. Fills none.
+Owns which they are. Fills none.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from flashckpt.capture.device.base import Device
 from flashckpt.capture.plan import Plan
 from flashckpt.capture.room import slot_room
-from flashckpt.capture.shared import Shared
 from flashckpt.capture.target import Target
 from flashckpt.memory.control_page import SlotSize
 from flashckpt.memory.slot import Slot, SlotRing
@@ -18,18 +17,14 @@ from flashckpt.memory.slot import Slot, SlotRing
 # What is no tensor takes so much at least in a slot's metadata: before the first capture nobody has seen it,
 # and slots that are asked for later fit what was asked for then.
 _LEAST_VALUES_BYTES = 1 << 16
-# Smaller slots are worth asking for where they spare this part of one.
-_LEAST_SPARED = 8
 
 
 class Targets:
-    """`by_name` are the slots of `ring`, ready to be filled; `shared` is the region that holds constants for
-    all of them, where there is one."""
+    """`by_name` are the slots of `ring`, ready to be filled."""
 
     def __init__(self, devices: Sequence[Device]) -> None:
         self.by_name: dict[str, Target] = {}
         self.ring: SlotRing | None = None
-        self.shared: Shared | None = None
         self._devices = devices
         self._needed: SlotSize | None = None
         self._values_bytes = 0
@@ -89,16 +84,3 @@ class Targets:
         """What slots for this plan have to have room for."""
         needed, known = slot_room(plan, max(self._values_bytes, _LEAST_VALUES_BYTES)), self._needed
         return needed if known is None else SlotSize(max(needed[0], known[0]), max(needed[1], known[1]))
-
-    def room_to_spare(self, plan: Plan) -> SlotSize | None:
-        """What slots for a plan whose constants are shared have to have room for, where those there are still
-        have room for the constants; None else."""
-        if self.ring is None or plan.shared is None:
-            return None
-        needed = self.room_for(plan)
-        image = needed.with_slack().image_bytes
-        most = image + plan.image.constants_bytes // 2
-        # All of them are made anew for it, beside those there are: not for a few bytes of each.
-        there = [slot.size.image_bytes for slot in self.ring.slots]
-        is_large = any(each > most and each - image >= each // _LEAST_SPARED for each in there)
-        return needed if is_large else None

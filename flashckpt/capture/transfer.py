@@ -39,9 +39,9 @@ class Transfer:
     ) -> None:
         self.device, self._plan = device, plan
         self._is_synchronised = bool(synchronised)
-        self._ways = {i: ways[i] for i in indexes}
         cloned = [i for i in indexes if ways[i] is Way.CLONE or i in plan.odd]
-        self._direct = [i for i in indexes if i not in set(cloned)]
+        # Constants are digested where they are: their bytes stand in the plan's region.
+        self._direct = [i for i in indexes if i not in set(cloned) and ways[i] is not Way.CONSTANT]
         self._waits = any(ways[i] is Way.WAIT for i in indexes)
         self._gates = any(ways[i] is Way.GATE for i in indexes)
         self.arena = Arena(plan, cloned, holes) if cloned else None
@@ -123,14 +123,6 @@ class Transfer:
         base = [self._host_table.ctypes.data, target.table_address, 0]
         return self._digest_moves + np.array(base, dtype=np.uint64)
 
-    def constants(self) -> list[int]:
-        return [i for i in self._direct if self._ways[i] is Way.CONSTANT]
-
-    def copied_constants(self) -> bool:
-        """Whether there are constants that each capture makes row-major, and copies."""
-        direct = set(self._direct)
-        return any(way is Way.CONSTANT and i not in direct for i, way in self._ways.items())
-
     # ---- with the plan
 
     # What is made here is written at boundaries that may be in inference mode, and at others.
@@ -201,11 +193,8 @@ class Transfer:
         return self._copying
 
     def _direct_copies(self, target: Target) -> Copies:
-        """Of leaves that are read where they lie; of constants, those that do not stand in the slot
-        already."""
-        kept, plan = target.kept, self._plan
-        chosen = [i for i in self._direct if self._ways[i] is not Way.CONSTANT or i not in kept]
-        index = np.array(chosen, dtype=np.int64)
+        """Of leaves that are read where they lie."""
+        plan, index = self._plan, np.array(self._direct, dtype=np.int64)
         places = plan.offsets[index] + np.uint64(target.image_address)
         return Copies(plan.addresses[index], places, plan.sizes[index])
 

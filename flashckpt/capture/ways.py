@@ -1,5 +1,4 @@
-"""The ways to copy a leaf, and which each leaf is copied by. Owns what was learned of leaves, by name:
-torn ones and constants.
+"""The ways to copy a leaf, and which each leaf is copied by. Owns which leaves were torn, by name.
 
 Learned things outlive plans, since a leaf that was torn once is not tried again. Copies nothing.
 """
@@ -8,20 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
+from flashckpt.capture.constants import Constants
 from flashckpt.capture.device.base import Device
-from flashckpt.capture.plan import Plan, local
+from flashckpt.capture.plan import Plan
 from flashckpt.events import log
 
-if TYPE_CHECKING:
-    from flashckpt.state.leaves import LiveLeaf
-
 SMALL_BYTES = 1 << 20
-_EQUAL_CAPTURES = 3
 
 
 class Way(str, Enum):
@@ -48,23 +43,13 @@ SAFER = {
 
 
 class Ways:
-    """The choice for every leaf of a plan. optimizers are torch's own, already unwrapped; known are digests
-    of leaves, by name, that were found to be constants before and have them now."""
+    """The choice for every leaf of a plan. optimizers are torch's own, already unwrapped; one of the
+    `constants` that is torn is none any more."""
 
-    def __init__(
-        self,
-        optimizers: Sequence[Any],
-        devices: Sequence[Device],
-        known: Mapping[str, int] = MappingProxyType({}),
-    ) -> None:
-        self._optimizers, self._devices = optimizers, devices
-        # Constants of the snapshot that was resumed from: the live tensors were compared with these digests.
-        self._known = dict(known)
+    def __init__(self, optimizers: Sequence[Any], devices: Sequence[Device], constants: Constants) -> None:
+        self._optimizers, self._devices, self._constants = optimizers, devices, constants
         self._torn: dict[str, Way] = {}
         self._suspects: set[str] = set()
-        self._ordinary: set[str] = set()
-        self._equal: dict[str, tuple[int, int]] = {}
-        self._constants: dict[str, int] = {}
 
     def device_of(self, plan: Plan) -> list[Device | None]:
         """The device of each leaf, None for host memory. A leaf without bytes needs no device."""
@@ -106,7 +91,7 @@ class Ways:
         if self.synchronised(name):
             return False
         self._torn[name] = SAFER[way]
-        self.no_constant(name)
+        self._constants.changed(name)
         log.warning(
             "%s was written while it was copied (way: %s). That snapshot was discarded; the state is not "
             "touched. From now on it is copied by the way %s, and the loop waits for the whole device before "
@@ -134,64 +119,6 @@ class Ways:
         """Whether this leaf was torn on the device: then the host waits for the whole device before it is
         copied, and for the copy."""
         return self._torn.get(name) is Way.WAIT
-
-    def constants(self, lives: Sequence[LiveLeaf]) -> frozenset[str]:
-        """Names of those of these leaves that are constants. Those of an earlier attempt are taken over here,
-        where they still may be ones: a later difference is found by the digest of the first capture."""
-        if self._known:
-            known, self._known = self._known, {}
-            owned = self._owners()
-            for live in lives:
-                if live.name in known and self._may_be_constant(live, owned):
-                    self._constants[live.name] = known[live.name]
-        return frozenset(live.name for live in lives if live.name in self._constants)
-
-    def have_constants(self, digests: Mapping[str, int]) -> bool:
-        """Whether these leaves, with these digests, are among the constants."""
-        return self._constants.items() >= digests.items()
-
-    def expected(self, names: Iterable[str]) -> list[int]:
-        """The digests that made these leaves constants."""
-        return [self._constants[name] for name in names]
-
-    def no_constant(self, name: str) -> None:
-        self._constants.pop(name, None)
-        self._ordinary.add(name)
-
-    def note(self, plan: Plan, digests: Mapping[int, int]) -> bool:
-        """Digests of a sealed snapshot, of parameters that may be constants. True if one became one."""
-        found = False
-        for index, digest in digests.items():
-            name = plan.leaves[index].name
-            last, times = self._equal.get(name, (digest, 0))
-            if name in self._ordinary or name in self._constants:
-                continue
-            if last != digest:
-                self._ordinary.add(name)
-                self._equal.pop(name, None)
-            else:
-                self._equal[name] = (digest, times + 1)
-                if times + 1 >= _EQUAL_CAPTURES:
-                    self._constants[name] = digest
-                    found = True
-        return found
-
-    def candidates(self, plan: Plan) -> list[int]:
-        """Parameters without a gradient and in no optimizer, that are not yet known to change."""
-        owned = self._owners()
-        return [
-            i for i, live in enumerate(plan.lives) if plan.sizes[i] and self._may_be_constant(live, owned)
-        ]
-
-    def _may_be_constant(self, live: LiveLeaf, owned: Mapping[int, int]) -> bool:
-        return (
-            live.kind == "parameter"
-            # Small leaves spare nothing, and are copied.
-            and local(live.tensor).nbytes >= SMALL_BYTES
-            and live.name not in self._ordinary
-            and id(live.tensor) not in owned
-            and live.tensor.grad is None
-        )
 
     def _fixed(self, plan: Plan, index: int, device: Device | None) -> Way | None:
         name = plan.leaves[index].name
@@ -234,7 +161,8 @@ class Ways:
 def describe(plan: Plan, ways: Iterable[Way]) -> list[tuple[str, int, int]]:
     """Rows (way, leaves, bytes) for a table, in the order of the design."""
     totals: dict[Way, tuple[int, int]] = {}
-    for way, size in zip(ways, plan.sizes.tolist(), strict=True):
+    rows = zip(ways, plan.sizes.tolist(), strict=True)
+    for way, size in (row for index, row in enumerate(rows) if index not in plan.outdated):
         count, num_bytes = totals.get(way, (0, 0))
         totals[way] = (count + 1, num_bytes + size)
     return [(way.value, *totals[way]) for way in Way if way in totals]

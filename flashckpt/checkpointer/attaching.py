@@ -17,10 +17,11 @@ import torch
 
 from flashckpt import _native, crashpoints
 from flashckpt.capture import Capture
+from flashckpt.capture.constants import ConstantsRegion
 from flashckpt.capture.device import devices_of
+from flashckpt.capture.live_digests import digest_tensors
 from flashckpt.capture.pace import Every, Pace
 from flashckpt.capture.plan import local
-from flashckpt.capture.shared import Shared
 from flashckpt.checkpointer.attached_run import Resumed
 from flashckpt.checkpointer.attendant import Attendant
 from flashckpt.checkpointer.checkpointer import Checkpointer
@@ -34,7 +35,6 @@ from flashckpt.keeper.client import SlotGrant
 from flashckpt.memory.control_page import SlotSize
 from flashckpt.memory.slot import Slot
 from flashckpt.options import Environment, Keep, Options
-from flashckpt.restore.digesting import digest_tensors
 from flashckpt.restore.filling import check_fits, fill
 from flashckpt.restore.ladder import Ladder, Loaded, Vote, alone
 from flashckpt.restore.memory_tier import Held
@@ -122,11 +122,13 @@ def _state_of(state: Mapping[str, object] | None, named: Mapping[str, object]) -
 
 @dataclass(frozen=True)
 class _Taken:
-    """What a resume hands on: the digests of what was constant, by name, and the region that holds it."""
+    """What a resume hands on: the digests of all leaves, by name, which of them were constants, and the
+    region that holds those."""
 
     resumed: Resumed | None = None
-    constants: Mapping[str, int] = field(default_factory=dict)
-    shared: Shared | None = None
+    known: Mapping[str, int] = field(default_factory=dict)
+    constants: frozenset[str] = frozenset()
+    region: ConstantsRegion | None = None
 
 
 def _resume(
@@ -144,18 +146,28 @@ def _resume(
         extra.append(held)
         return held
 
+    def region_for(metadata_bytes: int, image_bytes: int, early: Callable[[int, int], None]) -> Held:
+        grant = session.keeper.constants(SlotSize(metadata_bytes, image_bytes), early=early)
+        held = Held(grant.open(), grant.owner, grant.outlives_both)
+        extra.append(held)
+        return held
+
     def fits(snapshot: Snapshot) -> None:
         _check(tree, snapshot)
 
     threads = options.threads or torch.get_num_threads()
     try:
-        ladder = Ladder(session.store, mapped, session.environment.rank, slot_for, fits, threads, vote)
+        ladder = Ladder(
+            session.store, mapped, session.environment.rank, slot_for, region_for, fits, threads, vote
+        )
         loaded = ladder.climb()
         if loaded is None:
             session.start(None, 0, None)
             return _Taken()
         resumed = _take_up(session, tree, progress, loaded, ladder.refused, began, threads)
-        return _Taken(resumed, loaded.snapshot.constants, _kept(session, loaded))
+        snapshot = loaded.snapshot
+        kept = _kept(session, loaded, extra)
+        return _Taken(resumed, snapshot.digests_by_name, snapshot.constants, kept)
     except BaseException:
         _give_back(session, extra)
         raise
@@ -168,7 +180,7 @@ def _resume(
 
 
 def _survived(session: Session) -> tuple[list[Held], list[Slot]]:
-    """Surviving snapshots, and the regions of constants that they share, all mapped."""
+    """Surviving snapshots, and the regions of constants that they name, all mapped."""
     grants = session.keeper.surviving()
     found = [_mapped(grant) for grant in grants if grant.holds_constants]
     regions = {region.header.nonce: region for region in found if region is not None}
@@ -176,19 +188,21 @@ def _survived(session: Session) -> tuple[list[Held], list[Slot]]:
     return [held for held in survived if held is not None], list(regions.values())
 
 
-def _kept(session: Session, loaded: Loaded) -> Shared | None:
-    """The region of the snapshot that was loaded, told to the keeper as this attempt's. None where there is
-    none: then each slot holds its constants itself, until another region is filled."""
-    region, snapshot = loaded.held.constants, loaded.snapshot
-    constants = snapshot.layout.constants
-    if region is None or constants is None or not snapshot.layout.shared:
-        return None
+def _kept(session: Session, loaded: Loaded, extra: list[Held]) -> ConstantsRegion | None:
+    """The region of the snapshot that was loaded, told to the keeper as this attempt's; others that steps
+    were read into go. None where there is none: then another is filled."""
+    region, constants = loaded.held.constants, loaded.snapshot.layout.constants
     try:
+        others = [held.slot.name for held in extra if held.slot.header.holds_constants]
+        session.keeper.release([name for name in others if region is None or name != region.name])
+        if region is None or constants is None:
+            return None
         os.close(session.keeper.keep_constants(region.name).descriptor)
     except (FlashckptError, OSError) as error:
-        log.info("%s is not used further: %s", region.name, error)
+        log.info("the constants of before are not used further: %s", error)
         return None
-    return Shared(region.name, region.header.nonce, constants, tuple(snapshot.constants.values()))
+    digests = loaded.snapshot.digests[-len(constants.leaves) :]
+    return ConstantsRegion(region.name, region.header.nonce, constants, tuple(digests))
 
 
 def _give_back(session: Session, extra: list[Held]) -> None:
@@ -309,10 +323,10 @@ def _checkpointer(
         optimizers=tree.optimizers,
         attempt=(attempt.number, int(attempt.nonce, 16)),
         schedule=Pace(every, persist_every, overhead=options.overhead),
+        known=taken.known,
         constants=taken.constants,
+        region=taken.region,
     )
-    if taken.shared is not None:
-        capture.share(taken.shared)
     threads = options.threads or torch.get_num_threads()
 
     def digests() -> dict[str, Content]:
@@ -327,7 +341,7 @@ def _checkpointer(
     use = Use(tree, digests, check=options.read_ahead_check, used=progress.step == 0)
     loaded_step = resumed.step if resumed is not None and resumed.tier == "memory" else None
     limits, signals = limits_s(every, persist_every), Signals(options)
-    attendant = Attendant(session, capture, options, limits, loaded_step, signals.deadline_s, taken.shared)
+    attendant = Attendant(session, capture, options, limits, loaded_step, signals.deadline_s)
     checkpointer = Checkpointer(
         tree=tree,
         progress=progress,

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any
 
 from flashckpt.capture import Capture
-from flashckpt.capture.shared import Shared
 from flashckpt.checkpointer.commit_wait import Advance, CommitWait, is_committed
 from flashckpt.checkpointer.session import Session
 from flashckpt.checkpointer.slots import Slots
@@ -52,13 +51,12 @@ class Attendant:
         age_limits_s: tuple[float, float],
         loaded_step: int | None,
         deadline_s: Callable[[], float] = lambda: math.inf,
-        shared: Shared | None = None,
     ) -> None:
         self._session, self._capture, self._options = session, capture, options
         self.deadline_s = deadline_s  # the monotonic time past which nothing here waits any more
         self.status = Status()
         self.superseded_by: str | None = None
-        self.slots = Slots(session, capture, options, self._say_once, self.wake, shared)
+        self.slots = Slots(session, capture, options, self._say_once, self.wake)
         self._events: deque[dict[str, Any]] = deque(maxlen=_EVENTS_KEPT)
         self._answered = threading.Condition()
         self._rounds = 0
@@ -261,7 +259,7 @@ class Attendant:
             with self._answered:
                 self._rounds += 1
                 self._answered.notify_all()
-            self._woken.wait(_WAITING_TICK_S if self._waiting or self.slots.urgent else _TICK_S)
+            self._woken.wait(_WAITING_TICK_S if self._waiting else _TICK_S)
             self._woken.clear()
 
     def _tried(self, deed: Callable[[], None], failed: str) -> bool:

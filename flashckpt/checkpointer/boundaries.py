@@ -3,11 +3,11 @@ that was due from being captured."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from typing import TYPE_CHECKING, Any
 
-from flashckpt import crashpoints
 from flashckpt.checkpointer.growth import Growth
 from flashckpt.errors import FlashckptError, OutOfRoomError, StateError, SupersededError
 from flashckpt.events import log
@@ -50,7 +50,7 @@ class Boundaries:
         self._growth = Growth(capture, attendant, lambda: stop.is_asked)
         self.waited = 0
         self._surroundings = surroundings
-        self._asked_first = False
+        self._asked_first = self._has_begun = False
         self.unsaved: FlashckptError | None = None
         self.ordered_at: int | None = None
         self._in_code = False  # the newest capture was made in the code after an epoch's batches
@@ -76,6 +76,14 @@ class Boundaries:
             return
         if not slots.were_had or self._capture.pulse.boundaries <= _FIRST_BOUNDARIES:
             raise error
+
+    def begin(self) -> None:
+        """The first iteration begins, or the first boundary: what is constant is to be as it is now. A
+        failure is one of the state's, which the first capture tells."""
+        if not self._has_begun:
+            self._has_begun = True
+            with contextlib.suppress(Exception):
+                self._capture.look()
 
     def order(self) -> None:
         """The next boundary is to be captured and persisted."""
@@ -282,8 +290,7 @@ class Boundaries:
         metadata = self._attendant.slots.newest_metadata()
         if metadata is None:
             return False
-        found = zip(metadata.leaves, metadata.digests, strict=True)
-        then = {leaf.name: (leaf.dtype, leaf.shape, digest) for leaf, digest in found}
+        then = {leaf.name: (leaf.dtype, leaf.shape, digest) for leaf, digest in metadata.counted()}
         values = json.loads(encode_json(self._tree.values(self._capture.hooks.used_up)))
         return self._use.digests() == then and json.loads(metadata.values)["state"] == values
 
@@ -324,37 +331,27 @@ class Boundaries:
     # ---- the slots that captures go to
 
     def _ask_for_slots(self, *, ordered: bool = False) -> None:
-        """Once the size of the state is known, and again when it has outgrown its slots, or they it."""
+        """Once the size of the state is known, and again when it has outgrown its slots."""
         slots, capture = self._attendant.slots, self._capture
-        if capture.is_planned:
-            used = capture.may_name_shared
-            if slots.sharing.want(capture.sharing_wanted(), used=used):
-                self._attendant.wake()
-            if slots.shrinking and capture.room_to_spare() is None:
-                slots.keep_larger()
         is_refused = slots.error is not None
         if slots.preparing and slots.ring is None and not (is_refused and ordered):
             return  # they are on their way: not at each boundary is the state walked for their size
         wanted = capture.room_wanted(ordered=ordered)
         if wanted is not None and not slots.ready:
-            slots.ask(wanted)
+            slots.ask(wanted, capture.region_wanted())
         elif wanted is None and is_refused:
             slots.fits()
-        elif wanted is None and not slots.preparing and (spare := capture.room_to_spare()) is not None:
-            slots.ask_smaller(spare)
 
     def _adopt_slots(self) -> None:
         slots = self._attendant.slots
         ready = slots.take_ready()
-        if ready is not None:
-            self._capture.set_slots(*ready)
-            slots.taken_up()
-        shared = slots.sharing.take_ready()
-        # It can wait for another boundary, and the loop must not wait for copies.
-        if shared is not None and not self._capture.is_copying:
-            self._capture.share(shared)
-            slots.sharing.taken_up()
-            crashpoints.point("share.named")
+        if ready is None:
+            return
+        if slots.empty_region is not None:
+            self._capture.fill_region(*slots.empty_region)
+            slots.empty_region = None
+        self._capture.set_slots(*ready)
+        slots.taken_up()
 
 
 def newest_of(slots: Slots, step: int) -> Sealed | None:

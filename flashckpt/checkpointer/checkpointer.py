@@ -76,6 +76,7 @@ class Checkpointer(AttachedRun):
         if self._marked:
             return
         self._marked = self._in_iteration
+        self._boundaries.begin()
         self._say_what_is_left_to_the_program()
         self._boundary()
         self._by_hand, self._put_off = True, False
@@ -136,6 +137,7 @@ class Checkpointer(AttachedRun):
 
     def _begin_iteration(self) -> None:
         self._in_iteration, self._marked, self._by_hand = True, False, False
+        self._boundaries.begin()
         self._use.batch_given()
         self._capture.pulse.expect()
 

@@ -15,9 +15,7 @@ from dataclasses import dataclass
 
 from flashckpt import crashpoints
 from flashckpt.capture import Capture
-from flashckpt.capture.shared import Shared
 from flashckpt.checkpointer.session import Session
-from flashckpt.checkpointer.sharing import Sharing
 from flashckpt.errors import DamagedError, FlashckptError, KeeperError, OutOfRoomError
 from flashckpt.events import log
 from flashckpt.format.metadata import Metadata
@@ -28,22 +26,21 @@ from flashckpt.memory.slot import Sealed, Slot, SlotRing, SlotState
 from flashckpt.options import Options
 
 _RETRY_S, _SOON_S = 5.0, 0.5
-# No room for smaller slots beside those there are: not tried again with each page that they differ by.
-_SMALLER_RETRY_S = 300.0
 _FEWEST = 2
 
 
 @dataclass(frozen=True, eq=False)
 class _Request:
     """What was asked of the keeper, for a state that needs so much: see `KeeperClient.slots`. `adds`: to the
-    slots there are, which are not exchanged for these; `smaller`: in the place of ones with room to spare."""
+    slots there are, which are not exchanged for these. `region`: a region of constants, with room for that,
+    comes first."""
 
     state: SlotSize
     needed: SlotSize
     wanted: SlotSize
     count: int
     adds: bool = False
-    smaller: bool = False
+    region: SlotSize | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +55,8 @@ class _Given:
 class Slots:
     """`ring` is what the capture writes to, `were_had` whether it ever had slots, `error` why slots could not
     be had the last time. `say(text, key)` warns once a key; `news` is called when an answer has come.
-    `shared` is the region of constants that captures name from the beginning, `sharing` what gets others."""
+    `empty_region` is one for constants, mapped, with this process's index in it, that is to be filled before
+    the first capture."""
 
     def __init__(
         self,
@@ -67,7 +65,6 @@ class Slots:
         options: Options,
         say: Callable[[str, str], None],
         news: Callable[[], None] = lambda: None,
-        shared: Shared | None = None,
     ) -> None:
         self._session, self._capture, self._say, self._news = session, capture, say, news
         self._count, self._patience_s = options.slots or 0, max(options.grace_s, 1.0)
@@ -76,8 +73,9 @@ class Slots:
         self.error: FlashckptError | None = None
         # Held while a thread of its own reads what stands in slots: none is unmapped meanwhile.
         self._reading = threading.Lock()
-        self.sharing = Sharing(session, self.newest_sealed, self._name, shared, self._reading)
-        self._is_sharing = False
+        self.empty_region: tuple[Slot, int] | None = None
+        # Of constants, not released yet: names by nonce.
+        self._regions = {} if capture.region is None else {capture.region.nonce: capture.region.name}
         self._asked: _Request | None = None
         self._given: _Given | None = None
         self._owners: dict[str, int] = {}
@@ -90,8 +88,6 @@ class Slots:
         # What each slot is to have room for where memory allowed only one: the others come once that holds
         # the newest snapshot.
         self._missing: SlotSize | None = None
-        self._too_small: SlotSize | None = None
-        self._smaller_s = 0.0
         self._replaced: SlotRing | None = None
         self._outgrown: list[Slot] = []
         self._carried: Sealed | None = None
@@ -119,12 +115,11 @@ class Slots:
         """Whether slots wait to be taken."""
         return self._given is not None
 
-    def ask(self, state: SlotSize) -> None:
-        """Ask for slots for a state that needs this. What stands is not asked again, unless it was refused
-        for another size, or is for slots that are too small."""
+    def ask(self, state: SlotSize, region: SlotSize | None = None) -> None:
+        """Ask for slots for a state that needs this and, before them, for a region of constants. What stands
+        is not asked again, unless it was refused for another size, or only adds slots."""
         before = self._asked
-        is_replaced = before is not None and (before.adds or before.smaller)
-        if before is not None and not is_replaced and (self.error is None or before.state == state):
+        if before is not None and not before.adds and (self.error is None or before.state == state):
             return
         # A state that goes on growing outgrows slots seldom; where memory is short it gets what it needs.
         wanted = state.with_slack()
@@ -132,40 +127,13 @@ class Slots:
         is_larger = before is not None and sum(state) > sum(before.state)
         # What a state that grows in every step had no memory for is not tried again in each of them.
         at_once = self.error is None or not is_larger
-        self._put(_Request(state, state.with_slack(2), wanted, self._count), at_once=at_once)
+        self._put(_Request(state, state.with_slack(2), wanted, self._count, region=region), at_once=at_once)
 
     def ask_for_one(self) -> None:
         """One larger slot will do, beside that of the newest snapshot: the others come once that has gone."""
         state = self.asked
         if state is not None:
             self._put(_Request(state, state.with_slack(2), state.with_slack(), 1))
-
-    def ask_smaller(self, state: SlotSize) -> bool:
-        """Ask for slots in the place of larger ones, whose memory is the machine's then; once a size: returns
-        whether that was now."""
-        if self._too_small == state or time.monotonic() < self._smaller_s or self.ring is None:
-            return False
-        self._too_small, size = state, state.with_slack()
-        # Beside those there are, which are large enough; and not fewer: a snapshot that is skipped is worse.
-        self._put(_Request(state, size, size, 2 * len(self.ring.slots), smaller=True))
-        return True
-
-    @property
-    def shrinking(self) -> bool:
-        """Whether smaller slots than there are were asked for and are not taken yet."""
-        given = self._given
-        return given is not None and given.request.smaller or self._asked is not None and self._asked.smaller
-
-    def keep_larger(self) -> None:
-        """Smaller slots that were asked for, or are ready, are not wanted any more: the state needs those
-        there are."""
-        with self._handover:
-            if self._asked is not None and self._asked.smaller:
-                self._asked = None
-            if self._given is not None and self._given.request.smaller:
-                self._outgrown.extend(self._given.slots)
-                self._given = None
-        self._too_small = None
 
     @property
     def is_for_one(self) -> bool:
@@ -195,7 +163,7 @@ class Slots:
             asked, ring = self._asked, self.ring
             if ring is None:
                 return
-            if asked is not None and not asked.adds and not asked.smaller:
+            if asked is not None and not asked.adds:
                 self._asked = self.error = None
             if len(ring.slots) < self._fewest and self._missing is None and not self.preparing:
                 self._missing = ring.slots[0].size
@@ -298,7 +266,7 @@ class Slots:
         """What stands in the slots, of whatever attempt."""
         return self.ring.newest_sealed() if self.ring is not None else None
 
-    def _name(self, nonce: int) -> bool:
+    def _is_named(self, nonce: int) -> bool:
         """Whether what stands in the slots, or is written to them, may name a region."""
         for slot in self.ring.slots if self.ring is not None else ():
             try:
@@ -318,10 +286,6 @@ class Slots:
 
     # ---- called by the attendant's thread
 
-    @property
-    def urgent(self) -> bool:
-        return self.sharing.urgent and not self._is_sharing
-
     def tend(self) -> None:
         """Begin what is due: let go of what was outgrown, ask for what is wanted, each in a thread of its
         own."""
@@ -329,9 +293,7 @@ class Slots:
         gone = self._no_longer_needed()
         if gone:
             self._start("flashckpt-let-go", lambda: self._let_go(gone))
-        if self.sharing.is_due and not self._is_sharing:
-            self._is_sharing = True
-            self._start("flashckpt-constants", self._share)
+        self._release_regions()
         self._ask_for_the_others()
         request = self._asked
         is_due = request is not None and time.monotonic() >= self._retry_s
@@ -344,15 +306,18 @@ class Slots:
         self._threads.append(thread)
         thread.start()
 
-    def _share(self) -> None:
-        """To have a region made and filled takes a second a GiB: the attendant's rounds go on meanwhile."""
-        try:
-            self.sharing.tend()
-        except Exception as error:  # tried again: what is shared spares memory, and nothing hangs on it
-            log.debug("while constants were to be shared: %r", error)
-        finally:
-            self._is_sharing = False
-            self._news()
+    def _release_regions(self) -> None:
+        """Regions of constants that no capture names any more, once no slot does: what is in a memfd would
+        die with its keeper."""
+        if self.preparing:
+            return
+        empty = self.empty_region  # first: it is the capture's before it is none any more
+        in_use = {self._capture.region_named, empty[0].header.nonce if empty is not None else None}
+        for nonce in [each for each in self._regions if each not in in_use]:
+            with self._reading:
+                is_named = self._is_named(nonce)
+            if not is_named and self._release([self._regions[nonce]]):
+                del self._regions[nonce]
 
     def _ask_for_the_others(self) -> None:
         """Where memory allowed one larger slot beside those that were outgrown: once these have gone, and the
@@ -381,6 +346,8 @@ class Slots:
     def _receive(self, request: _Request) -> None:
         keeper = self._session.keeper
         try:
+            if request.region is not None:
+                self._have_region(request.region)
             grants = keeper.slots(request.count, request.needed, request.wanted, self._held())
         except (OutOfRoomError, Refusal) as error:
             self._refused(request, KeeperError(str(error)) if isinstance(error, Refusal) else error)
@@ -390,11 +357,9 @@ class Slots:
             return
         self._unreachable_since_s = None
         names = [grant.name for grant in grants]
-        is_worse = request.smaller and (self.ring is None or _is_worse(grants, self.ring))
-        if is_worse or self._ended:
+        if self._ended:
             close_all([grant.descriptor for grant in grants])
             self._release(names)
-            self._refused(request, KeeperError("Smaller slots would be fewer, or live shorter."))
             return
         try:
             slots = made_usable(grants, self._capture)
@@ -404,6 +369,18 @@ class Slots:
             self._refused(request, KeeperError(words))
             return
         self._hand_over(request, slots, grants)
+
+    def _have_region(self, size: SlotSize) -> None:
+        """A region of constants, ready to be filled: one is had before the first slots."""
+        before = self.empty_region
+        if before is not None and before[0].size.holds(size):
+            return
+        grant = self._session.keeper.constants(size)
+        [region] = made_usable([grant], self._capture)
+        self._regions[region.header.nonce] = region.name
+        if before is not None:
+            before[0].close()
+        self.empty_region = region, grant.owner
 
     def _hand_over(self, request: _Request, slots: list[Slot], grants: list[SlotGrant]) -> None:
         owners = {slot.name: grant.owner for slot, grant in zip(slots, grants, strict=True)}
@@ -423,9 +400,8 @@ class Slots:
         with self._handover:
             if self._asked is not request:
                 return
-            if request.smaller or request.adds and len(self.ring.slots if self.ring else ()) >= _FEWEST:
+            if request.adds and len(self.ring.slots if self.ring else ()) >= _FEWEST:
                 self._asked = None  # those there are do
-                self._smaller_s = time.monotonic() + _SMALLER_RETRY_S
                 return
             self.error, self._retry_s = error, time.monotonic() + _RETRY_S
         # Where there are slots, a boundary that waits for larger ones says that there is no room for them.
@@ -521,7 +497,8 @@ class Slots:
         ends."""
         if any(thread.is_alive() for thread in self._threads):
             return
-        self.sharing.close()
+        if self.empty_region is not None:
+            self.empty_region[0].close()
         for ring in (self.ring, self._replaced):
             for slot in ring.slots if ring is not None else ():
                 slot.close()
@@ -550,10 +527,6 @@ def made_usable(grants: Sequence[SlotGrant], capture: Capture) -> list[Slot]:
         close_all(left)
         raise
     return slots
-
-
-def _is_worse(grants: Sequence[SlotGrant], ring: SlotRing) -> bool:
-    return len(grants) < len(ring.slots)
 
 
 def _say_sizes(request: _Request, grants: Sequence[SlotGrant], left: int) -> None:

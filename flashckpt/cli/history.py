@@ -101,7 +101,7 @@ def num_bytes(record: StepRecord) -> int:
 
 def num_leaves(record: StepRecord) -> int:
     ranks = [rank for part in record.parts for rank in part.ranks]
-    return sum(len(rank.leaves) + (len(rank.constants.leaves) if rank.constants else 0) for rank in ranks)
+    return sum(len(rank.counted()) for rank in ranks)
 
 
 def _rows(store: Store, shown: Iterator[VisibleStep], seen: set[VisibleStep]) -> Iterator[StepRow]:

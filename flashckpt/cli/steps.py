@@ -139,11 +139,7 @@ def show(run: Run, step: Shown = None, as_json: AsJson = False) -> ExitCode:
 def _placed(record: StepRecord) -> list[Placed]:
     placed = []
     for rank in (rank for part in record.parts for rank in part.ranks):
-        for contents in (rank.contents, rank.constants):
-            if contents is not None:
-                file = contents.shard.file
-                pairs = zip(contents.leaves, contents.digests, strict=True)
-                placed += [Placed(leaf, digest, rank.rank, file) for leaf, digest in pairs]
+        placed += [Placed(leaf, digest, rank.rank, file) for file, leaf, digest in rank.counted()]
     return sorted(placed, key=lambda each: (each.leaf.name, each.rank))
 
 

@@ -43,12 +43,13 @@ def selected(record: StepRecord, rank: int, only: Sequence[str]) -> list[Selecte
     NoSuchStepError where the step has none of that name.
     """
     sources = []
-    for path, contents in record.files(rank):
-        reader = BoxReader(record.store, path, contents)
-        for leaf, digest in zip(contents.layout().leaves, contents.digests, strict=True):
-            names = [name for name in (leaf.name, *leaf.aliases) if _is_chosen(name, only)]
-            if names:
-                sources.append(SelectedLeaf(reader, _named(leaf, names), leaf, digest))
+    readers = {
+        contents.shard.file: BoxReader(record.store, path, contents) for path, contents in record.files(rank)
+    }
+    for file, leaf, digest in record.rank(rank).counted():
+        names = [name for name in (leaf.name, *leaf.aliases) if _is_chosen(name, only)]
+        if names:
+            sources.append(SelectedLeaf(readers[file], _named(leaf, names), leaf, digest))
     if not sources:
         there = sorted({leaf.name.partition(".")[0] for _, c in record.files(rank) for leaf in c.leaves})
         raise NoSuchStepError(

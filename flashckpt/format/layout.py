@@ -87,46 +87,54 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class SlotImage:
-    """What the image of a slot holds: the bytes of a shard and, where there are constants, from the next
-    page on those of a constants shard; or, where these are `shared`, the image of a region of their own holds
-    those. Sizes and starts are in bytes from the first of the image that has them."""
+    """Where a snapshot's leaves stand: those of the shard in its slot's image and, where there are constants,
+    those in the image of a region that all slots share. Starts are in bytes from the image that has them.
+
+    A constant whose name the shard has too has changed since its region, or its file, was written: the
+    shard's bytes count, those of the region are `outdated`, and only dead weight."""
 
     shard: Layout
     constants: Layout | None = None
-    shared: bool = False
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
-        """All leaves in the order of the digest table: the shard's, then the constants'."""
+        """In the order of the digest table: the shard's, then the constants', outdated ones too."""
         return self.shard.leaves + (self.constants.leaves if self.constants is not None else ())
 
     @property
-    def constants_start(self) -> int:
-        """Where the constants' image begins, 0 where there is none in the slot's."""
-        if self.constants is None or self.shared:
-            return 0
-        return -(-self.shard.num_bytes // PAGE) * PAGE
+    def outdated(self) -> frozenset[int]:
+        """Indexes among `leaves` of those that count no more."""
+        if self.constants is None:
+            return frozenset()
+        first = len(self.shard.leaves)
+        return frozenset(first + i for i in outdated(self.shard.leaves, self.constants.leaves))
 
     @property
     def constants_bytes(self) -> int:
         """Bytes of the constants' image, 0 where there is none."""
         return self.constants.num_bytes if self.constants is not None else 0
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the slot's own image."""
-        if self.constants is None or self.shared:
-            return self.shard.num_bytes
-        return self.constants_start + self.constants.num_bytes
-
     def starts(self) -> list[int]:
-        """Where each leaf begins, in the order of `leaves`: from `len(shard.leaves)` on, where constants are
-        shared, in their region's image."""
-        found = [self.shard.data_start + leaf.offset for leaf in self.shard.leaves]
-        if self.constants is not None:
-            first = self.constants_start + self.constants.data_start
-            found += [first + leaf.offset for leaf in self.constants.leaves]
-        return found
+        """Where each leaf begins, in the order of `leaves`."""
+        layouts = [self.shard] if self.constants is None else [self.shard, self.constants]
+        return [layout.data_start + leaf.offset for layout in layouts for leaf in layout.leaves]
+
+
+def outdated(shard: Iterable[Leaf], constants: Iterable[Leaf]) -> frozenset[int]:
+    """Indexes of the constants that a shard has anew, under whichever of its names."""
+    names = {name for leaf in shard for name in (leaf.name, *leaf.aliases)}
+    return frozenset(index for index, leaf in enumerate(constants) if leaf.name in names)
+
+
+def contradiction(shard: Sequence[Leaf], constants: Sequence[Leaf]) -> str:
+    """Why these cannot be the shard and the constants of one snapshot, or nothing."""
+    gone = outdated(shard, constants)
+    if len(gone) == len(constants):
+        return "its constants are none"
+    names = {name for leaf in shard for name in (leaf.name, *leaf.aliases)}
+    if any(not names.isdisjoint(leaf.aliases) for i, leaf in enumerate(constants) if i not in gone):
+        return "a constant has a name that another leaf has"
+    return ""
 
 
 def header_bytes(leaves: Sequence[Leaf]) -> bytes:

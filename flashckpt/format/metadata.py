@@ -17,12 +17,10 @@ from flashckpt.errors import DamagedError, FormatError
 from flashckpt.format.checked_json import strict_loads
 from flashckpt.format.columns import MAX_LEAVES, leaf_columns, leaves_from_columns
 from flashckpt.format.fields import Fields
-from flashckpt.format.layout import Layout, Leaf, SlotImage, header_bytes
+from flashckpt.format.layout import Layout, Leaf, SlotImage, contradiction, header_bytes
 
 MAGIC = b"FLCKMETA"
 VERSION = 1
-# The flag of a block whose constants stand in a region that slots share.
-SHARED = 1
 HEADER = struct.Struct("<8sIIQQQQ16x")
 ALIGNMENT = 64
 MAX_PLAN_BYTES = 1 << 30
@@ -50,19 +48,15 @@ def geometry(plan_len: int, count: int, values_len: int, constants_len: int = 0)
     return Geometry(HEADER.size, constants, table, values, values + values_len)
 
 
-def header(
-    plan_len: int, count: int, values_len: int, constants_len: int = 0, *, shared: bool = False
-) -> bytes:
-    """The 64 bytes that a block begins with. `shared`: its constants stand in a region of their own."""
-    flags = SHARED if constants_len and shared else 0
-    return HEADER.pack(MAGIC, VERSION, flags, plan_len, count, values_len, constants_len)
+def header(plan_len: int, count: int, values_len: int, constants_len: int = 0) -> bytes:
+    """The 64 bytes that a block begins with."""
+    return HEADER.pack(MAGIC, VERSION, 0, plan_len, count, values_len, constants_len)
 
 
 def write(
     view: memoryview, plan: bytes, digests: Sequence[int], values: bytes, constants: bytes = b""
 ) -> None:
-    """Write a whole block whose constants, if it has any, stand in the same slot: plans in JSON, as
-    `plan_bytes` gives them."""
+    """Write a whole block: plans in JSON, as `plan_bytes` gives them."""
     sizes = len(plan), len(digests), len(values), len(constants)
     places, head = geometry(*sizes), header(*sizes)
     view[: len(head)] = head
@@ -92,17 +86,16 @@ def layout_of(data: Buffer) -> Layout:
 @dataclass(slots=True)
 class Metadata:
     """One block, unpacked: copies, which stay valid when the slot is written again. `digests` are those
-    of `leaves`: the layout's, then the constants', which where they are `shared` stand in another region."""
+    of `leaves`: the layout's, then the constants', whose bytes stand in another region."""
 
     layout: Layout
     digests: array[int]
     values: bytes
     constants: Layout | None = None
-    shared: bool = False
 
     @property
     def image(self) -> SlotImage:
-        return SlotImage(self.layout, self.constants, self.shared)
+        return SlotImage(self.layout, self.constants)
 
     @property
     def constants_digests(self) -> array[int]:
@@ -111,6 +104,12 @@ class Metadata:
     @property
     def leaves(self) -> tuple[Leaf, ...]:
         return self.image.leaves
+
+    def counted(self) -> list[tuple[Leaf, int]]:
+        """The leaves of the state, each once, with their digests."""
+        outdated = self.image.outdated
+        pairs = enumerate(zip(self.leaves, self.digests, strict=True))
+        return [pair for index, pair in pairs if index not in outdated]
 
     @classmethod
     def unpack(cls, buffer: Buffer) -> Metadata:
@@ -126,8 +125,8 @@ class Metadata:
                 f"A slot's metadata has version {version}; this library reads {VERSION}. The slot was left "
                 "as it is. Use the version of flashckpt that wrote it."
             )
-        if flags & ~SHARED or (flags and not constants_len):
-            _damaged("its flags are none, or contradict its constants")
+        if flags:
+            _damaged("it has flags, and none is known")
         if max(plan_len, constants_len) > MAX_PLAN_BYTES or count > MAX_LEAVES or values_len > len(view):
             _damaged("its lengths are out of bounds")
         places = geometry(plan_len, count, values_len, constants_len)
@@ -139,7 +138,7 @@ class Metadata:
             constants = _constants_of(view[places.constants : places.constants + constants_len], layout)
         digests = array("Q", bytes(view[places.table : places.values]))
         values = bytes(view[places.values : places.num_bytes])
-        found = cls(layout, digests, values, constants, bool(flags & SHARED))
+        found = cls(layout, digests, values, constants)
         if count != len(found.leaves):
             _damaged(f"it has {count} digests for {len(found.leaves)} leaves")
         return found
@@ -147,11 +146,8 @@ class Metadata:
 
 def _constants_of(data: Buffer, layout: Layout) -> Layout:
     constants = layout_of(data)
-    names = {name for leaf in layout.leaves for name in (leaf.name, *leaf.aliases)}
-    if any(name in names for leaf in constants.leaves for name in (leaf.name, *leaf.aliases)):
-        _damaged("a leaf stands in the shard and among the constants")
-    if not constants.leaves:
-        _damaged("its constants are none")
+    if why := contradiction(layout.leaves, constants.leaves):
+        _damaged(why)
     return constants
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from flashckpt.format.columns import leaf_columns, leaves_from_columns
 from flashckpt.format.fields import Fields
-from flashckpt.format.layout import PAGE, Layout, Leaf
+from flashckpt.format.layout import PAGE, Layout, Leaf, contradiction, outdated
 from flashckpt.format.names import CONSTANTS, MAX_RANK, MAX_STEP, SHARD, AttemptName, part_name
 from flashckpt.format.record import JsonRecord, attempt_of
 
@@ -72,6 +72,16 @@ class RankRecord:
 
     def layout(self) -> Layout:
         return Layout.of(self.leaves)
+
+    def counted(self) -> list[tuple[str, Leaf, int]]:
+        """The leaves of the state, each once, with its file and its digest. A constant that the shard has too
+        has changed since its file was written: that file's bytes of it count no more."""
+        rows = [(self.shard.file, *pair) for pair in zip(self.layout().leaves, self.digests, strict=True)]
+        if self.constants is not None:
+            gone = outdated(self.leaves, self.constants.leaves)
+            pairs = enumerate(zip(self.constants.layout().leaves, self.constants.digests, strict=True))
+            rows += [(self.constants.shard.file, *pair) for i, pair in pairs if i not in gone]
+        return rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,9 +152,8 @@ def _rank_of(fields: Fields, world: int) -> RankRecord:
     rank = fields.integer("rank", 0, world - 1)
     contents = _contents_of(fields.within("shard"), constants=False)
     constants = _contents_of(fields.within("constants"), constants=True) if fields.has("constants") else None
-    names = {leaf.name for leaf in contents.leaves}
-    if constants is not None and any(leaf.name in names for leaf in constants.leaves):
-        fields.refuse("a leaf stands in the shard and among the constants")
+    if constants is not None and (why := contradiction(contents.leaves, constants.leaves)):
+        fields.refuse(why)
     leaves = contents.leaves + (constants.leaves if constants is not None else ())
     if world == 1 and any(leaf.box is not None for leaf in leaves):
         fields.refuse("the only rank has a box of a leaf, and nobody the rest")

@@ -26,7 +26,7 @@ from flashckpt.keeper.trainers import Trainer
 from flashckpt.memory import room
 from flashckpt.memory.control_page import SlotSize, round_up
 from flashckpt.memory.held_regions import MAX_REGIONS, HeldRegion, Made, Regions
-from flashckpt.memory.region import MEMFD, NAMED
+from flashckpt.memory.region import MEMFD
 from flashckpt.memory.slot import Sealed, SlotState
 from flashckpt.options import MOST_SLOTS
 from flashckpt.persist.worker import Worker
@@ -82,11 +82,11 @@ class _MemoryRequest:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is to be made for a request, beside what it is given of what is here. `only`: of that kind."""
+    """What is to be made for a request, beside what it is given of what is here."""
 
     count: int
     size: SlotSize
-    only: str | None = None
+    is_memfd: bool = False
 
 
 _NOTHING = _Plan(0, SlotSize(0, 0))
@@ -190,7 +190,7 @@ class Allocation:
                 return fit[: max(count - has, 0)], None
             if self._has_room(trainer, count, missing, size):
                 self._clear(each for each in large_enough if each not in fit)
-                return fit, _Plan(missing, size, self._kind_of_slots(trainer))
+                return fit, _Plan(missing, size, self._has_memfd(trainer))
         if has + len(large_enough) >= count:
             return large_enough[: count - has], None
         num_bytes = request.needed.region_bytes
@@ -210,7 +210,7 @@ class Allocation:
             if each.state() is SlotState.FREE and not self._regions.is_written(each):
                 self._regions.remove(each)
         if self._has_room(trainer, 1, 1, size):
-            return [], _Plan(1, size)
+            return [], _Plan(1, size, self._has_memfd(trainer))
         if found := self._overwritable(fit, in_need=True):
             return found[:1], None
         raise room.out_of_room(size.region_bytes, self._left_for(trainer.rank))
@@ -223,23 +223,23 @@ class Allocation:
                 return [each], None
         if not self._has_room(trainer, 1, 1, size):
             raise room.out_of_room(size.region_bytes, self._left_for(trainer.rank))
-        is_named = any(each.kind == NAMED for each in self._regions.of_rank(trainer.rank))
-        return [], _Plan(1, size, NAMED if is_named else None)
+        return [], _Plan(1, size)
 
     def _may_be_given(self, held: HeldRegion, request: _MemoryRequest) -> bool:
         is_others = held.writer != request.trainer.lock and self._regions.is_written(held)
-        return not is_others and held.slot.name not in request.have
+        is_fit = held.kind == MEMFD or not self._has_memfd(request.trainer)
+        return not is_others and held.slot.name not in request.have and is_fit
 
     def _has(self, request: _MemoryRequest) -> int:
         """How many slots the trainer has that are large enough."""
         held = self._regions.of_rank(request.trainer.rank)
         return sum(each.slot.name in request.have and each.slot.size.holds(request.needed) for each in held)
 
-    def _kind_of_slots(self, trainer: Trainer) -> str | None:
-        """Snapshots in memory that outlives all processes must not name what does not."""
+    def _has_memfd(self, trainer: Trainer) -> bool:
+        """Whether its constants stand in a memfd: snapshots in memory that outlives all processes must not
+        name what does not."""
         regions = self._regions.constants_of(trainer.rank)
-        is_memfd = any(each.kind == MEMFD and each.writer == trainer.lock for each in regions)
-        return MEMFD if is_memfd else None
+        return any(each.kind == MEMFD and each.writer == trainer.lock for each in regions)
 
     def _overwritable(self, fit: list[HeldRegion], *, in_need: bool) -> list[HeldRegion]:
         """Slots that a resume may read a step into: empty ones, then those whose snapshot is committed,
@@ -322,10 +322,10 @@ class Allocation:
         make = partial(
             self._regions.make, rank, [0] if request.purpose == CONSTANTS else indexes, plan.size,
             available=lambda: self._left_for(rank),
-            begun=begun if request.purpose == READ else None,
+            begun=None if request.purpose == SLOTS else begun,
             taken=partial(self._count_down, rank),
             holds_constants=request.purpose == CONSTANTS,
-            only=plan.only,
+            is_memfd=plan.is_memfd,
         )  # fmt: skip
         self._workers[rank].submit(make, partial(self._made, request, plan))
 
@@ -359,9 +359,7 @@ class Allocation:
             return
         if any(self._regions.get(each.slot.name) is not each for each in request.given):
             return  # it was nobody's, and went meanwhile: decided anew, with what was made
-        if request.purpose == CONSTANTS and any(map(self._lives_shorter, held)):
-            error = KeeperError("There is no room for it where the slots are.")
-        elif request.purpose == SLOTS and len(held) < plan.count:
+        if request.purpose == SLOTS and len(held) < plan.count:
             # Fewer do, where these are enough to go on with.
             has = self._has(request) + len(request.given) + len(held)
             error = None if has >= _FEWEST else error
@@ -405,11 +403,6 @@ class Allocation:
         for held in made:
             if held.state() is SlotState.FREE:
                 self._regions.remove(held)
-
-    def _lives_shorter(self, held: HeldRegion) -> bool:
-        """Whether a region goes with its last process where slots of its rank, which name it, do not."""
-        slots = self._regions.of_rank(held.slot.rank)
-        return held.kind == MEMFD and any(each.kind == NAMED for each in slots)
 
     def _is_leaving(self, held: HeldRegion) -> bool:
         """Whether a slot that no trainer uses any more goes soon: not where one writes it all the same, nor

@@ -98,11 +98,10 @@ class KeeperClient(KeeperConnection):
         one. Blocks and raises as `slots`."""
         return _one(self._requested("read", 1, needed, wanted or needed, (), self._lent, early))
 
-    def constants(self, size: SlotSize) -> SlotGrant:
-        """A region for the constants that this trainer's slots share, FREE. It stays until this trainer has
-        released it, or died, and no snapshot names it. Blocks and raises as `slots`; KeeperError, too, where
-        it would not live as long as slots."""
-        return _one(self._requested("constants", 1, size, size, (), self._kept))
+    def constants(self, size: SlotSize, *, early: Early | None = None) -> SlotGrant:
+        """A region for the constants of this trainer, FREE. It stays until this trainer has released it, or
+        died, and no snapshot names it. `early` as in `slot_to_read`; blocks and raises as `slots`."""
+        return _one(self._requested("constants", 1, size, size, (), self._kept, early))
 
     def _requested(
         self,

@@ -273,8 +273,8 @@ class Requests:
     def _surviving(self, trainer: Trainer) -> Answer:
         """Slots with a sealed snapshot, and the constants that they share."""
         found = [held for held in self._regions.of_rank(trainer.rank) if held.sealed() is not None]
-        shared = [held for held in self._regions.constants_of(trainer.rank) if held.sealed() is not None]
-        found = (shared + found)[:MAX_DESCRIPTORS]
+        constants = [held for held in self._regions.constants_of(trainer.rank) if held.sealed() is not None]
+        found = (constants + found)[:MAX_DESCRIPTORS]
         rows = [self._regions.row(held, trainer.pid, trainer.lock) for held in found]
         return {"slots": rows}, [held.slot.descriptor for held in found]
 

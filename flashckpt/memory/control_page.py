@@ -48,7 +48,7 @@ RECORD_OFFSET = 768
 RECORD_BYTES = 256
 RECORD_FIELDS_OFFSET = 16
 RECORD_FIELDS_END = 240
-_RECORD = struct.Struct("<16Q")
+_RECORD = struct.Struct("<15Q")
 
 # The owner table: entry i is owner i + 1.
 OWNERS_OFFSET = 1024
@@ -169,9 +169,8 @@ class SlotHeader:
 @dataclass(frozen=True, kw_only=True)
 class Record:
     """What a trainer writes about a snapshot before the sealer checksums and seals it. `image_bytes` are
-    those of the shard; `constants_start` and `constants_bytes` are both 0 where there are no constants.
-    `constants_nonce` names the region that holds them, where it is not the slot itself: then they have no
-    start here."""
+    those of the shard; `constants_nonce` names the region that holds the constants, `constants_bytes` are
+    those of its image: both are 0 where there are none."""
 
     attempt_number: int
     attempt_nonce: int
@@ -186,7 +185,6 @@ class Record:
     data_start: int
     captured_ns: int
     flags: int = 0
-    constants_start: int = 0
     constants_bytes: int = 0
     constants_nonce: int = 0
 
@@ -208,18 +206,10 @@ class Record:
 
     def fits(self, size: SlotSize) -> bool:
         """Whether what it describes can stand in a slot of this size."""
-        end = self.image_bytes
-        if self.constants_nonce:
-            if self.constants_start or not self.constants_bytes:
-                return False
-        elif self.constants_start or self.constants_bytes:
-            if self.constants_start % PAGE or self.constants_start < end or not self.constants_bytes:
-                return False
-            end = self.constants_start + self.constants_bytes
         return (
             self.metadata_bytes <= size.metadata_bytes
-            and end <= size.image_bytes
-            and self.data_start <= self.image_bytes
+            and self.data_start <= self.image_bytes <= size.image_bytes
+            and bool(self.constants_nonce) == bool(self.constants_bytes)
         )
 
 

@@ -103,16 +103,16 @@ class Regions:
         return [each for each in found if each is not None]
 
     def constants_of(self, rank: int) -> list[HeldRegion]:
-        """The regions of constants that slots of a rank share."""
+        """The regions that hold the constants of a rank."""
         return [
             held
             for held in self._held.values()
             if held.slot.header.holds_constants and held.slot.rank == rank
         ]
 
-    def shared_by(self, sealed: Sealed) -> Slot | None:
-        """The region that holds the constants of a snapshot; None where that is its slot itself, or one that
-        is not here."""
+    def constants_named_by(self, sealed: Sealed) -> Slot | None:
+        """The region that holds the constants of a snapshot; None where it has none, or its region is not
+        here."""
         nonce = sealed.record.constants_nonce
         found = (each.slot for each in self.constants_of(sealed.slot.rank))
         return next((each for each in found if nonce and each.header.nonce == nonce), None)
@@ -129,15 +129,13 @@ class Regions:
         begun: Callable[[int], None] | None = None,
         taken: Callable[[int], None] = lambda _: None,
         holds_constants: bool = False,
-        only: str | None = None,
+        is_memfd: bool = False,
     ) -> Made:
         """Allocate regions, in a thread of their rank: nothing of what is held is touched. See `put`. `begun`
         is given the descriptor of each region before it is allocated, `taken` the bytes of each step. `only`:
-        of that kind, or none if it is NAMED."""
+        of that kind."""
         num_bytes, made = size.region_bytes, list[Region]()
-        kind = MEMFD if only == MEMFD else region.kind_for(self._folder, num_bytes * len(indexes))
-        if only == NAMED != kind:
-            return Made((), KeeperError("There is no room for them where the slots are."))
+        kind = MEMFD if is_memfd else region.kind_for(self._folder, num_bytes * len(indexes))
         how: _How = {"available": available, "begun": begun, "taken": taken}
         for index in indexes:
             nonce = secrets.randbits(64) or 1
@@ -294,7 +292,7 @@ class Regions:
     # Going
 
     def drop_constants(self) -> None:
-        """Let go of the shared constants that no snapshot here names and no living trainer may yet use."""
+        """Let go of constants that no snapshot here names and no living trainer may yet use."""
         for rank in {held.slot.rank for held in self._held.values()}:
             regions = self.constants_of(rank)
             named = {_constants_nonce(held) for held in self.of_rank(rank)} if regions else set()

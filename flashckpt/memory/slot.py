@@ -322,10 +322,9 @@ class Slot:
                 "A slot's metadata does not match its checksum. The snapshot is not used.", step=sealed.step
             )
         metadata = Metadata.unpack(data)
-        layout, image, record = metadata.layout, metadata.image, sealed.record
-        found = layout.data_start, layout.num_bytes, image.constants_start, image.constants_bytes
-        said = record.data_start, record.image_bytes, record.constants_start, record.constants_bytes
-        if found != said or metadata.shared != bool(record.constants_nonce):
+        layout, record = metadata.layout, sealed.record
+        found = layout.data_start, layout.num_bytes, metadata.image.constants_bytes
+        if found != (record.data_start, record.image_bytes, record.constants_bytes):
             raise DamagedError("A slot's plan contradicts its record. It is not used.", step=sealed.step)
         return metadata
 

@@ -15,7 +15,7 @@ from flashckpt import _native, crashpoints
 from flashckpt.errors import DamagedError
 from flashckpt.format.layout import PAGE, Layout
 from flashckpt.format.metadata import Metadata
-from flashckpt.memory.shared import not_held
+from flashckpt.memory.constants import not_held
 from flashckpt.memory.slot import Slot, Word
 from flashckpt.persist.job import JobState, LeafSource, SealedSnapshot, StepOutcome, Void
 
@@ -44,9 +44,9 @@ def torn(metadata: Metadata, leaves: list[int]) -> Torn:
     return Torn(f"{len(leaves)} leaves are not those of their boundary.", named)
 
 
-def check_header(slot: Slot, start: int, layout: Layout) -> None:
-    """Raises Torn unless the image at `start` bytes into the slot's begins as its layout says."""
-    if os.pread(slot.descriptor, layout.data_start, slot.image_offset + start) != layout.header:
+def check_header(region: Slot, layout: Layout) -> None:
+    """Raises Torn unless the image of a slot, or of a region of constants, begins as its layout says."""
+    if os.pread(region.descriptor, layout.data_start, region.image_offset) != layout.header:
         raise Torn("An image does not begin with the header of its plan.")
 
 

@@ -1,4 +1,4 @@
-"""The constants of a slot, on storage: written once an attempt, or linked from the attempt before.
+"""The constants of a snapshot, on storage: written once an attempt, or linked from the attempt before.
 
 Owns the choice between using, linking and writing a constants shard, and the audit of the bytes it
 writes. Publishes no part: the writer does, after the shard is whole.
@@ -16,7 +16,7 @@ from flashckpt.format.layout import Layout
 from flashckpt.format.metadata import Metadata
 from flashckpt.format.names import AttemptName, attempt_folder
 from flashckpt.format.records import Contents, ShardRecord
-from flashckpt.memory.shared import not_held
+from flashckpt.memory.constants import not_held
 from flashckpt.memory.slot import Slot
 from flashckpt.persist.audit import check_header, torn, unlike
 from flashckpt.persist.job import SealedSnapshot
@@ -24,8 +24,8 @@ from flashckpt.store.base import Region, Store, Written
 
 _NAMES_TRIED = 8
 REGION_IS_GONE = (
-    "the constants that this snapshot shares with others are not in this node's memory, and no committed "
-    "step names them; committed steps are not touched"
+    "the constants of this snapshot are not in this node's memory, and no committed step names them; "
+    "committed steps are not touched"
 )
 
 
@@ -111,11 +111,10 @@ class ConstantsShards:
         region = next((each.region for each in sources if first in each.leaves), None)
         if region is None:
             raise RegionGone(REGION_IS_GONE)
-        if metadata.shared and (absent := not_held(region, metadata)):
+        if absent := not_held(region, metadata):
             raise torn(metadata, absent)
-        start = metadata.image.constants_start
-        check_header(region, start, layout)
-        name, written = self._create(region, start, layout, snapshot.rank, attempt)
+        check_header(region, layout)
+        name, written = self._create(region, layout, snapshot.rank, attempt)
         leaves = unlike(metadata, written.digests, first)
         if leaves:
             self._remove(attempt, name)
@@ -123,9 +122,7 @@ class ConstantsShards:
         shard = ShardRecord.of(name, layout, written.checksums)
         return Contents(shard=shard, leaves=layout.leaves, digests=tuple(metadata.digests[first:]))
 
-    def _create(
-        self, region: Slot, start: int, layout: Layout, rank: int, attempt: AttemptName
-    ) -> tuple[str, Written]:
+    def _create(self, region: Slot, layout: Layout, rank: int, attempt: AttemptName) -> tuple[str, Written]:
         """Write the image under a name that nobody has: a keeper that was stopped may still be writing the
         one it took, and wakes up."""
         for _ in range(_NAMES_TRIED):
@@ -134,7 +131,7 @@ class ConstantsShards:
                 return name, self._store.write_shard(
                     f"{attempt_folder(attempt)}/{name}",
                     layout,
-                    Region(region.descriptor, region.image_offset + start),
+                    Region(region.descriptor, region.image_offset),
                     threads=self._threads,
                     progress=self._progress,
                 )

@@ -127,9 +127,9 @@ class SealedSnapshot:
 
     def sources(self, metadata: Metadata) -> list[LeafSource]:
         """Where the leaves of the snapshot stand, as far as they are here."""
-        own = len(metadata.layout.leaves) if metadata.shared else len(metadata.leaves)
+        own = len(metadata.layout.leaves)
         found = [LeafSource(self.slot, self.rank, range(own))]
-        if metadata.shared:
+        if metadata.constants is not None:
             rest = range(own, len(metadata.leaves))
             found += [LeafSource(region, region.rank, rest) for region in self.regions]
         return found

@@ -308,7 +308,7 @@ class Queue:
         same[0].is_urgent = same[0].is_urgent or sealed.key in self._urgent
 
     def _snapshot(self, sealed: Sealed) -> SealedSnapshot:
-        index, region = self._regions.own_index(sealed.slot), self._regions.shared_by(sealed)
+        index, region = self._regions.own_index(sealed.slot), self._regions.constants_named_by(sealed)
         return SealedSnapshot(sealed.slot, sealed.generation, index, () if region is None else (region,))
 
     def _left(self, job: StepJob, wanted: set[_Key]) -> None:

@@ -373,7 +373,7 @@ def _checked(snapshot: SealedSnapshot) -> _PinnedContent:
             values = strict_loads(metadata.values, what="a slot's values")
         except DamagedError as error:
             raise Torn(str(error)) from error
-        check_header(snapshot.slot, 0, metadata.layout)
+        check_header(snapshot.slot, metadata.layout)
     return _PinnedContent(snapshot, metadata, values)
 
 

@@ -105,7 +105,7 @@ def torn_leaves(snapshot: SealedSnapshot, on_storage: OnStorage = lambda metadat
         if sealed is None:
             return None
         metadata = snapshot.slot.metadata(sealed)
-        check_header(snapshot.slot, 0, metadata.layout)
+        check_header(snapshot.slot, metadata.layout)
         torn = differing(metadata, snapshot.sources(metadata))
     except (DamagedError, Torn):
         return None

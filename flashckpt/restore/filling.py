@@ -12,8 +12,8 @@ from typing import NoReturn
 import torch
 
 from flashckpt import _native
+from flashckpt.capture.live_digests import digest_tensors
 from flashckpt.errors import DamagedError, MismatchError, StateError
-from flashckpt.restore.digesting import digest_tensors
 from flashckpt.restore.snapshot import Snapshot
 from flashckpt.state.tree import Tree
 
@@ -64,9 +64,7 @@ def table_of(differences: list[tuple[str, str, str]]) -> str:
 def _check_arrived(
     snapshot: Snapshot, filled: list[tuple[str, torch.Tensor]], threads: int, own_code: list[str]
 ) -> None:
-    expected = {
-        leaf.name: digest for leaf, digest in zip(snapshot.layout.leaves, snapshot.digests, strict=True)
-    }
+    expected = snapshot.digests_by_name
     found = digest_tensors([tensor for _, tensor in filled], threads)
     wrong = [name for (name, _), digest in zip(filled, found, strict=True) if expected[name] != digest]
     if wrong:

@@ -76,13 +76,15 @@ class Ladder:
         store: Store,
         survived: list[Held],
         rank: int,
-        slot_for: local_tier.SlotFor,
+        slot_for: local_tier.HoldFor,
+        region_for: local_tier.HoldFor,
         fits: Fits,
         threads: int,
         vote: Vote = alone,
     ) -> None:
         self._store, self._survived, self._rank = store, survived, rank
-        self._slot_for, self._fits, self._threads, self._vote = slot_for, fits, threads, vote
+        self._slot_for, self._region_for = slot_for, region_for
+        self._fits, self._threads, self._vote = fits, threads, vote
         self.refused: list[str] = []
 
     def climb(self) -> Loaded | None:
@@ -141,7 +143,7 @@ class Ladder:
         if candidate.held is not None:
             return memory_tier.load(candidate.held, self._threads), candidate.held
         record = read_step(self._store, candidate.step, candidate.attempt)
-        return local_tier.load(record, self._rank, self._slot_for, self._threads)
+        return local_tier.load(record, self._rank, self._slot_for, self._region_for, self._threads)
 
     def _check(self, snapshot: Snapshot, held: Held) -> None:
         try:

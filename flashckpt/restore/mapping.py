@@ -73,16 +73,17 @@ def module_state(store: Store, step: int | None, rank: int, only: str) -> dict[s
 
 
 def _filling(mine: RankRecord, leaves: dict[str, torch.Tensor], value: dict[str, Any]) -> Filling:
-    contents = [each for each in (mine.contents, mine.constants) if each is not None]
-    recorded = {leaf.name: leaf for each in contents for leaf in each.layout().leaves}
+    recorded = {leaf.name: leaf for _, leaf, _ in mine.counted()}
     return Filling(Saved(leaves=recorded, value=value, tensor=leaves.__getitem__))
 
 
 def _leaves_of(record: StepRecord, rank: int) -> dict[str, torch.Tensor]:
-    leaves: dict[str, torch.Tensor] = {}
-    for path, contents in record.files(rank):
-        leaves.update(_mapped(record.store, path, contents, record.step))
-    return leaves
+    mapped = {
+        contents.shard.file: _mapped(record.store, path, contents, record.step)
+        for path, contents in record.files(rank)
+    }
+    rows = record.rank(rank).counted()
+    return {name: mapped[file][name] for file, leaf, _ in rows for name in (leaf.name, *leaf.aliases)}
 
 
 def _mapped(store: Store, path: str, contents: Contents, step: int) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from flashckpt.errors import DamagedError
 from flashckpt.format.records import AttemptName
 from flashckpt.format.typed import decode_json
-from flashckpt.memory.shared import holds_constants_of
+from flashckpt.memory.constants import not_held
 from flashckpt.memory.slot import Sealed, Slot, SlotState, Word
 from flashckpt.restore.filling import audit
 from flashckpt.restore.snapshot import Snapshot
@@ -18,8 +18,8 @@ class Held:
     """A slot of this rank, mapped by this process, and the owner index that this process has in it.
 
     `sealed` is the snapshot in it, `pinned` the word while it is ours, `outlives_both` whether the slot
-    survives the death of trainer and keeper together, `constants` the region that the snapshot names for what
-    it shares with others, mapped, where it names one that is here.
+    survives the death of trainer and keeper together, `constants` the region that the snapshot names, mapped,
+    where it names one that is here.
     """
 
     slot: Slot
@@ -83,11 +83,11 @@ def _is_still(held: Held) -> bool:
 def _audited(held: Held, threads: int) -> Snapshot:
     assert held.sealed is not None
     metadata = held.slot.metadata(held.sealed)
-    region = held.constants if metadata.shared else None
-    if metadata.shared and (region is None or not holds_constants_of(region, metadata)):
+    region = held.constants if metadata.constants is not None else None
+    if metadata.constants is not None and (region is None or not_held(region, metadata)):
         raise DamagedError(
-            f"The constants that the snapshot of step {held.step} in {held.slot.name} shares with others are "
-            "not in this node's memory. It is passed over.",
+            f"The constants of the snapshot of step {held.step} in {held.slot.name} are not in this node's "
+            "memory. It is passed over.",
             step=held.step,
         )
     snapshot = Snapshot(

@@ -1,4 +1,4 @@
-"""One rank's files on their way into a slot: every chunk and every leaf is verified as it arrives.
+"""A file of a rank on its way into memory: every chunk and every leaf is verified as it arrives.
 
 Begins while the slot's region is still being made, where it can: taking memory is otherwise a third of
 the time that a load from a fast disk takes. Owns the thread that reads; seals nothing.
@@ -10,8 +10,6 @@ import errno
 import os
 import threading
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 from flashckpt import _native
 from flashckpt.commit.steps import StepRecord
@@ -29,26 +27,18 @@ class UnreadableShardError(OSError):
     """The bytes of one shard cannot be had, as its file system says: of the disk, or of this host."""
 
 
-@dataclass(frozen=True)
-class File:
-    """A shard or a constants shard of a committed step, and where it begins in a slot's image."""
-
-    start: int
-    path: str
-    contents: Contents
-
-
 class ShardReading:
-    """`begin` may be called once, with a region that is still growing; `into` gives the whole files in the
+    """`begin` may be called once, with a region that is still growing; `into` gives the whole file in the
     slot that was granted in the end; `close` ends what was begun in vain."""
 
-    def __init__(self, record: StepRecord, files: Sequence[File], threads: int) -> None:
-        self._step, self._store, self._files, self._threads = record.step, record.store, files, threads
+    def __init__(self, record: StepRecord, path: str, contents: Contents, threads: int) -> None:
+        self._step, self._store, self._threads = record.step, record.store, threads
+        self._path, self._contents = path, contents
         self._given_up = array("Q", [0])
         self._descriptor = -1
         self._image_offset = 0
         self._thread: threading.Thread | None = None
-        self._found: list[Read] | None = None
+        self._found: Read | None = None
         self._error: Exception | None = None
 
     def begin(self, descriptor: int, image_offset: int) -> None:
@@ -58,7 +48,7 @@ class ShardReading:
         self._thread.start()
 
     def into(self, held: Held) -> None:
-        """The files, whole and verified, in the image of a slot.
+        """The file, whole and verified, in the image of a slot.
 
         Raises DamagedError where a byte is not what was committed, UnreadableShardError where the disk does
         not give it, OSError where it cannot be read for another reason.
@@ -67,8 +57,7 @@ class ShardReading:
         if found is None:
             self.close()
             found = self._read(held.slot.descriptor, held.slot.image_offset)
-        for file, read in zip(self._files, found, strict=True):
-            self._check(file, read, held)
+        self._check(found, held)
 
     def close(self) -> None:
         """Stop waiting for a region that will not be whole. Returns when nothing is read any more."""
@@ -80,7 +69,7 @@ class ShardReading:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def _begun_in(self, held: Held) -> list[Read] | None:
+    def _begun_in(self, held: Held) -> Read | None:
         """What was read early, if it was read into this very slot."""
         if self._thread is None or self._image_offset != held.slot.image_offset:
             return None
@@ -99,40 +88,37 @@ class ShardReading:
         except Exception as error:  # raised to whoever asks for the shard
             self._error = error
 
-    def _read(self, descriptor: int, image_offset: int, growing: int = 0) -> list[Read]:
-        return [self._read_one(file, descriptor, image_offset + file.start, growing) for file in self._files]
-
-    def _read_one(self, file: File, descriptor: int, offset: int, growing: int) -> Read:
+    def _read(self, descriptor: int, offset: int, growing: int = 0) -> Read:
         region = Region(descriptor, offset)
         try:
             return self._store.read_ranges(
-                file.path, file.contents, region, threads=self._threads, growing=growing
+                self._path, self._contents, region, threads=self._threads, growing=growing
             )
         except DamagedError as error:
-            raise self._damaged(file, f"{error}. Nothing of it was loaded.") from error
+            raise self._damaged(f"{error}. Nothing of it was loaded.") from error
         except OSError as error:
             if error.errno in _LOST_BYTES:
-                raise UnreadableShardError(error.errno, error.strerror, self._named(file)) from error
+                raise UnreadableShardError(error.errno, error.strerror, self._named) from error
             raise
 
-    def _check(self, file: File, found: Read, held: Held) -> None:
-        layout, wrong = file.contents.layout(), found.wrong_leaves(file.contents)
+    def _check(self, found: Read, held: Held) -> None:
+        layout, wrong = self._contents.layout(), found.wrong_leaves(self._contents)
         if found.bad_chunks or wrong:
             where = f"chunks {found.bad_chunks[:5]}" if found.bad_chunks else f"leaves {', '.join(wrong[:5])}"
             raise self._damaged(
-                file,
-                f"it is not what was committed ({where}; chunks of {file.contents.shard.chunk_bytes} bytes). "
+                f"it is not what was committed ({where}; chunks of {self._contents.shard.chunk_bytes} "
+                "bytes). "
                 "Nothing of it was loaded; an older step is taken. Keep the file if the disk's fault is to "
                 "be found.",
             )
-        if bytes(held.slot.image_view[file.start : file.start + layout.data_start]) != layout.header:
+        if bytes(held.slot.image_view[: layout.data_start]) != layout.header:
             raise self._damaged(
-                file,
-                "its header is not that of its leaves. Nothing of it was loaded; an older step is taken.",
+                "its header is not that of its leaves. Nothing of it was loaded; an older step is taken."
             )
 
-    def _damaged(self, file: File, message: str) -> DamagedError:
-        return DamagedError(f"{self._named(file)}: {message}", step=self._step, path=self._named(file))
+    def _damaged(self, message: str) -> DamagedError:
+        return DamagedError(f"{self._named}: {message}", step=self._step, path=self._named)
 
-    def _named(self, file: File) -> str:
-        return f"{self._store.url}/{file.path}"
+    @property
+    def _named(self) -> str:
+        return f"{self._store.url}/{self._path}"

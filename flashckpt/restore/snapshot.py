@@ -19,8 +19,8 @@ from flashckpt.state.tree import Saved
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
     """One rank's state at one step. `image` is a writable buffer that holds what `layout` says, but for
-    constants that are shared: those are in `constants_image`. `digests` are those of `layout.leaves`;
-    `values` is what is not a tensor, decoded."""
+    constants: those are in `constants_image`. `digests` are those of `layout.leaves`; `values` is what is not
+    a tensor, decoded."""
 
     step: int
     attempt: AttemptName
@@ -46,18 +46,25 @@ class Snapshot:
         image is overwritten by a later snapshot."""
         return leaf_view(*self._places[name])
 
+    @cached_property
+    def digests_by_name(self) -> dict[str, int]:
+        """Of all leaves of the state."""
+        gone = self.layout.outdated
+        rows = enumerate(zip(self.layout.leaves, self.digests, strict=True))
+        return {leaf.name: digest for index, (leaf, digest) in rows if index not in gone}
+
     @property
-    def constants(self) -> dict[str, int]:
-        """The digests of the leaves that were constants when it was captured, by name."""
-        first = len(self.layout.shard.leaves)
-        leaves = self.layout.leaves[first:]
-        return {leaf.name: digest for leaf, digest in zip(leaves, self.digests[first:], strict=True)}
+    def constants(self) -> frozenset[str]:
+        """Names of the leaves that were constants when it was captured."""
+        first, gone = len(self.layout.shard.leaves), self.layout.outdated
+        rows = enumerate(self.layout.leaves)
+        return frozenset(leaf.name for i, leaf in rows if i >= first and i not in gone)
 
     @cached_property
     def saved(self) -> Saved:
         """What the live state is compared with and filled from: the same object each time."""
-        leaves = {leaf.name: leaf for leaf in self.layout.leaves}
         places = self._places
+        leaves = {name: leaf for name, (_, leaf, _) in places.items()}
 
         def tensor(name: str) -> torch.Tensor:
             # Not `self.tensor`: in a cycle with this object, a whole image would wait for the collector.
@@ -68,14 +75,17 @@ class Snapshot:
     def places(self) -> list[tuple[memoryview, Leaf, int]]:
         """Where each of `layout.leaves` begins: in which buffer, and at which byte of it."""
         own = len(self.layout.shard.leaves)
-        shared = self.constants_image if self.layout.shared else self.image
-        placed = enumerate(zip(self.layout.leaves, self.layout.starts(), strict=True))
-        found = [(self.image if i < own else shared, leaf, start) for i, (leaf, start) in placed]
-        return [(image, leaf, start) for image, leaf, start in found if image is not None]
+        found = []
+        for index, (leaf, start) in enumerate(zip(self.layout.leaves, self.layout.starts(), strict=True)):
+            image = self.image if index < own else self.constants_image
+            assert image is not None
+            found.append((image, leaf, start))
+        return found
 
     @cached_property
     def _places(self) -> dict[str, tuple[memoryview, Leaf, int]]:
-        return {leaf.name: (image, leaf, start) for image, leaf, start in self.places()}
+        gone = self.layout.outdated
+        return {row[1].name: row for index, row in enumerate(self.places()) if index not in gone}
 
 
 def leaf_view(image: memoryview, leaf: Leaf, start: int) -> torch.Tensor:

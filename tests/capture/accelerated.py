@@ -173,7 +173,9 @@ class Accelerated:
     def ways(self) -> dict[str, str]:
         arrangement = self.capture._following.current
         assert arrangement is not None
-        return {name: way.value for name, way in zip(arrangement.names, arrangement.ways, strict=True)}
+        rows = enumerate(zip(arrangement.names, arrangement.ways, strict=True))
+        outdated = arrangement.plan.outdated
+        return {name: way.value for index, (name, way) in rows if index not in outdated}
 
     def close(self) -> None:
         self.finish()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sized
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,33 +12,45 @@ import torch
 from torch import Tensor
 
 from flashckpt import _native
-from flashckpt.capture.shared import Shared
-from flashckpt.format.layout import Layout, Leaf
+from flashckpt.capture import Capture
+from flashckpt.format.layout import PAGE, Leaf
+from flashckpt.memory.constants import not_held
+from flashckpt.memory.control_page import SlotHeader, SlotSize, round_up
 from flashckpt.memory.slot import Slot, SlotRing
 
-# Images of constants that slots share, by nonce: what a keeper finds in their regions.
-REGIONS: dict[int, bytes] = {}
+# The regions of constants that there are, by nonce: what a keeper holds.
+REGIONS: dict[int, Slot] = {}
 
 
-def region_of(content: Content) -> Shared:
-    """A region that holds the constants of a snapshot, whose slot holds them itself."""
-    constants = content.layout.constants
-    assert constants is not None
-    assert not content.layout.shared
+def make_region(size: SlotSize) -> Slot:
+    """A region for constants, as a keeper makes it."""
     nonce = 1000 + len(REGIONS)
-    REGIONS[nonce] = content.image[content.layout.constants_start :]
-    digests = content.digests[len(content.layout.shard.leaves) :]
-    return Shared(f"constants-00000-{nonce:016x}", nonce, constants, digests)
+    capacities = round_up(size.metadata_bytes), round_up(size.image_bytes)
+    descriptor = os.memfd_create(f"constants-{nonce}")
+    os.ftruncate(descriptor, PAGE + sum(capacities))
+    header = SlotHeader(
+        index=0,
+        rank=0,
+        identity=bytes(16),
+        nonce=nonce,
+        metadata_capacity=capacities[0],
+        image_capacity=capacities[1],
+        holds_constants=True,
+    )
+    Slot.format(descriptor, header)
+    REGIONS[nonce] = Slot.open(descriptor, map_image=True)
+    return REGIONS[nonce]
 
 
-def region_with(layout: Layout, content: Content) -> Shared:
-    """A region for these leaves, that a snapshot and the region it names hold."""
-    nonce = 1000 + len(REGIONS)
-    image = layout.header + b"".join(content.leaves[leaf.name] for leaf in layout.leaves)
-    digests = {leaf.name: digest for leaf, digest in zip(content.layout.leaves, content.digests, strict=True)}
-    REGIONS[nonce] = image
-    found = tuple(digests[leaf.name] for leaf in layout.leaves)
-    return Shared(f"constants-00000-{nonce:016x}", nonce, layout, found)
+def give_region(capture: Capture) -> Slot:
+    """What a trainer does before its first capture: ask what is to stand in a region, and hand one over."""
+    assert capture.room_needed(ordered=True) is not None
+    size = capture.region_wanted()
+    assert size is not None
+    region = make_region(size)
+    capture.fill_region(Slot.open(os.dup(region.descriptor), map_image=True), 1)
+    assert capture.region_wanted() is None
+    return region
 
 
 class Content:
@@ -48,20 +61,29 @@ class Content:
         assert sealed is not None, "nothing is sealed in the slot"
         metadata = slot.metadata(sealed)
         self.step, self.values = sealed.step, metadata.values
-        image = bytes(slot.image_view[: metadata.image.num_bytes])
+        image = bytes(slot.image_view[: metadata.layout.num_bytes])
         self.image, self.layout, self.digests = image, metadata.image, tuple(metadata.digests)
         self.leaves: dict[str, bytes] = {}
         self.torn: list[str] = []
         self.constants_nonce = sealed.record.constants_nonce
-        own = len(self.layout.shard.leaves) if self.layout.shared else len(self.layout.leaves)
+        own, outdated = len(self.layout.shard.leaves), self.layout.outdated
+        region = REGIONS[self.constants_nonce] if self.constants_nonce else slot
+        assert not (self.constants_nonce and not_held(region, metadata)), "no region was sealed with these"
         placed = zip(self.layout.leaves, self.layout.starts(), metadata.digests, strict=True)
         for index, (leaf, start, digest) in enumerate(placed):
-            holder = image if index < own else REGIONS.get(self.constants_nonce, b"")
-            data = holder[start : start + leaf.num_bytes]
-            self.leaves[leaf.name] = data
+            data = bytes((slot if index < own else region).image_view[start : start + leaf.num_bytes])
+            if index not in outdated:
+                self.leaves[leaf.name] = data
             buffer = np.frombuffer(data, dtype=np.uint8).copy()
             if _native.digest(_native.address_of(buffer), len(data)) != digest:
                 self.torn.append(leaf.name)
+
+    @property
+    def constants(self) -> list[str]:
+        """Names of the leaves that stand in the region."""
+        own, outdated = len(self.layout.shard.leaves), self.layout.outdated
+        rows = enumerate(self.layout.leaves)
+        return [leaf.name for index, leaf in rows if index >= own and index not in outdated]
 
     def leaf(self, name: str) -> Leaf:
         return next(leaf for leaf in self.layout.leaves if leaf.name == name)

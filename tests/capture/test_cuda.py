@@ -449,7 +449,7 @@ def test_the_kernel_equals_the_native_digest_at_every_alignment() -> None:
 
 
 def test_the_digests_of_a_restore_equal_the_native_ones() -> None:
-    from flashckpt.restore.digesting import digest_tensors
+    from flashckpt.capture.live_digests import digest_tensors
 
     tensors = [torch.randn(1000, 33), torch.randn(40, 50).t(), torch.randn(7).to(torch.bfloat16)[1:]]
     there = [tensor.cuda() if tensor.is_contiguous() else tensor.t().cuda().t() for tensor in tensors]

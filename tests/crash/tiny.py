@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import flashckpt
-from tests.waiting import until, until_shared, until_slots
+from tests.waiting import until, until_slots
 
 KEPT = 2
 PERSIST_EVERY = 3
@@ -125,12 +125,10 @@ def train(
     steps: int,
     wait_slots: bool = True,
     hold: tuple[int, str] | None = None,
-    wait_shared: int | None = None,
     persist_every: int = PERSIST_EVERY,
 ) -> None:
     """Train to `steps`. wait_slots: stand still in the first iteration until snapshots can be taken. hold:
-    stand still in the iteration of a step until a file is there; wait_shared: until slots share what never
-    changes, or may from the next boundary on."""
+    stand still in the iteration of a step until a file is there."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     model, optimizer, loader = made()
     batches = flashckpt.loop(
@@ -153,8 +151,6 @@ def train(
             until_slots(checkpointer)
         if hold is not None and batches.completed == hold[0]:
             until(functools.partial(os.path.exists, hold[1]), "being let go")
-        if batches.completed == wait_shared:
-            until_shared(checkpointer)
         report = checkpointer.report()
         sealed, skipped = int(report["newest_sealed_step"]), int(report["snapshots_skipped"])
         row = (STEP, batches.completed + 1, sealed, skipped, _digest(model))

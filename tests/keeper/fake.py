@@ -22,6 +22,7 @@ from flashckpt.format import metadata
 from flashckpt.format.layout import Layout, Leaf, SlotImage
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper.client import KeeperClient, SlotGrant, connect_or_start
+from flashckpt.memory.constants import region_size
 from flashckpt.memory.control_page import Record, SlotSize
 from flashckpt.memory.runtime import (
     LifeLock,
@@ -90,7 +91,8 @@ class FakeTrainer:
     ) -> None:
         self.world = world
         self.run, self.layout = run, layout_for(kib)
-        self.image = SlotImage(self.layout, constants_for(constants_kib))
+        self.constants = constants_for(constants_kib)
+        self.image = SlotImage(self.layout, self.constants)
         self.store, identity = open_runtime(run, base)
         self.folder: RuntimeFolder
         self.life: LifeLock
@@ -140,38 +142,25 @@ class FakeTrainer:
         return len(plan), len(self.image.leaves), len(VALUES), len(fixed)
 
     def take_slots(self, count: int = 3) -> None:
+        if self.image.constants is not None and self.region is None:
+            self.fill_region()
         size = metadata.geometry(*self.sizes()).num_bytes
-        self.grants = self.client.slots(count, SlotSize(size, self.image.num_bytes))
+        self.grants = self.client.slots(count, SlotSize(size, self.layout.num_bytes))
         self.slots = [grant.open() for grant in self.grants]
         self.owners = {grant.name: grant.owner for grant in self.grants}
         self.ring = SlotRing(self.slots)
 
-    def shrink(self) -> None:
-        """Exchange the slots for ones that have room for no more than is written to them."""
-        size = SlotSize(metadata.geometry(*self.sizes()).num_bytes, self.image.num_bytes)
-        have = [slot.name for slot in self.slots]
-        before, self.grants = self.slots, self.client.slots(3 + len(have), size, have=have)
-        self.slots = [grant.open() for grant in self.grants]
-        self.owners |= {grant.name: grant.owner for grant in self.grants}
-        self.ring = SlotRing(self.slots)
-        names = {slot.name for slot in self.slots}
-        self.client.release([slot.name for slot in before if slot.name not in names])
-        for slot in before:
-            slot.close()
-
-    # What all slots share
+    # What all slots name
 
     def ask_region(self) -> SlotGrant:
-        layout = self.image.constants
-        assert layout is not None
-        size = metadata.geometry(len(metadata.plan_bytes(layout)), len(layout.leaves), len(VALUES)).num_bytes
-        return self.client.constants(SlotSize(size, layout.num_bytes))
+        assert self.constants is not None
+        return self.client.constants(region_size(self.constants))
 
-    def share(self) -> str:
+    def fill_region(self) -> str:
         """Fill a region with the constants: snapshots name it from here on. Returns its name."""
         grant = self.ask_region()
         region = grant.open()
-        layout = self.image.constants
+        layout = self.constants
         assert layout is not None
         data = [content(leaf, 0) for leaf in layout.leaves]
         write_constants(region, grant.owner, self.attempt, layout, data)
@@ -184,10 +173,13 @@ class FakeTrainer:
 
     def _names(self, grant: SlotGrant, region: Slot) -> str:
         self.region, self.region_kind = region, grant.kind
-        self.image = SlotImage(self.layout, self.image.constants, shared=True)
         return grant.name
 
-    def _shared_digests(self) -> array[int]:
+    def without_constants(self) -> None:
+        """Snapshots have none from here on."""
+        self.image = SlotImage(self.layout)
+
+    def _region_digests(self) -> array[int]:
         assert self.region is not None
         sealed = self.region.sealed()
         assert sealed is not None
@@ -201,21 +193,18 @@ class FakeTrainer:
         generation = slot.begin(self.owners[slot.name])
         if generation is None:
             return None
-        layout, constants, leaves = self.layout, self.image.constants, self.image.leaves
-        shared, plan, fixed = self.image.shared, *self.plans()
+        layout, leaves = self.layout, self.image.leaves
+        plan, fixed = self.plans()
         places = metadata.geometry(*self.sizes())
         block = bytearray(places.num_bytes)
-        block[:64] = metadata.header(*self.sizes(), shared=shared)
+        block[:64] = metadata.header(*self.sizes())
         block[places.plan : places.plan + len(plan)] = plan
         block[places.constants : places.constants + len(fixed)] = fixed
         block[places.table : places.values] = digest_table(len(leaves)).tobytes()
         block[places.values :] = VALUES
         slot.metadata_view[: len(block)] = block
         slot.image_view[: layout.data_start] = layout.header
-        if constants is not None and not shared:
-            start = self.image.constants_start
-            slot.image_view[start : start + constants.data_start] = constants.header
-        own = layout.leaves if shared else leaves
+        own = layout.leaves
         data = [bytearray(content(leaf, step)) for leaf in own]
         first = slot.image_address
         _native.copy_digest(
@@ -225,9 +214,9 @@ class FakeTrainer:
             slot.metadata_address + places.table,
             1,
         )
-        if shared:
+        if fixed:
             table = places.table + 8 * len(own)
-            slot.metadata_view[table : places.values] = self._shared_digests().tobytes()
+            slot.metadata_view[table : places.values] = self._region_digests().tobytes()
         slot.write_record(
             Record(
                 attempt_number=self.attempt.number,
@@ -242,9 +231,8 @@ class FakeTrainer:
                 image_bytes=layout.num_bytes,
                 data_start=layout.data_start,
                 captured_ns=time.monotonic_ns(),
-                constants_start=self.image.constants_start,
                 constants_bytes=self.image.constants_bytes,
-                constants_nonce=self.region.header.nonce if shared and self.region is not None else 0,
+                constants_nonce=self.region.header.nonce if fixed and self.region is not None else 0,
             )
         )
         return slot, generation
@@ -311,8 +299,10 @@ def main(lines: Iterable[str]) -> None:
         elif command == "ask":
             size = SlotSize(4096, rest[1])
             threading.Thread(target=trainer.client.slots, args=(rest[0], size), daemon=True).start()
-        elif command == "share":
-            answer = trainer.share()
+        elif command == "fill region":
+            answer = trainer.fill_region()
+        elif command == "without constants":
+            trainer.without_constants()
         elif command == "ask region":
             answer = trainer.ask_region().name
         elif command == "begin region":

@@ -19,7 +19,6 @@ from flashckpt.commit.steps import read_step
 from flashckpt.commit.verification import verify
 from flashckpt.format.names import AttemptName, attempt_folder
 from flashckpt.format.records import Contents
-from flashckpt.memory.slot import Slot
 from flashckpt.persist.job import JobState, StepJob, StepOutcome, Void
 from flashckpt.persist.writer import Writer
 from flashckpt.store.base import open_store
@@ -30,9 +29,12 @@ from tests.keeper.jobs import job_of, snapshot_of
 LARGE_KIB = 32 << 10
 
 
-def attached(run: Path, base: Path, **options: object) -> FakeTrainer:
+def attached(run: Path, base: Path, *, filled: bool = True, **options: object) -> FakeTrainer:
+    """With slots and, where it is `filled`, a region of constants that they name."""
     trainer = FakeTrainer(run, base, **{"constants_kib": 64, "keep": 20, **options})  # type: ignore[arg-type]
     trainer.start()
+    if not filled:
+        trainer.without_constants()
     trainer.take_slots()
     return trainer
 
@@ -62,10 +64,11 @@ def named(run: Path, step: int) -> Contents:
     return constants
 
 
-def flip_constant(trainer: FakeTrainer, slot: Slot) -> None:
-    """Flip one bit of base.weight in a slot."""
+def flip_constant(trainer: FakeTrainer) -> None:
+    """Flip one bit of base.weight in the region."""
+    assert trainer.region is not None
     at = trainer.image.starts()[trainer.image.leaves.index(next(constant_leaves(trainer)))]
-    slot.image_view[at + 1000] ^= 4
+    trainer.region.image_view[at + 1000] ^= 4
 
 
 def constant_leaves(trainer: FakeTrainer) -> Iterator[object]:
@@ -88,14 +91,15 @@ def alone(tmp_path: Path, runtime: Path) -> Iterator[FakeTrainer]:
 def order(
     trainer: FakeTrainer,
     step: int,
-    spoil: Callable[[Slot], object] | None = None,
+    spoil: Callable[[], object] | None = None,
     *,
     is_alone: bool = False,
 ) -> StepJob:
     slot, _ = trainer.snapshot(step)
     if spoil is not None:
-        spoil(slot)
-    return job_of(trainer, slot, is_alone=is_alone)
+        spoil()
+    regions = [trainer.region] if trainer.region is not None else []
+    return job_of(trainer, slot, *regions, is_alone=is_alone)
 
 
 def test_the_second_step_and_a_new_attempt_write_no_constants(tmp_path: Path, runtime: Path) -> None:
@@ -219,7 +223,7 @@ def test_what_a_dead_trainer_and_a_dead_keeper_left_is_saved_whole(tmp_path: Pat
 
 
 def test_a_flipped_constant_is_never_written(alone: FakeTrainer) -> None:
-    spoiled = order(alone, 1, lambda slot: flip_constant(alone, slot))
+    spoiled = order(alone, 1, lambda: flip_constant(alone))
     outcome = Writer(alone.store, "0123abcd").persist(spoiled)
     assert (outcome.void, [name for _, name in outcome.leaves]) == (Void.TORN, ["base.weight"])
     spoilt = snapshot_of(spoiled)
@@ -229,8 +233,9 @@ def test_a_flipped_constant_is_never_written(alone: FakeTrainer) -> None:
 
 
 def test_a_header_of_constants_that_is_none_is_never_written(alone: FakeTrainer) -> None:
-    def spoil(slot: Slot) -> None:
-        slot.image_view[alone.image.constants_start + 20] ^= 1
+    def spoil() -> None:
+        assert alone.region is not None
+        alone.region.image_view[20] ^= 1
 
     outcome = Writer(alone.store, "0123abcd").persist(order(alone, 1, spoil))
     assert outcome.void is Void.TORN
@@ -244,21 +249,21 @@ def test_the_audit_of_an_idle_keeper_covers_the_constants(tmp_path: Path, runtim
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     slot, generation = trainer.snapshot(2)
-    flip_constant(trainer, slot)
+    flip_constant(trainer)
     os.kill(pid, signal.SIGCONT)
     eventually(lambda: slot.torn[0] == generation)
     assert [step for _, step in trainer.survivors()] == [1]
     trainer.end()
 
 
-def test_a_step_whose_constants_stand_on_storage_does_not_need_those_in_the_slot(
+def test_a_step_whose_constants_stand_on_storage_does_not_need_those_in_memory(
     alone: FakeTrainer,
 ) -> None:
     """The digests of its boundary are those of the file, so what the file holds is what the step had."""
     writer = Writer(alone.store, "0123abcd")
     assert writer.persist(order(alone, 1)).state is JobState.COMMITTED
     [file] = files(alone)
-    outcome = writer.persist(order(alone, 2, lambda slot: flip_constant(alone, slot)))
+    outcome = writer.persist(order(alone, 2, lambda: flip_constant(alone)))
     assert outcome.state is JobState.COMMITTED
     assert named(alone.run, 2).shard.file == file.name
     assert committed(alone.run) == [1, 2]
@@ -268,7 +273,7 @@ def test_a_step_whose_constants_stand_on_storage_does_not_need_those_in_the_slot
 def test_other_constants_get_a_file_of_their_own(alone: FakeTrainer) -> None:
     writer = Writer(alone.store, "0123abcd")
     assert writer.persist(order(alone, 1)).state is JobState.COMMITTED
-    alone.image = type(alone.image)(alone.layout, None)
+    alone.without_constants()
     assert writer.persist(order(alone, 2)).state is JobState.COMMITTED
     assert read_step(alone.store, 2, alone.attempt).rank(0).constants is None
     [file] = files(alone)

@@ -26,17 +26,14 @@ from tests.recovery.scene import Crash, recovered, rows
 BEFORE_ITS_PART = "write.begun:1:kill"
 
 
-@pytest.mark.parametrize("share", [False, True], ids=["own", "shared"])
 def test_what_a_killed_keeper_wrote_is_no_longer_in_the_way(
-    share: bool, tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A disk with room for the constants once, as one of a large base is."""
     with small_tmpfs(24 << 20) as disk:
         with monkeypatch.context() as armed:
             armed.setenv("FLASHCKPT_CRASH_AT", BEFORE_ITS_PART)
             trainer = attached(disk / "run", runtime, constants_kib=16 << 10, kib=16)
-        if share:
-            trainer.share()
         trainer.snapshot(1, persist=True)
         trainer.wait_committed(1)
         assert trainer.client.restarts == 1

@@ -51,7 +51,7 @@ def test_what_was_released_is_not_taken_for_used_by_the_next_keeper(tmp_path: Pa
     kill_keeper(trainer.folder)
     for slot in trainer.slots:
         slot.close()
-    trainer.grants = trainer.client.slots(3, SlotSize(1 << 16, trainer.image.num_bytes * 2))
+    trainer.grants = trainer.client.slots(3, SlotSize(1 << 16, trainer.layout.num_bytes * 2))
     trainer.slots = [grant.open() for grant in trainer.grants]
     trainer.owners = {grant.name: grant.owner for grant in trainer.grants}
     trainer.ring = SlotRing(trainer.slots)

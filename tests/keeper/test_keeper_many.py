@@ -70,7 +70,6 @@ def test_memfds_are_handed_over_however_many_they_are(tmp_path: Path, small_disk
     trainer = FakeTrainer(tmp_path / "run", small_disk, kib=16, constants_kib=9000)
     trainer.start()
     trainer.take_slots(MOST)
-    trainer.share()
     grown(trainer, 12 << 20)
     assert {trainer.region_kind, *(grant.kind for grant in trainer.grants)} == {"memfd"}
     held = trainer.client._held.nameless()

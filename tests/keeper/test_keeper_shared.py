@@ -1,4 +1,4 @@
-"""The region that slots share for their constants: how long it stays, who gets it again, what it gives."""
+"""The region of constants that slots name: how long it stays, who gets it again, what it gives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flashckpt.commit.verification import verify
 from flashckpt.errors import KeeperError
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper.protocol import close_all
-from flashckpt.memory.region import MEMFD, NAMED
+from flashckpt.memory.region import MEMFD
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.memory.slot import SlotState
 from flashckpt.store.base import open_store
@@ -22,12 +22,6 @@ from tests.keeper.test_keeper_constants import attached, files, named, saved
 from tests.memory.mounts import small_tmpfs
 
 MIB = 1 << 20
-
-
-def sharing(run: Path, base: Path, **options: object) -> FakeTrainer:
-    trainer = attached(run, base, **options)
-    trainer.share()
-    return trainer
 
 
 def regions(folder: RuntimeFolder) -> list[str]:
@@ -49,18 +43,18 @@ def swept(folder: RuntimeFolder) -> None:
         eventually(lambda: not lock.exists())
 
 
-def process(run: Path, base: Path, *, share: bool = True) -> Process:
-    """A trainer that may be killed, with slots and, if wanted, a region."""
+def process(run: Path, base: Path, *, filled: bool = True) -> Process:
+    """A trainer that may be killed, with slots and, where it is `filled`, a region that these name."""
     trainer = Process(run, base, constants_kib=64, keep=20)
     trainer.do("start", None, 0, None)
+    if not filled:
+        trainer.do("without constants")
     trainer.do("slots", 3)
-    if share:
-        trainer.do("share")
     return trainer
 
 
 def test_the_shard_is_written_once_whatever_step_names_the_region(tmp_path: Path, runtime: Path) -> None:
-    trainer = sharing(tmp_path / "run", runtime)
+    trainer = attached(tmp_path / "run", runtime)
     for step in range(1, 6):
         saved(trainer, step)
     [file] = files(trainer)
@@ -70,19 +64,6 @@ def test_the_shard_is_written_once_whatever_step_names_the_region(tmp_path: Path
     assert {named(trainer.run, step).shard.file for step in range(1, 6)} == {file.name}
     assert committed(trainer.run) == [1, 2, 3, 4, 5]
     assert verify(open_store(str(trainer.run))).ok
-    trainer.end()
-
-
-def test_steps_from_before_and_after_the_region_name_one_shard(tmp_path: Path, runtime: Path) -> None:
-    """The way of each slot holding its own, and the way of a region, give the same file."""
-    trainer = attached(tmp_path / "run", runtime)
-    saved(trainer, 1)
-    trainer.share()
-    saved(trainer, 2)
-    [file] = files(trainer)
-    assert named(trainer.run, 1) == named(trainer.run, 2)
-    assert committed(trainer.run) == [1, 2]
-    assert file.stat().st_nlink == 1
     trainer.end()
 
 
@@ -119,7 +100,7 @@ def test_the_next_attempt_goes_on_with_the_region_and_links_the_shard(tmp_path: 
 
 
 def test_a_region_that_an_attempt_took_over_is_its_own(tmp_path: Path, runtime: Path) -> None:
-    """Its first snapshots hold their constants themselves, and settle what the attempt before left."""
+    """Its first snapshots have no constants, and settle what the attempt before left."""
     run = tmp_path / "run"
     first = process(run, runtime)
     folder = runtime_of(run, runtime)
@@ -130,7 +111,8 @@ def test_a_region_that_an_attempt_took_over_is_its_own(tmp_path: Path, runtime: 
     second = FakeTrainer(run, runtime, constants_kib=64, keep=20)
     second.start(AttemptName.parse(first.attempt), 1)
     second.keep_region(name)
-    shared, second.image = second.image, type(second.image)(second.layout, second.image.constants)
+    image = second.image
+    second.without_constants()
     second.take_slots()
     for step in (2, 3, 4):
         saved(second, step)
@@ -138,7 +120,7 @@ def test_a_region_that_an_attempt_took_over_is_its_own(tmp_path: Path, runtime: 
     assert not any(sealed.record.constants_nonce for slot in second.slots if (sealed := slot.sealed()))
     swept(folder)
     assert regions(folder) == [name], "nothing names it yet, and its trainer lives"
-    second.image = shared
+    second.image = image
     saved(second, 5)
     assert committed(run) == [1, 2, 3, 4, 5]
     second.end()
@@ -146,7 +128,7 @@ def test_a_region_that_an_attempt_took_over_is_its_own(tmp_path: Path, runtime: 
 
 
 def test_a_region_that_is_gone_is_not_granted_by_name(tmp_path: Path, runtime: Path) -> None:
-    trainer = sharing(tmp_path / "run", runtime)
+    trainer = attached(tmp_path / "run", runtime)
     with pytest.raises(KeeperError, match="not here any more"):
         trainer.client.keep_constants("constants-00000-00000000000000ff")
     with pytest.raises(KeeperError, match="not here any more"):
@@ -159,15 +141,16 @@ def test_a_region_that_is_gone_is_not_granted_by_name(tmp_path: Path, runtime: P
 def test_it_stays_while_a_sealed_snapshot_names_it_and_goes_with_the_last(
     tmp_path: Path, runtime: Path
 ) -> None:
-    """Its trainer has let go of it, and goes on with constants that each slot holds itself."""
-    trainer = sharing(tmp_path / "run", runtime)
+    """Its trainer has let go of it, and goes on without constants."""
+    trainer = attached(tmp_path / "run", runtime)
     [name] = regions(trainer.folder)
     for step in (1, 2):
         saved(trainer, step)
     assert trainer.region is not None
     trainer.client.release([name])
     trainer.region.close()
-    trainer.region, trainer.image = None, type(trainer.image)(trainer.layout, trainer.image.constants)
+    trainer.region = None
+    trainer.without_constants()
     trainer.take_slots()
     for step in (3, 4, 5):
         pid = keeper_pid(trainer.folder)
@@ -201,7 +184,7 @@ def test_a_region_that_was_never_sealed_goes_with_its_trainer(
     tmp_path: Path, runtime: Path, end: str
 ) -> None:
     run = tmp_path / "run"
-    trainer = process(run, runtime, share=False)
+    trainer = process(run, runtime, filled=False)
     folder = runtime_of(run, runtime)
     name = trainer.do("ask region")
     assert regions(folder) == [name]
@@ -219,7 +202,7 @@ def test_a_region_that_was_never_sealed_goes_with_its_trainer(
 
 def test_a_region_that_its_trainer_died_writing_goes(tmp_path: Path, runtime: Path) -> None:
     run = tmp_path / "run"
-    trainer = process(run, runtime, share=False)
+    trainer = process(run, runtime, filled=False)
     folder = runtime_of(run, runtime)
     trainer.do("snapshot", 1, False)
     trainer.do("begin region")
@@ -233,7 +216,7 @@ def test_a_region_that_its_trainer_died_writing_goes(tmp_path: Path, runtime: Pa
 
 
 def test_a_new_keeper_has_the_named_region_again(tmp_path: Path, runtime: Path) -> None:
-    trainer = sharing(tmp_path / "run", runtime)
+    trainer = attached(tmp_path / "run", runtime)
     [name] = regions(trainer.folder)
     kill_keeper(trainer.folder)
     trainer.snapshot(1, persist=True)
@@ -247,7 +230,7 @@ def test_a_new_keeper_has_the_named_region_again(tmp_path: Path, runtime: Path) 
 
 def test_a_new_keeper_keeps_a_region_that_no_snapshot_names_yet(tmp_path: Path, runtime: Path) -> None:
     """Asked for by a trainer that lives, and not filled when the keeper dies."""
-    trainer = attached(tmp_path / "run", runtime)
+    trainer = attached(tmp_path / "run", runtime, filled=False)
     grant = trainer.ask_region()
     os.close(grant.descriptor)
     kill_keeper(trainer.folder)
@@ -260,7 +243,7 @@ def test_a_new_keeper_keeps_a_region_that_no_snapshot_names_yet(tmp_path: Path, 
 
 def test_a_new_keeper_is_handed_a_region_without_a_name(tmp_path: Path, runtime: Path) -> None:
     with small_tmpfs(MIB) as base:
-        trainer = sharing(tmp_path / "run", base)
+        trainer = attached(tmp_path / "run", base)
         assert trainer.region_kind == MEMFD
         assert {grant.kind for grant in trainer.grants} == {MEMFD}
         assert regions(trainer.folder) == []
@@ -281,7 +264,7 @@ def test_a_region_without_a_name_is_let_go_by_a_keeper_when_none_names_it(
     tmp_path: Path, runtime: Path
 ) -> None:
     with small_tmpfs(MIB) as base:
-        trainer = attached(tmp_path / "run", base)
+        trainer = attached(tmp_path / "run", base, filled=False)
         grant = trainer.ask_region()
         os.close(grant.descriptor)
         pid = keeper_pid(trainer.folder)
@@ -318,38 +301,3 @@ def test_what_both_left_with_a_named_region_is_persisted_whole(tmp_path: Path, r
     assert committed(run) == [1, 2]
     assert verify(open_store(str(run))).ok
     second.end()
-
-
-def test_no_region_without_a_name_where_slots_have_one(tmp_path: Path, runtime: Path) -> None:
-    """A snapshot in a slot that outlives all processes must not need what does not."""
-    with small_tmpfs(5 * MIB + MIB // 2) as base:
-        trainer = attached(tmp_path / "run", base, constants_kib=1 << 10)
-        assert {grant.kind for grant in trainer.grants} == {NAMED}
-        for _ in range(2):
-            with pytest.raises(KeeperError, match="where the slots are"):
-                trainer.ask_region()
-        pid = keeper_pid(trainer.folder)
-        assert pid is not None
-        assert held_memfds(pid, "constants-") == 0
-        assert regions(trainer.folder) == []
-        saved(trainer, 1)
-        assert committed(trainer.run) == [1]
-        trainer.end()
-        eventually(lambda: keeper_pid(trainer.folder) is None)
-
-
-def test_smaller_slots_take_the_place_of_those_that_held_constants(tmp_path: Path, runtime: Path) -> None:
-    trainer = attached(tmp_path / "run", runtime, constants_kib=1 << 10)
-    old = {slot.name: slot.header.num_bytes for slot in trainer.slots}
-    saved(trainer, 1)
-    trainer.share()
-    saved(trainer, 2)
-    trainer.shrink()
-    assert not old.keys() & {slot.name for slot in trainer.slots}
-    assert max(slot.header.num_bytes for slot in trainer.slots) < min(old.values()) - MIB
-    saved(trainer, 3)
-    eventually(lambda: not old.keys() & set(trainer.folder.names()))
-    assert len(regions(trainer.folder)) == 1
-    trainer.shrink()
-    assert committed(trainer.run) == [1, 2, 3]
-    trainer.end()

@@ -1,4 +1,4 @@
-"""Constants that slots share, attacked on the keeper's side."""
+"""Regions of constants, attacked on the keeper's side."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.errors import KeeperError
 from flashckpt.format import metadata
+from flashckpt.format.layout import SlotImage
 from flashckpt.memory.control_page import SlotSize
-from flashckpt.memory.held_regions import Regions
-from flashckpt.memory.region import NAMED
 from tests.keeper.driver import eventually
-from tests.keeper.fake import FakeTrainer
+from tests.keeper.fake import FakeTrainer, constants_for
 
 
 @pytest.mark.parametrize("persist", [True, False], ids=["persisted", "audited"])
@@ -22,7 +20,6 @@ def test_of_the_constants_only_those_that_differ_are_named(
     trainer = FakeTrainer(tmp_path / "run", runtime, kib=16, constants_kib=16)
     trainer.start()
     trainer.take_slots()
-    trainer.share()
     slot, generation = trainer.write(1) or pytest.fail("no slot")
     names = [leaf.name for leaf in trainer.image.leaves]
     changed = names.index("base.scale")
@@ -46,32 +43,30 @@ def test_slots_do_not_outlive_the_region_that_they_name(tmp_path: Path, small_di
     trainer = FakeTrainer(tmp_path / "run", small_disk, kib=16, constants_kib=9000)
     trainer.start()
     trainer.take_slots()
-    trainer.share()
     assert (kinds(trainer), trainer.region_kind) == ({"memfd"}, "memfd")
-    trainer.shrink()
-    assert kinds(trainer) == {"memfd"}
     trainer.snapshot(1, persist=True)
     trainer.wait_committed(1)
     trainer.end()
 
 
 @pytest.mark.usefixtures("runtime")
-def test_a_region_that_would_not_live_as_long_as_slots_is_not_even_made(
+def test_named_slots_of_before_are_not_given_beside_a_region_without_a_name(
     tmp_path: Path, small_disk: Path
 ) -> None:
-    """It is asked for every minute: gigabytes must not be taken and let go of each time."""
-    trainer = FakeTrainer(tmp_path / "run", small_disk, kib=1000)
-    trainer.start()
-    trainer.take_slots()
-    assert kinds(trainer) == {"named"}
-    with pytest.raises(KeeperError, match="no room for them where the slots are"):
-        eventually(lambda: trainer.client.constants(SlotSize(4096, 9 << 20)))
-    begun: list[int] = []
-    made = Regions(trainer.folder, trainer.life).make(
-        0, [0], SlotSize(4096, 9 << 20), begun=begun.append, holds_constants=True, only=NAMED
-    )
-    assert (made.regions, begun) == ((), [])
-    assert isinstance(made.error, KeeperError)
-    trainer.snapshot(1, persist=True)
-    trainer.wait_committed(1)
-    trainer.end()
+    """They would be found without it, once all processes are dead."""
+    first = FakeTrainer(tmp_path / "run", small_disk, kib=16)
+    first.start()
+    first.take_slots()
+    assert kinds(first) == {"named"}
+    first.snapshot(1, persist=True)
+    first.wait_committed(1)
+    first.client.release([slot.name for slot in first.slots])
+    first.constants = constants_for(9000)
+    first.image = SlotImage(first.layout, first.constants)
+    first.take_slots()
+    assert (kinds(first), first.region_kind) == ({"memfd"}, "memfd")
+    read = first.client.slot_to_read(SlotSize(4096, first.layout.num_bytes))
+    assert read.kind == "memfd"
+    first.snapshot(2, persist=True)
+    first.wait_committed(2)
+    first.end()

@@ -20,8 +20,8 @@ from tests.keeper.fake import FakeTrainer, constants_for, content, keeper_pid
 from tests.keeper.jobs import job_of
 from tests.keeper.region import write_constants
 from tests.keeper.test_keeper_constants import alone as alone
-from tests.keeper.test_keeper_constants import files, named, saved
-from tests.keeper.test_keeper_shared import process, regions, sharing
+from tests.keeper.test_keeper_constants import attached, files, named, saved
+from tests.keeper.test_keeper_shared import process, regions
 
 
 def flip(path: Path) -> None:
@@ -59,7 +59,7 @@ def left(run: Path, base: Path, *, committed_steps: tuple[int, ...] = ()) -> tup
 
 
 def test_a_flipped_byte_is_never_written(tmp_path: Path, runtime: Path) -> None:
-    trainer = sharing(tmp_path / "run", runtime)
+    trainer = attached(tmp_path / "run", runtime)
     flip_of(trainer)
     slot, generation = trainer.snapshot(1, persist=True)
     eventually(lambda: slot.torn[0] == generation)
@@ -70,7 +70,7 @@ def test_a_flipped_byte_is_never_written(tmp_path: Path, runtime: Path) -> None:
     assert files(trainer) == []
     assert not list(trainer.run.glob("steps/*/*/*"))
     # With a region that is whole the run goes on.
-    trainer.share()
+    trainer.fill_region()
     saved(trainer, 2)
     assert committed(trainer.run) == [2]
     trainer.end()
@@ -78,7 +78,7 @@ def test_a_flipped_byte_is_never_written(tmp_path: Path, runtime: Path) -> None:
 
 def test_a_byte_flipped_once_the_shard_stands_stops_no_step(tmp_path: Path, runtime: Path) -> None:
     """The digests of its boundary are those of the file: what the file holds is what the step had."""
-    trainer = sharing(tmp_path / "run", runtime)
+    trainer = attached(tmp_path / "run", runtime)
     saved(trainer, 1)
     flip_of(trainer)
     for step in (2, 3):
@@ -91,7 +91,7 @@ def test_a_byte_flipped_once_the_shard_stands_stops_no_step(tmp_path: Path, runt
 
 
 def test_the_audit_of_an_idle_keeper_looks_into_the_region(tmp_path: Path, runtime: Path) -> None:
-    trainer = sharing(tmp_path / "run", runtime)
+    trainer = attached(tmp_path / "run", runtime)
     saved(trainer, 1)
     flip_of(trainer)
     slot, generation = trainer.snapshot(2)
@@ -102,7 +102,7 @@ def test_the_audit_of_an_idle_keeper_looks_into_the_region(tmp_path: Path, runti
 
 
 def test_the_audit_of_an_idle_keeper_finds_a_sound_region_sound(tmp_path: Path, runtime: Path) -> None:
-    trainer = sharing(tmp_path / "run", runtime)
+    trainer = attached(tmp_path / "run", runtime)
     slot, generation = trainer.snapshot(1)
     trainer.wait_for(lambda status: status.counts.get("audited"))
     assert slot.torn == (0, ())
@@ -177,12 +177,9 @@ def order(trainer: FakeTrainer, step: int, region: Slot) -> StepJob:
 
 
 def test_a_header_that_is_none_is_never_written(alone: FakeTrainer) -> None:
-    wake(alone)
-    alone.share()
     region = alone.region
     assert region is not None
     region.image_view[20] ^= 1
-    stop(alone)
     outcome = Writer(alone.store, "0123abcd").persist(order(alone, 1, region))
     assert outcome.void is Void.TORN
     assert files(alone) == []
@@ -190,11 +187,8 @@ def test_a_header_that_is_none_is_never_written(alone: FakeTrainer) -> None:
 
 def test_a_region_that_is_not_sealed_is_not_read(alone: FakeTrainer) -> None:
     """Its bytes may be right by chance; who wrote them has not said that they are."""
-    wake(alone)
-    alone.share()
     region = alone.region
     assert region is not None
-    stop(alone)
     asked = order(alone, 1, region)
     word = region.state()
     assert region.free(word)
@@ -204,18 +198,6 @@ def test_a_region_that_is_not_sealed_is_not_read(alone: FakeTrainer) -> None:
     assert files(alone) == []
     alone.region = None
     region.close()
-
-
-def stop(trainer: FakeTrainer) -> None:
-    pid = keeper_pid(trainer.folder)
-    assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
-
-
-def wake(trainer: FakeTrainer) -> None:
-    pid = keeper_pid(trainer.folder)
-    assert pid is not None
-    os.kill(pid, signal.SIGCONT)
 
 
 @pytest.mark.parametrize("damage", ["page", "record", "metadata"])
@@ -258,27 +240,3 @@ def test_no_keeper_waits_for_ever_for_a_region_that_is_gone(tmp_path: Path, runt
     eventually(lambda: keeper_pid(folder) is None)
     assert slot in folder.names(), "it is not for a keeper to say that nobody has the region"
     assert committed(run) == []
-
-
-def test_without_its_region_the_newest_waits_for_one_that_has_its_constants(
-    tmp_path: Path, runtime: Path
-) -> None:
-    run = tmp_path / "run"
-    first, folder = process(run, runtime, share=False), runtime_of(run, runtime)
-    first.do("snapshot", 6, False)
-    first.do("share")
-    pid = keeper_pid(folder)
-    assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
-    first.do("snapshot", 7, False)
-    first.kill()
-    kill_keeper(folder)
-    [name] = regions(folder)
-    os.unlink(Path(folder.path) / name)
-    second = Process(run, runtime, constants_kib=64, linger_s=0.1)
-    second.kill()
-    eventually(lambda: committed(run) == [6, 7])
-    assert "are not in this node's memory" in last_error(run)
-    eventually(lambda: keeper_pid(folder) is None)
-    assert regions(folder) == []
-    assert verify(open_store(str(run))).ok

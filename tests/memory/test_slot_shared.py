@@ -1,4 +1,4 @@
-"""Slots whose constants stand in a region of their own: to the byte, of every version, and refused if not."""
+"""Constants in a region of their own: to the byte, of every version, and refused if not."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from flashckpt import _native
 from flashckpt.errors import DamagedError, FormatError, KeeperError
 from flashckpt.format import metadata
 from flashckpt.format.layout import Layout, Leaf
-from flashckpt.format.metadata import SHARED, Metadata
+from flashckpt.format.metadata import Metadata
 from flashckpt.format.names import AttemptName
 from flashckpt.memory import control_page as page
 from flashckpt.memory import region
+from flashckpt.memory.constants import not_held
 from flashckpt.memory.control_page import Record, SlotHeader, SlotSize
-from flashckpt.memory.shared import holds_constants_of
-from flashckpt.memory.slot import Slot, SlotState
+from flashckpt.memory.slot import Slot
 from tests.keeper.region import write_constants
 from tests.memory.test_slot import IDENTITY, LAYOUT, VALUES, fill, flip, make
 
@@ -51,7 +51,6 @@ def fill_shared(slot: Slot, digests: array[int] | None = None, **changes: int) -
     sizes = len(plan), len(table), len(VALUES), len(constants_plan)
     places = metadata.geometry(*sizes)
     metadata.write(slot.metadata_view, plan, table, VALUES, constants_plan)
-    slot.metadata_view[:64] = metadata.header(*sizes, shared=True)
     record = Record(
         attempt_number=1, attempt_nonce=7, step=5, generation=generation, plan_id=3, plan_bytes=len(plan),
         table_count=len(table), values_bytes=len(VALUES), metadata_bytes=places.num_bytes,
@@ -133,25 +132,23 @@ def test_a_region_of_another_run_is_refused() -> None:
 
 def test_the_nonce_stands_behind_the_constants_of_the_record() -> None:
     names = [name for name in Record.__dataclass_fields__ if not name.startswith("constants")]
-    record = Record(**dict.fromkeys(names, 0), constants_start=1, constants_bytes=2, constants_nonce=NONCE)
+    record = Record(**dict.fromkeys(names, 0), constants_bytes=2, constants_nonce=NONCE)
     packed = record.packed()
-    assert packed[104:128] == struct.pack("<3Q", 1, 2, NONCE)
-    assert packed[128:] == bytes(96)
+    assert packed[104:120] == struct.pack("<2Q", 2, NONCE)
+    assert packed[120:] == bytes(104)
 
 
 @pytest.mark.parametrize(
-    ("start", "num_bytes", "nonce", "fits"),
+    ("num_bytes", "nonce", "fits"),
     [
-        (0, 4096, 1, True), (0, 1 << 40, 1, True), (0, 4096, (1 << 64) - 1, True),
-        (0, 0, 1, False), (8192, 4096, 1, False), (4096, 4096, 1, False), (0, 4096, 0, False),
+        (4096, 1, True), (1 << 40, 1, True), (4096, (1 << 64) - 1, True), (0, 0, True), (0, 1, False),
+        (4096, 0, False),
     ],
 )  # fmt: skip
-def test_constants_elsewhere_have_no_start_and_take_no_room(
-    start: int, num_bytes: int, nonce: int, fits: bool
-) -> None:
+def test_constants_have_a_region_and_take_no_room(num_bytes: int, nonce: int, fits: bool) -> None:
     names = [name for name in Record.__dataclass_fields__ if not name.startswith("constants")]
     fields = dict.fromkeys(names, 0) | {"image_bytes": 5000, "metadata_bytes": 4096}
-    record = Record(**fields, constants_start=start, constants_bytes=num_bytes, constants_nonce=nonce)
+    record = Record(**fields, constants_bytes=num_bytes, constants_nonce=nonce)
     assert record.fits(SlotSize(4096, 8192)) is fits
     assert not record.fits(SlotSize(4096, 4999))
     assert not record.fits(SlotSize(4095, 8192))
@@ -163,32 +160,59 @@ def test_constants_elsewhere_have_no_start_and_take_no_room(
         Record.unpacked(sealed, 1, SlotSize(4096, 8192))
 
 
-def test_metadata_with_shared_constants_comes_back(slot: Slot) -> None:
+def test_metadata_with_constants_comes_back(slot: Slot) -> None:
     fill_shared(slot)
-    assert slot.metadata_view[12] == SHARED
     found = found_in(slot)
-    assert (found.shared, found.constants, list(found.constants_digests)) == (True, CONSTANTS, [3, 4])
+    assert (found.constants, list(found.constants_digests)) == (CONSTANTS, [3, 4])
     assert found.leaves == LAYOUT.leaves + CONSTANTS.leaves
-    assert (found.image.constants_start, found.image.num_bytes) == (0, LAYOUT.num_bytes)
     first, own = CONSTANTS.data_start, len(LAYOUT.leaves)
     assert found.image.starts()[own:] == [first + leaf.offset for leaf in CONSTANTS.leaves]
+    assert found.counted() == list(zip(found.leaves, found.digests, strict=True))
 
 
-def test_metadata_that_shares_has_constants(slot: Slot) -> None:
+def with_constants(shard: Layout, constants: Layout) -> Metadata:
+    sizes = len(metadata.plan_bytes(shard)), len(shard.leaves) + len(constants.leaves), len(VALUES)
+    size = metadata.geometry(*sizes, len(metadata.plan_bytes(constants))).num_bytes
+    block = memoryview(bytearray(size))
+    plans = metadata.plan_bytes(shard), metadata.plan_bytes(constants)
+    metadata.write(block, plans[0], range(1, sizes[1] + 1), VALUES, plans[1])
+    return Metadata.unpack(block)
+
+
+def test_of_a_constant_that_the_shard_has_too_the_shards_bytes_count() -> None:
+    changed = replace(CONSTANTS.leaves[0], aliases=("w",), dtype="float32", shape=(5,))
+    found = with_constants(Layout.of([changed]), CONSTANTS)
+    assert found.image.outdated == {1}
+    assert [(leaf.name, digest) for leaf, digest in found.counted()] == [("z", 1), ("y", 3)]
+    # Under whichever of its names.
+    renamed = replace(changed, name="w", aliases=("z",))
+    assert with_constants(Layout.of([renamed]), CONSTANTS).image.outdated == {1}
+
+
+def test_metadata_all_of_whose_constants_are_outdated_is_refused() -> None:
+    with pytest.raises(DamagedError, match="are none"):
+        with_constants(Layout.of(CONSTANTS.leaves), CONSTANTS)
+
+
+def test_a_constant_under_a_name_of_another_leaf_is_refused() -> None:
+    tied = Layout.of([replace(CONSTANTS.leaves[0], aliases=("x",)), CONSTANTS.leaves[1]])
+    with pytest.raises(DamagedError, match="another leaf"):
+        with_constants(Layout.of([Leaf(name="x", dtype="int8", shape=(2,))]), tied)
+
+
+def test_metadata_with_flags_is_refused(slot: Slot) -> None:
     fill(slot, 5)
     block = bytearray(slot.metadata_view[:4096])
-    block[12] = SHARED
-    with pytest.raises(DamagedError, match="contradict"):
+    block[12] = 1
+    with pytest.raises(DamagedError, match="flags"):
         Metadata.unpack(block)
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"constants_nonce": 0, "constants_start": 4096},
         {"constants_nonce": 0, "constants_bytes": 0},
         {"constants_bytes": 1},
-        {"constants_start": 4096},
         {"constants_bytes": 0},
         {"constants_nonce": 0},
     ],
@@ -199,32 +223,16 @@ def test_a_record_that_contradicts_its_metadata_is_refused(slot: Slot, changes: 
         found_in(slot)
 
 
-def test_metadata_that_shares_nothing_under_a_record_with_a_nonce_is_refused(slot: Slot) -> None:
-    """The same lengths, and the constants would be looked for in the slot, which has none."""
-    generation = fill_shared(slot)
-    slot.metadata_view[12] = 0
-    word = slot.state()
-    assert (word.state, word.generation) == (SlotState.SEALED, generation)
-    start, end = page.RECORD_OFFSET, page.RECORD_OFFSET + page.RECORD_FIELDS_END
-    record = slot.sealed()
-    assert record is not None
-    checksum = _native.xxh3_128(bytes(slot.metadata_view[: record.record.metadata_bytes]))
-    os.pwrite(slot.descriptor, checksum, start)
-    os.pwrite(slot.descriptor, _native.xxh3_128(os.pread(slot.descriptor, end - start, start)), end)
-    with pytest.raises(DamagedError, match="contradicts its record"):
-        found_in(slot)
-
-
 def test_a_region_is_a_snapshots_own_by_plan_and_digests(slot: Slot, filled: Slot) -> None:
     fill_shared(slot, digests_of(filled))
     found = found_in(slot)
-    assert holds_constants_of(filled, found)
+    assert not not_held(filled, found)
     for digests in (array("Q", [3, 4]), digests_of(filled)[::-1]):
-        assert not holds_constants_of(filled, replace(found, digests=found.digests[:2] + digests))
+        assert not_held(filled, replace(found, digests=found.digests[:2] + digests))
     renamed = Layout.of([replace(leaf, name=leaf.name * 2) for leaf in CONSTANTS.leaves])
     retyped = Layout.of([replace(leaf, dtype="int8", shape=(leaf.num_bytes,)) for leaf in CONSTANTS.leaves])
-    for other in (renamed, retyped, Layout.of(CONSTANTS.leaves[:1]), None):
-        assert not holds_constants_of(filled, replace(found, constants=other))
+    for other in (renamed, retyped, Layout.of(CONSTANTS.leaves[:1])):
+        assert not_held(filled, replace(found, constants=other))
 
 
 def test_a_region_that_is_not_sealed_or_damaged_is_nobodys(slot: Slot, filled: Slot) -> None:
@@ -232,8 +240,8 @@ def test_a_region_that_is_not_sealed_or_damaged_is_nobodys(slot: Slot, filled: S
     found = found_in(slot)
     for offset in (page.RECORD_OFFSET + 30, 4096 + 70):
         flip(filled, offset)
-        assert not holds_constants_of(filled, found)
+        assert not_held(filled, found)
         flip(filled, offset)
-    assert holds_constants_of(filled, found)
+    assert not not_held(filled, found)
     assert filled.free(filled.state())
-    assert not holds_constants_of(filled, found)
+    assert not_held(filled, found)

@@ -33,7 +33,7 @@ class Rank(FakeTrainer):
     def __init__(self, regions: Regions, rank: int, attempt: AttemptName) -> None:
         self.layout, self.attempt, self.region = layout_for(16 + rank), attempt, None
         self.image, self.sealer = SlotImage(self.layout, None), _native.Sealer()
-        size = SlotSize(metadata.geometry(*self.sizes()).num_bytes, self.image.num_bytes)
+        size = SlotSize(metadata.geometry(*self.sizes()).num_bytes, self.layout.num_bytes)
         made = regions.make(rank, range(3), size)
         assert made.error is None
         held = [regions.take(region) for region in made.regions]

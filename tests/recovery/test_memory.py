@@ -11,7 +11,6 @@ from flashckpt.commit import attempts, lineage
 from flashckpt.commit.branching import branch
 from flashckpt.commit.holder import here
 from flashckpt.format.names import AttemptName
-from flashckpt.memory.slot import Slot
 from flashckpt.persist.needed_snapshots import Survivor, needed
 from flashckpt.recovery.report import RecoveryReport
 from flashckpt.store.base import open_store
@@ -292,25 +291,6 @@ def test_without_reading_the_same_is_saved(tmp_path: Path, runtime: Path, read: 
     assert (report.num_bytes > 0) is read
     assert resume(report) == (2, crash.attempt, "local")
     assert regions_of(crash.folder) == []
-
-
-def test_a_flipped_byte_of_a_constant_is_named_in_a_dry_run_too(tmp_path: Path, runtime: Path) -> None:
-    run = tmp_path / "run"
-    crash = Crash(run, runtime, constants_kib=64).slots()
-    [name] = crash.seal(1)
-    path = Path(crash.folder.path) / name
-    slot = Slot.open(os.open(path, os.O_RDWR), map_image=True)
-    sealed = slot.sealed()
-    assert sealed is not None
-    slot.image_view[sealed.record.constants_start + 4096 + 1000] ^= 4
-    slot.close()
-    crash.both_killed()
-    said = recovered(run, dry_run=True)
-    for report in (said, recovered(run)):
-        [found] = [each for each in report.findings if each.kind.value == "snapshot"]
-        assert (found.outcome.value, found.step) == ("torn", 1)
-        assert "base.weight" in found.detail
-    assert committed(run) == []
 
 
 def test_what_the_newest_attempt_started_from_is_saved_though_a_newer_one_was_left(

@@ -1,4 +1,4 @@
-"""Constants that slots shared, after trainer and keeper were killed: saved whole, or said, and let go."""
+"""Constants in a region, after trainer and keeper were killed: saved whole, or said, and let go."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ from tests.recovery.scene import Crash, recovered, rows, whole_tree
 
 
 def shared(run: Path, runtime: Path, *commits: int) -> Crash:
-    crash = Crash(run, runtime, constants_kib=64, keep=20).slots()
-    crash.trainer.do("share")
-    return crash.commit(*commits)
+    return Crash(run, runtime, constants_kib=64, keep=20).slots().commit(*commits)
 
 
 def region_of(crash: Crash) -> Path:
@@ -118,34 +116,9 @@ def test_without_region_and_shard_it_stays_until_discarded(tmp_path: Path, runti
     assert not os.path.exists(crash.folder.path)
 
 
-@pytest.mark.parametrize("discard", [False, True])
-def test_an_older_one_has_the_constants_that_the_newest_lacks(
-    tmp_path: Path, runtime: Path, discard: bool
-) -> None:
-    """It is saved first, and then storage has what the region had. Nothing that can be saved is discarded."""
-    run = tmp_path / "run"
-    crash = Crash(run, runtime, constants_kib=64, keep=20).slots()
-    crash.seal(2)
-    crash.wake()
-    crash.trainer.do("share")
-    crash.seal(3)
-    region_of(crash).unlink()
-    crash.both_killed()
-    said, done = recovered(run, dry_run=True, discard=discard), recovered(run, discard=discard)
-    outcome = "discarded" if discard else "failed"
-    assert rows(said) == [("snapshot", outcome, 3), ("snapshot", "sound", 2)]
-    assert rows(done) == [("snapshot", "committed", 3), ("snapshot", "committed", 2)]
-    assert crash.regions() == []
-    assert committed(run) == [2, 3]
-    assert verify(open_store(str(run))).ok
-    assert done.resume is not None
-    assert (done.resume.step, done.resume.tier) == (3, "local")
-
-
 def test_a_region_stays_as_long_as_what_could_not_be_saved(small_disk: Path, runtime: Path) -> None:
     run = small_disk / "run"
     crash = Crash(run, runtime, kib=1024, constants_kib=64).slots()
-    crash.trainer.do("share")
     [slot] = crash.seal(2)
     crash.both_killed()
     filler, room = small_disk / "filler", os.statvfs(small_disk)
@@ -181,7 +154,9 @@ def test_a_foreign_file_of_that_name_is_told_and_not_touched(tmp_path: Path, run
 
 def test_a_region_that_nobody_filled_goes(tmp_path: Path, runtime: Path) -> None:
     run = tmp_path / "run"
-    crash = Crash(run, runtime, constants_kib=64).slots().commit(1)
+    crash = Crash(run, runtime, constants_kib=64)
+    crash.trainer.do("without constants")
+    crash.slots().commit(1)
     crash.trainer.do("ask region")
     crash.both_killed()
     assert len(regions(crash.folder)) == 1

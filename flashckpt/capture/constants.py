@@ -1,0 +1,216 @@
+"""Constants: which leaves never change, and the region that holds their bytes once, for all slots.
+
+A constant is a parameter that requires no gradient, is in no optimizer, has a MiB at least, and whose digest
+at the first boundary that is captured equals that before the first iteration (after a resume: that in the
+snapshot). Decided once, before the first slots are asked for. Each capture digests all of them: one that
+differs is an ordinary leaf for good, and the region goes on for the others. Owns that decision; copies
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from flashckpt.capture.plan import is_plain, local
+from flashckpt.events import log
+from flashckpt.format.layout import Layout, Leaf
+from flashckpt.state.tensors import leaf_of
+
+if TYPE_CHECKING:
+    from flashckpt.state.leaves import LiveLeaf
+
+LEAST_BYTES = 1 << 20
+Digests = Callable[[Sequence[Tensor]], list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class ConstantsRegion:
+    """A sealed region: its name and nonce, the leaves in it, and their digests in the same order. Not made
+    yet, it has no name."""
+
+    name: str
+    nonce: int
+    layout: Layout = field(repr=False)
+    digests: tuple[int, ...] = field(repr=False)
+
+    def by_name(self) -> dict[str, tuple[Leaf, int]]:
+        pairs = zip(self.layout.leaves, self.digests, strict=True)
+        return {leaf.name: (leaf, digest) for leaf, digest in pairs}
+
+
+class ConstantsChanged(Exception):
+    """Leaves (by index in the plan) that the region holds are not what they were: nothing may name it for
+    them, and what stands in it is not overwritten, since older snapshots do."""
+
+    def __init__(self, indexes: Sequence[int]) -> None:
+        super().__init__(f"{len(indexes)} constants have changed")
+        self.indexes = tuple(indexes)
+
+
+class Constants:
+    """`known` are the digests, by name, of the snapshot that the state was restored from, `were` names its
+    constants, `region` is the one that it names. `digests` reads tensors where they are, `reaches` says of
+    which a capture can. `region` is None until it is sealed, and once nothing of it is constant any more."""
+
+    def __init__(
+        self,
+        optimizers: Sequence[Any],
+        digests: Digests,
+        reaches: Callable[[Tensor], bool],
+        known: Mapping[str, int],
+        were: Collection[str],
+        region: ConstantsRegion | None,
+    ) -> None:
+        self._optimizers, self._digests, self._reaches = optimizers, digests, reaches
+        self._before, self._were, self.region = dict(known), frozenset(were), region
+        self._planned: ConstantsRegion | None = None
+        self._is_decided = False
+        self._ordinary: set[str] = set()
+
+    # ---- the decision
+
+    @property
+    def is_to_look(self) -> bool:
+        """Whether nothing is known yet that a constant could be equal to."""
+        return not self._is_decided and not self._before
+
+    def look(self, leaves: Sequence[LiveLeaf]) -> None:
+        """Before the first iteration: read what may be constant."""
+        self._before = self._read(self._candidates(leaves))
+
+    def decide(self, leaves: Sequence[LiveLeaf]) -> None:
+        """At the first boundary that is captured. Done once."""
+        if self._is_decided:
+            return
+        self._is_decided = True
+        candidates = self._candidates(leaves)
+        now = self._read(candidates)
+        before = {name: self._before.get(name, digest) for name, digest in now.items()}
+        were = self._were & now.keys()
+        if were and all(now[name] != before[name] for name in were):
+            log.warning(
+                "nothing of what never changed (%d parameters) is what was restored: weights were loaded "
+                "after attach. What is constant is decided anew; load weights before attach",
+                len(were),
+            )
+            before.update((name, now[name]) for name in were)
+        constants = [each for each in candidates if now[each.name] == before[each.name]]
+        self._tell_others(leaves)
+        held = self.region.by_name() if self.region is not None else {}
+        if all(self._is_held(each, held) and held[each.name][1] == now[each.name] for each in constants):
+            self._ordinary.update(held.keys() - {each.name for each in constants})
+            return  # the region has all of them, or there are none
+        self.region = None
+        layout = Layout.of(_leaf(each) for each in constants)
+        self._planned = ConstantsRegion("", 0, layout, tuple(now[leaf.name] for leaf in layout.leaves))
+
+    @property
+    def planned(self) -> Layout | None:
+        """What a region is to be made for. None where there is one, or nothing to be left to it."""
+        return None if self._planned is None else self._planned.layout
+
+    def to_copy(self, leaves: Sequence[LiveLeaf]) -> frozenset[str]:
+        """Names of what a region is made for, as far as it is as it was decided."""
+        planned = self._planned.by_name() if self._planned is not None else {}
+        return frozenset(each.name for each in leaves if self._is_held(each, planned))
+
+    def filled(self, region: ConstantsRegion) -> None:
+        """The region is sealed. What it holds is what a constant is from now on; one that has changed since
+        it was decided is none."""
+        assert self._planned is not None
+        planned, self._planned, self.region = self._planned.by_name(), None, region
+        for name, (_, digest) in region.by_name().items():
+            if planned[name][1] != digest:
+                self.changed(name)
+
+    def give_up(self) -> None:
+        """There will be no region: all are ordinary leaves."""
+        self._planned = self.region = None
+
+    def changed(self, name: str) -> None:
+        """This one is an ordinary leaf for good."""
+        if name not in self._ordinary:
+            log.info("%s has changed: it is copied into the slots from now on", name)
+        self._ordinary.add(name)
+
+    def parts(self, leaves: Sequence[LiveLeaf]) -> tuple[ConstantsRegion | None, frozenset[str]]:
+        """The region that a plan of these leaves names, or will, and the names of those it leaves to it."""
+        region = self.region or self._planned
+        if region is None:
+            return None, frozenset()
+        held = region.by_name()
+        used = frozenset(each.name for each in leaves if self._is_held(each, held))
+        there = {name for each in leaves for name in (each.name, *each.aliases)}
+        if used and held.keys() <= there:
+            return region, used
+        if used:
+            # No snapshot may have a leaf that is no part of the state any more.
+            log.info(
+                "a parameter is gone that never changed: the others are copied into each slot from now on"
+            )
+        self.give_up()
+        return None, frozenset()
+
+    # ---- what it goes by
+
+    def _is_held(self, live: LiveLeaf, held: Mapping[str, tuple[Leaf, int]]) -> bool:
+        found = held.get(live.name)
+        if found is None or live.name in self._ordinary or not self._is_read_in_place(live.tensor):
+            return False
+        leaf, here = found[0], _leaf(live)
+        wanted = (leaf.dtype, leaf.shape, leaf.stride, leaf.aliases, leaf.box)
+        return (here.dtype, here.shape, here.stride, here.aliases, here.box) == wanted
+
+    def _candidates(self, leaves: Sequence[LiveLeaf]) -> list[LiveLeaf]:
+        owned = self._owned()
+        return [
+            each
+            for each in leaves
+            if _is_frozen(each) and id(each.tensor) not in owned and self._is_read_in_place(each.tensor)
+        ]
+
+    def _is_read_in_place(self, tensor: Tensor) -> bool:
+        """Whether a capture digests a leaf where it lies."""
+        return is_plain(local(tensor)) and self._reaches(local(tensor))
+
+    def _owned(self) -> set[int]:
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        return {id(parameter) for group in groups for parameter in group["params"]}
+
+    def _read(self, lives: Iterable[LiveLeaf]) -> dict[str, int]:
+        chosen = list(lives)
+        found = self._digests([each.tensor for each in chosen]) if chosen else []
+        return {each.name: digest for each, digest in zip(chosen, found, strict=True)}
+
+    def _tell_others(self, leaves: Sequence[LiveLeaf]) -> None:
+        """What never changes, as it seems, and stands in each slot all the same."""
+        owned = self._owned()
+        frozen = [each for each in leaves if _is_frozen(each)]
+        in_optimizer = [each for each in frozen if id(each.tensor) in owned]
+        moved = [each for each in frozen if not self._is_read_in_place(each.tensor)]
+        buffers = [each for each in leaves if each.kind == "buffer" and _num_bytes(each) >= LEAST_BYTES]
+        for what, found in (
+            ("frozen parameters that an optimizer has (give it those that are trained)", in_optimizer),
+            ("frozen parameters whose bytes do not lie row by row (make them contiguous)", moved),
+            ("buffers of a MiB and more, as quantized bases have them", buffers),
+        ):
+            if found:
+                num_bytes = sum(map(_num_bytes, found))
+                log.info("each slot has a copy of %s bytes of %s", f"{num_bytes:,}", what)
+
+
+def _is_frozen(live: LiveLeaf) -> bool:
+    is_parameter = live.kind == "parameter" and not live.tensor.requires_grad
+    return is_parameter and _num_bytes(live) >= LEAST_BYTES
+
+
+def _num_bytes(live: LiveLeaf) -> int:
+    return local(live.tensor).nbytes
+
+
+def _leaf(live: LiveLeaf) -> Leaf:
+    return leaf_of(live.name, local(live.tensor), tuple(live.aliases))
