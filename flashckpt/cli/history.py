@@ -158,13 +158,8 @@ def persisted(store: Store, step: int, attempt: AttemptName) -> list[PersistTimi
     found = []
     for line in lines_of(store, str(attempt)):
         seconds, num_bytes = _number(line, "seconds"), _number(line, "num_bytes")
-        if (
-            line["event"] == Event.PERSIST.value
-            and line.get("step") == step
-            and None not in (seconds, num_bytes)
-        ):
-            assert seconds is not None
-            assert num_bytes is not None
+        is_persist = line["event"] == Event.PERSIST.value and line.get("step") == step
+        if is_persist and seconds is not None and num_bytes is not None:
             direct = line.get("direct") is True
             found.append(PersistTiming(seconds=seconds, num_bytes=int(num_bytes), direct=direct))
     return found

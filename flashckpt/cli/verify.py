@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -36,7 +37,9 @@ def verify(
     with Bar(notices(), "verifying") as bar:
         report = read_again(store, at, attempt=attempt, all_steps=all_branches, progress=bar.progress)
     if as_json:
-        write_json({**_plain(store.url, report), "ok": report.ok and not lost, "problem": lost or None})
+        files = [asdict(row) | {"detail": row.detail or None} for row in report.rows]
+        told = {"run": store.url, "ok": report.ok and not lost, "num_bytes": report.num_bytes}
+        write_json(told | {"files": files, "problem": lost or None})
     else:
         _print(report, time.monotonic() - began_s)
     if lost:
@@ -56,18 +59,3 @@ def _print(report: Report, seconds: float) -> None:
         results().print(f"whole: {read}")
     else:
         results().print(f"not whole: {len(report.damaged)} of {read}")
-
-
-def _plain(url: str, report: Report) -> dict[str, object]:
-    rows = [
-        {
-            "step": row.step,
-            "attempt": row.attempt,
-            "file": row.file,
-            "status": row.status,
-            "detail": row.detail or None,
-            "num_bytes": row.num_bytes,
-        }
-        for row in report.rows
-    ]
-    return {"run": url, "ok": report.ok, "num_bytes": report.num_bytes, "files": rows}
