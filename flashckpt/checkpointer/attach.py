@@ -50,11 +50,11 @@ def attach(
         from flashckpt.checkpointer.disabled import DisabledCheckpointer
 
         return DisabledCheckpointer(path, by_environment=enabled)  # type: ignore[return-value]
-    if "flashckpt.checkpointer.attaching" not in sys.modules:
+    if "flashckpt.checkpointer.resume" not in sys.modules:
         _start_keeper(path)  # it takes as long as the import that follows
-    from flashckpt.checkpointer import attaching
+    from flashckpt.checkpointer import resume
 
-    return attaching.attach(
+    return resume.attach(
         path,
         every=every,
         persist_every=persist_every,

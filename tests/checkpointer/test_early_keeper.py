@@ -33,7 +33,7 @@ def keeper():
 
 class Gate(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name == "flashckpt.checkpointer.attaching" and Path(sys.argv[1], "run.json").exists():
+        if name == "flashckpt.checkpointer.resume" and Path(sys.argv[1], "run.json").exists():
             until(keeper, "a keeper")
             seen["early"] = keeper()
 

@@ -19,7 +19,7 @@ import torch
 import flashckpt
 from flashckpt import _native
 from flashckpt._native import xxh3_128
-from flashckpt.checkpointer.attaching import attach_to
+from flashckpt.checkpointer.resume import attach_to
 from flashckpt.checkpointer.session import open_session
 from flashckpt.commit import marks
 from flashckpt.commit.lineage import newest_first

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import flashckpt
-from flashckpt.checkpointer.attaching import attach_to
+from flashckpt.checkpointer.resume import attach_to
 from flashckpt.checkpointer.session import open_session
 from flashckpt.checkpointer.signals import Signals, StopPolicy
 from flashckpt.options import Environment, Options

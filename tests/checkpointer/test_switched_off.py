@@ -34,7 +34,7 @@ with flashckpt.attach("run", thing=Stateful()) as ckpt:
         ckpt.wait()
 print(seen, batches.completed, ckpt.completed, ckpt.resumed, ckpt.report())
 print(threading.active_count(), sorted(m for m in sys.modules if m in (
-    "torch", "numpy", "flashckpt._native", "flashckpt.keeper.client", "flashckpt.checkpointer.attaching")))
+    "torch", "numpy", "flashckpt._native", "flashckpt.keeper.client", "flashckpt.checkpointer.resume")))
 """
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import flashckpt
 from flashckpt import PersistError
-from flashckpt.checkpointer.commit_wait import Advance, CommitWait
+from flashckpt.checkpointer.attendant import Advance, CommitWait
 from flashckpt.keeper.protocol import Failure, Status, TornSnapshot
 from tests.checkpointer.test_loop import Job
 from tests.keeper.driver import told

@@ -28,7 +28,7 @@ PIPE, DEVNULL = subprocess.PIPE, subprocess.DEVNULL
 # Read when an interpreter or a library starts, never again.
 SETTLED = ("PYTHON", "LD_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH_", "CUDA_", "LANG", "LC_")
 # What takes long to import, of what a trainer imports until its first step: an optimizer imports dynamo.
-PRELOADED = ("numpy", "torch._dynamo", "torch.utils.data", "flashckpt.checkpointer.attaching")
+PRELOADED = ("numpy", "torch._dynamo", "torch.utils.data", "flashckpt.checkpointer.resume")
 # The only pool of threads that an import starts, and nothing may be forked beside a thread.
 WITHOUT_THREADS = {"OPENBLAS_NUM_THREADS": "1"}
 LIMIT_S = 240.0
