@@ -200,14 +200,7 @@ class Refresh:
 
     def __init__(self, leaves: Leaves) -> None:
         self._leaves = leaves
-        self._seen: set[str] = set()
-
-    def check_complete(self) -> None:
-        """Raises Restructured if a tensor of the last walk stands among the values no more: its leaf would be
-        one that nothing names."""
-        gone = self._leaves.asked - self._seen
-        if gone:
-            raise Restructured(min(gone))
+        self.seen: set[str] = set()
 
     def knows(self, name: str) -> bool:
         """Whether there was a tensor of this name at the last walk."""
@@ -222,7 +215,7 @@ class Refresh:
         ref = self._leaves.refs.get(name)
         if ref is None:
             raise Restructured(name)
-        self._seen.add(name)
+        self.seen.add(name)
         if is_wrapper(tensor):
             return self._refresh_wrapper(ref, tensor, place)
         if leaf is None:

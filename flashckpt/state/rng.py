@@ -198,8 +198,8 @@ def _array_back(value: Any) -> Any:
 # Those that an object's parts own
 
 
-DEPTH = 4
-MOST_OBJECTS = 256
+_DEPTH = 4
+_MOST_OBJECTS = 256
 _MOST_ITEMS = 32
 _OPAQUE = (type, ModuleType, FunctionType, torch.Tensor, torch.nn.Module, np.ndarray, str, bytes)
 
@@ -208,7 +208,7 @@ class Generators:
     """The generators reachable from named roots, each once, under the first path that led to it."""
 
     def __init__(self, roots: Mapping[str, object]) -> None:
-        self._found = dict(_search(roots))
+        self._found = {p: each for p, each in reached(roots) if is_generator(each) and not is_global(each)}
 
     def __len__(self) -> int:
         return len(self._found)
@@ -216,37 +216,43 @@ class Generators:
     def capture(self) -> dict[str, Any]:
         return {path: capture_one(generator) for path, generator in self._found.items()}
 
+    def capture_all(self) -> dict[str, Any]:
+        """With the global ones."""
+        return {"global": capture(), "own": self.capture()}
+
     def restore(self, states: Mapping[str, Any]) -> None:
         """Put back those of the states that have a generator here; raises DamagedError."""
         for path, generator in self._found.items():
             if path in states:
                 restore_one(generator, states[path])
 
+    def restore_all(self, states: Mapping[str, Any]) -> None:
+        restore(states["global"])
+        self.restore(states["own"])
+
     def strangers(self, states: Mapping[str, Any]) -> list[str]:
         """Paths that are only in the states or only here."""
         return sorted(self._found.keys() ^ states.keys())
 
 
-def _search(roots: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """Breadth first, so that a generator gets its shortest path; bounded, so that a data set that holds
-    a million objects costs nothing."""
+def reached(roots: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """Objects and what their attributes hold, each once, with its path. Breadth first, so that it is the
+    shortest; bounded, so that a data set that holds a million objects costs nothing."""
     seen: set[int] = set()
     level = list(roots.items())
-    for _ in range(DEPTH):
+    for _ in range(_DEPTH):
         below: list[tuple[str, object]] = []
         for path, value in level:
-            if id(value) in seen or len(seen) > MOST_OBJECTS:
+            if id(value) in seen or len(seen) > _MOST_OBJECTS:
                 continue
             seen.add(id(value))
-            if is_generator(value):
-                if not is_global(value):
-                    yield path, value
-                continue
-            below.extend(held_by(path, value))
+            yield path, value
+            if not is_generator(value):
+                below.extend(_held_by(path, value))
         level = below
 
 
-def held_by(path: str, value: object) -> Iterator[tuple[str, object]]:
+def _held_by(path: str, value: object) -> Iterator[tuple[str, object]]:
     """What a value holds that may be worth a look, with its path."""
     if isinstance(value, list | tuple) and len(value) <= _MOST_ITEMS:
         yield from ((f"{path}.{index}", item) for index, item in enumerate(value))

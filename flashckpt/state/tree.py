@@ -153,15 +153,12 @@ class Tree:
         refresh = Refresh(self._leaves)
         try:
             entries = {name: entry.values(refresh) for name, entry in self._entries.items()}
-            refresh.check_complete()
+            if gone := self._leaves.asked - refresh.seen:
+                # Their leaves would be ones that nothing names.
+                raise Restructured(min(gone))
             return {"entries": entries, NAMESPACE: self._gradients.values(refresh, used_up)}
         except Restructured:
             return self.walk(used_up or self._used_up).value
-
-    @property
-    def dynamic(self) -> bool:
-        """Whether some leaves are made anew by their owner at each `values()`."""
-        return any(leaf.container is None for leaf in (self.current or self.walk(self._used_up)).leaves)
 
     def _forget(self) -> None:
         self._leaves, self.current = None, None

@@ -229,8 +229,7 @@ def test_extra_state_with_tensors_and_integer_keys() -> None:
 
     model = nn.Sequential(Extra({1: torch.ones(2), "n": (1, 2.5)}), nn.Linear(2, 2))
     tree = Tree({"m": model})
-    tree.walk(all_used_up)
-    assert tree.dynamic
+    assert any(leaf.container is None for leaf in tree.walk(all_used_up).leaves)
     model[0].value[1] = torch.full((2,), 4.0)
     model[0].value["n"] = (2, 3.5)
     image = Image.of(tree.current or tree.walk(all_used_up), tree.values())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -20,7 +20,6 @@ from flashckpt.format.typed import check_roundtrip
 from flashckpt.state import rng
 
 OnReplay = Callable[[int, int], None]
-
 
 _EXPLAINED = {
     "dataloader": "a torch DataLoader",
@@ -48,10 +47,7 @@ class Position:
     made_of: dict[str, Any]
     start: dict[str, Any] | None
     now: dict[str, Any]
-    parts: dict[str, Any] = field(default_factory=dict)
-
-    def plain(self) -> dict[str, Any]:
-        return dict(vars(self))
+    parts: dict[str, Any]
 
     @classmethod
     def read(cls, saved: Mapping[str, Any], kind: str) -> Position:
@@ -106,14 +102,14 @@ class Source:
     no more than the random numbers of that boundary.
 
     batches_taken: of this epoch, those of earlier attempts included. was_over: whether it was taken up where
-    it had given its last batch.
+    it had given its last batch. generators: those that the loader's parts own.
     """
 
     kind = ""
 
     def __init__(self, loader: Any, generators: rng.Generators) -> None:
         self._loader = loader
-        self._generators = generators
+        self.generators = generators
         self._epoch: int | None = None
         self.batches_taken = 0
         self._over = False
@@ -131,14 +127,6 @@ class Source:
         if self._length is None:
             raise TypeError(f"{type(self._loader).__name__} does not know its number of batches")
         return self._length
-
-    def own(self) -> dict[str, Any]:
-        """The states of the generators that the loader's parts own, by path."""
-        return self._generators.capture()
-
-    def put_own(self, states: Mapping[str, Any]) -> None:
-        """Put back those of them that are named. Raises DamagedError."""
-        self._generators.restore(states)
 
     def has_lost_workers(self) -> bool:
         """Whether a worker process has ended before its time."""
@@ -177,7 +165,7 @@ class Source:
             return
         self.was_over = position.over
         self._take_up(position, carried=False)
-        self._restore(position.now)
+        self.generators.restore_all(position.now)
         self._due = position.now
 
     def next(self) -> Any:
@@ -192,7 +180,7 @@ class Source:
         if self._due is not None:
             # Again, as the last thing before the fetch: what was drawn since `begin` is no part of the run.
             due, self._due = self._due, None
-            self._restore(due)
+            self.generators.restore_all(due)
         if self._over:
             raise StopIteration
         try:
@@ -211,20 +199,20 @@ class Source:
             raise
 
     def position(self) -> dict[str, Any]:
-        """Where the loader stands, as plain values. Meant for boundaries: between two calls of `next`."""
+        """Where the loader stands, for `Position` to read. For boundaries: between two calls of `next`."""
         over = self._over or self._is_last()
-        parts = self._parts(over)
-        return Position(
-            kind=self.kind,
-            epoch=self._epoch,
-            batches_taken=self.batches_taken,
-            over=over,
-            length=self._length,
-            made_of=self._made_of,
-            start=None if over else self._start,
-            now=self._capture() if self._due is None else self._due,
-            parts=parts,
-        ).plain()
+        return {
+            "kind": self.kind,
+            "epoch": self._epoch,
+            "batches_taken": self.batches_taken,
+            "over": over,
+            "length": self._length,
+            "made_of": self._made_of,
+            "start": None if over else self._start,
+            # First: a loader that is asked for its state may draw.
+            "parts": self._parts(over),
+            "now": self.generators.capture_all() if self._due is None else self._due,
+        }
 
     def close(self) -> None:
         """End the worker processes; the user's loader stays as it is."""
@@ -232,7 +220,7 @@ class Source:
 
     def _fetch(self) -> Any:
         if self._iterator is None:
-            self._start = self._capture()
+            self._start = self.generators.capture_all()
             self._iterator = self._open()
         batch = self._unpack(next(self._iterator))
         self.batches_taken += 1
@@ -247,14 +235,14 @@ class Source:
 
     def _carry(self, position: Position, epoch: int, leave: frozenset[str]) -> None:
         # Other loops may have run since the position was taken: the global numbers are theirs.
-        around, own = rng.capture(), self.own()
+        around, own = rng.capture(), self.generators.capture()
         try:
             self._take_up(position, carried=True)
             self._leave()
         finally:
             rng.restore(around)
         carried = {path: own[path] if path in leave else state for path, state in position.now["own"].items()}
-        self._generators.restore({**own, **carried})
+        self.generators.restore({**own, **carried})
         self._enter(epoch)
 
     def _take_up(self, position: Position, *, carried: bool) -> None:
@@ -277,7 +265,7 @@ class Source:
                 position.batches_taken,
             )
         self._check_made_of(position)
-        strangers = self._generators.strangers(position.now["own"])
+        strangers = self.generators.strangers(position.now["own"])
         if strangers:
             log.warning("Not exact: these generators are only in the checkpoint or only here: %s", strangers)
 
@@ -290,13 +278,6 @@ class Source:
                 ", ".join(f"{name} is {now[name]} and was {then[name]}" for name in changed),
                 position.batches_taken,
             )
-
-    def _capture(self) -> dict[str, Any]:
-        return {"global": rng.capture(), "own": self._generators.capture()}
-
-    def _restore(self, marks: Mapping[str, Any]) -> None:
-        rng.restore(marks["global"])
-        self._generators.restore(marks["own"])
 
     def _open(self) -> Iterator[Any]:
         """The iterator of a fresh epoch."""

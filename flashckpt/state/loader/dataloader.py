@@ -103,7 +103,7 @@ class DataLoaderSource(Source):
     def _reopen(self, position: Position) -> None:
         assert position.start is not None
         open_round = position.batches_taken % self._workers if self._has_states(position) else 0
-        self._restore(position.start)
+        self.generators.restore_all(position.start)
         self._prepare(skip=position.batches_taken - open_round)
         self._settled = None
         self._indices.after_draw = self._note_settled
@@ -122,12 +122,12 @@ class DataLoaderSource(Source):
     def _note_settled(self, drawn: int) -> None:
         # Up to here an uninterrupted run draws its indices in one go, before the loop draws anything.
         if drawn == max(1, self._ahead):
-            self._settled = self._capture()
+            self._settled = self.generators.capture_all()
 
     def _report_drift(self, now: dict[str, Any]) -> None:
         if self._settled is None:
             return
-        drawn = _flat(self._capture())
+        drawn = _flat(self.generators.capture_all())
         settled, then = _flat(self._settled), _flat(now)
         moved = [name for name in drawn if drawn[name] not in (settled.get(name), then.get(name))]
         if moved:
@@ -243,53 +243,47 @@ class Indices:
         self.after_draw: Callable[[int], None] | None = None
         self._hollow_first = hollow_first
         self._calls = 0
-        self._draws: _Draws | None = None
+        self._inner: Iterator[Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         self._calls += 1
         if self._hollow_first and self._calls == 1:
             return iter(())
-        self._draws, self.drawn = _Draws(self, iter(self._sampler)), 0
+        self._inner, self.drawn = iter(self._sampler), 0
         if self._calls == 1 and self.after_first_iter is not None:
             self.after_first_iter()
-        return self._draws
+        return self._draws(self._inner)
 
     def __len__(self) -> int:
         return len(self._sampler)  # type: ignore[arg-type]
 
     def prime(self) -> None:
         """Draw now what is to be skipped (without workers nothing is drawn ahead)."""
-        if self._draws is not None:
-            self._draws.prime()
+        if self._inner is not None:
+            self._drop(self._inner)
 
-
-class _Draws:
-    def __init__(self, indices: Indices, inner: Iterator[Any]) -> None:
-        self._indices = indices
-        self._inner = inner
-
-    def __iter__(self) -> _Draws:
-        return self
-
-    def __next__(self) -> Any:
-        if self._indices.closed:
-            raise StopIteration
-        self.prime()
-        return self._draw()
-
-    def prime(self) -> None:
-        while self._indices.skip:
-            self._indices.skip -= 1
+    def _draws(self, inner: Iterator[Any]) -> Iterator[Any]:
+        while not self.closed:
+            self._drop(inner)
             try:
-                self._draw()
+                drawn = self._draw(inner)
             except StopIteration:
-                self._indices.skip = 0
+                return
+            yield drawn
 
-    def _draw(self) -> Any:
-        drawn = next(self._inner)
-        self._indices.drawn += 1
-        if self._indices.after_draw is not None:
-            self._indices.after_draw(self._indices.drawn)
+    def _drop(self, inner: Iterator[Any]) -> None:
+        while self.skip:
+            self.skip -= 1
+            try:
+                self._draw(inner)
+            except StopIteration:
+                self.skip = 0
+
+    def _draw(self, inner: Iterator[Any]) -> Any:
+        drawn = next(inner)
+        self.drawn += 1
+        if self.after_draw is not None:
+            self.after_draw(self.drawn)
         return drawn
 
 

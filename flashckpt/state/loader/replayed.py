@@ -55,7 +55,7 @@ class ReplayedSource(Source):
     def _reopen(self, position: Position) -> None:
         assert position.start is not None
         total = position.batches_taken
-        self._restore(position.start)
+        self.generators.restore_all(position.start)
         iterator: Iterator[Any] = iter(self._loader)
         if iterator is self._loader:
             if _drawn_from.get(iterator):

@@ -163,7 +163,7 @@ class Sources:
         if kept is None or kept.position is None or kept.loader is not None or self._of(loader) is not None:
             return
         source = source_of(loader, on_replay=self._on_replay)
-        source.put_own(kept.position.get("now", {}).get("own", {}))
+        source.generators.restore(kept.position.get("now", {}).get("own", {}))
         kept.loader, kept.placed = reference_to(loader), source
 
     def open(self, loader: object, epoch: int, phase: int, *, in_place: bool, tell_epoch: bool) -> Source:
@@ -188,7 +188,7 @@ class Sources:
         """A phase is over, or was left."""
         kept = self._by_phase.get(phase)
         if kept is not None and kept.source is not None:
-            kept.left = marks_of(kept.source.own())
+            kept.left = marks_of(kept.source.generators.capture())
 
     def retire(self, epoch: int, phase: int | None = None) -> None:
         """Close sources that neither this epoch nor the one before has used. phase: epochs are not known,
@@ -260,7 +260,7 @@ def _begin(source: Source, kept: _Kept, epoch: int, *, in_place: bool, tell_epoc
     if in_place and position is not None:
         source.begin(epoch, position, tell_epoch=tell_epoch)
         return
-    now = marks_of(source.own())
+    now = marks_of(source.generators.capture())
     if position is None or kept.retired:
         kept.seeding.see(kept.left, now)
     if position is None or (kept.retired and position["kind"] != "dataloader"):
@@ -272,7 +272,7 @@ def _begin(source: Source, kept: _Kept, epoch: int, *, in_place: bool, tell_epoc
     if kept.renewed and not kept.retired:
         source.begin(epoch, tell_epoch=tell_epoch)
         own = position.get("now", {}).get("own", {})
-        source.put_own({path: state for path, state in own.items() if path not in leave})
+        source.generators.restore({path: state for path, state in own.items() if path not in leave})
         return
     source.begin(epoch, position, carry=True, leave=leave, tell_epoch=tell_epoch)
 

@@ -63,7 +63,7 @@ class StatefulSource(Source):
         loaded, self._loaded = self._loaded, ""
         if not loaded:
             return iterate(self._loader)
-        marks = self._capture()
+        marks = self.generators.capture_all()
         if loaded == "left":
             return self._after_left(marks)
         # After an epoch's end some give the nothing that is left of it first. One of torchdata's nodes would
@@ -92,12 +92,12 @@ class StatefulSource(Source):
             return self._afresh(marks)
         assert self._between is not None
         self._put(self._between, asked_for=True)
-        self._restore(marks)
+        self.generators.restore_all(marks)
         return iterate(self._loader)
 
     def _begin_again(self, marks: dict[str, Any]) -> _Begun | None:
         """A new iterator with its first batch; None if it has none."""
-        self._restore(marks)
+        self.generators.restore_all(marks)
         iterator = iterate(self._loader)
         try:
             first = next(iterator)
@@ -161,7 +161,7 @@ class StatefulSource(Source):
 
     def _reopen(self, position: Position) -> None:
         assert position.start is not None
-        self._restore(position.start)
+        self.generators.restore_all(position.start)
         self._put(taken(position.parts["state"]), asked_for=False)
         with not_restarting(self._loader):
             self._iterator = iterate(self._loader)
@@ -199,11 +199,11 @@ class StatefulSource(Source):
     def check(self) -> None:
         """Raises StateError where the state is known already and cannot be saved."""
         if not self._makes_ahead:
-            marks = self._capture()
+            marks = self.generators.capture_all()
             try:
                 self._before_any()
             finally:
-                self._restore(marks)
+                self.generators.restore_all(marks)
 
     def _before_any(self) -> list[Encoded]:
         """The state before the first `iter()`; empty where there is none yet."""
@@ -386,11 +386,17 @@ def stream_state(state: Any) -> Any:
 # What loading a state has set
 
 
+Changed = dict[tuple[int, str], tuple[dict[str, Any], Any]]
+_ABSENT = object()
+
+
 class Attributes:
-    """The attributes as they are now. `changed` are those that are others later, as they were."""
+    """The attributes of an object, and of what it holds, as they are now. `changed` are those that are others
+    later, as they were: so it can be made one that never loaded any state."""
 
     def __init__(self, root: object) -> None:
-        self._before = [(held, dict(held)) for held in _dictionaries(root)]
+        held = (getattr(value, "__dict__", None) for _, value in rng.reached({"": root}))
+        self._before = [(each, dict(each)) for each in held if isinstance(each, dict)]
 
     def changed(self) -> Changed:
         found: Changed = {}
@@ -401,27 +407,9 @@ class Attributes:
         return found
 
 
-Changed = dict[tuple[int, str], tuple[dict[str, Any], Any]]
-_ABSENT = object()
-
-
 def put_back(changed: Changed) -> None:
     for (_, name), (held, value) in changed.items():
         if value is _ABSENT:
             held.pop(name, None)
         else:
             held[name] = value
-
-
-def _dictionaries(root: object) -> list[dict[str, Any]]:
-    found: dict[int, dict[str, Any]] = {}
-    level = [("", root)]
-    for _ in range(rng.DEPTH):
-        below: list[tuple[str, object]] = []
-        for path, value in level:
-            held = getattr(value, "__dict__", None)
-            if isinstance(held, dict) and id(held) not in found and len(found) < rng.MOST_OBJECTS:
-                found[id(held)] = held
-                below.extend(rng.held_by(path, value))
-        level = below
-    return list(found.values())
