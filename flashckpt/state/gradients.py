@@ -61,8 +61,8 @@ class Gradients:
         for name, parameter, kind in zip(self._names, self._parameters, self.kinds, strict=True):
             if kind in _LEAVES:
                 self._take(leaves, name, parameter, kind)
-            elif kind == ZEROS and _is_unlike(parameter, parameter.grad):
-                self._exceptions[name] = _layout_of(parameter.grad)
+            elif kind == ZEROS and (layout := _unusual_layout(parameter)) is not None:
+                self._exceptions[name] = layout
         return self._value(self.kinds)
 
     def values(self, refresh: Refresh, used_up: UsedUp | None) -> dict[str, Any]:
@@ -152,13 +152,10 @@ def _leaves_in(kinds: str) -> list[tuple[int, str]]:
     return [(index, kind) for index, kind in enumerate(kinds) if kind in _LEAVES]
 
 
-def _is_unlike(parameter: Tensor, gradient: Tensor | None) -> bool:
-    """Whether zeros_like of the parameter would not give a gradient of this kind."""
-    return gradient is not None and (
-        gradient.dtype != parameter.dtype or gradient.stride() != parameter.stride()
-    )
-
-
-def _layout_of(gradient: Tensor | None) -> tuple[str, tuple[int, ...] | None]:
+def _unusual_layout(parameter: Tensor) -> tuple[str, tuple[int, ...] | None] | None:
+    """Dtype and strides of a gradient that zeros_like of its parameter would not give."""
+    gradient = parameter.grad
     assert gradient is not None
+    if gradient.dtype == parameter.dtype and gradient.stride() == parameter.stride():
+        return None
     return DTYPE_NAMES[gradient.dtype], strides(gradient)

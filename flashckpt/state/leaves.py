@@ -253,12 +253,8 @@ def facts(tensor: Tensor, place: Place) -> dict[str, object]:
 
 def wrapper_facts(tensor: Tensor, parts: list[str], context: object, place: Place) -> dict[str, object]:
     """The same for a subclass that wraps others: its class, its parts, and how they go together."""
-    about = facts(tensor, place)
-    about["parts"] = list(parts)
-    about["context"] = context
-    about["shape"] = tuple(tensor.shape)
-    about["stride"] = tuple(tensor.stride())
-    return about
+    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+    return facts(tensor, place) | {"parts": list(parts), "context": context, "shape": shape, "stride": stride}
 
 
 # Nested values

@@ -287,14 +287,14 @@ def _is_gathered(module: nn.Module) -> bool:
 
 
 def _state_of(module: nn.Module, path: str) -> Mapping[Any, Any]:
-    method = module.state_dict
+    method: Any = module.state_dict
+    options = {"keep_vars": True}
     try:
-        inspect.signature(method).bind(keep_vars=True)
-        takes_keep_vars = True
+        inspect.signature(method).bind(**options)
     except (TypeError, ValueError):
-        takes_keep_vars = False
+        options = {}
     try:
-        found: Any = method(keep_vars=True) if takes_keep_vars else method()
+        found: Any = method(**options)
     except Exception as error:
         why = f"has a state_dict of its own that fails ({type(error).__name__}: {error})"
         refuse(path, why, "Let it return what is to be saved.")
@@ -336,7 +336,10 @@ class LeafMemory:
         if id(tensor) in self._ids:
             return True
         if is_wrapper(tensor):
-            return all(isinstance(part, Tensor) and self.holds(part) for part in _parts(tensor))
+            sharded = hasattr(tensor, "_local_tensor")
+            names = ["_local_tensor"] if sharded else tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+            parts = [getattr(tensor, name) for name in names]
+            return all(isinstance(part, Tensor) and self.holds(part) for part in parts)
         if tensor.numel() == 0:
             return (tensor.shape, tensor.dtype) in self._empty
         start, end = span(tensor)
@@ -345,11 +348,3 @@ class LeafMemory:
 
 def _storage(tensor: Tensor) -> tuple[object, int]:
     return tensor.device, tensor.untyped_storage().data_ptr()
-
-
-def _parts(tensor: Tensor) -> Iterator[object]:
-    if hasattr(tensor, "_local_tensor"):
-        yield tensor._local_tensor
-        return
-    for attribute in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
-        yield getattr(tensor, attribute)

@@ -23,7 +23,7 @@ OnReplay = Callable[[int, int], None]
 
 _EXPLAINED = {
     "dataloader": "a torch DataLoader",
-    "asked": "a loader that keeps its own state",
+    "stateful": "a loader that keeps its own state",
     "replayed": "an iterable that is replayed",
 }
 

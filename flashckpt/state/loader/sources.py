@@ -77,14 +77,11 @@ class Seeding:
     @classmethod
     def read(cls, saved: Any) -> Seeding:
         """Raises ValueError for anything but what `plain` gives."""
-        if not isinstance(saved, dict) or saved.keys() != {"first", "goes_on"}:
+        good = isinstance(saved, dict) and saved.keys() == {"first", "goes_on"}
+        good = good and all(isinstance(each, dict) for each in saved.values())
+        if not good or not all(type(value) is bool for value in saved["goes_on"].values()):
             raise ValueError("its seeding cannot be read")
-        first, goes_on = saved["first"], saved["goes_on"]
-        if not isinstance(first, dict) or not isinstance(goes_on, dict):
-            raise ValueError("its seeding cannot be read")
-        if not all(type(value) is bool for value in goes_on.values()):
-            raise ValueError("its seeding cannot be read")
-        return cls(dict(first), dict(goes_on))
+        return cls(dict(saved["first"]), dict(saved["goes_on"]))
 
 
 @dataclass(eq=False)
@@ -136,16 +133,16 @@ class Sources:
     def restore(self, saved: Any) -> None:
         """Take up what `value` gave. Raises ValueError if it is none."""
         by_phase: dict[int, _Kept] = {}
-        for entry in saved if isinstance(saved, list) else [None]:
-            if not isinstance(entry, dict) or entry.keys() != _KEYS:
+        entries: list[Any] = saved if isinstance(saved, list) else [None]
+        for entry in entries:
+            good = isinstance(entry, dict) and entry.keys() == _KEYS
+            if not good or type(entry["position"]) is not dict or type(entry["phases"]) is not list:
                 raise ValueError("a loader's entry cannot be read")
-            numbers, position = entry["phases"], entry["position"]
-            if not isinstance(position, dict) or not isinstance(numbers, list):
-                raise ValueError("a loader's entry cannot be read")
+            numbers = entry["phases"]
             if not all(type(number) is int and number >= 0 for number in numbers):
                 raise ValueError("a loader's phases are no numbers")
-            renewed = entry["renewed"] is True
-            kept = _Kept(position=position, seeding=Seeding.read(entry["seeding"]), renewed=renewed)
+            seeding, renewed = Seeding.read(entry["seeding"]), entry["renewed"] is True
+            kept = _Kept(position=entry["position"], seeding=seeding, renewed=renewed)
             by_phase.update(dict.fromkeys(numbers, kept))
         self.close()
         self._by_phase = by_phase

@@ -35,10 +35,10 @@ Mark = str | None
 
 
 class StatefulSource(Source):
-    """`kind` of its positions is "asked". `makes_ahead`: the loader's `state_dict` makes its iterator, as
+    """`kind` of its positions is "stateful". `makes_ahead`: the loader's `state_dict` makes its iterator, as
     torchdata's does, and draws random numbers for it."""
 
-    kind = "asked"
+    kind = "stateful"
 
     def __init__(self, loader: Any, *, makes_ahead: bool = False) -> None:
         super().__init__(loader, rng.Generators({"loader": loader}))
@@ -176,10 +176,13 @@ class StatefulSource(Source):
         parts = position.parts
         self._first, self._opened = [taken(state) for state in parts["first"]], parts["opened"]
         in_epoch = position.start is not None and not position.over
-        if parts["state"] is None or (in_epoch and not carried):
+        if in_epoch and not carried:
             return
-        self._between, self._left = taken(parts["state"]), parts["left"] or in_epoch
-        self._put(self._between, asked_for=self._left)
+        state = taken(parts["state"])
+        if state.value is None:
+            return
+        self._between, self._left = state, parts["left"] or in_epoch
+        self._put(state, asked_for=self._left)
         self._loaded = "left" if self._left else "end"
 
     def _put(self, state: Encoded, *, asked_for: bool) -> None:
