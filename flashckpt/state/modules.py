@@ -57,15 +57,14 @@ class ModuleEntry(StateEntry):
         self._transient: list[str] = []
         self._shapes: dict[str, torch.Size] = {}  # of persistent buffers, when they were seen first
         self._resized: set[str] = set()
-        self._parameters: list[tuple[str, Tensor]] = []
         self._in_extra: set[str] = set()
         self._frozen: list[str] = []
         self._frozen_record = Encoded(self._frozen)
 
     def walk(self, leaves: Leaves, owners: Owners) -> dict[str, Any]:
-        self.modules, self._extras, self._transient, self._parameters = {}, [], [], []
+        self.modules, self._extras, self._transient, self.parameters = {}, [], [], []
         self._visit(self.target, self.name, leaves, owners, ())
-        value = leaves.asking(self.values)
+        value = super().walk(leaves, owners)
         self._in_extra = self._extra_leaves(value)
         return value
 
@@ -89,13 +88,10 @@ class ModuleEntry(StateEntry):
 
     def _frozen_now(self) -> Encoded:
         """The parameters that need no gradient; written again only when they are others."""
-        frozen = [name for name, parameter in self._parameters if not parameter.requires_grad]
+        frozen = [name for name, parameter in self.parameters if not parameter.requires_grad]
         if frozen != self._frozen:
             self._frozen, self._frozen_record = frozen, Encoded(frozen)
         return self._frozen_record
-
-    def parameters(self) -> list[tuple[str, Tensor]]:
-        return self._parameters
 
     def _visit(
         self, module: nn.Module, path: str, leaves: Leaves, owners: Owners, above: tuple[int, ...]
@@ -123,7 +119,7 @@ class ModuleEntry(StateEntry):
             name = join(path, key)
             leaves.add(name, parameter, Place("parameter", module, module._parameters, key))
             owners.own(parameter, self.name, name.removeprefix(self.name + "."))
-            self._parameters.append((name, parameter))
+            self.parameters.append((name, parameter))
 
     def _take_buffers(self, module: nn.Module, path: str, leaves: Leaves) -> None:
         leaves.guard(module._buffers)
@@ -139,7 +135,7 @@ class ModuleEntry(StateEntry):
                 self._resized.add(name)
 
     def structure(self) -> dict[str, object]:
-        return {name: tuple(parameter.shape) for name, parameter in self._parameters}
+        return {name: tuple(parameter.shape) for name, parameter in self.parameters}
 
     def references(self, value: dict[str, Any]) -> Iterator[tuple[str, LeafRef]]:
         for path, state in value.get("extra", {}).items():
@@ -197,7 +193,7 @@ class ModuleEntry(StateEntry):
 
     def _freeze(self, frozen: set[str]) -> None:
         """What was frozen or thawed in the course of the run is so again."""
-        changed = [(n, p) for n, p in self._parameters if p.requires_grad == (n in frozen)]
+        changed = [(n, p) for n, p in self.parameters if p.requires_grad == (n in frozen)]
         for name, parameter in changed:
             parameter.requires_grad_(name not in frozen)
         if changed:

@@ -48,12 +48,14 @@ _SHOWN = 3
 
 
 class StateEntry:
-    """One named object of the state."""
+    """One named object of the state. `parameters` are those of the last walk, with their full names: they may
+    have gradients."""
 
     kind = ""
 
     def __init__(self, name: str, target: Any) -> None:
         self.name, self.target = name, target
+        self.parameters: list[tuple[str, Tensor]] = []
 
     def walk(self, leaves: Leaves, owners: Owners) -> dict[str, Any]:
         """Hand over all tensors; the values that go with them. Raises StateError."""
@@ -62,10 +64,6 @@ class StateEntry:
     def values(self, sink: Sink) -> dict[str, Any]:
         """The values alone, now. Raises Restructured if the tensors are others than at the walk."""
         raise NotImplementedError
-
-    def parameters(self) -> list[tuple[str, Tensor]]:
-        """The parameters as of the last walk, with their full names: those that may have gradients."""
-        return []
 
     def structure(self) -> dict[str, object]:
         """What the program has to build before it can be filled."""
@@ -104,12 +102,14 @@ class ContainerEntry(StateEntry):
         super().__init__(name, target)
         self._root = {name: target}
 
+    def walk(self, leaves: Leaves, owners: Owners) -> dict[str, Any]:
+        is_one = isinstance(self.target, Tensor) and self.target.is_leaf
+        self.parameters = [(self.name, self.target)] if is_one else []
+        return super().walk(leaves, owners)
+
     def values(self, sink: Sink) -> dict[str, Any]:
         place = Place("other", self.target, self._root, self.name)
         return {"kind": self.kind, "content": survey(self.target, self.name, place, sink)}
-
-    def parameters(self) -> list[tuple[str, Tensor]]:
-        return [(self.name, self.target)] if isinstance(self.target, Tensor) and self.target.is_leaf else []
 
     def references(self, value: dict[str, Any]) -> Iterator[tuple[str, LeafRef]]:
         return references(value["content"], self.name)
@@ -207,14 +207,10 @@ class ObjectEntry(StateEntry):
 
     kind = "object"
 
-    def __init__(self, name: str, target: Any) -> None:
-        super().__init__(name, target)
-        self._unowned: list[tuple[str, Tensor]] = []
-
     def walk(self, leaves: Leaves, owners: Owners) -> dict[str, Any]:
         if isinstance(self.target, Optimizer):
-            self._unowned = take_unowned(self.name, self.target, leaves, owners)
-        return leaves.asking(self.values)
+            self.parameters = take_unowned(self.name, self.target, leaves, owners)
+        return super().walk(leaves, owners)
 
     def values(self, sink: Sink) -> dict[str, Any]:
         state = self.target.state_dict()
@@ -222,9 +218,6 @@ class ObjectEntry(StateEntry):
         if isinstance(self.target, LRScheduler):
             value["class"] = type(self.target).__qualname__
         return value
-
-    def parameters(self) -> list[tuple[str, Tensor]]:
-        return self._unowned
 
     def references(self, value: dict[str, Any]) -> Iterator[tuple[str, LeafRef]]:
         return references(value["state"], self.name)

@@ -60,7 +60,6 @@ class OptimizerEntry(StateEntry):
         self._shared_keys: list[Any] = []
         self._full_names: list[list[str]] = []
         self._short_names: list[list[str]] = []
-        self._unowned: list[tuple[str, Tensor]] = []
 
     def walk(self, leaves: Leaves, owners: Owners) -> dict[str, Any]:
         groups = self.target.param_groups
@@ -77,7 +76,7 @@ class OptimizerEntry(StateEntry):
             [owners.full_name(p, self.name, g, i) for i, p in enumerate(group["params"])]
             for g, group in enumerate(groups)
         ]
-        self._unowned = take_unowned(self.name, self.target, leaves, owners)
+        self.parameters = take_unowned(self.name, self.target, leaves, owners)
         self._shared_keys = [key for key in self.target.state if not isinstance(key, Tensor)]
         self._holes = []
         state = self._take_state(leaves)
@@ -88,7 +87,7 @@ class OptimizerEntry(StateEntry):
             "params": Encoded(self._full_names),
             **state,
         }
-        return leaves.asking(self.values)
+        return super().walk(leaves, owners)
 
     def values(self, sink: Sink) -> dict[str, Any]:
         groups = self.target.param_groups
@@ -128,12 +127,9 @@ class OptimizerEntry(StateEntry):
             if key not in _NOT_OPTIONS
         }
 
-    def parameters(self) -> list[tuple[str, Tensor]]:
-        return self._unowned
-
     def structure(self) -> dict[str, object]:
         groups = {f"{self.name}.groups.{g}": len(names) for g, names in enumerate(self._full_names)}
-        return {**groups, **{name: tuple(parameter.shape) for name, parameter in self._unowned}}
+        return {**groups, **{name: tuple(parameter.shape) for name, parameter in self.parameters}}
 
     def _take_state(self, leaves: Leaves) -> dict[str, Any]:
         """The state by parameter: which of a few schemas each has, and the places of what is no tensor."""
@@ -190,7 +186,7 @@ class OptimizerEntry(StateEntry):
             return rows
         for number, (names, live_names) in enumerate(zip(recorded, here, strict=True)):
             rows += _name_rows(f"{self.name}.groups.{number}", names, live_names)
-        for name, parameter in self._unowned:
+        for name, parameter in self.parameters:
             if name in saved.leaves and not fits(saved.leaves[name], parameter):
                 rows.append((name, described(saved.leaves[name]), described(parameter)))
         return rows or self._class_rows(value, live)

@@ -101,7 +101,7 @@ class Tree:
         )
 
     def _parameters(self) -> list[tuple[str, Tensor]]:
-        return [pair for entry in self._in_order() for pair in entry.parameters()]
+        return [pair for entry in self._in_order() for pair in entry.parameters]
 
     def _all_modules(self) -> dict[str, nn.Module]:
         entries = [entry for entry in self._entries.values() if isinstance(entry, ModuleEntry)]
