@@ -56,13 +56,8 @@ class DeferredCopies:
 
     def add(self, live: Tensor, source: Tensor) -> None:
         """Have `live` filled with `source`. What is not a plain host tensor is filled at once."""
-        if (
-            self._puts_off
-            and _is_plain(live)
-            and _is_plain(source)
-            and live.numel()
-            and live.dtype == source.dtype
-        ):
+        plain = _is_plain(live) and _is_plain(source) and live.dtype == source.dtype
+        if self._puts_off and plain and live.numel():
             self._pairs.append((live, source))
         else:
             fill(live, source)
@@ -149,7 +144,8 @@ class Filling:
             if live is known or not about.get("shares"):
                 return known
             return known.detach()
-        device = self._device(ref, home)
+        recorded = about.get("device")
+        device = home if recorded in (None, home.type) else torch.device(str(recorded))
         if isinstance(live, Tensor) and self._usable(live, leaf, device, str(about.get("class", ""))):
             self.fill(name, live)
             return live
@@ -158,10 +154,6 @@ class Filling:
         made = dress(plain, about, like)
         self._settle(leaf, made)
         return made
-
-    def _device(self, ref: LeafRef, home: torch.device) -> torch.device:
-        recorded = ref.about.get("device")
-        return home if recorded in (None, home.type) else torch.device(str(recorded))
 
     def _usable(self, live: Tensor, leaf: Leaf, device: torch.device, recorded_class: str) -> bool:
         if is_wrapper(live) or live.layout is not torch.strided or not fits(leaf, live):
@@ -186,10 +178,6 @@ class Filling:
         if same and isinstance(live, Tensor):
             return live
         return assemble(about, parts, like)
-
-    def copy(self, ref: LeafRef, name: str) -> Tensor:
-        """A tensor of the caller's own, on the device class that was recorded."""
-        return self.place(ref, name, None, torch.device("cpu"))
 
 
 def canonical_names(saved: Saved) -> dict[str, str]:

@@ -210,9 +210,6 @@ class Generators:
     def __init__(self, roots: Mapping[str, object]) -> None:
         self._found = {p: each for p, each in reached(roots) if is_generator(each) and not is_global(each)}
 
-    def __len__(self) -> int:
-        return len(self._found)
-
     def capture(self) -> dict[str, Any]:
         return {path: capture_one(generator) for path, generator in self._found.items()}
 

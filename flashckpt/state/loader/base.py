@@ -256,28 +256,25 @@ class Source:
             self._reopen(position)
 
     def _check(self, position: Position) -> None:
+        then, now = position.made_of, self._made_of
+        changed = [f"{n} is {now[n]} and was {then[n]}" for n in then if n in now and then[n] != now[n]]
+        differs: list[str] = []
         if position.length != self._length and None not in (position.length, self._length):
+            counts = f"{self._length} batches an epoch and had {position.length}"
+            differs.append(f"the loader has {counts} when the checkpoint was taken")
+        if changed:
+            what = ", ".join(changed)
+            differs.append(f"the loader is made otherwise than when the checkpoint was taken ({what})")
+        for difference in differs:
             log.warning(
-                "Not exact: the loader has %s batches an epoch and had %s when the checkpoint was taken. It "
-                "goes on after %d batches, but those to come are not those of a run that was never stopped.",
-                self._length,
-                position.length,
+                "Not exact: %s. It goes on after %d batches, but those to come are not those of a run that "
+                "was never stopped.",
+                difference,
                 position.batches_taken,
             )
-        self._check_made_of(position)
         strangers = self.generators.strangers(position.now["own"])
         if strangers:
             log.warning("Not exact: these generators are only in the checkpoint or only here: %s", strangers)
-
-    def _check_made_of(self, position: Position) -> None:
-        then, now = position.made_of, self._made_of
-        if changed := [name for name in then if name in now and then[name] != now[name]]:
-            log.warning(
-                "Not exact: the loader is made otherwise than when the checkpoint was taken (%s). It goes on "
-                "after %d batches, but those to come are not those of a run that was never stopped.",
-                ", ".join(f"{name} is {now[name]} and was {then[name]}" for name in changed),
-                position.batches_taken,
-            )
 
     def _open(self) -> Iterator[Any]:
         """The iterator of a fresh epoch."""

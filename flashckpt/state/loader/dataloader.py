@@ -175,8 +175,8 @@ class DataLoaderSource(Source):
         return self._persistent
 
     def _parts(self, over: bool) -> dict[str, Any]:
-        states = self._rounds.newest if over or self._start is None else self._rounds.whole
         between = over or self._start is None
+        states = self._rounds.newest if between else self._rounds.whole
         return {
             "workers": self._workers,
             "states": [] if between and not self._persistent else list(states),
