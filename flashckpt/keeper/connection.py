@@ -248,8 +248,10 @@ class KeeperConnection:
             peer.close()
         with self._lock:
             if self._known != keeper:
-                # A newer one was handed all that is held here: it would never hear of this.
+                # A newer one was handed all that is held here: it would never hear of this. Or it is the same
+                # one, and came between a look at its lock and the connection: it is made anew.
                 close_all(received)
+                self._drop()
                 raise EOFError("another keeper has come")
             return taken(*_accepted(answer, received))
 

@@ -190,8 +190,7 @@ class Requests:
                 return self._surviving(self._who(connection))
             case "started":
                 self._who(connection)
-                if isinstance(loaded := message.get("loaded"), str):
-                    self._queue.taken_up(loaded, number(message, "step", 0, MAX_STEP))
+                self._queue.taken_up(str(message.get("loaded")), number(message, "step", 0, MAX_STEP))
             case "adopt":
                 return self._adopt(descriptors)
             case "release":
@@ -205,9 +204,7 @@ class Requests:
             case "describe":
                 return {"keeper": self._described()}, ()
             case "discard":
-                if len(self._roster):
-                    raise KeeperError("A trainer of this run lives: nothing is discarded.")
-                self._exit.discard()
+                self._discard()
             case "ping":
                 pass
             case _:
@@ -295,6 +292,11 @@ class Requests:
             # One that another living trainer was given since stays that one's.
             if held and (held.writer == trainer.lock or not self._regions.is_written(held)):
                 held.retired, held.writer = True, ""
+
+    def _discard(self) -> None:
+        if len(self._roster):
+            raise KeeperError("A trainer of this run lives: nothing is discarded.")
+        self._exit.discard()
 
     def _event(self, trainer: Trainer, message: dict[str, Any]) -> None:
         event = message.get("event")

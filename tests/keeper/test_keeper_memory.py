@@ -205,6 +205,17 @@ def test_a_keeper_that_was_replaced_takes_no_name_from_what_the_next_has(
     trainer.end()
 
 
+def test_memory_is_had_though_another_keeper_was_elected_as_one_was_connected_to(
+    tmp_path: Path, runtime: Path
+) -> None:
+    """Its lock was looked at before that, and its socket found after it."""
+    trainer = begun(tmp_path / "run", runtime)
+    assert trainer.client._known is not None
+    trainer.client._known = ((0, 0), trainer.client._known[1])
+    assert len(names(trainer.client.slots(3, SIZE))) == 3
+    trainer.end()
+
+
 def test_an_answer_that_nobody_took_answers_no_other_question(
     tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
