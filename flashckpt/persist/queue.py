@@ -426,17 +426,16 @@ class Queue:
 
     def _discard_damaged(self, rank: int) -> None:
         """A record that does not match its checksum names no snapshot that anybody could use."""
-        for held in [held for held in self._regions.slots() if held.slot.rank == rank]:
+        for held in self._regions.of_rank(rank):
             word = held.word()
+            if word is None or word.state is not SlotState.SEALED:
+                continue
             try:
-                if word is not None:
-                    held.slot.sealed()
+                held.slot.sealed()
             except DamagedError as error:
-                assert word is not None
-                if word.state is SlotState.SEALED:
-                    job = StepJob(attempt=_NOBODY, step=-1, node=NodeRanks(ranks=(rank,)))
-                    job.snapshots[rank] = SealedSnapshot(held.slot, word.generation, 0)
-                    self._torn(job, discard(held.slot, word, Torn(str(error))))
+                job = StepJob(attempt=_NOBODY, step=-1, node=NodeRanks(ranks=(rank,)))
+                job.snapshots[rank] = SealedSnapshot(held.slot, word.generation, 0)
+                self._torn(job, discard(held.slot, word, Torn(str(error))))
 
     # What follows
 

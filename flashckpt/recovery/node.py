@@ -53,26 +53,26 @@ def lock_probe(store: Store, run: Run) -> Iterator[tuple[Holder, Probe | None]]:
     """This process as a holder, and how it sees whether a trainer of the run lives on this node. Without
     a runtime folder here there is no such trainer, and the counter in the run's folder is watched."""
     with runtime_of(store, run) as runtime:
-        if runtime is None:
-            yield here(), None
-        else:
-            yield here(runtime.path), lambda _, lock: is_alive(runtime, lock)
+        yield _probe(runtime)
+
+
+def _probe(runtime: RuntimeFolder | None) -> tuple[Holder, Probe | None]:
+    if runtime is None:
+        return here(), None
+    return here(runtime.path), lambda _, lock: is_alive(runtime, lock)
 
 
 def refuse_if_held(store: Store, runtime: RuntimeFolder | None) -> None:
     """RunHeldError, with process and attempt, while anybody trains the run. May take some seconds where
     its last trainer was on another node: its counter is watched."""
-    if runtime is None:
-        check(store, here(), None)
-        return
-    for lock, pid in living_trainers(runtime):
+    for lock, pid in living_trainers(runtime) if runtime is not None else ():
         raise RunHeldError(
             f"{store.url} is held: attempt {_claimed_with(store, lock) or '(not claimed yet)'} is trained by "
             f"process {pid or '(of another container)'} on this machine. Nothing was changed, and nothing of "
             "the run was touched. Its own keeper saves what is in memory. Stop that job first.",
             path=store.url,
         )
-    check(store, here(runtime.path), lambda _, lock: is_alive(runtime, lock))
+    check(store, *_probe(runtime))
 
 
 def living_trainers(runtime: RuntimeFolder) -> list[tuple[str, int]]:
@@ -193,9 +193,8 @@ def _identity(store: Store, run: Run) -> str:
 
 def _claimed_with(store: Store, lock: str) -> AttemptName | None:
     """The attempt that names this lock in its claim."""
-    try:
-        found = attempts.attempts(store)
-    except DamagedError:
-        return None
-    names = [each.name for each in found if each.claim is not None and each.claim.holder.lock == lock]
-    return names[-1] if names else None
+    with contextlib.suppress(DamagedError):
+        for each in reversed(attempts.attempts(store)):
+            if each.claim is not None and each.claim.holder.lock == lock:
+                return each.name
+    return None
