@@ -1,8 +1,8 @@
 """One step of this node from its slots to storage: pin, check, constants, shards with audit, one part,
 manifest.
 
-Owns the order of these. Runs in a worker thread; what it did is in its StepOutcome, and only the
-slots' own words are changed on the way.
+Owns the order of these, and whether a constants shard is used again, linked or written. Runs in a worker
+thread; what it did is in its StepOutcome, and only the slots' own words are changed on the way.
 """
 
 from __future__ import annotations
@@ -15,20 +15,31 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from flashckpt import _native, crashpoints
-from flashckpt.commit import attempts, lineage, steps
+from flashckpt.commit import attempts, constants, lineage, steps
 from flashckpt.errors import DamagedError, FlashckptError, KeeperError, SupersededError
 from flashckpt.events import log
 from flashckpt.format.checked_json import strict_loads
+from flashckpt.format.layout import Layout
 from flashckpt.format.metadata import Metadata
-from flashckpt.format.names import RUN, AttemptName, part_name, step_attempt_folder
-from flashckpt.format.records import Part, RankRecord, ShardRecord
+from flashckpt.format.names import RUN, AttemptName, attempt_folder, part_name, step_attempt_folder
+from flashckpt.format.records import Contents, Part, RankRecord, ShardRecord
+from flashckpt.memory.constants import not_held
+from flashckpt.memory.slot import Slot
 from flashckpt.persist.audit import Torn, check_header, discard, torn, unlike
-from flashckpt.persist.constants import ConstantsShards, RegionGone
 from flashckpt.persist.job import JobState, SealedSnapshot, StepJob, StepOutcome, Void
 from flashckpt.persist.stored_steps import refusal
-from flashckpt.store.base import Region, Store
+from flashckpt.store.base import Region, Store, Written
 
+_NAMES_TRIED = 8
+REGION_IS_GONE = (
+    "the constants of this snapshot are not in this node's memory, and no committed step names them; "
+    "committed steps are not touched"
+)
 _PIN_LOST = "the slot was taken from this keeper while it was written; another keeper has it now"
+
+
+class RegionGone(KeeperError):
+    """The region that a snapshot names is not here: only a trainer that has it could hand it over."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +117,7 @@ class Writer:
         self._threads = threads
         self._files = 0
         self._progress = array("Q", [0])
-        self._constants = ConstantsShards(store, threads, _native.address_of(self._progress))
+        self._constants = _ConstantsShards(store, threads, _native.address_of(self._progress))
 
     @property
     def progress_bytes(self) -> int:
@@ -316,9 +327,7 @@ class Writer:
         snapshot, metadata, layout = content.snapshot, content.metadata, content.metadata.layout
         with _torn_in(snapshot):
             # Before the part that names it: what is written here is debris until then, and nothing more.
-            constants, num_bytes = self._constants.shard_for(
-                snapshot, metadata, tried.attempt, lambda: _check_held(snapshot), is_alone=is_alone
-            )
+            shared, num_bytes = self._constants.shard_for(content, tried.attempt, is_alone=is_alone)
             self._files += 1
             name = steps.shard_name(content.rank, f"{self._nonce}{self._files:04x}")
             tried.names.append(name)
@@ -339,7 +348,7 @@ class Writer:
         digests = tuple(metadata.digests[: len(layout.leaves)])
         return RankRecord(
             rank=content.rank, shard=shard, leaves=layout.leaves, digests=digests, values=content.values,
-            constants=constants,
+            constants=shared,
         )  # fmt: skip
 
     def _remove_shards(self, tried: _Try) -> None:
@@ -381,3 +390,114 @@ def _check_held(snapshot: SealedSnapshot) -> None:
     # The disk reads the region after the digests did: without the pin, perhaps something else.
     if not snapshot.holds():
         raise KeeperError(_PIN_LOST)
+
+
+class _ConstantsShards:
+    """Constants shards that this keeper wrote, linked or found named by a committed step. `progress` is
+    the address of a word that counts bytes."""
+
+    def __init__(self, store: Store, threads: int, progress: int) -> None:
+        self._store = store
+        self._threads = threads
+        self._progress = progress
+        # The newest of each rank alone: an older one may be deleted once no part names it.
+        self._known: dict[int, tuple[AttemptName, Contents]] = {}
+
+    def shard_for(
+        self, content: _PinnedContent, attempt: AttemptName, *, is_alone: bool
+    ) -> tuple[Contents | None, int]:
+        """The constants shard of `attempt` that holds a snapshot's constants, and the bytes written for it:
+        0 where it stood already or was linked. None for one without constants.
+
+        The digests in the slot are of the live tensors at its boundary, so a file with the same digests
+        has its bytes. `is_alone`: nobody else may name a constants shard of the attempt. Then those that
+        keepers left which died go before another is written: they may be the room for it. Raises Torn where
+        the bytes in memory are needed and are not those of the boundary, RegionGone where they are needed and
+        their region is not here, OSError, FlashckptError.
+        """
+        layout, rank = content.metadata.constants, content.rank
+        if layout is None:
+            return None, 0
+        digests = tuple(content.metadata.constants_digests)
+        found = self._standing(attempt, rank, layout, digests)
+        num_bytes = 0
+        if found is None:
+            if is_alone:
+                self._clear(attempt, content.snapshot)
+            found = self._written(content, layout, attempt)
+            num_bytes = layout.num_bytes
+            try:
+                _check_held(content.snapshot)
+            except BaseException:
+                self._remove(attempt, found.shard.file)
+                raise
+        self._known[rank] = attempt, found
+        return found, num_bytes
+
+    def _standing(
+        self, attempt: AttemptName, rank: int, layout: Layout, digests: tuple[int, ...]
+    ) -> Contents | None:
+        known, contents = self._known.get(rank, (None, None))
+        is_mine = contents is not None and known == attempt and constants.is_of(contents, layout, digests)
+        if contents is not None and is_mine and constants.is_there(self._store, attempt, contents):
+            return contents
+        for source, contents in constants.named(self._store, attempt, rank):
+            if not constants.is_of(contents, layout, digests):
+                continue
+            if source == attempt:
+                return contents
+            name = constants.link(
+                self._store, source, contents, attempt, rank,
+                threads=self._threads, progress_word=self._progress,
+            )  # fmt: skip
+            if name is not None:
+                return replace(contents, shard=replace(contents.shard, file=name))
+        return None
+
+    def _written(self, content: _PinnedContent, layout: Layout, attempt: AttemptName) -> Contents:
+        snapshot, metadata = content.snapshot, content.metadata
+        first = len(metadata.layout.leaves)
+        region = next((each.region for each in snapshot.sources(metadata) if first in each.leaves), None)
+        if region is None:
+            raise RegionGone(REGION_IS_GONE)
+        if absent := not_held(region, metadata):
+            raise torn(metadata, absent)
+        check_header(region, layout)
+        name, written = self._create(region, layout, snapshot.rank, attempt)
+        leaves = unlike(metadata, written.digests, first)
+        if leaves:
+            self._remove(attempt, name)
+            raise torn(metadata, leaves)
+        shard = ShardRecord.of(name, layout, written.checksums)
+        return Contents(shard=shard, leaves=layout.leaves, digests=tuple(metadata.digests[first:]))
+
+    def _create(self, region: Slot, layout: Layout, rank: int, attempt: AttemptName) -> tuple[str, Written]:
+        """Write the image under a name that nobody has: a keeper that was stopped may still be writing the
+        one it took, and wakes up."""
+        for _ in range(_NAMES_TRIED):
+            name = constants.fresh_name(self._store, attempt, rank)
+            try:
+                return name, self._store.write_shard(
+                    f"{attempt_folder(attempt)}/{name}",
+                    layout,
+                    Region(region.descriptor, region.image_offset),
+                    threads=self._threads,
+                    progress=self._progress,
+                )
+            except FileExistsError:
+                continue
+        raise FileExistsError(f"{attempt_folder(attempt)}: every name for a constants shard was taken")
+
+    def _clear(self, attempt: AttemptName, snapshot: SealedSnapshot) -> None:
+        try:
+            names = constants.unnamed_of(self._store, attempt, snapshot.rank)
+        except DamagedError:
+            return
+        # After the look: what stood then was begun before any keeper that has replaced this one could begin.
+        _check_held(snapshot)
+        for name in names:
+            self._remove(attempt, name)
+
+    def _remove(self, attempt: AttemptName, name: str) -> None:
+        with contextlib.suppress(OSError, FlashckptError):
+            self._store.remove(f"{attempt_folder(attempt)}/{name}")

@@ -10,11 +10,10 @@ from flashckpt.commit.lineage import VisibleStep
 from flashckpt.format.metadata import Metadata
 from flashckpt.format.names import AttemptName
 from flashckpt.memory.runtime import RuntimeFolder
-from flashckpt.persist.constants import REGION_IS_GONE
 from flashckpt.persist.job import JobState, StepJob
 from flashckpt.persist.stored_steps import refusal, unfinished
 from flashckpt.persist.unused_files import unused_files
-from flashckpt.persist.writer import Writer
+from flashckpt.persist.writer import REGION_IS_GONE, Writer
 from flashckpt.recovery.memory import failed_of, settle
 from flashckpt.recovery.node import dead_keepers, died_here, keeper_of
 from flashckpt.recovery.report import Fate, Finding, Watcher
