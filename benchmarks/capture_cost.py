@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flashckpt import _native
 from flashckpt.capture import Capture
-from flashckpt.capture.pace import Pace
+from flashckpt.capture.schedule import Pace
 from flashckpt.memory.control_page import SlotHeader
 from flashckpt.memory.slot import Slot, SlotRing
 from flashckpt.options import Options

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from flashckpt.capture.device.base import Device, StreamMark
+from flashckpt.capture.device_copies import DeviceCopies
+from flashckpt.capture.devices import Device, StreamMark
 from flashckpt.capture.host import HostCopies
 from flashckpt.capture.plan import Addresses, Plan
 from flashckpt.capture.target import Target
-from flashckpt.capture.transfer import Transfer
 from flashckpt.capture.ways import Way, Ways
 
 # In so many captures of a plan the sources are digested again after they were cloned.
@@ -93,10 +93,10 @@ class Arrangement:
         for device in self._choice.feeders(self.plan.tensors[i] for i in host):
             self._feeders.setdefault(id(device), (device, device.new_mark()))
 
-    def _transfer(self, device: Device, ways: Ways, holes: frozenset[int]) -> Transfer:
+    def _transfer(self, device: Device, ways: Ways, holes: frozenset[int]) -> DeviceCopies:
         indexes = [i for i, owner in enumerate(self._devices) if owner is device]
         synchronised = [i for i in indexes if ways.synchronised(self.plan.leaves[i].name)]
-        return Transfer(device, self.plan, indexes, self.ways, synchronised, holes)
+        return DeviceCopies(device, self.plan, indexes, self.ways, synchronised, holes)
 
 
 def _distinct(devices: Sequence[Device | None]) -> list[Device]:

@@ -18,12 +18,12 @@ import torch
 from flashckpt import _native, crashpoints
 from flashckpt.capture.arrangement import Arrangement
 from flashckpt.capture.constants import Constants, ConstantsChanged, ConstantsRegion
-from flashckpt.capture.device.base import Device
-from flashckpt.capture.flights import Flight, Flights
+from flashckpt.capture.devices import Device
+from flashckpt.capture.in_flight import PendingSnapshot, InFlight
 from flashckpt.capture.following import Following, Walkable
 from flashckpt.capture.heartbeat import Pulse
 from flashckpt.capture.hooks import Boundary, StepHooks, unwrapped
-from flashckpt.capture.intervals import Intervals
+from flashckpt.capture.schedule import Intervals
 from flashckpt.capture.live_digests import digest_tensors
 from flashckpt.capture.outcome import Outcome, Verdict
 from flashckpt.capture.plan import Plan
@@ -78,7 +78,7 @@ class Capture:
         self._constants = Constants(self._optimizers, digests, self._reaches, known, constants, region)
         self._copy: RegionCopy | None = None
         self._ways = Ways(self._optimizers, devices, self._constants)
-        self._flights = Flights(self._ways, self._constants, sealer, self._lost, self._rearrange)
+        self._flights = InFlight(self._ways, self._constants, sealer, self._lost, self._rearrange)
         self._intervals = Intervals(self.schedule.budget, devices)
         self._skipped, self._skipped_step = 0, -1
         self._targets = Targets(devices)
@@ -94,7 +94,7 @@ class Capture:
             threads,
         )
         self._ordered = False
-        self._asked: Flight | None = None
+        self._asked: PendingSnapshot | None = None
         self._captured_step = -1
         self.lost_step: int | None = None  # that one, once its snapshot is lost
         self._call_s = 0.0
@@ -389,7 +389,7 @@ class Capture:
             finally:
                 target.abandon()
             raise
-        flight = Flight(step, target, target.generation, persist, arrangement, self._ordered)
+        flight = PendingSnapshot(step, target, target.generation, persist, arrangement, self._ordered)
         self._flights.add(flight)
         if persist:
             self.schedule.persist_asked()
@@ -410,7 +410,7 @@ class Capture:
         """Ways must be chosen again: with the next capture."""
         self._following.drop()
 
-    def _lost(self, flight: Flight) -> None:
+    def _lost(self, flight: PendingSnapshot) -> None:
         self.schedule.lost()
         self.lost_step = flight.step if flight.step == self._captured_step else self.lost_step
         self._ordered = self._ordered or flight.ordered  # the order stands again

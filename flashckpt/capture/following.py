@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flashckpt.capture.arrangement import Arrangement
 from flashckpt.capture.constants import Constants
-from flashckpt.capture.device.base import Device
+from flashckpt.capture.devices import Device
 from flashckpt.capture.heartbeat import Pulse
 from flashckpt.capture.hooks import StepHooks
 from flashckpt.capture.plan import Change, Plan
@@ -100,7 +100,7 @@ class Following:
             self.current.gate()
 
     def drop(self) -> None:
-        """Let the arrangement go: the next capture makes another. Flights hold their own, and with it the
+        """Let the arrangement go: the next capture makes another. InFlight hold their own, and with it the
         tensors, until their copies have ended."""
         if self.current is not None:
             self.current.gate()

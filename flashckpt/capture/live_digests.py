@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from flashckpt import _native
-from flashckpt.capture.digests import bytes_of, torch_digests
 from flashckpt.capture.plan import local
+from flashckpt.capture.torch_digests import bytes_of, torch_digests
 
 
 def digest_tensors(tensors: Sequence[Tensor], threads: int) -> list[int]:
@@ -49,7 +49,7 @@ def _digest_host(leaves: list[tuple[int, Tensor]], digests: array[int], threads:
 def _digest_device(device: torch.device, leaves: list[Tensor]) -> list[int]:
     out = torch.empty(len(leaves), dtype=torch.int64, device=device)
     if device.type == "cuda":
-        from flashckpt.capture.device.cuda import CudaTable
+        from flashckpt.capture.cuda import CudaTable
 
         with torch.cuda.device(device), torch.no_grad():
             CudaTable(device.index or 0, leaves, np.zeros(len(leaves), dtype=np.uint64)).run(out)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flashckpt.capture.device.base import Device
+from flashckpt.capture.devices import Device
 from flashckpt.capture.plan import Plan
 from flashckpt.format.metadata import geometry
 from flashckpt.memory.control_page import SlotSize

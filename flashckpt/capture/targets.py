@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from flashckpt.capture.device.base import Device
+from flashckpt.capture.devices import Device
 from flashckpt.capture.plan import Plan
 from flashckpt.capture.room import slot_room
 from flashckpt.capture.target import Target

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from flashckpt.capture.constants import Constants
-from flashckpt.capture.device.base import Device
+from flashckpt.capture.devices import Device
 from flashckpt.capture.plan import Plan
 from flashckpt.events import log
 

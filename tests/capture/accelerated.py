@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flashckpt import _native
 from flashckpt.capture import Capture, Outcome
-from flashckpt.capture.pace import Pace
+from flashckpt.capture.schedule import Pace
 from flashckpt.memory.slot import SlotRing
 from flashckpt.options import Options
 from tests.capture.simulated import SimulatedDevice, SimulatedStream

@@ -13,7 +13,7 @@ import torch
 from flashckpt import _native
 from flashckpt.capture import Capture
 from flashckpt.capture.constants import ConstantsRegion
-from flashckpt.capture.pace import Pace
+from flashckpt.capture.schedule import Pace
 from flashckpt.memory.slot import Slot, SlotRing, SlotState
 from flashckpt.options import Options
 

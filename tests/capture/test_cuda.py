@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from flashckpt import _native
-from flashckpt.capture import Capture, Verdict, arena, host, ways
-from flashckpt.capture.device import cuda, devices_of
-from flashckpt.capture.pace import Pace
+from flashckpt.capture import Capture, Verdict, cuda, device_copies, host, ways
+from flashckpt.capture.cuda import devices_of
+from flashckpt.capture.schedule import Pace
 from flashckpt.memory.slot import Slot, SlotRing
 from flashckpt.options import Options
 
@@ -372,7 +372,7 @@ def test_ten_thousand_leaves_do_not_hold_the_training_thread_up(
     way: str,
 ) -> None:
     """The device is busy when the boundary comes, and still is when the call is over."""
-    for module in (ways, arena, host):
+    for module in (ways, device_copies, host):
         monkeypatch.setattr(module, "SMALL_BYTES", 256)
     calls: dict[int, float] = {}
     for count in (10, 10_000):

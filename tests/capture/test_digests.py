@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flashckpt import _native
-from flashckpt.capture.digests import WORKSPACE_BYTES, TorchDigests, Workspace, bytes_of, workspace_bytes
+from flashckpt.capture.torch_digests import (
+    WORKSPACE_BYTES,
+    TorchDigests,
+    Workspace,
+    bytes_of,
+    workspace_bytes,
+)
 
 BLOCK = _native.BLOCK_BYTES
 

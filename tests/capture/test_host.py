@@ -12,7 +12,7 @@ import torch
 
 from flashckpt import _native
 from flashckpt.capture import Capture, Outcome, Verdict
-from flashckpt.capture.pace import Pace
+from flashckpt.capture.schedule import Pace
 from flashckpt.memory.slot import SlotRing
 from flashckpt.options import Options
 

@@ -7,7 +7,7 @@ import torch
 
 from flashckpt import _native
 from flashckpt.capture import Capture
-from flashckpt.capture.pace import Pace
+from flashckpt.capture.schedule import Pace
 from flashckpt.memory.slot import SlotRing
 from flashckpt.options import Options
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from flashckpt import _native
-from flashckpt.capture import Capture, arena, host, ways
-from flashckpt.capture.device.base import Copies, StreamMark
-from flashckpt.capture.pace import Pace
+from flashckpt.capture import Capture, device_copies, host, ways
+from flashckpt.capture.devices import Copies, StreamMark
+from flashckpt.capture.schedule import Pace
 from flashckpt.memory.slot import SlotRing
 from flashckpt.options import Options
 from tests.capture.simulated import SimulatedCopying, SimulatedDevice
@@ -41,7 +41,7 @@ class Counting(SimulatedDevice):
 @pytest.fixture(autouse=True)
 def _leaves_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten thousand leaves of a mebibyte are more than a test may take: here these are large ones."""
-    for module in (ways, arena, host):
+    for module in (ways, device_copies, host):
         monkeypatch.setattr(module, "SMALL_BYTES", 256)
 
 

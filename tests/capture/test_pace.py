@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flashckpt.capture.intervals import Intervals
-from flashckpt.capture.pace import Budget, Pace
+from flashckpt.capture.schedule import Budget, Intervals, Pace
 from flashckpt.errors import OptionError
 
 

@@ -12,8 +12,8 @@ import torch
 
 from flashckpt import _native
 from flashckpt.capture import Capture, Verdict
-from flashckpt.capture.pace import Pace
 from flashckpt.capture.plan import Change, Plan, local
+from flashckpt.capture.schedule import Pace
 from flashckpt.errors import StateError
 from flashckpt.format.typed import encode_json
 from flashckpt.memory.slot import SlotRing

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from flashckpt import _native
-from flashckpt.capture.device.base import Table
-from flashckpt.capture.transfer import Transfer
+from flashckpt.capture.device_copies import DeviceCopies
+from flashckpt.capture.devices import Table
 from flashckpt.memory.slot import SlotRing
 from tests.capture.simulated import SimulatedMark, SimulatedStream
 
@@ -100,14 +100,14 @@ def test_a_synchronised_leaf_that_is_written_meanwhile_is_refused_by_its_second_
     of what it writes."""
     rogue, loop = SimulatedStream("rogue"), make(room=NO_ROOM)
     teacher = torn_on_wait(loop, rogue)
-    again = Transfer._digest_direct_again
+    again = DeviceCopies._digest_direct_again
 
-    def written(transfer: Transfer, table: Table) -> None:
+    def written(transfer: DeviceCopies, table: Table) -> None:
         teacher.add_(1)
         again(transfer, table)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Transfer, "_digest_direct_again", written)
+        patch.setattr(DeviceCopies, "_digest_direct_again", written)
         for _ in range(2):
             assert loop.boundary().captured
             assert loop.result() == "none"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from flashckpt import _native
-from flashckpt.capture.device.base import PIECE_BYTES, Copies, StreamMark, Table
-from flashckpt.capture.digests import bytes_of, torch_digests
+from flashckpt.capture.devices import PIECE_BYTES, Copies, Device, StreamMark, Table
 from flashckpt.capture.plan import Addresses
+from flashckpt.capture.torch_digests import bytes_of, torch_digests
 from flashckpt.events import log
 
 # Left to the loop beside what torch has been seen to need: cuBLAS workspaces, NCCL, fragmentation.
@@ -88,6 +88,13 @@ class CudaTable:
         if self._pairs:
             torch._foreach_copy_([target for target, _ in self._pairs], [leaf for _, leaf in self._pairs])
         self._digests.into(self._leaves, out)
+
+
+def devices_of(tensors: Iterable[Tensor], streams: Sequence[object] = ()) -> list[Device]:
+    """One Device for each accelerator that holds some of these tensors, in the order of their indexes.
+    `streams` are further ones that write the state. State on any other than CUDA is refused by its walk."""
+    indexes = sorted({t.device.index or 0 for t in tensors if t.device.type == "cuda"})
+    return [CudaDevice(index, streams) for index in indexes]
 
 
 class CudaDevice:
@@ -253,7 +260,7 @@ def _memory_at(index: int, address: int, num_bytes: int) -> Tensor:
     """Device memory that somebody else keeps."""
     described = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}
 
-    class Memory:
+    class ForeignMemory:
         __cuda_array_interface__ = described
 
-    return torch.as_tensor(Memory(), device=torch.device("cuda", index))
+    return torch.as_tensor(ForeignMemory(), device=torch.device("cuda", index))
