@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from flashckpt import _native
+from flashckpt.capture.copy_policy import SMALL_BYTES, Way
 from flashckpt.capture.devices import Copies, Copying, Device, Table
 from flashckpt.capture.plan import Addresses, Plan
-from flashckpt.capture.target import Target
-from flashckpt.capture.ways import SMALL_BYTES, Way
+from flashckpt.capture.slot_writer import SlotWriter
 
 _EMPTY = _native.EMPTY_DIGEST - (1 << 64)  # as int64
 # Where a run begins it is aligned to this as it is in the image: kernels read wide words.
@@ -168,7 +168,7 @@ class DeviceCopies:
         """The plan was patched: read its tensors again."""
         self._make_tables()
 
-    def capture(self, target: Target, *, gated: bool, check: bool) -> int:
+    def capture(self, target: SlotWriter, *, gated: bool, check: bool) -> int:
         """Enqueue everything. Returns the handle that a seal waits for; the digests come to the table with
         `moves`.
 
@@ -225,7 +225,7 @@ class DeviceCopies:
         if device.room_bytes() < arena.num_bytes // 2:
             arena.let_go()
 
-    def moves(self, target: Target) -> Addresses:
+    def moves(self, target: SlotWriter) -> Addresses:
         """What the sealing thread puts in its place, as triples of source, destination and bytes: the
         digests."""
         base = [self._host_table.ctypes.data, target.table_address, 0]
@@ -282,7 +282,7 @@ class DeviceCopies:
 
         self.device.launch(compare)
 
-    def _copy_synchronised(self, target: Target) -> int:
+    def _copy_synchronised(self, target: SlotWriter) -> int:
         """The loop waits for the copies of live leaves, and these are digested after them too: bytes and
         digest may agree, and have been taken in the middle of a write."""
         direct = self._direct_copies(target)
@@ -300,13 +300,13 @@ class DeviceCopies:
         self._copying = self.device.copy_to_host(Copies.joined(parts), num_first, self._read)
         return self._copying
 
-    def _direct_copies(self, target: Target) -> Copies:
+    def _direct_copies(self, target: SlotWriter) -> Copies:
         """Of leaves that are read where they lie."""
         plan, index = self._plan, np.array(self._direct, dtype=np.int64)
         places = plan.offsets[index] + np.uint64(target.image_address)
         return Copies(plan.addresses[index], places, plan.sizes[index])
 
-    def _others(self, target: Target) -> list[Copies]:
+    def _others(self, target: SlotWriter) -> list[Copies]:
         """Of what stands still: the arena, and the digests."""
         columns = (self._digests.data_ptr(), self._host_table.ctypes.data, self._host_table.nbytes)
         digests = Copies(*(np.array([column], dtype=np.uint64) for column in columns))

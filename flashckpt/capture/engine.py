@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -16,22 +18,18 @@ from typing import Any
 import torch
 
 from flashckpt import _native, crashpoints
-from flashckpt.capture.arrangement import Arrangement
 from flashckpt.capture.constants import Constants, ConstantsChanged, ConstantsRegion
+from flashckpt.capture.copy_policy import CopyPolicy, describe
 from flashckpt.capture.devices import Device
-from flashckpt.capture.in_flight import PendingSnapshot, InFlight
-from flashckpt.capture.following import Following, Walkable
 from flashckpt.capture.heartbeat import Pulse
 from flashckpt.capture.hooks import Boundary, StepHooks, unwrapped
-from flashckpt.capture.schedule import Intervals
+from flashckpt.capture.in_flight import InFlight, PendingSnapshot
 from flashckpt.capture.live_digests import digest_tensors
-from flashckpt.capture.outcome import Outcome, Verdict
 from flashckpt.capture.plan import Plan
+from flashckpt.capture.planner import Planner, PreparedCopies, Walkable
 from flashckpt.capture.region_copy import RegionCopy
-from flashckpt.capture.schedule import Schedule
-from flashckpt.capture.target import Target
-from flashckpt.capture.targets import Targets
-from flashckpt.capture.ways import Ways, describe
+from flashckpt.capture.schedule import Intervals, Schedule
+from flashckpt.capture.slot_writer import SlotWriter, SlotWriters
 from flashckpt.errors import KeeperError
 from flashckpt.events import log
 from flashckpt.memory.constants import region_size
@@ -41,6 +39,30 @@ from flashckpt.options import Options
 
 _COPIES = 3
 _NO_MEMORY = "the device has no memory left for a snapshot's buffers"
+
+
+class Verdict(str, Enum):
+    CAPTURED = "captured"
+    NOT_DUE = "not due"
+    NOT_QUALIFIED = "not qualified"
+    SKIPPED = "skipped"
+
+
+@dataclass(frozen=True, slots=True)
+class BoundaryResult:
+    """reason says why nothing was captured, in words for a log; slot and generation name the snapshot
+    that was begun: it exists once its slot is sealed."""
+
+    verdict: Verdict
+    step: int
+    reason: str = ""
+    slot: int = -1
+    generation: int = -1
+    persist: bool = False
+
+    @property
+    def captured(self) -> bool:
+        return self.verdict is Verdict.CAPTURED
 
 
 class Capture:
@@ -77,15 +99,14 @@ class Capture:
         digests = partial(digest_tensors, threads=threads)
         self._constants = Constants(self._optimizers, digests, self._reaches, known, constants, region)
         self._copy: RegionCopy | None = None
-        self._ways = Ways(self._optimizers, devices, self._constants)
-        self._flights = InFlight(self._ways, self._constants, sealer, self._lost, self._rearrange)
+        self._policy = CopyPolicy(self._optimizers, devices, self._constants)
         self._intervals = Intervals(self.schedule.budget, devices)
         self._skipped, self._skipped_step = 0, -1
-        self._targets = Targets(devices)
-        self.pulse = Pulse(self._targets.by_name)
-        self._following = Following(
+        self._writers = SlotWriters(devices)
+        self.pulse = Pulse(self._writers.by_name)
+        self._planner = Planner(
             tree,
-            self._ways,
+            self._policy,
             self.hooks,
             self._constants,
             self.pulse,
@@ -93,6 +114,7 @@ class Capture:
             options.device_memory,
             threads,
         )
+        self._in_flight = InFlight(self._policy, self._constants, sealer, self._lost, self._planner.drop)
         self._ordered = False
         self._asked: PendingSnapshot | None = None
         self._captured_step = -1
@@ -109,29 +131,29 @@ class Capture:
         """Write to these slots from now on (None: to none). owner: this process's index in the owner
         tables, by slot name where they differ. Waits for the copies into the old ones and for their seals:
         whoever unmaps those next must not take the memory away under them."""
-        self._flights.wait()
+        self._in_flight.wait()
         self._forget_slots()
-        self._targets.exchange(ring, owner)
+        self._writers.exchange(ring, owner)
 
     def let_go(self, slot: Slot) -> None:
         """Write to this slot no more, so that its memory may go. Waits for the copies in flight."""
-        self._flights.wait()
+        self._in_flight.wait()
         if self._asked is not None and self._asked.target.slot is slot:
             self._asked = None
             self.schedule.persist_ended(fulfilled=False)
-        self._flights.drop(self._targets.by_name[slot.name])
-        self._targets.drop(slot)
+        self._in_flight.drop(self._writers.by_name[slot.name])
+        self._writers.drop(slot)
 
     def register(self, slots: Sequence[Slot]) -> None:
         """Make slots known to the devices. Takes up to half a second a GiB, so that it may be done before
         `set_slots`, by another thread; it is done once a slot."""
-        self._targets.register(slots)
+        self._writers.register(slots)
 
     def room_wanted(self, *, ordered: bool = False) -> SlotSize | None:
         """What the slots of the next capture have to have room for; None while those it has are large
         enough, or, unless one is ordered, while the size of the state is not known yet."""
-        if self._targets.ring is not None:
-            return self._targets.room_wanted
+        if self._writers.ring is not None:
+            return self._writers.room_wanted
         return self.room_needed(ordered=ordered)
 
     def room_needed(self, *, ordered: bool = False) -> SlotSize | None:
@@ -141,8 +163,8 @@ class Capture:
             return None
         walk = self._tree.walk(self.hooks.used_up)
         self._constants.decide(walk.leaves)
-        plan = self._following.plan(walk)
-        needed = self._targets.room_for(plan)
+        plan = self._planner.plan(walk)
+        needed = self._writers.room_for(plan)
         plan.release()
         return needed
 
@@ -183,10 +205,10 @@ class Capture:
         if copy is None:
             return True
         try:
-            if copy.arrangement is None:
+            if copy.copies is None:
                 walk = self._tree.walk(self.hooks.used_up)
                 plan = Plan(walk, only=self._constants.to_copy(walk.leaves))
-                copy.begin(self._following.arranged(plan, {}), step, self._attempt)
+                copy.begin(self._planner.arranged(plan, {}), step, self._attempt)
             state = copy.state(wait=ordered)
             if state is SlotState.WRITING:
                 return False
@@ -203,9 +225,9 @@ class Capture:
 
     def _is_given_up(self, copy: RegionCopy) -> bool:
         """A region could not be sealed: tried again without what was written meanwhile."""
-        reason, copied = self._flights.failure_of(copy.target)
-        assert copy.arrangement is not None
-        names, torn = copy.arrangement.names, copy.target.empty_entries() if copied else []
+        reason, copied = self._in_flight.failure_of(copy.target)
+        assert copy.copies is not None
+        names, torn = copy.copies.names, copy.target.empty_entries() if copied else []
         for index in torn:
             self._constants.changed(names[index])
         copy.drop()
@@ -237,27 +259,24 @@ class Capture:
         due: bool | None = None,
         ordered: bool = False,
         persist: bool = False,
-    ) -> Outcome:
+    ) -> BoundaryResult:
         """One boundary. values gives what is not a tensor, encoded; it is called only for a capture.
 
         due: None leaves it to the schedule. ordered: whatever that and the hooks say, and after waiting
         for a copy in flight. persist: the snapshot is to be persisted. A second call with the same step is
         about the same boundary.
         """
-        capturing = self._capturing()
-        self._flights.poll()
-        self._settle()
-        self._enter(step, capturing)
-        hooks = self._hooks
+        capturing, hooks = self._enter(step)
         if self._ordered:
             ordered = persist = True
         is_due = self.schedule.due(step)
         if not ordered and not (is_due if due is None else due):
-            return Outcome(Verdict.NOT_DUE, step)
+            return BoundaryResult(Verdict.NOT_DUE, step)
         if not ordered and not hooks.qualifies:
-            return Outcome(Verdict.NOT_QUALIFIED, step, "no optimizer has stepped since the last boundary")
+            why = "no optimizer has stepped since the last boundary"
+            return BoundaryResult(Verdict.NOT_QUALIFIED, step, why)
         if ordered:
-            self._flights.wait()
+            self._in_flight.wait()
         outcome = self._capture(step, values, hooks, capturing, ordered, persist)
         if outcome.captured:
             self._ordered, self._captured_step, self.lost_step = False, step, None
@@ -269,48 +288,50 @@ class Capture:
     def pass_by(self, step: int) -> None:
         """A boundary that is counted, and captured later if at all, by another call with its step. What falls
         due on it stays due."""
-        capturing = self._capturing()
-        self._flights.poll()
-        self._settle()
-        self._enter(step, capturing)
+        self._enter(step)
         self.schedule.due(step)
 
-    def _enter(self, step: int, capturing: bool) -> None:
+    def _enter(self, step: int) -> tuple[bool, Boundary]:
+        """Whether a device graph is being captured, and what the hooks say."""
+        capturing = self._capturing()
+        self._in_flight.poll()
+        self._settle()
         if step == self._step:
             self._intervals.pause()
-            return
-        self._step = step
-        self._intervals.boundary(trailing=self._flights.running(), marking=not capturing)
-        self._hooks = self.hooks.boundary()
-        self.pulse.boundary(step)
+        else:
+            self._step = step
+            self._intervals.boundary(trailing=self._in_flight.running(), marking=not capturing)
+            self._hooks = self.hooks.boundary()
+            self.pulse.boundary(step)
+        return capturing, self._hooks
 
     def wait(self) -> None:
         """The host waits for copies in flight: at the ends of runs only."""
-        self._flights.wait()
+        self._in_flight.wait()
         self._intervals.pause()
 
     def close(self) -> None:
         """Take the hooks off, wait for copies in flight, let go of slots and tensors."""
         self.hooks.close()
         self.pulse.rest()
-        self._flights.wait()
+        self._in_flight.wait()
         self._forget_slots()
-        self._targets.release()
+        self._writers.release()
         self._end_copy()
-        self._following.drop()
+        self._planner.drop()
         for device in self._devices:
             device.close()
 
     def describe(self) -> list[tuple[str, int, int]]:
         """Rows (way, leaves, bytes) of the plan as it stands; empty before the first capture."""
-        arrangement = self._following.current
-        return [] if arrangement is None else describe(arrangement.plan, arrangement.ways)
+        copies = self._planner.current
+        return [] if copies is None else describe(copies.plan, copies.ways)
 
     def report(self) -> dict[str, float]:
         """Counts and seconds so far: snapshots sealed, lost and skipped, boundaries, time in captures."""
         return {
-            "snapshots": self._flights.sealed,
-            "snapshots_lost": self._flights.lost,
+            "snapshots": self._in_flight.sealed,
+            "snapshots_lost": self._in_flight.lost,
             "snapshots_skipped": self._skipped,
             "boundaries": self.pulse.boundaries,
             "capture_call_seconds": self._call_s,
@@ -327,57 +348,57 @@ class Capture:
         capturing: bool,
         ordered: bool,
         persist: bool,
-    ) -> Outcome:
+    ) -> BoundaryResult:
         if capturing:
             return _skipped(step, "a device graph is being captured")
-        if self._targets.ring is None:
+        if self._writers.ring is None:
             return _skipped(step, "the slots are not prepared yet")
-        if self._flights.running():
+        if self._in_flight.running():
             return _skipped(step, "the copy of the snapshot before is still running")
         began_s = time.perf_counter()
         try:
             if not self._is_filled(step, ordered=ordered):
                 return _skipped(step, "what never changes is being copied")
-            arrangement, data = self._following.follow(values)
+            copies, data = self._planner.follow(values)
         except torch.OutOfMemoryError:
-            self._following.drop()
+            self._planner.drop()
             return _skipped(step, _NO_MEMORY)
         # The first plan is made once in a run: it says nothing of what the next snapshot costs.
         once_s = 0.0 if self._call_s else time.perf_counter() - began_s
-        slot = self._targets.ring.take()
+        slot = self._writers.ring.take()
         if slot is None:
-            self._targets.ring.make_room()
-            self._targets.measure(arrangement.plan, len(data))
+            self._writers.ring.make_room()
+            self._writers.measure(copies.plan, len(data))
             return _skipped(step, "every slot is in use")
-        target = self._targets.fitting(slot, arrangement.plan, len(data))
+        target = self._writers.fitting(slot, copies.plan, len(data))
         if target is None:
             return _skipped(step, "the state has outgrown the slots")
         if not target.begin():
             return _skipped(step, "the slot was taken by the keeper")
         persist = persist or self.schedule.persist_due(step)
         try:
-            self._fill(target, arrangement, data, step, hooks, persist)
+            self._fill(target, copies, data, step, hooks.gated, persist)
         except ConstantsChanged as found:
             for index in found.indexes:
-                self._constants.changed(arrangement.names[index])
-            self._following.drop()
+                self._constants.changed(copies.names[index])
+            self._planner.drop()
             return self._capture(step, values, hooks, capturing, ordered, persist)
         except torch.OutOfMemoryError:
-            self._following.drop()
+            self._planner.drop()
             return _skipped(step, _NO_MEMORY)
         call_s = time.perf_counter() - began_s
         self._call_s += call_s
         self.schedule.captured(ordered=ordered)
-        copied_s = 0.0 if arrangement.transfers else call_s - once_s
+        copied_s = 0.0 if copies.transfers else call_s - once_s
         self._intervals.captured(copied_s, ordered=ordered, once_s=once_s)
-        return Outcome(Verdict.CAPTURED, step, "", slot.index, target.generation, persist)
+        return BoundaryResult(Verdict.CAPTURED, step, "", slot.index, target.generation, persist)
 
     def _fill(
-        self, target: Target, arrangement: Arrangement, data: bytes, step: int, hooks: Boundary, persist: bool
+        self, target: SlotWriter, copies: PreparedCopies, data: bytes, step: int, gated: bool, persist: bool
     ) -> None:
         try:
-            target.prepare(arrangement.plan, data)
-            handles, moves = arrangement.capture(target, gated=hooks.gated)
+            target.prepare(copies.plan, data)
+            handles, moves = copies.capture(target, gated=gated)
             if persist:
                 target.slot.request_persist(target.generation)
             target.seal(self._sealer, handles, moves, step, self._attempt)
@@ -385,20 +406,22 @@ class Capture:
             target.forget()
             try:
                 # What was begun still writes to the slot: nobody may have it before that has ended.
-                arrangement.wait()
+                copies.wait()
             finally:
                 target.abandon()
             raise
-        flight = PendingSnapshot(step, target, target.generation, persist, arrangement, self._ordered)
-        self._flights.add(flight)
+        names, ways = copies.names, copies.ways
+        pending = PendingSnapshot(step, target, target.generation, copies, names, ways, self._ordered)
+        self._in_flight.add(pending)
         if persist:
             self.schedule.persist_asked()
-            self._asked = flight
+            self._asked = pending
 
     # ---- what the parts call
 
     def _close_gates(self) -> None:
-        self._following.gate()
+        if self._planner.current is not None:
+            self._planner.current.gate()
 
     def _reaches(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == "cpu" or any(device.owns(tensor) for device in self._devices)
@@ -406,15 +429,11 @@ class Capture:
     def _capturing(self) -> bool:
         return any(device.capturing() for device in self._devices)
 
-    def _rearrange(self) -> None:
-        """Ways must be chosen again: with the next capture."""
-        self._following.drop()
-
-    def _lost(self, flight: PendingSnapshot) -> None:
+    def _lost(self, pending: PendingSnapshot) -> None:
         self.schedule.lost()
-        self.lost_step = flight.step if flight.step == self._captured_step else self.lost_step
-        self._ordered = self._ordered or flight.ordered  # the order stands again
-        if flight is self._asked:
+        self.lost_step = pending.step if pending.step == self._captured_step else self.lost_step
+        self._ordered = self._ordered or pending.ordered  # the order stands again
+        if pending is self._asked:
             self.schedule.persist_ended(fulfilled=False)
             self._asked = None
 
@@ -435,12 +454,12 @@ class Capture:
         return all(optimizer.state or id(optimizer) in self.hooks.fired for optimizer in self._optimizers)
 
     def _forget_slots(self) -> None:
-        self._flights.forget()
+        self._in_flight.forget()
         if self._asked is not None:
             # Nobody here looks at those slots again: whether it was persisted is not known.
             self._asked = None
             self.schedule.persist_ended(fulfilled=False)
 
 
-def _skipped(step: int, reason: str) -> Outcome:
-    return Outcome(Verdict.SKIPPED, step, reason)
+def _skipped(step: int, reason: str) -> BoundaryResult:
+    return BoundaryResult(Verdict.SKIPPED, step, reason)

@@ -31,7 +31,7 @@ class Pulse:
     taken out. All else is the training thread's."""
 
     def __init__(self, targets: Mapping[str, Beaten]) -> None:
-        self._targets = targets
+        self._writers = targets
         self.boundaries = 0
         self.patience_s = 0.0
         self.lengths: deque[tuple[int, float]] = deque(maxlen=_LENGTHS_KEPT)
@@ -72,5 +72,5 @@ class Pulse:
 
     def _beat(self) -> None:
         patience_ns = int(self.patience_s * 1e9) if self._expecting else 0
-        for target in self._targets.values():
+        for target in self._writers.values():
             target.slot.beat(Heartbeat(self.boundaries, self._begun_ns, target.owner, patience_ns))

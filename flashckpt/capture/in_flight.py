@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from flashckpt import _native
-from flashckpt.capture.arrangement import Arrangement
 from flashckpt.capture.constants import Constants
-from flashckpt.capture.target import Target
-from flashckpt.capture.ways import Way, Ways
+from flashckpt.capture.copy_policy import CopyPolicy, Way
+from flashckpt.capture.planner import PreparedCopies
+from flashckpt.capture.slot_writer import SlotWriter
 from flashckpt.events import log
 from flashckpt.memory.slot import SlotState
 
@@ -22,14 +22,14 @@ _WAIT_SLICE_S = 60.0
 
 @dataclass(slots=True, eq=False)
 class PendingSnapshot:
-    """One snapshot on its way. The arrangement holds its tensors, and is let go when its copies have ended;
+    """One snapshot on its way. The copies holds its tensors, and is let go when its copies have ended;
     the names and ways of its leaves are kept, for those that the keeper finds torn. `ordered`: it answers an
     order for the next boundary."""
 
     step: int
-    target: Target
+    target: SlotWriter
     generation: int
-    arrangement: Arrangement | None
+    copies: PreparedCopies | None
     names: list[str]
     ways: list[Way]
     ordered: bool = False
@@ -40,13 +40,13 @@ class InFlight:
 
     def __init__(
         self,
-        ways: Ways,
+        ways: CopyPolicy,
         constants: Constants,
         sealer: _native.Sealer,
         on_lost: Callable[[PendingSnapshot], None],
         on_changed: Callable[[], None],
     ) -> None:
-        self._ways, self._constants, self._sealer = ways, constants, sealer
+        self._policy, self._constants, self._sealer = ways, constants, sealer
         self._on_lost, self._on_changed = on_lost, on_changed
         self._pending: list[PendingSnapshot] = []
         # The newest sealed of each slot, until the keeper is known to have found no leaf of it torn.
@@ -60,7 +60,7 @@ class InFlight:
 
     def running(self) -> bool:
         """Whether copies of a device are still on their way."""
-        return any(each.arrangement.transfers for each in self._pending if each.arrangement)
+        return any(each.copies.transfers for each in self._pending if each.copies)
 
     def poll(self) -> None:
         """Look, without waiting, at what was sealed or refused, and at what the keeper found torn."""
@@ -69,13 +69,13 @@ class InFlight:
             if state is SlotState.WRITING:
                 continue
             self._pending.remove(snapshot)
-            arrangement, snapshot.arrangement = snapshot.arrangement, None
-            assert arrangement is not None
-            arrangement.landed()
+            copies, snapshot.copies = snapshot.copies, None
+            assert copies is not None
+            copies.landed()
             if state is SlotState.SEALED:
-                self._was_sealed(snapshot, arrangement)
+                self._was_sealed(snapshot, copies)
             else:
-                self._was_refused(snapshot, arrangement)
+                self._was_refused(snapshot, copies)
         for snapshot in list(self._sealed.values()):
             self._look_for_tears(snapshot)
 
@@ -98,16 +98,16 @@ class InFlight:
         self._pending.clear()
         self._sealed.clear()
 
-    def drop(self, target: Target) -> None:
+    def drop(self, target: SlotWriter) -> None:
         """Nothing is under way to this slot, and nothing is to be heard of it any more."""
         self._sealed.pop(target.slot.name, None)
 
-    def _was_sealed(self, snapshot: PendingSnapshot, arrangement: Arrangement) -> None:
+    def _was_sealed(self, snapshot: PendingSnapshot, copies: PreparedCopies) -> None:
         target = snapshot.target
         self.sealed += 1
         if target.generation != snapshot.generation:
             return  # written again already: there is nothing left to look at
-        if self._constants_changed(snapshot, arrangement):
+        if self._constants_changed(snapshot, copies):
             # The region holds other bytes of them: the digests would have it discarded, later.
             word = target.slot.state()
             if word.generation == snapshot.generation:
@@ -118,7 +118,7 @@ class InFlight:
         else:
             self._sealed[target.slot.name] = snapshot
 
-    def _was_refused(self, snapshot: PendingSnapshot, arrangement: Arrangement) -> None:
+    def _was_refused(self, snapshot: PendingSnapshot, copies: PreparedCopies) -> None:
         """Not sealed, or sealed and discarded by the keeper's audit before this was asked."""
         target = snapshot.target
         reason, copied = self.failure_of(target)
@@ -130,21 +130,21 @@ class InFlight:
         if reason and not torn:
             log.error("The snapshot of step %d was not sealed: %s.", snapshot.step, reason)
         target.forget()
-        changed = self._constants_changed(snapshot, arrangement)
+        changed = self._constants_changed(snapshot, copies)
         self._tear(snapshot, [leaf for leaf in torn if leaf not in changed])
         self._lose(snapshot)
 
-    def failure_of(self, target: Target) -> tuple[str, bool]:
+    def failure_of(self, target: SlotWriter) -> tuple[str, bool]:
         """Why a slot was not sealed, and whether its copies had ended all the same."""
         self._failures.update({word: (why, copied) for word, why, copied in self._sealer.failures()})
         return self._failures.pop(target.slot.word_address, ("", True))
 
-    def _constants_changed(self, snapshot: PendingSnapshot, arrangement: Arrangement) -> set[int]:
+    def _constants_changed(self, snapshot: PendingSnapshot, copies: PreparedCopies) -> set[int]:
         """Constants that were written since the capture before, which is no fault of how they are copied."""
         target = snapshot.target
         if target.generation != snapshot.generation:
             return set()
-        changed = {*arrangement.changed_constants(target.table)} - {*target.empty_entries()}
+        changed = {*copies.changed_constants(target.table)} - {*target.empty_entries()}
         for index in changed:
             self._constants.changed(snapshot.names[index])
         if changed:
@@ -167,7 +167,7 @@ class InFlight:
     def _tear(self, snapshot: PendingSnapshot, leaves: Iterable[int]) -> None:
         # The keeper's words are believed no further than there are leaves. A list, so that every one is told.
         known = [leaf for leaf in leaves if leaf < len(snapshot.names)]
-        if any([self._ways.tear(snapshot.names[leaf], snapshot.ways[leaf]) for leaf in known]):
+        if any([self._policy.tear(snapshot.names[leaf], snapshot.ways[leaf]) for leaf in known]):
             self._on_changed()
 
     def _lose(self, snapshot: PendingSnapshot) -> None:

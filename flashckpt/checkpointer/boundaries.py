@@ -16,7 +16,7 @@ from flashckpt.state import rng
 
 if TYPE_CHECKING:
     from flashckpt.capture import Capture
-    from flashckpt.capture.outcome import Outcome
+    from flashckpt.capture.engine import BoundaryResult
     from flashckpt.checkpointer.attendant import Attendant
     from flashckpt.checkpointer.progress import Progress, Use
     from flashckpt.checkpointer.signals import StopPolicy
@@ -190,7 +190,7 @@ class Boundaries:
         except Exception as error:
             self.not_saved(error)
 
-    def _in_larger_slots(self, outcome: Outcome, ordered: bool) -> Outcome:
+    def _in_larger_slots(self, outcome: BoundaryResult, ordered: bool) -> BoundaryResult:
         """A state that grows would go on without a snapshot for ever if no boundary waited for slots."""
         self.waited += 1
         with self._capture.pulse.resting():

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from flashckpt import crashpoints
 from flashckpt.capture import Capture
-from flashckpt.capture.outcome import Outcome, Verdict
+from flashckpt.capture.engine import BoundaryResult, Verdict
 from flashckpt.checkpointer.attendant import Attendant
 from flashckpt.errors import DamagedError, OutOfRoomError
 from flashckpt.events import log
@@ -29,7 +29,7 @@ class Growth:
         self._skipped = 0
         self._is_refused = False
 
-    def saw(self, outcome: Outcome) -> None:
+    def saw(self, outcome: BoundaryResult) -> None:
         """What became of a boundary in the end."""
         if outcome.captured:
             if self._skipped:
@@ -40,7 +40,7 @@ class Growth:
             if self._skipped == 1:
                 log.info("step %d is not captured: the state needs larger slots, which come", outcome.step)
 
-    def waits_after(self, outcome: Outcome) -> bool:
+    def waits_after(self, outcome: BoundaryResult) -> bool:
         """Whether this boundary, which was due, is to wait for slots and to be tried again."""
         is_due = self._skipped >= _SKIPPED and not self._is_refused and not self._stopped()
         return is_due and self._is_for_want_of_room(outcome)
@@ -92,7 +92,7 @@ class Growth:
             held,
         )
 
-    def _is_for_want_of_room(self, outcome: Outcome) -> bool:
+    def _is_for_want_of_room(self, outcome: BoundaryResult) -> bool:
         slots = self._attendant.slots
         if outcome.verdict is not Verdict.SKIPPED or (slots.ring is None and not slots.is_for_one):
             return False

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flashckpt import _native
-from flashckpt.capture import Capture, Outcome
+from flashckpt.capture import BoundaryResult, Capture
 from flashckpt.capture.schedule import Pace
 from flashckpt.memory.slot import SlotRing
 from flashckpt.options import Options
@@ -115,7 +115,7 @@ class Accelerated:
         else:
             self.optimizer.write()
 
-    def boundary(self, **how: Any) -> Outcome:
+    def boundary(self, **how: Any) -> BoundaryResult:
         self.step += 1
         step, host, device = self.step, {}, {}
         for live in self.state.walk_now():
@@ -130,7 +130,7 @@ class Accelerated:
         self.kernel(refer)
         return self.capture.boundary(step, lambda: b"{}", **how)
 
-    def iterate(self, **how: Any) -> Outcome:
+    def iterate(self, **how: Any) -> BoundaryResult:
         self.train()
         return self.boundary(**how)
 
@@ -141,7 +141,7 @@ class Accelerated:
         self.device.side.drain()
         self.device.compute.drain()
         assert self.sealer.drain(240)
-        self.capture._flights.poll()
+        self.capture._in_flight.poll()
 
     def result(self) -> str:
         """ "exact", "torn" (the keeper's audit discards it), or "none". Anything else fails here."""
@@ -171,7 +171,7 @@ class Accelerated:
         return content.torn
 
     def ways(self) -> dict[str, str]:
-        arrangement = self.capture._following.current
+        arrangement = self.capture._planner.current
         assert arrangement is not None
         rows = enumerate(zip(arrangement.names, arrangement.ways, strict=True))
         outdated = arrangement.plan.outdated

@@ -366,7 +366,7 @@ def test_on_a_device_no_byte_of_it_is_copied_again(loop: Accelerated) -> None:
     pieces = loop.device.side.pending()
     loop.finish()
     loop.capture._constants.changed("model.frozen")
-    loop.capture._following.drop()
+    loop.capture._planner.drop()
     loop.device.side.hold()
     assert iterate_begins(loop)
     # As an ordinary leaf it is: 1.2 MB in pieces of 128 KiB.
@@ -415,7 +415,7 @@ def test_one_that_changed_is_not_taken_for_torn_where_the_keeper_was_faster(loop
     ways = loop.ways()
     assert ways["model.still"] == "constant"
     assert ways["model.frozen"] not in ("constant", "wait")
-    assert not loop.capture._ways.synchronised("model.frozen")
+    assert not loop.capture._policy.synchronised("model.frozen")
 
 
 def test_a_capture_that_is_closed_while_a_region_is_filled_waits_for_its_copies(

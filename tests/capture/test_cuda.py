@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flashckpt import _native
-from flashckpt.capture import Capture, Verdict, cuda, device_copies, host, ways
+from flashckpt.capture import Capture, Verdict, copy_policy, cuda, device_copies, host_copies
 from flashckpt.capture.cuda import devices_of
 from flashckpt.capture.schedule import Pace
 from flashckpt.memory.slot import Slot, SlotRing
@@ -314,7 +314,7 @@ def test_the_loop_may_have_the_arena_once_it_was_let_go(
     for _ in range(4):
         loop.iterate(large_ring)
     loop.capture.boundary(loop.step, lambda: b"{}", due=False)  # hears of the landing
-    [transfer] = loop.capture._following.current.transfers
+    [transfer] = loop.capture._planner.current.transfers
     assert transfer.arena.is_held
     size = transfer.arena.num_bytes
     before = torch.cuda.memory_allocated()
@@ -372,7 +372,7 @@ def test_ten_thousand_leaves_do_not_hold_the_training_thread_up(
     way: str,
 ) -> None:
     """The device is busy when the boundary comes, and still is when the call is over."""
-    for module in (ways, device_copies, host):
+    for module in (copy_policy, device_copies, host_copies):
         monkeypatch.setattr(module, "SMALL_BYTES", 256)
     calls: dict[int, float] = {}
     for count in (10, 10_000):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flashckpt import _native
-from flashckpt.capture import Capture, Outcome, Verdict
+from flashckpt.capture import BoundaryResult, Capture, Verdict
 from flashckpt.capture.schedule import Pace
 from flashckpt.memory.slot import SlotRing
 from flashckpt.options import Options
@@ -46,11 +46,11 @@ class Run:
         self.model(torch.randn(2, 3, 8, 8)).sum().backward()
         self.optimizer.step()
 
-    def boundary(self, **how: object) -> Outcome:
+    def boundary(self, **how: object) -> BoundaryResult:
         self.step += 1
         return self.capture.boundary(self.step, lambda: b'{"step":%d}' % self.step, **how)
 
-    def iterate(self, **how: object) -> Outcome:
+    def iterate(self, **how: object) -> BoundaryResult:
         self.train()
         return self.boundary(**how)
 
@@ -122,8 +122,8 @@ def test_a_slot_is_not_sealed_before_a_digest_is_there(ring: SlotRing, sealer: _
     run = Run(ring, sealer)
     run.iterate()
     run.landed()
-    target = run.capture._targets.by_name[ring.slots[0].name]
-    plan = run.capture._following.current.plan
+    target = run.capture._writers.by_name[ring.slots[0].name]
+    plan = run.capture._planner.current.plan
     assert target.begin()
     target.prepare(plan, b"{}")
     target.seal(sealer, [], np.empty((0, 3), dtype=np.uint64), 9, (1, 1))
@@ -220,7 +220,7 @@ def test_without_slots_a_boundary_is_skipped_and_room_is_known(
 def test_a_state_that_outgrew_its_slots_says_so_and_what_it_needs(run: Run, ring: SlotRing) -> None:
     run.iterate()
     run.state.named["more"] = {"big": torch.zeros(5 << 20)}
-    run.capture._rearrange()
+    run.capture._planner.drop()
     outcome = run.iterate()
     assert outcome.verdict is Verdict.SKIPPED
     assert "outgrown" in outcome.reason

@@ -32,7 +32,7 @@ def test_leaves_on_a_device(ring: SlotRing, sealer: _native.Sealer) -> None:
     loop.add("turned", torch.randn(30, 20).t())
     for in_one_launch in (True, False):
         loop.device.in_one_launch = in_one_launch
-        loop.capture._following.drop()
+        loop.capture._planner.drop()
         for _ in range(2):
             loop.train()
             with torch.device("meta"):

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import flashckpt
 from flashckpt import BoundaryError, OptionError, StateError, _native
-from flashckpt.capture.target import Target
+from flashckpt.capture.slot_writer import SlotWriter
 from tests.waiting import newest_sealed, until, until_slots
 
 pytestmark = pytest.mark.usefixtures("runtime")
@@ -403,16 +403,16 @@ def test_a_final_snapshot_that_cannot_be_sealed_is_no_normal_end(
 ) -> None:
     """A seal refuses a table with an empty entry: here every one after step 3 has one."""
     run, job = str(tmp_path / "run"), Job()
-    seal = Target.seal
+    seal = SlotWriter.seal
 
     def spoiled(
-        target: Target, sealer: object, waits: object, moves: object, step: int, attempt: object
+        target: SlotWriter, sealer: object, waits: object, moves: object, step: int, attempt: object
     ) -> None:
         if step > 3:
             target.table[0] = _native.EMPTY_DIGEST
         seal(target, sealer, waits, moves, step, attempt)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Target, "seal", spoiled)
+    monkeypatch.setattr(SlotWriter, "seal", spoiled)
     batches = flashckpt.loop(loader(), run, every=1, **job.named)
 
     def train() -> None:

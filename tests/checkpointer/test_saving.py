@@ -14,7 +14,7 @@ from torch import nn
 
 import flashckpt
 from flashckpt import OptionError, PersistError, RunError, _native
-from flashckpt.capture.target import Target
+from flashckpt.capture.slot_writer import SlotWriter
 from flashckpt.store.local import LocalStore
 from tests.checkpointer.test_loop import Job, loader
 from tests.waiting import abandon, until, until_slots
@@ -26,16 +26,16 @@ pytestmark = pytest.mark.usefixtures("runtime")
 def torn(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """Steps whose snapshots are refused by their seals, as for a leaf that was written under its copy."""
     steps: set[int] = set()
-    seal = Target.seal
+    seal = SlotWriter.seal
 
     def spoiled(
-        target: Target, sealer: object, waits: object, moves: object, step: int, attempt: object
+        target: SlotWriter, sealer: object, waits: object, moves: object, step: int, attempt: object
     ) -> None:
         if step in steps:
             target.table[0] = _native.EMPTY_DIGEST
         seal(target, sealer, waits, moves, step, attempt)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Target, "seal", spoiled)
+    monkeypatch.setattr(SlotWriter, "seal", spoiled)
     return steps
 
 

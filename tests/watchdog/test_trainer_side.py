@@ -21,7 +21,7 @@ AWAITED_NS = 50 * 10**9
 
 
 def heartbeats(checkpointer: flashckpt.Checkpointer) -> list[Heartbeat]:
-    found = [target.slot.heartbeat for target in checkpointer._capture._targets.by_name.values()]
+    found = [target.slot.heartbeat for target in checkpointer._capture._writers.by_name.values()]
     assert found, "no slot was taken yet"
     return found
 
@@ -88,7 +88,7 @@ def test_boundaries_are_counted_under_the_trainers_own_index(tmp_path: Path, run
         seen: list[int] = []
         train(job, checkpointer, 8, lambda: seen.append(heartbeats(checkpointer)[0].boundaries))
         assert seen == [4, 5, 6, 7]
-        for target in checkpointer._capture._targets.by_name.values():
+        for target in checkpointer._capture._writers.by_name.values():
             owner = target.slot.owner(target.slot.heartbeat.owner)
             assert owner is not None
             assert owner[1] == checkpointer._session.life.name

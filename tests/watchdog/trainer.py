@@ -48,7 +48,7 @@ RELEASE = os.dup(0)
 
 def until_sealed(checkpointer: flashckpt.Checkpointer) -> None:
     """Steps of a millisecond outrun the sealing: then boundaries are skipped, and which was saved varies."""
-    if checkpointer._capture._targets.ring is not None:
+    if checkpointer._capture._writers.ring is not None:
         until(lambda: newest_sealed(checkpointer) == checkpointer.completed, "the snapshot of this step")
 
 

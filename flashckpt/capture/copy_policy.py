@@ -42,7 +42,7 @@ SAFER = {
 }
 
 
-class Ways:
+class CopyPolicy:
     """The choice for every leaf of a plan. optimizers are torch's own, already unwrapped; one of the
     `constants` that is torn is none any more."""
 

@@ -1,13 +1,14 @@
-"""One slot as a capture fills it: metadata, digest table, image header, record, seal.
+"""The slots as captures fill them: metadata, digest table, image header, record, seal.
 
-Owns the views of a slot. Takes no decision about leaves, and touches nothing of a slot that it has not
-begun.
+A `SlotWriter` owns the views of one slot and what is known to stand in it already; it takes no decision
+about leaves, and touches nothing of a slot that it has not begun. `SlotWriters` are those of a rank:
+exchanged, made known to the devices, large enough or too small.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,14 +16,19 @@ import torch
 from torch import Tensor
 
 from flashckpt import _native, crashpoints
+from flashckpt.capture.devices import Device
 from flashckpt.capture.plan import Addresses, Plan
 from flashckpt.errors import DamagedError
 from flashckpt.format.metadata import HEADER, Geometry, geometry, header
-from flashckpt.memory.control_page import Record
-from flashckpt.memory.slot import Slot, SlotState
+from flashckpt.memory.control_page import Record, SlotSize
+from flashckpt.memory.slot import Slot, SlotRing, SlotState
+
+# What is no tensor takes so much at least in a slot's metadata: before the first capture nobody has seen it,
+# and slots that are asked for later fit what was asked for then.
+_LEAST_VALUES_BYTES = 1 << 16
 
 
-class Target:
+class SlotWriter:
     """A slot, or a region of constants, with its owner's index."""
 
     @torch.inference_mode(False)  # the views are written at boundaries that may be out of it
@@ -168,3 +174,76 @@ class Target:
         self._image = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._metadata.release()
         self.plan = None
+
+
+class SlotWriters:
+    """`by_name` are the slots of `ring`, ready to be filled."""
+
+    def __init__(self, devices: Sequence[Device]) -> None:
+        self.by_name: dict[str, SlotWriter] = {}
+        self.ring: SlotRing | None = None
+        self._devices = devices
+        self._needed: SlotSize | None = None
+        self._values_bytes = 0
+
+    def exchange(self, ring: SlotRing | None, owner: int | Mapping[str, int]) -> None:
+        """Write to other slots from now on. `owner`: this process's index in them, by name if they differ."""
+        self.release()
+        self.ring, self._needed = ring, None
+        for slot in ring.slots if ring is not None else ():
+            self.by_name[slot.name] = SlotWriter(slot, owner if isinstance(owner, int) else owner[slot.name])
+        self.register(ring.slots if ring is not None else ())
+
+    def register(self, slots: Sequence[Slot]) -> None:
+        """Make slots known to the devices, until they are unmapped; once a slot."""
+        for slot in slots:
+            for device in self._devices:
+                device.register(slot.mapping)
+
+    def release(self) -> None:
+        for target in self.by_name.values():
+            target.release()
+        self.by_name.clear()
+
+    def drop(self, slot: Slot) -> None:
+        """Write to this one no more. Nothing may be under way to it."""
+        target = self.by_name.pop(slot.name)
+        target.release()
+        self.ring = self.ring.without(slot) if self.ring is not None else None
+
+    def measure(self, plan: Plan, values_bytes: int) -> None:
+        """Compare the slots with a plan: `room_wanted` says what is needed where one of them is too small."""
+        self._values_bytes = values_bytes
+        has_room = all(each.fits(plan, values_bytes) for each in self.by_name.values())
+        self._needed = None if has_room else slot_room(plan, values_bytes)
+
+    def fitting(self, slot: Slot, plan: Plan, values_bytes: int) -> SlotWriter | None:
+        """The target of a slot for this plan; None where it is too small: `room_wanted` says so until
+        all of them have room."""
+        target = self.by_name[slot.name]
+        if not target.fits(plan, values_bytes):
+            self.measure(plan, values_bytes)
+            return None
+        self._values_bytes = values_bytes
+        if self._needed is not None:
+            # It may have become smaller: there may be no memory for what it was.
+            self.measure(plan, values_bytes)
+        return target
+
+    # ---- how large
+
+    @property
+    def room_wanted(self) -> SlotSize | None:
+        """What the slots of the next capture have to have room for, where these are too small."""
+        return self._needed
+
+    def room_for(self, plan: Plan) -> SlotSize:
+        """What slots for this plan have to have room for."""
+        needed, known = slot_room(plan, max(self._values_bytes, _LEAST_VALUES_BYTES)), self._needed
+        return needed if known is None else SlotSize(max(needed[0], known[0]), max(needed[1], known[1]))
+
+
+def slot_room(plan: Plan, values_bytes: int) -> SlotSize:
+    """What a slot for this plan has to have room for."""
+    metadata = geometry(len(plan.json), len(plan), values_bytes, len(plan.constants_json)).num_bytes
+    return SlotSize(metadata, plan.image.shard.num_bytes)

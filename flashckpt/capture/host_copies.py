@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from flashckpt import _native
 from flashckpt.capture.constants import ConstantsChanged
+from flashckpt.capture.copy_policy import SMALL_BYTES
 from flashckpt.capture.plan import Addresses, Plan
-from flashckpt.capture.target import Target
-from flashckpt.capture.ways import SMALL_BYTES
+from flashckpt.capture.slot_writer import SlotWriter
 
 
 class HostCopies:
@@ -70,7 +70,7 @@ class HostCopies:
         starts = np.cumsum(sizes, dtype=np.uint64) - sizes
         self._staged_places = starts + np.uint64(self._staging.ctypes.data)
 
-    def moves(self, target: Target) -> Addresses:
+    def moves(self, target: SlotWriter) -> Addresses:
         """What the sealing thread puts in its place, as triples of source, destination and bytes."""
         places = self._offsets[self._staged] + np.uint64(target.image_address)
         return np.stack([self._staged_places, places, self._sizes[self._staged]], axis=1)
@@ -79,7 +79,7 @@ class HostCopies:
         """Read the addresses again: the plan was patched."""
         np.take(self._plan.addresses, self._plain, out=self._sources)
 
-    def capture(self, target: Target, *, check: bool) -> None:
+    def capture(self, target: SlotWriter, *, check: bool) -> None:
         """Copy everything but constants, which are digested. Raises ConstantsChanged where their region holds
         others.
 
@@ -103,13 +103,13 @@ class HostCopies:
         if len(checked):
             self._check(target, checked)
 
-    def _check(self, target: Target, indexes: NDArray[np.int64]) -> None:
+    def _check(self, target: SlotWriter, indexes: NDArray[np.int64]) -> None:
         sources, sizes = self._plan.addresses[indexes], self._plan.sizes[indexes]
         digests: Addresses = np.empty(len(indexes), dtype=np.uint64)
         _native.digest_many(sources.data, sizes.data, _native.address_of(digests.data), self._threads)
         target.table[indexes[digests != target.table[indexes]]] = _native.EMPTY_DIGEST
 
-    def _capture_odd(self, target: Target, index: int, *, check: bool) -> None:
+    def _capture_odd(self, target: SlotWriter, index: int, *, check: bool) -> None:
         tensor, size = self._plan.tensors[index].detach(), int(self._plan.sizes[index])
         place = target.image_of(index)
         place.copy_(tensor)
@@ -120,7 +120,7 @@ class HostCopies:
                 digest = _native.EMPTY_DIGEST
         target.table[index] = digest
 
-    def _capture_constants(self, target: Target) -> None:
+    def _capture_constants(self, target: SlotWriter) -> None:
         digests = self._constant_digests
         sources = self._plan.addresses[self._constants]
         address = _native.address_of(digests.data)
