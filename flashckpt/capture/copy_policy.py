@@ -76,7 +76,7 @@ class CopyPolicy:
         """One way a leaf. fired: identities of optimizers whose hooks were seen; room: bytes that an arena
         may take, by device name. Leaves that no gate protects get the room first."""
         gated = self._gated(plan, fired)
-        ways: list[Way | None] = [self._fixed(plan, i, devices[i]) for i in range(len(plan))]
+        ways: list[Way | None] = [self._fixed(plan, i, devices[i]) for i in range(len(plan.leaves))]
         left = dict(room)
         for protected in (False, True):
             for i, device in enumerate(devices):

@@ -365,16 +365,9 @@ class Capture:
             return _skipped(step, _NO_MEMORY)
         # The first plan is made once in a run: it says nothing of what the next snapshot costs.
         once_s = 0.0 if self._call_s else time.perf_counter() - began_s
-        slot = self._writers.ring.take()
-        if slot is None:
-            self._writers.ring.make_room()
-            self._writers.measure(copies.plan, len(data))
-            return _skipped(step, "every slot is in use")
-        target = self._writers.fitting(slot, copies.plan, len(data))
-        if target is None:
-            return _skipped(step, "the state has outgrown the slots")
-        if not target.begin():
-            return _skipped(step, "the slot was taken by the keeper")
+        target = self._writers.begin(copies.plan, len(data))
+        if isinstance(target, str):
+            return _skipped(step, target)
         persist = persist or self.schedule.persist_due(step)
         try:
             self._fill(target, copies, data, step, hooks.gated, persist)
@@ -391,7 +384,7 @@ class Capture:
         self.schedule.captured(ordered=ordered)
         copied_s = 0.0 if copies.transfers else call_s - once_s
         self._intervals.captured(copied_s, ordered=ordered, once_s=once_s)
-        return BoundaryResult(Verdict.CAPTURED, step, "", slot.index, target.generation, persist)
+        return BoundaryResult(Verdict.CAPTURED, step, "", target.slot.index, target.generation, persist)
 
     def _fill(
         self, target: SlotWriter, copies: PreparedCopies, data: bytes, step: int, gated: bool, persist: bool

@@ -54,7 +54,7 @@ class HostCopies:
         self._staging = np.empty(0, dtype=np.uint8)
         self._staged_places: Addresses = np.empty(0, dtype=np.uint64)
         # One run of the table where all leaves are plain host leaves: digests go there without a detour.
-        self._whole = count == len(plan)
+        self._whole = count == len(plan.leaves)
 
     def may_be_staged(self) -> frozenset[int]:
         """Small leaves that can be put in their places later."""

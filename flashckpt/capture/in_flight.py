@@ -144,7 +144,9 @@ class InFlight:
         target = snapshot.target
         if target.generation != snapshot.generation:
             return set()
-        changed = {*copies.changed_constants(target.table)} - {*target.empty_entries()}
+        changed = {*copies.changed_constants(target.table)}
+        if changed:
+            changed -= {*target.empty_entries()}
         for index in changed:
             self._constants.changed(snapshot.names[index])
         if changed:

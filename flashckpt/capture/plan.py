@@ -74,6 +74,7 @@ class Plan:
         self.leaves = self.image.leaves
         self.outdated = self.image.outdated
         self.first_constant = len(self.image.shard.leaves)
+        self.constants_bytes = self.image.constants_bytes
         self.json = plan_bytes(self.image.shard)
         self.constants_json = plan_bytes(self.image.constants) if self.image.constants is not None else b""
         nonce = b"" if region is None else region.nonce.to_bytes(8, "little")
@@ -96,9 +97,6 @@ class Plan:
         self._standing = _native.Standing(walk.guards, walk.anchors)
         self._watch: _native.Watch | None = None
         self._arm()
-
-    def __len__(self) -> int:
-        return len(self.lives)
 
     def follow(self) -> tuple[Change, list[int]]:
         """Compare the live state with the plan; take over new memory of the same leaves. Which gradients are

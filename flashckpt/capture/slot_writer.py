@@ -35,6 +35,7 @@ class SlotWriter:
     def __init__(self, slot: Slot, owner: int) -> None:
         self.slot = slot
         self.owner = owner
+        self.image_address = slot.image_address
         self.generation = -1
         self.plan: Plan | None = None
         self.table: Addresses = np.empty(0, dtype=np.uint64)
@@ -45,16 +46,8 @@ class SlotWriter:
         self._places = Geometry(0, 0, 0, 0, 0)
         self._odd_views: dict[int, Tensor] = {}
 
-    @property
-    def image_address(self) -> int:
-        return self.slot.image_address
-
     def fits(self, plan: Plan, values_bytes: int) -> bool:
-        places = geometry(len(plan.json), len(plan), values_bytes, len(plan.constants_json))
-        return (
-            places.num_bytes <= self.slot.size.metadata_bytes
-            and plan.image.shard.num_bytes <= self.slot.size.image_bytes
-        )
+        return self.slot.size.holds(slot_room(plan, values_bytes))
 
     def begin(self) -> bool:
         """FREE or SEALED -> WRITING. False if the slot is no longer to be had."""
@@ -70,7 +63,7 @@ class SlotWriter:
 
     def prepare(self, plan: Plan, values: bytes) -> None:
         """Write all of the metadata but the digests; the table is filled with what a seal refuses."""
-        sizes = (len(plan.json), len(plan), len(values), len(plan.constants_json))
+        sizes = (len(plan.json), len(plan.leaves), len(values), len(plan.constants_json))
         places = geometry(*sizes)
         data = self._metadata
         if self._plan_id != plan.plan_id:
@@ -125,26 +118,19 @@ class SlotWriter:
                 generation=self.generation,
                 plan_id=plan.plan_id,
                 plan_bytes=len(plan.json),
-                table_count=len(plan),
+                table_count=len(plan.leaves),
                 values_bytes=places.num_bytes - places.values,
                 metadata_bytes=places.num_bytes,
                 image_bytes=plan.image.shard.num_bytes,
                 data_start=plan.image.shard.data_start,
                 captured_ns=time.monotonic_ns(),
-                constants_bytes=plan.image.constants_bytes,
+                constants_bytes=plan.constants_bytes,
                 constants_nonce=plan.region.nonce if plan.region is not None else 0,
             )
         )
         crashpoints.point("seal.submitting")
-        self.slot.submit(
-            sealer,
-            self.owner,
-            self.generation,
-            places,
-            len(plan),
-            waits=waits,
-            moves=moves.reshape(-1).data,
-        )
+        count, late = len(plan.leaves), moves.reshape(-1).data
+        self.slot.submit(sealer, self.owner, self.generation, places, count, waits=waits, moves=late)
         crashpoints.point("seal.submitted")
 
     def state(self, generation: int) -> SlotState:
@@ -177,19 +163,20 @@ class SlotWriter:
 
 
 class SlotWriters:
-    """`by_name` are the slots of `ring`, ready to be filled."""
+    """`by_name` are the slots of `ring`, ready to be filled; `room_wanted` is what those of the next capture
+    have to have room for, where these are too small."""
 
     def __init__(self, devices: Sequence[Device]) -> None:
         self.by_name: dict[str, SlotWriter] = {}
         self.ring: SlotRing | None = None
+        self.room_wanted: SlotSize | None = None
         self._devices = devices
-        self._needed: SlotSize | None = None
         self._values_bytes = 0
 
     def exchange(self, ring: SlotRing | None, owner: int | Mapping[str, int]) -> None:
         """Write to other slots from now on. `owner`: this process's index in them, by name if they differ."""
         self.release()
-        self.ring, self._needed = ring, None
+        self.ring, self.room_wanted = ring, None
         for slot in ring.slots if ring is not None else ():
             self.by_name[slot.name] = SlotWriter(slot, owner if isinstance(owner, int) else owner[slot.name])
         self.register(ring.slots if ring is not None else ())
@@ -201,49 +188,47 @@ class SlotWriters:
                 device.register(slot.mapping)
 
     def release(self) -> None:
-        for target in self.by_name.values():
-            target.release()
+        for writer in self.by_name.values():
+            writer.release()
         self.by_name.clear()
 
     def drop(self, slot: Slot) -> None:
         """Write to this one no more. Nothing may be under way to it."""
-        target = self.by_name.pop(slot.name)
-        target.release()
+        self.by_name.pop(slot.name).release()
         self.ring = self.ring.without(slot) if self.ring is not None else None
 
-    def measure(self, plan: Plan, values_bytes: int) -> None:
-        """Compare the slots with a plan: `room_wanted` says what is needed where one of them is too small."""
+    def begin(self, plan: Plan, values_bytes: int) -> SlotWriter | str:
+        """The slot to write next, begun; or why there is none that this plan can be written to."""
+        if self.ring is None:
+            return "the slots are not prepared yet"
+        slot = self.ring.take()
+        if slot is None:
+            self.ring.make_room()
+            self._measure(plan, values_bytes)
+            return "every slot is in use"
+        writer = self.by_name[slot.name]
+        if not writer.fits(plan, values_bytes):
+            self._measure(plan, values_bytes)
+            return "the state has outgrown the slots"
         self._values_bytes = values_bytes
-        has_room = all(each.fits(plan, values_bytes) for each in self.by_name.values())
-        self._needed = None if has_room else slot_room(plan, values_bytes)
-
-    def fitting(self, slot: Slot, plan: Plan, values_bytes: int) -> SlotWriter | None:
-        """The target of a slot for this plan; None where it is too small: `room_wanted` says so until
-        all of them have room."""
-        target = self.by_name[slot.name]
-        if not target.fits(plan, values_bytes):
-            self.measure(plan, values_bytes)
-            return None
-        self._values_bytes = values_bytes
-        if self._needed is not None:
+        if self.room_wanted is not None:
             # It may have become smaller: there may be no memory for what it was.
-            self.measure(plan, values_bytes)
-        return target
-
-    # ---- how large
-
-    @property
-    def room_wanted(self) -> SlotSize | None:
-        """What the slots of the next capture have to have room for, where these are too small."""
-        return self._needed
+            self._measure(plan, values_bytes)
+        return writer if writer.begin() else "the slot was taken by the keeper"
 
     def room_for(self, plan: Plan) -> SlotSize:
         """What slots for this plan have to have room for."""
-        needed, known = slot_room(plan, max(self._values_bytes, _LEAST_VALUES_BYTES)), self._needed
+        needed, known = slot_room(plan, max(self._values_bytes, _LEAST_VALUES_BYTES)), self.room_wanted
         return needed if known is None else SlotSize(max(needed[0], known[0]), max(needed[1], known[1]))
+
+    def _measure(self, plan: Plan, values_bytes: int) -> None:
+        """`room_wanted` says what is needed until all of the slots have room."""
+        self._values_bytes = values_bytes
+        has_room = all(each.fits(plan, values_bytes) for each in self.by_name.values())
+        self.room_wanted = None if has_room else slot_room(plan, values_bytes)
 
 
 def slot_room(plan: Plan, values_bytes: int) -> SlotSize:
     """What a slot for this plan has to have room for."""
-    metadata = geometry(len(plan.json), len(plan), values_bytes, len(plan.constants_json)).num_bytes
+    metadata = geometry(len(plan.json), len(plan.leaves), values_bytes, len(plan.constants_json)).num_bytes
     return SlotSize(metadata, plan.image.shard.num_bytes)
