@@ -1,15 +1,17 @@
 """The boundaries of an attached run: counted, captured when the pace says so or at once, and what kept one
-that was due from being captured."""
+that was due from being captured. `Growth` says when one waits for larger slots."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from flashckpt.checkpointer.growth import Growth
-from flashckpt.errors import FlashckptError, OutOfRoomError, StateError, SupersededError
+from flashckpt import crashpoints
+from flashckpt.capture import Verdict
+from flashckpt.errors import DamagedError, FlashckptError, OutOfRoomError, StateError, SupersededError
 from flashckpt.events import log
 from flashckpt.format.typed import check_roundtrip, encode_json
 from flashckpt.state import rng
@@ -21,13 +23,17 @@ if TYPE_CHECKING:
     from flashckpt.checkpointer.progress import Progress, Use
     from flashckpt.checkpointer.signals import StopPolicy
     from flashckpt.checkpointer.slots import Slots
-    from flashckpt.memory.slot import Sealed
+    from flashckpt.memory.slot import Sealed, Slot
     from flashckpt.state.tree import Tree
 
 # Captures of one boundary that are found torn before it is given up: each finds a safer way.
 _TRIES = 4
 # The first steps of a run, in which little is lost with it.
 _FIRST_BOUNDARIES = 32
+
+# So many boundaries in a row are skipped for want of room before one waits: larger slots are usually there by
+# then, and a state that grows in every step would outgrow those, too, if none ever waited.
+_SKIPPED = 2
 
 
 class Boundaries:
@@ -354,7 +360,97 @@ class Boundaries:
         slots.taken_up()
 
 
+class Growth:
+    """A state that outgrows its slots: when a boundary waits for larger ones, and in which order memory
+    changes hands where there is little of it. Asks the keeper nothing itself.
+
+    `stopped` is whether the loop is asked to end, by a signal or a notice."""
+
+    def __init__(self, capture: Capture, attendant: Attendant, stopped: Callable[[], bool]) -> None:
+        self._capture, self._attendant, self._stopped = capture, attendant, stopped
+        self._skipped = 0
+        self._is_refused = False
+
+    def saw(self, outcome: BoundaryResult) -> None:
+        """What became of a boundary in the end."""
+        if outcome.captured:
+            if self._skipped:
+                log.info("step %d fits its slots again, after %d skipped", outcome.step, self._skipped)
+            self._skipped, self._is_refused = 0, False
+        elif self._is_for_want_of_room(outcome):
+            self._skipped += 1
+            if self._skipped == 1:
+                log.info("step %d is not captured: the state needs larger slots, which come", outcome.step)
+
+    def waits_after(self, outcome: BoundaryResult) -> bool:
+        """Whether this boundary, which was due, is to wait for slots and to be tried again."""
+        is_due = self._skipped >= _SKIPPED and not self._is_refused and not self._stopped()
+        return is_due and self._is_for_want_of_room(outcome)
+
+    def slots_come(self, step: int) -> bool:
+        """Wait for the slots that were asked for. False once a stop is asked, or where there is no memory for
+        them: then no boundary waits until one was captured again."""
+        attendant, slots = self._attendant, self._attendant.slots
+        slots.ask_again()
+        while not attendant.slots_come(self._stopped):
+            if self._stopped():
+                return False
+            if not isinstance(slots.error, OutOfRoomError) or not self.give_way(self._stopped):
+                self._refuse(step)
+                return False
+        return True
+
+    def give_way(self, stopped: Callable[[], bool] = lambda: False) -> bool:
+        """Where larger slots do not fit beside those there are: persist the newest snapshot, then let another
+        slot go, so that one can be made. False where only the newest is left, or once `stopped`."""
+        slots = self._attendant.slots
+        if slots.ring is None:
+            return False
+        self._capture.wait()  # the newest may be on its way
+        newest = slots.newest_sealed()
+        others = [slot for slot in slots.ring.slots if newest is None or slot is not newest[0]]
+        if others or slots.is_single:
+            self._attendant.persist_newest(stopped)
+            crashpoints.point("growth.persisted")
+        if slots.is_single and newest is not None and newest[0].persisted == newest[1].generation:
+            others = [newest[0]]  # it is on disk, and nobody asked for more
+        if stopped() or (not others and slots.is_for_one):
+            return False
+        if others:
+            self._capture.let_go(oldest := min(others, key=_age))
+            slots.give_up(oldest)
+        slots.ask_for_one()
+        return True
+
+    def _refuse(self, step: int) -> None:
+        self._is_refused = True
+        newest = self._attendant.newest_sealed_step()
+        held = "no step" if newest is None else f"step {newest}"
+        log.warning(
+            "step %d is not captured, and training goes on without waiting: %s The newest snapshot in memory "
+            "is of %s. Slots are asked for again every few seconds.",
+            step,
+            self._attendant.slots.error or "the slots that the state has outgrown cannot be replaced yet.",
+            held,
+        )
+
+    def _is_for_want_of_room(self, outcome: BoundaryResult) -> bool:
+        slots = self._attendant.slots
+        if outcome.verdict is not Verdict.SKIPPED or (slots.ring is None and not slots.is_for_one):
+            return False
+        return self._capture.room_wanted() is not None or slots.completing
+
+
 def newest_of(slots: Slots, step: int) -> Sealed | None:
     """The newest sealed snapshot of this attempt, if it is one of this step."""
     newest = slots.newest_own()
     return newest if newest is not None and newest.step == step else None
+
+
+def _age(slot: Slot) -> tuple[int, int, int]:
+    """Empty ones first, then the oldest snapshot."""
+    try:
+        sealed = slot.sealed()
+    except DamagedError:
+        sealed = None
+    return (-1, 0, 0) if sealed is None else sealed.age
