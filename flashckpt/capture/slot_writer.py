@@ -199,8 +199,7 @@ class SlotWriters:
 
     def begin(self, plan: Plan, values_bytes: int) -> SlotWriter | str:
         """The slot to write next, begun; or why there is none that this plan can be written to."""
-        if self.ring is None:
-            return "the slots are not prepared yet"
+        assert self.ring is not None
         slot = self.ring.take()
         if slot is None:
             self.ring.make_room()
