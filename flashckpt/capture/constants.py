@@ -10,12 +10,11 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from flashckpt.capture.plan import is_plain, local
+from flashckpt.capture.plan import ConstantsRegion, is_plain, local
 from flashckpt.events import log
 from flashckpt.format.layout import Layout, Leaf
 from flashckpt.state.tensors import leaf_of
@@ -25,21 +24,6 @@ if TYPE_CHECKING:
 
 LEAST_BYTES = 1 << 20
 Digests = Callable[[Sequence[Tensor]], list[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class ConstantsRegion:
-    """A sealed region: its name and nonce, the leaves in it, and their digests in the same order. Not made
-    yet, it has no name."""
-
-    name: str
-    nonce: int
-    layout: Layout = field(repr=False)
-    digests: tuple[int, ...] = field(repr=False)
-
-    def by_name(self) -> dict[str, tuple[Leaf, int]]:
-        pairs = zip(self.layout.leaves, self.digests, strict=True)
-        return {leaf.name: (leaf, digest) for leaf, digest in pairs}
 
 
 class ConstantsChanged(Exception):

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 
 from flashckpt import _native, crashpoints
-from flashckpt.capture.constants import Constants, ConstantsChanged, ConstantsRegion
+from flashckpt.capture.constants import Constants, ConstantsChanged
 from flashckpt.capture.copy_policy import CopyPolicy, describe
 from flashckpt.capture.devices import Device
-from flashckpt.capture.heartbeat import Pulse
+from flashckpt.capture.heartbeat import HeartbeatWriter
 from flashckpt.capture.hooks import Boundary, StepHooks, unwrapped
 from flashckpt.capture.in_flight import InFlight, PendingSnapshot
 from flashckpt.capture.live_digests import digest_tensors
-from flashckpt.capture.plan import Plan
+from flashckpt.capture.plan import ConstantsRegion, Plan
 from flashckpt.capture.planner import Planner, PreparedCopies, Walkable
 from flashckpt.capture.region_copy import RegionCopy
 from flashckpt.capture.schedule import Intervals, Schedule
@@ -103,13 +103,13 @@ class Capture:
         self._intervals = Intervals(self.schedule.budget, devices)
         self._skipped, self._skipped_step = 0, -1
         self._writers = SlotWriters(devices)
-        self.pulse = Pulse(self._writers.by_name)
+        self.heartbeat = HeartbeatWriter(self._writers.by_name)
         self._planner = Planner(
             tree,
             self._policy,
             self.hooks,
             self._constants,
-            self.pulse,
+            self.heartbeat,
             devices,
             options.device_memory,
             threads,
@@ -302,7 +302,7 @@ class Capture:
             self._step = step
             self._intervals.boundary(trailing=self._in_flight.running(), marking=not capturing)
             self._hooks = self.hooks.boundary()
-            self.pulse.boundary(step)
+            self.heartbeat.boundary(step)
         return capturing, self._hooks
 
     def wait(self) -> None:
@@ -313,7 +313,7 @@ class Capture:
     def close(self) -> None:
         """Take the hooks off, wait for copies in flight, let go of slots and tensors."""
         self.hooks.close()
-        self.pulse.rest()
+        self.heartbeat.rest()
         self._in_flight.wait()
         self._forget_slots()
         self._writers.release()
@@ -333,7 +333,7 @@ class Capture:
             "snapshots": self._in_flight.sealed,
             "snapshots_lost": self._in_flight.lost,
             "snapshots_skipped": self._skipped,
-            "boundaries": self.pulse.boundaries,
+            "boundaries": self.heartbeat.boundaries,
             "capture_call_seconds": self._call_s,
             "capture_cost_seconds": self.schedule.budget.cost_s or 0.0,
         }
@@ -442,7 +442,7 @@ class Capture:
             self._asked = None
 
     def _has_state(self) -> bool:
-        if not self._optimizers or self.pulse.boundaries >= 8:
+        if not self._optimizers or self.heartbeat.boundaries >= 8:
             return True
         return all(optimizer.state or id(optimizer) in self.hooks.fired for optimizer in self._optimizers)
 

@@ -25,7 +25,7 @@ class Beaten(Protocol):
     owner: int
 
 
-class Pulse:
+class HeartbeatWriter:
     """`patience_s` is how long a boundary may be missing before it is a hang, 0 for ever; any thread sets
     it, and the next boundary takes it up. `lengths` are (step, seconds) of the steps since they were last
     taken out. All else is the training thread's."""

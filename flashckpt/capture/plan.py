@@ -6,6 +6,7 @@ addresses that native code reads. Decides nothing about ways, copies nothing.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flashckpt import _native
-from flashckpt.format.layout import Layout, SlotImage
+from flashckpt.format.layout import Layout, Leaf, SlotImage
 from flashckpt.format.metadata import plan_bytes
 
 if TYPE_CHECKING:
-    from flashckpt.capture.constants import ConstantsRegion
     from flashckpt.state.tree import Walk
 from flashckpt.state.leaves import LiveLeaf
 from flashckpt.state.tensors import DTYPE_NAMES, has_memory, leaf_of, same_memory, strides
@@ -49,6 +49,21 @@ def local(tensor: Tensor) -> Tensor:
 def is_plain(tensor: Tensor) -> bool:
     """Whether the tensor's memory is its image: row-major, and no operation pending on its bits."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+@dataclass(frozen=True, slots=True)
+class ConstantsRegion:
+    """A sealed region: its name and nonce, the leaves in it, and their digests in the same order. Not made
+    yet, it has no name."""
+
+    name: str
+    nonce: int
+    layout: Layout = field(repr=False)
+    digests: tuple[int, ...] = field(repr=False)
+
+    def by_name(self) -> dict[str, tuple[Leaf, int]]:
+        pairs = zip(self.layout.leaves, self.digests, strict=True)
+        return {leaf.name: (leaf, digest) for leaf, digest in pairs}
 
 
 class Plan:

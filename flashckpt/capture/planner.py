@@ -16,7 +16,7 @@ from flashckpt.capture.constants import Constants
 from flashckpt.capture.copy_policy import CopyPolicy, Way
 from flashckpt.capture.device_copies import DeviceCopies
 from flashckpt.capture.devices import Device, StreamMark
-from flashckpt.capture.heartbeat import Pulse
+from flashckpt.capture.heartbeat import HeartbeatWriter
 from flashckpt.capture.hooks import StepHooks
 from flashckpt.capture.host_copies import HostCopies
 from flashckpt.capture.plan import Addresses, Change, Plan
@@ -137,14 +137,19 @@ class Planner:
         ways: CopyPolicy,
         hooks: StepHooks,
         constants: Constants,
-        pulse: Pulse,
+        heartbeat: HeartbeatWriter,
         devices: Sequence[Device],
         device_memory: int | None,
         threads: int,
     ) -> None:
         self.current: PreparedCopies | None = None
         self._tree, self._policy, self._hooks, self._constants = tree, ways, hooks, constants
-        self._pulse, self._devices, self._limit, self._threads = pulse, devices, device_memory, threads
+        self._heartbeat, self._devices, self._limit, self._threads = (
+            heartbeat,
+            devices,
+            device_memory,
+            threads,
+        )
         self._walk: Walk | None = None
         self._chosen = self._ground()
 
@@ -195,7 +200,7 @@ class Planner:
 
     def _ground(self) -> tuple[frozenset[int], bool]:
         """What ways were chosen by, beside the plan: whose hooks fire, and whether room is known."""
-        return self._hooks.fired, not self._devices or self._pulse.boundaries >= _WARM_BOUNDARIES
+        return self._hooks.fired, not self._devices or self._heartbeat.boundaries >= _WARM_BOUNDARIES
 
     def _room(self) -> dict[str, int]:
         """Bytes that arenas may take, by device: at most half of what is free, or what the user set."""

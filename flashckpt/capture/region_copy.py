@@ -8,7 +8,7 @@ may write them. Decides nothing of what is constant.
 from __future__ import annotations
 
 from flashckpt import _native, crashpoints
-from flashckpt.capture.constants import ConstantsRegion
+from flashckpt.capture.plan import ConstantsRegion
 from flashckpt.capture.planner import PreparedCopies
 from flashckpt.capture.slot_writer import SlotWriter
 from flashckpt.errors import KeeperError

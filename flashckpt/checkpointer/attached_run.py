@@ -127,7 +127,7 @@ class AttachedRun:
             )
 
     def _save_now(self) -> None:
-        with self._capture.pulse.resting():
+        with self._capture.heartbeat.resting():
             self._boundaries.capture_outside()
 
     def _or_commit(self, capture: Callable[[], object]) -> None:
@@ -139,7 +139,7 @@ class AttachedRun:
             raise
 
     def _wait_committed(self) -> None:
-        with self._capture.pulse.resting():
+        with self._capture.heartbeat.resting():
             self._capture.wait()
             self._attendant.wait_committed()
 
@@ -179,7 +179,7 @@ class AttachedRun:
         if self._signals.pending:
             with self._signals.ending():
                 # It may have to wait for a slot, or for storage: no boundary is missed while it does.
-                with self._capture.pulse.resting():
+                with self._capture.heartbeat.resting():
                     in_order = self._close_loop(lambda: None, at_boundary=True)
                 self._signals.deliver(partial(self._release, closed=in_order))
 
@@ -228,7 +228,7 @@ class AttachedRun:
                 self.completed,
             )
             return
-        with self._capture.pulse.resting():
+        with self._capture.heartbeat.resting():
             self._boundaries.capture_now(persist=True)
 
     def _end(self, capture: Callable[[], object]) -> None:

@@ -71,7 +71,7 @@ class Attendant:
         self._tended = False
         self._loaded_step, self._snapshots = loaded_step, SnapshotLog(capture, age_limits_s)
         self._said: set[str] = set()
-        self._watch = Watch(capture.pulse, options, self.event)
+        self._watch = Watch(capture.heartbeat, options, self.event)
         self._thread = threading.Thread(target=self._run, name="flashckpt-attendant", daemon=True)
 
     # ---- called by the training thread

@@ -80,7 +80,7 @@ class Boundaries:
         error = slots.error
         if error is None or slots.any or self._attendant.newest_sealed_step() is not None:
             return
-        if not slots.were_had or self._capture.pulse.boundaries <= _FIRST_BOUNDARIES:
+        if not slots.were_had or self._capture.heartbeat.boundaries <= _FIRST_BOUNDARIES:
             raise error
 
     def begin(self) -> None:
@@ -199,7 +199,7 @@ class Boundaries:
     def _in_larger_slots(self, outcome: BoundaryResult, ordered: bool) -> BoundaryResult:
         """A state that grows would go on without a snapshot for ever if no boundary waited for slots."""
         self.waited += 1
-        with self._capture.pulse.resting():
+        with self._capture.heartbeat.resting():
             for _ in range(_TRIES):
                 self._ask_for_slots()
                 if not self._growth.slots_come(outcome.step):

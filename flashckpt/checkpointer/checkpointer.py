@@ -82,7 +82,7 @@ class Checkpointer(AttachedRun):
         self._by_hand, self._put_off = True, False
         if not self._in_iteration:
             self._stop_at_marked()
-        self._capture.pulse.expect()
+        self._capture.heartbeat.expect()
 
     def save(self) -> None:
         """Take a snapshot that is persisted: of the next boundary when called in an iteration, at once
@@ -139,7 +139,7 @@ class Checkpointer(AttachedRun):
         self._in_iteration, self._marked, self._by_hand = True, False, False
         self._boundaries.begin()
         self._use.batch_given()
-        self._capture.pulse.expect()
+        self._capture.heartbeat.expect()
 
     def _end_of_iteration(self, *, ends_epoch: bool) -> None:
         """`ends_epoch`: no batch follows in this epoch, as far as is known, and code of its own may."""
@@ -163,7 +163,7 @@ class Checkpointer(AttachedRun):
         if self._in_iteration and not self._marked and self._progress.manages_epochs:
             self._boundaries.leave_iteration()
         self._in_iteration = self._marked = False
-        self._capture.pulse.rest()
+        self._capture.heartbeat.rest()
 
     def _boundary(self, *, ends_epoch: bool = False) -> None:
         stops = self._enter_boundary(self.completed + 1)
@@ -375,7 +375,7 @@ class Batches(Iterator[Any]):
 
     def _close(self, exhausted: bool) -> None:
         checkpointer = self.checkpointer
-        checkpointer._capture.pulse.rest()
+        checkpointer._capture.heartbeat.rest()
         if self._whole_run:
             checkpointer._finish()
         elif exhausted and self._source is not None:

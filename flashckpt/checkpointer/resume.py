@@ -17,10 +17,9 @@ import torch
 
 from flashckpt import _native, crashpoints
 from flashckpt.capture import Capture
-from flashckpt.capture.constants import ConstantsRegion
 from flashckpt.capture.cuda import devices_of
 from flashckpt.capture.live_digests import digest_tensors
-from flashckpt.capture.plan import local
+from flashckpt.capture.plan import ConstantsRegion, local
 from flashckpt.capture.schedule import Every, Pace
 from flashckpt.checkpointer.attached_run import Resumed
 from flashckpt.checkpointer.attendant import Attendant

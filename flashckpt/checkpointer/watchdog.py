@@ -1,7 +1,7 @@
 """The trainer's part of the watchdog: what a run's own steps say, and a signal that writes its Python stacks.
 
 Owns the history of step times (in the attendant's thread), and the signals that it takes. Measures nothing
-and stops nothing: the pulse measures, the keeper's watchdog acts.
+and stops nothing: the heartbeat measures, the keeper's watchdog acts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
-from flashckpt.capture.heartbeat import Pulse
+from flashckpt.capture.heartbeat import HeartbeatWriter
 from flashckpt.errors import KeeperError
 from flashckpt.events import Event, log
 from flashckpt.memory import forks
@@ -90,36 +90,36 @@ class StepTimes:
 
 
 class Watch:
-    """Keeps the pulse's patience up to date and tells of slow steps."""
+    """Keeps the heartbeat's patience up to date and tells of slow steps."""
 
     def __init__(
         self,
-        pulse: Pulse,
+        heartbeat: HeartbeatWriter,
         options: Options,
         tell: Callable[..., None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._pulse, self._tell, self._clock = pulse, tell, clock
+        self._heartbeat, self._tell, self._clock = heartbeat, tell, clock
         self._kills = options.watchdog_action == "kill"
         self._times = StepTimes()
         self._auto = options.watchdog == "auto"
         self._slow: list[Slow] = []
         self._told_s = -_SLOW_PAUSE_S
         if self._auto:
-            pulse.patience_s = self._times.patience_s(kills=self._kills)
+            heartbeat.patience_s = self._times.patience_s(kills=self._kills)
         elif options.watchdog is not None:
-            pulse.patience_s = duration_s(options.watchdog, "watchdog")
+            heartbeat.patience_s = duration_s(options.watchdog, "watchdog")
 
     def look(self, *, last: bool = False) -> None:
         """To be called every second or so by one thread, which may not be the training thread; once more
         when the run is let go (`last`)."""
-        lengths, new = self._pulse.lengths, []
+        lengths, new = self._heartbeat.lengths, []
         while lengths:
             new.append(lengths.popleft())
         if new:
             self._slow += self._times.add(new)
             if self._auto:
-                self._pulse.patience_s = self._times.patience_s(kills=self._kills)
+                self._heartbeat.patience_s = self._times.patience_s(kills=self._kills)
         if self._slow and (last or self._clock() - self._told_s >= _SLOW_PAUSE_S):
             self._told_s = self._clock()
             self._say()

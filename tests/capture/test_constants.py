@@ -12,7 +12,7 @@ import torch
 
 from flashckpt import _native
 from flashckpt.capture import Capture
-from flashckpt.capture.constants import ConstantsRegion
+from flashckpt.capture.plan import ConstantsRegion
 from flashckpt.capture.schedule import Pace
 from flashckpt.memory.slot import Slot, SlotRing, SlotState
 from flashckpt.options import Options

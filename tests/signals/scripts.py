@@ -220,7 +220,7 @@ def by_hand(run: str, go: Path) -> None:
         if checkpointer.completed == 5:
             checkpointer.wait()
             # Not before: until there are slots a busy machine takes longer.
-            checkpointer._capture.pulse.patience_s = 2.0
+            checkpointer._capture.heartbeat.patience_s = 2.0
             threading.Thread(target=_release_later, args=(_taken(checkpointer),), daemon=True).start()
             say("held")
             stand_still(go)

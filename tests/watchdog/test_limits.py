@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flashckpt import OptionError, Options
-from flashckpt.capture.heartbeat import Pulse
+from flashckpt.capture.heartbeat import HeartbeatWriter
 from flashckpt.checkpointer.watchdog import StepTimes, Watch
 from flashckpt.events import Event
 
@@ -58,27 +58,27 @@ def test_nothing_is_slow_before_enough_is_known() -> None:
     assert StepTimes().add(steps(0.1, 60.0, 0.1)) == []
 
 
-def watch(options: Options) -> tuple[Watch, Pulse, list[dict[str, object]], list[float]]:
-    pulse, told, now = Pulse({}), [], [0.0]
+def watch(options: Options) -> tuple[Watch, HeartbeatWriter, list[dict[str, object]], list[float]]:
+    heartbeat, told, now = HeartbeatWriter({}), [], [0.0]
 
     def tell(event: Event, **fields: object) -> None:
         told.append({"event": event, **fields})
 
-    return Watch(pulse, options, tell, clock=lambda: now[0]), pulse, told, now
+    return Watch(heartbeat, options, tell, clock=lambda: now[0]), heartbeat, told, now
 
 
 def test_slow_steps_are_told_at_once_and_then_once_a_minute() -> None:
-    made, pulse, told, now = watch(Options())
-    pulse.lengths.extend(steps(*[0.1] * 40, 5.0))
+    made, heartbeat, told, now = watch(Options())
+    heartbeat.lengths.extend(steps(*[0.1] * 40, 5.0))
     made.look()
     assert [(each["step"], each["count"]) for each in told] == [(41, 1)]
-    pulse.lengths.extend(steps(11.0, 25.0, 11.0, first=42))
+    heartbeat.lengths.extend(steps(11.0, 25.0, 11.0, first=42))
     made.look()
     assert len(told) == 1
     now[0] += 60
     made.look()
     assert [(each["step"], each["count"]) for each in told] == [(41, 1), (43, 2)]
-    pulse.lengths.extend(steps(*[0.1] * 20, 90.0, first=45))
+    heartbeat.lengths.extend(steps(*[0.1] * 20, 90.0, first=45))
     made.look(last=True)
     assert told[-1]["step"] == 65, "what is left is told when the run is let go"
 
@@ -93,11 +93,11 @@ def test_slow_steps_are_told_at_once_and_then_once_a_minute() -> None:
         (Options(watchdog_action="kill"), 3600.0),
     ],
 )
-def test_the_pulse_has_the_patience_that_was_asked_for(options: Options, patience_s: float) -> None:
-    made, pulse, _, _ = watch(options)
-    pulse.lengths.extend(steps(*[0.1] * 40))
+def test_the_heartbeat_has_the_patience_that_was_asked_for(options: Options, patience_s: float) -> None:
+    made, heartbeat, _, _ = watch(options)
+    heartbeat.lengths.extend(steps(*[0.1] * 40))
     made.look()
-    assert pulse.patience_s == patience_s
+    assert heartbeat.patience_s == patience_s
 
 
 @pytest.mark.parametrize("wrong", [{"watchdog": "0s"}, {"watchdog": "soon"}, {"watchdog_action": "end"}])
