@@ -93,7 +93,7 @@ class Capture:
         self._attempt = attempt
         inner = [unwrapped(optimizer) for optimizer in optimizers]
         self._optimizers: list[Any] = [o for o in inner if isinstance(o, torch.optim.Optimizer)]
-        self.hooks = StepHooks(self._optimizers, self._close_gates, self._capturing)
+        self.hooks = StepHooks(self._optimizers, self._close_gates, devices)
         self.schedule = schedule
         threads = options.threads or torch.get_num_threads()
         digests = partial(digest_tensors, threads=threads)
@@ -293,7 +293,7 @@ class Capture:
 
     def _enter(self, step: int) -> tuple[bool, Boundary]:
         """Whether a device graph is being captured, and what the hooks say."""
-        capturing = self._capturing()
+        capturing = any(device.capturing() for device in self._devices)
         self._in_flight.poll()
         self._settle()
         if step == self._step:
@@ -418,9 +418,6 @@ class Capture:
 
     def _reaches(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == "cpu" or any(device.owns(tensor) for device in self._devices)
-
-    def _capturing(self) -> bool:
-        return any(device.capturing() for device in self._devices)
 
     def _lost(self, pending: PendingSnapshot) -> None:
         self.schedule.lost()

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from flashckpt.capture.devices import Device
 
 # So many boundaries without any hook, or twice the longest gap seen, and every boundary qualifies.
 _PATIENCE = 8
@@ -73,16 +75,16 @@ class StepHooks:
 
     before_step is called, in front of all other pre-hooks, before an optimizer writes; it is held weakly,
     as is this object by the hooks, so that an optimizer that lives on keeps no checkpointer alive.
-    capturing says whether a device graph is being captured: the hooks then do nothing.
+    While a graph is being captured on one of the devices the hooks do nothing.
     """
 
     def __init__(
         self,
         optimizers: Iterable[object],
         before_step: Callable[[], None] | None = None,
-        capturing: Callable[[], bool] = lambda: False,
+        devices: Sequence[Device] = (),
     ) -> None:
-        self._capturing = capturing
+        self._devices = devices
         self._before_step = _weak(before_step)
         self._records: dict[int, _Record] = {}
         self._used_up: dict[int, tuple[weakref.ref[Tensor], int]] | None = None
@@ -136,6 +138,9 @@ class StepHooks:
         # A user's own pre-hook may write parameters: the gate must be closed before it.
         optimizer._optimizer_step_pre_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
         self._handles += [handle, optimizer.register_step_post_hook(StepHook(self._after))]
+
+    def _capturing(self) -> bool:
+        return any(device.capturing() for device in self._devices)
 
     def _before(self, optimizer: Optimizer) -> None:
         if self._capturing():

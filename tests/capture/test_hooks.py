@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -162,7 +163,7 @@ def test_hooks_are_silent_in_graphs_and_compilation(
     def close() -> None:
         called.append(1)
 
-    hooks = StepHooks([optimizer], close, lambda: capturing[0])
+    hooks = StepHooks([optimizer], close, [SimpleNamespace(capturing=lambda: capturing[0])])
     backward(p)
     optimizer.step()
     assert not called
