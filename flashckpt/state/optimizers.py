@@ -67,6 +67,7 @@ class OptimizerEntry(StateEntry):
         leaves.anchor(self.target, "state", self.target.state)
         leaves.guard(groups)
         for number, group in enumerate(groups):
+            leaves.guard(group)
             leaves.anchor(groups, number, group)
             leaves.anchor(group, "params", group["params"])
             for index, parameter in enumerate(group["params"]):
@@ -118,7 +119,6 @@ class OptimizerEntry(StateEntry):
 
     def _options(self, number: int, group: dict[str, Any], sink: Sink) -> dict[str, Any]:
         home = _home(self.target.param_groups)
-        sink.guard(group)
         return {
             key: value
             if type(value) in SIMPLE

@@ -115,6 +115,7 @@ class Source:
         self._over = False
         self._broken = False
         self._iterator: Iterator[Any] | None = None
+        self._unpacks = False  # whether batches come out of what the iterator gives by `_unpack`
         self._start: dict[str, Any] | None = None
         self._due: dict[str, Any] | None = None
         self._length = length_of(loader)
@@ -200,7 +201,8 @@ class Source:
 
     def position(self) -> dict[str, Any]:
         """Where the loader stands, for `Position` to read. For boundaries: between two calls of `next`."""
-        over = self._over or self._is_last()
+        # First: a loader that is asked for its state may draw.
+        over, parts = self._parts()
         return {
             "kind": self.kind,
             "epoch": self._epoch,
@@ -209,8 +211,7 @@ class Source:
             "length": self._length,
             "made_of": self._made_of,
             "start": None if over else self._start,
-            # First: a loader that is asked for its state may draw.
-            "parts": self._parts(over),
+            "parts": parts,
             "now": self.generators.capture_all() if self._due is None else self._due,
         }
 
@@ -222,7 +223,9 @@ class Source:
         if self._iterator is None:
             self._start = self.generators.capture_all()
             self._iterator = self._open()
-        batch = self._unpack(next(self._iterator))
+        batch = next(self._iterator)
+        if self._unpacks:
+            batch = self._unpack(batch)
         self.batches_taken += 1
         return batch
 
@@ -285,7 +288,7 @@ class Source:
         raise NotImplementedError
 
     def _unpack(self, item: Any) -> Any:
-        return item
+        raise NotImplementedError
 
     def _leave(self) -> None:
         """The epoch is left, at its end or before."""
@@ -295,10 +298,6 @@ class Source:
         """The iterator has just raised StopIteration."""
         self._iterator = None
 
-    def _is_last(self) -> bool:
-        """Whether it is certain that no batch follows."""
-        return False
-
     def _keeps_workers(self) -> bool:
         """Whether something of an epoch lives on in the next one."""
         return False
@@ -306,8 +305,9 @@ class Source:
     def _load(self, position: Position, *, carried: bool) -> None:
         """Take what `_parts` gave. `carried`: to go on into a later epoch."""
 
-    def _parts(self, over: bool) -> dict[str, Any]:
-        return {}
+    def _parts(self) -> tuple[bool, dict[str, Any]]:
+        """Whether it is certain that no batch follows, and what this kind of source needs in a position."""
+        return self._over, {}
 
 
 class Notes:

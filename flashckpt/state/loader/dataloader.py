@@ -34,6 +34,7 @@ class DataLoaderSource(Source):
         self._ahead = self._workers * int(loader.prefetch_factor or 0)
         self._persistent = bool(loader.persistent_workers) and self._workers > 0
         self._rounds = Rounds(self._workers)
+        self._unpacks = self._workers > 0
         self._private: Any = None
         self._indices = Indices(())
         # What persistent workers were seeded from (the generator's state before that draw), and whether
@@ -69,7 +70,7 @@ class DataLoaderSource(Source):
         return iterator
 
     def _unpack(self, item: Any) -> Any:
-        return self._rounds.take(self.batches_taken, item) if self._workers else item
+        return self._rounds.take(self.batches_taken, item)
 
     def _prepare(self, *, skip: int) -> None:
         """Make the private copy whose iterator begins after `skip` batches of the epoch."""
@@ -165,19 +166,17 @@ class DataLoaderSource(Source):
         else:
             self.close()
 
-    def _is_last(self) -> bool:
-        # Without workers, only the sampler could tell, and asking it is a draw.
-        received = getattr(self._iterator, "_rcvd_idx", None)
-        sent = getattr(self._iterator, "_send_idx", None)
-        return received is not None and sent is not None and received >= sent
-
     def _keeps_workers(self) -> bool:
         return self._persistent
 
-    def _parts(self, over: bool) -> dict[str, Any]:
+    def _parts(self) -> tuple[bool, dict[str, Any]]:
+        # Without workers, only the sampler could tell, and asking it is a draw.
+        received = getattr(self._iterator, "_rcvd_idx", None)
+        sent = getattr(self._iterator, "_send_idx", None)
+        over = self._over or (received is not None and sent is not None and received >= sent)
         between = over or self._start is None
         states = self._rounds.newest if between else self._rounds.whole
-        return {
+        return over, {
             "workers": self._workers,
             "states": [] if between and not self._persistent else list(states),
             "seeder": self._seeder,

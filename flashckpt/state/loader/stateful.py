@@ -247,9 +247,9 @@ class StatefulSource(Source):
             return bool(getattr(getattr(self._iterator, "_dataset_fetcher", None), "ended", False))
         return self.batches_taken == self._length
 
-    def _parts(self, over: bool) -> dict[str, Any]:
+    def _parts(self) -> tuple[bool, dict[str, Any]]:
         here = self._iterator is not None
-        return {
+        return self._over or self._is_last(), {
             "state": self._state() if here else self._between,
             "left": False if here else self._left,
             "first": self._first,
