@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from flashckpt.capture.hooks import StepHook
 from flashckpt.errors import BoundaryError, DamagedError
-from flashckpt.state.loader import ReplayLog, Source, Sources
+from flashckpt.state.loader import Source, Sources
 from flashckpt.state.tree import Tree
 
 # Of a leaf: its dtype, its shape and the digest of its bytes, which say nothing of the first two.
@@ -47,7 +47,7 @@ class Progress:
         self._calls = 0  # of batches() in this epoch, in this process
         self._open: Source | None = None
         self._resumes_in_phase = False  # and not between two
-        self._sources = Sources(ReplayLog())
+        self._sources = Sources()
 
     def value(self) -> dict[str, Any]:
         """What is saved at a boundary: plain Python values. Phases that have ended keep their positions:

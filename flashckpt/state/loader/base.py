@@ -19,8 +19,6 @@ from flashckpt.events import log
 from flashckpt.format.typed import check_roundtrip
 from flashckpt.state import rng
 
-OnReplay = Callable[[int, int], None]
-
 _EXPLAINED = {
     "dataloader": "a torch DataLoader",
     "stateful": "a loader that keeps its own state",

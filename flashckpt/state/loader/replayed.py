@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from flashckpt.errors import BoundaryError, MismatchError
 from flashckpt.events import log
 from flashckpt.state import rng
-from flashckpt.state.loader.base import Notes, OnReplay, Position, Source
+from flashckpt.state.loader.base import Notes, Position, Source
 
 _SECONDS_BETWEEN_LINES = 5.0
 # Drawing again costs nothing and gives the same: no news. Exact types, since a subclass may do anything.
@@ -27,17 +27,17 @@ _drawn_from = Notes()
 
 
 class ReplayedSource(Source):
-    """`kind` of its positions is "replayed". `on_replay(done, total)` counts batches drawn again."""
+    """`kind` of its positions is "replayed". `on_replay(done, total)` hears of batches drawn again."""
 
     kind = "replayed"
 
-    def __init__(self, loader: Any, on_replay: OnReplay | None = None) -> None:
+    def __init__(self, loader: Any) -> None:
         # A DataLoader keeps its persistent workers: a copy has its own.
         own = copy.copy(loader) if isinstance(loader, DataLoader) else loader
         if own is not loader:
             vars(own)["_iterator"] = None
         super().__init__(own, rng.Generators({"loader": loader}))
-        self._on_replay = on_replay
+        self.on_replay: Callable[[int, int], None] = ReplayLog()
 
     def _open(self) -> Iterator[Any]:
         iterator: Iterator[Any] = iter(self._loader)
@@ -79,8 +79,7 @@ class ReplayedSource(Source):
                 next(iterator)
             except StopIteration:
                 raise _too_short(iterator, done - 1, total) from None
-            if self._on_replay is not None:
-                self._on_replay(done, total)
+            self.on_replay(done, total)
 
 
 class ReplayLog:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from flashckpt.errors import BoundaryError, OptionError
 from flashckpt.events import log
-from flashckpt.state.loader.base import OnReplay, Source, reference_to
+from flashckpt.state.loader.base import Source, reference_to
 from flashckpt.state.loader.dataloader import DataLoaderSource
 from flashckpt.state.loader.replayed import ReplayedSource
 from flashckpt.state.loader.stateful import DatasetState, StatefulSource
@@ -106,8 +106,7 @@ class _Kept:
 class Sources:
     """All sources of a run. `_by_phase` has the one that each phase used when it was last open."""
 
-    def __init__(self, on_replay: OnReplay | None = None) -> None:
-        self._on_replay = on_replay
+    def __init__(self) -> None:
         self._all: list[_Kept] = []
         self._by_phase: dict[int, _Kept] = {}
 
@@ -159,7 +158,7 @@ class Sources:
         kept = self._by_phase.get(phase)
         if kept is None or kept.position is None or kept.loader is not None or self._of(loader) is not None:
             return
-        source = source_of(loader, on_replay=self._on_replay)
+        source = source_of(loader)
         source.generators.restore(kept.position.get("now", {}).get("own", {}))
         kept.loader, kept.placed = reference_to(loader), source
 
@@ -168,7 +167,7 @@ class Sources:
         kept = self._chosen(loader, phase, in_place=in_place)
         source = kept.placed if kept.source is None else kept.source
         if source is None:
-            source = source_of(loader, on_replay=self._on_replay)
+            source = source_of(loader)
         try:
             _begin(source, kept, epoch, in_place=in_place, tell_epoch=tell_epoch)
         except BaseException:
@@ -282,20 +281,19 @@ def check_loader(loader: Any) -> None:
 
     Raises what `source_of` raises, and StateError for a loader whose own state cannot be saved exactly.
     """
-    source = _chosen(loader, None)
+    source = _chosen(loader)
     if isinstance(source, StatefulSource):
         source.check()
 
 
-def source_of(loader: Any, *, on_replay: OnReplay | None = None) -> Source:
+def source_of(loader: Any) -> Source:
     """The source for a loader: exact for torch's DataLoader over a data set with a length, asked where the
     loader keeps a state, replayed otherwise.
 
-    on_replay: called with (batches drawn again, batches in all) while an iterable is replayed.
     Raises BoundaryError for loaders whose position is not what they gave (they fetch ahead or out of order),
     OptionError for what is no iterable.
     """
-    source = _chosen(loader, on_replay)
+    source = _chosen(loader)
     if _is_torchdata(loader) and loader.num_workers:
         log.warning(
             "StatefulDataLoader does not keep its workers' random numbers in the middle of an epoch: "
@@ -304,7 +302,7 @@ def source_of(loader: Any, *, on_replay: OnReplay | None = None) -> Source:
     return source
 
 
-def _chosen(loader: Any, on_replay: OnReplay | None) -> Source:
+def _chosen(loader: Any) -> Source:
     if _is_accelerate(loader):
         raise BoundaryError(
             f"{type(loader).__name__} of Accelerate takes one batch more than it has given, so at a boundary "
@@ -313,7 +311,7 @@ def _chosen(loader: Any, on_replay: OnReplay | None) -> Source:
             "for several ranks) and move the batches to the device in the loop."
         )
     if isinstance(loader, DataLoader):
-        return _of_dataloader(loader, on_replay)
+        return _of_dataloader(loader)
     if _keeps_state(loader):
         return StatefulSource(loader)
     if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
@@ -321,10 +319,10 @@ def _chosen(loader: Any, on_replay: OnReplay | None) -> Source:
             f"The loader is a {type(loader).__name__}, which cannot be iterated over. Nothing was started. "
             "Pass a DataLoader or any iterable of batches."
         )
-    return ReplayedSource(loader, on_replay)
+    return ReplayedSource(loader)
 
 
-def _of_dataloader(loader: Any, on_replay: OnReplay | None) -> Source:
+def _of_dataloader(loader: Any) -> Source:
     if loader.num_workers and not getattr(loader, "in_order", True):
         raise BoundaryError(
             "DataLoader(in_order=False) gives batches in the order in which workers happen to finish, so no "
@@ -343,12 +341,12 @@ def _of_dataloader(loader: Any, on_replay: OnReplay | None) -> Source:
     if changed and _keeps_state(loader):
         return StatefulSource(loader)
     if changed:
-        return ReplayedSource(loader, on_replay)
+        return ReplayedSource(loader)
     if not isinstance(loader.dataset, IterableDataset):
         return DataLoaderSource(loader)
     if not loader.num_workers and _keeps_state(loader.dataset):
         return StatefulSource(DatasetState(loader))
-    return ReplayedSource(loader, on_replay)
+    return ReplayedSource(loader)
 
 
 def _overrides(loader: Any, name: str) -> bool:

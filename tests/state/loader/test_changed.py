@@ -11,7 +11,8 @@ import runs
 import torch
 
 from flashckpt.errors import BoundaryError, MismatchError
-from flashckpt.state.loader import ReplayLog, source_of
+from flashckpt.state.loader import source_of
+from flashckpt.state.loader.replayed import ReplayLog
 
 
 @pytest.fixture(autouse=True)

@@ -23,6 +23,7 @@ from flashckpt.errors import BoundaryError, OptionError, StateError
 from flashckpt.format.typed import Encoded, decode_json, encode, encode_json
 from flashckpt.state.adapters import StoredTensor
 from flashckpt.state.loader import source_of
+from flashckpt.state.loader.replayed import ReplayedSource
 from flashckpt.state.loader.stateful import give, take
 
 Pair = namedtuple("Pair", ["a", "b"])
@@ -345,9 +346,9 @@ def test_a_replay_is_announced_once_and_counted(caplog: pytest.LogCaptureFixture
         source.next()
     position = source.position()
     counted: list[tuple[int, int]] = []
-    again = source_of(
-        DataLoader(Stream(), batch_size=4), on_replay=lambda done, total: counted.append((done, total))
-    )
+    again = source_of(DataLoader(Stream(), batch_size=4))
+    assert isinstance(again, ReplayedSource)
+    again.on_replay = lambda done, total: counted.append((done, total))
     again.begin(0, position)
     assert counted == [(1, 3), (2, 3), (3, 3)]
     assert [entry.levelname for entry in caplog.records] == ["WARNING"]
