@@ -144,13 +144,13 @@ _dumps = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular
 
 
 def _holds_encoded(value: object, levels: int = 7) -> bool:
-    """Looked for in dicts and in lists of a few items, where this library puts them."""
+    """Looked for where this library puts them: in dicts, and in lists of a few of these or of dicts."""
     if type(value) is Encoded:
         return True
     inner: Iterable[object] = ()
     if type(value) is dict:
         inner = value.values()
-    elif type(value) is list and len(value) <= _FEW:
+    elif type(value) is list and 0 < len(value) <= _FEW and type(value[0]) in (dict, Encoded):
         inner = value
     return levels > 0 and any(_holds_encoded(item, levels - 1) for item in inner)
 
