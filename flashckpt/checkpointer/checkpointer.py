@@ -166,7 +166,7 @@ class Checkpointer(AttachedRun):
         self._capture.heartbeat.rest()
 
     def _boundary(self, *, ends_epoch: bool = False) -> None:
-        stops = self._enter_boundary(self.completed + 1)
+        stops = self._enter_boundary(self._progress.step + 1)
         if ends_epoch and not stops:
             self._boundaries.hold_one()
         else:
@@ -186,7 +186,7 @@ class Checkpointer(AttachedRun):
 
     def _stops_here(self) -> bool:
         """Whether the loop ends at the boundary that was entered last."""
-        return self._stop.stops_at(self.completed)
+        return self._stop.stops_at(self._progress.step)
 
 
 class Batches(Iterator[Any]):
