@@ -6,13 +6,13 @@ import os
 from numbers import Integral
 from typing import Any
 
-from flashckpt.commit import branching, reading, verification
-from flashckpt.commit.run import open_run
+from flashckpt.commit import lineage, verification
+from flashckpt.commit.attempts import open_run
 from flashckpt.commit.verification import Report
 from flashckpt.errors import NoSuchStepError, OptionError
 from flashckpt.format.names import AttemptName
 from flashckpt.recovery.node import lock_probe
-from flashckpt.store.base import open_store
+from flashckpt.store import open_store
 
 Path = str | os.PathLike[str]
 
@@ -47,7 +47,7 @@ def load(
 def steps(path: Path) -> list[int]:
     """The committed steps that a resume sees, oldest first. Raises RunError where `path` is no run,
     UnusableRunError where records of its attempts are lost, so that a resume would be refused."""
-    return reading.steps(open_store(path))
+    return lineage.steps(open_store(path))
 
 
 def branch(path: Path, step: int, attempt: str | None = None) -> str:
@@ -68,7 +68,7 @@ def branch(path: Path, step: int, attempt: str | None = None) -> str:
             step=step,
         )
     with lock_probe(store, run) as (me, probe):
-        return str(branching.branch(store, step, name, probe=probe, me=me))
+        return str(lineage.branch(store, step, name, probe=probe, me=me))
 
 
 def verify(path: Path, step: int | None = None) -> Report:
@@ -81,7 +81,7 @@ def verify(path: Path, step: int | None = None) -> Report:
     store = open_store(path)
     open_run(store, create=False)
     if step is None:
-        reading.check_records(store)
+        lineage.check_records(store)
     return verification.verify(store, step)
 
 

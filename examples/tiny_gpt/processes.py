@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from flashckpt.commit.run import open_run
+from flashckpt.commit.attempts import open_run
 from flashckpt.recovery.node import keeper_of, runtime_of
-from flashckpt.store.base import open_store
+from flashckpt.store import open_store
 
 HERE = Path(__file__).resolve().parent
 Losses = list[tuple[int, float]]

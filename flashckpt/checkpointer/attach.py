@@ -117,11 +117,11 @@ def loop(
 def _start_keeper(path: str | os.PathLike[str]) -> None:
     """Start the keeper of a run that is there, if none lives on this node. Where no trainer comes after all,
     it leaves soon. Changes nothing of the run, and raises nothing: whatever is wrong, `attach` says."""
-    from flashckpt.commit.run import open_run
+    from flashckpt.commit.attempts import open_run
     from flashckpt.keeper.protocol import ELECTION_LOCK
     from flashckpt.keeper.start import start_early
     from flashckpt.memory.runtime import RuntimeFolder, base_folder, identity_of, is_alive
-    from flashckpt.store.base import open_store
+    from flashckpt.store import open_store
 
     environment = Environment.read()
     if environment.world > 1:

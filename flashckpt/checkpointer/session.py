@@ -20,8 +20,8 @@ import torch
 from flashckpt import crashpoints
 from flashckpt.checkpointer.watchdog import Stacks
 from flashckpt.commit import attempts, retention
+from flashckpt.commit.attempts import open_run
 from flashckpt.commit.holder import check, here
-from flashckpt.commit.run import open_run
 from flashckpt.errors import DamagedError, FlashckptError, RunError, RunHeldError
 from flashckpt.events import log
 from flashckpt.format.records import AttemptName
@@ -37,7 +37,8 @@ from flashckpt.memory.runtime import (
     trainer_lock_name,
 )
 from flashckpt.options import Environment, Keep, Options
-from flashckpt.store.base import Store, open_store
+from flashckpt.store import open_store
+from flashckpt.store.base import Store
 
 Connect = Callable[[str, RuntimeFolder, LifeLock], KeeperClient]
 """Takes the run, its runtime folder and this process's life lock there; gives the link to the keeper."""

@@ -12,9 +12,7 @@ from itertools import zip_longest
 from typing import Any
 
 from flashckpt.commit.attempts import alive, attempts, bounds
-from flashckpt.commit.lineage import VisibleStep, everything, in_lineage, visible
-from flashckpt.commit.marks import marks
-from flashckpt.commit.reading import check_records
+from flashckpt.commit.lineage import VisibleStep, check_records, everything, in_lineage, marks, visible
 from flashckpt.commit.steps import StepRecord, missing_files, read_manifest, read_step
 from flashckpt.errors import DamagedError, UnusableRunError
 from flashckpt.events import Event

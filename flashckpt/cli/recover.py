@@ -12,7 +12,7 @@ from flashckpt.cli.command import AsJson, ExitCode, Run, ends
 from flashckpt.cli.console import Bar, notices, number, results, size, text, word, write_json
 from flashckpt.recovery.recover import recover as save_what_survived
 from flashckpt.recovery.report import Fate, Finding, Kind, RecoveryReport
-from flashckpt.store.base import open_store
+from flashckpt.store import open_store
 
 _MOST_DEBRIS = 8
 

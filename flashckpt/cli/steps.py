@@ -24,11 +24,8 @@ from flashckpt.cli.history import (
     resumed,
     step_rows,
 )
-from flashckpt.commit.attempts import read_start
-from flashckpt.commit.lineage import VisibleStep, visible
-from flashckpt.commit.marks import marked_here
-from flashckpt.commit.reading import resolve
-from flashckpt.commit.run import open_run
+from flashckpt.commit.attempts import open_run, read_start
+from flashckpt.commit.lineage import VisibleStep, marked_here, resolve, visible
 from flashckpt.commit.steps import StepRecord
 from flashckpt.format.layout import Leaf
 from flashckpt.format.names import AttemptName
@@ -36,7 +33,8 @@ from flashckpt.format.records import Start
 from flashckpt.options import Keep
 from flashckpt.recovery import pruning
 from flashckpt.runs import branch as start_at
-from flashckpt.store.base import Store, open_store
+from flashckpt.store import open_store
+from flashckpt.store.base import Store
 
 AllBranches = Annotated[bool, typer.Option("--all", help="Show the steps of other branches too.")]
 Shown = Annotated[str | None, typer.Argument(metavar="STEP[@ATTEMPT]", help="The newest if left out.")]

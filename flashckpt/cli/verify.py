@@ -12,10 +12,10 @@ from flashckpt.cli import console
 from flashckpt.cli.command import AsJson, ExitCode, Run, ends, step_name
 from flashckpt.cli.console import Bar, notices, number, results, text, write_json
 from flashckpt.cli.history import lost_records
-from flashckpt.commit.run import open_run
+from flashckpt.commit.attempts import open_run
 from flashckpt.commit.verification import Report
 from flashckpt.commit.verification import verify as read_again
-from flashckpt.store.base import open_store
+from flashckpt.store import open_store
 
 Step = Annotated[str | None, typer.Argument(metavar="STEP[@ATTEMPT]", help="Every visible one if left out.")]
 AllBranches = Annotated[bool, typer.Option("--all", help="Verify the steps of other branches too.")]

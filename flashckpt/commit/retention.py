@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from flashckpt import crashpoints
 from flashckpt.commit import constants
 from flashckpt.commit.attempts import attempts, bounds, newest_claimed, read_start
-from flashckpt.commit.lineage import VisibleStep, everything, in_lineage
-from flashckpt.commit.marks import is_marked
+from flashckpt.commit.lineage import VisibleStep, everything, in_lineage, is_marked
 from flashckpt.commit.steps import is_committed, read_manifest
 from flashckpt.errors import DamagedError
 from flashckpt.format.names import (

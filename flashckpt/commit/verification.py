@@ -14,10 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from flashckpt import _native
-from flashckpt.commit.attempts import bounds
-from flashckpt.commit.lineage import VisibleStep, everything, in_lineage
-from flashckpt.commit.reading import is_gone, looked_for, resolve
-from flashckpt.commit.run import open_run
+from flashckpt.commit.attempts import bounds, open_run
+from flashckpt.commit.lineage import VisibleStep, everything, in_lineage, is_gone, looked_for, resolve
 from flashckpt.commit.steps import StepRecord, read_manifest, read_step
 from flashckpt.errors import DamagedError, FlashckptError, NoSuchStepError
 from flashckpt.format.names import AttemptName, manifest_path, step_attempt_folder

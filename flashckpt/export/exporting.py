@@ -7,8 +7,8 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from flashckpt.commit.reading import resolve
-from flashckpt.commit.run import open_run
+from flashckpt.commit.attempts import open_run
+from flashckpt.commit.lineage import resolve
 from flashckpt.commit.steps import StepRecord
 from flashckpt.errors import OptionError
 from flashckpt.export import safetensors_file

@@ -1,19 +1,21 @@
-"""Checksummed JSON, the form of every small file of a run. Owns the envelope and what it refuses.
+"""Checksummed JSON, the form of every small file of a run: the envelope, bounded readings of what is in it,
+and what all records have in common. Knows no record itself, and never touches a disk.
 
 A file is one ASCII JSON object that begins with its format version and ends with a checksum of all
-bytes before it, so that a file cut short, exchanged or flipped never parses. Never touches a disk.
-See docs/format.md.
+bytes before it, so that a file cut short, exchanged or flipped never parses. See docs/format.md.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 from flashckpt._native import xxh3_128
 from flashckpt.errors import DamagedError, FormatError
+from flashckpt.format.names import AttemptName
 
 FORMAT = 1
 MAX_DEPTH = 200
@@ -67,8 +69,8 @@ def strict_loads(data: bytes, *, what: str) -> dict[str, Any]:
     try:
         obj = json.loads(
             data.decode("utf-8"),
-            object_pairs_hook=_unique,
-            parse_constant=_no_constant,
+            object_pairs_hook=unique,
+            parse_constant=no_constant,
             parse_float=_finite,
             parse_int=_bounded,
         )
@@ -87,14 +89,15 @@ def _refuse(what: str, why: str) -> NoReturn:
     )
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON's object, refused with ValueError where a key stands twice."""
     obj = dict(pairs)
     if len(obj) != len(pairs):
         raise ValueError("a key stands twice")
     return obj
 
 
-def _no_constant(name: str) -> NoReturn:
+def no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a number")
 
 
@@ -123,3 +126,120 @@ def _depth_within(obj: object, limit: int) -> bool:
             return True
         level = below
     return False
+
+
+MAX_INTEGER = 2**63 - 1
+MAX_ITEMS = 10_000_000
+
+
+class Fields:
+    """One JSON object, read field by field. Each reading raises DamagedError, naming file and field."""
+
+    __slots__ = ("_obj", "what")
+
+    def __init__(self, obj: object, what: str) -> None:
+        self.what = what
+        if not isinstance(obj, dict):
+            self.refuse("an object is missing")
+        self._obj: dict[str, Any] = obj
+
+    def refuse(self, why: str) -> NoReturn:
+        _refuse(self.what, why)
+
+    def has(self, key: str) -> bool:
+        return self._obj.get(key) is not None
+
+    def integer(self, key: str, low: int = 0, high: int = MAX_INTEGER) -> int:
+        value = self._obj.get(key)
+        if type(value) is not int or not low <= value <= high:
+            self.refuse(f"{key!r} is not a whole number from {low} to {high}")
+        return value
+
+    def text(self, key: str, *, max_chars: int = 4096, pattern: re.Pattern[str] | None = None) -> str:
+        value = self._obj.get(key)
+        if not isinstance(value, str) or len(value) > max_chars:
+            self.refuse(f"{key!r} is not a text of at most {max_chars} characters")
+        if pattern is not None and pattern.fullmatch(value) is None:
+            self.refuse(f"{key!r} is {value[:80]!r}, which is no such name")
+        return value
+
+    def items(self, key: str, max_items: int = MAX_ITEMS) -> list[Any]:
+        value = self._obj.get(key)
+        if not isinstance(value, list) or len(value) > max_items:
+            self.refuse(f"{key!r} is not a list of at most {max_items} items")
+        return value
+
+    def plain(self, key: str) -> dict[str, Any]:
+        """An object that is opaque here."""
+        value = self._obj.get(key)
+        if not isinstance(value, dict):
+            self.refuse(f"{key!r} is not an object")
+        return value
+
+    def rows(self, key: str, *names: str, max_items: int = MAX_ITEMS) -> list[Fields]:
+        """A list of short lists, the items of each under these names."""
+        rows = self.items(key, max_items)
+        if any(not isinstance(row, list) or len(row) != len(names) for row in rows):
+            self.refuse(f"a row of {key!r} is not {', '.join(names)}")
+        return [Fields(dict(zip(names, row, strict=True)), self.what) for row in rows]
+
+    def within(self, key: str) -> Fields:
+        return Fields(self._obj.get(key), self.what)
+
+    def each(self, key: str, max_items: int = MAX_ITEMS) -> list[Fields]:
+        return [Fields(item, self.what) for item in self.items(key, max_items)]
+
+    def hex(self, key: str, num_bytes: int) -> bytes:
+        """Exactly `num_bytes` bytes, written as lower-case hex digits."""
+        value = self._obj.get(key)
+        if not isinstance(value, str) or len(value) != 2 * num_bytes:
+            self.refuse(f"{key!r} does not hold {num_bytes} bytes")
+        try:
+            decoded = bytes.fromhex(value)
+        except ValueError:
+            self.refuse(f"{key!r} is not hex")
+        if len(decoded) != num_bytes:
+            self.refuse(f"{key!r} is not hex")
+        return decoded
+
+
+R = TypeVar("R", bound="JsonRecord")
+
+
+class JsonRecord:
+    """One small file. The kind stands inside, so that a file moved to another's name is refused."""
+
+    __slots__ = ()
+    KIND: ClassVar[str]
+    MAX_BYTES: ClassVar[int] = 1 << 16
+
+    def to_dict(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    @classmethod
+    def from_fields(cls: type[R], fields: Fields) -> R:
+        raise NotImplementedError
+
+    def to_bytes(self) -> bytes:
+        """The file's bytes. ValueError where they would be more than MAX_BYTES, or could not be read back."""
+        data = dump({"kind": self.KIND, **self.to_dict()})
+        if len(data) > self.MAX_BYTES:
+            raise ValueError(f"a {self.KIND} of {len(data)} bytes; at most {self.MAX_BYTES} can be read back")
+        return data
+
+    @classmethod
+    def from_bytes(cls: type[R], data: bytes, what: str) -> R:
+        """Validated in full. Raises DamagedError or FormatError; `what` names the file in them."""
+        fields = Fields(parse(data, what=what, max_bytes=cls.MAX_BYTES), what)
+        kind = fields.text("kind")
+        if kind != cls.KIND:
+            fields.refuse(f"it is a {kind[:20]!r} where a {cls.KIND!r} should be")
+        return cls.from_fields(fields)
+
+
+def attempt_of(fields: Fields, key: str) -> AttemptName:
+    """The attempt that a field names."""
+    name = AttemptName.parse(fields.text(key, max_chars=32))
+    if name is None:
+        fields.refuse(f"{key!r} names no attempt")
+    return name

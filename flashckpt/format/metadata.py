@@ -14,10 +14,17 @@ from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
 from flashckpt.errors import DamagedError, FormatError
-from flashckpt.format.checked_json import strict_loads
-from flashckpt.format.columns import MAX_LEAVES, leaf_columns, leaves_from_columns
-from flashckpt.format.fields import Fields
-from flashckpt.format.layout import Layout, Leaf, SlotImage, contradiction, header_bytes
+from flashckpt.format.checked_json import Fields, strict_loads
+from flashckpt.format.layout import (
+    MAX_LEAVES,
+    Layout,
+    Leaf,
+    SlotImage,
+    contradiction,
+    header_bytes,
+    leaf_columns,
+    leaves_from_columns,
+)
 
 MAGIC = b"FLCKMETA"
 VERSION = 1

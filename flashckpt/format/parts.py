@@ -13,11 +13,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flashckpt.format.columns import leaf_columns, leaves_from_columns
-from flashckpt.format.fields import Fields
-from flashckpt.format.layout import PAGE, Layout, Leaf, contradiction, outdated
+from flashckpt.format.checked_json import Fields, JsonRecord, attempt_of
+from flashckpt.format.layout import (
+    PAGE,
+    Layout,
+    Leaf,
+    contradiction,
+    leaf_columns,
+    leaves_from_columns,
+    outdated,
+)
 from flashckpt.format.names import CONSTANTS, MAX_RANK, MAX_STEP, SHARD, AttemptName, part_name
-from flashckpt.format.record import JsonRecord, attempt_of
 
 CHUNK_BYTES = 4 << 20
 MAX_SHARD_BYTES = 1 << 50

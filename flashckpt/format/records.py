@@ -6,15 +6,13 @@ Parts, the only large ones, are in parts.py and exported from here too. See docs
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-from flashckpt.format.checked_json import FORMAT, parse
-from flashckpt.format.fields import Fields
+from flashckpt.format.checked_json import FORMAT, Fields, JsonRecord, attempt_of, parse
 from flashckpt.format.names import CONSTANTS, MAX_RANK, MAX_STEP, PART, SHARD, AttemptName
 from flashckpt.format.parts import CHUNK_BYTES, MAX_SHARD_BYTES, Contents, Part, RankRecord, ShardRecord
-from flashckpt.format.record import JsonRecord, attempt_of
 
 __all__ = [
     "CHUNK_BYTES", "FORMAT", "Alive", "AttemptName", "Claim", "Contents", "FileRecord", "Holder", "Manifest",
@@ -25,6 +23,7 @@ _RUN_ID = re.compile(r"[0-9a-f]{16}")
 _CHECKSUM = re.compile(r"[0-9a-f]{32}")
 _ENDED = re.compile(r"|closed|dead")
 _MAX_RESTARTS = 10**9
+_PART_ROW = ("file", "num_bytes", "checksum")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,18 +59,6 @@ class Holder:
     job_id: str = ""
     restart_count: int = 0
 
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "boot_id": self.boot_id,
-            "runtime": self.runtime,
-            "runtime_id": self.runtime_id,
-            "lock": self.lock,
-            "host": self.host,
-            "pid": self.pid,
-            "job_id": self.job_id,
-            "restart_count": self.restart_count,
-        }
-
     @classmethod
     def of(cls, fields: Fields) -> Holder:
         return cls(
@@ -95,7 +82,7 @@ class Claim(JsonRecord):
     holder: Holder
 
     def to_dict(self) -> dict[str, Any]:
-        return {"attempt": str(self.attempt), "holder": self.holder.to_dict()}
+        return {"attempt": str(self.attempt), "holder": asdict(self.holder)}
 
     @classmethod
     def from_fields(cls, fields: Fields) -> Claim:
@@ -202,7 +189,7 @@ class Manifest(JsonRecord):
             step=fields.integer("step", 0, MAX_STEP),
             attempt=attempt_of(fields, "attempt"),
             world=fields.integer("world", 1, MAX_RANK),
-            parts=tuple(PartRecord(file=f, num_bytes=n, checksum=c) for f, n, c in _part_rows(fields)),
+            parts=tuple(map(_part_row, fields.rows("parts", *_PART_ROW, max_items=MAX_RANK))),
             shards=_file_rows(fields, "shards", SHARD),
             constants=_file_rows(fields, "constants", CONSTANTS),
         )
@@ -264,35 +251,26 @@ def manifest_of(data: bytes, what: str) -> Manifest | Tombstone:
 
 
 def _before(fields: Fields) -> tuple[tuple[AttemptName, int], ...]:
-    rows = []
-    for row in fields.items("before", MAX_RANK):
-        if not isinstance(row, list) or len(row) != 2:
-            fields.refuse("a lineage is not of attempts and steps")
-        named = Fields({"attempt": row[0], "step": row[1]}, fields.what)
-        rows.append((attempt_of(named, "attempt"), named.integer("step", 0, MAX_STEP)))
-    if any(older[0].number >= newer[0].number or older[1] > newer[1] for newer, older in pairwise(rows)):
+    rows = fields.rows("before", "attempt", "step", max_items=MAX_RANK)
+    found = [(attempt_of(row, "attempt"), row.integer("step", 0, MAX_STEP)) for row in rows]
+    if any(older[0].number >= newer[0].number or older[1] > newer[1] for newer, older in pairwise(found)):
         fields.refuse("a lineage is out of order")
-    return tuple(rows)
+    return tuple(found)
 
 
-def _part_rows(fields: Fields) -> list[tuple[str, int, str]]:
-    rows = []
-    for row in fields.items("parts", MAX_RANK):
-        if not isinstance(row, list) or len(row) != 3:
-            fields.refuse("a part is not name, length and checksum")
-        named = Fields({"file": row[0], "num_bytes": row[1], "checksum": row[2]}, fields.what)
-        file = named.text("file", pattern=PART)
-        checksum = named.text("checksum", pattern=_CHECKSUM)
-        rows.append((file, named.integer("num_bytes", 1, Part.MAX_BYTES), checksum))
-    return rows
+def _part_row(row: Fields) -> PartRecord:
+    return PartRecord(
+        file=row.text("file", pattern=PART),
+        num_bytes=row.integer("num_bytes", 1, Part.MAX_BYTES),
+        checksum=row.text("checksum", pattern=_CHECKSUM),
+    )
 
 
 def _file_rows(fields: Fields, key: str, pattern: re.Pattern[str]) -> tuple[FileRecord, ...]:
-    rows = []
-    for row in fields.items(key, MAX_RANK):
-        if not isinstance(row, list) or len(row) != 2:
-            fields.refuse("a shard is not name and length")
-        named = Fields({"file": row[0], "num_bytes": row[1]}, fields.what)
-        file = named.text("file", pattern=pattern)
-        rows.append(FileRecord(file=file, num_bytes=named.integer("num_bytes", 1, MAX_SHARD_BYTES)))
-    return tuple(rows)
+    rows = fields.rows(key, "file", "num_bytes", max_items=MAX_RANK)
+    return tuple(
+        FileRecord(
+            file=row.text("file", pattern=pattern), num_bytes=row.integer("num_bytes", 1, MAX_SHARD_BYTES)
+        )
+        for row in rows
+    )

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from flashckpt.errors import DamagedError, StateError
+from flashckpt.format.checked_json import no_constant, unique
 
 MAX_DEPTH = 100
 _FEW = 16
@@ -253,7 +254,7 @@ def decode(obj: object, depth: int = 0) -> Any:
 def decode_json(data: bytes | memoryview) -> Any:
     """The value that was written with `encode_json`. The caller bounds the size. Raises DamagedError."""
     try:
-        parsed = json.loads(bytes(data), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        parsed = json.loads(bytes(data), object_pairs_hook=unique, parse_constant=no_constant)
     except (ValueError, RecursionError) as error:
         raise DamagedError(f"The values of a snapshot are not JSON ({error}). It cannot be used.") from error
     return decode(parsed)
@@ -272,17 +273,6 @@ def _decode_object(obj: dict[str, object], depth: int) -> object:
         return _decoders[tagged[0][1:]](payload)
     except (ValueError, TypeError, LookupError, OverflowError, struct.error) as error:
         raise DamagedError(f"The values of a snapshot are damaged at {tagged[0]!r}: {error}.") from error
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        raise ValueError("a key stands twice")
-    return made
-
-
-def _refuse_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no JSON")
 
 
 def _damaged(what: str) -> NoReturn:

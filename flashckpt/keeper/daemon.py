@@ -34,7 +34,7 @@ from flashckpt.persist.ledger import Ledger
 from flashckpt.persist.queue import Queue
 from flashckpt.persist.worker import Worker
 from flashckpt.persist.writer import Writer
-from flashckpt.store.base import open_store
+from flashckpt.store import open_store
 
 _TICK_MS = 20
 _IDLE_TICK_MS = 100

@@ -17,12 +17,13 @@ from typing import Literal
 
 from flashckpt import crashpoints
 from flashckpt.commit import attempts
-from flashckpt.commit.run import open_run
+from flashckpt.commit.attempts import open_run
 from flashckpt.errors import DamagedError, FlashckptError, FormatError, NoSuchStepError, UnusableRunError
 from flashckpt.events import log
 from flashckpt.format.names import AttemptName, attempt_folder
 from flashckpt.memory.runtime import identity_of
-from flashckpt.store.base import Store, open_store
+from flashckpt.store import open_store
+from flashckpt.store.base import Store
 
 _EVENT = struct.Struct("iIII")
 _DELETE_SELF = 0x400

@@ -28,7 +28,7 @@ from flashckpt.memory.slot import Slot
 from flashckpt.persist.audit import Torn, check_header, discard, torn, unlike
 from flashckpt.persist.job import JobState, SealedSnapshot, StepJob, StepOutcome, Void
 from flashckpt.persist.stored_steps import refusal
-from flashckpt.store.base import Region, Store, Written
+from flashckpt.store.base import MemoryRange, Store, Written
 
 _NAMES_TRIED = 8
 REGION_IS_GONE = (
@@ -335,7 +335,7 @@ class Writer:
             written = self._store.write_shard(
                 f"{tried.folder}/{name}",
                 layout,
-                Region(snapshot.slot.descriptor, snapshot.slot.image_offset),
+                MemoryRange(snapshot.slot.descriptor, snapshot.slot.image_offset),
                 threads=self._threads,
                 progress=_native.address_of(self._progress),
             )
@@ -480,7 +480,7 @@ class _ConstantsShards:
                 return name, self._store.write_shard(
                     f"{attempt_folder(attempt)}/{name}",
                     layout,
-                    Region(region.descriptor, region.image_offset),
+                    MemoryRange(region.descriptor, region.image_offset),
                     threads=self._threads,
                     progress=self._progress,
                 )

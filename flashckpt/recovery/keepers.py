@@ -35,7 +35,7 @@ from flashckpt.options import Environment
 from flashckpt.recovery.node import keeper_of, living_trainers
 from flashckpt.recovery.report import Watcher
 from flashckpt.recovery.survey import slots_in
-from flashckpt.store.base import open_store
+from flashckpt.store import open_store
 
 STILL = "nothing is written: parts of other nodes are missing, or storage hangs"
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from flashckpt.commit import attempts, reading, retention
+from flashckpt.commit import attempts, lineage, retention
+from flashckpt.commit.attempts import open_run
 from flashckpt.commit.lineage import VisibleStep, visible
-from flashckpt.commit.run import open_run
 from flashckpt.commit.steps import read_step
 from flashckpt.errors import DamagedError
 from flashckpt.format.names import AttemptName
@@ -45,10 +45,10 @@ def prune(store: Store, keep: Keep, *, dry_run: bool = False) -> Pruning:
     if dry_run:
         with runtime_of(store, run) as runtime:
             refuse_if_held(store, runtime)
-        reading.check_records(store)
+        lineage.check_records(store)
         return _foreseen(store, keep)
     with hold(store, run) as held:
-        reading.check_records(store)
+        lineage.check_records(store)
         planned = _foreseen(store, keep)
         newest, gone = attempts.newest_started(store), set[VisibleStep]()
         if newest is not None and not planned.refusal:

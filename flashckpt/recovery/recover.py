@@ -12,7 +12,7 @@ from collections.abc import Collection
 from contextlib import closing
 
 from flashckpt.commit import attempts
-from flashckpt.commit.run import open_run
+from flashckpt.commit.attempts import open_run
 from flashckpt.events import Event, log
 from flashckpt.format.names import AttemptName
 from flashckpt.format.records import Run

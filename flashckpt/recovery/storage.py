@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
-from flashckpt.commit import attempts, lineage, marks, steps
+from flashckpt.commit import attempts, lineage, steps
 from flashckpt.commit.lineage import VisibleStep
 from flashckpt.commit.verification import Row, verify
 from flashckpt.events import Event
@@ -68,7 +68,7 @@ def mark(store: Store, examined: Examined, ledger: Ledger) -> None:
         if found.outcome is not Fate.MARKED or found.step is None or found.attempt is None:
             continue
         try:
-            marks.mark(store, found.step, found.attempt, marks.this_host(), found.detail)
+            lineage.mark(store, found.step, found.attempt, lineage.this_host(), found.detail)
         except OSError as error:
             why = f"{found.detail}; it could not be marked: {error}"
             examined.findings[index] = replace(found, outcome=Fate.FAILED, detail=why)
@@ -80,7 +80,7 @@ def mark(store: Store, examined: Examined, ledger: Ledger) -> None:
 
 
 def _judge(store: Store, each: VisibleStep, wrong: list[Row], examined: Examined) -> None:
-    there = marks.marked_here(store, each)
+    there = lineage.marked_here(store, each)
     if not wrong:
         examined.whole.add(each)
         if there is not None:
@@ -110,7 +110,7 @@ def _listed(store: Store) -> Examined:
             examined.damaged.add(each)
             examined.say(each, Fate.KEPT, found.problem, damage=True)
         elif found.completeness is Completeness.COMMITTED:
-            there = marks.marked_here(store, each)
+            there = lineage.marked_here(store, each)
             if there is not None:
                 examined.say(each, Fate.WAS_MARKED, there.reason, damage=True)
     return examined

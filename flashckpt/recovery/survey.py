@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
-from flashckpt.commit import reading
+from flashckpt.commit import lineage
 from flashckpt.commit.lineage import VisibleStep
 from flashckpt.errors import DamagedError, FlashckptError, UnusableRunError
 from flashckpt.format.metadata import Metadata
@@ -134,12 +134,12 @@ def resume_of(
     ladder that a resume climbs: the first rung that holds. `damaged` are steps at rest that cannot be used;
     what is in memory is audited here."""
     try:
-        reading.check_records(store)
+        lineage.check_records(store)
         survived = {}
         for each in slots_in(runtime) if runtime is not None else []:
             if each.step is not None and each.attempt is not None:
                 survived[each.slot] = VisibleStep(each.step, each.attempt)
-        rungs = reading.ladder(store, survived)
+        rungs = lineage.ladder(store, survived)
         for rung in rungs:
             if rung.slot is None and VisibleStep(rung.step, rung.attempt) not in damaged:
                 return Resume(step=rung.step, attempt=rung.attempt, tier="local"), ""
@@ -147,7 +147,7 @@ def resume_of(
                 return Resume(step=rung.step, attempt=rung.attempt, tier="memory"), ""
         if rungs:
             return None, "the run has steps and none of them can be used: training would refuse to start"
-        reading.check_usable(store)
+        lineage.check_usable(store)
     except UnusableRunError as error:
         return None, str(error)
     return None, ""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from flashckpt.commit import marks, reading
+from flashckpt.commit import lineage
 from flashckpt.commit.lineage import VisibleStep
 from flashckpt.commit.steps import read_step
 from flashckpt.errors import DamagedError, RunError, UnusableRunError
@@ -94,7 +94,7 @@ class Ladder:
         lost; MismatchError where the newest that is whole does not fit; RunError where storage fails
         again and again; NoSuchStepError, FormatError, OutOfRoomError, KeeperError.
         """
-        self._patiently("its attempts", partial(reading.check_records, self._store))
+        self._patiently("its attempts", partial(lineage.check_records, self._store))
         candidates = self._patiently("its steps", self.candidates)
         for candidate in candidates:
             loaded = self.load(candidate)
@@ -112,7 +112,7 @@ class Ladder:
                 "put back what is missing, or start in another folder.",
                 path=self._store.url,
             )
-        self._patiently("its steps", partial(reading.check_usable, self._store))
+        self._patiently("its steps", partial(lineage.check_usable, self._store))
         return None
 
     def candidates(self) -> list[Candidate]:
@@ -121,7 +121,7 @@ class Ladder:
         by_age = sorted((e for e in self._survived if e.sealed), key=lambda e: e.age, reverse=True)
         held = {each.slot.name: each for each in by_age}
         survived = {name: VisibleStep(each.step, each.attempt) for name, each in held.items()}
-        rungs = reading.ladder(self._store, survived)
+        rungs = lineage.ladder(self._store, survived)
         return [Candidate(r.step, r.attempt, None if r.slot is None else held[r.slot]) for r in rungs]
 
     def load(self, candidate: Candidate) -> Loaded | None:
@@ -178,7 +178,7 @@ class Ladder:
 
     def _see_that_records_are_there(self, candidate: Candidate) -> None:
         """RunError where the fault is not one file's but the storage's: then the resume waits for that."""
-        self._patiently("its attempts", partial(reading.check_records, self._store))
+        self._patiently("its attempts", partial(lineage.check_records, self._store))
         read = partial(read_step, self._store, candidate.step, candidate.attempt)
         self._patiently(_named(candidate), read)
 
@@ -197,7 +197,7 @@ class Ladder:
 
     def _tell_incomplete(self, step: int) -> None:
         """Steps that are no candidates, though they are newer: nobody may go back without being told."""
-        find = partial(reading.incomplete, self._store, step)
+        find = partial(lineage.incomplete, self._store, step)
         for each, reason in self._patiently("its steps", find):
             self._pass_over(f"step {each.step} of attempt {each.attempt} (local): {reason}")
 
@@ -209,7 +209,7 @@ class Ladder:
         self._pass_over(f"{_named(candidate)}: {error}")
         if candidate.held is None and isinstance(error, DamagedError):
             try:
-                marks.mark(self._store, candidate.step, candidate.attempt, marks.this_host(), str(error))
+                lineage.mark(self._store, candidate.step, candidate.attempt, lineage.this_host(), str(error))
             except OSError as failure:
                 # It is passed over now all the same; without the mark it is only tried again.
                 log.warning("%s could not be marked: %s", _named(candidate), failure)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from flashckpt.commit.reading import read_whole
+from flashckpt.commit.lineage import read_whole
 from flashckpt.commit.steps import StepRecord
 from flashckpt.commit.verification import verify_file
 from flashckpt.errors import DamagedError, NoSuchStepError, OptionError

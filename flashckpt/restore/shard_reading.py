@@ -16,7 +16,7 @@ from flashckpt.commit.steps import StepRecord
 from flashckpt.errors import DamagedError
 from flashckpt.format.records import Contents
 from flashckpt.restore.memory_tier import Held
-from flashckpt.store.base import Read, Region
+from flashckpt.store.base import MemoryRange, Read
 
 # What a file system answers for a sector, a block or a tree of a file that it cannot give any more. A server
 # that is away, a permission, a time-out are others: those say nothing of the file.
@@ -89,7 +89,7 @@ class ShardReading:
             self._error = error
 
     def _read(self, descriptor: int, offset: int, growing: int = 0) -> Read:
-        region = Region(descriptor, offset)
+        region = MemoryRange(descriptor, offset)
         try:
             return self._store.read_ranges(
                 self._path, self._contents, region, threads=self._threads, growing=growing

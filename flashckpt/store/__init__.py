@@ -1,1 +1,58 @@
-"""Where bytes rest: small files and names behind one narrow Protocol."""
+"""Where bytes rest: small files and shards behind one narrow Protocol. Owns which URL is what store."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from urllib.parse import unquote, urlsplit
+
+from flashckpt.errors import OptionError
+from flashckpt.store.base import Store
+from flashckpt.store.local import LocalStore
+
+ENTRY_POINTS = "flashckpt.stores"
+"""The group of entry points in which a package names a store: the URL's scheme, and a callable that takes the
+URL. It is looked up in each process by itself: trainer, keeper and shell. It must import without torch."""
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+
+
+def open_store(url_or_path: str | os.PathLike[str]) -> Store:
+    """The store that a run's path or URL names. Nothing is created or read.
+
+    OptionError for a scheme that neither this library nor an installed package has, which is named.
+    """
+    text = os.fspath(url_or_path) if isinstance(url_or_path, (str, os.PathLike)) else None
+    if not isinstance(text, str):
+        raise OptionError(f"the run's path is {url_or_path!r}. Nothing was changed. Name a folder, as text.")
+    match = _SCHEME.match(text)
+    if match is None:
+        if not text:
+            raise OptionError("the run's path is empty. Nothing was changed. Name a folder.")
+        return LocalStore(text)
+    if match[1].lower() != "file":
+        return _factory(text, match[1].lower())(text)
+    parts = urlsplit(text)
+    if re.search(r"[?#\x00-\x1f]", text):
+        raise OptionError(
+            f"{text!r} is no URL of a file: one of its characters must be written as %XX. Nothing was "
+            "changed. Name the folder, or write what `pathlib.Path.as_uri()` gives."
+        )
+    if parts.netloc not in ("", "localhost") or not parts.path:
+        raise OptionError(
+            f"{text!r} names a file on another machine. Nothing was changed. Write file:///absolute/path."
+        )
+    return LocalStore(unquote(parts.path))
+
+
+def _factory(url: str, scheme: str) -> Callable[[str], Store]:
+    from importlib.metadata import entry_points  # late: most runs are folders
+
+    for each in entry_points(group=ENTRY_POINTS, name=scheme):
+        factory: Callable[[str], Store] = each.load()
+        return factory
+    raise OptionError(
+        f"{url!r}: {scheme}:// is not supported here, and no installed package has it. Nothing was changed. "
+        "Name a folder or a file:// URL."
+    )

@@ -8,22 +8,14 @@ passes tests/contracts/ or it is not one.
 from __future__ import annotations
 
 import os
-import re
 from array import array
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
-from urllib.parse import unquote, urlsplit
 
-from flashckpt.errors import DamagedError, OptionError
+from flashckpt.errors import DamagedError
 from flashckpt.format.layout import Layout
 from flashckpt.format.records import Contents
 
-ENTRY_POINTS = "flashckpt.stores"
-"""The group of entry points in which a package names a store: the URL's scheme, and a callable that takes the
-URL. It is looked up in each process by itself: trainer, keeper and shell. It must import without torch."""
-
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _MAX_NAME_BYTES = 255
 
 
@@ -59,7 +51,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class MemoryRange:
     """Bytes of this node's memory: those of a file in memory from `offset` on, a multiple of the page."""
 
     descriptor: int
@@ -146,7 +138,7 @@ class Store(Protocol):
     # Shards
 
     def write_shard(
-        self, path: str, layout: Layout, source: Region, *, threads: int = 2, progress: int = 0
+        self, path: str, layout: Layout, source: MemoryRange, *, threads: int = 2, progress: int = 0
     ) -> Written:
         """Write an image of `layout` from memory to a new file. Bytes and name are durable when this returns;
         after an error there is no such file. `progress`: 0, or the address of a u64 that grows by the bytes
@@ -156,7 +148,7 @@ class Store(Protocol):
         self,
         path: str,
         contents: Contents,
-        target: Region | None,
+        target: MemoryRange | None,
         *,
         threads: int = 2,
         progress: int = 0,
@@ -197,45 +189,3 @@ def too_long(path: str, num_bytes: int, max_bytes: int) -> DamagedError:
 def other_length(path: str, num_bytes: int, wanted: int) -> LengthError:
     """What the reading of a shard raises for a file of another length."""
     return LengthError(f"{num_bytes} bytes, where {wanted} were written", path=path)
-
-
-def open_store(url_or_path: str | os.PathLike[str]) -> Store:
-    """The store that a run's path or URL names. Nothing is created or read.
-
-    OptionError for a scheme that neither this library nor an installed package has, which is named.
-    """
-    from flashckpt.store.local import LocalStore
-
-    text = os.fspath(url_or_path) if isinstance(url_or_path, (str, os.PathLike)) else None
-    if not isinstance(text, str):
-        raise OptionError(f"the run's path is {url_or_path!r}. Nothing was changed. Name a folder, as text.")
-    match = _SCHEME.match(text)
-    if match is None:
-        if not text:
-            raise OptionError("the run's path is empty. Nothing was changed. Name a folder.")
-        return LocalStore(text)
-    if match[1].lower() != "file":
-        return _factory(text, match[1].lower())(text)
-    parts = urlsplit(text)
-    if re.search(r"[?#\x00-\x1f]", text):
-        raise OptionError(
-            f"{text!r} is no URL of a file: one of its characters must be written as %XX. Nothing was "
-            "changed. Name the folder, or write what `pathlib.Path.as_uri()` gives."
-        )
-    if parts.netloc not in ("", "localhost") or not parts.path:
-        raise OptionError(
-            f"{text!r} names a file on another machine. Nothing was changed. Write file:///absolute/path."
-        )
-    return LocalStore(unquote(parts.path))
-
-
-def _factory(url: str, scheme: str) -> Callable[[str], Store]:
-    from importlib.metadata import entry_points  # late: most runs are folders
-
-    for each in entry_points(group=ENTRY_POINTS, name=scheme):
-        factory: Callable[[str], Store] = each.load()
-        return factory
-    raise OptionError(
-        f"{url!r}: {scheme}:// is not supported here, and no installed package has it. Nothing was changed. "
-        "Name a folder or a file:// URL."
-    )

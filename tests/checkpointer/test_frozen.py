@@ -14,7 +14,7 @@ from flashckpt.checkpointer.checkpointer import Checkpointer
 from flashckpt.commit import lineage
 from flashckpt.commit.steps import read_step
 from flashckpt.format.records import RankRecord
-from flashckpt.store.base import open_store
+from flashckpt.store import open_store
 from tests.keeper.driver import told
 from tests.waiting import until_slots
 

@@ -21,7 +21,7 @@ from flashckpt import _native
 from flashckpt._native import xxh3_128
 from flashckpt.checkpointer.resume import attach_to
 from flashckpt.checkpointer.session import open_session
-from flashckpt.commit import marks
+from flashckpt.commit import lineage
 from flashckpt.commit.lineage import newest_first
 from flashckpt.commit.steps import StepRecord, read_step
 from flashckpt.errors import DamagedError
@@ -31,7 +31,7 @@ from flashckpt.memory.slot import Slot
 from flashckpt.options import Environment
 from flashckpt.restore import ladder
 from flashckpt.state.tree import Tree
-from flashckpt.store.base import open_store
+from flashckpt.store import open_store
 from flashckpt.store.local import LocalStore
 from tests.checkpointer.test_bad_input import trained
 from tests.checkpointer.test_loop import Job
@@ -109,17 +109,17 @@ def test_lost_records_are_no_fresh_start_and_branch_gets_the_run_back(run: Path,
 
 def test_a_mark_of_another_host_rolls_nothing_back(run: Path) -> None:
     record = newest(run)
-    marks.mark(open_store(run), 4, record.attempt, "some-other-host", "its memory was bad")
+    lineage.mark(open_store(run), 4, record.attempt, "some-other-host", "its memory was bad")
     assert resumed_at(run) == 4
 
 
 def test_a_step_that_is_passed_over_for_its_mark_is_said(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     record = newest(run)
-    marks.mark(open_store(run), 4, record.attempt, marks.this_host(), "chunk 3 is not what was written")
+    lineage.mark(open_store(run), 4, record.attempt, lineage.this_host(), "chunk 3 is not what was written")
     with caplog.at_level(logging.WARNING, "flashckpt"):
         assert resumed_at(run) == 2
     said = [each.getMessage() for each in caplog.records if "passed over" in each.getMessage()]
-    assert any("step 4" in each and marks.this_host() in each and "chunk 3" in each for each in said)
+    assert any("step 4" in each and lineage.this_host() in each and "chunk 3" in each for each in said)
 
 
 def test_a_slot_that_is_taken_for_a_moment_costs_no_step(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from made_runs import Ended, MadeRun
 
-from flashckpt.commit.run import open_run
-from flashckpt.store.base import open_store
+from flashckpt.commit.attempts import open_run
+from flashckpt.store import open_store
 
 
 @pytest.fixture

@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 from made_runs import Ended, MadeRun
 
-from flashckpt.commit.attempts import attempts
+from flashckpt.commit.attempts import attempts, open_run
 from flashckpt.commit.holder import here
-from flashckpt.commit.marks import mark, this_host
-from flashckpt.commit.reading import candidates, steps
-from flashckpt.commit.run import open_run
+from flashckpt.commit.lineage import candidates, mark, steps, this_host
 from flashckpt.memory.runtime import identity_of
 
 pytestmark = pytest.mark.process

@@ -19,7 +19,7 @@ from flashckpt.memory.region import is_region_name
 from flashckpt.recovery import keepers as node
 from flashckpt.recovery.recover import recover
 from flashckpt.recovery.report import Fate, Kind, Silent
-from flashckpt.store.base import open_store
+from flashckpt.store import open_store
 from tests.keeper.driver import Process, committed, eventually, runtime_of
 from tests.keeper.fake import keeper_pid
 from tests.processes import keepers_of

@@ -19,13 +19,12 @@ from rich.console import Console
 import flashckpt
 from flashckpt._native import xxh3_128
 from flashckpt.cli.console import Bar
-from flashckpt.commit.attempts import attempts
-from flashckpt.commit.marks import mark
-from flashckpt.commit.run import open_run
+from flashckpt.commit.attempts import attempts, open_run
+from flashckpt.commit.lineage import mark
 from flashckpt.errors import UnusableRunError
 from flashckpt.format import checked_json
 from flashckpt.format.names import AttemptName
-from flashckpt.store.base import open_store
+from flashckpt.store import open_store
 
 pytestmark = pytest.mark.process
 

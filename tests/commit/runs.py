@@ -11,7 +11,7 @@ import numpy as np
 from flashckpt import _native
 from flashckpt.commit import attempts as attempts_module
 from flashckpt.commit import steps as steps_module
-from flashckpt.commit.run import open_run
+from flashckpt.commit.attempts import open_run
 from flashckpt.format.layout import PAGE, Layout, Leaf
 from flashckpt.format.names import (
     AttemptName,
@@ -21,9 +21,8 @@ from flashckpt.format.names import (
     step_attempt_folder,
 )
 from flashckpt.format.records import CHUNK_BYTES, Contents, Holder, Part, RankRecord, ShardRecord
-from flashckpt.store.base import Region, Store
-from flashckpt.store.local import LocalStore
-from flashckpt.store.system import System
+from flashckpt.store.base import MemoryRange, Store
+from flashckpt.store.local import LocalStore, System
 
 HOLDER = Holder(boot_id="b", runtime="/r", runtime_id="1:2", lock="trainer-1", host="here", pid=1)
 
@@ -69,7 +68,7 @@ def write_shard(store: Store, path: str, image: bytes, layout: Layout) -> None:
     try:
         os.ftruncate(descriptor, -(-len(image) // PAGE) * PAGE)
         os.pwrite(descriptor, image, 0)
-        store.write_shard(path, layout, Region(descriptor, 0))
+        store.write_shard(path, layout, MemoryRange(descriptor, 0))
     finally:
         os.close(descriptor)
 

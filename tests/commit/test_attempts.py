@@ -16,10 +16,10 @@ from flashckpt.commit.attempts import (
     mark_ended,
     newest_claimed,
     newest_started,
+    open_run,
     start,
     started_after,
 )
-from flashckpt.commit.run import open_run
 from flashckpt.errors import DamagedError, FormatError, RunError, SupersededError, UnusableRunError
 from flashckpt.format.checked_json import dump
 from flashckpt.format.names import AttemptName, claim_path, start_path

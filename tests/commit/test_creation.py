@@ -10,9 +10,8 @@ from typing import ClassVar
 import pytest
 
 from flashckpt.errors import DamagedError, OptionError, RunError
-from flashckpt.store.base import open_store
-from flashckpt.store.local import LocalStore
-from flashckpt.store.system import System
+from flashckpt.store import open_store
+from flashckpt.store.local import LocalStore, System
 from tests.commit.runs import image_of, leaves_of, write_shard
 
 

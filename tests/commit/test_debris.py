@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.commit.reading import steps
+from flashckpt.commit.lineage import steps
 from flashckpt.commit.retention import prune
 from flashckpt.commit.steps import Committed, read_manifest
 from flashckpt.commit.steps import commit as commit_step

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flashckpt.commit.reading import resolve
+from flashckpt.commit.lineage import resolve
 from flashckpt.commit.retention import prune
 from flashckpt.commit.verification import verify
 from flashckpt.errors import NoSuchStepError

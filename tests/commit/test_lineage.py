@@ -8,10 +8,19 @@ from pathlib import Path
 import pytest
 
 from flashckpt.commit.attempts import claim, newest_started, start
-from flashckpt.commit.branching import branch
-from flashckpt.commit.lineage import newest_first, visible
-from flashckpt.commit.marks import mark, marks, this_host
-from flashckpt.commit.reading import candidates, check_records, check_usable, resolve, steps
+from flashckpt.commit.lineage import (
+    branch,
+    candidates,
+    check_records,
+    check_usable,
+    mark,
+    marks,
+    newest_first,
+    resolve,
+    steps,
+    this_host,
+    visible,
+)
 from flashckpt.errors import NoSuchStepError, RunHeldError, UnusableRunError
 from flashckpt.format.names import claim_path, manifest_path, start_path, step_attempt_folder
 from flashckpt.store.base import Store

@@ -8,10 +8,7 @@ from pathlib import Path
 import pytest
 
 from flashckpt.commit.attempts import attempts, bounds, claim
-from flashckpt.commit.branching import branch
-from flashckpt.commit.lineage import visible
-from flashckpt.commit.marks import mark
-from flashckpt.commit.reading import check_records, steps
+from flashckpt.commit.lineage import branch, check_records, mark, steps, visible
 from flashckpt.commit.retention import doomed, prune, sweep_dead, sweep_debris
 from flashckpt.commit.steps import is_committed, read_manifest
 from flashckpt.format.names import AttemptName, attempt_folder, claim_path, step_attempt_folder

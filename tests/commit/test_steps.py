@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from flashckpt import crashpoints
-from flashckpt.commit.attempts import claim, start
+from flashckpt.commit.attempts import claim, open_run, start
 from flashckpt.commit.retention import bury
-from flashckpt.commit.run import open_run
 from flashckpt.commit.steps import Committed, commit, is_committed, publish_part, read_manifest, read_step
 from flashckpt.errors import DamagedError, NoSuchStepError, SupersededError
 from flashckpt.format.names import AttemptName, manifest_path, step_attempt_folder

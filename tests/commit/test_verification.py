@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flashckpt.commit.branching import branch
-from flashckpt.commit.reading import resolve
+from flashckpt.commit.lineage import branch, resolve
 from flashckpt.commit.retention import prune
 from flashckpt.commit.steps import commit as commit_step
 from flashckpt.commit.steps import publish_part, read_step

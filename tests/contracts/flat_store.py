@@ -21,12 +21,12 @@ from urllib.parse import quote, unquote
 from flashckpt import _native
 from flashckpt.format.layout import Layout
 from flashckpt.format.records import CHUNK_BYTES, Contents
+from flashckpt.store import ENTRY_POINTS
 from flashckpt.store.base import (
-    ENTRY_POINTS,
     Capabilities,
     Entry,
+    MemoryRange,
     Read,
-    Region,
     Written,
     other_length,
     split,
@@ -180,7 +180,7 @@ class FlatStore:
         self._bucket.delete(_key(path))
 
     def write_shard(
-        self, path: str, layout: Layout, source: Region, *, threads: int = 2, progress: int = 0
+        self, path: str, layout: Layout, source: MemoryRange, *, threads: int = 2, progress: int = 0
     ) -> Written:
         key, image = _key(path), _image(source, layout.num_bytes)
         digests = _digests(image, layout)
@@ -190,7 +190,7 @@ class FlatStore:
         return Written(digests=digests, checksums=b"".join(map(_native.xxh3_128, chunks)))
 
     def read_ranges(
-        self, path: str, contents: Contents, target: Region | None,
+        self, path: str, contents: Contents, target: MemoryRange | None,
         *, threads: int = 2, progress: int = 0, growing: int = 0,
     ) -> Read:  # fmt: skip
         shard, key, image, bad = contents.shard, _key(path), bytearray(), []
@@ -232,7 +232,7 @@ def _parts(data: bytes | bytearray, progress: int = 0) -> Iterable[bytes]:
             _native.fetch_add(progress, min(PART_BYTES, len(data) - start))
 
 
-def _image(source: Region, num_bytes: int) -> bytearray:
+def _image(source: MemoryRange, num_bytes: int) -> bytearray:
     if os.fstat(source.descriptor).st_size < source.offset + num_bytes:
         raise OSError(errno.EIO, "the region ends before the bytes that are to be written")
     with mmap.mmap(source.descriptor, source.offset + num_bytes, prot=mmap.PROT_READ) as memory:
@@ -244,7 +244,7 @@ def _digests(image: bytearray, layout: Layout) -> array[int]:
     return array("Q", [_native.digest(address + leaf.offset, leaf.num_bytes) for leaf in layout.leaves])
 
 
-def _await(target: Region, end: int, growing: int) -> None:
+def _await(target: MemoryRange, end: int, growing: int) -> None:
     while True:
         if growing and _native.load(growing):
             raise OSError(errno.ECANCELED, "the target region was given up")

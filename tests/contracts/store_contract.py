@@ -16,7 +16,7 @@ from flashckpt import _native
 from flashckpt.errors import DamagedError
 from flashckpt.format.layout import PAGE
 from flashckpt.format.records import Contents, ShardRecord
-from flashckpt.store.base import Entry, LengthError, Region, Store
+from flashckpt.store.base import Entry, LengthError, MemoryRange, Store
 from tests.commit.runs import image_of
 
 MAX = 1 << 20
@@ -238,7 +238,7 @@ class StoreContract:
         try:
             with pytest.raises(OSError, match="given up") as caught:
                 store.read_ranges(
-                    "shard", shard.contents, Region(descriptor, 0), growing=_native.address_of(given_up)
+                    "shard", shard.contents, MemoryRange(descriptor, 0), growing=_native.address_of(given_up)
                 )
             assert caught.value.errno == errno.ECANCELED
         finally:
@@ -263,7 +263,7 @@ class Shard:
             shard=ShardRecord.of("shard", self.layout, sums), leaves=self.layout.leaves, digests=digests
         )
         # Not at its file's beginning: a slot's image has metadata before it.
-        self.region = Region(os.memfd_create("shard"), PAGE)
+        self.region = MemoryRange(os.memfd_create("shard"), PAGE)
         os.ftruncate(self.region.descriptor, PAGE + -(-size // PAGE) * PAGE)
         os.pwrite(self.region.descriptor, self.image, PAGE)
 
@@ -277,8 +277,8 @@ class Room:
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes
 
-    def __enter__(self) -> Region:
-        self._region = Region(os.memfd_create("room"), PAGE)
+    def __enter__(self) -> MemoryRange:
+        self._region = MemoryRange(os.memfd_create("room"), PAGE)
         os.ftruncate(self._region.descriptor, self._num_bytes)
         return self._region
 

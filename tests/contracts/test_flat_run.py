@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 import flashckpt
 from flashckpt.errors import OptionError
 from flashckpt.persist.ledger import lines_of
-from flashckpt.store.base import open_store
+from flashckpt.store import open_store
 from tests.contracts.flat_store import installed
 from tests.resume.training import ROOT, Trainer, last_of_each
 from tests.waiting import until

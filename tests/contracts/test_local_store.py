@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from flashckpt.store.base import Store
-from flashckpt.store.local import LocalStore
-from flashckpt.store.system import System
+from flashckpt.store.local import LocalStore, System
 from tests.contracts.store_contract import StoreContract, shard
 
 __all__ = ["shard"]

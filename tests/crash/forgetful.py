@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from flashckpt.store.system import System
+from flashckpt.store.local import System
 from tests.crash.mortal import written_by_calls
 
 

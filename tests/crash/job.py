@@ -25,7 +25,8 @@ from flashckpt.commit.verification import verify
 from flashckpt.errors import FlashckptError
 from flashckpt.format.records import Manifest
 from flashckpt.memory.region import is_region_name
-from flashckpt.store.base import Store, open_store
+from flashckpt.store import open_store
+from flashckpt.store.base import Store
 from tests.crash import tiny
 from tests.crash.tiny import RESUMED, STEP, Record
 from tests.processes import end, keepers_of

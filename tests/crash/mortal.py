@@ -8,7 +8,7 @@ from array import array
 from typing import Any
 
 from flashckpt import _native
-from flashckpt.store.system import System
+from flashckpt.store.local import System
 
 
 def written_by_calls(

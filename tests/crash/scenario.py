@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from flashckpt.commit.attempts import newest_started
-from flashckpt.commit.branching import branch
-from flashckpt.commit.lineage import everything, visible
-from flashckpt.commit.reading import check_usable
+from flashckpt.commit.attempts import newest_started, open_run
+from flashckpt.commit.lineage import branch, check_usable, everything, visible
 from flashckpt.commit.retention import doomed, prune
-from flashckpt.commit.run import open_run
 from flashckpt.commit.steps import commit, missing_files, publish_part, read_manifest
 from flashckpt.format.names import PART, AttemptName, step_attempt_folder
 from flashckpt.format.records import Manifest, Part
 from flashckpt.options import Keep
 from flashckpt.store.base import Store
-from flashckpt.store.local import LocalStore
-from flashckpt.store.system import System
+from flashckpt.store.local import LocalStore, System
 from tests.commit.runs import attempt_at, is_whole, part_of
 
 KEEP = Keep(last=2)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from flashckpt.commit.attempts import attempts
-from flashckpt.store.base import open_store
+from flashckpt.store import open_store
 from tests.crash.job import LIMIT_S, Job, none
 from tests.processes import end, keepers_of
 from tests.waiting import until

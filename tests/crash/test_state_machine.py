@@ -23,11 +23,9 @@ from hypothesis.stateful import (
 )
 
 import flashckpt
-from flashckpt.commit import marks, steps
+from flashckpt.commit import lineage, steps
 from flashckpt.commit.attempts import mark_ended, newest_claimed
-from flashckpt.commit.branching import branch
-from flashckpt.commit.lineage import VisibleStep, everything, visible
-from flashckpt.commit.reading import candidates
+from flashckpt.commit.lineage import VisibleStep, branch, candidates, everything, visible
 from flashckpt.commit.retention import prune
 from flashckpt.commit.verification import verify
 from flashckpt.errors import DamagedError, NoSuchStepError
@@ -242,7 +240,7 @@ class Life(RuleBasedStateMachine):
                 leaves = flashckpt.load(self.path, each.step)
             except (DamagedError, NoSuchStepError) as error:
                 self._believe(each in self.damaged, f"{each} does not load: {error}")
-                marks.mark(self.store, each.step, each.attempt, marks.this_host(), str(error))
+                lineage.mark(self.store, each.step, each.attempt, lineage.this_host(), str(error))
                 continue
             assert each not in self.damaged, "damage reached a tensor"
             assert leaves["optimizer.step"].item() == each.step

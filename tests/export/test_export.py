@@ -22,7 +22,7 @@ from flashckpt.commit.holder import here
 from flashckpt.commit.steps import commit
 from flashckpt.errors import DamagedError, NoSuchStepError, OptionError
 from flashckpt.export.exporting import export
-from flashckpt.store.base import open_store
+from flashckpt.store import open_store
 from flashckpt.store.local import LocalStore
 from tests.commit.runs import leaves_of, new_run, publish
 from tests.keeper.test_keeper_deaths import flip_image
@@ -229,7 +229,7 @@ def test_killed_while_a_folder_is_replaced_loses_none_of_both(tmp_path: Path, is
     program = """
 import os, sys
 from flashckpt.export import exporting
-from flashckpt.store.base import open_store
+from flashckpt.store import open_store
 rename = os.rename
 def dying(old, new, **how):
     if new == sys.argv[2]:
@@ -252,7 +252,7 @@ def test_killed_while_it_writes_leaves_no_half_file(tmp_path: Path, run: Path) -
     program = """
 import os, sys, time
 from flashckpt.export import exporting
-from flashckpt.store.base import open_store
+from flashckpt.store import open_store
 write = exporting._write
 def slow(*arguments):
     size = write(*arguments)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from flashckpt.commit.attempts import beat, mark_ended
-from flashckpt.commit.branching import branch
-from flashckpt.commit.marks import mark
+from flashckpt.commit.lineage import branch, mark
 from flashckpt.commit.retention import prune
 from flashckpt.options import Keep
 from tests.commit.runs import HOLDER, attempt_at, commit, new_run, publish

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashckpt.commit.reading import resolve, steps
+from flashckpt.commit.lineage import resolve, steps
 from flashckpt.commit.steps import read_step
 from flashckpt.errors import DamagedError, FlashckptError, FormatError
 from flashckpt.format.checked_json import dump, parse

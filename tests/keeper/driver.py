@@ -18,7 +18,7 @@ from flashckpt.commit.steps import read_step
 from flashckpt.errors import DamagedError, NoSuchStepError
 from flashckpt.format.names import attempt_folder, step_attempt_folder
 from flashckpt.memory.runtime import RuntimeFolder
-from flashckpt.store.base import open_store
+from flashckpt.store import open_store
 from tests.keeper.fake import content, keeper_pid, open_runtime
 
 ROOT = Path(__file__).resolve().parents[2]

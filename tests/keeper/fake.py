@@ -17,7 +17,7 @@ from typing import Any
 
 from flashckpt import _native
 from flashckpt.commit import attempts, holder
-from flashckpt.commit.run import open_run
+from flashckpt.commit.attempts import open_run
 from flashckpt.format import metadata
 from flashckpt.format.layout import Layout, Leaf, SlotImage
 from flashckpt.format.names import AttemptName
@@ -34,7 +34,7 @@ from flashckpt.memory.runtime import (
 )
 from flashckpt.memory.slot import Slot, SlotRing, digest_table
 from flashckpt.options import Keep
-from flashckpt.store.base import open_store
+from flashckpt.store import open_store
 from tests.keeper.region import write_constants
 
 VALUES = b'{"step":1}'

@@ -21,7 +21,7 @@ from flashckpt.format.names import AttemptName, attempt_folder
 from flashckpt.format.records import Contents
 from flashckpt.persist.job import JobState, StepJob, StepOutcome, Void
 from flashckpt.persist.writer import Writer
-from flashckpt.store.base import open_store
+from flashckpt.store import open_store
 from tests.keeper.driver import Process, committed, eventually, kill_keeper, runtime_of, told
 from tests.keeper.fake import FakeTrainer, keeper_pid
 from tests.keeper.jobs import job_of, snapshot_of

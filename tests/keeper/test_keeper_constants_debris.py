@@ -13,7 +13,8 @@ from flashckpt.errors import KeeperError
 from flashckpt.format.names import AttemptName, attempt_folder, constants_name
 from flashckpt.persist.job import JobState
 from flashckpt.persist.writer import Writer
-from flashckpt.store.base import Store, open_store
+from flashckpt.store import open_store
+from flashckpt.store.base import Store
 from tests.keeper.driver import committed, eventually
 from tests.keeper.fake import FakeTrainer, keeper_pid
 from tests.keeper.jobs import snapshot_of

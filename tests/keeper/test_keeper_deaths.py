@@ -25,7 +25,7 @@ from flashckpt.memory.control_page import SlotSize
 from flashckpt.memory.region import is_region_name
 from flashckpt.memory.runtime import RuntimeFolder, TrainerLocks
 from flashckpt.memory.slot import SlotState
-from flashckpt.store.base import open_store
+from flashckpt.store import open_store
 from tests.keeper.driver import Process, committed, eventually, kill_keeper, ledger, runtime_of
 from tests.keeper.fake import FakeTrainer, keeper_pid, open_runtime
 from tests.memory.mounts import small_tmpfs

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.commit.run import open_run
+from flashckpt.commit.attempts import open_run
 from flashckpt.persist.ledger import FILE_BYTES, Ledger, file_names, lines_of
-from flashckpt.store.base import Store, open_store
+from flashckpt.store import open_store
+from flashckpt.store.base import Store
 from tests.keeper.driver import ledger
 
 ATTEMPT = "000001-0123abcd"

@@ -20,7 +20,7 @@ from flashckpt.format.names import AttemptName
 from flashckpt.keeper.protocol import PROTOCOL, SOCKET_NAME, receive
 from flashckpt.keeper.trainers import Roster, Trainer
 from flashckpt.memory.runtime import RuntimeFolder, TrainerLocks, is_alive
-from flashckpt.store.base import open_store
+from flashckpt.store import open_store
 from tests.keeper.driver import Process, committed, eventually, ledger, runtime_of
 from tests.keeper.fake import FakeTrainer, keeper_pid, open_runtime
 

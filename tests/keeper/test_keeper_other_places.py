@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from flashckpt.commit import attempts, holder, reading
+from flashckpt.commit import attempts, holder, lineage
 from flashckpt.format.names import AttemptName
 from flashckpt.recovery import keepers
 from flashckpt.recovery.recover import recover
-from flashckpt.store.base import open_store
+from flashckpt.store import open_store
 from tests.keeper.driver import Process, committed, eventually, ledger, runtime_of
 from tests.keeper.fake import FakeTrainer, keeper_pid, open_runtime
 
@@ -53,7 +53,7 @@ def test_another_run_in_its_place_is_never_written_to(tmp_path: Path, runtime: P
     assert not list(run.glob(f"*/*/{attempt}")), "a step of the other run stands in this one"
     assert not any(attempt in path.name for path in run.rglob("*"))
     assert not any(line["event"] in ("death", "error") for line in ledger(run))
-    reading.check_records(open_store(run))
+    lineage.check_records(open_store(run))
     fresh.end()
     assert committed(run) == [1]
     if moved:

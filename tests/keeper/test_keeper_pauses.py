@@ -14,7 +14,7 @@ from flashckpt.format.names import AttemptName
 from flashckpt.keeper import start
 from flashckpt.memory.region import is_region_name
 from flashckpt.persist.job import pause_s
-from flashckpt.store.base import open_store
+from flashckpt.store import open_store
 from tests.keeper.driver import eventually, kill_keeper
 from tests.keeper.fake import keeper_pid
 from tests.memory.mounts import small_tmpfs

@@ -15,7 +15,7 @@ from flashckpt.keeper.protocol import close_all
 from flashckpt.memory.region import MEMFD
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.memory.slot import SlotState
-from flashckpt.store.base import open_store
+from flashckpt.store import open_store
 from tests.keeper.driver import Process, committed, eventually, kill_keeper, runtime_of, told
 from tests.keeper.fake import FakeTrainer, keeper_pid
 from tests.keeper.test_keeper_constants import attached, files, named, saved

@@ -14,7 +14,7 @@ from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.memory.slot import Slot, SlotState
 from flashckpt.persist.job import StepJob, Void
 from flashckpt.persist.writer import Writer
-from flashckpt.store.base import open_store
+from flashckpt.store import open_store
 from tests.keeper.driver import Process, committed, eventually, kill_keeper, ledger, runtime_of
 from tests.keeper.fake import FakeTrainer, constants_for, content, keeper_pid
 from tests.keeper.jobs import job_of

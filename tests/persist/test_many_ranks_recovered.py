@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from flashckpt.commit import attempts
+from flashckpt.commit.attempts import open_run
 from flashckpt.commit.holder import here
-from flashckpt.commit.run import open_run
 from flashckpt.commit.steps import is_committed
 from flashckpt.format.names import AttemptName
 from flashckpt.memory.runtime import identity_of

@@ -17,8 +17,7 @@ from typing import Any
 
 from flashckpt.commit.verification import verify
 from flashckpt.recovery.recover import recover
-from flashckpt.store.local import LocalStore
-from flashckpt.store.system import System
+from flashckpt.store.local import LocalStore, System
 from tests.crash.kill_driver import Mortal
 from tests.recovery import messes
 from tests.recovery.scene import contents

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flashckpt.commit import attempts
-from flashckpt.commit.branching import branch
 from flashckpt.commit.holder import here
+from flashckpt.commit.lineage import branch
 from flashckpt.format.names import AttemptName
-from flashckpt.store.base import open_store
+from flashckpt.store import open_store
 from tests.keeper.test_keeper_deaths import flip_image
 from tests.recovery.scene import Crash
 

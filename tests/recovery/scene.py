@@ -12,7 +12,7 @@ from flashckpt.memory.region import is_region_name
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.recovery.recover import recover
 from flashckpt.recovery.report import RecoveryReport
-from flashckpt.store.base import open_store
+from flashckpt.store import open_store
 from tests.keeper.driver import Process, eventually, runtime_of
 from tests.keeper.fake import keeper_pid
 

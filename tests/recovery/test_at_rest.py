@@ -10,18 +10,15 @@ from typing import Any
 import pytest
 
 from flashckpt import _native
-from flashckpt.commit import attempts, lineage, marks
-from flashckpt.commit.branching import branch
+from flashckpt.commit import attempts, lineage
 from flashckpt.commit.holder import here
-from flashckpt.commit.lineage import VisibleStep
-from flashckpt.commit.reading import candidates
+from flashckpt.commit.lineage import VisibleStep, branch, candidates
 from flashckpt.commit.retention import bury
 from flashckpt.errors import NoSuchStepError
 from flashckpt.format.names import AttemptName, step_attempt_folder
 from flashckpt.recovery.recover import recover
 from flashckpt.recovery.report import Kind
-from flashckpt.store.local import LocalStore
-from flashckpt.store.system import System
+from flashckpt.store.local import LocalStore, System
 from tests.commit.runs import commit, is_whole, new_run, part_of, publish
 from tests.keeper.test_keeper_deaths import flip_image
 from tests.recovery.scene import recovered, rows, whole_tree
@@ -150,12 +147,12 @@ def test_a_flipped_byte_is_marked_and_the_older_step_is_named(store: LocalStore,
     assert report.resume is not None
     assert (report.resume.step, report.resume.attempt) == (1, attempt)
     assert {path for path in run.rglob("*") if path.is_file()} >= files, "nothing was deleted"
-    assert marks.marked_here(store, VisibleStep(2, attempt)) is not None
+    assert lineage.marked_here(store, VisibleStep(2, attempt)) is not None
     assert candidates(store)[0].step == 1, "what a resume tries first"
     again = recovered(run)
     assert rows(again) == [("step", "was marked", 2)]
     assert again.damaged
-    assert len(marks.marks(store, 2, attempt)) == 1
+    assert len(lineage.marks(store, 2, attempt)) == 1
 
 
 def test_a_marked_step_that_is_whole_again_is_said(store: LocalStore, run: Path) -> None:
@@ -213,7 +210,7 @@ def test_storage_that_fails_marks_nothing(
     assert rows(report) == [("step", "failed", 2)]
     assert report.failed
     assert "may be whole" in report.findings[0].detail
-    assert marks.marks(store, 2, attempt) == []
+    assert lineage.marks(store, 2, attempt) == []
 
 
 def test_a_run_of_which_nothing_can_be_used(store: LocalStore, run: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from flashckpt.commit import attempts
-from flashckpt.commit.branching import branch
+from flashckpt.commit.lineage import branch
 from flashckpt.errors import KeeperError, RunHeldError
 from flashckpt.keeper.protocol import ELECTION_LOCK
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder
@@ -22,7 +22,7 @@ from flashckpt.options import Keep
 from flashckpt.recovery import keepers, node
 from flashckpt.recovery.pruning import prune
 from flashckpt.recovery.survey import slots_in
-from flashckpt.store.base import open_store
+from flashckpt.store import open_store
 from tests.keeper.driver import Process, committed, eventually, ledger
 from tests.keeper.fake import keeper_pid
 from tests.keeper.test_keeper_deaths import flip_image
@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 RECOVER = """
 import sys
 from flashckpt.recovery.recover import recover
-from flashckpt.store.base import open_store
+from flashckpt.store import open_store
 class Slow:
     def stage(self, name):
         if name == sys.argv[2]:

@@ -8,7 +8,7 @@ import pytest
 
 from flashckpt.commit.verification import verify
 from flashckpt.format.names import AttemptName
-from flashckpt.store.base import open_store
+from flashckpt.store import open_store
 from tests.keeper.driver import committed, eventually
 from tests.keeper.fake import FakeTrainer, keeper_pid
 from tests.keeper.test_keeper_constants import saved

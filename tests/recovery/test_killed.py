@@ -40,7 +40,7 @@ def test_killed_while_it_writes_a_shard(tmp_path: Path, runtime: Path) -> None:
     crash.seal(1)
     crash.both_killed()
     folder = run / f"steps/{1:012d}/{crash.attempt}"
-    program = "import sys; from flashckpt.recovery.recover import recover; from flashckpt.store.base import open_store; recover(open_store(sys.argv[1]))"  # noqa: E501
+    program = "import sys; from flashckpt.recovery.recover import recover; from flashckpt.store import open_store; recover(open_store(sys.argv[1]))"  # noqa: E501
     for _ in range(5):
         child = subprocess.Popen([sys.executable, "-c", program, str(run)], cwd=ROOT)
         until = time.monotonic() + 240
@@ -71,7 +71,7 @@ def test_an_interrupt_ends_it_though_storage_hangs(tmp_path: Path, runtime: Path
 import sys
 from pathlib import Path
 from flashckpt.recovery.recover import recover
-from flashckpt.store.base import open_store
+from flashckpt.store import open_store
 from tests.keeper.faulty import harm
 harm(Path(sys.argv[2]))
 recover(open_store(sys.argv[1]))

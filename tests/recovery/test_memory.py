@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from flashckpt.commit import attempts, lineage
-from flashckpt.commit.branching import branch
 from flashckpt.commit.holder import here
+from flashckpt.commit.lineage import branch
 from flashckpt.format.names import AttemptName
 from flashckpt.persist.needed_snapshots import Survivor, needed
 from flashckpt.recovery.report import RecoveryReport
-from flashckpt.store.base import open_store
+from flashckpt.store import open_store
 from tests.keeper.driver import committed, eventually, ledger
 from tests.keeper.test_keeper_deaths import flip_image
 from tests.recovery.scene import Crash, recovered, regions_of, rows

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.commit import attempts, lineage, marks
-from flashckpt.commit.branching import branch
+from flashckpt.commit import attempts, lineage
 from flashckpt.commit.holder import here
+from flashckpt.commit.lineage import branch
 from flashckpt.commit.steps import read_manifest
 from flashckpt.errors import UnusableRunError
 from flashckpt.format.names import AttemptName, claim_path
@@ -65,7 +65,7 @@ def test_two_without_a_mark_stay(store: LocalStore) -> None:
     attempt = begun(store)
     for step in range(1, 6):
         commit(store, step, attempt)
-    marks.mark(store, 5, attempt, "here", "flipped")
+    lineage.mark(store, 5, attempt, "here", "flipped")
     prune(store, Keep(last=1))
     assert visible(store) == [3, 4, 5]
 

@@ -9,7 +9,7 @@ import pytest
 
 from flashckpt.commit.verification import verify
 from flashckpt.recovery.report import RecoveryReport
-from flashckpt.store.base import open_store
+from flashckpt.store import open_store
 from tests.contracts.test_recover_contract import shell
 from tests.keeper.driver import committed, ledger
 from tests.keeper.test_keeper_shared import regions

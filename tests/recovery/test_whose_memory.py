@@ -17,7 +17,8 @@ from flashckpt.options import Keep
 from flashckpt.recovery import node
 from flashckpt.recovery import recover as recover_module
 from flashckpt.recovery.pruning import prune
-from flashckpt.store.base import Store, open_store
+from flashckpt.store import open_store
+from flashckpt.store.base import Store
 from tests.keeper.driver import committed
 from tests.recovery.scene import Crash, recovered, regions_of, rows, whole_tree
 

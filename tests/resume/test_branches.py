@@ -6,7 +6,7 @@ from pathlib import Path
 
 import flashckpt
 from flashckpt.commit.attempts import bounds
-from flashckpt.store.base import open_store
+from flashckpt.store import open_store
 from tests.resume.training import Trainer, last_of_each
 from tests.waiting import until
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import flashckpt
 from flashckpt.commit.attempts import attempts
-from flashckpt.store.base import open_store
+from flashckpt.store import open_store
 from tests import zygote
 from tests.waiting import until
 
