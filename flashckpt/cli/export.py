@@ -10,7 +10,7 @@ import typer
 
 from flashckpt.cli.command import AsJson, ExitCode, Run, ends, step_name
 from flashckpt.cli.console import Bar, notices, results, size, write_json
-from flashckpt.export.exporting import export as take_out
+from flashckpt.export.step import export as take_out
 from flashckpt.store import open_store
 
 

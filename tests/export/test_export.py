@@ -21,7 +21,7 @@ from flashckpt.commit import attempts
 from flashckpt.commit.holder import here
 from flashckpt.commit.steps import commit
 from flashckpt.errors import DamagedError, NoSuchStepError, OptionError
-from flashckpt.export.exporting import export
+from flashckpt.export.step import export
 from flashckpt.store import open_store
 from flashckpt.store.local import LocalStore
 from tests.commit.runs import leaves_of, new_run, publish
@@ -228,7 +228,7 @@ def test_killed_while_a_folder_is_replaced_loses_none_of_both(tmp_path: Path, is
     export(store, str(home / "out"))
     program = """
 import os, sys
-from flashckpt.export import exporting
+from flashckpt.export import step as step_export
 from flashckpt.store import open_store
 rename = os.rename
 def dying(old, new, **how):
@@ -238,7 +238,7 @@ def dying(old, new, **how):
         os.kill(os.getpid(), 9)
     return rename(old, new, **how)
 os.rename = os.replace = dying
-exporting.export(open_store(sys.argv[1]), sys.argv[2], force=True)
+step_export.export(open_store(sys.argv[1]), sys.argv[2], force=True)
 """
     command = [sys.executable, "-c", program, str(tmp_path / "run"), str(home / "out"), str(is_first)]
     assert subprocess.run(command, cwd=ROOT).returncode == -signal.SIGKILL
@@ -251,16 +251,16 @@ def test_killed_while_it_writes_leaves_no_half_file(tmp_path: Path, run: Path) -
     """Before the rename the name is not there, after it the file is whole."""
     program = """
 import os, sys, time
-from flashckpt.export import exporting
+from flashckpt.export import step as step_export
 from flashckpt.store import open_store
-write = exporting._write
+write = step_export._write
 def slow(*arguments):
     size = write(*arguments)
     print("written", flush=True)
     sys.stdin.readline()
     return size
-exporting._write = slow
-exporting.export(open_store(sys.argv[1]), sys.argv[2])
+step_export._write = slow
+step_export.export(open_store(sys.argv[1]), sys.argv[2])
 """
     out = tmp_path / "out"
     child = subprocess.Popen(

@@ -1,7 +1,9 @@
-"""A stock safetensors file of selected leaves. Owns its header; the bytes are copied as they are.
+"""The files that other programs read: a stock safetensors file, and one for `torch.load(weights_only=True)`.
 
-Names are those of the state. A tensor that stands under several names is stored once: the others are in
-the file's metadata. A dtype that safetensors does not have is stored as bytes, and named there too.
+Names are those of the state. In a safetensors file a tensor that stands under several names is stored once:
+the others are in its metadata. A dtype that safetensors does not have is stored as bytes, and named there.
+The other file is the one place where this library writes a pickle, which torch's own format is. Nothing here
+ever reads one back.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from flashckpt.format.layout import DTYPES
 _ALIGNMENT = 8
 
 
-def write(path: str, record: StepRecord, rank: int, sources: Sequence[SelectedLeaf]) -> int:
+def write_safetensors(path: str, record: StepRecord, rank: int, sources: Sequence[SelectedLeaf]) -> int:
     """Write the file and digest it again as it stands. Returns its bytes. DamagedError where a leaf did not
     arrive as it was captured."""
     ordered = sorted(sources, key=lambda each: (-DTYPES[each.leaf.dtype][0], each.leaf.name))
@@ -82,3 +84,20 @@ def _check(path: str, data_start: int, ordered: Sequence[SelectedLeaf], step: in
                 offset += each.leaf.num_bytes
     finally:
         os.close(descriptor)
+
+
+def write_torch(path: str, sources: Sequence[SelectedLeaf]) -> int:
+    """Write the file. Tied names give one tensor, stored once. Returns its bytes. DamagedError where a leaf
+    is not what was captured."""
+    # Late: the other format needs no torch, nor does a machine that only copies weights.
+    import torch
+
+    from flashckpt.restore.snapshot import leaf_view
+
+    tensors: dict[str, torch.Tensor] = {}
+    for each in sources:
+        leaf = each.leaf
+        tensor = leaf_view(memoryview(each.read()), leaf, 0)
+        tensors.update(dict.fromkeys((leaf.name, *leaf.aliases), tensor))
+    torch.save(tensors, path)
+    return os.path.getsize(path)

@@ -1,5 +1,5 @@
-"""Exporting a step. Owns the order: choose, verify, write beside, rename. One rank gives one file, several
-ranks a folder with one file each."""
+"""The export of a step. Owns the order: choose, verify, write beside, rename. One rank gives one file,
+several ranks a folder with one file each."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from flashckpt.commit.attempts import open_run
 from flashckpt.commit.lineage import resolve
 from flashckpt.commit.steps import StepRecord
 from flashckpt.errors import OptionError
-from flashckpt.export import safetensors_file
+from flashckpt.export.destination import check_free, put_in_place, rank_file
+from flashckpt.export.formats import write_safetensors, write_torch
 from flashckpt.export.selection import Progress, SelectedLeaf, check_whole, ranks_of, selected
-from flashckpt.export.writing import check_free, put_in_place, rank_file
 from flashckpt.format.names import AttemptName
 from flashckpt.store.base import Store
 
@@ -90,8 +90,5 @@ def _written(
 
 def _write(format: str, path: str, record: StepRecord, rank: int, sources: list[SelectedLeaf]) -> int:
     if format == "safetensors":
-        return safetensors_file.write(path, record, rank, sources)
-    # Late: the other format needs no torch, nor does a machine that only copies weights.
-    from flashckpt.export import torch_file
-
-    return torch_file.write(path, sources)
+        return write_safetensors(path, record, rank, sources)
+    return write_torch(path, sources)
