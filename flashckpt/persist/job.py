@@ -76,10 +76,9 @@ class KnownTrainer(Protocol):
 
 @dataclass(frozen=True)
 class LeafSource:
-    """Where leaves of a snapshot stand: a region, the rank whose region it is, and which of its leaves."""
+    """Where leaves of a snapshot stand: a region, which may be another rank's, and which of its leaves."""
 
     region: Slot
-    holder: int
     leaves: range
 
 
@@ -128,11 +127,9 @@ class SealedSnapshot:
     def sources(self, metadata: Metadata) -> list[LeafSource]:
         """Where the leaves of the snapshot stand, as far as they are here."""
         own = len(metadata.layout.leaves)
-        found = [LeafSource(self.slot, self.rank, range(own))]
-        if metadata.constants is not None:
-            rest = range(own, len(metadata.leaves))
-            found += [LeafSource(region, region.rank, rest) for region in self.regions]
-        return found
+        rest = range(own, len(metadata.leaves))
+        shared = [LeafSource(region, rest) for region in self.regions if rest]
+        return [LeafSource(self.slot, range(own)), *shared]
 
 
 @dataclass(frozen=True)
