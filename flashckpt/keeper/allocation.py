@@ -188,7 +188,7 @@ class Allocation:
             missing = count - has - len(fit)
             if missing <= 0:
                 return fit[: max(count - has, 0)], None
-            if self._has_room(trainer, count, missing, size):
+            if self._has_room(request, count, missing, size):
                 self._clear(each for each in large_enough if each not in fit)
                 return fit, _Plan(missing, size, self._has_memfd(trainer))
         if has + len(large_enough) >= count:
@@ -209,7 +209,7 @@ class Allocation:
             # down to each of the others.
             if each.state() is SlotState.FREE and not self._regions.is_written(each):
                 self._regions.remove(each)
-        if self._has_room(trainer, 1, 1, size):
+        if self._has_room(request, 1, 1, size):
             return [], _Plan(1, size, self._has_memfd(trainer))
         if found := self._overwritable(fit, in_need=True):
             return found[:1], None
@@ -221,7 +221,7 @@ class Allocation:
             is_empty = each.writer == trainer.lock and each.state() is SlotState.FREE
             if is_empty and each.slot.name not in request.have and each.slot.size.holds(size):
                 return [each], None
-        if not self._has_room(trainer, 1, 1, size):
+        if not self._has_room(request, 1, 1, size):
             raise room.out_of_room(size.region_bytes, self._left_for(trainer.rank))
         return [], _Plan(1, size)
 
@@ -286,13 +286,15 @@ class Allocation:
             others = sum(left for each, left in self._reserved.items() if each != rank)
         return self._available() - others
 
-    def _has_room(self, trainer: Trainer, count: int, missing: int, size: SlotSize) -> bool:
-        """Whether so many more can be made, and up to `count` for each rank of the node that is still to
-        come."""
+    def _has_room(self, request: _MemoryRequest, count: int, missing: int, size: SlotSize) -> bool:
+        """Whether so many more can be made, and up to `count` for each rank of the node whose own are still
+        to come."""
+        trainer, regions, is_constants = request.trainer, self._regions, request.purpose == CONSTANTS
         for rank in set(trainer.ranks) - {trainer.rank}:
-            held = self._regions.of_rank(rank)
+            held = regions.constants_of(rank) if is_constants else regions.of_rank(rank)
             purpose, plan = self._making.get(rank, ("", _NOTHING))
-            if purpose == SLOTS or any(map(self._regions.is_written, held)):
+            is_made = purpose == (CONSTANTS if is_constants else SLOTS)
+            if is_made or any(map(regions.is_written, held)):
                 continue
             has = sum(each.slot.size.holds(size) for each in held)
             has += plan.count if purpose == READ and plan.size.holds(size) else 0

@@ -26,6 +26,8 @@ class Worker:
         # What is to be called, and with what it returned what comes after.
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Done] | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[tuple[Done, Any]] = queue.SimpleQueue()
+        # Whoever has the result may close the eventfd, whose number is another file's then.
+        self._giving = threading.Lock()
         self.busy = False
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
@@ -38,7 +40,8 @@ class Worker:
     def collect(self) -> None:
         """Hand a finished job's result over, in the calling thread."""
         try:
-            done, result = self._results.get_nowait()
+            with self._giving:
+                done, result = self._results.get_nowait()
         except queue.Empty:
             return
         self.busy = False
@@ -60,5 +63,6 @@ class Worker:
             except BaseException as error:
                 log.debug("a job of the keeper failed", exc_info=True)
                 result = error
-            self._results.put((job[1], result))
-            os.eventfd_write(self._wake, 1)
+            with self._giving:
+                self._results.put((job[1], result))
+                os.eventfd_write(self._wake, 1)

@@ -43,13 +43,14 @@ class Asker(Connection):
 class Node:
     """A keeper's memory, where so much is available; answers are kept, by rank."""
 
-    def __init__(self, runtime: Path, available: Callable[[], int]) -> None:
+    def __init__(self, runtime: Path, room: int) -> None:
+        self.room = room
         self.folder = RuntimeFolder.open(str(runtime), "ab" * 16)
         life = LifeLock.acquire(self.folder, "keeper-x.lock")
         assert life is not None
         self.life, self.wake = life, os.eventfd(0, os.EFD_NONBLOCK)
         self.regions = Regions(self.folder, life)
-        self.allocation = Allocation(self.regions, lambda *_: True, self.wake, available)
+        self.allocation = Allocation(self.regions, lambda *_: True, self.wake, lambda: self.room)
         self.answers: dict[int, int | FlashckptError] = {}
         self.trainers: dict[int, LifeLock] = {}
 
@@ -86,7 +87,7 @@ def node(runtime: Path) -> Iterator[Callable[[int], Node]]:
     made: list[Node] = []
 
     def with_room(num_bytes: int) -> Node:
-        made.append(Node(runtime, lambda: num_bytes))
+        made.append(Node(runtime, num_bytes))
         return made[-1]
 
     yield with_room
@@ -152,6 +153,14 @@ def test_what_ranks_to_come_have_already_is_not_to_be_taken(node: Callable[[int]
     for rank in range(2):
         tight.ask(rank, of=2, count=2)
     assert tight.answered() == {0: 2, 1: 2}
+
+
+def test_each_rank_has_its_constants_where_there_is_just_room_for_them(node: Callable[[int], Node]) -> None:
+    tight = node(2 * EACH)
+    for rank in range(2):
+        tight.ask(rank, of=2, purpose="constants")
+        assert tight.answered()[rank] == 1
+        tight.room -= EACH
 
 
 def test_a_node_of_many_ranks_has_all_its_slots(node: Callable[[int], Node]) -> None:
