@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -31,7 +32,10 @@ def regions(folder: RuntimeFolder) -> list[str]:
 
 def held_memfds(pid: int, start: str) -> int:
     """How many memfds whose name begins so a process holds."""
-    links = {os.readlink(each.path) for each in os.scandir(f"/proc/{pid}/fd")}
+    links = set[str]()
+    for each in os.scandir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed since it was listed
+            links.add(os.readlink(each.path))
     return sum(link.startswith(f"/memfd:{start}") for link in links)
 
 
