@@ -392,7 +392,11 @@ class Slots:
             self._drop(slots)
             return
         if self.ring is None:
-            _say_sizes(request, grants, self._session.keeper.available_bytes)
+            region = self._capture.region
+            constants = region.layout.num_bytes if region is not None else 0
+            if request.region is not None:
+                constants = request.region.region_bytes
+            _say_sizes(request, grants, constants, self._session.keeper.available_bytes)
         for text in _what_it_means(request, grants, self._count):
             self._say(text, text)
 
@@ -529,13 +533,13 @@ def made_usable(grants: Sequence[SlotGrant], capture: Capture) -> list[Slot]:
     return slots
 
 
-def _say_sizes(request: _Request, grants: Sequence[SlotGrant], left: int) -> None:
+def _say_sizes(request: _Request, grants: Sequence[SlotGrant], constants: int, left: int) -> None:
     num_bytes, state = sum(grant.num_bytes for grant in grants), sum(request.state)
     log.info(
-        "%d slots for a state of %s bytes take %s bytes of host memory; %s more were available. With fewer "
-        "(Options(slots=2)) boundaries are skipped while a snapshot is persisted; with one a kill in a "
-        "capture falls back to the disk.",
-        len(grants), f"{state:,}", f"{num_bytes:,}", f"{left:,}",
+        "%d slots for a state of %s bytes, and %s that never change, take %s bytes of host memory; %s more "
+        "were available. With fewer (Options(slots=2)) boundaries are skipped while a snapshot is persisted; "
+        "with one a kill in a capture falls back to the disk.",
+        len(grants), f"{state:,}", f"{constants:,}", f"{num_bytes + constants:,}", f"{left:,}",
     )  # fmt: skip
 
 

@@ -120,6 +120,17 @@ def test_one_that_changes_before_the_region_is_filled_is_stored_as_it_is(
     capture.close()
 
 
+def test_where_none_is_as_it_was_decided_there_is_no_region(ring: SlotRing, sealer: _native.Sealer) -> None:
+    for write in ("mul_", "reshaped"):
+        state = Frozen(torch.randn(LARGE))
+        capture = made(state, ring, sealer)
+        give_region(capture)
+        _write(state, write)
+        content = captured(capture, ring, sealer, 1)
+        assert (content.constants_nonce, content.constants, capture.region_named) == (0, [], None)
+        capture.close()
+
+
 @pytest.mark.parametrize("write", ["mul_", "data", "numpy", "other", "reshaped"])
 @pytest.mark.parametrize("at", [2, 5])
 def test_the_very_snapshot_has_the_change_and_the_region_goes_on_for_the_rest(
