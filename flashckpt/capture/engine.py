@@ -1,6 +1,6 @@
 """The capture of one rank: what happens at a boundary.
 
-Owns the order: poll what was begun, ask schedule and hooks, follow the plan, fill a slot, hand it to the
+Owns the order: poll what was begun, ask schedule and hooks, prepare the copies, fill a slot, hand it to the
 sealer. The training thread waits here for nothing but its own copies of host memory; `wait` and an ordered
 capture wait for copies in flight.
 """
@@ -359,7 +359,7 @@ class Capture:
         try:
             if not self._is_filled(step, ordered=ordered):
                 return _skipped(step, "what never changes is being copied")
-            copies, data = self._planner.follow(values)
+            copies, data = self._planner.prepare(values)
         except torch.OutOfMemoryError:
             self._planner.drop()
             return _skipped(step, _NO_MEMORY)

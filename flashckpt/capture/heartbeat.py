@@ -10,19 +10,12 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Protocol
 
-from flashckpt.memory.slot import Heartbeat, Slot
+from flashckpt.capture.slot_writer import SlotWriter
+from flashckpt.memory.slot import Heartbeat
 
 # Half a second of steps of a tenth of a millisecond: beyond that the oldest are not judged.
 _LENGTHS_KEPT = 5000
-
-
-class Beaten(Protocol):
-    """A slot that this process writes, with its owner's index in it."""
-
-    slot: Slot
-    owner: int
 
 
 class HeartbeatWriter:
@@ -30,8 +23,8 @@ class HeartbeatWriter:
     it, and the next boundary takes it up. `lengths` are (step, seconds) of the steps since they were last
     taken out. All else is the training thread's."""
 
-    def __init__(self, targets: Mapping[str, Beaten]) -> None:
-        self._writers = targets
+    def __init__(self, writers: Mapping[str, SlotWriter]) -> None:
+        self._writers = writers
         self.boundaries = 0
         self.patience_s = 0.0
         self.lengths: deque[tuple[int, float]] = deque(maxlen=_LENGTHS_KEPT)
@@ -72,5 +65,5 @@ class HeartbeatWriter:
 
     def _beat(self) -> None:
         patience_ns = int(self.patience_s * 1e9) if self._expecting else 0
-        for target in self._writers.values():
-            target.slot.beat(Heartbeat(self.boundaries, self._begun_ns, target.owner, patience_ns))
+        for each in self._writers.values():
+            each.slot.beat(Heartbeat(self.boundaries, self._begun_ns, each.owner, patience_ns))

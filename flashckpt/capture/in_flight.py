@@ -40,13 +40,13 @@ class InFlight:
 
     def __init__(
         self,
-        ways: CopyPolicy,
+        policy: CopyPolicy,
         constants: Constants,
         sealer: _native.Sealer,
         on_lost: Callable[[PendingSnapshot], None],
         on_changed: Callable[[], None],
     ) -> None:
-        self._policy, self._constants, self._sealer = ways, constants, sealer
+        self._policy, self._constants, self._sealer = policy, constants, sealer
         self._on_lost, self._on_changed = on_lost, on_changed
         self._pending: list[PendingSnapshot] = []
         # The newest sealed of each slot, until the keeper is known to have found no leaf of it torn.

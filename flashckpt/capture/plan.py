@@ -113,7 +113,7 @@ class Plan:
         self._watch: _native.Watch | None = None
         self._arm()
 
-    def follow(self) -> tuple[Change, list[int]]:
+    def update(self) -> tuple[Change, list[int]]:
         """Compare the live state with the plan; take over new memory of the same leaves. Which gradients are
         leaves is not asked: the values, which come first, read that, and walk anew where it has changed.
 

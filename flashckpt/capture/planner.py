@@ -52,20 +52,20 @@ class PreparedCopies:
     """Everything a boundary needs to copy the leaves of one plan."""
 
     def __init__(
-        self, plan: Plan, ways: CopyPolicy, fired: frozenset[int], room: Mapping[str, int], threads: int
+        self, plan: Plan, policy: CopyPolicy, fired: frozenset[int], room: Mapping[str, int], threads: int
     ) -> None:
         self.plan = plan
-        self._devices: Sequence[Device | None] = ways.device_of(plan)
-        self.ways: list[Way] = ways.choose(plan, self._devices, fired, room)
+        self._devices: Sequence[Device | None] = policy.device_of(plan)
+        self.ways: list[Way] = policy.choose(plan, self._devices, fired, room)
         host = [i for i, each in enumerate(self._devices) if each is None and i not in plan.outdated]
         constants = [i for i in host if self.ways[i] is Way.CONSTANT]
-        suspects = [i for i in host if ways.suspect(plan.leaves[i].name)]
+        suspects = [i for i in host if policy.suspect(plan.leaves[i].name)]
         self.host = HostCopies(plan, host, constants, suspects, threads)
-        self._choice = ways
+        self._policy = policy
         self._feeders: dict[int, tuple[Device, StreamMark]] = {}
         self._find_feeders(host)
         holes = self.host.may_be_staged()
-        self.transfers = [self._transfer(device, ways, holes) for device in _distinct(self._devices)]
+        self.transfers = [self._transfer(device, policy, holes) for device in _distinct(self._devices)]
         self.host.stage(i for t in self.transfers if t.arena is not None for i in t.arena.bridged)
         self.captures = 0
         self.names = [leaf.name for leaf in plan.leaves]
@@ -118,12 +118,12 @@ class PreparedCopies:
 
     def _find_feeders(self, host: Iterable[int]) -> None:
         """Devices that write leaves in host memory: these are read after the kernels of the boundary."""
-        for device in self._choice.feeders(self.plan.tensors[i] for i in host):
+        for device in self._policy.feeders(self.plan.tensors[i] for i in host):
             self._feeders.setdefault(id(device), (device, device.new_mark()))
 
-    def _transfer(self, device: Device, ways: CopyPolicy, holes: frozenset[int]) -> DeviceCopies:
+    def _transfer(self, device: Device, policy: CopyPolicy, holes: frozenset[int]) -> DeviceCopies:
         indexes = [i for i, owner in enumerate(self._devices) if owner is device]
-        synchronised = [i for i in indexes if ways.synchronised(self.plan.leaves[i].name)]
+        synchronised = [i for i in indexes if policy.synchronised(self.plan.leaves[i].name)]
         return DeviceCopies(device, self.plan, indexes, self.ways, synchronised, holes)
 
 
@@ -134,7 +134,7 @@ class Planner:
     def __init__(
         self,
         tree: Walkable,
-        ways: CopyPolicy,
+        policy: CopyPolicy,
         hooks: StepHooks,
         constants: Constants,
         heartbeat: HeartbeatWriter,
@@ -143,7 +143,7 @@ class Planner:
         threads: int,
     ) -> None:
         self.current: PreparedCopies | None = None
-        self._tree, self._policy, self._hooks, self._constants = tree, ways, hooks, constants
+        self._tree, self._policy, self._hooks, self._constants = tree, policy, hooks, constants
         self._heartbeat, self._devices, self._limit, self._threads = (
             heartbeat,
             devices,
@@ -153,7 +153,7 @@ class Planner:
         self._walk: Walk | None = None
         self._chosen = self._ground()
 
-    def follow(self, values: Callable[[], bytes]) -> tuple[PreparedCopies, bytes]:
+    def prepare(self, values: Callable[[], bytes]) -> tuple[PreparedCopies, bytes]:
         """The copies of the state as it is now, with its values. Values are asked first: that is when
         their owners make tensors anew, or the tree walks again. What is made after a walk is followed too,
         since the walk asked for tensors of its own. Raises StateError if that never ends."""
@@ -164,7 +164,7 @@ class Planner:
             data = values()
             copies, walk = self.current, self._tree.current
             if copies is not None and self._walk is walk and self._chosen == self._ground():
-                change, indexes = copies.plan.follow()
+                change, indexes = copies.plan.update()
                 if change is Change.PATCHED:
                     copies.moved(indexes)
                 if change is not Change.REBUILD:
