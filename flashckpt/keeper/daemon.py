@@ -126,9 +126,9 @@ class Keeper:
     def _is_idle(self) -> bool:
         """Nobody lives, nothing is under way, and no end is still to be written down: where what is in memory
         is given up, a storage that takes nothing more is waited for no longer."""
-        busy = self.queue.worker.busy or self._allocation.busy or self.deletions.is_pending
-        is_untold = bool(self._ended) and not (self._exit.run_is_gone or self._exit.discards)
-        return not (len(self.roster) or busy or is_untold)
+        if len(self.roster) or self.queue.worker.busy or self._allocation.busy or self.deletions.is_pending:
+            return False
+        return not self._ended or self._exit.run_is_gone or self._exit.discards
 
     @property
     def _is_last(self) -> bool:
