@@ -28,7 +28,7 @@ from benchmarks.settings import MIB, Job
 from benchmarks.workload import Workload
 from flashckpt import _native
 from flashckpt.capture.live_digests import digest_tensors
-from flashckpt.restore.ladder import Candidate, Ladder, Loaded
+from flashckpt.restore.step_choice import Candidate, Loaded, StepChoice
 
 _BLOCK = 16 * MIB
 
@@ -64,11 +64,11 @@ def _timed() -> Iterator[dict[str, float]]:
     """Seconds until the snapshot is verified in its slot (`verified_s`, the slot's own making included) and
     of reading the file alone (`read_file_s`)."""
     stages: dict[str, float] = {}
-    load, read_file = Ladder.load, _native.read_file
+    load, read_file = StepChoice.load, _native.read_file
 
-    def timed_load(ladder: Ladder, candidate: Candidate) -> Loaded | None:
+    def timed_load(choice: StepChoice, candidate: Candidate) -> Loaded | None:
         began = time.perf_counter()
-        loaded = load(ladder, candidate)
+        loaded = load(choice, candidate)
         if loaded is not None:
             stages["verified_s"] = time.perf_counter() - began
         return loaded
@@ -81,7 +81,7 @@ def _timed() -> Iterator[dict[str, float]]:
             stages["read_file_s"] = time.perf_counter() - began
 
     with (
-        mock.patch.object(Ladder, "load", timed_load),
+        mock.patch.object(StepChoice, "load", timed_load),
         mock.patch.object(_native, "read_file", timed_read),
     ):
         yield stages

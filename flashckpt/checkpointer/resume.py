@@ -1,7 +1,7 @@
 """`attach`: from a folder and the live state to a Checkpointer. Owns the order of what happens once.
 
-What cannot be saved is refused before the run's folder is touched. Then the claim, the keeper, the
-ladder; the live state changes only once a snapshot is verified and fits; start.json comes last, so that
+What cannot be saved is refused before the run's folder is touched. Then the claim, the keeper, the choice
+of a step; the live state changes only once a snapshot is verified and fits; start.json comes last, so that
 an attempt that could not load is as if it had never been.
 """
 
@@ -35,9 +35,9 @@ from flashckpt.memory.control_page import SlotSize
 from flashckpt.memory.slot import Slot
 from flashckpt.options import Environment, Keep, Options
 from flashckpt.restore.filling import check_fits, fill
-from flashckpt.restore.ladder import Ladder, Loaded, Vote, alone
 from flashckpt.restore.memory_tier import Held
 from flashckpt.restore.snapshot import Snapshot
+from flashckpt.restore.step_choice import Loaded, StepChoice, Vote, alone
 from flashckpt.state import rng
 from flashckpt.state.objects import is_container
 from flashckpt.state.tree import Tree
@@ -156,14 +156,14 @@ def _resume(
 
     threads = options.threads or torch.get_num_threads()
     try:
-        ladder = Ladder(
+        choice = StepChoice(
             session.store, mapped, session.environment.rank, slot_for, region_for, fits, threads, vote
         )
-        loaded = ladder.climb()
+        loaded = choice.choose()
         if loaded is None:
             session.start(None, 0, None)
             return _Taken()
-        resumed = _take_up(session, tree, progress, loaded, ladder.refused, began, threads)
+        resumed = _take_up(session, tree, progress, loaded, choice.refused, began, threads)
         snapshot = loaded.snapshot
         kept = _kept(session, loaded, extra)
         return _Taken(resumed, snapshot.digests_by_name, snapshot.constants, kept)

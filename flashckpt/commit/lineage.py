@@ -133,7 +133,7 @@ _Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True, slots=True)
-class Rung:
+class StepSource:
     """A visible step in one tier: in the slot of that name in this node's memory, or (None) in the store."""
 
     step: int
@@ -167,21 +167,21 @@ def candidates(store: Store) -> list[VisibleStep]:
     return others + list(marks)
 
 
-def ladder(store: Store, survived: Mapping[str, VisibleStep]) -> list[Rung]:
+def sources(store: Store, survived: Mapping[str, VisibleStep]) -> list[StepSource]:
     """What a resume tries, in this order: newest step first, at each memory before the store; last the
     steps that this machine has marked. `survived` are the snapshots in this node's memory by the names of
     their slots: they follow the same rule of lineage."""
     at_rest = candidates(store)
     marked = {each for each in at_rest if marked_here(store, each) is not None}
     last_step = {bound.attempt: bound.last_step for bound in bounds(store)}
-    rungs = [
-        Rung(each.step, each.attempt, slot)
+    found = [
+        StepSource(each.step, each.attempt, slot)
         for slot, each in survived.items()
         if each.step <= last_step.get(each.attempt, -1)
     ]
-    rungs += [Rung(each.step, each.attempt) for each in at_rest if each not in marked]
-    rungs.sort(key=lambda each: (each.step, each.attempt.number, each.slot is not None), reverse=True)
-    return rungs + [Rung(each.step, each.attempt) for each in at_rest if each in marked]
+    found += [StepSource(each.step, each.attempt) for each in at_rest if each not in marked]
+    found.sort(key=lambda each: (each.step, each.attempt.number, each.slot is not None), reverse=True)
+    return found + [StepSource(each.step, each.attempt) for each in at_rest if each in marked]
 
 
 def incomplete(store: Store, after: int) -> list[tuple[VisibleStep, str]]:

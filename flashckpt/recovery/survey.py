@@ -131,7 +131,7 @@ def resume_of(
     store: Store, runtime: RuntimeFolder | None, damaged: Collection[VisibleStep]
 ) -> tuple[Resume | None, str]:
     """The step and tier of the next resume, or why there is none; neither for a run without steps. By the
-    ladder that a resume climbs: the first rung that holds. `damaged` are steps at rest that cannot be used;
+    order in which a resume looks: the first that holds. `damaged` are steps at rest that cannot be used;
     what is in memory is audited here."""
     try:
         lineage.check_records(store)
@@ -139,13 +139,13 @@ def resume_of(
         for each in slots_in(runtime) if runtime is not None else []:
             if each.step is not None and each.attempt is not None:
                 survived[each.slot] = VisibleStep(each.step, each.attempt)
-        rungs = lineage.ladder(store, survived)
-        for rung in rungs:
-            if rung.slot is None and VisibleStep(rung.step, rung.attempt) not in damaged:
-                return Resume(step=rung.step, attempt=rung.attempt, tier="local"), ""
-            if rung.slot is not None and runtime is not None and _is_sound(runtime, rung.slot):
-                return Resume(step=rung.step, attempt=rung.attempt, tier="memory"), ""
-        if rungs:
+        sources = lineage.sources(store, survived)
+        for source in sources:
+            if source.slot is None and VisibleStep(source.step, source.attempt) not in damaged:
+                return Resume(step=source.step, attempt=source.attempt, tier="local"), ""
+            if source.slot is not None and runtime is not None and _is_sound(runtime, source.slot):
+                return Resume(step=source.step, attempt=source.attempt, tier="memory"), ""
+        if sources:
             return None, "the run has steps and none of them can be used: training would refuse to start"
         lineage.check_usable(store)
     except UnusableRunError as error:

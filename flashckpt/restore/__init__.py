@@ -1,1 +1,1 @@
-"""From where a snapshot rests to the live state: the ladder, the tiers, the filling."""
+"""From where a snapshot rests to the live state: the choice of a step, the tiers, the filling."""

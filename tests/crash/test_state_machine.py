@@ -89,12 +89,12 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.attempt is None)
     @rule()
     def start(self) -> None:
-        """The next attempt loads the newest step that is whole, as the ladder does, and goes on from it."""
+        """The next attempt loads the newest step that is whole, as a resume does, and goes on from it."""
         best = self._load()
         expected = max(self._seen() - self.damaged, default=None)
         assert best == expected
         if best is None and self._seen():
-            return  # every step is damaged: the ladder stops here, it never starts afresh
+            return  # every step is damaged: a resume stops here, it never starts afresh
         self._go_on(best)
 
     @precondition(lambda self: self.attempt is not None)
@@ -234,7 +234,7 @@ class Life(RuleBasedStateMachine):
         return steps.is_committed(self.store, each.step, each.attempt)
 
     def _load(self) -> VisibleStep | None:
-        """The ladder's rule: candidates in their order, each verified whole before it is taken."""
+        """A resume's rule: candidates in their order, each verified whole before it is taken."""
         for each in candidates(self.store):
             try:
                 leaves = flashckpt.load(self.path, each.step)

@@ -169,7 +169,7 @@ def test_a_marked_step_that_is_whole_again_is_said(store: LocalStore, run: Path)
     assert "whole now" in report.findings[0].detail
     assert not report.damaged
     assert report.resume is not None
-    assert report.resume.step == 1, "as the ladder does, which puts marked steps last"
+    assert report.resume.step == 1, "as a resume does, which puts marked steps last"
 
 
 def test_a_missing_shard_is_named_and_not_marked(store: LocalStore, run: Path) -> None:

@@ -1,8 +1,8 @@
 """Where a run goes on from: the visible steps, newest first, at each the nearest tier first.
 
 Owns the order of candidates and what is said of those that cannot be used. All who are asked (`Vote`)
-must be able to load one before it is taken; nothing live changes here. Down the ladder goes only
-what is damaged, missing or, again and again, not given by the disk while the run's records are: one lost
+must be able to load one before it is taken; nothing live changes here. An older one is taken only where a
+newer is damaged, missing or, again and again, not given by the disk while the run's records are: one lost
 sector must not keep a job down for the night. A state that does not fit, storage that fails otherwise, a
 newer format or a fault of this node's memory stops the resume: the step may be whole, and going on from an
 older one would leave it behind. A run whose steps cannot be used is never taken for a fresh one.
@@ -63,7 +63,7 @@ def alone(candidate: Candidate, could: bool) -> bool:
     return could
 
 
-class Ladder:
+class StepChoice:
     """The candidates of one run, and the reasons why some were passed over.
 
     `survived` are the slots in which this node's keeper found sealed snapshots. `refused` gathers one
@@ -87,7 +87,7 @@ class Ladder:
         self._fits, self._threads, self._vote = fits, threads, vote
         self.refused: list[str] = []
 
-    def climb(self) -> Loaded | None:
+    def choose(self) -> Loaded | None:
         """The first candidate that is whole and fits, for all who vote. None for a run that has no step.
 
         Raises UnusableRunError where there are steps and none can be used, or records of attempts are
@@ -121,8 +121,8 @@ class Ladder:
         by_age = sorted((e for e in self._survived if e.sealed), key=lambda e: e.age, reverse=True)
         held = {each.slot.name: each for each in by_age}
         survived = {name: VisibleStep(each.step, each.attempt) for name, each in held.items()}
-        rungs = lineage.ladder(self._store, survived)
-        return [Candidate(r.step, r.attempt, None if r.slot is None else held[r.slot]) for r in rungs]
+        sources = lineage.sources(self._store, survived)
+        return [Candidate(r.step, r.attempt, None if r.slot is None else held[r.slot]) for r in sources]
 
     def load(self, candidate: Candidate) -> Loaded | None:
         """The candidate, verified and known to fit, in a slot that is pinned. None, said and noted in

@@ -29,7 +29,7 @@ from flashckpt.format.names import manifest_path, step_attempt_folder
 from flashckpt.format.records import PartRecord
 from flashckpt.memory.slot import Slot
 from flashckpt.options import Environment
-from flashckpt.restore import ladder
+from flashckpt.restore import step_choice
 from flashckpt.state.tree import Tree
 from flashckpt.store import open_store
 from flashckpt.store.local import LocalStore
@@ -148,7 +148,7 @@ class Failing:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
         self.left, self._read = times, LocalStore.read
         monkeypatch.setattr(LocalStore, "read", lambda *arguments: self.read(*arguments))
-        monkeypatch.setattr(ladder, "_PAUSES_S", (0.0, 0.0, 0.0))
+        monkeypatch.setattr(step_choice, "_PAUSES_S", (0.0, 0.0, 0.0))
 
     def read(self, store: LocalStore, path: str, max_bytes: int) -> bytes:
         if self.left and "000000000004" in path and "part-" in path:
@@ -186,7 +186,7 @@ class FaultyShards:
             return read(path, *arguments, **named)
 
         monkeypatch.setattr(_native, "read_file", read_file)
-        monkeypatch.setattr(ladder, "_PAUSES_S", (0.0, 0.0, 0.0))
+        monkeypatch.setattr(step_choice, "_PAUSES_S", (0.0, 0.0, 0.0))
 
 
 def test_a_shard_that_is_read_in_the_end_costs_no_step(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +243,7 @@ def test_a_storage_that_goes_away_as_a_whole_stops_the_resume(
 
     def then() -> None:
         tries.append(1)
-        if len(tries) == 1 + len(ladder._PAUSES_S):
+        if len(tries) == 1 + len(step_choice._PAUSES_S):
             Failing(monkeypatch, times=10**6)
 
     FaultyShards(monkeypatch, then=then)
@@ -302,7 +302,7 @@ def test_what_the_vote_refuses_is_passed_over_and_nothing_live_changes_before_it
     job, asked = Job(), []
     before = job.model.weight.detach().clone()
 
-    def vote(candidate: ladder.Candidate, could: bool) -> bool:
+    def vote(candidate: step_choice.Candidate, could: bool) -> bool:
         assert torch.equal(job.model.weight, before)
         assert not job.optimizer.state
         asked.append((candidate.step, could, candidate.held is not None))
@@ -337,7 +337,7 @@ def test_a_step_that_is_damaged_here_is_voted_against(run: Path) -> None:
     rewrite_part(run, lambda data: data[:-1])
     asked: list[tuple[int, bool]] = []
 
-    def vote(candidate: ladder.Candidate, could: bool) -> bool:
+    def vote(candidate: step_choice.Candidate, could: bool) -> bool:
         asked.append((candidate.step, could))
         return True  # the others could: what is damaged here is not taken all the same
 
