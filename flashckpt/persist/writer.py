@@ -59,11 +59,8 @@ class _PinnedContent:
         found = next((each for each in part.ranks if each.rank == self.rank), None)
         if found is None or found.values != self.values:
             return False
-        held = [found.contents] + ([found.constants] if found.constants is not None else [])
-        pairs = [pair for each in held for pair in zip(each.leaves, each.digests, strict=True)]
-        then = {leaf.name: digest for leaf, digest in pairs}
-        mine = zip(self.metadata.leaves, self.metadata.digests, strict=True)
-        return then == {leaf.name: digest for leaf, digest in mine}
+        then = {leaf.name: digest for _, leaf, digest in found.counted()}
+        return then == {leaf.name: digest for leaf, digest in self.metadata.counted()}
 
 
 @dataclass

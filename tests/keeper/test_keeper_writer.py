@@ -12,6 +12,7 @@ import pytest
 
 from flashckpt import _native
 from flashckpt.commit import attempts, holder, lineage
+from flashckpt.format.layout import Layout, Leaf, SlotImage
 from flashckpt.memory.slot import Slot, Word
 from flashckpt.persist.job import JobState, StepJob, StepOutcome, Void
 from flashckpt.persist.writer import Writer
@@ -133,3 +134,32 @@ def test_another_content_of_a_number_is_never_taken_for_committed(
     assert theirs.slot.persisted != theirs.generation
     assert writer.persist(first).state is JobState.COMMITTED
     assert mine.slot.persisted == mine.generation
+
+
+def test_a_content_that_differs_in_a_former_constant_alone_is_another(
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The region goes on with its first bytes, the same for both."""
+    trainer = FakeTrainer(tmp_path / "run", runtime, constants_kib=4)
+    trainer.start()
+    changed = Leaf(name="base.weight", dtype="float32", shape=(4,))
+    trainer.layout = Layout.of([*trainer.layout.leaves, changed])
+    trainer.image = SlotImage(trainer.layout, trainer.constants)
+    trainer.take_slots()
+    assert trainer.region is not None
+    jobs = []
+    for seed in (1, 2):
+
+        def bytes_of(leaf: Leaf, _: int, seed: int = seed) -> bytes:
+            return bytes([seed if leaf.name == changed.name else 0]) * leaf.num_bytes
+
+        with monkeypatch.context() as patch:
+            patch.setattr(fake, "content", bytes_of)
+            jobs.append(job_of(trainer, trainer.snapshot(1)[0], trainer.region))
+    writer = Writer(trainer.store, "0123abcd")
+    assert writer.persist(jobs[0]).state is JobState.COMMITTED
+    outcome = writer.persist(jobs[1])
+    assert outcome.void is Void.SUPERSEDED, outcome
+    theirs = snapshot_of(jobs[1])
+    assert theirs.slot.persisted != theirs.generation
+    trainer.end()
