@@ -193,8 +193,9 @@ class Capture:
     @property
     def region_named(self) -> int | None:
         """The nonce of the region that captures may name, or that is to be filled."""
-        if self._copy is not None:
-            return self._copy.nonce
+        copy = self._copy  # asked by another thread: it may be over at any time
+        if copy is not None:
+            return copy.nonce
         region = self._constants.region
         return None if region is None else region.nonce
 
@@ -203,6 +204,9 @@ class Capture:
         Copies of a device are waited for only where a capture is ordered."""
         copy = self._copy
         if copy is None:
+            return True
+        if self._constants.planned is None:  # given up since it was asked for
+            self._end_copy()
             return True
         try:
             if copy.copies is None:

@@ -131,6 +131,27 @@ def test_where_none_is_as_it_was_decided_there_is_no_region(ring: SlotRing, seal
         capture.close()
 
 
+def test_one_that_is_gone_when_slots_are_asked_for_again_leaves_no_region(
+    ring: SlotRing, sealer: _native.Sealer
+) -> None:
+    """There was memory for the region, and none for slots."""
+    state = Frozen(torch.randn(LARGE), torch.randn(LARGE))
+    capture = Capture(state, None, sealer, Options(), schedule=Pace(1))
+    assert capture.room_wanted(ordered=True) is not None
+    size = capture.region_wanted()
+    assert size is not None
+    del state.weights["w0"]
+    needed = capture.room_wanted(ordered=True)
+    assert needed is not None
+    assert needed.image_bytes > LARGE
+    region = make_region(size)
+    capture.fill_region(Slot.open(os.dup(region.descriptor), map_image=True), 1)
+    capture.set_slots(ring)
+    assert captured(capture, ring, sealer, 1).constants == []
+    assert capture.region_named is None
+    capture.close()
+
+
 @pytest.mark.parametrize("write", ["mul_", "data", "numpy", "other", "reshaped"])
 @pytest.mark.parametrize("at", [2, 5])
 def test_the_very_snapshot_has_the_change_and_the_region_goes_on_for_the_rest(
