@@ -19,7 +19,8 @@ from flashckpt.options import Environment, Keep, Options
 from tests.waiting import until
 
 WORLD = 2
-OPTIONS = Options(linger="0s", watchdog=None)
+# The keeper stays when a session closes: a test ends it.
+OPTIONS = Options(linger="1h", watchdog=None)
 
 
 class Node:
