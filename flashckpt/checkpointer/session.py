@@ -24,7 +24,7 @@ from flashckpt.commit.attempts import open_run
 from flashckpt.commit.holder import check, here
 from flashckpt.errors import DamagedError, FlashckptError, RunError, RunHeldError
 from flashckpt.events import log
-from flashckpt.format.records import AttemptName
+from flashckpt.format.names import AttemptName
 from flashckpt.keeper.client import KeeperClient, connect_or_start
 from flashckpt.keeper.start import end_early, survival_warnings
 from flashckpt.memory.runtime import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashckpt.errors import DamagedError
-from flashckpt.format.records import AttemptName
+from flashckpt.format.names import AttemptName
 from flashckpt.format.typed import decode_json
 from flashckpt.memory.constants import not_held
 from flashckpt.memory.slot import Sealed, Slot, SlotState, Word

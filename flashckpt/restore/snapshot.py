@@ -12,7 +12,7 @@ import torch
 
 from flashckpt.errors import DamagedError
 from flashckpt.format.layout import Leaf, SlotImage
-from flashckpt.format.records import AttemptName
+from flashckpt.format.names import AttemptName
 from flashckpt.state.tree import Saved
 
 

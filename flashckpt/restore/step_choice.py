@@ -21,7 +21,7 @@ from flashckpt.commit.lineage import VisibleStep
 from flashckpt.commit.steps import read_step
 from flashckpt.errors import DamagedError, RunError, UnusableRunError
 from flashckpt.events import log
-from flashckpt.format.records import AttemptName
+from flashckpt.format.names import AttemptName
 from flashckpt.restore import local_tier, memory_tier
 from flashckpt.restore.memory_tier import Held
 from flashckpt.restore.shard_reading import UnreadableShardError

@@ -11,7 +11,7 @@ import pytest
 from flashckpt.checkpointer.session import Session, open_session
 from flashckpt.commit import attempts
 from flashckpt.errors import RunError, RunHeldError, SupersededError
-from flashckpt.format.records import AttemptName
+from flashckpt.format.names import AttemptName
 from flashckpt.keeper.client import KeeperClient
 from flashckpt.keeper.daemon import Keeper
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from flashckpt import _native
 from flashckpt.errors import DamagedError, StateError
 from flashckpt.format.layout import SlotImage
-from flashckpt.format.records import AttemptName
+from flashckpt.format.names import AttemptName
 from flashckpt.restore.filling import fill
 from flashckpt.restore.snapshot import Snapshot
 from flashckpt.state.tree import Tree
