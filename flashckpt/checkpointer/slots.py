@@ -267,8 +267,8 @@ class Slots:
         return self.ring.newest_sealed() if self.ring is not None else None
 
     def _is_named(self, nonce: int) -> bool:
-        """Whether what stands in the slots, or is written to them, may name a region."""
-        for slot in self.ring.slots if self.ring is not None else ():
+        """Whether what stands in slots that are not let go yet, or is written to them, may name a region."""
+        for slot in self._slots():
             try:
                 sealed, is_writing = slot.sealed(), slot.state().state is SlotState.WRITING
             except DamagedError:
@@ -348,7 +348,9 @@ class Slots:
         try:
             if request.region is not None:
                 self._have_region(request.region)
-            grants = keeper.slots(request.count, request.needed, request.wanted, self._held())
+            grants = keeper.slots(
+                request.count, request.needed, request.wanted, [slot.name for slot in self._slots()]
+            )
         except (OutOfRoomError, Refusal) as error:
             self._refused(request, KeeperError(str(error)) if isinstance(error, Refusal) else error)
             return
@@ -423,13 +425,13 @@ class Slots:
                 error = KeeperError(f"No slot can be had: {error}")
             self._refused(request, error)
 
-    def _held(self) -> list[str]:
-        """Names of all slots that this trainer has not released."""
+    def _slots(self) -> list[Slot]:
+        """All that this trainer has not released."""
         with self._handover:
             rings = [self.ring, self._replaced]
             slots = [slot for ring in rings if ring is not None for slot in ring.slots]
             slots += [*self._outgrown, *(self._given.slots if self._given is not None else ())]
-        return list({slot.name: None for slot in slots})
+        return list({slot.name: slot for slot in slots}.values())
 
     # ---- letting go
 

@@ -467,6 +467,20 @@ def test_a_region_that_nothing_names_any_more_goes_and_not_before(
     assert found.numpy().tobytes() == job.bytes()["base.weight"]
 
 
+def test_a_region_stays_while_a_slot_that_was_outgrown_names_it(tmp_path: Path, runtime: Path) -> None:
+    """The newest snapshot may stand there, or one that is still to be persisted."""
+    job = Job()
+    with attach(tmp_path / "run", job) as checkpointer:
+        job.train(checkpointer, 1)
+        until(lambda: newest(runtime)[0] == 1, "the first snapshot")
+        nonce, slots = only_region(runtime), checkpointer._attendant.slots
+        found = slots.newest_sealed()
+        assert found is not None
+        checkpointer._capture.let_go(found[0])
+        slots.give_up(found[0])
+        assert slots._is_named(nonce)
+
+
 def test_a_region_that_cannot_be_mapped_leaves_no_descriptor(tmp_path: Path, runtime: Path) -> None:
     job = Job()
     with attach(tmp_path / "run", job) as checkpointer:
