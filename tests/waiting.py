@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 import flashckpt
+from flashckpt.memory.slot import SlotState
 
 _PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 
@@ -46,3 +47,12 @@ def until_slots(checkpointer: flashckpt.Checkpointer) -> None:
     attendant = checkpointer._attendant
     if attendant.slots.preparing:
         until(lambda: attendant.slots.ready, "slots")
+
+
+def until_room(checkpointer: flashckpt.Checkpointer) -> None:
+    """Stand still until what was captured is sealed and there is a slot for the next boundary. A loop of
+    short iterations passes several boundaries while a busy machine seals and persists."""
+    ring = checkpointer._attendant.slots.ring
+    if ring is not None:
+        until(lambda: all(slot.state().state is not SlotState.WRITING for slot in ring.slots), "a seal")
+        until(lambda: ring.take() is not None, "a slot that can be written")

@@ -17,7 +17,7 @@ import torch
 
 from tests.resume import loaders, modules
 from tests.resume.recipes import RECIPES, seed
-from tests.waiting import until_slots
+from tests.waiting import until_room, until_slots
 
 
 def main() -> None:
@@ -34,7 +34,9 @@ def main() -> None:
     with open(log_path, "a", buffering=1) as log:
 
         def record(looped: Any, value: object) -> None:
-            until_slots(getattr(looped, "checkpointer", looped))
+            checkpointer = getattr(looped, "checkpointer", looped)
+            until_slots(checkpointer)
+            until_room(checkpointer)
             print(json.dumps([looped.completed, value]), file=log, flush=True)
 
         {**RECIPES, **loaders.RECIPES, **modules.RECIPES}[recipe](record, hold, run, options)
