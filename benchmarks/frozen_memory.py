@@ -1,4 +1,4 @@
-"""What a run with a frozen base holds in shared memory, from its first slots to those that share the base.
+"""What a run with a frozen base holds in shared memory, from its first slots on.
 
 A base of `--mib` MiB without gradients beside a small trained layer. Prints a row whenever the bytes that the
 keeper's regions have in this node's memory change: the step, GiB held, and whether snapshots share the base.
