@@ -52,6 +52,7 @@ class Constants:
         self._optimizers, self._digests, self._reaches = optimizers, digests, reaches
         self._before, self._were, self.region = dict(known), frozenset(were), region
         self._planned: ConstantsRegion | None = None
+        self._region_before: ConstantsRegion | None = None
         self._is_decided = False
         self._ordinary: set[str] = set()
 
@@ -88,7 +89,7 @@ class Constants:
         if all(self._is_held(each, held) and held[each.name][1] == now[each.name] for each in constants):
             self._ordinary.update(held.keys() - {each.name for each in constants})
             return  # the region has all of them, or there are none
-        self.region = None
+        self._region_before, self.region = self.region, None
         layout = Layout.of(_leaf(each) for each in constants)
         self._planned = ConstantsRegion("", 0, layout, tuple(now[leaf.name] for leaf in layout.leaves))
 
@@ -110,6 +111,19 @@ class Constants:
         for name, (_, digest) in region.by_name().items():
             if planned[name][1] != digest:
                 self.changed(name)
+
+    def keep_region(self) -> bool:
+        """There is no memory for what was decided: the region of before goes on, for what it holds. False
+        where there is none."""
+        planned, before = self._planned, self._region_before
+        if planned is None or before is None:
+            return False
+        wanted, held = planned.by_name(), before.by_name()
+        self._ordinary.update(
+            name for name, (_, digest) in held.items() if name not in wanted or wanted[name][1] != digest
+        )
+        self._planned, self._region_before, self.region = None, None, before
+        return True
 
     def give_up(self) -> None:
         """There will be no region: all are ordinary leaves."""

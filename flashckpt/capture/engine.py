@@ -181,6 +181,11 @@ class Capture:
         planned = self._constants.planned
         return region_size(planned) if planned is not None and self._copy is None else None
 
+    def keep_region(self) -> bool:
+        """There is no memory for `region_wanted`: go on with the region that was resumed from. False where
+        there is none."""
+        return self._copy is None and self._constants.keep_region()
+
     def fill_region(self, region: Slot, owner: int) -> None:
         """Copy what is constant into this one, before the next capture. It is unmapped once it is sealed."""
         self._copy = RegionCopy(region, owner, self._sealer)

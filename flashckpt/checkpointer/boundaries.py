@@ -80,6 +80,8 @@ class Boundaries:
         error = slots.error
         if error is None or slots.any or self._attendant.newest_sealed_step() is not None:
             return
+        if self._keeps_region():
+            return
         if not slots.were_had or self._capture.heartbeat.boundaries <= _FIRST_BOUNDARIES:
             raise error
 
@@ -279,10 +281,23 @@ class Boundaries:
             try:
                 self._attendant.ensure_slots()
             except OutOfRoomError:
-                if not self._growth.give_way():
+                if not (self._keeps_region() or self._growth.give_way()):
                     raise
             else:
                 return
+
+    def _keeps_region(self) -> bool:
+        """Where there is no memory for another region of constants, that of before goes on: slots are asked
+        for that hold the rest."""
+        slots = self._attendant.slots
+        is_short = isinstance(slots.error, OutOfRoomError) and slots.empty_region is None
+        if not is_short or not self._capture.keep_region():
+            return False
+        wanted = self._capture.room_wanted(ordered=True)
+        assert wanted is not None
+        slots.ask(wanted)
+        slots.ask_again()
+        return True
 
     def is_unchanged(self) -> bool:
         """Whether nothing has come since the present boundary: no use of the state was seen and, where it is

@@ -398,6 +398,36 @@ def test_without_room_for_a_region_there_is_no_slot_either(
     checkpointer.close()
 
 
+@pytest.mark.parametrize("ordered", [False, True])
+def test_without_room_for_another_region_that_of_before_goes_on(
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch, ordered: bool
+) -> None:
+    """What changed in the attempt before would be constant again."""
+
+    def no_room(*_: Any, **__: Any) -> Any:
+        raise OutOfRoomError("no room for what never changes", needed=2, available=1)
+
+    run, job = tmp_path / "run", Two()
+    with attach(run, job) as checkpointer:
+        job.train(checkpointer, 2)
+        with torch.no_grad():
+            job.model.other.weight.mul_(2)
+        train_until(job, checkpointer, lambda: is_captured(checkpointer), "a snapshot")
+        job.train(checkpointer, 1, save=True)
+    again = Two(blank=True)
+    with attach(run, again) as checkpointer:
+        nonce = only_region(runtime)
+        monkeypatch.setattr(KeeperClient, "constants", no_room)
+        if ordered:
+            checkpointer.save()
+        train_until(again, checkpointer, lambda: newest(runtime)[0] == checkpointer.completed, "a snapshot")
+        assert newest(runtime)[1] == nonce
+        again.train(checkpointer, 1, save=True)
+        now = again.bytes()
+    found = flashckpt.load(run)
+    assert {name: found[f"model.{name}"].numpy().tobytes() for name in now} == now
+
+
 class Little:
     """Room for slots of `limit` bytes of image and no more, once that is set. `asked` are sizes asked for."""
 
