@@ -166,15 +166,15 @@ def _before(store: Store, parent: AttemptName, step: int) -> Iterator[tuple[Atte
     """The lineage behind the parent of an attempt that starts at `step`. The minimum: what an ancestor did
     past the step that its child left it at is another branch, however far the later attempts went."""
     lineage: list[Bound] = []
-    if store.exists(start_path(parent)):
-        # Where it is damaged, what came before it is not visible any more, and stays.
-        with suppress(DamagedError):
-            lineage = bounds(store, parent)
-    else:
-        # It has gone for want of a step: then the attempt after it has its lineage.
-        with suppress(DamagedError):
+    # Where it is damaged, what came before it is not visible any more, and stays.
+    with suppress(DamagedError):
+        lineage = bounds(store, parent)
+        # Asked after the reading: whoever is about to claim may sweep it meanwhile.
+        if not lineage[1:] and not store.exists(start_path(parent)):
+            # It has gone for want of a step: then the attempt that went on from it has its lineage.
             lineage = bounds(store)
-    behind = [each for each in lineage if each.attempt.number < parent.number]
+    names = [each.attempt for each in lineage]
+    behind = lineage[names.index(parent) + 1 :] if parent in names else []
     numbers = _steps(store)
     for position, each in enumerate(behind):
         if position < _NEAR or any(store.exists(manifest_path(n, each.attempt)) for n in numbers):

@@ -11,7 +11,7 @@ from flashckpt.commit.attempts import attempts, bounds, claim
 from flashckpt.commit.lineage import branch, check_records, mark, steps, visible
 from flashckpt.commit.retention import doomed, prune, sweep_dead, sweep_debris
 from flashckpt.commit.steps import is_committed, read_manifest
-from flashckpt.format.names import AttemptName, attempt_folder, claim_path, step_attempt_folder
+from flashckpt.format.names import AttemptName, attempt_folder, claim_path, start_path, step_attempt_folder
 from flashckpt.format.records import Tombstone
 from flashckpt.options import Keep
 from flashckpt.store.local import LocalStore
@@ -266,6 +266,19 @@ def test_a_branch_behind_attempts_that_are_gone_comes_back(store: LocalStore) ->
     assert [info.name for info in attempts(store)] == [first, third, fifth]
     branch(store, 300, third, watch_s=0)
     assert steps(store) == [100, 200, 300]
+
+
+def test_a_branch_at_an_attempt_whose_start_is_lost_takes_up_no_lineage_of_others(store: LocalStore) -> None:
+    """A -> B, then A -> C: a branch at C never leads to steps of B, whatever is left of C's records."""
+    first = attempt_at(store)
+    train(store, first, 50, 100)
+    second = attempt_at(store, first, 50)
+    train(store, second, 60, 90)
+    third = attempt_at(store, first, 100)
+    train(store, third, 110)
+    Path(store.local_path(start_path(third))).unlink()
+    branch(store, 110, third, watch_s=0)
+    assert [(each.step, each.attempt) for each in visible(store)] == [(110, third)]
 
 
 def test_what_the_newest_attempt_was_loaded_from_stays(store: LocalStore) -> None:
