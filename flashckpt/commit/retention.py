@@ -12,11 +12,12 @@ from dataclasses import dataclass
 
 from flashckpt import crashpoints
 from flashckpt.commit import constants
-from flashckpt.commit.attempts import attempts, bounds, newest_claimed, read_start
+from flashckpt.commit.attempts import attempt_folders, attempts, bounds, newest_claimed, read_start
 from flashckpt.commit.lineage import VisibleStep, everything, in_lineage, is_marked
 from flashckpt.commit.steps import is_committed, read_manifest
 from flashckpt.errors import DamagedError
 from flashckpt.format.names import (
+    ATTEMPTS,
     MANIFEST,
     STEPS,
     AttemptName,
@@ -195,20 +196,24 @@ def _sweep(
     with_steps, folders = _attempts_of_steps(store, attempt)
     swept = []
     claimed = {info.name for info in attempts(store)}
-    for name in sorted((claimed | set(folders)) - with_steps):
+    # A keeper that was slow may have made a folder anew that was swept before, claim and all.
+    there = claimed.union(folders, attempt_folders(store, ATTEMPTS))
+    for name in sorted(there - with_steps):
         if name.number >= attempt.number or (name in spared and name in folders) or not may_still():
             continue
         if all([_clear(store, step, name) for step in folders.get(name, [])]):
-            _remove_attempt(store, name)
+            _remove_attempt(store, name, with_claim=name in claimed)
             swept.append(name)
     return swept
 
 
-def _remove_attempt(store: Store, name: AttemptName) -> None:
+def _remove_attempt(store: Store, name: AttemptName, *, with_claim: bool = True) -> None:
     store.remove_tree(attempt_folder(name))
     crashpoints.point("prune.swept")
-    # Last: as long as it stands, what a crash left of the attempt is found again.
-    store.remove(claim_path(name.number))
+    # Last: as long as it stands, what a crash left of the attempt is found again. Where copies of a run were
+    # put into one folder, the claim of this number may be another attempt's.
+    if with_claim:
+        store.remove(claim_path(name.number))
 
 
 def _look(store: Store) -> _Lineage:

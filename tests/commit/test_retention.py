@@ -295,6 +295,33 @@ def test_what_the_newest_attempt_was_loaded_from_stays(store: LocalStore) -> Non
     assert store.list("steps") == []
 
 
+def test_a_claim_goes_with_its_own_attempt_alone(store: LocalStore) -> None:
+    """Two copies of a run in one folder: the second attempt of one of them never committed."""
+    first = attempt_at(store)
+    train(store, first, 100)
+    second = attempt_at(store, first, 100)
+    train(store, second, 200)
+    other = AttemptName(second.number, "0badcafe")
+    publish(store, 150, other)
+    third = attempt_at(store, second, 200)
+    assert sweep_dead(store) == [other]
+    assert [info.name for info in attempts(store)] == [first, second, third]
+
+
+def test_what_a_slow_keeper_makes_anew_of_an_attempt_that_was_swept_goes(store: LocalStore) -> None:
+    first = attempt_at(store)
+    train(store, first, 100)
+    second = attempt_at(store, first, 100)
+    third = attempt_at(store, first, 100)
+    assert sweep_dead(store) == [second]
+    left = f"{attempt_folder(second)}/constants-00000-00000001.safetensors"
+    assert store.create(left, b"a base model")
+    attempt_at(store, third, 100)
+    sweep_dead(store)
+    assert not store.exists(left)
+    assert store.list(attempt_folder(second)) == []
+
+
 def test_a_job_that_fails_at_each_start_leaves_no_more_and_more_behind(store: LocalStore) -> None:
     first = attempt_at(store)
     train(store, first, 100)
