@@ -127,13 +127,15 @@ class Slots:
         is_larger = before is not None and sum(state) > sum(before.state)
         # What a state that grows in every step had no memory for is not tried again in each of them.
         at_once = self.error is None or not is_larger
-        self._put(_Request(state, state.with_slack(2), wanted, self._count, region=region), at_once=at_once)
+        request = _Request(state, state.with_slack(2), wanted, self._count, region=region)
+        self._put(request, before, at_once=at_once)
 
     def ask_for_one(self) -> None:
         """One larger slot will do, beside that of the newest snapshot: the others come once that has gone."""
-        state = self.asked
-        if state is not None:
-            self._put(_Request(state, state.with_slack(2), state.with_slack(), 1))
+        before = self._asked
+        if before is not None:
+            state = before.state
+            self._put(_Request(state, state.with_slack(2), state.with_slack(), 1), before)
 
     @property
     def is_for_one(self) -> bool:
@@ -147,11 +149,15 @@ class Slots:
 
     def ask_again(self) -> None:
         """Somebody waits: what there was no memory for a moment ago is asked for at once."""
-        if self._asked is not None:
-            self._put(self._asked)
+        before = self._asked
+        if before is not None:
+            self._put(before, before)
 
-    def _put(self, request: _Request, *, at_once: bool = True) -> None:
+    def _put(self, request: _Request, before: _Request | None, *, at_once: bool = True) -> None:
+        """In the place of `before`, unless that was answered since: what was given is taken first."""
         with self._handover:
+            if self._asked is not before or self._given is not None:
+                return
             self._asked = request
             if at_once:
                 self.error, self._retry_s = None, 0.0
@@ -358,6 +364,9 @@ class Slots:
             self._unreachable(request, error)
             return
         self._unreachable_since_s = None
+        if not grants:
+            self._none_missing(request)
+            return
         names = [grant.name for grant in grants]
         if self._ended:
             close_all([grant.descriptor for grant in grants])
@@ -401,6 +410,12 @@ class Slots:
             _say_sizes(request, grants, constants, self._session.keeper.available_bytes)
         for text in _what_it_means(request, grants, self._count):
             self._say(text, text)
+
+    def _none_missing(self, request: _Request) -> None:
+        """The slots that there are do, or those that are on their way out: then it is asked again."""
+        with self._handover:
+            if self._asked is request:
+                self._asked = self.error = None
 
     def _refused(self, request: _Request, error: FlashckptError) -> None:
         with self._handover:

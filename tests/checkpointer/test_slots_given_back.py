@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import flashckpt
 from flashckpt import _native
@@ -16,7 +17,7 @@ from tests.checkpointer.test_bad_input import trained
 from tests.checkpointer.test_loop import Job
 from tests.keeper.driver import ledger
 from tests.processes import keepers_of
-from tests.waiting import until
+from tests.waiting import newest_sealed, until
 
 
 def regions(runtime: Path) -> list[Path]:
@@ -117,3 +118,20 @@ def test_what_was_resumed_from_does_not_wait_for_the_garbage_collector(
             assert mapped() == 0
     finally:
         gc.enable()
+
+
+def test_slots_that_are_asked_for_again_though_there_are_some_are_kept(tmp_path: Path, runtime: Path) -> None:
+    """The answer came just as somebody asked: the keeper has nothing to add, and snapshots go on."""
+    model = torch.nn.Linear(8, 8)
+    with flashckpt.attach(tmp_path / "run", every=None, persist_every=None, model=model) as checkpointer:
+        checkpointer.save()
+        slots = checkpointer._attendant.slots
+        before = slots.ring
+        assert before is not None
+        slots.ask(SlotSize(1, 1))
+        until(lambda: not slots.asked, "an answer")
+        with torch.no_grad():
+            model.weight.add_(1.0)
+        checkpointer.save()
+        assert slots.ring is before
+        assert newest_sealed(checkpointer) == checkpointer.completed

@@ -68,12 +68,13 @@ def test_an_interrupt_ends_it_though_storage_hangs(tmp_path: Path, runtime: Path
     faults.mkdir()
     (faults / "write.pause").touch()
     program = """
-import sys
+import signal, sys
 from pathlib import Path
 from flashckpt.recovery.recover import recover
 from flashckpt.store import open_store
 from tests.keeper.faulty import harm
 harm(Path(sys.argv[2]))
+signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background of a shell ignore it
 recover(open_store(sys.argv[1]))
 """
     child = subprocess.Popen([sys.executable, "-c", program, str(run), str(faults)], cwd=ROOT)
