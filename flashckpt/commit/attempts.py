@@ -120,6 +120,9 @@ def claim(store: Store, holder: Holder, check: Callable[[], None] | None = None)
         number = _highest_number(store) + 1
         if check is not None:
             check()
+            # Who took it meanwhile may be dead and swept already, and newer ones have claimed since.
+            if _highest_number(store) >= number:
+                continue
         name = AttemptName(number, secrets.token_hex(4))
         record = Claim(attempt=name, holder=holder)
         if store.create(claim_path(name.number), record.to_bytes()):

@@ -322,6 +322,20 @@ def test_what_a_slow_keeper_makes_anew_of_an_attempt_that_was_swept_goes(store: 
     assert store.list(attempt_folder(second)) == []
 
 
+def test_a_number_that_was_taken_and_swept_during_the_check_does_not_come_again(store: LocalStore) -> None:
+    """Watching another machine's counter takes a while: jobs come and die meanwhile."""
+    first = attempt_at(store)
+    train(store, first, 100)
+    others: list[AttemptName] = []
+
+    def look() -> None:
+        if not others:
+            others.extend([claim(store, HOLDER), attempt_at(store, first, 100)])
+        sweep_dead(store)
+
+    assert claim(store, HOLDER, look).number == others[-1].number + 1
+
+
 def test_a_job_that_fails_at_each_start_leaves_no_more_and_more_behind(store: LocalStore) -> None:
     first = attempt_at(store)
     train(store, first, 100)
