@@ -146,7 +146,7 @@ def test_its_death_is_told_and_not_waited_for(own: Zygote) -> None:
     os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(ZygoteError, match="gone"):
         process.wait()
-    assert own.has_died
+    until(lambda: own.has_died, "its end to be told")
 
 
 def test_a_dead_one_is_replaced_for_those_who_come_later(bare: None, monkeypatch: pytest.MonkeyPatch) -> None:
