@@ -99,7 +99,7 @@ def test_a_damaged_slot_that_was_released_goes(tmp_path: Path, runtime: Path) ->
     trainer.snapshot(2)
     os.pwrite(old.descriptor, b"\xff", RECORD_OFFSET + 40)
     trainer.client.release([old.name])
-    eventually(lambda: old.name not in trainer.folder.names())
+    assert eventually(lambda: old.name not in trainer.folder.names())
     trainer.end()
 
 
