@@ -27,7 +27,7 @@ from benchmarks.ending import reporting
 from benchmarks.settings import MIB, Job
 from benchmarks.workload import Workload
 from flashckpt import _native
-from flashckpt.capture.live_digests import digest_tensors
+from flashckpt.capture.digests import digest_tensors
 from flashckpt.restore.step_choice import Candidate, Loaded, StepChoice
 
 _BLOCK = 16 * MIB

@@ -164,7 +164,7 @@ class Constants:
         return (here.dtype, here.shape, here.stride, here.aliases, here.box) == wanted
 
     def _candidates(self, leaves: Sequence[LiveLeaf]) -> list[LiveLeaf]:
-        owned = self._owned()
+        owned = parameters_of(self._optimizers)
         return [
             each
             for each in leaves
@@ -175,10 +175,6 @@ class Constants:
         """Whether a capture digests a leaf where it lies."""
         return is_plain(local(tensor)) and self._reaches(local(tensor))
 
-    def _owned(self) -> set[int]:
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        return {id(parameter) for group in groups for parameter in group["params"]}
-
     def _read(self, lives: Iterable[LiveLeaf]) -> dict[str, int]:
         chosen = list(lives)
         found = self._digests([each.tensor for each in chosen]) if chosen else []
@@ -186,7 +182,7 @@ class Constants:
 
     def _tell_others(self, leaves: Sequence[LiveLeaf]) -> None:
         """What never changes, as it seems, and stands in each slot all the same."""
-        owned = self._owned()
+        owned = parameters_of(self._optimizers)
         frozen = [each for each in leaves if _is_frozen(each)]
         in_optimizer = [each for each in frozen if id(each.tensor) in owned]
         moved = [each for each in frozen if not self._is_read_in_place(each.tensor)]
@@ -199,6 +195,12 @@ class Constants:
             if found:
                 num_bytes = sum(map(_num_bytes, found))
                 log.info("each slot has a copy of %s bytes of %s", f"{num_bytes:,}", what)
+
+
+def parameters_of(optimizers: Iterable[Any]) -> set[int]:
+    """Identities of the parameters that these optimizers have."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return {id(parameter) for group in groups for parameter in group["params"]}
 
 
 def _is_frozen(live: LiveLeaf) -> bool:

@@ -17,27 +17,23 @@ from typing import Any
 
 import torch
 
-from flashckpt import _native, crashpoints
+from flashckpt import _native
 from flashckpt.capture.constants import Constants, ConstantsChanged
+from flashckpt.capture.copies import PreparedCopies
 from flashckpt.capture.copy_policy import CopyPolicy, describe
 from flashckpt.capture.devices import Device
-from flashckpt.capture.heartbeat import HeartbeatWriter
-from flashckpt.capture.hooks import Boundary, StepHooks, unwrapped
-from flashckpt.capture.in_flight import InFlight, PendingSnapshot
-from flashckpt.capture.live_digests import digest_tensors
-from flashckpt.capture.plan import ConstantsRegion, Plan
-from flashckpt.capture.planner import Planner, PreparedCopies, Walkable
-from flashckpt.capture.region_copy import RegionCopy
+from flashckpt.capture.digests import digest_tensors
+from flashckpt.capture.hooks import StepHooks, unwrapped
+from flashckpt.capture.in_flight import InFlight, PendingSnapshot, RegionCopy
+from flashckpt.capture.plan import ConstantsRegion
+from flashckpt.capture.planner import Planner, Walkable
 from flashckpt.capture.schedule import Intervals, Schedule
-from flashckpt.capture.slot_writer import SlotWriter, SlotWriters
-from flashckpt.errors import KeeperError
-from flashckpt.events import log
+from flashckpt.capture.slot_writer import HeartbeatWriter, SlotWriter, SlotWriters
 from flashckpt.memory.constants import region_size
 from flashckpt.memory.control_page import SlotSize
-from flashckpt.memory.slot import Slot, SlotRing, SlotState
+from flashckpt.memory.slot import Slot, SlotRing
 from flashckpt.options import Options
 
-_COPIES = 3
 _NO_MEMORY = "the device has no memory left for a snapshot's buffers"
 
 
@@ -50,15 +46,12 @@ class Verdict(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class BoundaryResult:
-    """reason says why nothing was captured, in words for a log; slot and generation name the snapshot
-    that was begun: it exists once its slot is sealed."""
+    """reason says why nothing was captured, in words for a log. What was captured is a snapshot once its slot
+    is sealed."""
 
     verdict: Verdict
     step: int
     reason: str = ""
-    slot: int = -1
-    generation: int = -1
-    persist: bool = False
 
     @property
     def captured(self) -> bool:
@@ -99,29 +92,22 @@ class Capture:
         digests = partial(digest_tensors, threads=threads)
         self._constants = Constants(self._optimizers, digests, self._reaches, known, constants, region)
         self._copy: RegionCopy | None = None
-        self._policy = CopyPolicy(self._optimizers, devices, self._constants)
+        self._policy = CopyPolicy(self._optimizers, self._constants)
         self._intervals = Intervals(self.schedule.budget, devices)
         self._skipped, self._skipped_step = 0, -1
         self._writers = SlotWriters(devices)
         self.heartbeat = HeartbeatWriter(self._writers.by_name)
         self._planner = Planner(
-            tree,
-            self._policy,
-            self.hooks,
-            self._constants,
-            self.heartbeat,
-            devices,
-            options.device_memory,
-            threads,
-        )
-        self._in_flight = InFlight(self._policy, self._constants, sealer, self._lost, self._planner.drop)
+            tree, self._policy, self.hooks, self._constants, self.heartbeat, devices,
+            options.device_memory, threads,
+        )  # fmt: skip
+        self._in_flight = InFlight(self._planner, self._policy, self._constants, sealer, self._lost)
         self._ordered = False
         self._asked: PendingSnapshot | None = None
         self._captured_step = -1
         self.lost_step: int | None = None  # that one, once its snapshot is lost
         self._call_s = 0.0
         self._step = -1
-        self._hooks = Boundary(qualifies=False, gated=False)
         if ring is not None:
             self.set_slots(ring, owner)
 
@@ -139,8 +125,7 @@ class Capture:
         """Write to this slot no more, so that its memory may go. Waits for the copies in flight."""
         self._in_flight.wait()
         if self._asked is not None and self._asked.target.slot is slot:
-            self._asked = None
-            self.schedule.persist_ended(fulfilled=False)
+            self._persist_ended(fulfilled=False)
         self._in_flight.drop(self._writers.by_name[slot.name])
         self._writers.drop(slot)
 
@@ -161,7 +146,7 @@ class Capture:
         step, unless a capture is ordered before it."""
         if not ordered and not self._has_state():
             return None
-        walk = self._tree.walk(self.hooks.used_up)
+        walk = self._planner.walk()
         self._constants.decide(walk.leaves)
         plan = self._planner.plan(walk)
         needed = self._writers.room_for(plan)
@@ -173,7 +158,7 @@ class Capture:
     def look(self) -> None:
         """Before the first iteration: digest what may be constant. Reads its bytes."""
         if self._constants.is_to_look:
-            self._constants.look(self._tree.walk(self.hooks.used_up).leaves)
+            self._constants.look(self._planner.walk().leaves)
 
     def region_wanted(self) -> SlotSize | None:
         """What a region of constants has to have room for, where one is to be made. To be asked after
@@ -188,7 +173,7 @@ class Capture:
 
     def fill_region(self, region: Slot, owner: int) -> None:
         """Copy what is constant into this one, before the next capture. It is unmapped once it is sealed."""
-        self._copy = RegionCopy(region, owner, self._sealer)
+        self._copy = RegionCopy(region, owner, self._constants, self._sealer, self._in_flight)
 
     @property
     def region(self) -> ConstantsRegion | None:
@@ -203,46 +188,6 @@ class Capture:
             return copy.nonce
         region = self._constants.region
         return None if region is None else region.nonce
-
-    def _is_filled(self, step: int, *, ordered: bool) -> bool:
-        """Whether what is constant stands in its region, sealed: no snapshot is begun that names another.
-        Copies of a device are waited for only where a capture is ordered."""
-        copy = self._copy
-        if copy is None:
-            return True
-        if self._constants.planned is None:  # given up since it was asked for
-            self._end_copy()
-            return True
-        try:
-            if copy.copies is None:
-                walk = self._tree.walk(self.hooks.used_up)
-                plan = Plan(walk, only=self._constants.to_copy(walk.leaves))
-                copy.begin(self._planner.arranged(plan, {}), step, self._attempt)
-            state = copy.state(wait=ordered)
-            if state is SlotState.WRITING:
-                return False
-            if state is SlotState.SEALED:
-                self._constants.filled(copy.sealed())
-                crashpoints.point("share.sealed")
-            elif not self._is_given_up(copy):
-                return False
-        except KeeperError as error:
-            log.warning("each slot has a copy of what never changes: %s", error)
-            self._constants.give_up()
-        self._end_copy()
-        return True
-
-    def _is_given_up(self, copy: RegionCopy) -> bool:
-        """A region could not be sealed: tried again without what was written meanwhile."""
-        reason, copied = self._in_flight.failure_of(copy.target)
-        assert copy.copies is not None
-        names, torn = copy.copies.names, copy.target.empty_entries() if copied else []
-        for index in torn:
-            self._constants.changed(names[index])
-        copy.drop()
-        if copy.tries < _COPIES:
-            return False
-        raise KeeperError(f"their region could not be sealed ({reason or 'they are written all the time'}).")
 
     def _end_copy(self) -> None:
         copy, self._copy = self._copy, None
@@ -267,32 +212,30 @@ class Capture:
         *,
         due: bool | None = None,
         ordered: bool = False,
-        persist: bool = False,
     ) -> BoundaryResult:
         """One boundary. values gives what is not a tensor, encoded; it is called only for a capture.
 
         due: None leaves it to the schedule. ordered: whatever that and the hooks say, and after waiting
-        for a copy in flight. persist: the snapshot is to be persisted. A second call with the same step is
-        about the same boundary.
+        for a copy in flight. A second call with the same step is about the same boundary.
         """
-        capturing, hooks = self._enter(step)
-        if self._ordered:
-            ordered = persist = True
+        self._enter(step)
+        ordered = ordered or self._ordered
         is_due = self.schedule.due(step)
         if not ordered and not (is_due if due is None else due):
             return BoundaryResult(Verdict.NOT_DUE, step)
-        if not ordered and not hooks.qualifies:
+        if not ordered and not self._hooks.qualifies:
             why = "no optimizer has stepped since the last boundary"
             return BoundaryResult(Verdict.NOT_QUALIFIED, step, why)
         if ordered:
             self._in_flight.wait()
-        outcome = self._capture(step, values, hooks, capturing, ordered, persist)
-        if outcome.captured:
-            self._ordered, self._captured_step, self.lost_step = False, step, None
+        reason = self._capture(step, values, ordered)
         # A boundary that is tried again, after it has waited for slots, is one and not two.
-        self._skipped += (not outcome.captured) - (self._skipped_step == step)
-        self._skipped_step = -1 if outcome.captured else step
-        return outcome
+        self._skipped += bool(reason) - (self._skipped_step == step)
+        if reason:
+            self._skipped_step = step
+            return BoundaryResult(Verdict.SKIPPED, step, reason)
+        self._ordered, self._captured_step, self.lost_step, self._skipped_step = False, step, None, -1
+        return BoundaryResult(Verdict.CAPTURED, step)
 
     def pass_by(self, step: int) -> None:
         """A boundary that is counted, and captured later if at all, by another call with its step. What falls
@@ -300,19 +243,17 @@ class Capture:
         self._enter(step)
         self.schedule.due(step)
 
-    def _enter(self, step: int) -> tuple[bool, Boundary]:
-        """Whether a device graph is being captured, and what the hooks say."""
-        capturing = any(device.capturing() for device in self._devices)
+    def _enter(self, step: int) -> None:
+        self._graph = any(device.capturing() for device in self._devices)
         self._in_flight.poll()
         self._settle()
         if step == self._step:
             self._intervals.pause()
         else:
             self._step = step
-            self._intervals.boundary(trailing=self._in_flight.running(), marking=not capturing)
+            self._intervals.boundary(trailing=self._in_flight.running(), marking=not self._graph)
             self._hooks = self.hooks.boundary()
             self.heartbeat.boundary(step)
-        return capturing, self._hooks
 
     def wait(self) -> None:
         """The host waits for copies in flight: at the ends of runs only."""
@@ -349,71 +290,47 @@ class Capture:
 
     # ---- one capture
 
-    def _capture(
-        self,
-        step: int,
-        values: Callable[[], bytes],
-        hooks: Boundary,
-        capturing: bool,
-        ordered: bool,
-        persist: bool,
-    ) -> BoundaryResult:
-        if capturing:
-            return _skipped(step, "a device graph is being captured")
+    def _capture(self, step: int, values: Callable[[], bytes], ordered: bool) -> str:
+        """Begin a snapshot. Returns why there is none, or nothing."""
+        if self._graph:
+            return "a device graph is being captured"
         if self._writers.ring is None:
-            return _skipped(step, "the slots are not prepared yet")
+            return "the slots are not prepared yet"
         if self._in_flight.running():
-            return _skipped(step, "the copy of the snapshot before is still running")
+            return "the copy of the snapshot before is still running"
         began_s = time.perf_counter()
         try:
-            if not self._is_filled(step, ordered=ordered):
-                return _skipped(step, "what never changes is being copied")
+            if self._copy is not None:
+                if not self._copy.is_over(self._planner, step, self._attempt, wait=ordered):
+                    return "what never changes is being copied"
+                self._end_copy()
             copies, data = self._planner.prepare(values)
+            # The first plan is made once in a run: it says nothing of what the next snapshot costs.
+            once_s = 0.0 if self._call_s else time.perf_counter() - began_s
+            target = self._writers.begin(copies.plan, len(data))
+            if isinstance(target, str):
+                return target
+            self._write(target, copies, data, step)
         except torch.OutOfMemoryError:
             self._planner.drop()
-            return _skipped(step, _NO_MEMORY)
-        # The first plan is made once in a run: it says nothing of what the next snapshot costs.
-        once_s = 0.0 if self._call_s else time.perf_counter() - began_s
-        target = self._writers.begin(copies.plan, len(data))
-        if isinstance(target, str):
-            return _skipped(step, target)
-        persist = persist or self.schedule.persist_due(step)
-        try:
-            self._fill(target, copies, data, step, hooks.gated, persist)
+            return _NO_MEMORY
         except ConstantsChanged as found:
             for index in found.indexes:
                 self._constants.changed(copies.names[index])
             self._planner.drop()
-            return self._capture(step, values, hooks, capturing, ordered, persist)
-        except torch.OutOfMemoryError:
-            self._planner.drop()
-            return _skipped(step, _NO_MEMORY)
+            return self._capture(step, values, ordered)
         call_s = time.perf_counter() - began_s
         self._call_s += call_s
         self.schedule.captured(ordered=ordered)
-        copied_s = 0.0 if copies.transfers else call_s - once_s
+        copied_s = 0.0 if copies.on_devices else call_s - once_s
         self._intervals.captured(copied_s, ordered=ordered, once_s=once_s)
-        return BoundaryResult(Verdict.CAPTURED, step, "", target.slot.index, target.generation, persist)
+        return ""
 
-    def _fill(
-        self, target: SlotWriter, copies: PreparedCopies, data: bytes, step: int, gated: bool, persist: bool
-    ) -> None:
-        try:
-            target.prepare(copies.plan, data)
-            handles, moves = copies.capture(target, gated=gated)
-            if persist:
-                target.slot.request_persist(target.generation)
-            target.seal(self._sealer, handles, moves, step, self._attempt)
-        except BaseException:
-            target.forget()
-            try:
-                # What was begun still writes to the slot: nobody may have it before that has ended.
-                copies.wait()
-            finally:
-                target.abandon()
-            raise
-        names, ways = copies.names, copies.ways
-        pending = PendingSnapshot(step, target, target.generation, copies, names, ways, self._ordered)
+    def _write(self, target: SlotWriter, copies: PreparedCopies, data: bytes, step: int) -> None:
+        persist = self._ordered or self.schedule.persist_due(step)
+        gated = self._hooks.gated
+        copies.write(target, data, self._sealer, step, self._attempt, gated=gated, persist=persist)
+        pending = PendingSnapshot(step, target, copies, ordered=self._ordered)
         self._in_flight.add(pending)
         if persist:
             self.schedule.persist_asked()
@@ -433,19 +350,20 @@ class Capture:
         self.lost_step = pending.step if pending.step == self._captured_step else self.lost_step
         self._ordered = self._ordered or pending.ordered  # the order stands again
         if pending is self._asked:
-            self.schedule.persist_ended(fulfilled=False)
-            self._asked = None
+            self._persist_ended(fulfilled=False)
 
     def _settle(self) -> None:
         """Whether what was last asked to be persisted has been, or could not be."""
-        asked = self._asked
-        if asked is None:
+        if self._asked is None:
             return
-        slot, generation = asked.target.slot, asked.generation
+        slot, generation = self._asked.target.slot, self._asked.generation
         failed = slot.failed[0] == generation
         if slot.persisted == generation or failed:
-            self.schedule.persist_ended(fulfilled=not failed)
-            self._asked = None
+            self._persist_ended(fulfilled=not failed)
+
+    def _persist_ended(self, *, fulfilled: bool) -> None:
+        self._asked = None
+        self.schedule.persist_ended(fulfilled=fulfilled)
 
     def _has_state(self) -> bool:
         if not self._optimizers or self.heartbeat.boundaries >= 8:
@@ -456,9 +374,4 @@ class Capture:
         self._in_flight.forget()
         if self._asked is not None:
             # Nobody here looks at those slots again: whether it was persisted is not known.
-            self._asked = None
-            self.schedule.persist_ended(fulfilled=False)
-
-
-def _skipped(step: int, reason: str) -> BoundaryResult:
-    return BoundaryResult(Verdict.SKIPPED, step, reason)
+            self._persist_ended(fulfilled=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,15 +41,13 @@ def unwrapped(optimizer: object) -> object:
     return optimizer
 
 
+@dataclass(slots=True)
 class _Record:
     """The gradients that one optimizer used up in its last step: these very objects at these versions."""
 
-    __slots__ = ("fired", "gradients", "versions")
-
-    def __init__(self) -> None:
-        self.fired = False
-        self.gradients: list[weakref.ref[Tensor]] = []
-        self.versions: list[int] = []
+    fired: bool = False
+    gradients: list[weakref.ref[Tensor]] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
 
 
 class StepHook:
@@ -71,28 +69,27 @@ class StepHook:
 
 
 class StepHooks:
-    """Hooks on the attached optimizers.
+    """Hooks on the attached optimizers, as torch has them (`unwrapped`).
 
-    before_step is called, in front of all other pre-hooks, before an optimizer writes; it is held weakly,
-    as is this object by the hooks, so that an optimizer that lives on keeps no checkpointer alive.
-    While a graph is being captured on one of the devices the hooks do nothing.
+    before_step is called, in front of all other pre-hooks, before an optimizer writes. The hooks hold this
+    object weakly, so that an optimizer that lives on keeps no checkpointer alive. While a graph is being
+    captured on one of the devices they do nothing.
     """
 
     def __init__(
         self,
-        optimizers: Iterable[object],
-        before_step: Callable[[], None] | None = None,
+        optimizers: Iterable[Optimizer],
+        before_step: Callable[[], None] = lambda: None,
         devices: Sequence[Device] = (),
     ) -> None:
-        self._devices = devices
-        self._before_step = _weak(before_step)
+        self._devices, self._before_step = devices, before_step
         self._records: dict[int, _Record] = {}
         self._used_up: dict[int, tuple[weakref.ref[Tensor], int]] | None = None
         self._handles: list[Any] = []
         self._stepped = False
         self._gap = 0
         self._longest_gap = 0
-        for optimizer in {id(o): o for o in map(unwrapped, optimizers) if isinstance(o, Optimizer)}.values():
+        for optimizer in {id(each): each for each in optimizers}.values():
             self._install(optimizer)
 
     @property
@@ -143,11 +140,8 @@ class StepHooks:
         return any(device.capturing() for device in self._devices)
 
     def _before(self, optimizer: Optimizer) -> None:
-        if self._capturing():
-            return
-        call = self._before_step()
-        if call is not None:
-            call()
+        if not self._capturing():
+            self._before_step()
 
     def _after(self, optimizer: Optimizer) -> None:
         record = self._records.get(id(optimizer))
@@ -160,9 +154,3 @@ class StepHooks:
         record.gradients = list(map(weakref.ref, gradients))
         record.versions = [g._version for g in gradients]
         self._used_up = None
-
-
-def _weak(call: Callable[[], None] | None) -> Callable[[], Callable[[], None] | None]:
-    if call is None:
-        return lambda: None
-    return weakref.WeakMethod(call) if hasattr(call, "__self__") else weakref.ref(call)

@@ -1,4 +1,4 @@
-"""Snapshots that were begun and are not sealed yet, and what became of them.
+"""What was begun and is not sealed yet, and what became of it: snapshots, and the region of constants.
 
 Owns the list of them and what is learned when one ends: torn leaves, changed constants, lost snapshots.
 Never waits but where `wait` is called, at the end of runs.
@@ -7,47 +7,47 @@ Never waits but where `wait` is called, at the end of runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
-from flashckpt import _native
+from flashckpt import _native, crashpoints
 from flashckpt.capture.constants import Constants
-from flashckpt.capture.copy_policy import CopyPolicy, Way
-from flashckpt.capture.planner import PreparedCopies
+from flashckpt.capture.copies import PreparedCopies
+from flashckpt.capture.copy_policy import CopyPolicy
+from flashckpt.capture.plan import ConstantsRegion
+from flashckpt.capture.planner import Planner
 from flashckpt.capture.slot_writer import SlotWriter
+from flashckpt.errors import KeeperError
 from flashckpt.events import log
-from flashckpt.memory.slot import SlotState
+from flashckpt.memory.constants import VALUES
+from flashckpt.memory.slot import Slot, SlotState
 
 _WAIT_SLICE_S = 60.0
+_REGION_TRIES = 3
 
 
-@dataclass(slots=True, eq=False)
 class PendingSnapshot:
-    """One snapshot on its way. The copies holds its tensors, and is let go when its copies have ended;
-    the names and ways of its leaves are kept, for those that the keeper finds torn. `ordered`: it answers an
-    order for the next boundary."""
+    """One snapshot on its way. `copies` hold its tensors, and are let go of when they have ended; the names
+    and ways of its leaves are kept, for those that the keeper finds torn. `ordered`: it answers an order for
+    the next boundary."""
 
-    step: int
-    target: SlotWriter
-    generation: int
-    copies: PreparedCopies | None
-    names: list[str]
-    ways: list[Way]
-    ordered: bool = False
+    def __init__(self, step: int, target: SlotWriter, copies: PreparedCopies, *, ordered: bool) -> None:
+        self.step, self.target, self.generation, self.ordered = step, target, target.generation, ordered
+        self.copies: PreparedCopies | None = copies
+        self.names, self.ways = copies.names, copies.ways
 
 
 class InFlight:
-    """on_lost is called for a snapshot that will never be; on_changed when ways must be chosen again."""
+    """on_lost is called for a snapshot that will never be."""
 
     def __init__(
         self,
+        planner: Planner,
         policy: CopyPolicy,
         constants: Constants,
         sealer: _native.Sealer,
         on_lost: Callable[[PendingSnapshot], None],
-        on_changed: Callable[[], None],
     ) -> None:
-        self._policy, self._constants, self._sealer = policy, constants, sealer
-        self._on_lost, self._on_changed = on_lost, on_changed
+        self._planner, self._policy, self._constants = planner, policy, constants
+        self._sealer, self._on_lost = sealer, on_lost
         self._pending: list[PendingSnapshot] = []
         # The newest sealed of each slot, until the keeper is known to have found no leaf of it torn.
         self._sealed: dict[str, PendingSnapshot] = {}
@@ -60,7 +60,7 @@ class InFlight:
 
     def running(self) -> bool:
         """Whether copies of a device are still on their way."""
-        return any(each.copies.transfers for each in self._pending if each.copies)
+        return any(each.copies.on_devices for each in self._pending if each.copies)
 
     def poll(self) -> None:
         """Look, without waiting, at what was sealed or refused, and at what the keeper found torn."""
@@ -104,18 +104,18 @@ class InFlight:
 
     def _was_sealed(self, snapshot: PendingSnapshot, copies: PreparedCopies) -> None:
         target = snapshot.target
-        self.sealed += 1
-        if target.generation != snapshot.generation:
-            return  # written again already: there is nothing left to look at
         if self._constants_changed(snapshot, copies):
             # The region holds other bytes of them: the digests would have it discarded, later.
             word = target.slot.state()
             if word.generation == snapshot.generation:
                 target.slot.free(word)
             target.forget()
-            self.sealed -= 1
             self._lose(snapshot)
-        else:
+            return
+        self.sealed += 1
+        if (
+            target.generation == snapshot.generation
+        ):  # else written again already: there is nothing to look at
             self._sealed[target.slot.name] = snapshot
 
     def _was_refused(self, snapshot: PendingSnapshot, copies: PreparedCopies) -> None:
@@ -150,7 +150,7 @@ class InFlight:
         for index in changed:
             self._constants.changed(snapshot.names[index])
         if changed:
-            self._on_changed()
+            self._planner.drop()
         return changed
 
     def _look_for_tears(self, snapshot: PendingSnapshot) -> None:
@@ -170,8 +170,87 @@ class InFlight:
         # The keeper's words are believed no further than there are leaves. A list, so that every one is told.
         known = [leaf for leaf in leaves if leaf < len(snapshot.names)]
         if any([self._policy.tear(snapshot.names[leaf], snapshot.ways[leaf]) for leaf in known]):
-            self._on_changed()
+            self._planner.drop()
 
     def _lose(self, snapshot: PendingSnapshot) -> None:
         self.lost += 1
         self._on_lost(snapshot)
+
+
+class RegionCopy:
+    """The copy of what is constant into the region that all slots name. Owns its mapping, until `end`.
+
+    A capture like any other, of the constants alone: bytes of host memory are copied at the boundary itself
+    (a thread of our own must not read tensors whose storage the program may free), those of a device before
+    anything may write them."""
+
+    def __init__(
+        self, region: Slot, owner: int, constants: Constants, sealer: _native.Sealer, in_flight: InFlight
+    ) -> None:
+        self.nonce = region.header.nonce
+        self._region, self._target = region, SlotWriter(region, owner)
+        self._constants, self._sealer, self._in_flight = constants, sealer, in_flight
+        self._copies: PreparedCopies | None = None
+        self._tries = 0
+
+    def is_over(self, planner: Planner, step: int, attempt: tuple[int, int], *, wait: bool) -> bool:
+        """Whether the region is sealed, or given up; it is begun if it is not. Copies of a device are waited
+        for only to `wait`."""
+        if self._constants.planned is None:  # given up since it was asked for
+            return True
+        try:
+            copies = self._copies or self._begin(planner.of_constants(), step, attempt)
+            state = self._state(copies, wait=wait)
+            if state is SlotState.FREE:
+                self._try_again(copies)
+            if state is not SlotState.SEALED:
+                return False
+            digests = tuple(self._target.table.tolist())
+            layout = copies.plan.image.shard
+            self._constants.filled(ConstantsRegion(self._region.name, self.nonce, layout, digests))
+            crashpoints.point("share.sealed")
+        except KeeperError as error:
+            log.warning("each slot has a copy of what never changes: %s", error)
+            self._constants.give_up()
+        return True
+
+    def end(self) -> None:
+        """Nothing here touches the region's bytes again: captures only compare digests."""
+        if self._copies is not None:
+            self._copies.wait()
+            if self._state(self._copies, wait=True) is SlotState.WRITING:
+                return  # it stays mapped: somebody may still write to it
+            self._copies.plan.release()
+        self._target.release()
+        self._region.close()
+
+    def _begin(self, copies: PreparedCopies, step: int, attempt: tuple[int, int]) -> PreparedCopies:
+        """Raises KeeperError where the region is not to be had any more, or too small."""
+        if not self._target.fits(copies.plan, len(VALUES)) or not self._target.begin():
+            raise KeeperError(f"{self._region.name} cannot be written.")
+        self._tries += 1
+        try:
+            copies.write(self._target, VALUES, self._sealer, step, attempt)
+        except BaseException:
+            copies.plan.release()
+            raise
+        self._copies = copies
+        return copies
+
+    def _state(self, copies: PreparedCopies, *, wait: bool) -> SlotState:
+        """WRITING while it is on its way, SEALED, or FREE where it could not be sealed."""
+        if wait or not copies.on_devices:
+            self._sealer.drain(_WAIT_SLICE_S)
+        return self._target.state(self._target.generation)
+
+    def _try_again(self, copies: PreparedCopies) -> None:
+        """It could not be sealed: the next try is without what was written meanwhile."""
+        reason, copied = self._in_flight.failure_of(self._target)
+        for index in self._target.empty_entries() if copied else ():
+            self._constants.changed(copies.names[index])
+        copies.plan.release()
+        self._copies = None
+        if self._tries >= _REGION_TRIES:
+            raise KeeperError(
+                f"their region could not be sealed ({reason or 'they are written all the time'})."
+            )

@@ -1,15 +1,16 @@
-"""The slots as captures fill them: metadata, digest table, image header, record, seal.
+"""What a trainer writes to its slots: metadata, digest table, image header, record; and its sign of life.
 
 A `SlotWriter` owns the views of one slot and what is known to stand in it already; it takes no decision
 about leaves, and touches nothing of a slot that it has not begun. `SlotWriters` are those of a rank:
-exchanged, made known to the devices, large enough or too small.
+exchanged, made known to the devices, large enough or too small. `HeartbeatWriter` counts the boundaries.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -21,11 +22,13 @@ from flashckpt.capture.plan import Addresses, Plan
 from flashckpt.errors import DamagedError
 from flashckpt.format.metadata import HEADER, Geometry, geometry, header
 from flashckpt.memory.control_page import Record, SlotSize
-from flashckpt.memory.slot import Slot, SlotRing, SlotState
+from flashckpt.memory.slot import Heartbeat, Slot, SlotRing, SlotState
 
 # What is no tensor takes so much at least in a slot's metadata: before the first capture nobody has seen it,
 # and slots that are asked for later fit what was asked for then.
 _LEAST_VALUES_BYTES = 1 << 16
+# Half a second of steps of a tenth of a millisecond: beyond that the oldest are not judged.
+_LENGTHS_KEPT = 5000
 
 
 class SlotWriter:
@@ -154,8 +157,7 @@ class SlotWriter:
 
     def release(self) -> None:
         """Let go of every view, so that the slot can be unmapped."""
-        empty: Any = np.empty(0, dtype=np.uint64)
-        self.table = empty
+        self.table = np.empty(0, dtype=np.uint64)
         self._odd_views.clear()
         self._image = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._metadata.release()
@@ -225,6 +227,58 @@ class SlotWriters:
         self._values_bytes = values_bytes
         has_room = all(each.fits(plan, values_bytes) for each in self.by_name.values())
         self.room_wanted = None if has_room else slot_room(plan, values_bytes)
+
+
+class HeartbeatWriter:
+    """The trainer's sign of life on its slots' control pages, for the keeper's watchdog: a few words a
+    boundary. `patience_s` is how long a boundary may be missing before it is a hang, 0 for ever; any thread
+    sets it, and the next boundary takes it up. `lengths` are (step, seconds) of the steps since another
+    thread last took them out, to judge them. All else is the training thread's."""
+
+    def __init__(self, writers: Mapping[str, SlotWriter]) -> None:
+        self._writers = writers
+        self.boundaries = 0
+        self.patience_s = 0.0
+        self.lengths: deque[tuple[int, float]] = deque(maxlen=_LENGTHS_KEPT)
+        self._expecting = False
+        self._begun_ns = 0
+
+    def boundary(self, step: int) -> None:
+        now = time.monotonic_ns()
+        if self._expecting and self._begun_ns:
+            self.lengths.append((step, (now - self._begun_ns) / 1e9))
+        self.boundaries += 1
+        self._begun_ns = now
+        self._beat()
+
+    def expect(self) -> None:
+        """From now on a boundary is due: the loop has begun, or goes on."""
+        if not self._expecting:
+            self._expecting, self._begun_ns = True, time.monotonic_ns()
+            self._beat()
+
+    def rest(self) -> None:
+        """No boundary is due until `expect`: the loop has ended, or waits for storage because it was
+        told to."""
+        if self._expecting:
+            self._expecting = False
+            self._beat()
+
+    @contextlib.contextmanager
+    def resting(self) -> Iterator[None]:
+        """What is done here may wait for storage as long as it likes: it is no hang of the loop."""
+        expecting = self._expecting
+        self.rest()
+        try:
+            yield
+        finally:
+            if expecting:
+                self.expect()
+
+    def _beat(self) -> None:
+        patience_ns = int(self.patience_s * 1e9) if self._expecting else 0
+        for each in self._writers.values():
+            each.slot.beat(Heartbeat(self.boundaries, self._begun_ns, each.owner, patience_ns))
 
 
 def slot_room(plan: Plan, values_bytes: int) -> SlotSize:

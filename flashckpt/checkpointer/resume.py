@@ -17,8 +17,8 @@ import torch
 
 from flashckpt import _native, crashpoints
 from flashckpt.capture import Capture
-from flashckpt.capture.cuda import devices_of
-from flashckpt.capture.live_digests import digest_tensors
+from flashckpt.capture.devices import devices_of
+from flashckpt.capture.digests import digest_tensors
 from flashckpt.capture.plan import ConstantsRegion, local
 from flashckpt.capture.schedule import Every, Pace
 from flashckpt.checkpointer.attached_run import Resumed

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
-from flashckpt.capture.heartbeat import HeartbeatWriter
+from flashckpt.capture.slot_writer import HeartbeatWriter
 from flashckpt.errors import KeeperError
 from flashckpt.events import Event, log
 from flashckpt.memory import forks

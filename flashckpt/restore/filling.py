@@ -12,7 +12,7 @@ from typing import NoReturn
 import torch
 
 from flashckpt import _native
-from flashckpt.capture.live_digests import digest_tensors
+from flashckpt.capture.digests import digest_tensors
 from flashckpt.errors import DamagedError, MismatchError, StateError
 from flashckpt.restore.snapshot import Snapshot
 from flashckpt.state.tree import Tree

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from flashckpt import _native
 from flashckpt.capture.devices import PIECE_BYTES, Copies, StreamMark, Table
+from flashckpt.capture.digests import bytes_of, torch_digests
 from flashckpt.capture.plan import Addresses
-from flashckpt.capture.torch_digests import bytes_of, torch_digests
 
 _LONG_S = 60.0
 

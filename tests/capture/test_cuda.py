@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from flashckpt import _native
-from flashckpt.capture import Capture, Verdict, copy_policy, cuda, device_copies, host_copies
-from flashckpt.capture.cuda import devices_of
+from flashckpt.capture import Capture, Verdict, copies, copy_policy, devices, digests
+from flashckpt.capture.devices import devices_of
 from flashckpt.capture.schedule import Pace
 from flashckpt.memory.slot import Slot, SlotRing
 from flashckpt.options import Options
@@ -237,7 +237,7 @@ def test_a_registration_that_is_refused_costs_speed_and_no_snapshots(
     caplog: pytest.LogCaptureFixture,
     memory: int | None,
 ) -> None:
-    cuda._say_unregistered.cache_clear()
+    devices._say_unregistered.cache_clear()
     monkeypatch.setattr(Slot, "mapping", _Refusing())
     loop = Loop(sealer)
     loop.attach(large_ring, device_memory=memory)
@@ -250,7 +250,8 @@ def test_a_registration_that_is_refused_costs_speed_and_no_snapshots(
 def test_without_the_kernel_snapshots_are_as_exact(
     sealer: _native.Sealer, large_ring: SlotRing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda, "why_not_in_one_launch", lambda index: "a test asked for it")
+    for module in (devices, digests):
+        monkeypatch.setattr(module, "why_not_in_one_launch", lambda index: "a test asked for it")
     odd = torch.randint(0, 255, (1_100_001,), dtype=torch.uint8, device="cuda")
     loop = Loop(sealer, more={"odd": odd, "shifted": odd[3:5000]})
     loop.attach(large_ring)
@@ -314,11 +315,11 @@ def test_the_loop_may_have_the_arena_once_it_was_let_go(
     for _ in range(4):
         loop.iterate(large_ring)
     loop.capture.boundary(loop.step, lambda: b"{}", due=False)  # hears of the landing
-    [transfer] = loop.capture._planner.current.transfers
+    [transfer] = loop.capture._planner.current.on_devices
     assert transfer.arena.is_held
     size = transfer.arena.num_bytes
     before = torch.cuda.memory_allocated()
-    monkeypatch.setattr(cuda.CudaDevice, "room_bytes", lambda device: 0)
+    monkeypatch.setattr(devices.CudaDevice, "room_bytes", lambda device: 0)
     transfer.landed()
     assert torch.cuda.memory_allocated() <= before - size
     total = torch.cuda.mem_get_info()[1]
@@ -372,7 +373,7 @@ def test_ten_thousand_leaves_do_not_hold_the_training_thread_up(
     way: str,
 ) -> None:
     """The device is busy when the boundary comes, and still is when the call is over."""
-    for module in (copy_policy, device_copies, host_copies):
+    for module in (copies, copy_policy):
         monkeypatch.setattr(module, "SMALL_BYTES", 256)
     calls: dict[int, float] = {}
     for count in (10, 10_000):
@@ -420,7 +421,7 @@ def test_ten_thousand_leaves_do_not_hold_the_training_thread_up(
 
 
 def test_the_kernel_equals_the_native_digest_at_every_alignment() -> None:
-    assert cuda.why_not_in_one_launch(0) == ""
+    assert digests.why_not_in_one_launch(0) == ""
     data = torch.randint(0, 256, (6_000_000,), dtype=torch.uint8)
     live = data.cuda()
     sizes = [0, 1, 2, 3, 4, 7, 8, 63, 64, 65, 1000, 1023, 1024, 1025, 2047, 2048, 4096, 70_001, 5_000_001]
@@ -434,7 +435,7 @@ def test_the_kernel_equals_the_native_digest_at_every_alignment() -> None:
         end += size + 64
     cloned = [bool(number % 3) and size > 0 for number, (_, size) in enumerate(places)]
     destinations = [copied.data_ptr() + start if is_cloned else 0 for start, is_cloned in zip(starts, cloned)]  # noqa: B905
-    table = cuda.CudaTable(0, leaves, np.array(destinations, dtype=np.uint64))
+    table = digests.CudaTable(0, leaves, np.array(destinations, dtype=np.uint64))
     out = torch.zeros(len(places), dtype=torch.int64, device="cuda")
     for _ in range(2):
         table.run(out)
@@ -449,7 +450,7 @@ def test_the_kernel_equals_the_native_digest_at_every_alignment() -> None:
 
 
 def test_the_digests_of_a_restore_equal_the_native_ones() -> None:
-    from flashckpt.capture.live_digests import digest_tensors
+    from flashckpt.capture.digests import digest_tensors
 
     tensors = [torch.randn(1000, 33), torch.randn(40, 50).t(), torch.randn(7).to(torch.bfloat16)[1:]]
     there = [tensor.cuda() if tensor.is_contiguous() else tensor.t().cuda().t() for tensor in tensors]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flashckpt import _native
-from flashckpt.capture.torch_digests import (
+from flashckpt.capture.digests import (
     WORKSPACE_BYTES,
     TorchDigests,
     Workspace,

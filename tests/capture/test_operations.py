@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flashckpt import _native
-from flashckpt.capture import Capture, copy_policy, device_copies, host_copies
+from flashckpt.capture import Capture, copies, copy_policy
 from flashckpt.capture.devices import Copies, StreamMark
 from flashckpt.capture.schedule import Pace
 from flashckpt.memory.slot import SlotRing
@@ -41,7 +41,7 @@ class Counting(SimulatedDevice):
 @pytest.fixture(autouse=True)
 def _leaves_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten thousand leaves of a mebibyte are more than a test may take: here these are large ones."""
-    for module in (copy_policy, device_copies, host_copies):
+    for module in (copies, copy_policy):
         monkeypatch.setattr(module, "SMALL_BYTES", 256)
 
 

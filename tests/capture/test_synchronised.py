@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flashckpt import _native
-from flashckpt.capture.device_copies import DeviceCopies
+from flashckpt.capture.copies import DeviceCopies
 from flashckpt.capture.devices import Table
 from flashckpt.memory.slot import SlotRing
 from tests.capture.simulated import SimulatedMark, SimulatedStream

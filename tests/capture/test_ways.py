@@ -308,7 +308,7 @@ def test_the_arena_gives_way_when_headroom_falls(make: Maker) -> None:
 def test_the_arena_is_let_go_after_each_landing_while_headroom_is_short(make: Maker) -> None:
     """What is held is no memory that torch could use when it runs out."""
     loop = warm(make(), 4)
-    transfer = loop.capture._planner.current.transfers[0]
+    transfer = loop.capture._planner.current.on_devices[0]
     assert transfer.arena.is_held
     loop.device.room = transfer.arena.num_bytes // 2 - 1
     loop.iterate()
@@ -319,12 +319,12 @@ def test_the_arena_is_let_go_after_each_landing_while_headroom_is_short(make: Ma
     loop.iterate()
     assert loop.result() == "exact"
     assert loop.ways()["model.a"] == "clone"
-    assert loop.capture._planner.current.transfers[0] is transfer
+    assert loop.capture._planner.current.on_devices[0] is transfer
 
 
 def test_no_arena_is_taken_again_where_the_loop_has_the_memory(make: Maker) -> None:
     loop = warm(make(), 4)
-    arena = loop.capture._planner.current.transfers[0].arena
+    arena = loop.capture._planner.current.on_devices[0].arena
     loop.device.room = 1 << 20
     loop.iterate()
     assert loop.result() == "exact"
@@ -341,7 +341,7 @@ def test_no_arena_is_taken_again_where_the_loop_has_the_memory(make: Maker) -> N
 def test_nothing_is_asked_or_let_go_while_a_graph_is_captured(make: Maker) -> None:
     """An event that is asked for in a capture makes the user's graph invalid."""
     loop = warm(make(), 4)
-    transfer = loop.capture._planner.current.transfers[0]
+    transfer = loop.capture._planner.current.on_devices[0]
     loop.device.room = 1
     loop.device.side.hold()
     loop.iterate()
@@ -416,7 +416,7 @@ def test_leaves_of_the_host_that_lie_between_cloned_ones_keep_their_bytes(make: 
         loop.add(f"{number:02}.device", torch.full((11,), float(number)))
         loop.state.named["more"][f"{number:02}.host"] = torch.full((number,), -float(number))
     warm(loop, 4)
-    arena = loop.capture._planner.current.transfers[0].arena
+    arena = loop.capture._planner.current.on_devices[0].arena
     assert len(arena.bridged) >= 20
     moved = loop.state.named["more"]["07.host"] = torch.full((7,), 3.0)
     loop.device.side.hold()

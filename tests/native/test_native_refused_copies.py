@@ -18,7 +18,7 @@ import torch
 from capture.accelerated import Accelerated
 from capture.conftest import make_slot
 from flashckpt import _native
-from flashckpt.capture.cuda import CudaCopying
+from flashckpt.capture.devices import CudaCopying
 from tests.capture.simulated import SimulatedDevice
 from flashckpt.memory.slot import SlotRing
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flashckpt import OptionError, Options
-from flashckpt.capture.heartbeat import HeartbeatWriter
+from flashckpt.capture.slot_writer import HeartbeatWriter
 from flashckpt.checkpointer.watchdog import StepTimes, Watch
 from flashckpt.events import Event
 

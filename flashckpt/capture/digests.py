@@ -1,19 +1,25 @@
-"""Digests of leaves on a device with torch's own operations, equal to the native ones bit for bit.
+"""Digests of tensors, where they are. docs/format.md ("Digest") has the definition.
 
-For devices that have no kernel of ours. Slow beside one: some forty operations read what they work on a dozen
-times, in batches of at most `WORKSPACE_BYTES`, whatever the sizes of the leaves. docs/format.md ("Digest")
-has the definition; int64 arithmetic wraps, so it is exact modulo 2**64.
+In host memory native code takes them, on a CUDA device one launch of our kernel (`CudaTable`). Where there is
+none of it, torch's own operations give the same bits (`TorchDigests`): some forty read what they work on a
+dozen times, in batches of at most `WORKSPACE_BYTES`, whatever the sizes of the leaves; int64 arithmetic
+wraps, so it is exact modulo 2**64.
 """
 
 from __future__ import annotations
 
+import functools
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from flashckpt import _native
+from flashckpt.capture.plan import Addresses, local
+from flashckpt.events import log
 
 WORKSPACE_BYTES = 64 << 20
 _BLOCK = _native.BLOCK_BYTES
@@ -23,6 +29,116 @@ _LANES, _STRIPES = 8, 16
 _FACTOR = 0x9E3779B97F4A7C15
 _HALF = (1 << 32) - 1
 _EMPTY = -1  # the empty mark, as int64
+
+
+def digest_tensors(tensors: Sequence[Tensor], threads: int) -> list[int]:
+    """The digest of each tensor's bytes in row-major order. Reads every byte once; on a device it is waited
+    for. Tensors there that are not row-major are made so, all at once: that takes their size in memory."""
+    digests = np.full(len(tensors), _native.EMPTY_DIGEST, dtype=np.uint64)
+    leaves = [local(tensor.detach()).resolve_conj().resolve_neg().contiguous() for tensor in tensors]
+    by_device: dict[torch.device, list[int]] = {}
+    for index, leaf in enumerate(leaves):
+        by_device.setdefault(leaf.device, []).append(index)
+    for device, indexes in by_device.items():
+        here = [leaves[index] for index in indexes]
+        digests[indexes] = _digest_host(here, threads) if device.type == "cpu" else _digest_device(here)
+    return [int(digest) for digest in digests]
+
+
+def _digest_host(leaves: Sequence[Tensor], threads: int) -> Addresses:
+    found: Addresses = np.empty(len(leaves), dtype=np.uint64)
+    sources = array("Q", [leaf.data_ptr() for leaf in leaves])
+    sizes = array("Q", [leaf.nbytes for leaf in leaves])
+    _native.digest_many(sources, sizes, _native.address_of(found.data), threads)
+    return found
+
+
+def _digest_device(leaves: Sequence[Tensor]) -> Addresses:
+    device = leaves[0].device
+    out = torch.empty(len(leaves), dtype=torch.int64, device=device)
+    if device.type == "cuda":
+        with torch.cuda.device(device), torch.no_grad():
+            CudaTable(device.index or 0, leaves, np.zeros(len(leaves), dtype=np.uint64)).run(out)
+    else:
+        sources = [bytes_of(leaf) for leaf in leaves]
+        torch_digests(sources).into(sources, out)
+    found: Addresses = out.cpu().numpy().view(np.uint64)
+    return found
+
+
+# ---- a CUDA device
+
+
+class CudaTable:
+    """Row-major tensors of one device, with where each is copied to (0 for nowhere): copied and digested in
+    one launch where the kernel can be used, else with torch's operations. Made, and run, on the current
+    stream; one run ends before the next."""
+
+    def __init__(self, index: int, leaves: Sequence[Tensor], destinations: Addresses) -> None:
+        self._index, self._count = index, len(leaves)
+        self._in_one_launch = why_not_in_one_launch(index) == ""
+        if self._in_one_launch:
+            self._entries = _uploaded(index, leaves, destinations)
+            self._leaves: list[Tensor] = []
+        else:
+            self._leaves = [bytes_of(leaf) for leaf in leaves]
+            self._digests = torch_digests(self._leaves)
+            self._pairs = [
+                (_memory_at(index, address, leaf.numel()), leaf)
+                for address, leaf in zip(destinations.tolist(), self._leaves, strict=True)
+                if address
+            ]
+
+    def __len__(self) -> int:
+        return self._count
+
+    def run(self, out: Tensor) -> None:
+        """Digests go to `out`: int64, contiguous, one a leaf."""
+        if self._in_one_launch:
+            stream = torch.cuda.current_stream(self._index).cuda_stream
+            _native.cuda_digest_launch(
+                stream, self._entries.data_ptr(), self._count, out.data_ptr(), self._index
+            )
+            return
+        if self._pairs:
+            torch._foreach_copy_([target for target, _ in self._pairs], [leaf for _, leaf in self._pairs])
+        self._digests.into(self._leaves, out)
+
+
+@functools.cache
+def why_not_in_one_launch(index: int) -> str:
+    """ "" where a table is one launch on this device, else the reason, which is said once."""
+    reason = _native.cuda_digests_usable(index)
+    if reason:
+        log.warning(
+            "The kernel that copies and digests cannot be used on cuda:%d: %s. Snapshots are as safe without "
+            "it; they are digested with torch's operations, some for each tensor, and at each of them the "
+            "loop waits for the copy to the host.", index, reason,
+        )  # fmt: skip
+    return reason
+
+
+def _uploaded(index: int, leaves: Sequence[Tensor], destinations: Addresses) -> Tensor:
+    """The entries of a table in device memory, there before what the current stream gets next. The host
+    does not wait: torch keeps the page-locked source until it has been read."""
+    sources = array("Q", [leaf.data_ptr() for leaf in leaves])
+    sizes = array("Q", [leaf.numel() * leaf.element_size() for leaf in leaves])
+    entries = bytearray(_native.cuda_digest_table(sources, destinations.data, sizes))
+    source = torch.frombuffer(entries, dtype=torch.uint8).pin_memory()
+    return source.to(torch.device("cuda", index), non_blocking=True)
+
+
+def _memory_at(index: int, address: int, num_bytes: int) -> Tensor:
+    """Device memory that somebody else keeps."""
+    described = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+    class ForeignMemory:
+        __cuda_array_interface__ = described
+
+    return torch.as_tensor(ForeignMemory(), device=torch.device("cuda", index))
+
+
+# ---- torch's operations
 
 Allocate = Callable[[int], Tensor]
 """Bytes wanted -> a uint8 tensor of that many bytes, aligned to 16, on the device."""
