@@ -113,9 +113,7 @@ class InFlight:
             self._lose(snapshot)
             return
         self.sealed += 1
-        if (
-            target.generation == snapshot.generation
-        ):  # else written again already: there is nothing to look at
+        if target.generation == snapshot.generation:  # else it was written again already
             self._sealed[target.slot.name] = snapshot
 
     def _was_refused(self, snapshot: PendingSnapshot, copies: PreparedCopies) -> None:
