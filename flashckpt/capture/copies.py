@@ -77,6 +77,7 @@ class PreparedCopies:
         step: int,
         attempt: tuple[int, int],
         *,
+        boundary: int = 0,
         gated: bool = False,
         persist: bool = False,
     ) -> None:
@@ -90,7 +91,7 @@ class PreparedCopies:
             if persist:
                 target.slot.request_persist(target.generation)
             moves = [self.host.moves(target), *(each.moves(target) for each in self.on_devices)]
-            target.seal(sealer, handles, np.concatenate(moves), step, attempt)
+            target.seal(sealer, handles, np.concatenate(moves), step, attempt, boundary)
         except BaseException:
             target.forget()
             try:

@@ -63,7 +63,8 @@ class Capture:
 
     schedule says which boundaries are taken; attempt is (number, nonce) of this attempt; optimizers are those
     of the state, wrapped or not; known are the digests, by name, of the snapshot that the state was restored
-    from, constants names those of it that were, region is the one that it names.
+    from, constants names those of it that were, region is the one that it names. ordinal is that of the
+    boundary, counted by who passes them, alike on all ranks: it stands in each snapshot.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Capture:
         self._policy = CopyPolicy(self._optimizers, self._constants)
         self._intervals = Intervals(self.schedule.budget, devices)
         self._skipped, self._skipped_step = 0, -1
+        self.ordinal = 0
         self._writers = SlotWriters(devices)
         self.heartbeat = HeartbeatWriter(self._writers.by_name)
         self._planner = Planner(
@@ -328,8 +330,8 @@ class Capture:
 
     def _write(self, target: SlotWriter, copies: PreparedCopies, data: bytes, step: int) -> None:
         persist = self._ordered or self.schedule.persist_due(step)
-        gated = self._hooks.gated
-        copies.write(target, data, self._sealer, step, self._attempt, gated=gated, persist=persist)
+        how = {"gated": self._hooks.gated, "persist": persist}
+        copies.write(target, data, self._sealer, step, self._attempt, boundary=self.ordinal, **how)
         pending = PendingSnapshot(step, target, copies, ordered=self._ordered)
         self._in_flight.add(pending)
         if persist:

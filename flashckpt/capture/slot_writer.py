@@ -107,6 +107,7 @@ class SlotWriter:
         moves: Addresses,
         step: int,
         attempt: tuple[int, int],
+        boundary: int = 0,
     ) -> None:
         """Hand the slot to the native thread: it seals once every wait is over, what comes late has been
         put in its place (moves: rows of source, destination and bytes) and every digest is there."""
@@ -129,6 +130,7 @@ class SlotWriter:
                 captured_ns=time.monotonic_ns(),
                 constants_bytes=plan.constants_bytes,
                 constants_nonce=plan.region.nonce if plan.region is not None else 0,
+                boundary=boundary,
             )
         )
         crashpoints.point("seal.submitting")

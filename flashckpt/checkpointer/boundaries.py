@@ -102,6 +102,7 @@ class Boundaries:
         """Count the step and let the capture decide whether this boundary is taken. Whatever goes wrong with
         the capture does not stop training: it is raised where the user waits."""
         self._count()
+        self._capture.ordinal += 1
         self._capture_once(ordered=self._next_ordered)
         self._next_ordered = self._in_code = False
         self._ask_for_slots()
@@ -111,6 +112,7 @@ class Boundaries:
         """Count the step of an epoch's last batch. It is captured at the end of the epoch, once the epoch's
         own code is done: a snapshot from before it and one from after it would have one number."""
         self._count()
+        self._capture.ordinal += 1
         self._next_ordered = self._in_code = False
         self._adopt_slots()
         self._capture.pass_by(self._progress.step)
@@ -124,6 +126,7 @@ class Boundaries:
         if self._left or not self._progress.iterated:
             self._count(0)  # an epoch that takes no batches here is an iteration itself
         self._progress.next_epoch()
+        self._capture.ordinal += 1  # it may have the step of the boundary before, and is another
         self._capture.wait()
         self._adopt_slots()  # first: what the smaller ones hold is asked for as they change hands
         if self._is_given_away(last):
@@ -225,6 +228,7 @@ class Boundaries:
     def capture_outside(self) -> None:
         """A snapshot outside of an iteration, persisted. It is a boundary of its own, with a step of its own,
         unless it is the present one: nothing has come since, or that one is still to be captured."""
+        self._capture.ordinal += 1
         self._capture.wait()
         captured = newest_of(self._attendant.slots, self._progress.step) is not None
         held = self._progress.is_after_batches and not captured

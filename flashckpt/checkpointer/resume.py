@@ -161,7 +161,7 @@ def _resume(
         )
         loaded = choice.choose()
         if loaded is None:
-            session.start(None, 0, None)
+            session.start()
             return _Taken()
         resumed = _take_up(session, tree, progress, loaded, choice.refused, began, threads)
         snapshot = loaded.snapshot
@@ -241,9 +241,8 @@ def _take_up(
     progress.restore(snapshot.section("progress"))
     rng.restore(snapshot.section("rng"))
     crashpoints.point("resume.filled")
-    # Only a snapshot that may be nowhere but in memory is named: one from disk is committed already.
-    slot = loaded.held.slot.name if snapshot.tier == "memory" else None
-    session.start(snapshot.attempt, snapshot.step, slot)
+    is_memory = snapshot.tier == "memory"
+    session.start(snapshot.attempt, snapshot.step, snapshot.boundary, from_memory=is_memory)
     log_differences(snapshot.values.get("environment"), session.surroundings)
     resumed = Resumed(
         step=snapshot.step,
@@ -262,7 +261,7 @@ def _take_up(
             "event": Event.RESUME.value,
             "step": resumed.step,
             "tier": resumed.tier,
-            "slot": slot,
+            "slot": loaded.held.slot.name if is_memory else None,
             "rank": session.environment.rank,
             "from_attempt": resumed.attempt,
             "seconds": round(resumed.seconds, 4),

@@ -81,20 +81,29 @@ class Session:
             kill_when_stuck=options.watchdog_action == "kill",
         )
 
-    def start(self, parent: AttemptName | None, step: int, loaded: str | None) -> None:
-        """Say where this attempt goes on from, and `loaded`, the slot that this rank took it out of. Who
-        leads writes it: from here on older attempts commit nothing. Raises RunError where it cannot be
-        written, or was written otherwise."""
+    def start(
+        self,
+        parent: AttemptName | None = None,
+        step: int = 0,
+        boundary: int = 0,
+        *,
+        from_memory: bool = False,
+    ) -> None:
+        """Say where this attempt goes on from: a boundary of another one, which this rank took up. Who leads
+        writes it: from here on older attempts commit nothing, and what any rank has of that boundary in
+        memory is this attempt's. `from_memory`: it may be nowhere else, and the keeper is to save it. Raises
+        RunError where it cannot be written, or was written otherwise."""
         if self.leads:
-            self._write_start(parent, step, loaded)
+            self._write_start(parent, step, boundary)
         else:
-            self._check_start(parent, step)
+            self._check_start(parent, step, boundary)
         crashpoints.point("start.written")
-        self.keeper.started(loaded=loaded, step=step)
+        if parent is not None and from_memory:
+            self.keeper.started(parent, step, boundary)
 
-    def _write_start(self, parent: AttemptName | None, step: int, loaded: str | None) -> None:
+    def _write_start(self, parent: AttemptName | None, step: int, boundary: int) -> None:
         try:
-            attempts.start(self.store, self.attempt, parent, step, self.environment.world, loaded)
+            attempts.start(self.store, self.attempt, parent, step, self.environment.world, boundary)
         except OSError as error:
             live = f"already that of step {step}" if parent is not None else "as it was"
             raise RunError(
@@ -105,13 +114,13 @@ class Session:
                 step=step,
             ) from error
 
-    def _check_start(self, parent: AttemptName | None, step: int) -> None:
+    def _check_start(self, parent: AttemptName | None, step: int, boundary: int) -> None:
         found = attempts.read_start(self.store, self.attempt)
-        if found is None or (found.parent, found.step) != (parent, step):
-            there = "nothing yet" if found is None else f"step {found.step} of {found.parent}"
+        if found is None or (found.parent, found.step, found.boundary) != (parent, step, boundary):
+            there = "nothing yet" if found is None else _where(found.parent, found.step, found.boundary)
             raise RunError(
-                f"{self.store.url}: rank {self.environment.rank} took up step {step} of {parent}, and "
-                f"attempt {self.attempt} goes on from {there}. Nothing that this rank captures is kept. "
+                f"{self.store.url}: rank {self.environment.rank} took up {_where(parent, step, boundary)}, "
+                f"and attempt {self.attempt} goes on from {there}. Nothing that this rank captures is kept. "
                 "Start all ranks again.",
                 path=self.store.url,
                 step=step,
@@ -129,6 +138,10 @@ class Session:
         self.life.release(self.runtime)
         self.runtime.close()
         _let_go((self.identity, self.environment.rank))
+
+
+def _where(parent: AttemptName | None, step: int, boundary: int) -> str:
+    return f"step {step} of {parent} (boundary {boundary})"
 
 
 def open_session(

@@ -539,6 +539,7 @@ def made_usable(grants: Sequence[SlotGrant], capture: Capture) -> list[Slot]:
         for grant in grants:
             left.pop(0)  # from here on that of `open`, whatever becomes of it
             slots.append(grant.open())
+            slots[-1].set_complete(0, 0)  # this rank has no others, whatever job had the slot before
         for slot in slots:
             slot.populate()
         capture.register(slots)

@@ -136,15 +136,16 @@ def start(
     parent: AttemptName | None,
     step: int,
     world: int,
-    loaded: str | None = None,
+    boundary: int = 0,
 ) -> Start:
-    """Write where the attempt goes on from; from here on older attempts commit nothing.
+    """Write where the attempt goes on from, on all its ranks; from here on older attempts commit nothing.
+    `boundary` is that of the parent, by which every keeper knows the snapshots that are this attempt's now.
 
     SupersededError if a newer attempt has claimed the run.
     """
     check_newest(store, name)
     before = () if parent is None else tuple(_before(store, parent, step))
-    record = Start(parent=parent, step=step, world=world, loaded=loaded, before=before)
+    record = Start(parent=parent, step=step, boundary=boundary, world=world, before=before)
     if not store.create(start_path(name), record.to_bytes()):
         raise SupersededError(
             f"attempt {name} has already started; this process must end. Nothing was changed.",

@@ -67,6 +67,10 @@ class StepRecord:
     def world(self) -> int:
         return self.manifest.world
 
+    @property
+    def boundary(self) -> int:
+        return self.parts[0].boundary
+
     def part_of(self, rank: int) -> Part:
         """The part that holds a rank. NoSuchStepError where the step has no such rank."""
         for part in self.parts:
@@ -124,7 +128,8 @@ def publish_part(store: Store, part: Part) -> bool:
 def commit(store: Store, step: int, attempt: AttemptName, world: int) -> Committed:
     """Write the manifest once the parts cover every rank exactly once. Any number may call it at once.
 
-    SupersededError if a newer attempt has started; DamagedError where parts contradict each other or a
+    SupersededError if a newer attempt has started, or the nodes have snapshots of different boundaries under
+    this number, of which nobody makes one step; DamagedError where parts contradict each other or a
     shard is missing, also where there is a manifest.
     """
     found = read_manifest(store, step, attempt)
@@ -134,6 +139,13 @@ def commit(store: Store, step: int, attempt: AttemptName, world: int) -> Committ
     rows, parts = _read_parts(store, folder, step, attempt, world)
     if sum(len(part.ranks) for part in parts) < world:
         return Committed.WAITING
+    if not have_one_boundary(parts):
+        raise SupersededError(
+            f"the nodes have different snapshots of step {step} of attempt {attempt}, which are no step "
+            "together: it is never committed. Other steps are untouched.",
+            step=step,
+            path=folder,
+        )
     manifest = _manifest(step, attempt, world, rows, parts)
     _check_files(store, folder, manifest.shards, step)
     _check_files(store, attempt_folder(attempt), manifest.constants, step)
@@ -230,6 +242,11 @@ def read_step(store: Store, step: int, attempt: AttemptName) -> StepRecord:
     return StepRecord(step=step, attempt=attempt, manifest=manifest, parts=parts, store=store)
 
 
+def have_one_boundary(parts: Sequence[Part]) -> bool:
+    """Whether parts are of one content: two boundaries may have one step."""
+    return len({part.boundary for part in parts}) < 2
+
+
 def _judge(store: Store, found: Manifest | Tombstone) -> Committed:
     if not isinstance(found, Manifest):
         return Committed.BURIED
@@ -297,6 +314,8 @@ def _read_part(store: Store, folder: str, row: PartRecord, manifest: Manifest) -
 
 
 def _check_coverage(folder: str, parts: Sequence[Part], world: int, step: int) -> None:
+    if not have_one_boundary(parts):
+        raise _damaged(folder, "its parts are of different boundaries", step)
     ranks = sorted(rank.rank for part in parts for rank in part.ranks)
     if len(ranks) != world or len(set(ranks)) != world:
         raise _damaged(folder, "its parts do not cover every rank exactly once", step)

@@ -15,6 +15,7 @@ MANIFEST = "manifest.json"
 
 MAX_STEP = 10**12 - 1
 MAX_RANK = 10**6
+MAX_BOUNDARY = 2**34 - 1
 
 SHARD = re.compile(r"shard-[0-9]{5,7}-([0-9a-f]{4,32})\.safetensors")
 WRITER_CHARS = 8

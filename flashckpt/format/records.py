@@ -25,7 +25,16 @@ from flashckpt.format.layout import (
     leaves_from_columns,
     outdated,
 )
-from flashckpt.format.names import CONSTANTS, MAX_RANK, MAX_STEP, PART, SHARD, AttemptName, part_name
+from flashckpt.format.names import (
+    CONSTANTS,
+    MAX_BOUNDARY,
+    MAX_RANK,
+    MAX_STEP,
+    PART,
+    SHARD,
+    AttemptName,
+    part_name,
+)
 
 CHUNK_BYTES = 4 << 20
 MAX_SHARD_BYTES = 1 << 50
@@ -94,7 +103,8 @@ class RankRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part(JsonRecord):
-    """One keeper's ranks of one step. `environment` says with what it was computed; opaque here."""
+    """One keeper's ranks of one step. `boundary` is that of the attempt that captured it: parts of one step
+    have one boundary. `environment` says with what it was computed; opaque here."""
 
     KIND = "part"
     MAX_BYTES = 256 << 20
@@ -104,6 +114,7 @@ class Part(JsonRecord):
     world: int
     keeper: int
     ranks: tuple[RankRecord, ...]
+    boundary: int = 0
     environment: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -114,6 +125,7 @@ class Part(JsonRecord):
         return {
             "step": self.step,
             "attempt": str(self.attempt),
+            "boundary": self.boundary,
             "world": self.world,
             "keeper": self.keeper,
             "environment": dict(self.environment),
@@ -129,6 +141,7 @@ class Part(JsonRecord):
         return cls(
             step=fields.integer("step", 0, MAX_STEP),
             attempt=attempt_of(fields, "attempt"),
+            boundary=fields.integer("boundary", 0, MAX_BOUNDARY),
             world=world,
             keeper=fields.integer("keeper", 0, MAX_RANK),
             ranks=ranks,
@@ -284,7 +297,8 @@ class Claim(JsonRecord):
 class Start(JsonRecord):
     """Where an attempt went on from: a step of another attempt, or nothing (`parent` None, step 0).
 
-    `loaded` names the slot that was restored from, where it was one. `before` is the lineage behind the
+    `boundary` is the ordinal in the parent of the boundary that was taken up, on all ranks: of two snapshots
+    with one step it says which. `before` is the lineage behind the
     parent, newest first: attempts, and up to which step theirs are visible. It stands here so that those of
     which nothing is left can go.
     """
@@ -294,15 +308,19 @@ class Start(JsonRecord):
     parent: AttemptName | None
     step: int
     world: int
-    loaded: str | None = None
+    boundary: int = 0
     before: tuple[tuple[AttemptName, int], ...] = ()
+
+    def took_up(self, attempt: AttemptName, step: int, boundary: int) -> bool:
+        """Whether this content, on whatever rank, is what the attempt went on from: it counts as its own."""
+        return (attempt, step, boundary) == (self.parent, self.step, self.boundary)
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "parent": None if self.parent is None else str(self.parent),
             "step": self.step,
             "world": self.world,
-            "loaded": self.loaded,
+            "boundary": self.boundary,
             "before": [[str(attempt), last_step] for attempt, last_step in self.before],
         }
 
@@ -312,7 +330,7 @@ class Start(JsonRecord):
             parent=attempt_of(fields, "parent") if fields.has("parent") else None,
             step=fields.integer("step", 0, MAX_STEP),
             world=fields.integer("world", 1, MAX_RANK),
-            loaded=fields.text("loaded", max_chars=255) if fields.has("loaded") else None,
+            boundary=fields.integer("boundary", 0, MAX_BOUNDARY),
             before=_before(fields),
         )
 

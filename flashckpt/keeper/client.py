@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from flashckpt.format.names import AttemptName
 from flashckpt.keeper.connection import KeeperConnection, Taken
 from flashckpt.keeper.connection import SlotGrant as SlotGrant
 from flashckpt.keeper.protocol import PROTOCOL, ProtocolError, Status, close_all
@@ -133,10 +134,10 @@ class KeeperClient(KeeperConnection):
         the constants that they share."""
         return self.call_with_descriptors({"op": "surviving"}, self._lent)
 
-    def started(self, *, loaded: str | None, step: int) -> None:
-        """`start.json` of this trainer's attempt is written: it went on from `step`, out of the slot named
-        `loaded` if that was its tier."""
-        self.say({"op": "started", "loaded": loaded or "", "step": step})
+    def started(self, parent: AttemptName, step: int, boundary: int) -> None:
+        """`start.json` of this trainer's attempt is written: it went on from this boundary of another
+        one, out of memory."""
+        self.say({"op": "started", "parent": str(parent), "step": step, "boundary": boundary})
 
     def status(self, *, awaited: bool = False) -> Status:
         """What the keeper has done. `awaited`: somebody waits for it, so that what failed is tried again

@@ -104,6 +104,7 @@ class ExitRule:
                 rank=each.slot.rank,
                 attempt=each.attempt,
                 step=each.step,
+                boundary=each.boundary,
                 is_committed=each.is_persisted,
             )
             for each in self._regions.sealed()

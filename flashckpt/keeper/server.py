@@ -16,7 +16,7 @@ from typing import Any
 
 from flashckpt.errors import DamagedError, FlashckptError, FormatError, KeeperError
 from flashckpt.events import Event, log
-from flashckpt.format.names import MAX_RANK, MAX_STEP, AttemptName
+from flashckpt.format.names import MAX_BOUNDARY, MAX_RANK, MAX_STEP, AttemptName
 from flashckpt.keeper.allocation import Allocation
 from flashckpt.keeper.exit import ExitRule
 from flashckpt.keeper.outcomes import Outcomes
@@ -190,7 +190,7 @@ class Requests:
                 return self._surviving(self._who(connection))
             case "started":
                 self._who(connection)
-                self._queue.taken_up(str(message.get("loaded")), number(message, "step", 0, MAX_STEP))
+                self._started(message)
             case "adopt":
                 return self._adopt(descriptors)
             case "release":
@@ -251,6 +251,13 @@ class Requests:
         self._roster.watch(trainer)
         connection.lock = lock
         self._hear_of_run(message)
+
+    def _started(self, message: dict[str, Any]) -> None:
+        parent = AttemptName.parse(text(message, "parent", 64))
+        if parent is None:
+            raise ProtocolError("What an attempt went on from has no name. The connection was closed.")
+        step, boundary = number(message, "step", 0, MAX_STEP), number(message, "boundary", 0, MAX_BOUNDARY)
+        self._queue.taken_up(parent, step, boundary)
 
     def _hear_of_run(self, message: dict[str, Any]) -> None:
         """Where who asks has found the run; a trainer says it once, with its name."""

@@ -40,6 +40,7 @@ BOUNDARIES_OFFSET = 640
 BEAT_NS_OFFSET = 648
 BEATER_OFFSET = 656
 PATIENCE_NS_OFFSET = 664
+COMPLETE_OFFSET = 672
 STUCK_BOUNDARIES_OFFSET = 704
 STUCK_SINCE_OFFSET = 712
 
@@ -48,7 +49,7 @@ RECORD_OFFSET = 768
 RECORD_BYTES = 256
 RECORD_FIELDS_OFFSET = 16
 RECORD_FIELDS_END = 240
-_RECORD = struct.Struct("<15Q")
+_RECORD = struct.Struct("<16Q")
 
 # The owner table: entry i is owner i + 1.
 OWNERS_OFFSET = 1024
@@ -61,6 +62,9 @@ _OWNER = struct.Struct("<Q48s")
 _IMAGE_SLACK = 16
 _METADATA_SLACK = 2
 _LEAST_SLACK_BYTES = 1 << 20
+
+# The word of the newest complete snapshot: the number of its attempt above, its boundary below.
+_BOUNDARY_BITS = 34
 
 
 def round_up(num_bytes: int) -> int:
@@ -170,7 +174,9 @@ class SlotHeader:
 class Record:
     """What a trainer writes about a snapshot before the sealer checksums and seals it. `image_bytes` are
     those of the shard; `constants_nonce` names the region that holds the constants, `constants_bytes` are
-    those of its image: both are 0 where there are none."""
+    those of its image: both are 0 where there are none. `boundary` is the boundary's ordinal in the attempt,
+    which is the same on all ranks: attempt and boundary say which content it is, and a step's number alone
+    does not."""
 
     attempt_number: int
     attempt_nonce: int
@@ -187,6 +193,7 @@ class Record:
     flags: int = 0
     constants_bytes: int = 0
     constants_nonce: int = 0
+    boundary: int = 0
 
     def packed(self) -> bytes:
         """The fields' bytes [16:240] of the record: the checksums around them are the sealer's."""
@@ -211,6 +218,16 @@ class Record:
             and self.data_start <= self.image_bytes <= size.image_bytes
             and bool(self.constants_nonce) == bool(self.constants_bytes)
         )
+
+
+def pack_complete(attempt_number: int, boundary: int) -> int:
+    """The word that names the newest complete snapshot."""
+    return attempt_number << _BOUNDARY_BITS | boundary
+
+
+def unpack_complete(word: int) -> tuple[int, int]:
+    """Number of the attempt and boundary; zeros where none was ever named."""
+    return word >> _BOUNDARY_BITS, word & (1 << _BOUNDARY_BITS) - 1
 
 
 def pack_owner(pid: int, lock: str) -> bytes:

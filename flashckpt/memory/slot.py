@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -91,9 +91,19 @@ class Sealed:
         return self.record.step
 
     @property
+    def boundary(self) -> int:
+        """Which boundary of that attempt it is: the same on all ranks."""
+        return self.record.boundary
+
+    @property
     def attempt(self) -> AttemptName:
         """The attempt that captured it."""
         return AttemptName(self.record.attempt_number, f"{self.record.attempt_nonce:08x}")
+
+    @property
+    def content(self) -> tuple[AttemptName, int, int]:
+        """Which content it is, on all ranks: attempt, step and boundary."""
+        return self.attempt, self.step, self.boundary
 
     @property
     def age(self) -> tuple[int, int, int]:
@@ -398,6 +408,16 @@ class Slot:
         )
 
     @property
+    def complete(self) -> tuple[int, int]:
+        """(number of the attempt, boundary) of the newest snapshot that all ranks have sealed; zeros where
+        this rank has no others."""
+        return page.unpack_complete(self._load(page.COMPLETE_OFFSET))
+
+    def set_complete(self, attempt_number: int, boundary: int) -> None:
+        """Among several ranks: who keeps their schedule says it, from the attempt's start on."""
+        self._store(page.COMPLETE_OFFSET, page.pack_complete(attempt_number, boundary))
+
+    @property
     def stuck(self) -> tuple[int, int]:
         """(boundaries, beat_ns) of the heartbeat after which the keeper has told of a hang that it has not
         seen end; zeros for none."""
@@ -447,8 +467,25 @@ def digest_table(count: int) -> array[int]:
     return array("Q", [_native.EMPTY_DIGEST]) * count
 
 
+def newest_complete(held: Iterable[Sealed]) -> tuple[int, int] | None:
+    """(number of the attempt, boundary) of the newest snapshot that all ranks of the job have, as the control
+    page of the newest that this rank holds says. None for a rank that has no others."""
+    newest = max(held, key=lambda each: each.age, default=None)
+    named = (0, 0) if newest is None else newest.slot.complete
+    return named if named[0] else None
+
+
+def must_stay(sealed: Sealed, held: Sequence[Sealed]) -> bool:
+    """Whether this one of the snapshots that a rank holds is never overwritten: the newest where it is alone;
+    among ranks the newest complete one and all that are newer, of which each may be complete next."""
+    complete = newest_complete(held)
+    if complete is None:
+        return sealed.age == max((each.age for each in held), default=sealed.age)
+    return (sealed.record.attempt_number, sealed.boundary) >= complete
+
+
 class SlotRing:
-    """The slots of one rank, and the order in which they are written. The newest sealed snapshot is never
+    """The slots of one rank, and the order in which they are written. A snapshot that `must_stay` is never
     given away, nor one that is still to be persisted and whose try has not failed. `is_single`: there is to
     be one slot, whose snapshot is given away once it is committed. Changes no state."""
 
@@ -470,14 +507,14 @@ class SlotRing:
             if _state(slot) is SlotState.FREE:
                 return slot
         sealed = self._sealed()
-        newest = max((each.age for _, each in sealed if each is not None), default=None)
+        held = [each for _, each in sealed if each is not None]
         choices = []
         for slot, each in sealed:
             if each is None:
                 choices.append(((0, (0, 0, 0)), slot))
             elif each.word.state is not SlotState.SEALED:
                 continue
-            elif each.age != newest:
+            elif not must_stay(each, held):
                 waits = slot.wants_persist(each.generation)
                 if not waits or slot.failed[0] == each.generation:
                     choices.append(((1 if waits else 0, each.age), slot))

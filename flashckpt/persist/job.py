@@ -153,14 +153,15 @@ class StepOutcome:
 
 @dataclass(eq=False, kw_only=True)
 class StepJob:
-    """`attempt` is the one that captured the step. `has_others`: another keeper lives that could write for
-    it. `part_of` is the attempt as whose this node's part stands, once it does. `stored`: of a job without
-    snapshots, the parts that want their manifest; `reads_stored`, with every byte of them read first, so that
-    no damaged step becomes the newest. `tries` counts those that failed, `looks` those
-    that found no parts of other nodes. `given_up`: it is not tried again."""
+    """`attempt` is the one that captured the step, at its `boundary`. `has_others`: another keeper lives that
+    could write for it. `part_of` is the attempt as whose this node's part stands, once it does. `stored`: of
+    a job without snapshots, the parts that want their manifest; `reads_stored`, with every byte of them read
+    first, so that no damaged step becomes the newest. `tries` counts those that failed, `looks` those that
+    found no parts of other nodes. `given_up`: it is not tried again."""
 
     attempt: AttemptName
     step: int
+    boundary: int
     node: NodeRanks
     snapshots: dict[int, SealedSnapshot] = field(default_factory=dict)
     state: JobState = JobState.GATHERING
@@ -175,6 +176,11 @@ class StepJob:
     part_of: AttemptName | None = None
     stored: StoredStep | None = None
     reads_stored: bool = True
+
+    @property
+    def content(self) -> tuple[AttemptName, int, int]:
+        """Which content it is, on all ranks: attempt, step and boundary."""
+        return self.attempt, self.step, self.boundary
 
     @property
     def keys(self) -> set[tuple[str, int]]:
@@ -222,7 +228,8 @@ def alone(sealed: Sealed, owner: int, *regions: Slot) -> StepJob:
     rank = sealed.slot.rank
     snapshots = {rank: SealedSnapshot(sealed.slot, sealed.generation, owner, regions)}
     node = NodeRanks(ranks=(rank,), world=1)
-    return StepJob(attempt=sealed.attempt, step=sealed.step, node=node, snapshots=snapshots)
+    attempt, step, boundary = sealed.content
+    return StepJob(attempt=attempt, step=step, boundary=boundary, node=node, snapshots=snapshots)
 
 
 # Seconds before the try that follows so many that failed; None where none follows.

@@ -19,6 +19,7 @@ class Survivor:
     rank: int
     attempt: AttemptName
     step: int
+    boundary: int
     is_committed: bool = False
 
 
@@ -33,8 +34,7 @@ def needed(store: Store, survivors: Sequence[Survivor]) -> set[str]:
     for attempt in {each.attempt for each in survivors}:
         mine = [each for each in survivors if each.attempt == attempt]
         # What the newest attempt has started from is its, whatever else is left of the one that made it.
-        is_loaded = start is not None and any((start.loaded, start.step) == (e.slot, e.step) for e in mine)
-        loaded = [e for e in mine if is_loaded and start is not None and e.step == start.step]
+        loaded = [e for e in mine if start is not None and start.took_up(attempt, e.step, e.boundary)]
         for each in [*_newest(mine), *(e for e in loaded if not e.is_committed)]:
             if started is None or attempt == started or each in loaded:
                 is_kept = visible is None or visible.step < each.step

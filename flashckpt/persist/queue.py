@@ -10,14 +10,14 @@ import errno
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 
 from flashckpt.errors import DamagedError
 from flashckpt.events import Event, log
 from flashckpt.format.names import AttemptName
 from flashckpt.memory.held_regions import HeldRegion, Regions
-from flashckpt.memory.slot import Sealed, SlotState
+from flashckpt.memory.slot import Sealed, SlotState, must_stay, newest_complete
 from flashckpt.persist.audit import Torn, audit, discard
 from flashckpt.persist.job import (
     JobState,
@@ -106,7 +106,9 @@ class Queue:
 
     def adopt(self, stored: StoredStep, *, read: bool) -> None:
         """Take up a step at rest whose parts want their manifest."""
-        job = StepJob(attempt=stored.attempt, step=stored.step, node=NodeRanks(ranks=()), stored=stored)
+        boundary = stored.parts[0].boundary if stored.parts else 0
+        node = NodeRanks(ranks=())
+        job = StepJob(attempt=stored.attempt, step=stored.step, boundary=boundary, node=node, stored=stored)
         job.state, job.reads_stored = JobState.PART_WRITTEN, read
         self._jobs.append(job)
 
@@ -120,22 +122,31 @@ class Queue:
             rows for rows in self._complete(rank) if not any(self._is_given_up(each.key) for each in rows)
         ]
         node = self._node(found[0][0].attempt, rank) if found else NodeRanks(ranks=())
-        # Of a job on several nodes nobody here knows which step all of them hold: it is one of these.
+        # Of a job on several nodes nobody here may know which step all of them hold: it is one of these.
         is_alone = node.world is None or node.world == len(node.ranks)
-        for each in [each for rows in found[: 1 if is_alone else None] for each in rows]:
-            if not each.is_persisted:
-                self._urgent.add(each.key)
-                if (job := self._job(each.key)) is not None:
-                    job.is_urgent = True
-                each.slot.request_persist_after(before[each.slot.name], each.generation)
+        complete = newest_complete(self._regions.sealed(rank))
+        for rows in found[: 1 if is_alone else None]:
+            order = [(each.record.attempt_number, each.boundary) for each in rows]
+            if complete is not None and not is_alone and min(order) < complete:
+                continue  # all nodes have a newer one
+            for each in rows:
+                self._save(each, before, urgently=complete in (None, *order))
 
-    def taken_up(self, name: str, step: int) -> None:
-        """An attempt has started that went on from this slot: what is in it, and what the other ranks of this
-        node have of that step, counts as its own now. Who was too late for the old one is not for this
-        one."""
-        here = self._regions.sealed()
-        loaded = {each.attempt for each in here if (each.slot.name, each.step) == (name, step)}
-        for each in [each for each in here if each.attempt in loaded and each.step == step]:
+    def _save(self, sealed: Sealed, before: Mapping[str, int], *, urgently: bool) -> None:
+        if sealed.is_persisted:
+            return
+        if urgently:
+            self._urgent.add(sealed.key)
+            if (job := self._job(sealed.key)) is not None:
+                job.is_urgent = True
+        sealed.slot.request_persist_after(before[sealed.slot.name], sealed.generation)
+
+    def taken_up(self, attempt: AttemptName, step: int, boundary: int) -> None:
+        """An attempt has started that went on from this boundary of another: what the ranks of this node have
+        of it counts as its own now. Who was too late for the old one is not for this one."""
+        for each in self._regions.sealed():
+            if each.content != (attempt, step, boundary):
+                continue
             job = self._job(each.key)
             if job is not None and job.state is not JobState.WRITING:
                 self._drop(job)
@@ -231,9 +242,8 @@ class Queue:
         return job is not None and (job.given_up or job.part_of is not None)
 
     def is_needed(self, held: HeldRegion, sealed: Sealed) -> bool:
-        """Whether a snapshot is the newest of its rank, or still to be persisted."""
-        newest = self._newest(held.slot.rank)
-        if newest is not None and newest.slot is held.slot:
+        """Whether a snapshot must stay in its rank's slots, or is still to be persisted."""
+        if must_stay(sealed, self._regions.sealed(held.slot.rank)):
             return True
         return held.slot.wants_persist(sealed.generation) and not self._is_given_up(sealed.key)
 
@@ -249,7 +259,7 @@ class Queue:
         steps, here = [], sorted(self._regions.sealed(), key=lambda each: each.age)
         for mine in reversed([each for each in here if each.slot.rank == rank]):
             ranks = self._node(mine.attempt, rank).ranks
-            same = [each for each in here if (each.attempt, each.step) == (mine.attempt, mine.step)]
+            same = [each for each in here if each.content == mine.content]
             rows = {each.slot.rank: each for each in same if each.slot.rank in ranks} | {rank: mine}
             if len(rows) == len(ranks):
                 steps.append(list(rows.values()))
@@ -298,11 +308,12 @@ class Queue:
 
     def _join(self, sealed: Sealed) -> None:
         """Put a snapshot into the job of its step."""
-        rank, of = sealed.slot.rank, (sealed.attempt, sealed.step, JobState.GATHERING)
-        same = [job for job in self._jobs if (job.attempt, job.step, job.state) == of and rank in job.missing]
+        rank, jobs = sealed.slot.rank, [job for job in self._jobs if job.state is JobState.GATHERING]
+        same = [job for job in jobs if job.content == sealed.content and rank in job.missing]
         if not same:
-            node = self._node(sealed.attempt, rank)
-            same = [StepJob(attempt=sealed.attempt, step=sealed.step, node=node)]
+            attempt, step, boundary = sealed.content
+            node = self._node(attempt, rank)
+            same = [StepJob(attempt=attempt, step=step, boundary=boundary, node=node)]
             self._jobs.append(same[0])
         same[0].snapshots[rank] = self._snapshot(sealed)
         same[0].is_urgent = same[0].is_urgent or sealed.key in self._urgent
@@ -341,9 +352,9 @@ class Queue:
             job.release()
 
     def _has_passed(self, job: StepJob, rank: int) -> bool:
-        """Whether a rank has sealed a later step and does not hold this one: it never will."""
-        held = [each.step for each in self._regions.sealed(rank) if each.attempt == job.attempt]
-        return job.step not in held and any(step > job.step for step in held)
+        """Whether a rank has sealed a later boundary and does not hold this one: it never will."""
+        held = [each.boundary for each in self._regions.sealed(rank) if each.attempt == job.attempt]
+        return job.boundary not in held and any(boundary > job.boundary for boundary in held)
 
     def _give_up(self, job: StepJob, attempt: str | None, what: str, why: str) -> None:
         job.release()
@@ -433,7 +444,7 @@ class Queue:
             try:
                 held.slot.sealed()
             except DamagedError as error:
-                job = StepJob(attempt=_NOBODY, step=-1, node=NodeRanks(ranks=(rank,)))
+                job = StepJob(attempt=_NOBODY, step=-1, boundary=0, node=NodeRanks(ranks=(rank,)))
                 job.snapshots[rank] = SealedSnapshot(held.slot, word.generation, 0)
                 self._torn(job, discard(held.slot, word, Torn(str(error))))
 

@@ -11,7 +11,7 @@ from enum import Enum
 
 from flashckpt.commit import attempts
 from flashckpt.commit.lineage import everything
-from flashckpt.commit.steps import missing_files, read_manifest
+from flashckpt.commit.steps import have_one_boundary, missing_files, read_manifest
 from flashckpt.commit.verification import verify_file
 from flashckpt.errors import DamagedError
 from flashckpt.format.names import PART, AttemptName, attempt_folder, step_attempt_folder
@@ -101,6 +101,8 @@ def refusal(store: Store, stored: StoredStep, *, read: bool) -> tuple[str, bool]
     `read` every byte is looked at first, so that no damaged step becomes the newest."""
     if stored.completeness is not Completeness.COMPLETE:
         return stored.problem or "not all of its ranks' parts are there", bool(stored.problem)
+    if not have_one_boundary(stored.parts):
+        return "its parts are of different boundaries, and no step together", False
     if attempts.read_start(store, stored.attempt) is None:
         return "its attempt has no start.json", False
     newer = attempts.started_after(store, stored.attempt)

@@ -179,13 +179,12 @@ class Writer:
         return self._tried(deed, job)
 
     def attempt_for(self, job: StepJob) -> tuple[AttemptName, bool]:
-        """Whose step it is, and whether its own attempt's. The slot that a started attempt says it was loaded
-        from counts as that attempt's, and with it all that this node has of that step: never relabelled."""
+        """Whose step it is, and whether its own attempt's. What a started attempt says it went on from counts
+        as that attempt's, on every rank of every node, and is never relabelled."""
         newest = attempts.newest_started(self._store)
         if newest is not None and newest.number > job.attempt.number:
             start = attempts.read_start(self._store, newest)
-            names = [each.slot.name for each in job.members()]
-            if start is not None and start.loaded in names and start.step == job.step:
+            if start is not None and start.took_up(job.attempt, job.step, job.boundary):
                 return newest, False
         return job.attempt, True
 
@@ -305,6 +304,7 @@ class Writer:
             part = Part(
                 step=job.step,
                 attempt=tried.attempt,
+                boundary=job.boundary,
                 world=world,
                 keeper=contents[0].rank,
                 ranks=tuple(records),

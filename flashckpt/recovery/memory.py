@@ -261,6 +261,7 @@ def _needed(
             rank=rank_of(name),
             attempt=each.attempt,
             step=each.step,
+            boundary=each.boundary,
             is_committed=name in saved and steps.is_committed(store, saved[name].step, saved[name].attempt),
         )
         for name, each in found.items()

@@ -51,7 +51,7 @@ class Fate(str, Enum):
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One thing. `place` is a slot's name or a path in the run; `detail` says why, empty where that is
-    plain. `damage` is whether bytes are not those that were written."""
+    plain. `damage` is whether bytes are not those that were written, `boundary` that of a snapshot."""
 
     kind: Kind
     outcome: Fate
@@ -61,6 +61,7 @@ class Finding:
     num_bytes: int = 0
     detail: str = ""
     damage: bool = False
+    boundary: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -34,6 +34,7 @@ class Seen:
     is_slot: bool = True
     step: int | None = None
     attempt: AttemptName | None = None
+    boundary: int = 0
     age: tuple[int, int, int] = (0, 0, 0)
     num_bytes: int = 0
     is_persisted: bool = False
@@ -41,7 +42,7 @@ class Seen:
 
     def finding(self, outcome: Fate, detail: str = "", *, damage: bool = False) -> Finding:
         about = self.slot, self.step, self.attempt, self.num_bytes
-        return Finding(Kind.SNAPSHOT, outcome, *about, detail, damage)
+        return Finding(Kind.SNAPSHOT, outcome, *about, detail, damage, self.boundary)
 
     def left_alone(self) -> Finding:
         """Of a region that is no slot of this run, or of which nobody can tell."""
@@ -68,6 +69,7 @@ def slots_in(runtime: RuntimeFolder) -> list[Seen]:
                     slot=name,
                     step=sealed.step,
                     attempt=sealed.attempt,
+                    boundary=sealed.boundary,
                     age=sealed.age,
                     num_bytes=sealed.record.image_bytes + sealed.record.constants_bytes,
                     is_persisted=sealed.is_persisted,

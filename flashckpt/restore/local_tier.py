@@ -62,6 +62,7 @@ def load(
     snapshot = Snapshot(
         step=record.step,
         attempt=record.attempt,
+        boundary=record.boundary,
         tier="local",
         layout=image,
         digests=digests,
@@ -117,6 +118,7 @@ def _read_shard(
                 captured_ns=time.monotonic_ns(),
                 constants_bytes=image.constants_bytes,
                 constants_nonce=region.slot.header.nonce if region is not None else 0,
+                boundary=record.boundary,
             )
         )
         return held.slot.seal(held.owner, generation, places, len(digests))

@@ -93,6 +93,7 @@ def _audited(held: Held, threads: int) -> Snapshot:
     snapshot = Snapshot(
         step=held.step,
         attempt=held.attempt,
+        boundary=held.sealed.boundary,
         tier="memory",
         layout=metadata.image,
         digests=metadata.digests,

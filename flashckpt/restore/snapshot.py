@@ -18,12 +18,13 @@ from flashckpt.state.tree import Saved
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """One rank's state at one step. `image` is a writable buffer that holds what `layout` says, but for
-    constants: those are in `constants_image`. `digests` are those of `layout.leaves`; `values` is what is not
-    a tensor, decoded."""
+    """One rank's state at one step, which is a `boundary` of `attempt`. `image` is a writable buffer that
+    holds what `layout` says, but for constants: those are in `constants_image`. `digests` are those of
+    `layout.leaves`; `values` is what is not a tensor, decoded."""
 
     step: int
     attempt: AttemptName
+    boundary: int
     tier: str
     layout: SlotImage
     digests: Sequence[int]

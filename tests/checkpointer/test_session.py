@@ -84,8 +84,8 @@ def test_one_leads_and_one_joins(node: Node) -> None:
     assert (second.attempt, second.identity) == (first.attempt, first.identity)
     assert [each.name for each in attempts.attempts(first.store)] == [first.attempt], "one claim, not two"
     assert node.known_ranks() == {rank: (str(first.attempt), WORLD) for rank in range(WORLD)}
-    first.start(None, 0, None)
-    second.start(None, 0, None)
+    first.start()
+    second.start()
     found = attempts.read_start(first.store, first.attempt)
     assert found is not None
     assert (found.parent, found.step, found.world) == (None, 0, WORLD)
@@ -98,11 +98,23 @@ def test_who_joins_goes_on_from_where_the_attempt_does(node: Node) -> None:
     first = node.lead()
     second = node.join(first.attempt)
     with pytest.raises(RunError, match="goes on from nothing yet"):
-        second.start(None, 0, None)
-    first.start(None, 0, None)
-    with pytest.raises(RunError, match=r"took up step 3 .* goes on from step 0"):
-        second.start(first.attempt, 3, None)
-    second.start(None, 0, None)
+        second.start()
+    first.start()
+    with pytest.raises(RunError, match=r"took up step 3 .* \(boundary 7\), and .* goes on from step 0"):
+        second.start(first.attempt, 3, 7)
+    second.start()
+
+
+def test_who_joins_goes_on_from_the_same_boundary_of_a_step(node: Node) -> None:
+    earlier = node.lead()
+    earlier.start()
+    earlier.close()
+    first = node.lead()
+    second = node.join(first.attempt)
+    first.start(earlier.attempt, 3, 8, from_memory=True)
+    with pytest.raises(RunError, match=r"\(boundary 7\), and .*\(boundary 8\)"):
+        second.start(earlier.attempt, 3, 7, from_memory=True)
+    second.start(earlier.attempt, 3, 8)
 
 
 def test_an_attempt_that_was_never_claimed_is_not_joined(node: Node) -> None:

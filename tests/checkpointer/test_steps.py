@@ -12,6 +12,9 @@ import pytest
 import torch
 
 import flashckpt
+from flashckpt.commit import attempts
+from flashckpt.commit.steps import read_step
+from flashckpt.store.local import LocalStore
 from tests.checkpointer.test_loop import Job, loader
 from tests.waiting import abandon, newest_sealed, until, until_slots
 
@@ -50,6 +53,37 @@ def test_an_epochs_end_is_no_step(loader: Iterable[Any], every: Any, tmp_path: P
     assert seen == list(range(6))
     assert flashckpt.steps(run)[-1] == 6
     assert torch.equal(saved(run), weights(job))
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_which_boundary_was_taken_up_stands_in_start_json(tmp_path: Path, killed: bool) -> None:
+    """A batch and the end of its epoch are two boundaries with one step: the ordinal tells them apart, also
+    where nothing is committed."""
+    run, job = tmp_path / "run", Job()
+    with flashckpt.attach(run, every=1, persist_every=None, **job.named) as checkpointer:
+        for _ in checkpointer.epochs(2):
+            for x in checkpointer.batches(loader(3)):
+                job.train(x)
+    store = LocalStore(str(run))
+    first = attempts.newest_started(store)
+    assert first is not None
+    assert read_step(store, 6, first).boundary == 8
+    if killed:
+        job = Job()
+        checkpointer = flashckpt.attach(run, every=1, persist_every=None, **job.named)
+        for x in checkpointer.batches(loader(3)):
+            until_slots(checkpointer)
+            job.train(x)
+            if checkpointer.completed == 8:
+                break
+        until(lambda: newest_sealed(checkpointer) == 8, "step 8")
+        abandon(checkpointer)
+    with flashckpt.attach(run, every=1, persist_every=None, **Job().named) as checkpointer:
+        assert checkpointer.completed == (8 if killed else 6)
+        [start] = [each.start for each in attempts.attempts(store)][-1:]
+        assert start is not None
+        assert start.parent == (attempts.attempts(store)[-2].name if killed else first)
+        assert (start.step, start.boundary) == ((8, 2) if killed else (6, 8))
 
 
 def test_a_save_in_an_epochs_code_is_of_its_end(tmp_path: Path) -> None:

@@ -83,6 +83,7 @@ def part_of(
     keeper: int = 0,
     nonce: str = "5f2c0a1b",
     constants: bool = False,
+    boundary: int = 1,
 ) -> Part:
     """Write the shards of a part; the part itself is not written."""
     records = []
@@ -100,7 +101,9 @@ def part_of(
                 constants=constants_of(store, attempt, rank) if constants else None,
             )
         )
-    return Part(step=step, attempt=attempt, world=world, keeper=keeper, ranks=tuple(records))
+    return Part(
+        step=step, attempt=attempt, boundary=boundary, world=world, keeper=keeper, ranks=tuple(records)
+    )
 
 
 def constants_of(store: Store, attempt: AttemptName, rank: int) -> Contents:

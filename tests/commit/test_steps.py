@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from flashckpt import crashpoints
+from flashckpt._native import xxh3_128
 from flashckpt.commit.attempts import claim, open_run, start
 from flashckpt.commit.retention import bury
 from flashckpt.commit.steps import Committed, commit, is_committed, publish_part, read_manifest, read_step
 from flashckpt.errors import DamagedError, NoSuchStepError, SupersededError
 from flashckpt.format.names import AttemptName, manifest_path, step_attempt_folder
-from flashckpt.format.records import Manifest, Tombstone
+from flashckpt.format.records import FileRecord, Manifest, PartRecord, Tombstone
 from flashckpt.store.base import Entry, Store
 from flashckpt.store.local import LocalStore
 from tests.commit import runs
@@ -86,6 +87,28 @@ def test_parts_must_cover_every_rank(store: LocalStore, attempt: AttemptName) ->
     record = read_step(store, 100, attempt)
     assert [record.rank(rank).values["rank"] for rank in range(4)] == [0, 1, 2, 3]
     assert is_whole(store, 100, attempt)
+
+
+def test_parts_of_different_boundaries_are_no_step(store: LocalStore, attempt: AttemptName) -> None:
+    """Two snapshots may have one step: before and after the code of an epoch's end."""
+    first = publish(store, 100, attempt, ranks=(0,), world=2, keeper=0, boundary=8)
+    other = publish(store, 100, attempt, ranks=(1,), world=2, keeper=1, boundary=9)
+    with pytest.raises(SupersededError, match="different snapshots"):
+        commit(store, 100, attempt, world=2)
+    assert read_manifest(store, 100, attempt) is None
+    rows = [
+        PartRecord(file=each.file, num_bytes=len(data), checksum=xxh3_128(data).hex())
+        for each in (first, other)
+        for data in [each.to_bytes()]
+    ]
+    shards = tuple(
+        FileRecord(file=each.ranks[0].shard.file, num_bytes=each.ranks[0].shard.num_bytes)
+        for each in (first, other)
+    )
+    forged = Manifest(step=100, attempt=attempt, world=2, parts=tuple(rows), shards=shards)
+    assert store.create(manifest_path(100, attempt), forged.to_bytes())
+    with pytest.raises(DamagedError, match="different boundaries"):
+        read_step(store, 100, attempt)
 
 
 def test_a_rank_in_two_parts_is_refused(store: LocalStore, attempt: AttemptName) -> None:

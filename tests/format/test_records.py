@@ -83,7 +83,7 @@ RECORDS = [
     Run(run_id="0123456789abcdef"),
     Claim(attempt=A, holder=HOLDER),
     Start(parent=None, step=0, world=1),
-    Start(parent=A, step=10**12 - 1, world=7, loaded="slot-1"),
+    Start(parent=A, step=10**12 - 1, world=7, boundary=2**34 - 1),
     Alive(count=5),
     Alive(count=5, ended="dead"),
     Tombstone(step=1, attempt=B),

@@ -186,7 +186,7 @@ def test_names_in_a_manifest_never_leave_its_folders(name: object, column: str) 
         (RECORDS[1], put("holder", "lock", "x" * 300)),
         (RECORDS[3], put("parent", "../x")),
         (RECORDS[3], put("step", 2**64)),
-        (RECORDS[3], put("loaded", [])),
+        (RECORDS[3], put("boundary", 2**34)),
         (RECORDS[4], put("count", "5")),
         (RECORDS[4], put("ended", "maybe")),
         (MANIFEST, put("parts", [])),

@@ -77,6 +77,9 @@ def open_runtime(run: Path, base: Path) -> tuple[Any, str]:
 
 
 class FakeTrainer:
+    boundary: int | None = None
+    """That of the next snapshots, where it is not their step."""
+
     def __init__(
         self,
         run: Path,
@@ -129,8 +132,9 @@ class FakeTrainer:
         return found
 
     def start(self, parent: AttemptName | None = None, step: int = 0, loaded: str | None = None) -> None:
-        attempts.start(self.store, self.attempt, parent, step, self.world, loaded)
-        self.client.started(loaded=loaded, step=step)
+        attempts.start(self.store, self.attempt, parent, step, self.world, step)
+        if parent is not None and loaded is not None:
+            self.client.started(parent, step, step)
 
     def plans(self) -> tuple[bytes, bytes]:
         constants = self.image.constants
@@ -222,6 +226,7 @@ class FakeTrainer:
                 attempt_number=self.attempt.number,
                 attempt_nonce=int(self.attempt.nonce, 16),
                 step=step,
+                boundary=step if self.boundary is None else self.boundary,
                 generation=generation,
                 plan_id=1,
                 plan_bytes=len(plan),

@@ -58,7 +58,7 @@ def test_a_snapshot_whose_attempt_goes_on_meanwhile_is_the_next_attempts(
 
     def restart(slot: Slot, pinned: Word) -> None:
         claimed.append(attempts.claim(trainer.store, holder.here(trainer.folder.path, trainer.life.name)))
-        attempts.start(trainer.store, claimed[0], trainer.attempt, 1, 1, slot.name)
+        attempts.start(trainer.store, claimed[0], trainer.attempt, 1, 1, 1)
 
     outcome = persisted(trainer, monkeypatch, restart)
     assert (outcome.state, outcome.attempt) == (JobState.COMMITTED, str(claimed[0])), outcome.message

@@ -51,7 +51,7 @@ def slot() -> Iterator[Slot]:
     made.close()
 
 
-def fill(slot: Slot, step: int, attempt: int = 1) -> int:
+def fill(slot: Slot, step: int, attempt: int = 1, boundary: int = 0) -> int:
     """Write and seal a snapshot by hand, in the order that a trainer and its sealer do."""
     generation = slot.begin(1)
     assert generation is not None
@@ -66,7 +66,7 @@ def fill(slot: Slot, step: int, attempt: int = 1) -> int:
     record = Record(
         attempt_number=attempt, attempt_nonce=7, step=step, generation=generation, plan_id=3,
         plan_bytes=len(plan), table_count=2, values_bytes=len(VALUES), metadata_bytes=len(block),
-        image_bytes=LAYOUT.num_bytes, data_start=LAYOUT.data_start, captured_ns=step,
+        image_bytes=LAYOUT.num_bytes, data_start=LAYOUT.data_start, captured_ns=step, boundary=boundary,
     )  # fmt: skip
     slot.write_record(record)
     sealer = _native.Sealer()
@@ -236,6 +236,10 @@ def test_words_between_trainer_and_keeper(slot: Slot) -> None:
     assert slot.heartbeat == (12, 13, 2, 14)
     slot.set_stuck(12, 13)
     assert slot.stuck == (12, 13)
+    assert slot.complete == (0, 0)
+    slot.set_complete(999_999_999, 2**34 - 1)
+    assert slot.complete == (999_999_999, 2**34 - 1)
+    assert slot.heartbeat == (12, 13, 2, 14)
     assert page.TORN_LEAVES_OFFSET + 8 * page.TORN_LEAVES <= page.BOUNDARIES_OFFSET
     assert digest_table(2).tolist() == [_native.EMPTY_DIGEST] * 2
 
@@ -294,6 +298,41 @@ class TestRing:
         assert newest is not None
         assert newest[0] is slots[1]
         assert ring.take() is slots[2]
+
+    def test_among_ranks_the_newest_complete_stays_and_all_that_are_newer(self, slots: list[Slot]) -> None:
+        ring = SlotRing(slots)
+        for boundary, each in enumerate(slots, 1):
+            each.set_complete(1, 0)
+            fill(each, 5, boundary=boundary)
+        assert ring.take() is None, "none is complete: each may be"
+        for each in slots:
+            each.set_complete(1, 2)
+        assert ring.take() is slots[0], "a newer one is complete"
+        assert slots[0].begin(1) is not None
+        assert ring.take() is None
+        for each in slots:
+            each.set_complete(1, 3)
+        assert ring.take() is slots[1]
+
+    def test_what_the_resume_took_up_stays_until_another_is_complete(self, slots: list[Slot]) -> None:
+        ring = SlotRing(slots)
+        for each in slots:
+            each.set_complete(1, 7)
+        fill(slots[0], 70, boundary=7)
+        fill(slots[1], 71, attempt=2, boundary=1)
+        fill(slots[2], 72, attempt=2, boundary=2)
+        assert ring.take() is None
+        for each in slots:
+            each.set_complete(2, 1)
+        assert ring.take() is slots[0]
+
+    def test_what_an_earlier_job_of_many_left_says_nothing_of_a_rank_alone(self, slots: list[Slot]) -> None:
+        ring = SlotRing(slots)
+        for boundary, each in enumerate(slots[:2], 1):
+            each.set_complete(1, 1)
+            fill(each, 5, boundary=boundary)
+        fill(slots[2], 6, attempt=2)
+        assert ring.take() is slots[0]
 
     def test_a_damaged_snapshot_is_the_first_to_go(self, slots: list[Slot]) -> None:
         ring = SlotRing(slots)

@@ -88,8 +88,11 @@ class Node:
     def _told(self, job: StepJob, outcome: StepOutcome) -> None:
         self.told.append((job.step, outcome.state))
 
-    def seal(self, step: int, *ranks: int, persist: bool = True) -> list[Slot]:
-        """The step in a slot of each rank (of all, if none is named)."""
+    def seal(self, step: int, *ranks: int, persist: bool = True, boundary: int | None = None) -> list[Slot]:
+        """The step in a slot of each rank (of all, if none is named). A boundary has the step's number unless
+        another is named."""
+        for rank in self.ranks.values():
+            rank.boundary = boundary
         return [self.ranks[rank].snapshot(step, persist=persist)[0] for rank in ranks or self.ranks]
 
     def run(self) -> None:

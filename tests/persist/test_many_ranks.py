@@ -127,6 +127,22 @@ def test_of_what_the_dead_left_the_newest_that_all_hold_is_saved(nodes: MakeNode
     assert is_whole(node.store, 5, node.attempt, 2)
 
 
+def test_of_a_job_on_several_nodes_the_newest_complete_goes_first(nodes: MakeNode) -> None:
+    """All trainers are dead: only the control pages say which step the other nodes have, too."""
+    node = nodes((0, 1), 4)
+    slots = [slot for rank in node.ranks.values() for slot in rank.slots]
+    for step in (4, 5, 6):
+        node.seal(step, persist=False)
+    for slot in slots:
+        slot.set_complete(node.attempt.number, 5)
+    node.queue.know([])
+    for rank in node.ranks:
+        node.queue.rescue(rank)
+    node.run()
+    assert node.told[:2] == [(5, JobState.PART_WRITTEN), (6, JobState.PART_WRITTEN)]
+    assert files(node.store, 4, node.attempt) == [], "a newer one is complete"
+
+
 def test_what_a_torn_rank_has_is_published_by_nobody(nodes: MakeNode) -> None:
     node = nodes((0, 1), 2)
     slots = node.seal(5)
@@ -215,15 +231,92 @@ def test_what_fails_is_tried_so_often_and_then_it_is_idle(
 # Whose it is, and which content
 
 
-def test_slots_that_an_attempt_went_on_from_are_its_for_all_ranks(nodes: MakeNode, store: LocalStore) -> None:
-    node = nodes((0, 1), 2)
-    slots = node.seal(5, persist=False)
+def resumed(store: LocalStore, node: Node, boundary: int) -> AttemptName:
+    """A later attempt that all ranks of the job went on with from this boundary at step 5."""
     later = attempts.claim(store, here())
-    attempts.start(store, later, node.attempt, 5, 2, slots[1].name)
-    node.queue.taken_up(slots[1].name, 5)
+    attempts.start(store, later, node.attempt, 5, 4, boundary)
+    return later
+
+
+@pytest.mark.parametrize("other_first", [False, True])
+def test_what_an_attempt_went_on_from_is_its_on_every_rank_of_every_node(
+    nodes: MakeNode, store: LocalStore, other_first: bool
+) -> None:
+    """Each rank also holds another content of that step, from before or after the code of an epoch's end."""
+    both = nodes((0, 1), 4), nodes((2, 3), 4)
+    for node in both:
+        if other_first:
+            other_content(node, 5, persist=False, boundary=7)
+        node.seal(5, persist=False, boundary=8)
+        if not other_first:
+            other_content(node, 5, persist=False, boundary=9)
+    later = resumed(store, both[0], 8)
+    for node in both:
+        node.queue.taken_up(node.attempt, 5, 8)
+        node.run()
+    assert is_whole(store, 5, later, 4)
+    assert read_step(store, 5, later).boundary == 8
+    assert files(store, 5, both[0].attempt) == []
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (0, 1, 2, 3)])
+def test_a_keeper_knows_it_by_start_json_alone(
+    nodes: MakeNode, store: LocalStore, ranks: tuple[int, ...]
+) -> None:
+    """Its trainers died before one of them could say a word."""
+    first = nodes(ranks, 4)
+    second = nodes((2, 3), 4) if len(ranks) < 4 else None
+    there = [node for node in (first, second) if node is not None]
+    for node in there:
+        node.seal(5, persist=False, boundary=8)
+    later = resumed(store, first, 8)
+    for node in there:
+        node.queue.know([])
+        for rank in node.ranks:
+            node.queue.rescue(rank)
+        node.run()
+    assert is_whole(store, 5, later, 4)
+    assert files(store, 5, first.attempt) == []
+
+
+def test_another_boundary_of_the_same_step_is_never_relabelled(nodes: MakeNode, store: LocalStore) -> None:
+    node = nodes((0, 1), 2)
+    slots = node.seal(5, boundary=9)
+    later = attempts.claim(store, here())
+    attempts.start(store, later, node.attempt, 5, 2, 8)
+    node.queue.taken_up(node.attempt, 5, 8)
     node.run()
-    assert is_whole(store, 5, later, 2)
-    assert files(store, 5, node.attempt) == []
+    assert node.told == [(5, JobState.VOID)]
+    assert [slot.persisted for slot in slots] == [0, 0]
+    assert files(store, 5, later) == files(store, 5, node.attempt) == []
+
+
+def test_ranks_with_different_boundaries_of_a_step_make_no_part(nodes: MakeNode) -> None:
+    node = nodes((0, 1), 2)
+    node.seal(5, 0, boundary=8)
+    node.seal(5, 1, boundary=9)
+    node.run()
+    assert files(node.store, 5, node.attempt) == []
+    node.seal(6, boundary=10)
+    node.run()
+    assert is_whole(node.store, 6, node.attempt, 2)
+
+
+def test_nodes_with_different_boundaries_of_a_step_make_no_step(nodes: MakeNode, store: LocalStore) -> None:
+    """All trainers died, and each node saves the newest that its own ranks hold."""
+    first, second = nodes((0,), 2), nodes((1,), 2)
+    first.seal(5, boundary=8)
+    second.seal(5, boundary=9)
+    for node in (first, second):
+        node.run()
+    assert not is_committed(store, 5, first.attempt)
+    assert second.told == [(5, JobState.VOID)]
+    until_told(first, (5, JobState.VOID))
+    for node in (first, second):
+        assert not node.queue.is_pending()
+        node.seal(6, boundary=10)
+        node.run()
+    assert is_whole(store, 6, first.attempt, 2)
 
 
 @pytest.mark.parametrize("fault", ["", "manifest.json"])
@@ -247,14 +340,16 @@ def test_another_content_of_one_rank_is_never_taken_for_committed(
     assert is_whole(store, 5, first.attempt, 2)
 
 
-def other_content(node: Node, step: int, rank: int) -> list[Slot]:
-    """A slot of this step's number whose bytes are those of another."""
+def other_content(
+    node: Node, step: int, *ranks: int, persist: bool = True, boundary: int | None = None
+) -> list[Slot]:
+    """Slots of this step's number whose bytes are those of another."""
     from tests.keeper import fake
 
     whole = fake.content
     fake.content = lambda leaf, step: whole(leaf, 99)
     try:
-        return node.seal(step, rank)
+        return node.seal(step, *ranks, persist=persist, boundary=boundary)
     finally:
         fake.content = whole
 

@@ -156,11 +156,11 @@ def test_a_slot_that_was_resumed_from_is_committed_as_its_new_attempts(tmp_path:
     """Both die again before the second attempt's first commit: its parent may commit nothing any more."""
     run = tmp_path / "run"
     first = Crash(run, runtime).slots()
-    [slot] = first.seal(4)
+    first.seal(4)
     first.both_killed()
     store = open_store(str(run))
     second = attempts.claim(store, here())
-    attempts.start(store, second, AttemptName.parse(first.attempt), 4, 1, slot)
+    attempts.start(store, second, AttemptName.parse(first.attempt), 4, 1, 4)
     report = recovered(run)
     assert rows(report) == [("snapshot", "committed", 4)]
     assert resume(report) == (4, str(second), "local")
@@ -304,10 +304,12 @@ def test_what_the_newest_attempt_started_from_is_saved_though_a_newer_one_was_le
     store, older = open_store(str(run)), AttemptName.parse(crash.attempt)
     assert older is not None
     later = attempts.claim(store, here())
-    attempts.start(store, later, older, 2, 1, loaded)
+    attempts.start(store, later, older, 2, 1, 2)
     attempts.mark_ended(store, later, "dead")
     slots = {loaded: 2, left: 3}
-    survivors = [Survivor(slot=name, rank=0, attempt=older, step=step) for name, step in slots.items()]
+    survivors = [
+        Survivor(slot=name, rank=0, attempt=older, step=step, boundary=step) for name, step in slots.items()
+    ]
     assert loaded in needed(store, survivors), "a keeper that leaves keeps it"
 
     report = recovered(run)

@@ -62,6 +62,7 @@ def snapshot_of(image: Image) -> Snapshot:
     return Snapshot(
         step=4,
         attempt=AttemptName(1, "00000000"),
+        boundary=4,
         tier="memory",
         layout=SlotImage(image.layout),
         digests=array("Q", digests),
