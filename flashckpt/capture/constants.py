@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from flashckpt.capture.devices import Device
+from flashckpt.capture.digests import digest_tensors
 from flashckpt.capture.plan import ConstantsRegion, is_plain, local
 from flashckpt.events import log
 from flashckpt.format.layout import Layout, Leaf
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
     from flashckpt.state.leaves import LiveLeaf
 
 LEAST_BYTES = 1 << 20
-Digests = Callable[[Sequence[Tensor]], list[int]]
 
 
 class ConstantsChanged(Exception):
@@ -37,19 +38,19 @@ class ConstantsChanged(Exception):
 
 class Constants:
     """`known` are the digests, by name, of the snapshot that the state was restored from, `were` names its
-    constants, `region` is the one that it names. `digests` reads tensors where they are, `reaches` says of
-    which a capture can. `region` is None until it is sealed, and once nothing of it is constant any more."""
+    constants, `region` is the one that it names. `devices` are those that a capture reaches. `region` is None
+    until it is sealed, and once nothing of it is constant any more."""
 
     def __init__(
         self,
         optimizers: Sequence[Any],
-        digests: Digests,
-        reaches: Callable[[Tensor], bool],
+        devices: Sequence[Device],
+        threads: int,
         known: Mapping[str, int],
         were: Collection[str],
         region: ConstantsRegion | None,
     ) -> None:
-        self._optimizers, self._digests, self._reaches = optimizers, digests, reaches
+        self._optimizers, self._devices, self._threads = optimizers, devices, threads
         self._before, self._were, self.region = dict(known), frozenset(were), region
         self._planned: ConstantsRegion | None = None
         self._region_before: ConstantsRegion | None = None
@@ -58,14 +59,10 @@ class Constants:
 
     # ---- the decision
 
-    @property
-    def is_to_look(self) -> bool:
-        """Whether nothing is known yet that a constant could be equal to."""
-        return not self._is_decided and not self._before
-
-    def look(self, leaves: Sequence[LiveLeaf]) -> None:
-        """Before the first iteration: read what may be constant."""
-        self._before = self._read(self._candidates(leaves))
+    def look(self, leaves: Callable[[], Sequence[LiveLeaf]]) -> None:
+        """Before the first iteration: read what may be constant, unless a resume knows what it was."""
+        if not self._is_decided and not self._before:
+            self._before = self._read(self._candidates(leaves()))
 
     def decide(self, leaves: Sequence[LiveLeaf]) -> None:
         """At the first boundary that is captured. Done once."""
@@ -173,12 +170,13 @@ class Constants:
 
     def _is_read_in_place(self, tensor: Tensor) -> bool:
         """Whether a capture digests a leaf where it lies."""
-        return is_plain(local(tensor)) and self._reaches(local(tensor))
+        here = local(tensor)
+        is_reached = here.device.type == "cpu" or any(device.owns(here) for device in self._devices)
+        return is_plain(here) and is_reached
 
-    def _read(self, lives: Iterable[LiveLeaf]) -> dict[str, int]:
-        chosen = list(lives)
-        found = self._digests([each.tensor for each in chosen]) if chosen else []
-        return {each.name: digest for each, digest in zip(chosen, found, strict=True)}
+    def _read(self, lives: Sequence[LiveLeaf]) -> dict[str, int]:
+        found = digest_tensors([each.tensor for each in lives], self._threads)
+        return {each.name: digest for each, digest in zip(lives, found, strict=True)}
 
     def _tell_others(self, leaves: Sequence[LiveLeaf]) -> None:
         """What never changes, as it seems, and stands in each slot all the same."""

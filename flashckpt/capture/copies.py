@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -60,14 +61,14 @@ class PreparedCopies:
         for device in {id(owner): owner for owner in owners if owner is not None}.values():
             indexes = [i for i, owner in enumerate(owners) if owner is device]
             self.on_devices.append(DeviceCopies(device, plan, indexes, ways, unsafe, holes))
-        self.host.stage(i for each in self.on_devices if each.arena is not None for i in each.arena.bridged)
+        self.host.stage(i for each in self.on_devices for i in each.arena.bridged)
 
     def moved(self, indexes: Iterable[int]) -> None:
         """The plan was patched: these leaves lie elsewhere now."""
         self.host.moved()
         self._find_feeders([i for i in indexes if self._owners[i] is None])
         for each in self.on_devices:
-            each.moved()
+            each.make_tables()
 
     def write(
         self,
@@ -266,21 +267,17 @@ class DeviceCopies:
         self._direct = [i for i in indexes if i not in set(cloned) and ways[i] is not Way.CONSTANT]
         self._waits = any(ways[i] is Way.WAIT for i in indexes)
         self._gates = any(ways[i] is Way.GATE for i in indexes)
-        self.arena = Arena(plan, cloned, holes) if cloned else None
+        self.arena = Arena(plan, cloned, holes)
         # The order of the digests: leaves that are read where they lie, then those made row-major.
         self._plain = [i for i in indexes if i not in plan.odd]
         self._order = self._plain + [i for i in indexes if i in plan.odd]
         self._checked = [i for i in cloned if i not in plan.odd]
         self._checked_always = [i for i in synchronised if i not in plan.odd and i not in set(self._checked)]
         self._make_buffers()
-        self._make_tables()
+        self.make_tables()
         self._read = device.new_mark()
         self._copying: Copying | None = None
         self._gate: Copying | None = None
-
-    def moved(self) -> None:
-        """The plan was patched: read its tensors again."""
-        self._make_tables()
 
     def capture(self, target: SlotWriter, *, gated: bool, check: bool) -> int:
         """Enqueue everything. Returns the handle that a seal waits for; the digests come to the table with
@@ -295,14 +292,14 @@ class DeviceCopies:
         device = self.device
         self._copying = self._gate = None
         self._host_table.fill(_native.EMPTY_DIGEST)
-        if self.arena is not None and not self.arena.is_held:
-            self._make_tables()
+        if not self.arena.is_held:
+            self.make_tables()
         if self._is_synchronised:
             device.synchronize()
         device.gather()
-        if self.arena is not None and self.arena.odd:
+        if self.arena.odd:
             device.launch(self.arena.make_row_major)
-        device.digest(self._table, self._digests)
+        device.launch(partial(self._table.run, self._digests))
         if self._clone_check is not None and (check or self._is_synchronised):
             self._digest_again(self._clone_check, self._clone_places)
         device.mark(self._read)
@@ -334,9 +331,8 @@ class DeviceCopies:
         """The copies have ended: the arena goes where headroom is short, and is taken again for the next
         ones. One that is held is no memory that torch could use when it runs out."""
         arena, device = self.arena, self.device
-        if arena is None or not arena.is_large or not arena.is_held or device.capturing():
-            return
-        if device.room_bytes() < arena.num_bytes // 2:
+        may_go = arena.is_large and arena.is_held and not device.capturing()
+        if may_go and device.room_bytes() < arena.num_bytes // 2:
             arena.let_go()
 
     def moves(self, target: SlotWriter) -> Addresses:
@@ -360,14 +356,13 @@ class DeviceCopies:
         self._direct_places = self._places(self._checked_always)
 
     @torch.inference_mode(False)
-    def _make_tables(self) -> None:
-        if self.arena is not None and not self.arena.is_held:
+    def make_tables(self) -> None:
+        """Read the plan's tensors, and again each time it was patched."""
+        if not self.arena.is_held:
             self.arena.take(self.device)
-        leaves = [self._plan.tensors[i].detach() for i in self._plain]
+        leaves = [self._plan.tensors[i].detach() for i in self._plain] + self.arena.odd
         destinations = np.zeros(len(self._order), dtype=np.uint64)
-        if self.arena is not None:
-            leaves += self.arena.odd
-            destinations[: len(self._plain)] = self.arena.addresses(self._plain)
+        destinations[: len(self._plain)] = self.arena.addresses(self._plain)
         self._table = self.device.make_table(leaves, destinations)
         self._clone_check = self._check_table(self._checked)
         self._direct_check = self._check_table(self._checked_always)
@@ -388,7 +383,7 @@ class DeviceCopies:
     def _digest_again(self, table: Table, places: Tensor) -> None:
         """An unequal leaf gets the entry that no seal accepts, without the host looking at anything."""
         again = self._again[: len(table)]
-        self.device.digest(table, again)
+        self.device.launch(partial(table.run, again))
 
         def compare() -> None:
             found = self._digests[places]
@@ -411,27 +406,28 @@ class DeviceCopies:
         self._digest_again(table, self._direct_places)
 
     def _begin(self, parts: Sequence[Copies], num_first: int) -> Copying:
-        self._copying = self.device.copy_to_host(Copies.joined(parts), num_first, self._read)
+        self._copying = self.device.copy_to_host(np.concatenate(parts), num_first, self._read)
         return self._copying
 
     def _direct_copies(self, target: SlotWriter) -> Copies:
         """Of leaves that are read where they lie."""
         plan, index = self._plan, np.array(self._direct, dtype=np.int64)
         places = plan.offsets[index] + np.uint64(target.image_address)
-        return Copies(plan.addresses[index], places, plan.sizes[index])
+        return np.stack([plan.addresses[index], places, plan.sizes[index]], axis=1)
 
     def _others(self, target: SlotWriter) -> list[Copies]:
         """Of what stands still: the arena, and the digests."""
-        columns = (self._digests.data_ptr(), self._host_table.ctypes.data, self._host_table.nbytes)
-        digests = Copies(*(np.array([column], dtype=np.uint64) for column in columns))
-        return [self.arena.copies(target.image_address), digests] if self.arena is not None else [digests]
+        row = [self._digests.data_ptr(), self._host_table.ctypes.data, self._host_table.nbytes]
+        digests = np.array([row], dtype=np.uint64)
+        return [self.arena.copies(target.image_address), digests]
 
 
 class Arena:
     """Places on a device for the leaves `indexes` of a plan, in image order, so that many leave for the host
-    in one copy; those that are not row-major are made so here. `holes` are leaves in host memory that may lie
+    in one copy; those that are not row-major are made so. `holes` are leaves in host memory that may lie
     between them without ending a run: those that do are `bridged`, copied along, and filled on the host
-    before the seal. The buffer is taken with `take`, which must come before any use."""
+    before the seal. `odd` are the places of those that are made row-major. The buffer is taken with `take`,
+    which must come before any use."""
 
     def __init__(self, plan: Plan, indexes: Sequence[int], holes: Collection[int]) -> None:
         self._plan = plan
@@ -445,7 +441,7 @@ class Arena:
         self.num_bytes = self._place(holes)
         self._odd = [i for i in indexes if i in plan.odd]
         self._buffer: Tensor | None = None
-        self._odd_targets: list[Tensor] = []
+        self.odd: list[Tensor] = []
 
     # ---- memory
 
@@ -465,23 +461,21 @@ class Arena:
             # first.
             raise torch.OutOfMemoryError(f"{device.name} has no room for an arena of {self.num_bytes} bytes")
         self._buffer = device.allocate(self.num_bytes)
-        self._odd_targets = [self._odd_target(index) for index in self._odd]
+        for index in self._odd:
+            tensor, start = self._plan.tensors[index], self._offsets[index]
+            place = self._buffer[start : start + int(self._plan.sizes[index])]
+            self.odd.append(place.view(tensor.dtype).view(tensor.shape))
 
     def let_go(self) -> None:
         """The loop may have the memory. Nothing may be on its way from here."""
         self._buffer = None
-        self._odd_targets = []
+        self.odd = []
 
     # ---- what is in it
 
-    @property
-    def odd(self) -> list[Tensor]:
-        """The places of leaves that are made row-major here, in image order."""
-        return self._odd_targets
-
     def make_row_major(self) -> None:
         """Copy those leaves: one operation each, since torch has none for several of different strides."""
-        for target, index in zip(self._odd_targets, self._odd, strict=True):
+        for target, index in zip(self.odd, self._odd, strict=True):
             target.copy_(self._plan.tensors[index].detach())
 
     def addresses(self, indexes: Sequence[int]) -> Addresses:
@@ -492,8 +486,8 @@ class Arena:
 
     def copies(self, image_address: int) -> Copies:
         """To an image: one for each run."""
-        runs = np.array(self._runs, dtype=np.uint64).reshape(-1, 3)
-        return Copies(runs[:, 0] + np.uint64(self._base()), runs[:, 1] + np.uint64(image_address), runs[:, 2])
+        base = np.array([self._base(), image_address, 0], dtype=np.uint64)
+        return np.array(self._runs, dtype=np.uint64).reshape(-1, 3) + base
 
     def _base(self) -> int:
         assert self._buffer is not None, "the arena was let go"
@@ -509,7 +503,7 @@ class Arena:
             gap = range(before + 1, index)
             if before >= 0 and self._is_bridged(gap, there - offsets[before] - sizes[before], holes):
                 self.bridged += gap
-                here, start, length = self._runs.pop()
+                here, start, _ = self._runs.pop()
                 self._runs.append((here, start, there + size - start))
                 self._offsets[index] = here + there - start
             else:
@@ -525,12 +519,6 @@ class Arena:
         if num_bytes < 0 or num_bytes > SMALL_BYTES or not all(index in holes for index in gap):
             return False
         return sum(int(self._plan.sizes[index]) for index in gap) == num_bytes
-
-    def _odd_target(self, index: int) -> Tensor:
-        assert self._buffer is not None
-        tensor, start = self._plan.tensors[index], self._offsets[index]
-        place = self._buffer[start : start + int(self._plan.sizes[index])]
-        return place.view(tensor.dtype).view(tensor.shape)
 
 
 def _runs(order: Sequence[int]) -> Addresses:

@@ -15,7 +15,6 @@ import functools
 import weakref
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,24 +32,8 @@ PIECE_BYTES = 32 << 20
 _MARGIN_BYTES = 256 << 20
 
 
-@dataclass(frozen=True)
-class Copies:
-    """Copies of memory, in order: absolute addresses, and bytes."""
-
-    sources: Addresses
-    destinations: Addresses
-    sizes: Addresses
-
-    @staticmethod
-    def joined(parts: Sequence[Copies]) -> Copies:
-        return Copies(
-            np.concatenate([part.sources for part in parts]),
-            np.concatenate([part.destinations for part in parts]),
-            np.concatenate([part.sizes for part in parts]),
-        )
-
-    def __len__(self) -> int:
-        return len(self.sizes)
+Copies = Addresses
+"""Copies of memory, in order: rows of source, destination and bytes."""
 
 
 class StreamMark(Protocol):
@@ -82,6 +65,10 @@ class Table(Protocol):
 
     def __len__(self) -> int: ...
 
+    def run(self, out: Tensor) -> None:
+        """To be launched: copy what is to be copied, and the digest of what was read into `out`, int64 of
+        one a leaf."""
+
 
 class Device(Protocol):
     """One accelerator that holds leaves of the state."""
@@ -104,10 +91,6 @@ class Device(Protocol):
     def make_table(self, leaves: Sequence[Tensor], destinations: Addresses) -> Table:
         """A table of row-major tensors. destinations: where each is copied to on the device, 0 for
         nowhere."""
-
-    def digest(self, table: Table, out: Tensor) -> None:
-        """Enqueue: copy what is to be copied, and the digest of what was read into `out`, int64 of one a
-        leaf."""
 
     def new_mark(self, *, timing: bool = False) -> StreamMark: ...
 
@@ -220,10 +203,6 @@ class CudaDevice:
         with torch.cuda.device(self._device), torch.no_grad():
             return CudaTable(self.index, leaves, destinations)
 
-    def digest(self, table: Table, out: Tensor) -> None:
-        assert isinstance(table, CudaTable)
-        self.launch(lambda: table.run(out))
-
     def new_mark(self, *, timing: bool = False) -> CudaMark:
         return CudaMark(timing=timing)
 
@@ -243,13 +222,8 @@ class CudaDevice:
     # ---- to the host
 
     def copy_to_host(self, copies: Copies, num_first: int, after: StreamMark) -> CudaCopying:
-        ticket = self._copies.submit(
-            np.ascontiguousarray(copies.sources).data,
-            np.ascontiguousarray(copies.destinations).data,
-            np.ascontiguousarray(copies.sizes).data,
-            num_first,
-            _event(after).cuda_event,
-        )
+        sources, destinations, sizes = (column.data for column in np.ascontiguousarray(copies.T))
+        ticket = self._copies.submit(sources, destinations, sizes, num_first, _event(after).cuda_event)
         return CudaCopying(self._copies, ticket, self._writer_handles)
 
     def host_memory(self, num_bytes: int) -> Tensor:

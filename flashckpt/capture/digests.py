@@ -8,10 +8,10 @@ wraps, so it is exact modulo 2**64.
 
 from __future__ import annotations
 
-import functools
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -56,12 +56,8 @@ def _digest_host(leaves: Sequence[Tensor], threads: int) -> Addresses:
 def _digest_device(leaves: Sequence[Tensor]) -> Addresses:
     device = leaves[0].device
     out = torch.empty(len(leaves), dtype=torch.int64, device=device)
-    if device.type == "cuda":
-        with torch.cuda.device(device), torch.no_grad():
-            CudaTable(device.index or 0, leaves, np.zeros(len(leaves), dtype=np.uint64)).run(out)
-    else:
-        sources = [bytes_of(leaf) for leaf in leaves]
-        torch_digests(sources).into(sources, out)
+    with torch.cuda.device(device), torch.no_grad():
+        CudaTable(device.index or 0, leaves, np.zeros(len(leaves), dtype=np.uint64)).run(out)
     found: Addresses = out.cpu().numpy().view(np.uint64)
     return found
 
@@ -105,7 +101,7 @@ class CudaTable:
         self._digests.into(self._leaves, out)
 
 
-@functools.cache
+@cache
 def why_not_in_one_launch(index: int) -> str:
     """ "" where a table is one launch on this device, else the reason, which is said once."""
     reason = _native.cuda_digests_usable(index)
@@ -140,9 +136,6 @@ def _memory_at(index: int, address: int, num_bytes: int) -> Tensor:
 
 # ---- torch's operations
 
-Allocate = Callable[[int], Tensor]
-"""Bytes wanted -> a uint8 tensor of that many bytes, aligned to 16, on the device."""
-
 
 def signed(number: int) -> int:
     """The int64 that has these 64 bits."""
@@ -162,10 +155,10 @@ def workspace_bytes(sizes: Sequence[int], most: int = WORKSPACE_BYTES) -> int:
 
 
 class Workspace:
-    """Memory and keys on one device, for any number of `TorchDigests` that run on one stream."""
+    """Memory and keys on one device, for any number of `TorchDigests` that run on one stream. `allocate`
+    gives so many bytes on the device, uint8, aligned to 16; num_bytes: see `workspace_bytes`."""
 
-    def __init__(self, allocate: Allocate, num_bytes: int = WORKSPACE_BYTES) -> None:
-        """num_bytes: see `workspace_bytes`."""
+    def __init__(self, allocate: Callable[[int], Tensor], num_bytes: int = WORKSPACE_BYTES) -> None:
         self.num_blocks = num_bytes // _BYTES_OF_A_BLOCK
         memory = allocate(self.num_blocks * _BYTES_OF_A_BLOCK)
         self.bytes, self.products, self.halves = memory.view(3, self.num_blocks, _BLOCK).unbind()
@@ -229,28 +222,23 @@ class _Batch:
         space = self._workspace
         if self._is_padded:
             space.bytes[: self._count].zero_()
-        torch._foreach_copy_(self._places, [self._source(piece, sources) for piece in self._pieces])
+        starts = [(piece, piece.first_block * _BLOCK) for piece in self._pieces]
+        taken = [sources[piece.leaf][start : start + piece.num_bytes] for piece, start in starts]
+        torch._foreach_copy_(self._places, taken)
         # With its size said, nothing waits for the device.
         piece = torch.repeat_interleave(self._counts, output_size=self._count)
         hashes = space.numbers[: self._count] + self._shifts[piece]
         hashes = _finalize(hashes.mul_(signed(_FACTOR)).add_(space.folds_of(self._count)))
         out.index_add_(0, self._leaves[piece], hashes)
 
-    @staticmethod
-    def _source(piece: _Piece, sources: Sequence[Tensor]) -> Tensor:
-        start = piece.first_block * _BLOCK
-        return sources[piece.leaf][start : start + piece.num_bytes]
-
 
 class TorchDigests:
-    """Digests of leaves whose sizes are known beforehand; small ones are taken together."""
+    """Digests of leaves whose sizes (in bytes) are known beforehand; small ones are taken together."""
 
     def __init__(self, workspace: Workspace, sizes: Sequence[int]) -> None:
-        """sizes: bytes of each leaf."""
         size_terms = [signed(size * _FACTOR) for size in sizes]
         self._size_terms = torch.tensor(size_terms, dtype=torch.int64, device=workspace.device)
-        batches = _batches(sizes, workspace.num_blocks)
-        self._batches = [_Batch(workspace, pieces) for pieces in batches]
+        self._batches = [_Batch(workspace, pieces) for pieces in _batches(sizes, workspace.num_blocks)]
 
     def into(self, sources: Sequence[Tensor], out: Tensor) -> None:
         """Enqueue one digest a leaf, on the current stream.
@@ -268,10 +256,7 @@ def torch_digests(leaves: Sequence[Tensor]) -> TorchDigests:
     """Digests of leaves on one device, given as their bytes, with a workspace of their own there."""
     sizes = [leaf.numel() for leaf in leaves]
     device = leaves[0].device if leaves else torch.device("cpu")
-
-    def allocate(num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-
+    allocate = partial(torch.empty, dtype=torch.uint8, device=device)
     return TorchDigests(Workspace(allocate, workspace_bytes(sizes)), sizes)
 
 

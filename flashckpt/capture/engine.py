@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -22,7 +21,6 @@ from flashckpt.capture.constants import Constants, ConstantsChanged
 from flashckpt.capture.copies import PreparedCopies
 from flashckpt.capture.copy_policy import CopyPolicy, describe
 from flashckpt.capture.devices import Device
-from flashckpt.capture.digests import digest_tensors
 from flashckpt.capture.hooks import StepHooks, unwrapped
 from flashckpt.capture.in_flight import InFlight, PendingSnapshot, RegionCopy
 from flashckpt.capture.plan import ConstantsRegion
@@ -34,6 +32,8 @@ from flashckpt.memory.control_page import SlotSize
 from flashckpt.memory.slot import Slot, SlotRing
 from flashckpt.options import Options
 
+# Optimizers without state are waited for so long before the size of the state is taken for what it is.
+_MOST_STATELESS = 8
 _NO_MEMORY = "the device has no memory left for a snapshot's buffers"
 
 
@@ -83,15 +83,13 @@ class Capture:
         constants: Collection[str] = (),
         region: ConstantsRegion | None = None,
     ) -> None:
-        self._tree, self._sealer, self._options, self._devices = tree, sealer, options, devices
-        self._attempt = attempt
+        self._sealer, self._devices, self._attempt = sealer, devices, attempt
         inner = [unwrapped(optimizer) for optimizer in optimizers]
         self._optimizers: list[Any] = [o for o in inner if isinstance(o, torch.optim.Optimizer)]
-        self.hooks = StepHooks(self._optimizers, self._close_gates, devices)
+        self.hooks = StepHooks(self._optimizers, lambda: self._planner.gate(), devices)
         self.schedule = schedule
         threads = options.threads or torch.get_num_threads()
-        digests = partial(digest_tensors, threads=threads)
-        self._constants = Constants(self._optimizers, digests, self._reaches, known, constants, region)
+        self._constants = Constants(self._optimizers, devices, threads, known, constants, region)
         self._copy: RegionCopy | None = None
         self._policy = CopyPolicy(self._optimizers, self._constants)
         self._intervals = Intervals(self.schedule.budget, devices)
@@ -115,9 +113,9 @@ class Capture:
 
     # ---- slots
 
-    def set_slots(self, ring: SlotRing | None, owner: int | Mapping[str, int] = 1) -> None:
-        """Write to these slots from now on (None: to none). owner: this process's index in the owner
-        tables, by slot name where they differ. Waits for the copies into the old ones and for their seals:
+    def set_slots(self, ring: SlotRing, owner: int | Mapping[str, int] = 1) -> None:
+        """Write to these slots from now on. owner: this process's index in the owner tables, by slot name
+        where they differ. Waits for the copies into the old ones and for their seals:
         whoever unmaps those next must not take the memory away under them."""
         self._in_flight.wait()
         self._forget_slots()
@@ -146,7 +144,10 @@ class Capture:
     def room_needed(self, *, ordered: bool = False) -> SlotSize | None:
         """What a slot has to have room for. None before optimizers have state, which comes with the first
         step, unless a capture is ordered before it."""
-        if not ordered and not self._has_state():
+        is_known = self.heartbeat.boundaries >= _MOST_STATELESS or all(
+            optimizer.state or id(optimizer) in self.hooks.fired for optimizer in self._optimizers
+        )
+        if not ordered and not is_known:
             return None
         walk = self._planner.walk()
         self._constants.decide(walk.leaves)
@@ -159,8 +160,7 @@ class Capture:
 
     def look(self) -> None:
         """Before the first iteration: digest what may be constant. Reads its bytes."""
-        if self._constants.is_to_look:
-            self._constants.look(self._planner.walk().leaves)
+        self._constants.look(lambda: self._planner.walk().leaves)
 
     def region_wanted(self) -> SlotSize | None:
         """What a region of constants has to have room for, where one is to be made. To be asked after
@@ -340,13 +340,6 @@ class Capture:
 
     # ---- what the parts call
 
-    def _close_gates(self) -> None:
-        if self._planner.current is not None:
-            self._planner.current.gate()
-
-    def _reaches(self, tensor: torch.Tensor) -> bool:
-        return tensor.device.type == "cpu" or any(device.owns(tensor) for device in self._devices)
-
     def _lost(self, pending: PendingSnapshot) -> None:
         self.schedule.lost()
         self.lost_step = pending.step if pending.step == self._captured_step else self.lost_step
@@ -366,11 +359,6 @@ class Capture:
     def _persist_ended(self, *, fulfilled: bool) -> None:
         self._asked = None
         self.schedule.persist_ended(fulfilled=fulfilled)
-
-    def _has_state(self) -> bool:
-        if not self._optimizers or self.heartbeat.boundaries >= 8:
-            return True
-        return all(optimizer.state or id(optimizer) in self.hooks.fired for optimizer in self._optimizers)
 
     def _forget_slots(self) -> None:
         self._in_flight.forget()

@@ -224,7 +224,8 @@ class RegionCopy:
 
     def _begin(self, copies: PreparedCopies, step: int, attempt: tuple[int, int]) -> PreparedCopies:
         """Raises KeeperError where the region is not to be had any more, or too small."""
-        if not self._target.fits(copies.plan, len(VALUES)) or not self._target.begin():
+        fits = self._region.size.holds(copies.plan.room(len(VALUES)))
+        if not fits or not self._target.begin():
             raise KeeperError(f"{self._region.name} cannot be written.")
         self._tries += 1
         try:

@@ -7,7 +7,6 @@ addresses that native code reads. Decides nothing about ways, copies nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +16,8 @@ from torch import Tensor
 
 from flashckpt import _native
 from flashckpt.format.layout import Layout, Leaf, SlotImage
-from flashckpt.format.metadata import plan_bytes
+from flashckpt.format.metadata import geometry, plan_bytes
+from flashckpt.memory.control_page import SlotSize
 
 if TYPE_CHECKING:
     from flashckpt.state.tree import Walk
@@ -28,14 +28,6 @@ Addresses = NDArray[np.uint64]
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 # In the place of a constant that counts no more.
 _NOTHING = LiveLeaf("", torch.empty(0, device="cpu"), "other", None, None, None)
-
-
-class Change(Enum):
-    """What a boundary's check found: nothing, other memory of the same leaves, or other leaves."""
-
-    NONE = "none"
-    PATCHED = "patched"
-    REBUILD = "rebuild"
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -113,26 +105,31 @@ class Plan:
         self._watch: _native.Watch | None = None
         self._arm()
 
-    def update(self) -> tuple[Change, list[int]]:
+    def metadata_sizes(self, values_bytes: int) -> tuple[int, int, int, int]:
+        """Of the parts of a slot's metadata, as `format.metadata` takes them."""
+        return len(self.json), len(self.leaves), values_bytes, len(self.constants_json)
+
+    def room(self, values_bytes: int) -> SlotSize:
+        """What a slot has to have room for."""
+        return SlotSize(geometry(*self.metadata_sizes(values_bytes)).num_bytes, self.image.shard.num_bytes)
+
+    def update(self) -> list[int] | None:
         """Compare the live state with the plan; take over new memory of the same leaves. Which gradients are
         leaves is not asked: the values, which come first, read that, and walk anew where it has changed.
 
-        Returns the indexes that were patched. REBUILD: the walk must be made again.
+        Returns the indexes of leaves that lie elsewhere now; None where the walk must be made again.
         """
         if not self._standing.stands():
-            return Change.REBUILD, []
+            return None
         assert self._watch is not None
         changed = self._watch.changed(self._watched_addresses.data)
         indexes = sorted({self._watched[i] for i in changed})
         if not all(self._patch(index) for index in indexes):
-            return Change.REBUILD, []
+            return None
         if indexes:
             self._arm()
         fresh = self._fresh()
-        if fresh is None or not self._ties_hold():
-            return Change.REBUILD, []
-        indexes += fresh
-        return (Change.PATCHED, indexes) if indexes else (Change.NONE, [])
+        return None if fresh is None or not self._ties_hold() else indexes + fresh
 
     def _ties_hold(self) -> bool:
         """Whether what is stored once is still one: another object in one of its places, or other memory

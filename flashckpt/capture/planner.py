@@ -16,7 +16,7 @@ from flashckpt.capture.copies import PreparedCopies
 from flashckpt.capture.copy_policy import CopyPolicy
 from flashckpt.capture.devices import Device
 from flashckpt.capture.hooks import StepHooks
-from flashckpt.capture.plan import Change, Plan
+from flashckpt.capture.plan import Plan
 from flashckpt.capture.slot_writer import HeartbeatWriter
 from flashckpt.errors import StateError
 
@@ -74,10 +74,10 @@ class Planner:
             data = values()
             copies, walk = self.current, self._tree.current
             if copies is not None and self._walk is walk and self._chosen == self._ground():
-                change, indexes = copies.plan.update()
-                if change is Change.PATCHED:
-                    copies.moved(indexes)
-                if change is not Change.REBUILD:
+                moved = copies.plan.update()
+                if moved:
+                    copies.moved(moved)
+                if moved is not None:
                     return copies, data
             self.drop()
             self._walk = self.walk()
@@ -103,10 +103,15 @@ class Planner:
     def drop(self) -> None:
         """Let them go: the next capture makes others. Snapshots in flight hold their own, and with it the
         tensors, until their copies have ended."""
+        self.gate()
         if self.current is not None:
-            self.current.gate()
             self.current.plan.release()
             self.current = None
+
+    def gate(self) -> None:
+        """Before an optimizer writes: no stream passes a copy that still reads what it writes."""
+        if self.current is not None:
+            self.current.gate()
 
     def _prepared(self, plan: Plan, room: dict[str, int]) -> PreparedCopies:
         # A leaf without bytes needs no device.
@@ -132,7 +137,6 @@ class Planner:
     def _give_way(self) -> None:
         """Where headroom has fallen, arenas go, and smaller ones or none are made."""
         if self.current is not None and any(
-            each.arena is not None and each.arena.is_large and each.device.room_bytes() < 0
-            for each in self.current.on_devices
+            each.arena.is_large and each.device.room_bytes() < 0 for each in self.current.on_devices
         ):
             self.drop()

@@ -1,9 +1,9 @@
 """Which boundaries are taken, which snapshots are persisted, and what snapshots may cost.
 
-`Pace` answers for a rank alone, `Followed` answers what another rank has published for all of them. `Budget`
-and `Pace` take no snapshot and read no device: all times are given to them, in seconds, so that their
-decisions are a function of their input. `Intervals` measures those times, on devices where there are any;
-nothing waits for it.
+`Pace` answers for a rank alone; among several, a `Schedule` may answer what one rank has published for all.
+`Budget` and `Pace` take no snapshot and read no device: all times are given to them, in seconds, so that
+their decisions are a function of their input. `Intervals` measures those times, on devices where there are
+any; nothing waits for it.
 """
 
 from __future__ import annotations
@@ -42,17 +42,12 @@ _PATIENCE_S = 600.0
 
 
 class Schedule(Protocol):
-    """Asked and told by the training thread. `budget` is fed with what iterations and snapshots cost."""
+    """Asked and told by the training thread. `budget` is fed with what iterations and snapshots cost;
+    `is_automatic`: it decides which boundaries are taken; `every_step`: each was ordered."""
 
     budget: Budget
-
-    @property
-    def is_automatic(self) -> bool:
-        """Whether the budget of this rank decides which boundaries are taken."""
-
-    @property
-    def every_step(self) -> bool:
-        """Whether the snapshot of every step was ordered."""
+    is_automatic: bool
+    every_step: bool
 
     def due(self, step: int) -> bool:
         """Whether the boundary of this step is to be taken. Asked at each boundary, in their order."""
@@ -189,6 +184,7 @@ class Pace:
             )
         _check_number(every if every != "auto" else None, "every")
         self._every = every
+        self.is_automatic, self.every_step = every == "auto", every == 1
         self._clock = clock
         self.budget = Budget(overhead)
         self._due = False
@@ -201,16 +197,6 @@ class Pace:
         self._asked = False
         self._asked_at_s = clock()
 
-    @property
-    def is_automatic(self) -> bool:
-        """Whether the budget decides which boundaries are taken."""
-        return self._every == "auto"
-
-    @property
-    def every_step(self) -> bool:
-        """Whether the snapshot of every step was ordered."""
-        return self._every == 1
-
     def due(self, step: int) -> bool:
         """Ask once at each boundary: an order that falls on this step is noted by asking."""
         if isinstance(self._every, int) and step % self._every == 0:
@@ -218,7 +204,7 @@ class Pace:
         persists = self.persist_due(step) and self._persist_steps is not None
         if self._every is None:
             return persists
-        return self._due or persists or (self._every == "auto" and self.budget.allows())
+        return self._due or persists or (self.is_automatic and self.budget.allows())
 
     def persist_due(self, step: int) -> bool:
         if self._persist_steps is not None and step % self._persist_steps == 0:
@@ -254,66 +240,6 @@ class Pace:
 def _check_number(number: object, option: str) -> None:
     if isinstance(number, int) and number < 1:
         raise OptionError(f"{option}={number}: a number of steps must be positive. Nothing was changed.")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
-    """From `from_step` on every `capture_every`-th boundary is taken, that one first, and the one of
-    `persist_at` is taken and persisted."""
-
-    from_step: int
-    capture_every: int
-    persist_at: int | None = None
-
-    def __post_init__(self) -> None:
-        persist_at = self.from_step if self.persist_at is None else self.persist_at
-        if self.from_step < 1 or self.capture_every < 1 or persist_at < self.from_step:
-            raise ValueError(f"no schedule: {self}")
-
-
-class Followed:
-    """The terms that one rank has published for all. Each rank gives the same answer for the same step, so
-    nothing here stays due: a step that this rank could not take is missed, and void for all."""
-
-    is_automatic = every_step = False
-
-    def __init__(self, overhead: float) -> None:
-        self.budget = Budget(overhead)
-        self._terms: tuple[Terms, ...] = ()
-        self._step = 0
-
-    def follow(self, terms: Terms) -> None:
-        """Take up new terms, from any one thread. What is not newer than the newest is passed over: terms
-        only ever move on. Steps of theirs that are over already are missed."""
-        if not self._terms or terms.from_step > self._terms[-1].from_step:
-            later = [each for each in self._terms if each.from_step > self._step]
-            now = [each for each in self._terms if each.from_step <= self._step][-1:]
-            self._terms = (*now, *later, terms)
-
-    def due(self, step: int) -> bool:
-        self._step = step
-        terms = self._at(step)
-        on_grid = terms is not None and (step - terms.from_step) % terms.capture_every == 0
-        return on_grid or self.persist_due(step)
-
-    def persist_due(self, step: int) -> bool:
-        terms = self._at(step)
-        return terms is not None and step == terms.persist_at
-
-    def captured(self, *, ordered: bool) -> None:
-        self.budget.taken(ordered=True)  # who publishes the terms keeps the budget
-
-    def lost(self) -> None:
-        pass
-
-    def persist_asked(self) -> None:
-        pass
-
-    def persist_ended(self, *, fulfilled: bool) -> None:
-        pass
-
-    def _at(self, step: int) -> Terms | None:
-        return next((each for each in reversed(self._terms) if each.from_step <= step), None)
 
 
 @dataclass(slots=True)

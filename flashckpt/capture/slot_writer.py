@@ -49,9 +49,6 @@ class SlotWriter:
         self._places = Geometry(0, 0, 0, 0, 0)
         self._odd_views: dict[int, Tensor] = {}
 
-    def fits(self, plan: Plan, values_bytes: int) -> bool:
-        return self.slot.size.holds(slot_room(plan, values_bytes))
-
     def begin(self) -> bool:
         """FREE or SEALED -> WRITING. False if the slot is no longer to be had."""
         generation = self.slot.begin(self.owner)
@@ -66,7 +63,7 @@ class SlotWriter:
 
     def prepare(self, plan: Plan, values: bytes) -> None:
         """Write all of the metadata but the digests; the table is filled with what a seal refuses."""
-        sizes = (len(plan.json), len(plan.leaves), len(values), len(plan.constants_json))
+        sizes = plan.metadata_sizes(len(values))
         places = geometry(*sizes)
         data = self._metadata
         if self._plan_id != plan.plan_id:
@@ -177,13 +174,13 @@ class SlotWriters:
         self._devices = devices
         self._values_bytes = 0
 
-    def exchange(self, ring: SlotRing | None, owner: int | Mapping[str, int]) -> None:
+    def exchange(self, ring: SlotRing, owner: int | Mapping[str, int]) -> None:
         """Write to other slots from now on. `owner`: this process's index in them, by name if they differ."""
         self.release()
         self.ring, self.room_wanted = ring, None
-        for slot in ring.slots if ring is not None else ():
+        for slot in ring.slots:
             self.by_name[slot.name] = SlotWriter(slot, owner if isinstance(owner, int) else owner[slot.name])
-        self.register(ring.slots if ring is not None else ())
+        self.register(ring.slots)
 
     def register(self, slots: Sequence[Slot]) -> None:
         """Make slots known to the devices, until they are unmapped; once a slot."""
@@ -204,31 +201,25 @@ class SlotWriters:
     def begin(self, plan: Plan, values_bytes: int) -> SlotWriter | str:
         """The slot to write next, begun; or why there is none that this plan can be written to."""
         assert self.ring is not None
+        self._values_bytes, needed = values_bytes, plan.room(values_bytes)
         slot = self.ring.take()
+        fits = slot is not None and slot.size.holds(needed)
+        if not fits or self.room_wanted is not None:
+            # The state may have become smaller, too: there may be no memory for what it was.
+            has_room = all(each.size.holds(needed) for each in self.ring.slots)
+            self.room_wanted = None if has_room else needed
         if slot is None:
             self.ring.make_room()
-            self._measure(plan, values_bytes)
             return "every slot is in use"
-        writer = self.by_name[slot.name]
-        if not writer.fits(plan, values_bytes):
-            self._measure(plan, values_bytes)
+        if not fits:
             return "the state has outgrown the slots"
-        self._values_bytes = values_bytes
-        if self.room_wanted is not None:
-            # It may have become smaller: there may be no memory for what it was.
-            self._measure(plan, values_bytes)
+        writer = self.by_name[slot.name]
         return writer if writer.begin() else "the slot was taken by the keeper"
 
     def room_for(self, plan: Plan) -> SlotSize:
         """What slots for this plan have to have room for."""
-        needed, known = slot_room(plan, max(self._values_bytes, _LEAST_VALUES_BYTES)), self.room_wanted
+        needed, known = plan.room(max(self._values_bytes, _LEAST_VALUES_BYTES)), self.room_wanted
         return needed if known is None else SlotSize(max(needed[0], known[0]), max(needed[1], known[1]))
-
-    def _measure(self, plan: Plan, values_bytes: int) -> None:
-        """`room_wanted` says what is needed until all of the slots have room."""
-        self._values_bytes = values_bytes
-        has_room = all(each.fits(plan, values_bytes) for each in self.by_name.values())
-        self.room_wanted = None if has_room else slot_room(plan, values_bytes)
 
 
 class HeartbeatWriter:
@@ -281,9 +272,3 @@ class HeartbeatWriter:
         patience_ns = int(self.patience_s * 1e9) if self._expecting else 0
         for each in self._writers.values():
             each.slot.beat(Heartbeat(self.boundaries, self._begun_ns, each.owner, patience_ns))
-
-
-def slot_room(plan: Plan, values_bytes: int) -> SlotSize:
-    """What a slot for this plan has to have room for."""
-    metadata = geometry(len(plan.json), len(plan.leaves), values_bytes, len(plan.constants_json)).num_bytes
-    return SlotSize(metadata, plan.image.shard.num_bytes)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from flashckpt import _native
 from flashckpt.errors import DamagedError, FormatError
 from flashckpt.format.layout import PAGE
-from flashckpt.memory.region import constants_region_name, region_name
+from flashckpt.memory.region import region_name
 
 MAGIC = b"FLCKSLOT"
 # A region that holds the constants of several snapshots, laid out as a slot and written once.
@@ -119,9 +119,7 @@ class SlotHeader:
 
     @property
     def name(self) -> str:
-        if self.holds_constants:
-            return constants_region_name(self.rank, self.nonce)
-        return region_name(self.rank, self.index, self.nonce)
+        return region_name(self.rank, None if self.holds_constants else self.index, self.nonce)
 
     @property
     def metadata_offset(self) -> int:

@@ -10,7 +10,8 @@ import os
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from functools import partial
+from typing import Any
 
 from flashckpt import crashpoints
 from flashckpt.errors import DamagedError, FormatError, KeeperError, OutOfRoomError
@@ -51,12 +52,6 @@ class HeldRegion:
             return self.slot.sealed()
         except DamagedError:
             return None
-
-
-class _How(TypedDict):
-    available: Callable[[], int]
-    begun: Callable[[int], None] | None
-    taken: Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -104,17 +99,16 @@ class Regions:
 
     def constants_of(self, rank: int) -> list[HeldRegion]:
         """The regions that hold the constants of a rank."""
-        return [
-            held
-            for held in self._held.values()
-            if held.slot.header.holds_constants and held.slot.rank == rank
-        ]
+        return [each for each in self._constants() if each.slot.rank == rank]
+
+    def _constants(self) -> list[HeldRegion]:
+        return [held for held in self._held.values() if held.slot.header.holds_constants]
 
     def constants_named_by(self, sealed: Sealed) -> Slot | None:
         """The region that holds the constants of a snapshot; None where it has none, or its region is not
         here."""
         nonce = sealed.record.constants_nonce
-        found = (each.slot for each in self.constants_of(sealed.slot.rank))
+        found = (each.slot for each in self._constants())
         return next((each for each in found if nonce and each.header.nonce == nonce), None)
 
     # Coming
@@ -131,30 +125,25 @@ class Regions:
         holds_constants: bool = False,
         is_memfd: bool = False,
     ) -> Made:
-        """Allocate regions, in a thread of their rank: nothing of what is held is touched. See `put`. `begun`
-        is given the descriptor of each region before it is allocated, `taken` the bytes of each step. `only`:
-        of that kind."""
+        """Allocate regions, in a thread of their rank: nothing of what is held is touched. See `put`, and
+        `region.create` for `available`, `begun` and `taken`."""
         num_bytes, made = size.region_bytes, list[Region]()
         kind = MEMFD if is_memfd else region.kind_for(self._folder, num_bytes * len(indexes))
-        how: _How = {"available": available, "begun": begun, "taken": taken}
+        create = partial(region.create, available=available, begun=begun, taken=taken)
         for index in indexes:
-            nonce = secrets.randbits(64) or 1
-            name = region.region_name(rank, index, nonce)
-            if holds_constants:
-                name = region.constants_region_name(rank, nonce)
+            header = SlotHeader(
+                identity=self._folder.identity,
+                rank=rank,
+                index=index,
+                nonce=secrets.randbits(64) or 1,
+                metadata_capacity=round_up(max(size.metadata_bytes, 1)),
+                image_capacity=round_up(max(size.image_bytes, 1)),
+                holds_constants=holds_constants,
+            )
             try:
-                found = region.create(self._folder, name, num_bytes, kind, **how)
+                found = create(self._folder, header.name, num_bytes, kind)
                 made.append(found)
                 crashpoints.point("slots.taken")
-                header = SlotHeader(
-                    identity=self._folder.identity,
-                    rank=rank,
-                    index=index,
-                    nonce=nonce,
-                    metadata_capacity=round_up(max(size.metadata_bytes, 1)),
-                    image_capacity=round_up(max(size.image_bytes, 1)),
-                    holds_constants=holds_constants,
-                )
                 Slot.format(found.descriptor, header)
             except (OSError, OutOfRoomError) as error:
                 return Made(tuple(made), error)
@@ -208,11 +197,11 @@ class Regions:
             except (OSError, KeeperError, DamagedError, FormatError) as error:
                 log.warning("%s is not adopted: %s", name, error)
                 continue
-            if held.slot.name != name:
+            if held.slot.name == name:
+                adopted.append(held)
+            else:
                 log.warning("%s holds the slot %s and is not adopted", name, held.slot.name)
                 self._forget(held)
-                continue
-            adopted.append(held)
         return adopted
 
     def remove_dead_locks(self) -> None:
@@ -261,24 +250,21 @@ class Regions:
         """This process's index in a slot's owner table."""
         return slot.enroll(os.getpid(), self._life.name, self._lives)
 
-    def reclaim(self) -> list[tuple[HeldRegion, Word]]:
+    def reclaim(self) -> None:
         """Free what the dead were writing, unpin what they had pinned. A keeper that is not this one is
         none any more, even if it still lives: there is one a node and run."""
-        reclaimed = []
         for held in self._held.values():
             if held.slot.mend():
                 log.warning("%s had a damaged state word; what it held is lost", held.slot.name)
                 continue
             word = held.word()
-            if word is None or word.state not in (SlotState.WRITING, SlotState.PINNED):
+            owner = None if word is None else held.slot.owner(word.owner)
+            if word is None or (owner is not None and self._keeps(owner[1])):
                 continue
-            owner = held.slot.owner(word.owner)
-            if owner is not None and self._keeps(owner[1]):
-                continue
-            done = held.slot.free(word) if word.state is SlotState.WRITING else held.slot.unpin(word)
-            if done:
-                reclaimed.append((held, word))
-        return reclaimed
+            if word.state is SlotState.WRITING:
+                held.slot.free(word)
+            elif word.state is SlotState.PINNED:
+                held.slot.unpin(word)
 
     def living_owners(self, held: HeldRegion) -> list[tuple[int, str]]:
         """(pid, lock) of the trainers in a slot's owner table that are alive."""
@@ -293,12 +279,11 @@ class Regions:
 
     def drop_constants(self) -> None:
         """Let go of constants that no snapshot here names and no living trainer may yet use."""
-        for rank in {held.slot.rank for held in self._held.values()}:
-            regions = self.constants_of(rank)
-            named = {_constants_nonce(held) for held in self.of_rank(rank)} if regions else set()
-            for held in regions:
-                if held.slot.header.nonce not in named and not self.is_written(held):
-                    self.remove(held)
+        regions = self._constants()
+        named = {each.record.constants_nonce for each in self.sealed()} if regions else set()
+        for held in regions:
+            if held.slot.header.nonce not in named and not self.is_written(held):
+                self.remove(held)
 
     def remove_spent(self, held: HeldRegion, is_needed: Callable[[HeldRegion, Sealed], bool]) -> None:
         """Remove a slot that nobody writes, unless what is sealed in it is needed, or is still to be told as
@@ -353,12 +338,6 @@ def keeper_locks(folder: RuntimeFolder) -> dict[str, bool]:
                 lives = True
             found[name.removeprefix("keeper-").removesuffix(".lock")] = lives
     return found
-
-
-def _constants_nonce(held: HeldRegion) -> int:
-    """Of the region that a slot's snapshot names; 0 where there is none."""
-    sealed = held.sealed()
-    return 0 if sealed is None else sealed.record.constants_nonce
 
 
 def _is_keeper(lock: str) -> bool:

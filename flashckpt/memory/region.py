@@ -1,4 +1,4 @@
-"""Regions: shared memory of our own, named in the runtime folder or a memfd.
+"""Regions: host memory of our own, named in the runtime folder or a memfd.
 
 Owns how a region is made, found and removed. Never maps one, and never uses
 multiprocessing.shared_memory, whose tracker unlinks a region after a SIGKILL of its maker.
@@ -33,12 +33,9 @@ class Region:
     num_bytes: int
 
 
-def region_name(rank: int, index: int, nonce: int) -> str:
-    return f"slot-{rank:05d}-{index}-{nonce:016x}"
-
-
-def constants_region_name(rank: int, nonce: int) -> str:
-    return f"constants-{rank:05d}-{nonce:016x}"
+def region_name(rank: int, index: int | None, nonce: int) -> str:
+    """Of a slot; without an index, of a rank's constants."""
+    return f"constants-{rank:05d}-{nonce:016x}" if index is None else f"slot-{rank:05d}-{index}-{nonce:016x}"
 
 
 def rank_of(name: str) -> int:
@@ -47,7 +44,6 @@ def rank_of(name: str) -> int:
 
 
 def is_region_name(name: str) -> bool:
-    """Of a slot, or of constants that slots share."""
     return _NAME.fullmatch(name) is not None
 
 
@@ -91,43 +87,33 @@ def create(
 
     with room.node_lock(folder):
         if kind == NAMED:
+            descriptor = folder.open_file(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             try:
-                return _named(folder, name, num_bytes, take)
-            except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                take(descriptor)
+                return Region(name, NAMED, descriptor, num_bytes)
+            except BaseException as error:
+                folder.remove(name)
+                os.close(descriptor)
+                if _errno(error) not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                     raise
-        return _memfd(name, num_bytes, take)
+        descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            take(descriptor)
+            # Nobody who is handed the descriptor can cut the region under the others' mappings.
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            return Region(name, MEMFD, descriptor, num_bytes)
+        except BaseException as error:
+            os.close(descriptor)
+            if _errno(error) in (errno.ENOSPC, errno.ENOMEM):
+                raise room.out_of_room(num_bytes, 0) from error
+            raise
+
+
+def _errno(error: BaseException) -> int | None:
+    return error.errno if isinstance(error, OSError) else None
 
 
 def open_named(folder: RuntimeFolder, name: str, flags: int = os.O_RDWR) -> Region:
     """Open a region found in the runtime folder. Raises KeeperError for one that is not ours alone."""
     descriptor = folder.open_file(name, flags)
     return Region(name, NAMED, descriptor, os.fstat(descriptor).st_size)
-
-
-def _named(folder: RuntimeFolder, name: str, num_bytes: int, take: Callable[[int], None]) -> Region:
-    descriptor = folder.open_file(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-    try:
-        take(descriptor)
-    except BaseException:
-        folder.remove(name)
-        os.close(descriptor)
-        raise
-    return Region(name, NAMED, descriptor, num_bytes)
-
-
-def _memfd(name: str, num_bytes: int, take: Callable[[int], None]) -> Region:
-    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        take(descriptor)
-        # Nobody who is handed the descriptor can cut the region under the others' mappings.
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-    except OSError as error:
-        os.close(descriptor)
-        if error.errno in (errno.ENOSPC, errno.ENOMEM):
-            raise room.out_of_room(num_bytes, 0) from error
-        raise
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return Region(name, MEMFD, descriptor, num_bytes)

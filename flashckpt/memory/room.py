@@ -185,14 +185,10 @@ def _memory_cgroups(lines: str, mounted: list[Mount]) -> Iterator[tuple[str, int
         if version == 1 and "memory" not in controllers.split(","):
             continue
         for mount in mounted:
-            fits = mount.kind == "cgroup2" if version == 2 else _is_memory_v1(mount)
-            if fits:
+            has_memory = mount.kind == "cgroup" and "memory" in mount.options.split(",")
+            if mount.kind == "cgroup2" if version == 2 else has_memory:
                 yield from ((folder, version) for folder in _ancestors(mount, path))
                 break
-
-
-def _is_memory_v1(mount: Mount) -> bool:
-    return mount.kind == "cgroup" and "memory" in mount.options.split(",")
 
 
 def _ancestors(mount: Mount, path: str) -> Iterator[str]:

@@ -120,8 +120,7 @@ class RuntimeFolder:
         path = os.path.join(self.path, name)
         if not stat.S_ISSOCK(found.st_mode):
             raise _refused(path, "it is no socket")
-        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) != _FILE_MODE:
-            raise _refused(path, f"it belongs to user {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}")
+        _check_owner(found, _FILE_MODE, path)
         return True
 
     def open_file(self, name: str, flags: int = os.O_RDWR) -> int:
@@ -218,48 +217,41 @@ class LifeLock:
     def acquire(cls, folder: RuntimeFolder, name: str) -> LifeLock | None:
         """Take the lock `name`, or return None if a living process, this one included, has it."""
         with _held.guard:
-            if folder.inode(name) in _held.locks:
-                return None
-            while True:
-                descriptor = folder.open_file(name, os.O_RDWR | os.O_CREAT)
-                found = os.fstat(descriptor)
-                try:
-                    is_ours = lock_record(descriptor)
-                except OSError:
-                    os.close(descriptor)
-                    raise
-                if not is_ours:
-                    os.close(descriptor)
-                    if folder.inode(name) == (found.st_dev, found.st_ino):
-                        return None
-                    continue  # its holder lets go: it has removed the name, and drops the lock next
-                inode = (found.st_dev, found.st_ino)
-                if folder.inode(name) == inode:
-                    break
-                # Its last holder removed the name between our open and our lock: that file is nobody's.
-                os.close(descriptor)
-            _held.locks[inode] = os.getpid()
-            return cls(name, inode, descriptor)
+            return None if folder.inode(name) in _held.locks else cls._take(folder, name, name)
 
     @classmethod
     def born(cls, folder: RuntimeFolder, name: str) -> LifeLock:
         """Take the lock `name`, which no other process ever takes. The name appears with its lock held: one
         without a holder is a dead process's, and may be removed at any moment."""
-        unborn = _UNBORN + name
         with _held.guard:
-            while True:
-                descriptor = folder.open_file(unborn, os.O_RDWR | os.O_CREAT)
+            made = cls._take(folder, _UNBORN + name, name)
+            if made is None:
+                raise KeeperError(f"Another process has the lock {name}. Nothing was started.")
+            return made
+
+    @classmethod
+    def _take(cls, folder: RuntimeFolder, first: str, name: str) -> LifeLock | None:
+        """Open the file `first`, lock it, and see it under `name`: None where another process has that."""
+        while True:
+            descriptor = folder.open_file(first, os.O_RDWR | os.O_CREAT)
+            try:
+                is_ours = lock_record(descriptor)
                 found = os.fstat(descriptor)
-                inode = (found.st_dev, found.st_ino)
-                fcntl.fcntl(descriptor, fcntl.F_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
-                with contextlib.suppress(FileNotFoundError):
-                    folder.rename(unborn, name)
-                if folder.inode(name) == inode:
-                    break
-                # Taken for what a dead process left, before it was locked.
+                if is_ours and first != name:
+                    with contextlib.suppress(FileNotFoundError):
+                        folder.rename(first, name)
+                stands = folder.inode(name) == (inode := (found.st_dev, found.st_ino))
+            except OSError:
                 os.close(descriptor)
-            _held.locks[inode] = os.getpid()
-            return cls(name, inode, descriptor)
+                raise
+            if is_ours and stands:
+                _held.locks.add(inode)
+                return cls(name, inode, descriptor)
+            # Its last holder removed the name between our open and our lock, or is about to drop the lock
+            # after that, or the file was taken for what a dead process left: it is nobody's.
+            os.close(descriptor)
+            if stands:
+                return None
 
     def stands(self, folder: RuntimeFolder) -> bool:
         """Whether the name still means this lock. It does not when somebody deposed the holder."""
@@ -269,7 +261,8 @@ class LifeLock:
         """Take the lock again, where somebody has removed its name."""
         with _held.guard:
             made = LifeLock.born(folder, self.name)
-            if _held.locks.pop(self.inode, None) is not None:
+            if self.inode in _held.locks:
+                _held.locks.remove(self.inode)
                 os.close(self.descriptor)
             self.inode, self.descriptor = made.inode, made.descriptor
 
@@ -286,8 +279,8 @@ class LifeLock:
                 return  # released before, or a forked child that never had it
             if self.stands(folder):
                 folder.remove(self.name)
-            if _held.locks.pop(self.inode, None) is not None:
-                os.close(self.descriptor)
+            _held.locks.remove(self.inode)
+            os.close(self.descriptor)
 
 
 def lock_record(descriptor: int) -> bool:
@@ -328,11 +321,6 @@ def locker_of(descriptor: int) -> int | None:
     asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
     return None if kind == fcntl.F_UNLCK else max(pid, 0)
-
-
-def says_closed(descriptor: int) -> bool:
-    """Whether the last holder of an open lock's file has written that it ends in order."""
-    return os.pread(descriptor, len(_CLOSED), 0) == _CLOSED
 
 
 def is_trainer_lock(name: str) -> bool:
@@ -389,7 +377,7 @@ class _Held:
         self.forget()
 
     def forget(self) -> None:
-        self.locks: dict[tuple[int, int], int] = {}
+        self.locks: set[tuple[int, int]] = set()
         self.guard = threading.RLock()
 
 
@@ -432,14 +420,21 @@ class TrainerLocks:
             return False
         # This process never opens the file of a lock of its own: closing it would drop the lock.
         if lock in self._files and holder not in (None, os.getpid()):
-            self._open(lock)
+            # Removed, or exchanged, since: then it stays as it was.
+            with contextlib.suppress(FileNotFoundError, KeeperError):
+                descriptor = self._folder.open_file(lock)
+                if _is_locked(descriptor):
+                    self.forget(lock)
+                    self._files[lock] = descriptor
+                else:
+                    os.close(descriptor)
         return holder is not None
 
     def has_closed(self, lock: str) -> bool:
         """Whether the last holder of a watched lock, dead by now, has left word that it ended in order."""
         descriptor = self._files.get(lock, -1)
         try:
-            return descriptor >= 0 and says_closed(descriptor)
+            return descriptor >= 0 and os.pread(descriptor, len(_CLOSED), 0) == _CLOSED
         except OSError:
             return False
 
@@ -454,17 +449,6 @@ class TrainerLocks:
             if self._folder.inode(lock) == inode:
                 self._folder.remove(name)
         return True
-
-    def _open(self, lock: str) -> None:
-        try:
-            descriptor = self._folder.open_file(lock)
-        except (FileNotFoundError, KeeperError):
-            return  # removed, or exchanged, since
-        if not _is_locked(descriptor):
-            os.close(descriptor)
-            return
-        self.forget(lock)
-        self._files[lock] = descriptor
 
 
 def _is_locked(descriptor: int) -> bool:
@@ -495,20 +479,25 @@ def _own_folder(above: int, name: str, path: str, create: bool) -> int:
         if error.errno in (errno.EACCES, errno.EPERM):
             raise _refused(whole, f"it cannot be opened ({error.strerror})") from error
         raise
-    found = os.fstat(descriptor)
-    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) != _FOLDER_MODE:
+    try:
+        _check_owner(os.fstat(descriptor), _FOLDER_MODE, whole)
+    except KeeperError:
         os.close(descriptor)
-        raise _refused(whole, f"it belongs to user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}")
+        raise
     return descriptor
 
 
 def _check_file(found: os.stat_result, path: str) -> None:
     if not stat.S_ISREG(found.st_mode):
         raise _refused(path, "it is no regular file")
-    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) != _FILE_MODE:
-        raise _refused(path, f"it belongs to user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}")
+    _check_owner(found, _FILE_MODE, path)
     if found.st_nlink > 1:
         raise _refused(path, f"it has {found.st_nlink} names")
+
+
+def _check_owner(found: os.stat_result, mode: int, path: str) -> None:
+    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) != mode:
+        raise _refused(path, f"it belongs to user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}")
 
 
 def _refused(path: str, reason: str) -> KeeperError:

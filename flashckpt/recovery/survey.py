@@ -16,7 +16,7 @@ from flashckpt.commit.lineage import VisibleStep
 from flashckpt.errors import DamagedError, FlashckptError, UnusableRunError
 from flashckpt.format.metadata import Metadata
 from flashckpt.format.names import AttemptName
-from flashckpt.memory.region import constants_region_name, is_region_name, open_named
+from flashckpt.memory.region import is_region_name, open_named, region_name
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.memory.slot import Slot
 from flashckpt.persist.audit import Torn, check_header, differing
@@ -90,7 +90,7 @@ def job_of(runtime: RuntimeFolder, name: str) -> Iterator[StepJob | None]:
             return
         nonce, region = sealed.record.constants_nonce, None
         if nonce:
-            opened = _opened(runtime, constants_region_name(slot.rank, nonce))
+            opened = _opened(runtime, region_name(slot.rank, None, nonce))
             region = regions.enter_context(opened)
         yield alone(sealed, 0, *([region] if isinstance(region, Slot) else []))
 

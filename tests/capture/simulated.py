@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flashckpt import _native
-from flashckpt.capture.devices import PIECE_BYTES, Copies, StreamMark, Table
+from flashckpt.capture.devices import PIECE_BYTES, Copies, StreamMark
 from flashckpt.capture.digests import bytes_of, torch_digests
 from flashckpt.capture.plan import Addresses
 
@@ -273,10 +273,6 @@ class SimulatedDevice:
         self._refuse_in_graph()
         return SimulatedTable(leaves, destinations, self.in_one_launch)
 
-    def digest(self, table: Table, out: Tensor) -> None:
-        assert isinstance(table, SimulatedTable)
-        self.launch(lambda: table.run(out))
-
     def new_mark(self, *, timing: bool = False) -> SimulatedMark:
         return SimulatedMark()
 
@@ -299,8 +295,7 @@ class SimulatedDevice:
         self._refuse_in_graph()
         self._hold(self.side, after)
         copying = SimulatedCopying(self.hold_writers)
-        columns = (copies.sources.tolist(), copies.destinations.tolist(), copies.sizes.tolist())
-        for place, (source, destination, size) in enumerate(zip(*columns, strict=True)):
+        for place, (source, destination, size) in enumerate(copies.tolist()):
             if place == num_first:
                 self._mark(self.side, copying.first)
             for start in range(0, size, self._piece_bytes):

@@ -47,7 +47,7 @@ def captured(capture: Capture, ring: SlotRing, sealer: _native.Sealer, step: int
     assert sealer.drain(240)
     content = newest(ring)
     assert (content.step, content.torn) == (step, [])
-    state = capture._tree
+    state = capture._planner._tree
     assert isinstance(state, Frozen)
     frozen = {f"frozen.{name}": bytes_of(weight) for name, weight in state.weights.items()}
     assert content.leaves == {"a.a": bytes_of(torch.ones(3)), **frozen}

@@ -298,7 +298,7 @@ def test_slots_that_were_let_go_of_are_not_looked_at(run: Run, ring: SlotRing) -
     for _ in range(3):
         assert run.iterate().captured
         check(run, fresh)
-    run.capture.set_slots(None)
+    run.capture.close()
     for slot in fresh.slots:
         slot.close()
 

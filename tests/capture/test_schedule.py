@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from flashckpt import _native
-from flashckpt.capture.schedule import Followed, Terms
 from flashckpt.memory.slot import SlotRing
 
+from .followed import Followed, Terms
 from .test_host import Run, check
 
 

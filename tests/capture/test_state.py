@@ -12,7 +12,7 @@ import torch
 
 from flashckpt import _native
 from flashckpt.capture import Capture, Verdict
-from flashckpt.capture.plan import Change, Plan, local
+from flashckpt.capture.plan import Plan, local
 from flashckpt.capture.schedule import Pace
 from flashckpt.errors import StateError
 from flashckpt.format.typed import encode_json
@@ -373,7 +373,7 @@ def test_a_tensor_that_went_to_another_device_is_planned_anew() -> None:
     box = {"w": torch.zeros(4)}
     plan = Plan(Walk([Live("w", box["w"], "buffer", None, box, "w")], [], []))
     torch.utils.swap_tensors(box["w"], torch.zeros(4, device="meta"))
-    assert plan.update()[0] is Change.REBUILD
+    assert plan.update() is None
     plan.release()
 
 
@@ -400,9 +400,9 @@ def test_of_a_sharded_tensor_the_local_one_is_copied_and_watched() -> None:
     live = Live("w", sharded, "parameter", None, box, "w")
     plan = Plan(Walk([live], [], []))
     assert int(plan.addresses[0]) == sharded._local_tensor.data_ptr()
-    assert plan.update() == (Change.NONE, [])
+    assert plan.update() == []
     sharded._local_tensor = torch.arange(4.0) + 1
-    assert plan.update() == (Change.PATCHED, [0])
+    assert plan.update() == [0]
     assert int(plan.addresses[0]) == sharded._local_tensor.data_ptr()
     plan.release()
 

@@ -31,7 +31,7 @@ refuses = False
 
 def copy_to_host(device, copies, num_first, after):
     device.compute.drain()
-    lane, columns = lanes[refuses], (copies.sources, copies.destinations, copies.sizes)
+    lane, columns = lanes[refuses], copies.T
     ticket = lane.submit(*(np.ascontiguousarray(each).data for each in columns), num_first)
     return CudaCopying(lane, ticket, lambda: array("Q"))
 
