@@ -55,7 +55,10 @@ class Origin:
 def step_rows(store: Store, *, all_branches: bool) -> list[StepRow]:
     """The steps of the run's branch, or of every branch, newest last."""
     shown = everything(store) if all_branches else in_lineage(store, bounds(store))
-    seen = set(visible(store))
+    try:
+        seen = set(visible(store))
+    except DamagedError:  # the newest start.json: what a resume would see nobody knows
+        seen = set()
     return list(_rows(store, shown, seen))[::-1]
 
 

@@ -99,13 +99,18 @@ class Bound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptInfo:
-    """An attempt as its files show it. `claim` is None where its file is damaged; `ended` is "closed",
-    "dead" or empty."""
+    """An attempt as its files show it. `claim` is None where its file is damaged, `start` where `problem`
+    says so; `ended` is "closed", "dead" or empty."""
 
     name: AttemptName
     claim: Claim | None
     start: Start | None
     ended: str
+    problem: str = ""
+
+    @property
+    def has_started(self) -> bool:
+        return self.start is not None or bool(self.problem)
 
     @property
     def closed(self) -> bool:
@@ -186,8 +191,9 @@ def _before(store: Store, parent: AttemptName, step: int) -> Iterator[tuple[Atte
 
 
 def attempts(store: Store) -> list[AttemptInfo]:
-    """All attempts, oldest first. DamagedError where a start.json is damaged: the lineage hangs on it."""
-    found = []
+    """All attempts, oldest first. A damaged start.json is told of its attempt: only who asks for the lineage
+    that hangs on it fails."""
+    found: list[AttemptInfo] = []
     for number, name in sorted(_names(store).items()):
         try:
             record: Claim | None = _read_claim(store, number)
@@ -195,7 +201,12 @@ def attempts(store: Store) -> list[AttemptInfo]:
             record = None
         counter = alive(store, name)
         ended = counter.ended if counter is not None else ""
-        found.append(AttemptInfo(name=name, claim=record, start=read_start(store, name), ended=ended))
+        begun, problem = None, ""
+        try:
+            begun = read_start(store, name)
+        except DamagedError as error:
+            problem = str(error)
+        found.append(AttemptInfo(name=name, claim=record, start=begun, ended=ended, problem=problem))
     return found
 
 

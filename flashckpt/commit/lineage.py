@@ -269,17 +269,21 @@ def _chosen(store: Store, step: int | None, at: AttemptName | None) -> VisibleSt
 
 def check_records(store: Store) -> None:
     """UnusableRunError where an attempt that is newer than all that have claim and start.json has left
-    steps, or a start.json: then one of its records is lost, and an older lineage would win.
+    steps, or a start.json, or where the newest start.json is damaged: then an older lineage would win.
 
     Of attempts before the newest started one nothing is asked: it has gone on from what it found, and
-    their records may have been swept.
+    their records may have been swept. That one of theirs is damaged is said in the log.
     """
     # Looked at before the claims are: an attempt that starts meanwhile is then known, not suspected.
     begun = list(everything(store))
     folders = attempt_folders(store, ATTEMPTS)
     with_start = [name for name in folders if store.exists(start_path(name))]
-    started = {info.name for info in attempts(store) if info.start is not None}
-    newest = max((name.number for name in started), default=0)
+    known = [info for info in attempts(store) if info.has_started]
+    newest = max((info.name.number for info in known), default=0)
+    for info in known:
+        if info.problem and info.name.number < newest:
+            log.warning("%s No step that a resume sees depends on it.", info.problem.partition(". ")[0] + ".")
+    started = {info.name for info in known if not info.problem or info.name.number < newest}
     lost = {name for name in with_start if name.number >= newest} - started
     suspects = [each for each in begun if each.attempt.number >= newest and each.attempt not in started]
     steps = [each for each in suspects if _has_manifest(store, each)]
@@ -287,9 +291,9 @@ def check_records(store: Store) -> None:
     if lost:
         raise UnusableRunError(
             f"{store.url} has lost records: attempt {max(lost)} has been trained, and its claim "
-            f"{ATTEMPTS}/{max(lost).number:06d}.json or its {start_path(max(lost))} is missing. Nothing was "
-            "changed, and neither an older step nor a fresh start is taken instead. Put the files back, or "
-            f"name a step to go on from with `flashckpt branch {store.url} STEP@ATTEMPT`{_named(steps)}.",
+            f"{ATTEMPTS}/{max(lost).number:06d}.json or its {start_path(max(lost))} is missing or damaged. "
+            "Nothing was changed, and neither an older step nor a fresh start is taken instead. Put the files "
+            f"back, or name a step to go on from with `flashckpt branch {store.url} STEP@ATTEMPT`{_named(steps)}.",
             path=store.url,
         )
 

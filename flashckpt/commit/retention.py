@@ -177,7 +177,7 @@ def sweep_dead(store: Store) -> list[AttemptName]:
     swept, lineage = [], bounds(store)
     if lineage:
         swept = _sweep(store, lineage[0].attempt, spared=[each.attempt for each in lineage[1:2]])
-    unstarted = [each.name for each in found if each.start is None and each.name not in swept]
+    unstarted = [each.name for each in found if not each.has_started and each.name not in swept]
     for name in unstarted[:-_LAST_UNSTARTED]:
         if name not in with_steps:
             _remove_attempt(store, name)

@@ -69,7 +69,7 @@ def unused_files(
             found += _begun_by(store, each.step, each.attempt, writers)
     with_steps = {each.attempt for each in begun}
     for info in known:
-        is_idle = info.start is None and info.name != claimed and info.name not in with_steps
+        is_idle = not info.has_started and info.name != claimed and info.name not in with_steps
         if is_idle and claimed is not None and info.name < claimed:
             path, why = claim_path(info.name.number), "it died before it began"
             found.append(Unused(path=path, kind="attempt", attempt=info.name, why=why))
@@ -124,11 +124,11 @@ def _begun_by(store: Store, step: int, attempt: AttemptName, writers: Collection
 def _over(known: list[AttemptInfo]) -> set[AttemptName]:
     """Attempts of which no keeper writes anything any more. Those before the newest that has started may
     not; of that one, an end that was written down speaks for all only where all ranks had one keeper."""
-    started = max((info.name for info in known if info.start is not None), default=None)
+    started = max((info.name for info in known if info.has_started), default=None)
     over = set()
     for info in known:
         is_past = started is not None and info.name < started
-        is_alone = info.start is None or info.start.world == 1
+        is_alone = not info.has_started or (info.start is not None and info.start.world == 1)
         if is_past or (info.ended and is_alone):
             over.add(info.name)
     return over

@@ -10,6 +10,7 @@ older one would leave it behind. A run whose steps cannot be used is never taken
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,13 +55,29 @@ class Loaded:
     held: Held
 
 
-Vote = Callable[[Candidate, bool], bool]
-"""Told of a candidate and whether it could be loaded here; whether all who go on with this run could."""
+@dataclass(frozen=True, kw_only=True)
+class Ballot:
+    """What this rank says of a candidate: which boundary it has loaded of it, by which ranks see that theirs
+    is one content; or None and the reason. `ends`: this rank raises over it, and nobody need wait for another
+    word of it; there may be no candidate yet."""
+
+    candidate: Candidate | None
+    boundary: int | None = None
+    reason: str = ""
+    ends: bool = False
+
+    @property
+    def could(self) -> bool:
+        return self.boundary is not None
 
 
-def alone(candidate: Candidate, could: bool) -> bool:
+Vote = Callable[[Ballot], bool]
+"""Told of each candidate that was tried here; whether all who go on with this run could load it."""
+
+
+def alone(ballot: Ballot) -> bool:
     """The vote of a rank that has no others."""
-    return could
+    return ballot.could
 
 
 class StepChoice:
@@ -85,6 +102,7 @@ class StepChoice:
         self._store, self._survived, self._rank = store, survived, rank
         self._slot_for, self._region_for = slot_for, region_for
         self._fits, self._threads, self._vote = fits, threads, vote
+        self._tried: Candidate | None = None
         self.refused: list[str] = []
 
     def choose(self) -> Loaded | None:
@@ -92,13 +110,25 @@ class StepChoice:
 
         Raises UnusableRunError where there are steps and none can be used, or records of attempts are
         lost; MismatchError where the newest that is whole does not fit; RunError where storage fails
-        again and again; NoSuchStepError, FormatError, OutOfRoomError, KeeperError.
+        again and again; NoSuchStepError, FormatError, OutOfRoomError, KeeperError. Whatever is raised, the
+        others were told.
         """
+        try:
+            return self._choose()
+        except Exception as error:
+            with contextlib.suppress(Exception):
+                self._vote(Ballot(candidate=self._tried, reason=str(error), ends=True))
+            raise
+
+    def _choose(self) -> Loaded | None:
         self._patiently("its attempts", partial(lineage.check_records, self._store))
         candidates = self._patiently("its steps", self.candidates)
         for candidate in candidates:
+            self._tried = candidate
             loaded = self.load(candidate)
-            if self._vote(candidate, loaded is not None) and loaded is not None:
+            said = (loaded.snapshot.boundary, "") if loaded is not None else (None, self.refused[-1])
+            ballot = Ballot(candidate=candidate, boundary=said[0], reason=said[1])
+            if self._vote(ballot) and loaded is not None:
                 self._tell_incomplete(candidate.step)
                 return loaded
             if loaded is not None:

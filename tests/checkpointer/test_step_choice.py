@@ -300,12 +300,15 @@ def test_what_the_vote_refuses_is_passed_over_and_nothing_live_changes_before_it
     if tier == "local":
         kill_keepers(remove_regions=True)
     job, asked = Job(), []
-    before = job.model.weight.detach().clone()
+    before, boundaries = job.model.weight.detach().clone(), set[int | None]()
 
-    def vote(candidate: step_choice.Candidate, could: bool) -> bool:
+    def vote(ballot: step_choice.Ballot) -> bool:
         assert torch.equal(job.model.weight, before)
         assert not job.optimizer.state
-        asked.append((candidate.step, could, candidate.held is not None))
+        candidate = ballot.candidate
+        assert candidate is not None
+        asked.append((candidate.step, ballot.could, candidate.held is not None))
+        boundaries.add(ballot.boundary)
         return candidate.step == 2
 
     options = flashckpt.Options()
@@ -315,6 +318,7 @@ def test_what_the_vote_refuses_is_passed_over_and_nothing_live_changes_before_it
         assert checkpointer.completed == 2
         assert asked[0] == (4, True, tier == "memory")
         assert {(step, could) for step, could, _ in asked} == {(4, True), (3, True), (2, True)}
+        assert len(boundaries) == 3, "each is another content, from whatever tier"
         job.train(torch.ones(2, 4) * 2)
         checkpointer.step()
         checkpointer.save()
@@ -327,7 +331,7 @@ def test_where_the_vote_refuses_all_nothing_is_loaded_or_started(run: Path) -> N
     weight, options = job.model.weight.detach().clone(), flashckpt.Options()
     session = open_session(run, flashckpt.Keep(), options, Environment.read())
     with pytest.raises(flashckpt.UnusableRunError, match="another rank could not"):
-        attach_to(session, Tree(job.named), options, None, None, began=0.0, vote=lambda each, could: False)
+        attach_to(session, Tree(job.named), options, None, None, began=0.0, vote=lambda ballot: False)
     assert torch.equal(job.model.weight, weight)
     assert set(run.glob("attempts/*/start.json")) == starts
     assert resumed_at(run) == 4
@@ -337,8 +341,10 @@ def test_a_step_that_is_damaged_here_is_voted_against(run: Path) -> None:
     rewrite_part(run, lambda data: data[:-1])
     asked: list[tuple[int, bool]] = []
 
-    def vote(candidate: step_choice.Candidate, could: bool) -> bool:
-        asked.append((candidate.step, could))
+    def vote(ballot: step_choice.Ballot) -> bool:
+        assert ballot.candidate is not None
+        assert ballot.could or "damaged" in ballot.reason
+        asked.append((ballot.candidate.step, ballot.could))
         return True  # the others could: what is damaged here is not taken all the same
 
     job, options = Job(), flashckpt.Options()
@@ -346,3 +352,24 @@ def test_a_step_that_is_damaged_here_is_voted_against(run: Path) -> None:
     with attach_to(session, Tree(job.named), options, None, None, began=0.0, vote=vote) as checkpointer:
         assert checkpointer.completed == 2
     assert asked == [(4, False), (2, True)]
+
+
+@pytest.mark.parametrize("fault", ["records", "model"])
+def test_who_raises_has_told_the_others(run: Path, fault: str) -> None:
+    """They wait for its word on the candidate, and would wait for ever."""
+    named, told = dict(Job().named), list[step_choice.Ballot]()
+    if fault == "records":
+        next(run.glob("attempts/*/start.json")).write_bytes(b"{}")
+    else:
+        named["model"] = torch.nn.Linear(2, 2)
+    session = open_session(run, flashckpt.Keep(), flashckpt.Options(), Environment.read())
+
+    def vote(ballot: step_choice.Ballot) -> bool:
+        told.append(ballot)
+        return ballot.could
+
+    with pytest.raises((flashckpt.UnusableRunError, flashckpt.MismatchError)) as raised:
+        attach_to(session, Tree(named), flashckpt.Options(), None, None, began=0.0, vote=vote)
+    [ballot] = told
+    assert (ballot.ends, ballot.could, ballot.reason) == (True, False, str(raised.value))
+    assert (ballot.candidate is None) is (fault == "records")

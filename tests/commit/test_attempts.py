@@ -11,6 +11,7 @@ from flashckpt.commit.attempts import (
     alive,
     attempts,
     beat,
+    bounds,
     check_newest,
     claim,
     mark_ended,
@@ -134,8 +135,11 @@ def test_a_damaged_start_is_never_a_start_that_was_not(tmp_path: Path) -> None:
     name = attempt_at(store)
     path = tmp_path / "run" / start_path(name)
     path.write_bytes(path.read_bytes().replace(b'"step":0', b'"step":1'))
+    [found] = attempts(store)
+    assert (found.has_started, found.start) == (True, None)
+    assert "checksum" in found.problem
     with pytest.raises(DamagedError, match="checksum"):
-        attempts(store)
+        bounds(store)
 
 
 def test_run_json(tmp_path: Path) -> None:

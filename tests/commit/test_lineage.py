@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.commit.attempts import claim, newest_started, start
+from flashckpt.commit.attempts import attempts, bounds, claim, newest_started, start
 from flashckpt.commit.lineage import (
     branch,
     candidates,
@@ -21,8 +21,8 @@ from flashckpt.commit.lineage import (
     this_host,
     visible,
 )
-from flashckpt.errors import NoSuchStepError, RunHeldError, UnusableRunError
-from flashckpt.format.names import claim_path, manifest_path, start_path, step_attempt_folder
+from flashckpt.errors import DamagedError, NoSuchStepError, RunHeldError, UnusableRunError
+from flashckpt.format.names import AttemptName, claim_path, manifest_path, start_path, step_attempt_folder
 from flashckpt.store.base import Store
 from tests.commit.runs import HOLDER, attempt_at, commit, new_run, publish
 
@@ -101,6 +101,47 @@ def test_the_bound_is_the_minimum_along_the_way(store: Store) -> None:
     # what the grandparent did past it.
     attempt_at(store, second, 100)
     assert shown(store) == [(100, 1)]
+
+
+def test_a_damaged_start_of_an_older_attempt_is_named_and_keeps_nobody(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The newest start.json holds the whole lineage behind it."""
+    first = attempt_at(store)
+    train(store, first, 100, 200)
+    second = attempt_at(store, first, 200)
+    train(store, second, 300)
+    third = attempt_at(store, second, 300)
+    for each in (first, second):
+        damage_start(store, each)
+    assert steps(store) == [100, 200, 300]
+    assert all(start_path(each) in caplog.text for each in (first, second))
+    assert not [info for info in attempts(store) if not info.has_started], "none is swept as never begun"
+    check_records(store)
+    branch(store, 200, watch_s=0)
+    assert steps(store) == [100, 200]
+    branch(store, 300, second, watch_s=0)
+    assert steps(store) == [300], "what was before the second attempt nobody can tell"
+    with pytest.raises(DamagedError, match=start_path(second)):
+        bounds(store, second)
+    assert third in {info.name for info in attempts(store)}
+
+
+def test_a_damaged_newest_start_is_no_older_branch(store: Store) -> None:
+    first = attempt_at(store)
+    train(store, first, 100, 200)
+    second = branch(store, 100, watch_s=0)
+    damage_start(store, second)
+    with pytest.raises(UnusableRunError, match=start_path(second)):
+        steps(store)
+    third = branch(store, 200, first, watch_s=0)
+    assert steps(store) == [100, 200]
+    assert newest_started(store) == third
+
+
+def damage_start(store: Store, attempt: AttemptName) -> None:
+    path = Path(store.local_path(start_path(attempt)))
+    path.write_bytes(path.read_bytes()[:-1])
 
 
 def test_a_branch_that_was_left_comes_back_only_by_name(store: Store) -> None:
