@@ -292,8 +292,9 @@ def check_records(store: Store) -> None:
         raise UnusableRunError(
             f"{store.url} has lost records: attempt {max(lost)} has been trained, and its claim "
             f"{ATTEMPTS}/{max(lost).number:06d}.json or its {start_path(max(lost))} is missing or damaged. "
-            "Nothing was changed, and neither an older step nor a fresh start is taken instead. Put the files "
-            f"back, or name a step to go on from with `flashckpt branch {store.url} STEP@ATTEMPT`{_named(steps)}.",
+            "Nothing was changed, and neither an older step nor a fresh start is taken instead. Put the "
+            "files back, or name a step to go on from with "
+            f"`flashckpt branch {store.url} STEP@ATTEMPT`{_named(steps)}.",
             path=store.url,
         )
 
