@@ -10,11 +10,8 @@ from typing import Annotated
 import typer
 
 import flashckpt
-from flashckpt.cli.export import export
-from flashckpt.cli.keepers import keepers
-from flashckpt.cli.recover import recover
-from flashckpt.cli.steps import branch, ls, prune, show
-from flashckpt.cli.verify import verify
+from flashckpt.cli.recovery import keepers, recover
+from flashckpt.cli.steps import branch, export, ls, prune, show, verify
 
 _EPILOG = (
     "Exit codes: 0 well; 1 damage found; 2 wrong usage; 3 the run cannot be used as asked; "

@@ -1,17 +1,32 @@
-"""`flashckpt ls | show | branch | prune`: the committed steps of a run."""
+"""`flashckpt ls | show | verify | branch | prune | export`: the committed steps of a run."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
+from enum import Enum
 from typing import Annotated, NamedTuple
 
 import typer
 from rich.console import Group
 from rich.table import Column, Table
 
-from flashckpt.cli import console
-from flashckpt.cli.command import AsJson, ExitCode, Run, ends, step_name
-from flashckpt.cli.console import notices, number, results, size, text, word, write_json
+from flashckpt.cli import command
+from flashckpt.cli.command import (
+    AsJson,
+    Bar,
+    ExitCode,
+    Run,
+    ends,
+    notices,
+    number,
+    results,
+    size,
+    step_name,
+    text,
+    word,
+    write_json,
+)
 from flashckpt.cli.history import (
     Origin,
     PersistTiming,
@@ -27,6 +42,9 @@ from flashckpt.cli.history import (
 from flashckpt.commit.attempts import open_run, read_start
 from flashckpt.commit.lineage import VisibleStep, marked_here, resolve, visible
 from flashckpt.commit.steps import StepRecord
+from flashckpt.commit.verification import Report
+from flashckpt.commit.verification import verify as read_again
+from flashckpt.export.step import export as take_out
 from flashckpt.format.layout import Leaf
 from flashckpt.format.names import AttemptName
 from flashckpt.format.records import Start
@@ -35,6 +53,12 @@ from flashckpt.recovery import pruning
 from flashckpt.runs import branch as start_at
 from flashckpt.store import open_store
 from flashckpt.store.base import Store
+
+
+class Format(str, Enum):
+    SAFETENSORS = "safetensors"
+    TORCH = "torch"
+
 
 AllBranches = Annotated[bool, typer.Option("--all", help="Show the steps of other branches too.")]
 Shown = Annotated[str | None, typer.Argument(metavar="STEP[@ATTEMPT]", help="The newest if left out.")]
@@ -48,6 +72,21 @@ EverySteps = Annotated[
     int | None, typer.Option("--every-steps", metavar="K", min=1, help="Keep every multiple of K, too.")
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")]
+Verified = Annotated[
+    str | None, typer.Argument(metavar="STEP[@ATTEMPT]", help="Every visible one if left out.")
+]
+Out = Annotated[
+    str, typer.Argument(metavar="OUT", help="The file to write; a folder where the step has several ranks.")
+]
+Exported = Annotated[
+    str | None,
+    typer.Option("--step", metavar="STEP[@ATTEMPT]", help="The one a resume would take if left out."),
+]
+Only = Annotated[
+    list[str] | None, typer.Option("--only", metavar="NAME", help="A part of the state (model), or a leaf.")
+]
+As = Annotated[Format, typer.Option("--format", help="torch is a pickle, for torch.load(weights_only=True).")]
+Force = Annotated[bool, typer.Option("--force", help="Replace OUT if it is there.")]
 
 
 # ---- ls
@@ -77,14 +116,14 @@ def _step_table(rows: list[StepRow], all_branches: bool) -> Table:
     noted = any(_notes(row) for row in rows)
     columns = [number("step", "bold"), word("attempt"), number("size"), number("leaves"), word("committed")]
     columns += [word("branch")] * all_branches + [text("notes")] * noted
-    table = console.table(*columns)
+    table = command.table(*columns)
     for row in rows:
         cells = [
             str(row.step),
             str(row.attempt),
             "?" if row.num_bytes is None else size(row.num_bytes),
             "?" if row.leaves is None else f"{row.leaves:,}",
-            console.local_time(row.committed_at_s),
+            command.local_time(row.committed_at_s),
         ]
         cells += ["this" if row.visible else "other"] * all_branches + [_notes(row)] * noted
         table.add_row(*cells, style="red" if row.problem else None)
@@ -103,7 +142,7 @@ def _plain_row(row: StepRow) -> dict[str, object]:
         "visible": row.visible,
         "num_bytes": row.num_bytes,
         "leaves": row.leaves,
-        "committed_at": console.iso_time(row.committed_at_s),
+        "committed_at": command.iso_time(row.committed_at_s),
         "marks": [{"host": mark.host, "reason": mark.reason} for mark in row.marks],
         "problem": row.problem or None,
     }
@@ -146,11 +185,11 @@ def _summary(store: Store, record: StepRecord, origins: list[Origin]) -> Table:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     here = "this one" if _is_visible(store, record) else "another: `flashckpt branch` gets it back"
-    files = console.count(len(record.manifest.shards) + len(record.manifest.constants), "file")
+    files = command.count(len(record.manifest.shards) + len(record.manifest.constants), "file")
     table.add_row("run", store.url)
     table.add_row("step", f"{record.step}, of attempt {record.attempt}")
     table.add_row("branch", here)
-    table.add_row("committed", console.local_time(committed_at_s(store, record.step, record.attempt)))
+    table.add_row("committed", command.local_time(committed_at_s(store, record.step, record.attempt)))
     table.add_row("ranks", str(record.world))
     table.add_row("size", f"{size(num_bytes(record))} in {files}")
     for index, write in enumerate(persisted(store, record.step, record.attempt)):
@@ -187,7 +226,7 @@ def _sizes(record: StepRecord) -> Table:
         name = each.leaf.name.partition(".")[0]
         leaves, total = sums.get(name, (0, 0))
         sums[name] = (leaves + 1, total + each.leaf.num_bytes)
-    table = console.table(Column("state", style="bold"), number("leaves"), number("size"))
+    table = command.table(Column("state", style="bold"), number("leaves"), number("size"))
     for name, (leaves, total) in sums.items():
         table.add_row(name, f"{leaves:,}", size(total))
     return table
@@ -196,7 +235,7 @@ def _sizes(record: StepRecord) -> Table:
 def _leaf_table(record: StepRecord) -> Table:
     several = record.world > 1
     columns = [text("leaf"), Column("dtype"), word("shape"), number("size")]
-    table = console.table(*columns, *[number("rank")] * several)
+    table = command.table(*columns, *[number("rank")] * several)
     for leaf, _, rank, _ in _placed(record):
         name = leaf.name + "".join(f"\n  = {alias}" for alias in leaf.aliases)
         shape = " × ".join(map(str, leaf.shape)) or "scalar"
@@ -211,7 +250,7 @@ def _plain_step(store: Store, record: StepRecord, origins: list[Origin]) -> dict
         "step": record.step,
         "attempt": str(record.attempt),
         "visible": _is_visible(store, record),
-        "committed_at": console.iso_time(committed_at_s(store, record.step, record.attempt)),
+        "committed_at": command.iso_time(committed_at_s(store, record.step, record.attempt)),
         "world": record.world,
         "num_bytes": num_bytes(record),
         "files": [{"file": each.file, "num_bytes": each.num_bytes} for each in files],
@@ -322,11 +361,91 @@ def _print_pruned(done: pruning.Pruning) -> None:
         return
     if done.gone:
         gone = "would go" if done.dry_run else "gone"
-        table = console.table(number(gone), word("attempt"), number("size"))
+        table = command.table(number(gone), word("attempt"), number("size"))
         for each in done.gone:
             table.add_row(str(each.step), str(each.attempt), size(each.num_bytes))
         results().print(table)
     total = size(sum(each.num_bytes for each in done.gone))
     kept = ", ".join(map(str, done.kept)) or "none"
     deleted = "would delete" if done.dry_run else "deleted"
-    results().print(f"{deleted} {console.count(len(done.gone), 'step')}, {total}; kept: {kept}")
+    results().print(f"{deleted} {command.count(len(done.gone), 'step')}, {total}; kept: {kept}")
+
+
+# ---- verify
+
+
+@ends
+def verify(
+    run: Run, step: Verified = None, all_branches: AllBranches = False, as_json: AsJson = False
+) -> ExitCode:
+    """Read every byte again and compare. Ends with 1 if anything is damaged or missing; changes nothing.
+
+    Where records of attempts are lost, all branches are read: which is the run's nobody can tell."""
+    store = open_store(run)
+    open_run(store, create=False)
+    at, attempt = step_name(step) if step is not None else (None, None)
+    lost = lost_records(store) if step is None else ""
+    all_branches = all_branches or bool(lost)
+    began_s = time.monotonic()
+    with Bar(notices(), "verifying") as bar:
+        report = read_again(store, at, attempt=attempt, all_steps=all_branches, progress=bar.progress)
+    if as_json:
+        files = [asdict(row) | {"detail": row.detail or None} for row in report.rows]
+        told = {"run": store.url, "ok": report.ok and not lost, "num_bytes": report.num_bytes}
+        write_json(told | {"files": files, "problem": lost or None})
+    else:
+        _print_report(report, time.monotonic() - began_s)
+    if lost:
+        notices().print(lost, style="red")
+    return ExitCode.WELL if report.ok and not lost else ExitCode.DAMAGED
+
+
+def _print_report(report: Report, seconds: float) -> None:
+    if report.damaged:
+        table = command.table(number("step"), *map(text, ("attempt", "file", "status", "what is wrong")))
+        for row in report.damaged:
+            table.add_row(str(row.step), row.attempt, row.file.rpartition("/")[2], row.status, row.detail)
+        results().print(table)
+    steps = command.count(len({(row.step, row.attempt) for row in report.rows}), "step")
+    read = f"{len(report.rows)} files of {steps}, {command.size(report.num_bytes)} read in {seconds:.1f} s"
+    if report.ok:
+        results().print(f"whole: {read}")
+    else:
+        results().print(f"not whole: {len(report.damaged)} of {read}")
+
+
+# ---- export
+
+
+@ends
+def export(
+    run: Run,
+    out: Out,
+    format: As = Format.SAFETENSORS,
+    step: Exported = None,
+    only: Only = None,
+    force: Force = False,
+    as_json: AsJson = False,
+) -> ExitCode:
+    """Write the tensors of a step to a file. Every byte is verified before anything is written."""
+    number, attempt = step_name(step) if step is not None else (None, None)
+    with Bar(notices(), "verifying") as bar:
+        done = take_out(
+            open_store(run),
+            out,
+            format=format.value,
+            step=number,
+            attempt=attempt,
+            only=only or (),
+            force=force,
+            progress=bar.progress,
+        )
+    if as_json:
+        files = [{"file": name, "num_bytes": num_bytes} for name, num_bytes in done.files]
+        write_json(asdict(done) | {"attempt": str(done.attempt), "files": files})
+    else:
+        total = size(sum(num_bytes for _, num_bytes in done.files))
+        results().print(
+            f"{done.leaves} leaves of step {done.step} of attempt {done.attempt}, {total}, in {out}"
+        )
+    return ExitCode.WELL

@@ -286,7 +286,7 @@ def check_records(store: Store) -> None:
     started = {info.name for info in known if not info.problem or info.name.number < newest}
     lost = {name for name in with_start if name.number >= newest} - started
     suspects = [each for each in begun if each.attempt.number >= newest and each.attempt not in started]
-    steps = [each for each in suspects if _has_manifest(store, each)]
+    steps = [each for each in suspects if has_manifest(store, each)]
     lost |= {each.attempt for each in steps}
     if lost:
         raise UnusableRunError(
@@ -306,7 +306,7 @@ def check_usable(store: Store) -> None:
     """
     if next(newest_first(store), None) is not None:
         return
-    if any(_has_manifest(store, each) for each in in_lineage(store, bounds(store))):
+    if any(has_manifest(store, each) for each in in_lineage(store, bounds(store))):
         raise UnusableRunError(
             f"{store.url} has committed steps, and files of every one are missing, cut short or damaged. "
             "Nothing was changed, and it is not taken for a fresh run. Run `flashckpt verify` on it, put the "
@@ -314,7 +314,7 @@ def check_usable(store: Store) -> None:
             path=store.url,
         )
 
-    steps = [each for each in everything(store) if _has_manifest(store, each)]
+    steps = [each for each in everything(store) if has_manifest(store, each)]
     if steps:
         raise UnusableRunError(
             f"{store.url} has committed steps, and its newest attempt went on from none of them. Nothing was "
@@ -329,7 +329,8 @@ def _named(steps: list[VisibleStep]) -> str:
     return f" ({names})" if names else ""
 
 
-def _has_manifest(store: Store, each: VisibleStep) -> bool:
+def has_manifest(store: Store, each: VisibleStep) -> bool:
+    """Whether a manifest stands there, whole or not."""
     try:
         return isinstance(read_manifest(store, each.step, each.attempt), Manifest)
     except DamagedError:

@@ -1,21 +1,40 @@
-"""What may go, and in which order it goes. Owns every deletion in a run.
+"""What may go, and in which order it goes: steps and attempts of a run, snapshots in memory. Owns every
+deletion of a step or an attempt; lets nothing in memory go itself.
 
 Only the newest attempt deletes, and committed steps only after a commit of its own. A tombstone takes the
-manifest's place, durably, before a part or a shard goes: whoever commits late finds it and stops.
+manifest's place, durably, before a part or a shard goes: whoever commits late finds it and stops. What
+cannot be removed keeps nothing else.
 """
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Collection, Sequence
+import secrets
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from flashckpt import crashpoints
 from flashckpt.commit import constants
-from flashckpt.commit.attempts import attempt_folders, attempts, bounds, newest_claimed, read_start
-from flashckpt.commit.lineage import VisibleStep, everything, in_lineage, is_marked
+from flashckpt.commit.attempts import (
+    attempt_folders,
+    attempts,
+    bounds,
+    newest_claimed,
+    newest_started,
+    read_start,
+)
+from flashckpt.commit.lineage import (
+    VisibleStep,
+    everything,
+    has_manifest,
+    in_lineage,
+    is_marked,
+    newest_first,
+)
 from flashckpt.commit.steps import is_committed, read_manifest
 from flashckpt.errors import DamagedError
+from flashckpt.events import log
 from flashckpt.format.names import (
     ATTEMPTS,
     MANIFEST,
@@ -65,7 +84,7 @@ def prune(
     left who would have to find them; and the older of its constants shards that no part names: nobody is left
     who would name them. None where that is not known.
 
-    OSError where a step could not be deleted (one that somebody made read-only, say): all others are first.
+    OSError where something could not be deleted (a step that somebody made read-only): all else is first.
     """
     claimed = claimed or attempt
     if read_start(store, attempt) is None or newest_claimed(store) != claimed:
@@ -79,21 +98,28 @@ def prune(
     for each in _going(store, lineage, keep):
         if newest_claimed(store) != claimed:
             return gone
-        try:
+        with noted(errors):
             if bury(store, each.step, each.attempt, lambda: newest_claimed(store) == claimed):
                 lineage.buried.append(each)
                 gone += [each] if each in lineage.committed else []
-        except OSError as error:
-            errors.append(error)
     newest = max(each.step for each in lineage.committed if each.attempt == attempt)
     if in_hand is not None:
-        _remove_tombstones(store, lineage.buried, attempt, newest, in_hand)
-        _remove_unnamed(store, attempt)
-    sweep_debris(store, attempt, busy={newest, *(in_hand or ())})
+        _remove_tombstones(store, lineage.buried, attempt, newest, in_hand, errors)
+        _remove_unnamed(store, attempt, errors)
+    _sweep(store, attempt, errors, may_still=lambda: newest_claimed(store) == attempt)
+    _remove_empty_steps(store, {newest, *(in_hand or ())}, errors)
     if errors:
-        # The oldest comes first: one that cannot go must not keep all that come after it, for ever.
         raise errors[0]
     return gone
+
+
+@contextmanager
+def noted(errors: list[OSError]) -> Iterator[None]:
+    """Something is removed here: where that fails, the rest comes all the same."""
+    try:
+        yield
+    except OSError as error:
+        errors.append(error)
 
 
 def doomed(store: Store, attempt: AttemptName, keep: Keep) -> list[VisibleStep]:
@@ -112,8 +138,8 @@ def bury(store: Store, step: int, attempt: AttemptName, may_still: Callable[[], 
     may_still: asked once the tombstone stands. Whoever claims after that finds it; for who has claimed
     before, and may have read the manifest, it comes back: then False, and nothing was deleted.
     """
-    path = manifest_path(step, attempt)
-    stone = Tombstone(step=step, attempt=attempt).to_bytes()
+    folder, path = step_attempt_folder(step, attempt), manifest_path(step, attempt)
+    stone, errors = Tombstone(step=step, attempt=attempt).to_bytes(), list[OSError]()
     try:
         found = read_manifest(store, step, attempt)
     except DamagedError:
@@ -121,47 +147,56 @@ def bury(store: Store, step: int, attempt: AttemptName, may_still: Callable[[], 
         store.replace(path, stone)
     else:
         if isinstance(found, Manifest):
-            if not _put_in_place(store, path, stone):
-                return False
-            if not may_still():
-                _put_in_place(store, path, found.to_bytes())
+            if not _replace_manifest(store, found, stone, may_still):
                 return False
         elif found is None and not store.create(path, stone):
             return False
     crashpoints.point("prune.buried")
-    folder = step_attempt_folder(step, attempt)
     for entry in store.list(folder):
-        if entry.is_folder:
-            store.remove_tree(f"{folder}/{entry.name}")
-        elif entry.name != MANIFEST:
-            store.remove(f"{folder}/{entry.name}")
-            crashpoints.point("prune.removed")
+        with noted(errors):
+            if entry.is_folder:
+                store.remove_tree(f"{folder}/{entry.name}")
+            elif entry.name != MANIFEST:
+                store.remove(f"{folder}/{entry.name}")
+                crashpoints.point("prune.removed")
+    if errors:
+        raise errors[0]
     return True
 
 
-def _put_in_place(store: Store, path: str, data: bytes) -> bool:
-    """Of a manifest, or of the tombstone that took its place, at once. False where another came meanwhile."""
+def _replace_manifest(store: Store, found: Manifest, stone: bytes, may_still: Callable[[], bool]) -> bool:
+    """The tombstone in a manifest's place, at once. False where another came meanwhile, or the manifest is
+    back."""
+    path = manifest_path(found.step, found.attempt)
+    # So that it can come back where the disk fills up meanwhile. With the name of what a write leaves that
+    # was cut off: nobody reads it, and it goes with all else.
+    second = f"{path.removesuffix(MANIFEST)}.{MANIFEST}.{secrets.token_hex(8)}.tmp"
+    has_second = False
     try:
-        store.replace(path, data)
+        has_second = store.copy(path, second)
+        store.replace(path, stone)
     except OSError as error:
+        store.remove(second)
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        # Full to the last byte, and this is who makes room: what goes leaves all the room that there is.
-        # Until the other stands, the step is one with all its parts that was not committed yet.
+        # Full to the last byte, and this is who makes room: the manifest leaves all that there is. Until the
+        # tombstone stands, the step is one with all its parts that was not committed yet.
+        has_second = False
+        if not may_still():
+            return False
         store.remove(path)
-        return store.create(path, data)
-    return True
-
-
-def sweep_debris(store: Store, attempt: AttemptName, *, busy: Collection[int] = ()) -> list[AttemptName]:
-    """Delete what is left of attempts that are not the newest and have no step left. Returns them.
-
-    Call it as the newest attempt, after a commit of its own. busy: steps whose empty folders stay, since
-    something may be put into them; so do those of all steps above.
-    """
-    swept = _sweep(store, attempt, may_still=lambda: newest_claimed(store) == attempt)
-    _remove_empty_steps(store, busy)
-    return swept
+        if not store.create(path, stone):
+            return False
+    if may_still():
+        return True
+    try:
+        store.replace(path, found.to_bytes())
+    except OSError:
+        store.remove(path)
+        if not (has_second and store.copy(second, path)):
+            store.create(path, found.to_bytes())
+    store.remove(second)
+    return False
 
 
 def sweep_dead(store: Store) -> list[AttemptName]:
@@ -174,25 +209,31 @@ def sweep_dead(store: Store) -> list[AttemptName]:
     last few stay: one may be slow, and its start.json must find its claim.
     """
     found, with_steps = attempts(store), {each.attempt for each in everything(store)}
-    swept, lineage = [], bounds(store)
+    swept, lineage, errors = list[AttemptName](), bounds(store), list[OSError]()
     if lineage:
-        swept = _sweep(store, lineage[0].attempt, spared=[each.attempt for each in lineage[1:2]])
+        spared = [each.attempt for each in lineage[1:2]]
+        swept = _sweep(store, lineage[0].attempt, errors, spared=spared)
     unstarted = [each.name for each in found if not each.has_started and each.name not in swept]
     for name in unstarted[:-_LAST_UNSTARTED]:
         if name not in with_steps:
-            _remove_attempt(store, name)
-            swept.append(name)
-    _remove_empty_steps(store, ())
+            with noted(errors):
+                _remove_attempt(store, name)
+                swept.append(name)
+    _remove_empty_steps(store, (), errors)
+    if errors:
+        log.warning("what dead attempts left could not be removed, and fills the storage: %s", errors[0])
     return swept
 
 
 def _sweep(
     store: Store,
     attempt: AttemptName,
+    errors: list[OSError],
     *,
     spared: Collection[AttemptName] = (),
     may_still: Callable[[], bool] = lambda: True,
 ) -> list[AttemptName]:
+    """Delete what is left of attempts older than this one that have no step left. Returns them."""
     with_steps, folders = _attempts_of_steps(store, attempt)
     swept = []
     claimed = {info.name for info in attempts(store)}
@@ -201,9 +242,10 @@ def _sweep(
     for name in sorted(there - with_steps):
         if name.number >= attempt.number or (name in spared and name in folders) or not may_still():
             continue
-        if all([_clear(store, step, name) for step in folders.get(name, [])]):
-            _remove_attempt(store, name, with_claim=name in claimed)
-            swept.append(name)
+        if all([_clear(store, step, name, errors) for step in folders.get(name, [])]):
+            with noted(errors):
+                _remove_attempt(store, name, with_claim=name in claimed)
+                swept.append(name)
     return swept
 
 
@@ -240,22 +282,25 @@ def _is_buried(store: Store, each: VisibleStep) -> bool:
 
 
 def _remove_tombstones(
-    store: Store, buried: Sequence[VisibleStep], attempt: AttemptName, newest: int, in_hand: Collection[int]
-) -> None:
+    store: Store, buried: Sequence[VisibleStep], attempt: AttemptName, newest: int, in_hand: Collection[int],
+    errors: list[OSError],
+) -> None:  # fmt: skip
     """Else each commit leaves a folder that every later look at the steps goes through."""
     for each in buried:
         if each.attempt == attempt and each.step < newest and each.step not in in_hand:
-            store.remove_tree(step_attempt_folder(each.step, attempt))
+            with noted(errors):
+                store.remove_tree(step_attempt_folder(each.step, attempt))
 
 
-def _remove_unnamed(store: Store, attempt: AttemptName) -> None:
+def _remove_unnamed(store: Store, attempt: AttemptName, errors: list[OSError]) -> None:
     """Else each set of constants, and each keeper killed while it wrote one, leaves a file until the end."""
     try:
         names = constants.unnamed(store, attempt)
     except DamagedError:
         return
     for name in names:
-        store.remove(f"{attempt_folder(attempt)}/{name}")
+        with noted(errors):
+            store.remove(f"{attempt_folder(attempt)}/{name}")
 
 
 def _going(store: Store, lineage: _Lineage, keep: Keep) -> list[VisibleStep]:
@@ -306,26 +351,77 @@ def _attempts_of_steps(
         if each.attempt == attempt or each.attempt in with_steps:
             continue
         folders.setdefault(each.attempt, []).append(each.step)
-        try:
-            left = isinstance(read_manifest(store, each.step, each.attempt), Manifest)
-        except DamagedError:
-            left = True
-        if left:
+        if has_manifest(store, each):
             with_steps.add(each.attempt)
     return with_steps, folders
 
 
-def _clear(store: Store, step: int, attempt: AttemptName) -> bool:
-    """Bury and remove what an attempt has of a step. False where it was committed after all."""
-    if not bury(store, step, attempt):
-        return False
-    store.remove_tree(step_attempt_folder(step, attempt))
-    return True
+def _clear(store: Store, step: int, attempt: AttemptName, errors: list[OSError]) -> bool:
+    """Bury and remove what an attempt has of a step. False where it was committed after all, or cannot go."""
+    with noted(errors):
+        if bury(store, step, attempt):
+            store.remove_tree(step_attempt_folder(step, attempt))
+            return True
+    return False
 
 
-def _remove_empty_steps(store: Store, busy: Collection[int]) -> None:
+def _remove_empty_steps(store: Store, busy: Collection[int], errors: list[OSError]) -> None:
+    """But for those of `busy`, and of all above: something may be put into them."""
     for entry in store.list(STEPS):
         step = step_number(entry.name) if entry.is_folder else None
         is_idle = step is not None and step not in busy and (not busy or step < max(busy))
         if step is not None and is_idle and not store.list(step_folder(step)):
-            store.remove(step_folder(step))
+            with noted(errors):
+                store.remove(step_folder(step))
+
+
+# ---- snapshots in memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Survivor:
+    """A sealed snapshot as a survey sees it."""
+
+    slot: str
+    rank: int
+    attempt: AttemptName
+    step: int
+    boundary: int
+    is_committed: bool = False
+
+
+def needed(store: Store, survivors: Sequence[Survivor]) -> set[str]:
+    """Names of the slots that hold something that is committed nowhere and still counts: the newest step of
+    an attempt that all its ranks here hold, as long as no step of its run from there on, and no attempt that
+    did not start from it, is committed; and what the newest attempt has started from."""
+    started = newest_started(store)
+    visible = next(iter(newest_first(store)), None)
+    start = read_start(store, started) if started is not None else None
+    kept = set()
+    for attempt in {each.attempt for each in survivors}:
+        mine = [each for each in survivors if each.attempt == attempt]
+        # What the newest attempt has started from is its, whatever else is left of the one that made it.
+        loaded = [e for e in mine if start is not None and start.took_up(attempt, e.step, e.boundary)]
+        for each in [*_newest_whole(mine), *(e for e in loaded if not e.is_committed)]:
+            if started is None or attempt == started or each in loaded:
+                is_kept = visible is None or visible.step < each.step
+            else:
+                newest = None if visible is None else (visible.step, visible.attempt)
+                is_kept = newest is None or (newest[1] != started and newest != (each.step, attempt))
+            if is_kept:
+                kept.add(each.slot)
+    return kept
+
+
+def _newest_whole(survivors: Sequence[Survivor]) -> list[Survivor]:
+    """Of one attempt, what is to be judged. A step that a rank has not sealed can never be whole."""
+    left = [each for each in survivors if not each.is_committed]
+    holders: dict[int, set[int]] = {}
+    for each in survivors:
+        holders.setdefault(each.step, set()).add(each.rank)
+    ranks = {each.rank for each in survivors}
+    complete = [step for step, those in holders.items() if those == ranks]
+    if len(ranks) > 1 and not complete:
+        return left
+    newest = max(complete if len(ranks) > 1 else [each.step for each in left], default=None)
+    return [each for each in left if each.step == newest]

@@ -16,16 +16,13 @@ from flashckpt.errors import KeeperError
 from flashckpt.events import Event, log
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper.allocation import Allocation
-from flashckpt.keeper.exit import ExitRule
-from flashckpt.keeper.outcomes import Outcomes
-from flashckpt.keeper.protocol import ELECTION_LOCK, LOG_NAME, SOCKET_NAME
+from flashckpt.keeper.protocol import ELECTION_LOCK, remove_names
 from flashckpt.keeper.run_folder import End, Look, RunFolder
-from flashckpt.keeper.server import Requests, Server
+from flashckpt.keeper.server import Outcomes, Requests, Server
 from flashckpt.keeper.start import bound_log
-from flashckpt.keeper.trainers import Roster, Trainer
+from flashckpt.keeper.trainers import ExitRule, Roster, Trainer
 from flashckpt.keeper.watchdog import Watchdog
 from flashckpt.memory.held_regions import Regions
-from flashckpt.memory.region import is_region_name
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder, TrainerLocks
 from flashckpt.memory.slot import SlotState
 from flashckpt.persist.deletions import Deletions
@@ -261,10 +258,7 @@ class Keeper:
         self.ledger.add(None, Event.CLOSE, keeper=self.nonce, kept=sorted(kept))
         self.ledger.close()
         self._server.close()
-        self.folder.remove(SOCKET_NAME)
-        # The log explains the regions that stay.
-        if not any(map(is_region_name, self.folder.names())):
-            self.folder.remove(LOG_NAME)
+        remove_names(self.folder)
         # Also of trainers that died before they had said who they are: nobody else comes after us.
         self.regions.remove_dead_locks()
         crashpoints.point("leave.closed")

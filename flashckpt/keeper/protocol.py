@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NoReturn
 
 from flashckpt.errors import FlashckptError, KeeperError, OutOfRoomError
+from flashckpt.memory.region import is_region_name
+from flashckpt.memory.runtime import RuntimeFolder
 
 SOCKET_NAME = "keeper.socket"
 ELECTION_LOCK = "keeper.lock"
@@ -181,6 +183,15 @@ def close_all(descriptors: Sequence[int]) -> None:
     for descriptor in descriptors:
         with contextlib.suppress(OSError):
             os.close(descriptor)
+
+
+def remove_names(runtime: RuntimeFolder) -> None:
+    """Of a keeper that is gone, socket and log. The log explains the regions: it goes when none is left."""
+    with contextlib.suppress(KeeperError):  # what is no socket of ours is left alone
+        if runtime.check_socket(SOCKET_NAME):
+            runtime.remove(SOCKET_NAME)
+    if not any(map(is_region_name, runtime.names())):
+        runtime.remove(LOG_NAME)
 
 
 def number(message: dict[str, Any], key: str, least: int = 0, most: int = _MAX_NUMBER) -> int:

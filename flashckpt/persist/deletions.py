@@ -1,24 +1,50 @@
-"""Deletions, beside persisting: what is kept no longer, and what dead keepers left half written.
+"""Deletions beside persisting: when what is kept no longer goes, and which files nobody can use any more
+(left by cut-off writes, dead keepers and dead attempts).
 
-Owns when they are done, and what is known of who else may still write; which files go is commit's to say.
-A deletion may take as long as it likes: nothing waits for it but the next one.
+Which steps go is commit's to say. Never named is what could still be good: a file that a manifest or a part
+names, or might name because one of them cannot be read; anything of an attempt that may still have a keeper
+somewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Literal
 
 from flashckpt.commit import retention
-from flashckpt.commit.lineage import VisibleStep
+from flashckpt.commit.attempts import AttemptInfo, attempt_folders, attempts, newest_claimed
+from flashckpt.commit.constants import named_in
+from flashckpt.commit.lineage import VisibleStep, everything
+from flashckpt.commit.retention import noted
+from flashckpt.commit.steps import read_manifest
+from flashckpt.errors import DamagedError
 from flashckpt.events import Event, log
-from flashckpt.format.names import AttemptName
+from flashckpt.format.names import (
+    ATTEMPTS,
+    CONSTANTS,
+    MARK,
+    PART,
+    SHARD,
+    AttemptName,
+    attempt_folder,
+    claim_number,
+    claim_path,
+    shard_writer,
+    step_attempt_folder,
+    step_folder,
+)
+from flashckpt.format.records import Manifest
 from flashckpt.memory.held_regions import Regions
 from flashckpt.options import Keep
 from flashckpt.persist.ledger import Ledger
-from flashckpt.persist.unused_files import half_written, remove
+from flashckpt.persist.stored_steps import Completeness, StoredStep, parts_of, stored_step
 from flashckpt.persist.worker import Worker
-from flashckpt.store.base import Store
+from flashckpt.store.base import Entry, Store
 
+_TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.tmp")
+_CUT_OFF = "its write was cut off"
 _LOOK_S = 1.0
 _MOST_SWEEPS = 3
 _MOST_NAMED = 20
@@ -91,24 +117,187 @@ class Deletions:
         self.worker.submit(lambda: retention.prune(self._store, attempt, keep, in_hand=in_hand), done)
 
     def _sweep(self, dead: set[str]) -> None:
-        def done(gone: list[str] | BaseException) -> None:
+        gone, errors = list[str](), list[OSError]()
+
+        def done(failed: BaseException | None) -> None:
+            failed = failed or (errors[0] if errors else None)
+            if failed is not None and any(nonce not in self._sweeps for nonce in dead):
+                log.warning("what dead keepers left could not be removed: %s", failed)
             for nonce in dead:
                 self._sweeps[nonce] = self._sweeps.get(nonce, 0) + 1
-                if not isinstance(gone, BaseException) or self._sweeps[nonce] >= _MOST_SWEEPS:
+                if failed is None or self._sweeps[nonce] >= _MOST_SWEEPS:
                     # Storage that fails must not keep a keeper for ever: then it goes with its step.
                     self._regions.forget_keeper(nonce)
                     self._seen_dead.discard(nonce)
                     self._sweeps.pop(nonce)
-            if isinstance(gone, BaseException):
-                log.warning("what dead keepers left could not be removed: %s", gone)
-            elif gone:
+            if gone:
                 log.info("removed what dead keepers left half written: %s", ", ".join(gone[:_MOST_NAMED]))
                 self._ledger.add(None, Event.PRUNE, unfinished=gone[:_MOST_NAMED], count=len(gone))
 
-        def sweep() -> list[str]:
-            found = half_written(self._store, dead)
-            for each in found:
-                remove(self._store, each)
-            return sorted(each.path for each in found)
+        def sweep() -> None:
+            for each in sorted(half_written(self._store, dead), key=lambda each: each.path):
+                with noted(errors):
+                    remove(self._store, each)
+                    gone.append(each.path)
 
         self.worker.submit(sweep, done)
+
+
+# ---- what nobody can use
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unused:
+    """What nobody can use any more: a file, an empty folder, or a whole attempt (`path` is its claim)."""
+
+    path: str
+    num_bytes: int = 0
+    kind: Literal["file", "folder", "attempt"] = "file"
+    attempt: AttemptName | None = None
+    step: int | None = None
+    why: str = ""
+
+
+def unused_files(
+    store: Store, dead: Collection[AttemptName] = (), writers: Collection[str] = ()
+) -> list[Unused]:
+    """`dead` are attempts that are known to be, though nobody has written it down, `writers` the nonces of
+    keepers that are certainly dead: of theirs, what an attempt that still lives has is unused, too."""
+    known, claimed, begun = attempts(store), newest_claimed(store), list(everything(store))
+    over = _over(known) | set(dead)
+    found = _claims(store, 0 if claimed is None else claimed.number)
+    for name in attempt_folders(store, ATTEMPTS):
+        if name in over:
+            found += _temporaries(store, attempt_folder(name), name, None) + _constants(store, name)
+    for each in begun:
+        if each.attempt in over:
+            found += _of_step(store, each.step, each.attempt)
+        elif writers:
+            found += _begun_by(store, each.step, each.attempt, writers)
+    with_steps = {each.attempt for each in begun}
+    for info in known:
+        is_idle = not info.has_started and info.name != claimed and info.name not in with_steps
+        if is_idle and claimed is not None and info.name < claimed:
+            path, why = claim_path(info.name.number), "it died before it began"
+            found.append(Unused(path=path, kind="attempt", attempt=info.name, why=why))
+    return found
+
+
+def half_written(store: Store, writers: Collection[str]) -> list[Unused]:
+    """The shards that these keepers, which are certainly dead, began and that nothing names, in whatever
+    attempt.
+
+    A shard's name begins with its keeper's nonce. Only its own writer ever publishes a shard, so that of a
+    dead one will never be named: this needs no newest attempt and no commit. What another keeper writes has
+    another nonce."""
+    begun = everything(store) if writers else ()
+    return [found for each in begun for found in _begun_by(store, each.step, each.attempt, writers)]
+
+
+def remove(store: Store, each: Unused) -> None:
+    """Delete what was named. OSError."""
+    if each.kind == "folder":
+        store.remove(each.path)
+        store.remove(each.path.rpartition("/")[0])
+        return
+    if each.kind == "attempt" and each.attempt is not None:
+        # The claim last: as long as it stands, what a crash left of the attempt is found again.
+        store.remove_tree(attempt_folder(each.attempt))
+    store.remove(each.path)
+    # Nobody has a use for a folder that this has left empty.
+    if each.step is not None and each.attempt is not None:
+        store.remove(step_attempt_folder(each.step, each.attempt))
+        store.remove(step_folder(each.step))
+
+
+def _files(
+    folder: str, entries: Iterable[Entry], why: str, attempt: AttemptName | None, step: int | None
+) -> list[Unused]:
+    return [
+        Unused(path=f"{folder}/{each.name}", num_bytes=each.num_bytes, attempt=attempt, step=step, why=why)
+        for each in entries
+        if not each.is_folder
+    ]
+
+
+def _begun_by(store: Store, step: int, attempt: AttemptName, writers: Collection[str]) -> list[Unused]:
+    folder = step_attempt_folder(step, attempt)
+    begun = [entry for entry in store.list(folder) if shard_writer(entry.name) in writers]
+    named = _named_shards(store, stored_step(store, step, attempt)) if begun else None
+    gone = [each for each in begun if named is not None and each.name not in named]
+    return _files(folder, gone, _CUT_OFF, attempt, step)
+
+
+def _over(known: list[AttemptInfo]) -> set[AttemptName]:
+    """Attempts of which no keeper writes anything any more. Those before the newest that has started may
+    not; of that one, an end that was written down speaks for all only where all ranks had one keeper."""
+    started = max((info.name for info in known if info.has_started), default=None)
+    over = set()
+    for info in known:
+        is_past = started is not None and info.name < started
+        is_alone = not info.has_started or (info.start is not None and info.start.world == 1)
+        if is_past or (info.ended and is_alone):
+            over.add(info.name)
+    return over
+
+
+def _of_step(store: Store, step: int, attempt: AttemptName) -> list[Unused]:
+    folder = step_attempt_folder(step, attempt)
+    stored = stored_step(store, step, attempt)
+    entries = [entry for entry in store.list(folder) if not entry.is_folder]
+    found = _temporaries(store, folder, attempt, step)
+    if stored.completeness is Completeness.BURIED:
+        gone = [each for each in entries if any(of.fullmatch(each.name) for of in (SHARD, PART, MARK))]
+        return found + _files(folder, gone, "its step was pruned", attempt, step)
+    named = _named_shards(store, stored)
+    if named is None:
+        return found
+    gone = [each for each in entries if SHARD.fullmatch(each.name) and each.name not in named]
+    found += _files(folder, gone, _CUT_OFF, attempt, step)
+    if not entries and stored.completeness is Completeness.NOTHING:
+        found.append(Unused(path=folder, kind="folder", attempt=attempt, step=step, why="it is empty"))
+    return found
+
+
+def _constants(store: Store, attempt: AttemptName) -> list[Unused]:
+    """The constants shards of an attempt that none of its steps names: a base model's size each."""
+    folder = attempt_folder(attempt)
+    found = [each for each in store.list(folder) if CONSTANTS.fullmatch(each.name)]
+    try:
+        named = named_in(store, attempt) if found else set()
+    except DamagedError:
+        return []
+    gone = [each for each in found if each.name not in named]
+    return _files(folder, gone, "no step names it", attempt, None)
+
+
+def _named_shards(store: Store, stored: StoredStep) -> set[str] | None:
+    """The shards that a manifest or a part names. None where one of them cannot be read: it may name any."""
+    if stored.problem and stored.completeness in (Completeness.UNREADABLE, Completeness.PARTIAL):
+        return None
+    parts, named = list(stored.parts), set[str]()
+    if stored.completeness in (Completeness.COMMITTED, Completeness.MISSING):
+        manifest = read_manifest(store, stored.step, stored.attempt)
+        parts, problem = parts_of(store, stored.folder)
+        if problem or not isinstance(manifest, Manifest):
+            return None
+        named = {each.file for each in manifest.shards}
+    return named | {rank.shard.file for part in parts for rank in part.ranks}
+
+
+def _claims(store: Store, newest: int) -> list[Unused]:
+    """Half-written claims: of a number that is taken, nobody can use one any more."""
+    found = [(entry, claim_number(_final_name(entry))) for entry in store.list(ATTEMPTS)]
+    gone = [entry for entry, number in found if number is not None and number <= newest]
+    return _files(ATTEMPTS, gone, _CUT_OFF, None, None)
+
+
+def _temporaries(store: Store, folder: str, attempt: AttemptName, step: int | None) -> list[Unused]:
+    gone = [entry for entry in store.list(folder) if _final_name(entry)]
+    return _files(folder, gone, _CUT_OFF, attempt, step)
+
+
+def _final_name(entry: Entry) -> str:
+    """The name that a temporary file was to have, empty for any other file."""
+    match = _TEMPORARY.fullmatch(entry.name)
+    return match["name"] if match else ""

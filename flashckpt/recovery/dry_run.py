@@ -10,9 +10,9 @@ from flashckpt.commit.lineage import VisibleStep
 from flashckpt.format.metadata import Metadata
 from flashckpt.format.names import AttemptName
 from flashckpt.memory.runtime import RuntimeFolder
+from flashckpt.persist.deletions import unused_files
 from flashckpt.persist.job import JobState, StepJob
 from flashckpt.persist.stored_steps import refusal, unfinished
-from flashckpt.persist.unused_files import unused_files
 from flashckpt.persist.writer import REGION_IS_GONE, Writer
 from flashckpt.recovery.memory import failed_of, settle
 from flashckpt.recovery.node import dead_keepers, died_here, keeper_of

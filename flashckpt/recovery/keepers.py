@@ -20,13 +20,13 @@ from typing import Any
 from flashckpt.errors import KeeperError, PersistError, RunHeldError
 from flashckpt.keeper.protocol import (
     ELECTION_LOCK,
-    LOG_NAME,
     SOCKET_NAME,
     ProtocolError,
     Status,
     close_all,
     peer_uid,
     receive,
+    remove_names,
     send,
 )
 from flashckpt.memory.region import is_region_name
@@ -165,8 +165,7 @@ def _free(row: KeeperRow, runtime: RuntimeFolder, *, discard: bool) -> None:
         for name in filter(is_region_name, runtime.names()):
             _refuse_if_trained(row, runtime)
             runtime.remove(name)
-        for name in (SOCKET_NAME, LOG_NAME):
-            runtime.remove(name)
+        remove_names(runtime)
     finally:
         election.release(runtime)
         runtime.discard()

@@ -14,16 +14,16 @@ from dataclasses import replace
 
 from flashckpt.commit import attempts, steps
 from flashckpt.commit.lineage import VisibleStep
+from flashckpt.commit.retention import Survivor, needed
 from flashckpt.errors import FlashckptError
 from flashckpt.events import Event
 from flashckpt.format.names import AttemptName
-from flashckpt.keeper.protocol import LOG_NAME, SOCKET_NAME
+from flashckpt.keeper.protocol import remove_names
 from flashckpt.memory.held_regions import Regions
-from flashckpt.memory.region import is_region_name, rank_of
+from flashckpt.memory.region import rank_of
 from flashckpt.memory.runtime import LifeLock
 from flashckpt.persist.job import JobState, StepJob, StepOutcome, Void, alone, few_pauses_s
 from flashckpt.persist.ledger import Ledger
-from flashckpt.persist.needed_snapshots import Survivor, needed
 from flashckpt.persist.queue import Queue
 from flashckpt.persist.stored_steps import unfinished
 from flashckpt.persist.worker import Worker
@@ -140,11 +140,7 @@ class MemoryRecovery:
         with contextlib.suppress(OSError, FlashckptError):
             if self._hold.election is not None and self._hold.election.stands(self._runtime):
                 self._regions.remove_dead_locks()
-                if self._runtime.check_socket(SOCKET_NAME):
-                    self._runtime.remove(SOCKET_NAME)
-                # The log explains the regions, and goes when none is left.
-                if not any(map(is_region_name, self._runtime.names())):
-                    self._runtime.remove(LOG_NAME)
+                remove_names(self._runtime)
         self._life.release(self._runtime)
 
     def _run(self) -> None:

@@ -31,7 +31,7 @@ from flashckpt.recovery.node import (
     refuse_if_held,
     runtime_of,
 )
-from flashckpt.recovery.report import Fate, Finding, Kind, RecoveryReport, Silent, Watcher
+from flashckpt.recovery.report import Fate, Finding, Kind, RecoveryReport, Watcher
 from flashckpt.recovery.storage import Examined, clear, examine, mark
 from flashckpt.recovery.survey import resume_of, slots_in
 from flashckpt.store.base import Store
@@ -54,7 +54,7 @@ def recover(
     folder is no run; KeeperError for a keeper that does not answer.
     """
     run = open_run(store, create=False)
-    told = watcher or Silent()
+    told = watcher or Watcher()
     told.stage("looking")
 
     if dry_run:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 from flashckpt.format.names import AttemptName
 
@@ -129,8 +129,8 @@ class RecoveryReport:
         }
 
 
-class Watcher(Protocol):
-    """Who is told how far a recovery is. Called from its thread, between its steps."""
+class Watcher:
+    """Who is told how far a recovery is, from its thread, between its steps. This one tells nobody."""
 
     def stage(self, name: str) -> None:
         """What begins now: "looking", "draining", "committing", "verifying", "marking", "clearing",
@@ -141,13 +141,3 @@ class Watcher(Protocol):
 
     def say(self, text: str) -> None:
         """What must be said before it is done."""
-
-
-class Silent:
-    """Tells nobody."""
-
-    def stage(self, name: str) -> None: ...
-
-    def progress(self, done: int, total: int) -> None: ...
-
-    def say(self, text: str) -> None: ...

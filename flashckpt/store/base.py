@@ -133,7 +133,8 @@ class Store(Protocol):
         is in it. Not durable by itself."""
 
     def remove_tree(self, path: str) -> None:
-        """Remove all files below a folder; nothing where there are none. Links are removed, not followed."""
+        """Remove all files below a folder; nothing where there are none. Links are removed, not followed. One
+        that cannot be removed is told of once all others are."""
 
     # Shards
 

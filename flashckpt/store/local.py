@@ -538,12 +538,19 @@ class LocalStore:
                 raise
             self._system.remove(name, folder)
             return
+        errors = []
         try:
             for entry in os.listdir(inner):
-                with suppress(FileNotFoundError):
+                try:
                     self._remove_tree(entry, inner)
+                except FileNotFoundError:
+                    continue
+                except OSError as error:
+                    errors.append(error)
         finally:
             os.close(inner)
+        if errors:
+            raise errors[0]
         self._system.remove_folder(name, folder)
 
 

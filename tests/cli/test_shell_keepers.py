@@ -18,7 +18,7 @@ from made_runs import Ended
 from flashckpt.memory.region import is_region_name
 from flashckpt.recovery import keepers as node
 from flashckpt.recovery.recover import recover
-from flashckpt.recovery.report import Fate, Kind, Silent
+from flashckpt.recovery.report import Fate, Kind, Watcher
 from flashckpt.store import open_store
 from tests.keeper.driver import Process, committed, eventually, runtime_of
 from tests.keeper.fake import keeper_pid
@@ -170,7 +170,7 @@ def test_one_that_waits_for_another_node_has_nothing_left_to_do(tmp_path: Path, 
     assert not report.failed
     (row,) = listed()
     assert (row["state"], row["newest_sealed"], row["newest_committed"]) == ("lingering", 3, None)
-    node.end(node.find(str(run)), Silent())
+    node.end(node.find(str(run)), Watcher())
     assert keepers_of(runtime) == []
     assert len(regions(runtime)) == 1
 

@@ -18,7 +18,7 @@ from rich.console import Console
 
 import flashckpt
 from flashckpt._native import xxh3_128
-from flashckpt.cli.console import Bar
+from flashckpt.cli.command import Bar
 from flashckpt.commit.attempts import attempts, open_run
 from flashckpt.commit.lineage import mark
 from flashckpt.errors import UnusableRunError

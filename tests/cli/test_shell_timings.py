@@ -9,7 +9,7 @@ import pytest
 from made_runs import Ended, MadeRun
 from rich.console import Console
 
-from flashckpt.cli.console import Bar
+from flashckpt.cli.command import Bar
 
 pytestmark = pytest.mark.process
 

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 from pathlib import Path
 
 import pytest
 
+from flashckpt.commit import steps as steps_module
 from flashckpt.commit.attempts import attempts, bounds, claim
 from flashckpt.commit.lineage import branch, check_records, mark, steps, visible
-from flashckpt.commit.retention import doomed, prune, sweep_dead, sweep_debris
+from flashckpt.commit.retention import bury, doomed, prune, sweep_dead
 from flashckpt.commit.steps import is_committed, read_manifest
-from flashckpt.format.names import AttemptName, attempt_folder, claim_path, start_path, step_attempt_folder
+from flashckpt.format.names import (
+    AttemptName,
+    attempt_folder,
+    claim_path,
+    manifest_path,
+    start_path,
+    step_attempt_folder,
+)
 from flashckpt.format.records import Tombstone
 from flashckpt.options import Keep
-from flashckpt.store.local import LocalStore
+from flashckpt.store.local import LocalStore, System
 from tests.commit.runs import HOLDER, attempt_at, commit, is_whole, new_run, part_of, publish
 
 
@@ -173,12 +183,13 @@ def test_debris_of_attempts_without_a_step_goes(store: LocalStore) -> None:
     publish(store, 50, lost, constants=True)
     unstarted = claim(store, HOLDER)
     third = attempt_at(store)
-    assert sweep_debris(store, third) != []
+    train(store, third, 60)
+    prune(store, third, Keep(last=2))
     assert [info.name for info in attempts(store)] == [third]
     for name in (lost, unstarted):
         assert not os.path.exists(store.local_path(attempt_folder(name)))
         assert not store.exists(claim_path(name.number))
-    assert store.list("steps") == []
+    assert [entry.name for entry in store.list("steps")] == [f"{60:012d}"]
 
 
 def test_an_attempt_with_a_step_left_keeps_all(store: LocalStore) -> None:
@@ -375,7 +386,8 @@ def test_what_a_crash_left_of_a_deletion_goes_next_time(store: LocalStore) -> No
     with pytest.raises(KeyboardInterrupt):
         prune(Dying(store.url), attempt, Keep(last=2))
     assert steps(store) == [200, 300]
-    assert len(files(store, 100, attempt)) == 3
+    # Manifest, part and shard, and the manifest that had its place.
+    assert len(files(store, 100, attempt)) == 4
     prune(store, attempt, Keep(last=2))
     assert files(store, 100, attempt) == ["manifest.json"]
 
@@ -404,6 +416,73 @@ def test_a_step_that_cannot_be_deleted_keeps_no_other(store: LocalStore) -> None
     )
 
 
+class Immovable(System):
+    """Files of one name cannot be removed."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def remove(self, name: str, folder: int) -> None:
+        if name.startswith(self.name):
+            raise PermissionError(errno.EPERM, "Operation not permitted", name)
+        super().remove(name, folder)
+
+
+@pytest.mark.parametrize("name", ["shard", "constants"])
+def test_a_file_that_cannot_be_removed_keeps_no_other_of_dead_attempts(
+    name: str, store: LocalStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = attempt_at(store)
+    train(store, first, 100)
+    for step in (110, 120):
+        stuck = attempt_at(store, first, 100)
+        publish(store, step, stuck, constants=True)
+    slow = [claim(store, HOLDER) for _ in range(9)]
+    attempt_at(store, first, 100)
+    assert sweep_dead(LocalStore(store.url, Immovable(name))) == slow
+    left = [path.name for path in Path(store.url).rglob("*.safetensors")]
+    assert sum(each.startswith("shard") for each in left) == (3 if name == "shard" else 1)
+    said = [record for record in caplog.records if "could not be removed" in record.message]
+    assert [record.levelname for record in said] == ["WARNING"], "once, and in sight"
+    assert len(sweep_dead(store)) == 2
+    assert len(list(Path(store.url).rglob("*.safetensors"))) == 1, "that of the step"
+
+
+def test_a_file_that_cannot_be_removed_keeps_no_other_of_its_step(store: LocalStore) -> None:
+    attempt = attempt_at(store)
+    train(store, attempt, 100, 200, 300, 400)
+    with pytest.raises(PermissionError):
+        prune(LocalStore(store.url, Immovable("part")), attempt, Keep(last=2), in_hand=())
+    assert steps(store) == [300, 400]
+    for step in (100, 200):
+        assert files(store, step, attempt) == ["manifest.json", "part-00000.json"]
+
+
+def test_a_manifest_comes_back_on_a_disk_that_fills_up_meanwhile(small_disk: Path) -> None:
+    """Somebody claims while a step goes, and has read its manifest, which is longer than the tombstone."""
+    store, ranks = new_run(small_disk / "run"), tuple(range(130))
+    attempt = attempt_at(store)
+    for step in (100, 200, 300):
+        publish(store, step, attempt, ranks=ranks, world=130)
+        assert steps_module.commit(store, step, attempt, world=130)
+    manifest = store.read(manifest_path(100, attempt), 1 << 20)
+    assert len(manifest) > 4096
+
+    def claimed_and_full() -> bool:
+        with open(small_disk / "filler", "ab", buffering=0) as filler, contextlib.suppress(OSError):
+            while True:
+                filler.write(bytes(4096))
+        return False
+
+    assert not bury(store, 100, attempt, claimed_and_full)
+    assert store.read(manifest_path(100, attempt), 1 << 20) == manifest
+    assert steps(store) == [100, 200, 300]
+    assert is_whole(store, 100, attempt)
+    (small_disk / "filler").unlink()
+    assert bury(store, 100, attempt)
+    assert files(store, 100, attempt) == ["manifest.json"]
+
+
 def test_the_tombstone_comes_before_any_deletion(store: LocalStore) -> None:
     attempt = attempt_at(store)
     train(store, attempt, 100, 200, 300)
@@ -414,7 +493,7 @@ def test_the_tombstone_comes_before_any_deletion(store: LocalStore) -> None:
         def remove(self, path: str) -> None:
             step = int(path.split("/")[1])
             assert isinstance(read_manifest(store, step, attempt), Tombstone)
-            removed.append(path)
+            removed.extend([] if path.endswith(".tmp") else [path])
             super().remove(path)
 
     prune(Watched(store.url), attempt, Keep(last=2))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from flashckpt.cli.command import ExitCode
-from flashckpt.cli.recover import exit_code_of
+from flashckpt.cli.recovery import exit_code_of
 from flashckpt.commit.attempts import mark_ended
 from flashckpt.format.names import AttemptName
 from flashckpt.recovery.report import Fate, Finding, Kind, RecoveryReport, Resume

@@ -266,6 +266,41 @@ def test_a_keeper_whose_starter_ended_before_it_came_waits_for_nobody(
     keeper._leave()
 
 
+_WITHOUT_PROC = """
+import subprocess, sys, time
+from flashckpt.keeper.daemon import Keeper
+from flashckpt.memory.runtime import RuntimeFolder
+keeper = Keeper.elected(sys.argv[1], RuntimeFolder.at(sys.argv[2]), int(sys.argv[3]))
+subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/proc"], check=True)
+print(keeper._exit.is_due(time.monotonic()))
+"""
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_whether_a_starter_lives_is_known_without_proc(
+    has_ended: bool, tmp_path: Path, runtime: Path
+) -> None:
+    if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
+        pytest.skip("file systems cannot be hidden here")
+    _, identity = open_runtime(tmp_path / "run", runtime)
+    folder = RuntimeFolder.open(str(runtime), identity)
+    starter = subprocess.Popen([sys.executable, "-c", ""])
+    starter.wait()
+    pid = starter.pid if has_ended else os.getpid()
+    command = [
+        "unshare",
+        "-m",
+        sys.executable,
+        "-c",
+        _WITHOUT_PROC,
+        str(tmp_path / "run"),
+        folder.path,
+        str(pid),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout == f"{has_ended}\n", done.stderr
+
+
 def test_a_pidfd_of_another_process_does_not_keep_the_keeper_awake(tmp_path: Path, runtime: Path) -> None:
     trainer = FakeTrainer(tmp_path / "run", runtime)
     child = subprocess.Popen(["true"])

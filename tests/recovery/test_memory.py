@@ -10,8 +10,8 @@ import pytest
 from flashckpt.commit import attempts, lineage
 from flashckpt.commit.holder import here
 from flashckpt.commit.lineage import branch
+from flashckpt.commit.retention import Survivor, needed
 from flashckpt.format.names import AttemptName
-from flashckpt.persist.needed_snapshots import Survivor, needed
 from flashckpt.recovery.report import RecoveryReport
 from flashckpt.store import open_store
 from tests.keeper.driver import committed, eventually, ledger
