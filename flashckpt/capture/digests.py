@@ -169,8 +169,8 @@ class Workspace:
         self.numbers = torch.arange(1, self.num_blocks + 1, dtype=torch.int64, device=self.device)
 
     def _keys(self, first: int, count: int) -> Tensor:
-        keys = [signed(_finalized((n + 1) * _FACTOR)) for n in range(first, first + count)]
-        return torch.tensor(keys, dtype=torch.int64, device=self.device)
+        numbers = torch.arange(first + 1, first + count + 1, dtype=torch.int64, device=self.device)
+        return _finalize(numbers.mul_(signed(_FACTOR)))
 
     def folds_of(self, count: int) -> Tensor:
         """int64[count]: for each of the first `count` blocks of `bytes` the sum of its folds."""
@@ -280,16 +280,8 @@ def _blocks(num_bytes: int) -> int:
     return -(-num_bytes // _BLOCK)
 
 
-def _finalized(z: int) -> int:
-    """SplitMix64's finalizer, of a plain integer."""
-    mask = (1 << 64) - 1
-    z &= mask
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & mask
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & mask
-    return z ^ (z >> 31)
-
-
 def _finalize(z: Tensor) -> Tensor:
+    """SplitMix64's finalizer."""
     z = (z ^ _shifted(z, 30)).mul_(signed(0xBF58476D1CE4E5B9))
     z = (z ^ _shifted(z, 27)).mul_(signed(0x94D049BB133111EB))
     return z ^ _shifted(z, 31)

@@ -122,10 +122,6 @@ class SlotHeader:
         return region_name(self.rank, None if self.holds_constants else self.index, self.nonce)
 
     @property
-    def metadata_offset(self) -> int:
-        return PAGE
-
-    @property
     def image_offset(self) -> int:
         return PAGE + self.metadata_capacity
 
@@ -137,7 +133,7 @@ class SlotHeader:
         fields = _HEADER.pack(
             CONSTANTS_MAGIC if self.holds_constants else MAGIC, VERSION, self.index, self.rank,
             self.identity, self.nonce, self.num_bytes,
-            self.metadata_offset, self.metadata_capacity, self.image_offset, self.image_capacity,
+            PAGE, self.metadata_capacity, self.image_offset, self.image_capacity,
         ).ljust(_HEADER_BYTES, b"\0")  # fmt: skip
         return fields + _native.xxh3_128(fields)
 

@@ -36,6 +36,26 @@ def hold_folder(path: str) -> None:
     _folders.add(path)
 
 
+class OwnDescriptor:
+    """A descriptor that no child keeps; -1 once it is closed."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        hold(self)
+
+    def forked(self) -> None:
+        close(self.descriptor)
+        self.descriptor = -1
+
+    def close(self) -> bool:
+        """Returns whether it was open."""
+        # Forgotten first: a child that is forked in between must not close what has the number next.
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+        return descriptor >= 0
+
+
 def close(descriptor: int) -> None:
     with contextlib.suppress(OSError):
         os.close(descriptor)

@@ -63,19 +63,14 @@ def identity_of(run_id: str, place: str) -> str:
     return _native.xxh3_128(f"{run_id}\0{place}".encode()).hex()
 
 
-class RuntimeFolder:
+class RuntimeFolder(forks.OwnDescriptor):
     """An open runtime folder. Everything in it is reached through its descriptor, never through its
     path, so that nobody can exchange a folder above it afterwards."""
 
     def __init__(self, path: str, descriptor: int) -> None:
+        super().__init__(descriptor)
         self.path = path
-        self.descriptor = descriptor
-        forks.hold(self)
         forks.hold_folder(os.path.realpath(path))
-
-    def forked(self) -> None:
-        forks.close(self.descriptor)
-        self.descriptor = -1
 
     @classmethod
     def open(cls, base: str, identity: str, *, create: bool = True) -> RuntimeFolder:
@@ -192,12 +187,6 @@ class RuntimeFolder:
         """Remove the folder itself, if it is empty."""
         with contextlib.suppress(OSError):
             os.rmdir(self.path)
-
-    def close(self) -> None:
-        # Forgotten first: a child that is forked in between must not close what has the number next.
-        descriptor, self.descriptor = self.descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
 
 
 @dataclass

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import mmap
 import os
-from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -111,14 +110,14 @@ class Sealed:
         return self.record.attempt_number, self.record.step, self.record.captured_ns
 
 
-class Slot:
+class Slot(forks.OwnDescriptor):
     """A mapped slot. The descriptor stays the caller's until `close`, which closes it too. Addresses are this
     process's; offsets are in bytes from the region's first."""
 
     def __init__(
         self, descriptor: int, header: SlotHeader, *, map_image: bool, is_read_only: bool = False
     ) -> None:
-        self.descriptor = descriptor
+        super().__init__(descriptor)
         self.header = header
         self.name, self.index, self.rank = header.name, header.index, header.rank
         self.size = SlotSize(header.metadata_capacity, header.image_capacity)
@@ -126,19 +125,13 @@ class Slot:
         length = header.num_bytes if map_image else header.image_offset
         self._map: Any = None
         if is_read_only:
-            self._map = mmap.mmap(descriptor, length, mmap.MAP_SHARED, mmap.PROT_READ)
+            self._map = mmap.mmap(descriptor, length, prot=mmap.PROT_READ)
         else:
             self._map = _native.Mapping(descriptor, length)
         self._address = _native.address_of(self._map)
         self.word_address = self._address + page.WORD_OFFSET
-        self.metadata_address = self._address + header.metadata_offset
+        self.metadata_address = self._address + PAGE
         self._maps_image = map_image
-        forks.hold(self)
-
-    def forked(self) -> None:
-        # Its mapping is not the child's, which leaves it alone.
-        forks.close(self.descriptor)
-        self.descriptor = -1
 
     @staticmethod
     def format(descriptor: int, header: SlotHeader) -> None:
@@ -165,16 +158,16 @@ class Slot:
             raise KeeperError(f"{header.name} is a slot of another run. It was left alone.")
         return cls(descriptor, header, map_image=map_image, is_read_only=is_read_only)
 
-    def close(self) -> None:
-        """Unmap and close. Views of the slot must be gone; a mapping that is still viewed goes with them."""
-        # Forgotten first: a child that is forked in between must not close what has the number next.
-        descriptor, self.descriptor = self.descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+    def close(self) -> bool:
+        """Unmap and close. Views of the slot must be gone; a mapping that is still viewed goes with them. A
+        forked child leaves the mapping alone, which is not its own."""
+        was_open = super().close()
+        if was_open:
             try:
                 self._map.close()
             except BufferError:
                 del self._map
+        return was_open
 
     # Places
 
@@ -191,7 +184,7 @@ class Slot:
 
     @property
     def metadata_view(self) -> memoryview:
-        return self._view[self.header.metadata_offset : self.image_offset]
+        return self._view[PAGE : self.image_offset]
 
     @property
     def image_view(self) -> memoryview:
@@ -325,8 +318,7 @@ class Slot:
 
     def metadata(self, sealed: Sealed) -> Metadata:
         """The metadata of a sealed snapshot, copied. Raises DamagedError where it is not what was sealed."""
-        start = self.header.metadata_offset
-        data = bytes(self._view[start : start + sealed.record.metadata_bytes])
+        data = bytes(self._view[PAGE : PAGE + sealed.record.metadata_bytes])
         if _native.xxh3_128(data) != sealed.metadata_checksum:
             raise DamagedError(
                 "A slot's metadata does not match its checksum. The snapshot is not used.", step=sealed.step
@@ -400,12 +392,8 @@ class Slot:
     @property
     def heartbeat(self) -> Heartbeat:
         """As it was last written; its owner is 0 where that one is not the slot's any more."""
-        return Heartbeat(
-            self._load(page.BOUNDARIES_OFFSET),
-            self._load(page.BEAT_NS_OFFSET),
-            self._load(page.BEATER_OFFSET),
-            self._load(page.PATIENCE_NS_OFFSET),
-        )
+        offsets = page.BOUNDARIES_OFFSET, page.BEAT_NS_OFFSET, page.BEATER_OFFSET, page.PATIENCE_NS_OFFSET
+        return Heartbeat(*map(self._load, offsets))
 
     @property
     def complete(self) -> tuple[int, int]:
@@ -460,11 +448,6 @@ class Slot:
 
     def _store(self, offset: int, value: int) -> None:
         _native.store(self._address + offset, value)
-
-
-def digest_table(count: int) -> array[int]:
-    """A table in which no digest is taken yet: a seal refuses it as it is."""
-    return array("Q", [_native.EMPTY_DIGEST]) * count
 
 
 def newest_complete(held: Iterable[Sealed]) -> tuple[int, int] | None:

@@ -10,11 +10,14 @@ import torch
 
 from flashckpt import _native
 from flashckpt.capture import Verdict
+from flashckpt.capture.constants import Constants
+from flashckpt.capture.copy_policy import CopyPolicy, Way
+from flashckpt.capture.plan import Plan
 from flashckpt.memory.slot import SlotRing, SlotState
-from tests.capture.simulated import SimulatedStream
+from tests.capture.simulated import SimulatedDevice, SimulatedStream
 
 from .accelerated import LARGE, Accelerated
-from .content import bytes_of, newest
+from .content import Live, Walk, bytes_of, newest
 
 NO_ROOM = 0
 Maker = Callable[..., Accelerated]
@@ -466,3 +469,21 @@ def test_without_a_hook_before_the_boundary_the_loop_waits_for_copies_of_gated_l
     loop.device.compute.settle()
     assert loop.device.compute.pending() > 0, "the write waits for the copies"
     assert loop.result() == "exact"
+
+
+def test_what_a_silent_optimizer_may_write_has_no_gate_and_what_was_torn_is_waited_for() -> None:
+    """One of two optimizers is compiled, say, and calls no hook: nothing closes a gate before it writes."""
+    names, device = ("both", "one", "torn"), SimulatedDevice()
+    box = {name: torch.nn.Parameter(torch.zeros(LARGE)) for name in names}
+    device.adopt(*box.values())
+    plan = Plan(Walk([Live(name, box[name], "parameter", None, box, name) for name in names], [], []))
+    fires = torch.optim.SGD(box.values(), lr=0.1)
+    optimizers = [torch.optim.SGD([box["both"]], lr=0.1), fires]
+    policy = CopyPolicy(optimizers, Constants(optimizers, [device], 1, {}, (), None))
+    assert policy.tear("torn", Way.HOST)
+    assert not policy.tear("torn", Way.GATE), "there is no safer way"
+    ways = policy.choose(plan, [device] * 3, frozenset({id(fires)}), {})
+    found = {leaf.name: way.value for leaf, way in zip(plan.leaves, ways, strict=True)}
+    assert found == {"both": "wait", "one": "gate", "torn": "wait"}
+    plan.release()
+    device.shutdown()
