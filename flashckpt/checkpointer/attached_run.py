@@ -113,7 +113,7 @@ class AttachedRun:
         may_take = (self._put_off or self._progress.is_after_batches) and not self._in_iteration
         if may_take and self._boundaries.ordered_at is not None:
             self._put_off = False
-            self._or_commit(self._save_now)
+            self._or_commit(self._boundaries.capture_outside)
         self._wait_committed()
         unsaved, ordered_at = self._boundaries.unsaved, self._boundaries.ordered_at
         if unsaved is not None:
@@ -125,10 +125,6 @@ class AttachedRun:
             raise self._attendant.not_captured(
                 ordered_at + 1, "the iteration in which save() was called was left before its boundary"
             )
-
-    def _save_now(self) -> None:
-        with self._capture.heartbeat.resting():
-            self._boundaries.capture_outside()
 
     def _or_commit(self, capture: Callable[[], object]) -> None:
         """Capture. Where that fails, what was captured before is committed before it is raised."""
@@ -210,12 +206,8 @@ class AttachedRun:
             self._end(self._capture_marked)
 
     def _finish(self) -> None:
-        """The normal end of a whole run: its last boundary is captured and committed, then the run is let
-        go."""
-        if self.completed > 0:
-            self._end(lambda: self._boundaries.capture_now(persist=True))
-        else:
-            self._end(lambda: None)
+        """The normal end of a whole run: its last boundary is captured and committed."""
+        self._end(lambda: self.completed > 0 and self._boundaries.capture_now(persist=True))
 
     def _capture_marked(self) -> None:
         """The end of a loop whose boundaries are marked by hand: only here is it known to be one."""
@@ -236,13 +228,13 @@ class AttachedRun:
         like any other: it saves the newest that is whole, and waits for the next attempt."""
         if self._closed:
             return
-        in_order = False
         try:
             self._or_commit(capture)
             self.wait()
-            in_order = True
-        finally:
-            self._release(closed=in_order)
+        except BaseException:
+            self._release()
+            raise
+        self._release(closed=True)
 
     def _release(self, *, closed: bool = False) -> None:
         """Let the run go. What is sealed stays with the keeper, which persists it."""

@@ -8,7 +8,6 @@ the Checkpointer: a loop that is left by `break` must be able to let go of it.
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 import time
 from collections import deque
@@ -27,7 +26,6 @@ from flashckpt.events import Event, log
 from flashckpt.format.names import step_attempt_folder
 from flashckpt.keeper import start
 from flashckpt.keeper.protocol import Failure, Status
-from flashckpt.memory.slot import Sealed
 from flashckpt.options import MOST_SLOTS, Options
 
 _TICK_S = 0.5
@@ -53,7 +51,7 @@ class Attendant:
         options: Options,
         age_limits_s: tuple[float, float],
         loaded_step: int | None,
-        deadline_s: Callable[[], float] = lambda: math.inf,
+        deadline_s: Callable[[], float],
     ) -> None:
         self._session, self._capture, self._options = session, capture, options
         self.deadline_s = deadline_s  # the monotonic time past which nothing here waits any more
@@ -92,27 +90,22 @@ class Attendant:
         newest = self.slots.newest_own()
         return None if newest is None else newest.step
 
-    def ensure_slots(self) -> None:
-        """Wait until there are slots. Raises OutOfRoomError or KeeperError where none can be had."""
+    def await_slots(self, come: Callable[[], bool]) -> None:
+        """Wait until the slots that were asked for have `come`. Raises OutOfRoomError or KeeperError where
+        they cannot be had."""
         slots = self.slots
-        if slots.asked is None:
+        if come():
             return
         slots.ask_again()
-        patience_s = self.patience_s + self._making_s()
-        self._wait_until(lambda: not slots.asked or slots.error is not None, patience_s)
-        if slots.asked is not None:
+        asked = slots.asked.state if slots.asked is not None else ()
+        # Memory is taken and faulted in at a GiB a second or so, which is no news from the keeper.
+        patience_s = self.patience_s + MOST_SLOTS * sum(asked) / _SLOWEST_BYTES_PER_S
+        self._wait_until(lambda: come() or slots.error is not None, patience_s)
+        if not come():
             raise slots.error or KeeperError(
                 f"No slot was ready within {patience_s:.0f} s: no snapshot could be taken. The live "
                 "state is as it was. The keeper's log stands in the runtime folder."
             )
-
-    def slots_come(self, stopped: Callable[[], bool]) -> bool:
-        """Wait until the slots that were asked for are ready. False once `stopped`, or where they cannot be
-        had: then `slots.error` says why."""
-        slots = self.slots
-        until = self._making_s() + self.patience_s
-        came = self._wait_until(lambda: slots.ready or slots.error is not None or stopped(), until)
-        return came and slots.ready
 
     def persist_newest(self, stopped: Callable[[], bool]) -> None:
         """See the newest snapshot that the slots hold committed, or its persisting failed, before others go.
@@ -161,13 +154,17 @@ class Attendant:
         if newest is None:
             self._wait_loaded()
             return
-        step = newest.step
         self.slots.request_persist()
-        self._wait_for(step, newest.generation, lambda: self._is_done(newest))
+        # Another snapshot may have been committed under its number: the one that was loaded, for one.
+        self._wait_for(
+            newest.step,
+            newest.generation,
+            lambda: self._is_committed(newest.step) and self.slots.is_persisted(newest),
+        )
 
-    def _is_done(self, sealed: Sealed) -> bool:
-        # Another snapshot may have been committed under the same number: the one that was loaded, for one.
-        return is_committed(self.status, sealed.step) and self.slots.is_persisted(sealed)
+    def _is_committed(self, step: int) -> bool:
+        newest = self.status.newest_committed
+        return step in self.status.committed or (newest is not None and newest >= step)
 
     def may_name(self, step: int, *, wait: bool) -> bool:
         """Whether this attempt may still give a snapshot of its own the number `step`: not where the one that
@@ -186,9 +183,15 @@ class Attendant:
     def _wait_loaded(self) -> None:
         """Nothing newer is captured than what was resumed from: it may be in memory alone until the
         keeper has committed it as this attempt's."""
-        step = self._loaded_step
+        step, store = self._loaded_step, self._session.store
         if step is not None:
-            self._wait_for(step, None, lambda: self._is_visible(step))
+
+            def is_visible() -> bool:
+                return self._is_committed(step) or any(
+                    each.step == step for each in lineage.newest_first(store)
+                )
+
+            self._wait_for(step, None, is_visible)
 
     def _wait_for(self, step: int, generation: int | None, done: Callable[[], bool]) -> None:
         awaited, began = CommitWait(step, generation, self.patience_s, self.status), self._rounds
@@ -200,11 +203,6 @@ class Attendant:
         if not answered or not done():
             reason = refusal() or awaited.last_failure(self.status) or "the keeper makes no progress"
             raise self._failed(reason, step)
-
-    def _is_visible(self, step: int) -> bool:
-        if is_committed(self.status, step):
-            return True
-        return any(each.step == step for each in lineage.newest_first(self._session.store))
 
     def report(self) -> dict[str, float]:
         newest = self.status.newest_committed
@@ -308,12 +306,8 @@ class Attendant:
 
     def _send_events(self) -> None:
         while self._events:
-            event = self._events.popleft()
-            try:
-                self._session.keeper.event(event)
-            except BaseException:
-                self._events.appendleft(event)
-                raise
+            self._session.keeper.event(self._events[0])
+            self._events.popleft()
 
     def _say_once(self, text: str, key: str = "") -> None:
         if (key or text) not in self._said:
@@ -324,10 +318,6 @@ class Attendant:
             log.warning("%s", text)
 
     # ---- waiting
-
-    def _making_s(self) -> float:
-        """Memory is taken and faulted in at a GiB a second or so, which is no news from the keeper."""
-        return MOST_SLOTS * sum(self.slots.asked or ()) / _SLOWEST_BYTES_PER_S
 
     @property
     def patience_s(self) -> float:
@@ -364,11 +354,6 @@ class Attendant:
         finally:
             self._hurried = False
             self._waiting -= 1
-
-
-def is_committed(status: Status, step: int) -> bool:
-    newest = status.newest_committed
-    return step in status.committed or (newest is not None and newest >= step)
 
 
 class CommitWait:

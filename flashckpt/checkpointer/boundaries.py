@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from flashckpt.checkpointer.attendant import Attendant
     from flashckpt.checkpointer.progress import Progress, Use
     from flashckpt.checkpointer.signals import StopPolicy
-    from flashckpt.checkpointer.slots import Slots
     from flashckpt.memory.slot import Sealed, Slot
     from flashckpt.state.tree import Tree
 
@@ -53,9 +52,9 @@ class Boundaries:
     ) -> None:
         self._tree, self._progress, self._capture = tree, progress, capture
         self._attendant, self._use = attendant, use
-        self._growth = Growth(capture, attendant, lambda: stop.is_asked)
+        self._slots, self._surroundings = attendant.slots, surroundings
+        self._growth = Growth(capture, attendant, stop)
         self.waited = 0
-        self._surroundings = surroundings
         self._asked_first = self._has_begun = False
         self.unsaved: FlashckptError | None = None
         self.ordered_at: int | None = None
@@ -76,11 +75,8 @@ class Boundaries:
                 "goes on from it. This process must end; start only one job on a run.",
                 step=self._progress.step,
             )
-        slots = self._attendant.slots
-        error = slots.error
-        if error is None or slots.any or self._attendant.newest_sealed_step() is not None:
-            return
-        if self._keeps_region():
+        slots, error = self._slots, self._slots.error
+        if error is None or slots.any or slots.newest_own() is not None or self._growth.keeps_region():
             return
         if not slots.were_had or self._capture.heartbeat.boundaries <= _FIRST_BOUNDARIES:
             raise error
@@ -98,26 +94,22 @@ class Boundaries:
         self.ordered_at = self._progress.step
         self._capture.order()
 
-    def pass_one(self) -> None:
+    def pass_one(self, *, held: bool) -> None:
         """Count the step and let the capture decide whether this boundary is taken. Whatever goes wrong with
-        the capture does not stop training: it is raised where the user waits."""
-        self._count()
-        self._capture.ordinal += 1
-        self._capture_once(ordered=self._next_ordered)
-        self._next_ordered = self._in_code = False
-        self._ask_for_slots()
-        self._use.at_boundary()
+        the capture does not stop training: it is raised where the user waits.
 
-    def hold_one(self) -> None:
-        """Count the step of an epoch's last batch. It is captured at the end of the epoch, once the epoch's
-        own code is done: a snapshot from before it and one from after it would have one number."""
+        `held`: the boundary of an epoch's last batch. It is captured at the end of the epoch, once the
+        epoch's own code is done: a snapshot from before it and one from after it would have one number."""
         self._count()
         self._capture.ordinal += 1
-        self._next_ordered = self._in_code = False
-        self._adopt_slots()
-        self._capture.pass_by(self._progress.step)
-        self._ask_for_slots()
-        self._use.at_boundary()
+        ordered, self._next_ordered, self._in_code = self._next_ordered, False, False
+        if held:
+            self._slots.adopt()
+            self._capture.pass_by(self._progress.step)
+            self._growth.ask()
+            self._use.at_boundary()
+        else:
+            self._capture_here(ordered=ordered)
 
     def end_epoch(self, *, last: bool) -> None:
         """The code after an epoch's batches is done. Its state is that of the step of the epoch's last batch,
@@ -128,23 +120,21 @@ class Boundaries:
         self._progress.next_epoch()
         self._capture.ordinal += 1  # it may have the step of the boundary before, and is another
         self._capture.wait()
-        self._adopt_slots()  # first: what the smaller ones hold is asked for as they change hands
+        self._slots.adopt()  # first: what the smaller ones hold is asked for as they change hands
         if self._is_given_away(last):
             if self._in_code or (last and not self._is_as_captured()):
                 self._progress.step += 1
             elif last:
                 self._saved()
-                self._attendant.slots.request_persist()
+                self._slots.request_persist()
                 return
             else:
                 self._next_ordered = True
                 return
         self._in_code = False
         is_saved = last or self.ordered_at is not None  # by save(), in the epoch's code
-        if not is_saved and newest_of(self._attendant.slots, self._progress.step) is None:
-            self._capture_once(ordered=True)
-            self._ask_for_slots()
-            self._use.at_boundary()
+        if not is_saved and self._newest_here() is None:
+            self._capture_here(ordered=True)
             return
         try:
             self._supersede(persist=is_saved)
@@ -157,16 +147,15 @@ class Boundaries:
         """Capture the present boundary anew; what was captured of it before is let go once that is sealed,
         and before anybody asks for the new one: two that are to be persisted under one number would leave
         either on disk."""
-        slots = self._attendant.slots
-        before = newest_of(slots, self._progress.step)
+        before = self._newest_here()
         if not self.capture_now(persist=False, anew=True, may_count=persist):
             self._next_ordered = True
             return
-        if before is not None and before.step == self._progress.step and not slots.free(before):
+        if before is not None and before.step == self._progress.step and not self._slots.free(before):
             self._progress.step += 1
             self.capture_now(persist=persist)
         elif persist:
-            slots.request_persist()
+            self._slots.request_persist()
 
     def leave_iteration(self) -> None:
         """An iteration of an epoch was left by `break`. It counts if something was trained in it: the epoch
@@ -181,16 +170,26 @@ class Boundaries:
     def _is_given_away(self, last: bool) -> bool:
         """Whether another snapshot of this attempt has the number of the present step, on disk or on its way
         there. One that is nowhere but in memory, and that nobody asked for, is superseded by a newer one."""
-        step, slots = self._progress.step, self._attendant.slots
-        newest = newest_of(slots, step)
+        newest = self._newest_here()
         if newest is not None:
-            return slots.is_asked_for(newest)
-        return not self._attendant.may_name(step, wait=last)
+            return self._slots.is_asked_for(newest)
+        return not self._attendant.may_name(self._progress.step, wait=last)
 
-    def _capture_once(self, *, ordered: bool) -> None:
-        if self._capture.schedule.every_step and self._attendant.slots.ring is None and not self._asked_first:
-            self._first_slots()
-        self._adopt_slots()
+    def _newest_here(self) -> Sealed | None:
+        """The newest sealed snapshot of this attempt, if it is one of the present step."""
+        newest = self._slots.newest_own()
+        return newest if newest is not None and newest.step == self._progress.step else None
+
+    def _capture_here(self, *, ordered: bool) -> None:
+        if self._capture.schedule.every_step and self._slots.ring is None and not self._asked_first:
+            # Every step is to be captured, so the first one is. Waited for once: a keeper that does not give
+            # slots must not hold up every boundary after it.
+            self._asked_first = True
+            try:
+                self._growth.require()
+            except FlashckptError as error:
+                self.not_saved(error)
+        self._slots.adopt()
         try:
             outcome = self._capture.boundary(self._progress.step, self.values, ordered=ordered)
             if self._growth.waits_after(outcome):
@@ -200,44 +199,36 @@ class Boundaries:
                 self._saved()
         except Exception as error:
             self.not_saved(error)
+        self._growth.ask()
+        self._use.at_boundary()
 
     def _in_larger_slots(self, outcome: BoundaryResult, ordered: bool) -> BoundaryResult:
         """A state that grows would go on without a snapshot for ever if no boundary waited for slots."""
         self.waited += 1
         with self._capture.heartbeat.resting():
             for _ in range(_TRIES):
-                self._ask_for_slots()
-                if not self._growth.slots_come(outcome.step):
+                if not self._growth.larger_come(outcome.step):
                     break
-                self._adopt_slots()
+                self._slots.adopt()
                 outcome = self._capture.boundary(outcome.step, self.values, due=True, ordered=ordered)
                 if not self._growth.waits_after(outcome):
                     break
         return outcome
 
-    def _first_slots(self) -> None:
-        """Every step is to be captured, so the first one is: its slots are waited for, once. A keeper that
-        does not give them must not hold up every boundary after it."""
-        self._asked_first = True
-        try:
-            self._ask_for_slots(ordered=True)
-            self._ensure_slots()
-        except FlashckptError as error:
-            self.not_saved(error)
-
     def capture_outside(self) -> None:
         """A snapshot outside of an iteration, persisted. It is a boundary of its own, with a step of its own,
-        unless it is the present one: nothing has come since, or that one is still to be captured."""
+        unless it is the present one: nothing has come since, or that one is still to be captured. Raises as
+        `capture_now`."""
         self._capture.ordinal += 1
-        self._capture.wait()
-        captured = newest_of(self._attendant.slots, self._progress.step) is not None
-        held = self._progress.is_after_batches and not captured
-        if (not held and not self.is_unchanged()) or not (
-            captured or self._attendant.may_name(self._progress.step, wait=True)
-        ):
-            self._progress.step += 1
-        self.capture_now(persist=True)
-        self._in_code = self._progress.is_after_batches
+        with self._capture.heartbeat.resting():
+            self._capture.wait()
+            captured = self._newest_here() is not None
+            held = self._progress.is_after_batches and not captured
+            is_same = held or self._is_unchanged()
+            if not (is_same and (captured or self._attendant.may_name(self._progress.step, wait=True))):
+                self._progress.step += 1
+            self.capture_now(persist=True)
+            self._in_code = self._progress.is_after_batches
 
     def capture_now(self, *, persist: bool, anew: bool = False, may_count: bool = True) -> bool:
         """Capture the present boundary, whatever the pace, and see it sealed, unless it is already. `anew`:
@@ -248,20 +239,19 @@ class Boundaries:
         StateError where it holds what cannot be saved.
         """
         self._capture.wait()
-        step, attendant, outgrown = self._progress.step, self._attendant, False
-        before = attendant.slots.newest_own() if anew else None
+        step, slots, attendant, outgrown = self._progress.step, self._slots, self._attendant, False
+        before = slots.newest_own() if anew else None
 
         def is_sealed() -> bool:
-            newest = newest_of(attendant.slots, step)
-            return newest is not None and (before is None or newest.age > before.age)
+            newest = slots.newest_own()
+            return newest is not None and newest.step == step and (before is None or newest.age > before.age)
 
         tries, until_s = 0, min(time.monotonic() + attendant.patience_s, attendant.deadline_s())
         while not is_sealed():
-            if outgrown or not attendant.slots.any:
-                self._ask_for_slots(ordered=True)
-                self._ensure_slots()
-            self._adopt_slots()
-            if before is not None and before.step == step and attendant.slots.is_asked_for(before):
+            if outgrown or not slots.any:
+                self._growth.require()
+            slots.adopt()
+            if before is not None and before.step == step and slots.is_asked_for(before):
                 if not may_count:
                     return False
                 step = self._progress.step = step + 1
@@ -277,42 +267,19 @@ class Boundaries:
         self._saved()
         self._use.at_boundary()
         if persist:
-            attendant.slots.request_persist()
+            slots.request_persist()
         return True
 
-    def _ensure_slots(self) -> None:
-        while True:
-            try:
-                self._attendant.ensure_slots()
-            except OutOfRoomError:
-                if not (self._keeps_region() or self._growth.give_way()):
-                    raise
-            else:
-                return
-
-    def _keeps_region(self) -> bool:
-        """Where there is no memory for another region of constants, that of before goes on: slots are asked
-        for that hold the rest."""
-        slots = self._attendant.slots
-        is_short = isinstance(slots.error, OutOfRoomError) and slots.empty_region is None
-        if not is_short or not self._capture.keep_region():
-            return False
-        wanted = self._capture.room_wanted(ordered=True)
-        assert wanted is not None
-        slots.ask(wanted)
-        slots.ask_again()
-        return True
-
-    def is_unchanged(self) -> bool:
+    def _is_unchanged(self) -> bool:
         """Whether nothing has come since the present boundary: no use of the state was seen and, where it is
         captured, the state is bit for bit what was captured."""
         if self._use.used_since_boundary:
             return False
-        return self._attendant.newest_sealed_step() != self._progress.step or self._is_as_captured()
+        return self._newest_here() is None or self._is_as_captured()
 
     def _is_as_captured(self) -> bool:
         """Whether the newest sealed snapshot holds exactly the state as it is now."""
-        metadata = self._attendant.slots.newest_metadata()
+        metadata = self._slots.newest_metadata()
         if metadata is None:
             return False
         then = {leaf.name: (leaf.dtype, leaf.shape, digest) for leaf, digest in metadata.counted()}
@@ -351,13 +318,23 @@ class Boundaries:
 
     def _saved(self) -> None:
         self.unsaved = self.ordered_at = None
-        self._attendant.slots.fits()
+        self._slots.fits()
 
-    # ---- the slots that captures go to
 
-    def _ask_for_slots(self, *, ordered: bool = False) -> None:
-        """Once the size of the state is known, and again when it has outgrown its slots."""
-        slots, capture = self._attendant.slots, self._capture
+class Growth:
+    """Memory for captures: slots are asked for once the size of the state is known, and again when it has
+    outgrown them. When a boundary waits for larger ones, and in which order memory changes hands where there
+    is little of it. Asks the keeper nothing itself."""
+
+    def __init__(self, capture: Capture, attendant: Attendant, stop: StopPolicy) -> None:
+        self._capture, self._attendant, self._slots = capture, attendant, attendant.slots
+        self._stop = stop
+        self._skipped = 0
+        self._is_refused = False
+
+    def ask(self, *, ordered: bool = False) -> None:
+        """Ask for slots where the next capture needs others than there are."""
+        slots, capture = self._slots, self._capture
         is_refused = slots.error is not None
         if slots.preparing and slots.ring is None and not (is_refused and ordered):
             return  # they are on their way: not at each boundary is the state walked for their size
@@ -367,62 +344,56 @@ class Boundaries:
         elif wanted is None and is_refused:
             slots.fits()
 
-    def _adopt_slots(self) -> None:
-        slots = self._attendant.slots
-        ready = slots.take_ready()
-        if ready is None:
-            return
-        if slots.empty_region is not None:
-            self._capture.fill_region(*slots.empty_region)
-            slots.empty_region = None
-        self._capture.set_slots(*ready)
-        slots.taken_up()
+    def require(self) -> None:
+        """Ask for slots, and wait for them. Raises OutOfRoomError or KeeperError where none can be had."""
+        self.ask(ordered=True)
+        self._wait(lambda: self._slots.asked is None, lambda: False)
 
+    def larger_come(self, step: int) -> bool:
+        """Wait for larger slots. False once a stop is asked, or where there is no memory for them: then no
+        boundary waits until one was captured again."""
+        slots, stop = self._slots, self._stop
+        self.ask()
+        try:
+            self._wait(
+                lambda: slots.ready or stop.is_asked or not (slots.asked or slots.completing),
+                lambda: stop.is_asked,
+            )
+        except FlashckptError as error:
+            self._is_refused = True
+            newest = slots.newest_own()
+            log.warning(
+                "step %d is not captured, and training goes on without waiting: %s The newest snapshot in "
+                "memory is of %s. Slots are asked for again every few seconds.",
+                step, error, "no step" if newest is None else f"step {newest.step}",
+            )  # fmt: skip
+        return slots.ready
 
-class Growth:
-    """A state that outgrows its slots: when a boundary waits for larger ones, and in which order memory
-    changes hands where there is little of it. Asks the keeper nothing itself.
+    def _wait(self, come: Callable[[], bool], stopped: Callable[[], bool]) -> None:
+        while True:
+            try:
+                return self._attendant.await_slots(come)
+            except OutOfRoomError:
+                if not (self.keeps_region() or self._give_way(stopped)):
+                    raise
 
-    `stopped` is whether the loop is asked to end, by a signal or a notice."""
-
-    def __init__(self, capture: Capture, attendant: Attendant, stopped: Callable[[], bool]) -> None:
-        self._capture, self._attendant, self._stopped = capture, attendant, stopped
-        self._skipped = 0
-        self._is_refused = False
-
-    def saw(self, outcome: BoundaryResult) -> None:
-        """What became of a boundary in the end."""
-        if outcome.captured:
-            if self._skipped:
-                log.info("step %d fits its slots again, after %d skipped", outcome.step, self._skipped)
-            self._skipped, self._is_refused = 0, False
-        elif self._is_for_want_of_room(outcome):
-            self._skipped += 1
-            if self._skipped == 1:
-                log.info("step %d is not captured: the state needs larger slots, which come", outcome.step)
-
-    def waits_after(self, outcome: BoundaryResult) -> bool:
-        """Whether this boundary, which was due, is to wait for slots and to be tried again."""
-        is_due = self._skipped >= _SKIPPED and not self._is_refused and not self._stopped()
-        return is_due and self._is_for_want_of_room(outcome)
-
-    def slots_come(self, step: int) -> bool:
-        """Wait for the slots that were asked for. False once a stop is asked, or where there is no memory for
-        them: then no boundary waits until one was captured again."""
-        attendant, slots = self._attendant, self._attendant.slots
+    def keeps_region(self) -> bool:
+        """Where there is no memory for another region of constants, that of before goes on: slots are asked
+        for that hold the rest."""
+        slots = self._slots
+        is_short = isinstance(slots.error, OutOfRoomError) and slots.empty_region is None
+        if not is_short or not self._capture.keep_region():
+            return False
+        wanted = self._capture.room_wanted(ordered=True)
+        if wanted is not None:
+            slots.ask(wanted)
         slots.ask_again()
-        while not attendant.slots_come(self._stopped):
-            if self._stopped():
-                return False
-            if not isinstance(slots.error, OutOfRoomError) or not self.give_way(self._stopped):
-                self._refuse(step)
-                return False
         return True
 
-    def give_way(self, stopped: Callable[[], bool] = lambda: False) -> bool:
+    def _give_way(self, stopped: Callable[[], bool]) -> bool:
         """Where larger slots do not fit beside those there are: persist the newest snapshot, then let another
         slot go, so that one can be made. False where only the newest is left, or once `stopped`."""
-        slots = self._attendant.slots
+        slots = self._slots
         if slots.ring is None:
             return False
         self._capture.wait()  # the newest may be on its way
@@ -441,29 +412,27 @@ class Growth:
         slots.ask_for_one()
         return True
 
-    def _refuse(self, step: int) -> None:
-        self._is_refused = True
-        newest = self._attendant.newest_sealed_step()
-        held = "no step" if newest is None else f"step {newest}"
-        log.warning(
-            "step %d is not captured, and training goes on without waiting: %s The newest snapshot in memory "
-            "is of %s. Slots are asked for again every few seconds.",
-            step,
-            self._attendant.slots.error or "the slots that the state has outgrown cannot be replaced yet.",
-            held,
-        )
+    def saw(self, outcome: BoundaryResult) -> None:
+        """What became of a boundary in the end."""
+        if outcome.captured:
+            if self._skipped:
+                log.info("step %d fits its slots again, after %d skipped", outcome.step, self._skipped)
+            self._skipped, self._is_refused = 0, False
+        elif self._is_for_want_of_room(outcome):
+            self._skipped += 1
+            if self._skipped == 1:
+                log.info("step %d is not captured: the state needs larger slots, which come", outcome.step)
+
+    def waits_after(self, outcome: BoundaryResult) -> bool:
+        """Whether this boundary, which was due, is to wait for slots and to be tried again."""
+        is_due = self._skipped >= _SKIPPED and not self._is_refused and not self._stop.is_asked
+        return is_due and self._is_for_want_of_room(outcome)
 
     def _is_for_want_of_room(self, outcome: BoundaryResult) -> bool:
-        slots = self._attendant.slots
+        slots = self._slots
         if outcome.verdict is not Verdict.SKIPPED or (slots.ring is None and not slots.is_for_one):
             return False
         return self._capture.room_wanted() is not None or slots.completing
-
-
-def newest_of(slots: Slots, step: int) -> Sealed | None:
-    """The newest sealed snapshot of this attempt, if it is one of this step."""
-    newest = slots.newest_own()
-    return newest if newest is not None and newest.step == step else None
 
 
 def _age(slot: Slot) -> tuple[int, int, int]:

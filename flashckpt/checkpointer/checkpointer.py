@@ -111,7 +111,7 @@ class Checkpointer(AttachedRun):
             self._boundaries.order()
             self._put_off = True
             return
-        self._save_now()
+        self._boundaries.capture_outside()
 
     def _say_what_is_left_to_the_program(self) -> None:
         """In a loop that only marks its steps, nobody here knows its loader. Said once."""
@@ -143,15 +143,12 @@ class Checkpointer(AttachedRun):
 
     def _end_of_iteration(self, *, ends_epoch: bool) -> None:
         """`ends_epoch`: no batch follows in this epoch, as far as is known, and code of its own may."""
-        self._in_iteration = False
-        if self._marked:
-            self._marked = False
-            return
-        self._boundary(ends_epoch=ends_epoch)
+        marked, self._in_iteration, self._marked = self._marked, False, False
+        if not marked:
+            self._boundary(ends_epoch=ends_epoch)
 
     def _end_of_epoch(self, epochs: int) -> None:
-        """The code after an epoch's batches is done: what it has made is captured, and what is last is
-        committed."""
+        """The code after an epoch's batches is done: what it has made is captured, what is last committed."""
         stops = self._enter_boundary(self.completed)
         self._put_off = False
         self._boundaries.end_epoch(last=stops or self._progress.epoch + 1 >= epochs)
@@ -167,10 +164,7 @@ class Checkpointer(AttachedRun):
 
     def _boundary(self, *, ends_epoch: bool = False) -> None:
         stops = self._enter_boundary(self._progress.step + 1)
-        if ends_epoch and not stops:
-            self._boundaries.hold_one()
-        else:
-            self._boundaries.pass_one()
+        self._boundaries.pass_one(held=ends_epoch and not stops)
 
     def _enter_boundary(self, step: int) -> bool:
         """Before the boundary of this step. Gives whether the loop ends at it; then it is captured."""

@@ -14,40 +14,39 @@ from flashckpt.events import log
 
 
 class DisabledCheckpointer:
-    """What `attach(…, enabled=False)` gives, with the names of Checkpointer. `resumed` is always None."""
+    """What `attach(…, enabled=False)` gives, with the names of Checkpointer. `completed` counts iterations of
+    this process, `resumed` is always None."""
 
     resumed = None
+    completed = 0
+    stopping = False
+    stop_reason: str | None = None
+    _epoch = 0
+    _in_iteration = _marked = False
 
     def __init__(self, path: str | os.PathLike[str], *, by_environment: bool) -> None:
-        self._completed = self._epoch = 0
-        self._in_iteration = self._marked = self._stopping = False
         why = "FLASHCKPT=off" if by_environment else "enabled=False"
         # A warning: a job that was to be saved and is not must not find that out at its first crash.
         log.warning("%s: nothing is restored from %s, and nothing is saved", why, os.fspath(path))
 
-    @property
-    def completed(self) -> int:
-        """Iterations done, in this process."""
-        return self._completed
-
     def batches(self, loader: Iterable[Any]) -> DisabledBatches:
-        return DisabledBatches(self, loader, epochs=1)
+        return DisabledBatches(self, loader, 1, None)
 
     def enumerate(self, loader: Iterable[Any]) -> Iterator[tuple[int, Any]]:
         return enumerate(self.batches(loader))
 
     def epochs(self, epochs: int) -> Iterator[int]:
         for self._epoch in range(epochs):
-            before = self._completed
+            before = self.completed
             yield self._epoch
-            self._completed += self._completed == before  # as an epoch without batches counts when attached
-            if self._stopping:
+            self.completed += self.completed == before  # as an epoch without batches counts when attached
+            if self.stopping:
                 return
 
     def step(self) -> None:
         if not self._marked:
             self._marked = self._in_iteration
-            self._completed += 1
+            self.completed += 1
 
     def save(self) -> None:
         """Nothing is saved."""
@@ -56,15 +55,7 @@ class DisabledCheckpointer:
         """There is nothing to wait for."""
 
     def stop(self) -> None:
-        self._stopping = True
-
-    @property
-    def stopping(self) -> bool:
-        return self._stopping
-
-    @property
-    def stop_reason(self) -> str | None:
-        return "stop" if self._stopping else None
+        self.stopping, self.stop_reason = True, "stop"
 
     def close(self) -> None:
         """There is nothing to let go of."""
@@ -79,10 +70,10 @@ class DisabledCheckpointer:
         self.close()
 
     def _whole_run(self, loader: Iterable[Any], epochs: int | None, steps: int | None) -> DisabledBatches:
-        return DisabledBatches(self, loader, epochs=epochs, steps=steps, whole_run=True)
+        return DisabledBatches(self, loader, epochs, steps)
 
     def _end_of_iteration(self) -> None:
-        self._completed += self._in_iteration and not self._marked
+        self.completed += self._in_iteration and not self._marked
         self._in_iteration = self._marked = False
 
 
@@ -91,18 +82,11 @@ class DisabledBatches(Iterator[Any]):
     attribute of it is looked for in the loader."""
 
     def __init__(
-        self,
-        checkpointer: DisabledCheckpointer,
-        loader: Iterable[Any],
-        *,
-        epochs: int | None = None,
-        steps: int | None = None,
-        whole_run: bool = False,
+        self, checkpointer: DisabledCheckpointer, loader: Any, epochs: int | None, steps: int | None
     ) -> None:
         self.checkpointer, self._loader = checkpointer, loader
-        self._epochs, self._steps, self._whole_run = epochs, steps, whole_run
-        self._taken = 0  # of this epoch
-        self._passes = 0
+        self._epochs, self._steps = epochs, steps
+        self._taken = self._passes = 0  # batches of this pass, passes before it
         self._iterator: Iterator[Any] | None = None
         self._ended = False
 
@@ -119,7 +103,7 @@ class DisabledBatches(Iterator[Any]):
             return 0
         left = None if self._steps is None else max(0, self._steps - self.completed)
         if self._epochs is not None:
-            length = len(self._loader)  # type: ignore[arg-type]
+            length = len(self._loader)
             by_epochs = max(0, (self._epochs - self._passes) * length - self._taken)
             left = by_epochs if left is None else min(left, by_epochs)
         return left or 0
@@ -132,9 +116,8 @@ class DisabledBatches(Iterator[Any]):
     def __next__(self) -> Any:
         self.checkpointer._end_of_iteration()
         is_done = self._steps is not None and self.completed >= self._steps
-        if self._ended or self.checkpointer.stopping or is_done:
-            raise self._end()
-        while self._epochs is None or self._passes < self._epochs:
+        self._ended = self._ended or self.checkpointer.stopping or is_done
+        while not self._ended and (self._epochs is None or self._passes < self._epochs):
             if self._iterator is None:
                 self._tell_epoch()
                 self._iterator = iter(self._loader)
@@ -145,15 +128,12 @@ class DisabledBatches(Iterator[Any]):
             if not self._taken:
                 break  # an empty loader that is repeated until `steps` would never end
             self._iterator, self._taken, self._passes = None, 0, self._passes + 1
-        raise self._end()
-
-    def _end(self) -> StopIteration:
         self._ended, self._iterator = True, None
-        return StopIteration()
+        raise StopIteration
 
     def _tell_epoch(self) -> None:
         """Samplers that shuffle by epoch are told which one it is, as they are when attached."""
-        epoch = self._passes if self._whole_run else self.checkpointer._epoch
+        epoch = self.checkpointer._epoch + self._passes
         sampler = getattr(self._loader, "batch_sampler", None) or getattr(self._loader, "sampler", None)
         inner = getattr(sampler, "sampler", None)
         if epoch and any(hasattr(each, "set_epoch") for each in (sampler, inner)):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from flashckpt import crashpoints
@@ -30,7 +30,7 @@ _FEWEST = 2
 
 
 @dataclass(frozen=True, eq=False)
-class _Request:
+class Request:
     """What was asked of the keeper, for a state that needs so much: see `KeeperClient.slots`. `adds`: to the
     slots there are, which are not exchanged for these. `region`: a region of constants, with room for that,
     comes first."""
@@ -43,20 +43,11 @@ class _Request:
     region: SlotSize | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class _Given:
-    """Slots that are ready to be written: mapped, faulted in, known to the devices."""
-
-    slots: Sequence[Slot]
-    owners: dict[str, int]
-    request: _Request
-
-
 class Slots:
-    """`ring` is what the capture writes to, `were_had` whether it ever had slots, `error` why slots could not
-    be had the last time. `say(text, key)` warns once a key; `news` is called when an answer has come.
-    `empty_region` is one for constants, mapped, with this process's index in it, that is to be filled before
-    the first capture."""
+    """`ring` is what the capture writes to, `were_had` whether it ever had slots, `asked` what was asked for
+    and is not given yet, `error` why it could not be had the last time. `say(text, key)` warns once a key;
+    `news` is called when an answer has come. `empty_region` is one for constants, mapped, with this process's
+    index in it, that is to be filled before the first capture."""
 
     def __init__(
         self,
@@ -64,31 +55,33 @@ class Slots:
         capture: Capture,
         options: Options,
         say: Callable[[str, str], None],
-        news: Callable[[], None] = lambda: None,
+        news: Callable[[], None],
     ) -> None:
         self._session, self._capture, self._say, self._news = session, capture, say, news
         self._count, self._patience_s = options.slots or 0, max(options.grace_s, 1.0)
+        self._fewest = min(self._count or _FEWEST, _FEWEST)
+        self.is_single = self._count == 1  # what stands in it is on disk before it is written again
         self.ring: SlotRing | None = None
         self.were_had = False
+        self.asked: Request | None = None
         self.error: FlashckptError | None = None
         # Held while a thread of its own reads what stands in slots: none is unmapped meanwhile.
         self._reading = threading.Lock()
         self.empty_region: tuple[Slot, int] | None = None
         # Of constants, not released yet: names by nonce.
         self._regions = {} if capture.region is None else {capture.region.nonce: capture.region.name}
-        self._asked: _Request | None = None
-        self._given: _Given | None = None
+        # Ready to be written (mapped, faulted in, known to the devices), and not adopted yet.
+        self._given: tuple[Request, list[Slot]] | None = None
         self._owners: dict[str, int] = {}
         # Held for the moment in which a request, or what was given, changes hands; never while one waits.
         self._handover = threading.Lock()
         self._threads: list[threading.Thread] = []
-        self._waiting_for: _Request | None = None
+        self._is_waiting = False  # a thread, for an answer
         self._retry_s = 0.0
         self._unreachable_since_s: float | None = None
         # What each slot is to have room for where memory allowed only one: the others come once that holds
         # the newest snapshot.
         self._missing: SlotSize | None = None
-        self._replaced: SlotRing | None = None
         self._outgrown: list[Slot] = []
         self._carried: Sealed | None = None
         self._ended = False
@@ -98,27 +91,22 @@ class Slots:
     @property
     def any(self) -> bool:
         """Whether there are slots, or will be at the next boundary."""
-        return self.ring is not None or self._given is not None
-
-    @property
-    def asked(self) -> SlotSize | None:
-        """What slots were asked for that are not given yet."""
-        return None if self._asked is None else self._asked.state
+        return self.ring is not None or self.ready
 
     @property
     def preparing(self) -> bool:
         """Whether slots were asked for that the capture does not have yet."""
-        return self._asked is not None or self._given is not None
+        return self.asked is not None or self.ready
 
     @property
     def ready(self) -> bool:
-        """Whether slots wait to be taken."""
+        """Whether slots wait to be adopted."""
         return self._given is not None
 
     def ask(self, state: SlotSize, region: SlotSize | None = None) -> None:
         """Ask for slots for a state that needs this and, before them, for a region of constants. What stands
         is not asked again, unless it was refused for another size, or only adds slots."""
-        before = self._asked
+        before = self.asked
         if before is not None and not before.adds and (self.error is None or before.state == state):
             return
         # A state that goes on growing outgrows slots seldom; where memory is short it gets what it needs.
@@ -127,38 +115,33 @@ class Slots:
         is_larger = before is not None and sum(state) > sum(before.state)
         # What a state that grows in every step had no memory for is not tried again in each of them.
         at_once = self.error is None or not is_larger
-        request = _Request(state, state.with_slack(2), wanted, self._count, region=region)
+        request = Request(state, state.with_slack(2), wanted, self._count, region=region)
         self._put(request, before, at_once=at_once)
 
     def ask_for_one(self) -> None:
         """One larger slot will do, beside that of the newest snapshot: the others come once that has gone."""
-        before = self._asked
+        before = self.asked
         if before is not None:
             state = before.state
-            self._put(_Request(state, state.with_slack(2), state.with_slack(), 1), before)
+            self._put(Request(state, state.with_slack(2), state.with_slack(), 1), before)
 
     @property
     def is_for_one(self) -> bool:
         """Whether just one slot was asked for."""
-        return self._asked is not None and self._asked.count == 1
-
-    @property
-    def is_single(self) -> bool:
-        """Whether the user wants one slot, and what stands in it on disk before it is written again."""
-        return self._count == 1
+        return self.asked is not None and self.asked.count == 1
 
     def ask_again(self) -> None:
         """Somebody waits: what there was no memory for a moment ago is asked for at once."""
-        before = self._asked
+        before = self.asked
         if before is not None:
             self._put(before, before)
 
-    def _put(self, request: _Request, before: _Request | None, *, at_once: bool = True) -> None:
-        """In the place of `before`, unless that was answered since: what was given is taken first."""
+    def _put(self, request: Request, before: Request | None, *, at_once: bool = True) -> None:
+        """In the place of `before`, unless that was answered since: what was given is adopted first."""
         with self._handover:
-            if self._asked is not before or self._given is not None:
+            if self.asked is not before or self.ready:
                 return
-            self._asked = request
+            self.asked = request
             if at_once:
                 self.error, self._retry_s = None, 0.0
         self._news()
@@ -166,11 +149,11 @@ class Slots:
     def fits(self) -> None:
         """The state fits the slots there are: larger ones that were asked for are not needed any more."""
         with self._handover:
-            asked, ring = self._asked, self.ring
+            ring = self.ring
             if ring is None:
                 return
-            if asked is not None and not asked.adds:
-                self._asked = self.error = None
+            if self.asked is not None and not self.asked.adds:
+                self.asked = self.error = None
             if len(ring.slots) < self._fewest and self._missing is None and not self.preparing:
                 self._missing = ring.slots[0].size
 
@@ -180,10 +163,6 @@ class Slots:
         is_short = self.ring is not None and len(self.ring.slots) < self._fewest
         return is_short and self.error is None
 
-    @property
-    def _fewest(self) -> int:
-        return min(self._count or _FEWEST, _FEWEST)
-
     def give_up(self, slot: Slot) -> None:
         """Let this slot go, which no capture writes any more: its memory is needed for a larger one, and the
         newest snapshot stays in another."""
@@ -192,36 +171,30 @@ class Slots:
             self._outgrown.append(slot)
         crashpoints.point("growth.given-up")
 
-    def take_ready(self) -> tuple[SlotRing, dict[str, int]] | None:
-        """Slots that are ready, with this process's owner index in each, for the capture to write to from
-        now on. The training thread calls this at a boundary, and `taken_up` once it writes to the old ones no
-        more."""
-        with self._handover:
-            given, self._given = self._given, None
-            if given is None:
-                return None
-            kept = self.ring.slots if self.ring is not None and given.request.adds else ()
-            self._replaced = self.ring if not given.request.adds else None
-            self.were_had = True
-            self.ring = SlotRing([*kept, *given.slots], is_single=self.is_single)
-        self._owners = {**self._owners, **given.owners}
-        is_short = len(self.ring.slots) < self._fewest
-        self._missing = self.ring.slots[0].size if is_short else None
-        return self.ring, self._owners
-
-    def taken_up(self) -> None:
-        """The slots before are let go. What is newest in them is persisted: nobody could ask for it later."""
-        old = self._replaced
-        if old is None:
+    def adopt(self) -> None:
+        """At a boundary: captures write to the slots that are ready, and those before are let go. What is
+        newest in them is persisted: nobody could ask for it later."""
+        given, old = self._given, self.ring
+        if given is None:
             return
-        newest = self._own(old.newest_sealed())
+        request, slots = given
+        if self.empty_region is not None:
+            self._capture.fill_region(*self.empty_region)
+            self.empty_region = None
+        if old is not None and request.adds:
+            slots, old = [*old.slots, *slots], None
+        ring = SlotRing(slots, is_single=self.is_single)
+        self._capture.set_slots(ring, self._owners)  # waits for the copies into the old ones
+        newest = self._own(old.newest_sealed()) if old is not None else None
         if newest is not None:
             newest[0].request_persist(newest[1].generation)
             self._carried = newest[1]
         with self._handover:
-            self._outgrown.extend(old.slots)
-            self._replaced = None
-        crashpoints.point("growth.taken-up")
+            self.ring, self._given, self.were_had = ring, None, True
+            self._outgrown.extend(old.slots if old is not None else ())
+            self._missing = ring.slots[0].size if len(ring.slots) < self._fewest else None
+        if old is not None:
+            crashpoints.point("growth.taken-up")
 
     # ---- what stands in them
 
@@ -272,17 +245,6 @@ class Slots:
         """What stands in the slots, of whatever attempt."""
         return self.ring.newest_sealed() if self.ring is not None else None
 
-    def _is_named(self, nonce: int) -> bool:
-        """Whether what stands in slots that are not let go yet, or is written to them, may name a region."""
-        for slot in self._slots():
-            try:
-                sealed, is_writing = slot.sealed(), slot.state().state is SlotState.WRITING
-            except DamagedError:
-                continue
-            if is_writing or sealed is not None and sealed.record.constants_nonce == nonce:
-                return True
-        return False
-
     def request_persist(self) -> None:
         """Ask for the newest sealed snapshot to be persisted."""
         newest = self.newest_sealed()
@@ -301,10 +263,10 @@ class Slots:
             self._start("flashckpt-let-go", lambda: self._let_go(gone))
         self._release_regions()
         self._ask_for_the_others()
-        request = self._asked
+        request = self.asked
         is_due = request is not None and time.monotonic() >= self._retry_s
-        if request is not None and is_due and self._waiting_for is None and not self._ended:
-            self._waiting_for = request
+        if request is not None and is_due and not (self._is_waiting or self._ended):
+            self._is_waiting = True
             self._start("flashckpt-memory", lambda: self._wait_for(request))
 
     def _start(self, name: str, run: Callable[[], None]) -> None:
@@ -325,6 +287,17 @@ class Slots:
             if not is_named and self._release([self._regions[nonce]]):
                 del self._regions[nonce]
 
+    def _is_named(self, nonce: int) -> bool:
+        """Whether what stands in slots that are not let go yet, or is written to them, may name a region."""
+        for slot in self._slots():
+            try:
+                sealed, is_writing = slot.sealed(), slot.state().state is SlotState.WRITING
+            except DamagedError:
+                continue
+            if is_writing or sealed is not None and sealed.record.constants_nonce == nonce:
+                return True
+        return False
+
     def _ask_for_the_others(self) -> None:
         """Where memory allowed one larger slot beside those that were outgrown: once these have gone, and the
         newest snapshot is in it."""
@@ -333,30 +306,29 @@ class Slots:
             return
         if self._own(ring.newest_sealed()) is not None:
             with self._handover:
-                if self._asked is None:
+                if self.asked is None:
                     self._missing = None
-                    self._asked = _Request(size, size, size, self._count, adds=True)
+                    self.asked = Request(size, size, size, self._count, adds=True)
 
     # ---- the thread that waits for the answer
 
-    def _wait_for(self, request: _Request) -> None:
+    def _wait_for(self, request: Request) -> None:
         try:
             self._receive(request)
         except Exception as error:  # a fault of ours must not leave the run without slots, and silent
             log.debug("while memory was asked for", exc_info=True)
             self._refused(request, KeeperError(f"Slots could not be had: {error!r}. No snapshot is taken."))
         finally:
-            self._waiting_for = None
+            self._is_waiting = False
             self._news()
 
-    def _receive(self, request: _Request) -> None:
+    def _receive(self, request: Request) -> None:
         keeper = self._session.keeper
         try:
             if request.region is not None:
                 self._have_region(request.region)
-            grants = keeper.slots(
-                request.count, request.needed, request.wanted, [slot.name for slot in self._slots()]
-            )
+            have = [slot.name for slot in self._slots()]
+            grants = keeper.slots(request.count, request.needed, request.wanted, have)
         except (OutOfRoomError, Refusal) as error:
             self._refused(request, KeeperError(str(error)) if isinstance(error, Refusal) else error)
             return
@@ -364,9 +336,6 @@ class Slots:
             self._unreachable(request, error)
             return
         self._unreachable_since_s = None
-        if not grants:
-            self._none_missing(request)
-            return
         names = [grant.name for grant in grants]
         if self._ended:
             close_all([grant.descriptor for grant in grants])
@@ -379,7 +348,18 @@ class Slots:
             words = f"Slots could not be made usable: {error!r}. No snapshot is taken."
             self._refused(request, KeeperError(words))
             return
-        self._hand_over(request, slots, grants)
+        with self._handover:
+            is_wanted, is_first = self.asked is request and not self._ended, self.ring is None
+            if is_wanted:
+                self.asked = self.error = None
+                # None are missing: the slots that there are do, or those that are on their way out, and then
+                # it is asked again.
+                self._given = (request, slots) if slots else None
+                self._owners = {**self._owners, **{grant.name: grant.owner for grant in grants}}
+        if not is_wanted:  # something else was asked meanwhile, or nothing is needed any more
+            self._drop(slots)
+        elif slots:
+            self._say_what_came(request, grants, is_first)
 
     def _have_region(self, size: SlotSize) -> None:
         """A region of constants, ready to be filled: one is had before the first slots."""
@@ -393,43 +373,19 @@ class Slots:
             before[0].close()
         self.empty_region = region, grant.owner
 
-    def _hand_over(self, request: _Request, slots: list[Slot], grants: list[SlotGrant]) -> None:
-        owners = {slot.name: grant.owner for slot, grant in zip(slots, grants, strict=True)}
+    def _refused(self, request: Request, error: FlashckptError) -> None:
         with self._handover:
-            is_wanted = self._asked is request and not self._ended
-            if is_wanted:
-                self._given, self._asked, self.error = _Given(slots, owners, request), None, None
-        if not is_wanted:  # something else was asked meanwhile, or nothing is needed any more
-            self._drop(slots)
-            return
-        if self.ring is None:
-            region = self._capture.region
-            constants = region.layout.num_bytes if region is not None else 0
-            if request.region is not None:
-                constants = request.region.region_bytes
-            _say_sizes(request, grants, constants, self._session.keeper.available_bytes)
-        for text in _what_it_means(request, grants, self._count):
-            self._say(text, text)
-
-    def _none_missing(self, request: _Request) -> None:
-        """The slots that there are do, or those that are on their way out: then it is asked again."""
-        with self._handover:
-            if self._asked is request:
-                self._asked = self.error = None
-
-    def _refused(self, request: _Request, error: FlashckptError) -> None:
-        with self._handover:
-            if self._asked is not request:
+            if self.asked is not request:
                 return
             if request.adds and len(self.ring.slots if self.ring else ()) >= _FEWEST:
-                self._asked = None  # those there are do
+                self.asked = None  # those there are do
                 return
             self.error, self._retry_s = error, time.monotonic() + _RETRY_S
         # Where there are slots, a boundary that waits for larger ones says that there is no room for them.
         if self.ring is None or not isinstance(error, OutOfRoomError):
             self._say(str(error), type(error).__name__)
 
-    def _unreachable(self, request: _Request, error: Exception) -> None:
+    def _unreachable(self, request: Request, error: Exception) -> None:
         """The keeper does not answer. One that dies is replaced; but a run that has had no slot yet must not
         train on for hours while nobody comes."""
         now = time.monotonic()
@@ -440,12 +396,40 @@ class Slots:
                 error = KeeperError(f"No slot can be had: {error}")
             self._refused(request, error)
 
+    def _say_what_came(self, request: Request, grants: Sequence[SlotGrant], is_first: bool) -> None:
+        """The bytes of the first slots, and what a user should know of slots that are fewer, or live shorter,
+        than they should."""
+        if is_first:
+            region = self._capture.region
+            constants = region.layout.num_bytes if region is not None else 0
+            constants = request.region.region_bytes if request.region is not None else constants
+            log.info(
+                "%d slots for a state of %s bytes, and %s that never change, take %s bytes of host memory; "
+                "%s more were available. With fewer (Options(slots=2)) boundaries are skipped while a "
+                "snapshot is persisted; with one a kill in a capture falls back to the disk.",
+                len(grants), f"{sum(request.state):,}", f"{constants:,}",
+                f"{sum(grant.num_bytes for grant in grants) + constants:,}",
+                f"{self._session.keeper.available_bytes:,}",
+            )  # fmt: skip
+        texts = []
+        if len(grants) < self._count == request.count and not request.adds:
+            texts.append(
+                f"memory allows {len(grants)} slots where {self._count} are wanted: while one is being "
+                "persisted, snapshots may be skipped"
+            )
+        if not all(grant.outlives_both for grant in grants):
+            texts.append(
+                "shared memory that outlives every process is too small here: slots survive the death of "
+                "trainer or keeper, not of both; then the run goes on from disk"
+            )
+        for text in texts:
+            self._say(text, text)
+
     def _slots(self) -> list[Slot]:
         """All that this trainer has not released."""
         with self._handover:
-            rings = [self.ring, self._replaced]
-            slots = [slot for ring in rings if ring is not None for slot in ring.slots]
-            slots += [*self._outgrown, *(self._given.slots if self._given is not None else ())]
+            slots = [*(self.ring.slots if self.ring is not None else ()), *self._outgrown]
+            slots += self._given[1] if self._given is not None else ()
         return list({slot.name: slot for slot in slots}.values())
 
     # ---- letting go
@@ -511,7 +495,7 @@ class Slots:
             thread.join(max(0.0, until_s - time.monotonic()))
         with self._handover:
             given, self._given = self._given, None
-        self._drop(given.slots if given is not None else ())
+        self._drop(given[1] if given is not None else ())
 
     def close(self) -> None:
         """Unmap everything, unless a thread still looks into it: then it stays mapped until the process
@@ -520,10 +504,7 @@ class Slots:
             return
         if self.empty_region is not None:
             self.empty_region[0].close()
-        for ring in (self.ring, self._replaced):
-            for slot in ring.slots if ring is not None else ():
-                slot.close()
-        for slot in self._outgrown:
+        for slot in self._slots():
             slot.close()
 
 
@@ -549,27 +530,3 @@ def made_usable(grants: Sequence[SlotGrant], capture: Capture) -> list[Slot]:
         close_all(left)
         raise
     return slots
-
-
-def _say_sizes(request: _Request, grants: Sequence[SlotGrant], constants: int, left: int) -> None:
-    num_bytes, state = sum(grant.num_bytes for grant in grants), sum(request.state)
-    log.info(
-        "%d slots for a state of %s bytes, and %s that never change, take %s bytes of host memory; %s more "
-        "were available. With fewer (Options(slots=2)) boundaries are skipped while a snapshot is persisted; "
-        "with one a kill in a capture falls back to the disk.",
-        len(grants), f"{state:,}", f"{constants:,}", f"{num_bytes + constants:,}", f"{left:,}",
-    )  # fmt: skip
-
-
-def _what_it_means(request: _Request, grants: Sequence[SlotGrant], wanted: int) -> Iterator[str]:
-    """What a user should know of slots that are fewer, or live shorter, than they should."""
-    if len(grants) < wanted and request.count == wanted and not request.adds:
-        yield (
-            f"memory allows {len(grants)} slots where {wanted} are wanted: while one is being persisted, "
-            "snapshots may be skipped"
-        )
-    if not all(grant.outlives_both for grant in grants):
-        yield (
-            "shared memory that outlives every process is too small here: slots survive the death of "
-            "trainer or keeper, not of both; then the run goes on from disk"
-        )

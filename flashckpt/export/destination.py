@@ -65,26 +65,24 @@ def put_in_place(out: str, *, force: bool) -> Iterator[str]:
 
 
 def _rename(temporary: str, out: str, *, force: bool) -> None:
-    if not force:
-        try:
-            if not os.path.isdir(temporary):
-                # A link never replaces what somebody else has put there meanwhile.
-                os.link(temporary, out)
-                return
-            os.rename(temporary, out)
-        except OSError as error:
-            if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
-                raise OptionError(f"{out} is there already. Nothing was written.") from error
-            if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
-                raise
-            if os.path.lexists(out):
-                raise OptionError(f"{out} is there already. Nothing was written.") from error
-            os.rename(temporary, out)
+    if force:
+        if os.path.isdir(temporary) or (os.path.isdir(out) and not os.path.islink(out)):
+            _exchange(temporary, out)
+        else:
+            os.replace(temporary, out)
         return
-    if os.path.isdir(temporary) or (os.path.isdir(out) and not os.path.islink(out)):
-        _exchange(temporary, out)
-    else:
-        os.replace(temporary, out)
+    try:
+        # A link never replaces what somebody else has put there meanwhile.
+        put = os.rename if os.path.isdir(temporary) else os.link
+        put(temporary, out)
+    except OSError as error:
+        has_no_links = error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
+        is_taken = error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
+        if is_taken or (has_no_links and os.path.lexists(out)):
+            raise OptionError(f"{out} is there already. Nothing was written.") from error
+        if not has_no_links:
+            raise
+        os.rename(temporary, out)
 
 
 def _exchange(temporary: str, out: str) -> None:

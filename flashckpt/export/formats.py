@@ -12,14 +12,26 @@ import json
 import mmap
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from flashckpt import _native
 from flashckpt.commit.steps import StepRecord
 from flashckpt.errors import DamagedError
-from flashckpt.export.selection import SelectedLeaf
-from flashckpt.format.layout import DTYPES
+from flashckpt.format.layout import DTYPES, Leaf
+from flashckpt.restore.box_reading import BoxReader
 
 _ALIGNMENT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class SelectedLeaf:
+    """One leaf to take out, under the names that were asked for. `stored` is how the shard of `reader` has
+    it."""
+
+    reader: BoxReader
+    leaf: Leaf
+    stored: Leaf
+    digest: int
 
 
 def write_safetensors(path: str, record: StepRecord, rank: int, sources: Sequence[SelectedLeaf]) -> int:
@@ -30,7 +42,7 @@ def write_safetensors(path: str, record: StepRecord, rank: int, sources: Sequenc
     with open(path, "xb") as file:
         file.write(header)
         for each in ordered:
-            for piece in each.pieces():
+            for piece in each.reader.pieces(each.stored):
                 file.write(piece)
     _check(path, len(header), ordered, record.step)
     return len(header) + sum(each.leaf.num_bytes for each in ordered)
@@ -97,7 +109,7 @@ def write_torch(path: str, sources: Sequence[SelectedLeaf]) -> int:
     tensors: dict[str, torch.Tensor] = {}
     for each in sources:
         leaf = each.leaf
-        tensor = leaf_view(memoryview(each.read()), leaf, 0)
+        tensor = leaf_view(memoryview(each.reader.leaf(each.stored)), leaf, 0)
         tensors.update(dict.fromkeys((leaf.name, *leaf.aliases), tensor))
     torch.save(tensors, path)
     return os.path.getsize(path)

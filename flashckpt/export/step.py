@@ -4,19 +4,22 @@ several ranks a folder with one file each."""
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flashckpt.commit.attempts import open_run
 from flashckpt.commit.lineage import resolve
 from flashckpt.commit.steps import StepRecord
-from flashckpt.errors import OptionError
+from flashckpt.commit.verification import verify_file
+from flashckpt.errors import DamagedError, NoSuchStepError, OptionError
 from flashckpt.export.destination import check_free, put_in_place, rank_file
-from flashckpt.export.formats import write_safetensors, write_torch
-from flashckpt.export.selection import Progress, SelectedLeaf, check_whole, ranks_of, selected
+from flashckpt.export.formats import SelectedLeaf, write_safetensors, write_torch
+from flashckpt.format.layout import Leaf
 from flashckpt.format.names import AttemptName
+from flashckpt.restore.box_reading import BoxReader
 from flashckpt.store.base import Store
 
+Progress = Callable[[int, int], None]
 SUFFIXES = {"safetensors": "safetensors", "torch": "pt"}
 
 
@@ -55,12 +58,9 @@ def export(
     open_run(store, create=False)
     check_free(out, store.url, force=force)
     record = resolve(store, step, attempt)
-    ranks = ranks_of(record)
-    chosen = {rank: selected(record, rank, only) for rank in ranks}
-    total = sum(contents.shard.num_bytes for rank in ranks for _, contents in record.files(rank))
-    done = 0
-    for rank in ranks:
-        done += check_whole(record, rank, progress, done, total)
+    ranks = sorted(rank.rank for part in record.parts for rank in part.ranks)
+    chosen = {rank: _selected(record, rank, only) for rank in ranks}
+    _check_whole(record, ranks, progress)
     files = _written(out, record, chosen, format, force=force)
     return Exported(
         run=store.url,
@@ -71,6 +71,57 @@ def export(
         files=tuple(files),
         leaves=sum(map(len, chosen.values())),
     )
+
+
+def _selected(record: StepRecord, rank: int, only: Sequence[str]) -> list[SelectedLeaf]:
+    """The leaves of a rank; with `only`, those under one of these names (`model` takes `model.weight`).
+
+    NoSuchStepError where the step has none of that name.
+    """
+    sources = []
+    readers = {
+        contents.shard.file: BoxReader(record.store, path, contents) for path, contents in record.files(rank)
+    }
+    for file, leaf, digest in record.rank(rank).counted():
+        names = [name for name in (leaf.name, *leaf.aliases) if _is_chosen(name, only)]
+        if names:
+            sources.append(SelectedLeaf(readers[file], _named(leaf, names), leaf, digest))
+    if not sources:
+        there = sorted({leaf.name.partition(".")[0] for _, c in record.files(rank) for leaf in c.leaves})
+        raise NoSuchStepError(
+            f"step {record.step} has no leaf under {' or '.join(only) or 'any name'}. Nothing was written. "
+            f"It has: {', '.join(there)}.",
+            step=record.step,
+        )
+    return sorted(sources, key=lambda each: each.leaf.name)
+
+
+def _check_whole(record: StepRecord, ranks: Sequence[int], progress: Progress) -> None:
+    """Read every byte of these ranks' files. DamagedError, before anything is written."""
+    files = [(rank, *file) for rank in ranks for file in record.files(rank)]
+    total, done = sum(contents.shard.num_bytes for _, _, contents in files), 0
+    for rank, path, contents in files:
+        status, detail = verify_file(record.store, path, contents)
+        if status != "ok":
+            raise DamagedError(
+                f"{path} is {status}: {detail}. Nothing was written. Name another step: `flashckpt verify` "
+                "says which are whole.",
+                step=record.step,
+                rank=rank,
+                path=path,
+            )
+        done += contents.shard.num_bytes
+        progress(done, total)
+
+
+def _is_chosen(name: str, only: Sequence[str]) -> bool:
+    return not only or any(name == each or name.startswith(f"{each}.") for each in only)
+
+
+def _named(leaf: Leaf, names: list[str]) -> Leaf:
+    """The leaf under the names that were asked for: a tie may have some of its names elsewhere."""
+    first, *others = names
+    return Leaf(name=first, dtype=leaf.dtype, shape=leaf.shape, stride=leaf.stride, aliases=tuple(others))
 
 
 def _written(
