@@ -73,7 +73,7 @@ class StepHooks:
 
     before_step is called, in front of all other pre-hooks, before an optimizer writes. The hooks hold this
     object weakly, so that an optimizer that lives on keeps no checkpointer alive. While a graph is being
-    captured on one of the devices they do nothing.
+    captured on one of the devices they only count `steps`, those of all optimizers.
     """
 
     def __init__(
@@ -87,8 +87,7 @@ class StepHooks:
         self._used_up: dict[int, tuple[weakref.ref[Tensor], int]] | None = None
         self._handles: list[Any] = []
         self._stepped = False
-        self._gap = 0
-        self._longest_gap = 0
+        self.steps = self._gap = self._longest_gap = 0
         for optimizer in {id(each): each for each in optimizers}.values():
             self._install(optimizer)
 
@@ -144,6 +143,7 @@ class StepHooks:
             self._before_step()
 
     def _after(self, optimizer: Optimizer) -> None:
+        self.steps += 1
         record = self._records.get(id(optimizer))
         if record is None or self._capturing():
             return

@@ -18,7 +18,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from flashckpt.checkpointer.boundaries import Boundaries
+from flashckpt.checkpointer.boundaries import Boundaries, StopPolicy
 from flashckpt.errors import BoundaryError, FlashckptError
 from flashckpt.events import Event, log
 from flashckpt.state import rng
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from flashckpt.checkpointer.attendant import Attendant
     from flashckpt.checkpointer.progress import Progress, Use
     from flashckpt.checkpointer.session import Session
-    from flashckpt.checkpointer.signals import Signals, StopPolicy
+    from flashckpt.checkpointer.signals import Signals
     from flashckpt.state.tree import Tree
 
 # How long the interpreter's end may wait for a keeper that is silent, in seconds.
@@ -72,7 +72,7 @@ class AttachedRun:
         self._stop = stop
         self._boundaries = Boundaries(tree, progress, capture, attendant, use, session.surroundings, stop)
         self.resumed = resumed
-        self._in_iteration = self._marked = self._closed = False
+        self._in_iteration = self._marked = self._stop_told = self._closed = False
         # The newest boundary was marked by `step()`; save() was put off to a boundary outside of `.batches`.
         self._by_hand = self._put_off = False
         # What is drawn between here and the loop is no part of the run: put back once more there.
@@ -157,14 +157,16 @@ class AttachedRun:
 
     # ---- the end of a loop
 
-    def _end_loop(self, close: Callable[[], None], *, at_boundary: bool = True) -> None:
+    def _end_loop(self, close: Callable[[], None], *, at_boundary: bool = True, leaves: bool = True) -> None:
         """End a loop by `close`, which raises what it could not do. `at_boundary`: nothing that belongs to an
-        iteration or an epoch is still to come, so that a signal may take its course here."""
+        iteration or an epoch is still to come, so that a signal may take its course here. Not `leaves`: the
+        loop may go on where the signal ends nothing."""
         with self._signals.ending():
             try:
                 in_order = self._close_loop(close, at_boundary)
             finally:
-                self._signals.leave()
+                if leaves:
+                    self._signals.leave()
             if at_boundary:
                 self._signals.deliver(partial(self._release, closed=in_order))
 
@@ -173,22 +175,20 @@ class AttachedRun:
         only a signal does anything here."""
         self._signals.enter_steps()
         if self._signals.pending:
-            with self._signals.ending():
-                # It may have to wait for a slot, or for storage: no boundary is missed while it does.
-                with self._capture.heartbeat.resting():
-                    in_order = self._close_loop(lambda: None, at_boundary=True)
-                self._signals.deliver(partial(self._release, closed=in_order))
+            self._end_loop(lambda: None, leaves=False)
 
     def _close_loop(self, close: Callable[[], None], at_boundary: bool) -> bool:
         """Whether the loop could be closed in order. Raises what kept it from it if there is no signal."""
         signals = self._signals
-        if at_boundary and signals.is_first_end():
+        if at_boundary and signals.reason is not None and not self._stop_told:
+            self._stop_told = True
             self._attendant.event(Event.STOP, step=self.completed, reason=signals.reason)
         try:
             close()
             if at_boundary and signals.pending and not self._closed and self.completed > 0:
-                self._boundaries.capture_now(persist=True)
-                self.wait()
+                with self._capture.heartbeat.resting():  # it may have to wait for a slot, or for storage
+                    self._boundaries.capture_now(persist=True)
+                    self.wait()
         except FlashckptError as error:
             if not signals.heard:
                 raise

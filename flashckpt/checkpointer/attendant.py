@@ -15,10 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 from flashckpt.capture import Capture
+from flashckpt.checkpointer.run_log import SnapshotLog, Watch
 from flashckpt.checkpointer.session import Session
 from flashckpt.checkpointer.slots import Slots
-from flashckpt.checkpointer.snapshot_log import SnapshotLog
-from flashckpt.checkpointer.watchdog import Watch
 from flashckpt.commit import lineage
 from flashckpt.commit.attempts import beat_on, newest_claimed
 from flashckpt.errors import FlashckptError, KeeperError, PersistError
@@ -201,7 +200,8 @@ class Attendant:
 
         answered = self._wait_until(lambda: done() or refusal() is not None, self.patience_s, hurried=True)
         if not answered or not done():
-            reason = refusal() or awaited.last_failure(self.status) or "the keeper makes no progress"
+            failure = awaited.failure(self.status)
+            reason = refusal() or (failure.message if failure is not None else "the keeper makes no progress")
             raise self._failed(reason, step)
 
     def report(self) -> dict[str, float]:
@@ -384,7 +384,7 @@ class CommitWait:
         for torn in status.torn:
             if torn.step == self._step and torn not in self._torn_before:
                 return f"its bytes are not those of its boundary ({', '.join(torn.leaves) or 'metadata'})"
-        failure = self._failure(status)
+        failure = self.failure(status)
         if failure is None:
             return None
         if self._failing_since_s is None:
@@ -396,12 +396,8 @@ class CommitWait:
             return failure.message
         return None
 
-    def last_failure(self, status: Status) -> str | None:
-        """What the keeper says of its last try in vain."""
-        failure = self._failure(status)
-        return None if failure is None else failure.message
-
-    def _failure(self, status: Status) -> Failure | None:
+    def failure(self, status: Status) -> Failure | None:
+        """The keeper's last try in vain."""
         mine = (
             each
             for each in reversed(status.failures)

@@ -1,5 +1,5 @@
 """The boundaries of an attached run: counted, captured when the pace says so or at once, and what kept one
-that was due from being captured. `Growth` says when one waits for larger slots."""
+that was due from being captured. `StopPolicy` says where the loop ends, `Growth` which waits for slots."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from flashckpt.capture.engine import BoundaryResult
     from flashckpt.checkpointer.attendant import Attendant
     from flashckpt.checkpointer.progress import Progress, Use
-    from flashckpt.checkpointer.signals import StopPolicy
+    from flashckpt.checkpointer.signals import Signals
     from flashckpt.memory.slot import Sealed, Slot
     from flashckpt.state.tree import Tree
 
@@ -33,6 +33,40 @@ _FIRST_BOUNDARIES = 32
 # So many boundaries in a row are skipped for want of room before one waits: larger slots are usually there by
 # then, and a state that grows in every step would outgrow those, too, if none ever waited.
 _SKIPPED = 2
+
+
+class StopPolicy:
+    """Whether a loop ends at a boundary, and why. A rank alone stops at the first boundary after a signal, a
+    notice, or a call of `stop()`. From its first yes on, the answer is yes."""
+
+    def __init__(self, signals: Signals) -> None:
+        self._signals = signals
+        self._is_called = self._is_told = False
+
+    @property
+    def reason(self) -> str | None:
+        """Why the loop is to end: a signal's name, "notice file", "stop"; None while it is not."""
+        return self._signals.reason or ("stop" if self._is_called else None)
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether the loop is to end at a boundary to come, or has: from now on nothing waits for memory."""
+        return self.reason is not None
+
+    def ask(self) -> None:
+        """The program asks for it."""
+        self._is_called, self._is_told = True, False
+
+    def stops_at(self, step: int) -> bool:
+        """Whether the loop ends at the boundary of this step."""
+        return self.is_asked
+
+    def begins_at(self, step: int) -> bool:
+        """The same, once: the boundary at which it begins to be so is the one to capture. A loop whose end is
+        the program's own may go on after it."""
+        begins = self.stops_at(step) and not self._is_told
+        self._is_told = self._is_told or begins
+        return begins
 
 
 class Boundaries:
@@ -76,7 +110,9 @@ class Boundaries:
                 step=self._progress.step,
             )
         slots, error = self._slots, self._slots.error
-        if error is None or slots.any or slots.newest_own() is not None or self._growth.keeps_region():
+        if error is None or slots.ring is not None or slots.ready or slots.newest_own() is not None:
+            return
+        if self._growth.keeps_region():
             return
         if not slots.were_had or self._capture.heartbeat.boundaries <= _FIRST_BOUNDARIES:
             raise error
@@ -248,7 +284,7 @@ class Boundaries:
 
         tries, until_s = 0, min(time.monotonic() + attendant.patience_s, attendant.deadline_s())
         while not is_sealed():
-            if outgrown or not slots.any:
+            if outgrown or (slots.ring is None and not slots.ready):
                 self._growth.require()
             slots.adopt()
             if before is not None and before.step == step and slots.is_asked_for(before):
@@ -279,7 +315,11 @@ class Boundaries:
 
     def _is_as_captured(self) -> bool:
         """Whether the newest sealed snapshot holds exactly the state as it is now."""
-        metadata = self._slots.newest_metadata()
+        newest = self._slots.newest_sealed()
+        try:
+            metadata = newest[0].metadata(newest[1]) if newest is not None else None
+        except DamagedError:
+            metadata = None
         if metadata is None:
             return False
         then = {leaf.name: (leaf.dtype, leaf.shape, digest) for leaf, digest in metadata.counted()}

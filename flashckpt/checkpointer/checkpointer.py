@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -59,10 +60,12 @@ class Checkpointer(AttachedRun):
         self._left_is_said = True
         return Batches(self, loader)
 
-    def enumerate(self, loader: Iterable[Any]) -> Enumerated:
+    def enumerate(self, loader: Iterable[Any]) -> Batches:
         """`.batches(loader)` as pairs of position and batch. Positions count an epoch's batches from 0, and
         go on over restarts: those of Python's `enumerate` begin at 0 again."""
-        return Enumerated(self.batches(loader))
+        batches = self.batches(loader)
+        batches._with_positions = True
+        return batches
 
     def epochs(self, epochs: int) -> Epochs:
         """Epoch numbers from the one the run stands in. What follows the batches of an epoch runs once."""
@@ -168,7 +171,8 @@ class Checkpointer(AttachedRun):
 
     def _enter_boundary(self, step: int) -> bool:
         """Before the boundary of this step. Gives whether the loop ends at it; then it is captured."""
-        self._check_open()
+        if self._closed or self._process != os.getpid():
+            self._check_open()  # which says why there is no boundary
         try:
             self._boundaries.check()
         except FlashckptError:
@@ -184,11 +188,14 @@ class Checkpointer(AttachedRun):
 
 
 class Batches(Iterator[Any]):
-    """Batches of one phase, or of a whole run (`epochs`, `steps`), with a boundary after each.
+    """Batches of one phase, or of a whole run (`epochs`, `steps`), with a boundary after each; with their
+    positions in the epoch where `.enumerate` made it.
 
     `.completed` is the step, the counter to use for `% k`: it goes on over restarts. Attributes that are not
     its own are the loader's.
     """
+
+    _with_positions = False
 
     def __init__(
         self,
@@ -257,13 +264,14 @@ class Batches(Iterator[Any]):
         if self._ended:
             raise StopIteration
         try:
-            return self._next()
+            batch = self._next()
         except StopIteration:
             raise
         except BaseException:
             # A notebook keeps the traceback, and with it this frame: the run must not be held by it.
             self._leave()
             raise
+        return (self.checkpointer._progress.batches_taken - 1, batch) if self._with_positions else batch
 
     def _next(self) -> Any:
         checkpointer, holds_one = self.checkpointer, self._in_body
@@ -363,7 +371,7 @@ class Batches(Iterator[Any]):
                 self.completed,
             )
         # The code after an epoch's last batch is still to come.
-        at_boundary = self._whole_run or not exhausted or self.checkpointer._signals.is_outermost
+        at_boundary = self._whole_run or not exhausted or self.checkpointer._signals.loops <= 1
         self.checkpointer._end_loop(lambda: self._close(exhausted), at_boundary=at_boundary)
         raise StopIteration
 
@@ -402,31 +410,7 @@ class Batches(Iterator[Any]):
             if self._whole_run:
                 self.checkpointer._release()
             elif self._source is not None:
-                self.checkpointer._progress.abandon_phase()
-
-
-class Enumerated(Iterator[tuple[int, Any]]):
-    """The batches with their positions in the epoch, counted from 0; a run that is taken up goes on at its
-    own. Otherwise as `Batches`, which it holds."""
-
-    def __init__(self, batches: Batches) -> None:
-        self._batches = batches
-
-    def __iter__(self) -> Enumerated:
-        iter(self._batches)
-        return self
-
-    def __next__(self) -> tuple[int, Any]:
-        batch = next(self._batches)
-        return self._batches.checkpointer._progress.batches_taken - 1, batch
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_batches" not in self.__dict__:
-            raise AttributeError(name)
-        return getattr(self._batches, name)
+                self.checkpointer._progress.close_phase()
 
 
 class Epochs(Iterator[int]):

@@ -20,9 +20,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
-from flashckpt.capture.hooks import StepHook
+from flashckpt.capture.hooks import StepHooks
 from flashckpt.errors import BoundaryError, DamagedError
 from flashckpt.state.loader import Source, Sources
 from flashckpt.state.tree import Tree
@@ -120,16 +119,12 @@ class Progress:
         return source
 
     def close_phase(self) -> None:
-        """The open phase has given its last batch."""
+        """The open phase has given its last batch, or was left in the middle: it counts as ended then, as it
+        would in a plain loop."""
         if self._open is not None:
             self._sources.ended(self._calls - 1)
         self._open = None
         self.phase = self._calls
-
-    def abandon_phase(self) -> None:
-        """The open phase was left in the middle: it counts as ended, as it would in a plain loop."""
-        if self._open is not None:
-            self.close_phase()
 
     def next_epoch(self) -> None:
         """The epoch has ended; its phases begin anew."""
@@ -157,28 +152,37 @@ class Use:
 
     `digests` reads the whole state: by leaf, equal as long as nothing has changed. It is called at the
     first batch, and at the next few where no hook fired. `used`: the state is at no boundary yet.
-    `used_since_boundary` is whether a hook saw use since the last boundary (mostly the step of an optimizer),
-    `trained_since_boundary` whether an optimizer stepped since then.
     """
 
     def __init__(
-        self, tree: Tree, digests: Callable[[], dict[str, Content]], *, check: bool, used: bool
+        self,
+        tree: Tree,
+        steps: StepHooks,
+        digests: Callable[[], dict[str, Content]],
+        *,
+        check: bool,
+        used: bool,
     ) -> None:
-        self.digests = digests
+        self._tree, self._steps, self.digests = tree, steps, digests
         self._left = _BATCHES_CHECKED if check else 0
         self._before: dict[str, Content] | None = None
-        self._since_batch = False
-        self.used_since_boundary, self.trained_since_boundary = used, False
-        self._tree = tree
+        # A module ran forward, and the count of steps, of the last batch and of the last boundary.
+        self._ran_since_batch, self._ran_since_boundary = False, used
+        self._steps_at_batch = self._steps_at_boundary = steps.steps
         self._forward_hooks: list[_ForwardHook] = []
-        self._step_hooks = [o.register_step_post_hook(StepHook(self._stepped)) for o in tree.optimizers]
 
-    def _stepped(self, optimizer: Optimizer | None = None) -> None:
-        self._since_batch = self.used_since_boundary = True
-        self.trained_since_boundary = self.trained_since_boundary or optimizer is not None
+    @property
+    def trained_since_boundary(self) -> bool:
+        """Whether an optimizer has stepped."""
+        return self._steps.steps != self._steps_at_boundary
+
+    @property
+    def used_since_boundary(self) -> bool:
+        """Whether a hook saw use: mostly the step of an optimizer."""
+        return self._ran_since_boundary or self.trained_since_boundary
 
     def _forward_seen(self) -> None:
-        self._stepped()
+        self._ran_since_batch = self._ran_since_boundary = True
         self._unwatch_forward()
 
     def _unwatch_forward(self) -> None:
@@ -187,7 +191,7 @@ class Use:
                 self._forward_hooks.pop().handle.remove()
 
     def at_boundary(self) -> None:
-        self.used_since_boundary = self.trained_since_boundary = False
+        self._ran_since_boundary, self._steps_at_boundary = False, self._steps.steps
         self._unwatch_forward()
 
     def before_batch(self, *, holds_one: bool) -> None:
@@ -196,7 +200,8 @@ class Use:
         if self._left == 0:
             return
         self._left -= 1
-        used, self._since_batch = self._since_batch, False
+        used = self._ran_since_batch or self._steps.steps != self._steps_at_batch
+        self._ran_since_batch, self._steps_at_batch = False, self._steps.steps
         now = None if used else self.digests()
         if holds_one and now is not None and now == self._before:
             raise BoundaryError(
@@ -213,9 +218,6 @@ class Use:
             self._forward_hooks += [_ForwardHook(module, self) for module in self._tree.modules]
 
     def close(self) -> None:
-        for handle in self._step_hooks:
-            handle.remove()
-        self._step_hooks.clear()
         self._unwatch_forward()
 
 

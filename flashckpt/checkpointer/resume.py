@@ -23,11 +23,12 @@ from flashckpt.capture.plan import ConstantsRegion, local
 from flashckpt.capture.schedule import Every, Pace
 from flashckpt.checkpointer.attached_run import Resumed
 from flashckpt.checkpointer.attendant import Attendant
+from flashckpt.checkpointer.boundaries import StopPolicy
 from flashckpt.checkpointer.checkpointer import Checkpointer
 from flashckpt.checkpointer.progress import Content, Progress, Use
+from flashckpt.checkpointer.run_log import limits_s
 from flashckpt.checkpointer.session import Session, log_differences, open_session
-from flashckpt.checkpointer.signals import Signals, StopPolicy
-from flashckpt.checkpointer.snapshot_log import limits_s
+from flashckpt.checkpointer.signals import Signals
 from flashckpt.errors import DamagedError, FlashckptError, FormatError, OptionError
 from flashckpt.events import Event, log
 from flashckpt.keeper.client import SlotGrant
@@ -336,7 +337,7 @@ def _checkpointer(
             for leaf, tensor, digest in zip(leaves, tensors, found, strict=True)
         }
 
-    use = Use(tree, digests, check=options.read_ahead_check, used=progress.step == 0)
+    use = Use(tree, capture.hooks, digests, check=options.read_ahead_check, used=progress.step == 0)
     loaded_step = resumed.step if resumed is not None and resumed.tier == "memory" else None
     limits, signals = limits_s(every, persist_every), Signals(options)
     attendant = Attendant(session, capture, options, limits, loaded_step, signals.deadline_s)

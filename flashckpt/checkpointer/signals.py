@@ -37,7 +37,8 @@ _WORKER_LOST = "DataLoader worker (pid"
 
 class Signals:
     """What asks the loops of one Checkpointer to end. `reason` names it: the signal, "notice file", or
-    None as long as nothing has. `heard`: a signal that is to take its course was among it."""
+    None as long as nothing has. `heard`: a signal that is to take its course was among it. `loops`: those in
+    one another that run now."""
 
     def __init__(self, options: Options) -> None:
         self._ending = signal_numbers(options.signals, "signals")
@@ -45,7 +46,7 @@ class Signals:
         self._notice = NoticeFile(options.notice_file)
         self._grace_s = options.grace_s
         self._handlers = Handlers(self._hear)
-        self._loops = 0
+        self.loops = 0
         self._ends = 0  # ends of loops in progress: they deliver by themselves
         self._stepping = self._closed = self._expired = False
         self._arrived: list[int] = []
@@ -62,19 +63,9 @@ class Signals:
         """Whether a signal is still to take its course."""
         return bool(self._arrived)
 
-    @property
-    def is_outermost(self) -> bool:
-        return self._loops <= 1
-
     def deadline_s(self) -> float:
         """The monotonic time at which the grace period ends; infinity while nothing has arrived."""
         return self._deadline_s
-
-    def is_first_end(self) -> bool:
-        """Whether a loop ends for the reason there is, and none has before: true once."""
-        first = self.reason is not None and "end" not in self._said
-        self._said |= {"end"} if first else set()
-        return first
 
     def hurry(self, patience_s: float) -> None:
         """From now on nothing waits longer than this, in seconds."""
@@ -84,8 +75,8 @@ class Signals:
 
     def enter(self) -> None:
         """A loop begins: a boundary is to come, so signals may wait for it."""
-        self._loops += 1
-        if self._loops > 1 or self.heard or self._closed:
+        self.loops += 1
+        if self.loops > 1 or self.heard or self._closed:
             return
         self._handlers = Handlers(self._hear)
         if self._ending or self._warning:
@@ -117,8 +108,8 @@ class Signals:
 
     def leave(self) -> None:
         """A loop has ended. After the outermost one signals are what they were before."""
-        self._loops = max(0, self._loops - 1)
-        if self._loops == 0:
+        self.loops = max(0, self.loops - 1)
+        if self.loops == 0:
             self._handlers.take_off()
 
     def deliver(self, let_go: Callable[[], None]) -> None:
@@ -147,7 +138,7 @@ class Signals:
         self._settle()
 
     def _settle(self) -> None:
-        if self._ends == 0 and (self._closed or self._loops == 0):
+        if self._ends == 0 and (self._closed or self.loops == 0):
             if self._arrived:
                 self._bell.put(_AGAIN)
             elif self._closed:
@@ -224,8 +215,12 @@ class Signals:
         if self._notice and self.reason is None and self._notice.has_come():
             self.reason = "notice file"
         if self.reason is not None:
+            terms = f", within {self._grace_s:g} s, and then by the signal; once more ends it at once"
             self._say_once(
-                "reason", "%s: the loop ends in order at its next boundary%s", self.reason, self._terms()
+                "reason",
+                "%s: the loop ends in order at its next boundary%s",
+                self.reason,
+                terms if self.heard else "",
             )
         for number in self._handlers.overruled():
             self._say_once(
@@ -234,11 +229,6 @@ class Signals:
                 "call the one that it replaced, let it call Checkpointer.stop() to end the loop in order",
                 signal.Signals(number).name,
             )
-
-    def _terms(self) -> str:
-        if not self.heard:
-            return ""
-        return f", within {self._grace_s:g} s, and then by the signal; once more ends it at once"
 
     def _expire(self) -> None:
         """Nothing is forced in the middle of an iteration: what is sealed is the keeper's to persist."""
@@ -263,40 +253,6 @@ class Signals:
         if key not in self._said:
             self._said.add(key)
             log.warning(text, *values)
-
-
-class StopPolicy:
-    """Whether a loop ends at a boundary, and why. A rank alone stops at the first boundary after a signal, a
-    notice, or a call of `stop()`. From its first yes on, the answer is yes."""
-
-    def __init__(self, signals: Signals) -> None:
-        self._signals = signals
-        self._is_called = self._is_told = False
-
-    @property
-    def reason(self) -> str | None:
-        """Why the loop is to end: a signal's name, "notice file", "stop"; None while it is not."""
-        return self._signals.reason or ("stop" if self._is_called else None)
-
-    @property
-    def is_asked(self) -> bool:
-        """Whether the loop is to end at a boundary to come, or has: from now on nothing waits for memory."""
-        return self.reason is not None
-
-    def ask(self) -> None:
-        """The program asks for it."""
-        self._is_called, self._is_told = True, False
-
-    def stops_at(self, step: int) -> bool:
-        """Whether the loop ends at the boundary of this step."""
-        return self.is_asked
-
-    def begins_at(self, step: int) -> bool:
-        """The same, once: the boundary at which it begins to be so is the one to capture. A loop whose end is
-        the program's own may go on after it."""
-        begins = self.stops_at(step) and not self._is_told
-        self._is_told = self._is_told or begins
-        return begins
 
 
 def _warning_numbers(options: Options) -> tuple[tuple[int, ...], bool]:

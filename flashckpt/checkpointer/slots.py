@@ -18,7 +18,6 @@ from flashckpt.capture import Capture
 from flashckpt.checkpointer.session import Session
 from flashckpt.errors import DamagedError, FlashckptError, KeeperError, OutOfRoomError
 from flashckpt.events import log
-from flashckpt.format.metadata import Metadata
 from flashckpt.keeper.client import SlotGrant
 from flashckpt.keeper.protocol import Refusal, close_all
 from flashckpt.memory.control_page import SlotSize
@@ -87,11 +86,6 @@ class Slots:
         self._ended = False
 
     # ---- called by the training thread
-
-    @property
-    def any(self) -> bool:
-        """Whether there are slots, or will be at the next boundary."""
-        return self.ring is not None or self.ready
 
     @property
     def preparing(self) -> bool:
@@ -233,14 +227,6 @@ class Slots:
             return None
         return newest
 
-    def newest_metadata(self) -> Metadata | None:
-        """The metadata of the newest sealed snapshot; None where there is none that can be read."""
-        newest = self.newest_sealed()
-        try:
-            return newest[0].metadata(newest[1]) if newest is not None else None
-        except DamagedError:
-            return None
-
     def newest_sealed(self) -> tuple[Slot, Sealed] | None:
         """What stands in the slots, of whatever attempt."""
         return self.ring.newest_sealed() if self.ring is not None else None
@@ -249,8 +235,7 @@ class Slots:
         """Ask for the newest sealed snapshot to be persisted."""
         newest = self.newest_sealed()
         if newest is not None:
-            slot, sealed = newest
-            slot.request_persist(sealed.generation)
+            newest[0].request_persist(newest[1].generation)
 
     # ---- called by the attendant's thread
 
@@ -258,7 +243,9 @@ class Slots:
         """Begin what is due: let go of what was outgrown, ask for what is wanted, each in a thread of its
         own."""
         self._threads = [thread for thread in self._threads if thread.is_alive()]
-        gone = self._no_longer_needed()
+        with self._handover:  # until nothing in them is needed: what is in a memfd would die with its keeper
+            gone = [slot for slot in self._outgrown if not self._is_needed(slot)]
+            self._outgrown = [slot for slot in self._outgrown if slot not in gone]
         if gone:
             self._start("flashckpt-let-go", lambda: self._let_go(gone))
         self._release_regions()
@@ -275,8 +262,7 @@ class Slots:
         thread.start()
 
     def _release_regions(self) -> None:
-        """Regions of constants that no capture names any more, once no slot does: what is in a memfd would
-        die with its keeper."""
+        """Regions of constants that no capture names any more, once no slot does."""
         if self.preparing:
             return
         empty = self.empty_region  # first: it is the capture's before it is none any more
@@ -433,14 +419,6 @@ class Slots:
         return list({slot.name: slot for slot in slots}.values())
 
     # ---- letting go
-
-    def _no_longer_needed(self) -> list[Slot]:
-        """Outgrown slots in which nothing is needed: until then they are held here, too. What is in a memfd
-        would die with its keeper."""
-        with self._handover:
-            gone = [slot for slot in self._outgrown if not self._is_needed(slot)]
-            self._outgrown = [slot for slot in self._outgrown if slot not in gone]
-        return gone
 
     def _let_go(self, slots: Sequence[Slot]) -> None:
         self._drop(slots)

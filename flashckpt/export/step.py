@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flashckpt.commit.attempts import open_run
 from flashckpt.commit.lineage import resolve
@@ -14,7 +14,6 @@ from flashckpt.commit.verification import verify_file
 from flashckpt.errors import DamagedError, NoSuchStepError, OptionError
 from flashckpt.export.destination import check_free, put_in_place, rank_file
 from flashckpt.export.formats import SelectedLeaf, write_safetensors, write_torch
-from flashckpt.format.layout import Leaf
 from flashckpt.format.names import AttemptName
 from flashckpt.restore.box_reading import BoxReader
 from flashckpt.store.base import Store
@@ -85,7 +84,9 @@ def _selected(record: StepRecord, rank: int, only: Sequence[str]) -> list[Select
     for file, leaf, digest in record.rank(rank).counted():
         names = [name for name in (leaf.name, *leaf.aliases) if _is_chosen(name, only)]
         if names:
-            sources.append(SelectedLeaf(readers[file], _named(leaf, names), leaf, digest))
+            # Under the names that were asked for: a tie may have some of its names elsewhere.
+            taken = replace(leaf, name=names[0], aliases=tuple(names[1:]), box=None, offset=-1)
+            sources.append(SelectedLeaf(readers[file], taken, leaf, digest))
     if not sources:
         there = sorted({leaf.name.partition(".")[0] for _, c in record.files(rank) for leaf in c.leaves})
         raise NoSuchStepError(
@@ -118,28 +119,17 @@ def _is_chosen(name: str, only: Sequence[str]) -> bool:
     return not only or any(name == each or name.startswith(f"{each}.") for each in only)
 
 
-def _named(leaf: Leaf, names: list[str]) -> Leaf:
-    """The leaf under the names that were asked for: a tie may have some of its names elsewhere."""
-    first, *others = names
-    return Leaf(name=first, dtype=leaf.dtype, shape=leaf.shape, stride=leaf.stride, aliases=tuple(others))
-
-
 def _written(
     out: str, record: StepRecord, chosen: Mapping[int, list[SelectedLeaf]], format: str, *, force: bool
 ) -> list[tuple[str, int]]:
+    def write(path: str, rank: int) -> int:
+        if format == "torch":
+            return write_torch(path, chosen[rank])
+        return write_safetensors(path, record, rank, chosen[rank])
+
     with put_in_place(out, force=force) as temporary:
         if len(chosen) == 1:
-            [(rank, sources)] = chosen.items()
-            return [(os.path.basename(out), _write(format, temporary, record, rank, sources))]
+            return [(os.path.basename(out), write(temporary, *chosen))]
         os.mkdir(temporary)
-        files = []
-        for rank, sources in chosen.items():
-            name = rank_file(rank, SUFFIXES[format])
-            files.append((name, _write(format, os.path.join(temporary, name), record, rank, sources)))
-        return files
-
-
-def _write(format: str, path: str, record: StepRecord, rank: int, sources: list[SelectedLeaf]) -> int:
-    if format == "safetensors":
-        return write_safetensors(path, record, rank, sources)
-    return write_torch(path, sources)
+        names = {rank: rank_file(rank, SUFFIXES[format]) for rank in chosen}
+        return [(name, write(os.path.join(temporary, name), rank)) for rank, name in names.items()]

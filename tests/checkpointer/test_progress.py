@@ -181,7 +181,7 @@ def test_a_loader_for_each_epoch_keeps_no_workers_of_the_old_ones(managed: bool)
         source: Any = progress.open_phase(shuffled(num_workers=1, persistent_workers=True))
         source.next()
         pids.append([worker.pid for worker in source._iterator._workers])
-        progress.abandon_phase()
+        progress.close_phase()
         if managed:
             progress.next_epoch()
     alive = {child.pid for child in torch.multiprocessing.active_children()}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flashckpt.checkpointer.snapshot_log import SnapshotLog, Spacing, limits_s
+from flashckpt.checkpointer.run_log import SnapshotLog, Spacing, limits_s
 from flashckpt.events import Event
 
 

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 import flashckpt
+from flashckpt.checkpointer.boundaries import StopPolicy
 from flashckpt.checkpointer.resume import attach_to
 from flashckpt.checkpointer.session import open_session
-from flashckpt.checkpointer.signals import Signals, StopPolicy
+from flashckpt.checkpointer.signals import Signals
 from flashckpt.options import Environment, Options
 from flashckpt.state.tree import Tree
 from tests.checkpointer.test_loop import Job, loader

@@ -46,11 +46,11 @@ def test_every_point_stands_in_the_code_and_in_the_table() -> None:
 
 
 def test_a_point_is_nothing_until_one_is_armed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert crashpoints.point is crashpoints._pass
+    assert crashpoints.point is crashpoints._unarmed
     for text in ("part.linke", "part.linked:x", "part.linked:1:burn", "part.linked:1:kill:1"):
         with pytest.raises(OptionError, match="FLASHCKPT_CRASH_AT"):
             crashpoints.arm(text)
-    monkeypatch.setattr(crashpoints, "point", crashpoints._pass)
+    monkeypatch.setattr(crashpoints, "point", crashpoints._unarmed)
     killed: list[int] = []
     monkeypatch.setattr(signal, "pthread_kill", lambda thread, number: killed.append(number))
     crashpoints.arm("part.linked:2:stop")

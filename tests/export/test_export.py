@@ -253,13 +253,13 @@ def test_killed_while_it_writes_leaves_no_half_file(tmp_path: Path, run: Path) -
 import os, sys, time
 from flashckpt.export import step as step_export
 from flashckpt.store import open_store
-write = step_export._write
+write = step_export.write_safetensors
 def slow(*arguments):
     size = write(*arguments)
     print("written", flush=True)
     sys.stdin.readline()
     return size
-step_export._write = slow
+step_export.write_safetensors = slow
 step_export.export(open_store(sys.argv[1]), sys.argv[2])
 """
     out = tmp_path / "out"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flashckpt.checkpointer.watchdog import Stacks
+from flashckpt.checkpointer.session import Stacks
 from flashckpt.keeper.client import SlotGrant
 from flashckpt.keeper.connection import HeldDescriptors
 from flashckpt.memory import region

@@ -6,7 +6,7 @@ import pytest
 
 from flashckpt import OptionError, Options
 from flashckpt.capture.slot_writer import HeartbeatWriter
-from flashckpt.checkpointer.watchdog import StepTimes, Watch
+from flashckpt.checkpointer.run_log import StepTimes, Watch
 from flashckpt.events import Event
 
 

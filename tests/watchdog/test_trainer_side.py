@@ -96,7 +96,7 @@ def test_boundaries_are_counted_under_the_trainers_own_index(tmp_path: Path, run
 
 SIGNALS = """
 import os, signal, sys
-from flashckpt.checkpointer.watchdog import Stacks
+from flashckpt.checkpointer.session import Stacks
 from flashckpt.memory.runtime import RuntimeFolder
 
 first = signal.SIGRTMIN + 10

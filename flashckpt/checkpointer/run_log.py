@@ -1,19 +1,24 @@
-"""What the log and the ledger are told of snapshots: how many, how far apart, copied how, how old.
+"""What the log and the ledger are told of a run: how many snapshots, how far apart, copied how, how old, and
+which steps were slow. The patience of the keeper's watchdog follows from the same step times.
 
 A run whose checkpoints have quietly stopped looks like one that is well until it dies. Owns what was told;
-never decides when a snapshot is taken.
+never decides when a snapshot is taken, and stops nothing.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 from flashckpt.capture import Capture
+from flashckpt.capture.slot_writer import HeartbeatWriter
 from flashckpt.events import Event, log
-from flashckpt.options import duration_s
+from flashckpt.options import Options, duration_s
 
 _COUNTED = (
     (Event.SNAPSHOT, "snapshots"),
@@ -27,6 +32,23 @@ _ANOTHER = 3.0  # times as many steps, or as few
 _SEALED_LIMIT_S = 600.0
 _COMMITTED_LIMIT_S = 3600.0
 _INTERVALS = 3.0
+
+_HISTORY = 1024
+# A hang is many times what nearly all steps took, and a few times the longest: that may be a validation.
+_TIMES_USUAL = 30.0
+_TIMES_LONGEST = 3.0
+_QUANTILE = 0.99
+_LEAST_S = 600.0
+# Until this many steps are known (they compile, they fill caches), and where a wrong judgement costs a
+# process, it takes an hour at least.
+_STEPS_NEEDED = 20
+_LEAST_UNKNOWN_S = 3600.0
+
+_SLOW_TIMES_MEDIAN = 10.0
+# Of the longest step but one: what comes again and again, such as a validation, is told the first times.
+_SLOW_TIMES_BAR = 2.0
+_SLOW_LEAST_S = 1.0
+_SLOW_PAUSE_S = 60.0
 
 
 def limits_s(every: int | str | None, persist_every: int | str | None) -> tuple[float, float]:
@@ -133,3 +155,95 @@ class _Age:
                 what,
                 self.seconds / 60,
             )
+
+
+class Slow(NamedTuple):
+    """A step far slower than those before it."""
+
+    step: int
+    seconds: float
+    usual_s: float
+
+
+class StepTimes:
+    """The lengths of the newest steps, in seconds."""
+
+    def __init__(self) -> None:
+        self._lengths: deque[float] = deque(maxlen=_HISTORY)
+
+    def add(self, steps: list[tuple[int, float]]) -> list[Slow]:
+        """Take up (step, seconds) of new steps. Those that are far slower than the ones before are
+        returned."""
+        slow = []
+        for step, seconds in steps:
+            # Most are short enough to need no comparison.
+            if seconds > _SLOW_LEAST_S and len(self._lengths) >= _STEPS_NEEDED:
+                usual, (bar, _) = median(self._lengths), heapq.nlargest(2, self._lengths)[::-1]
+                if seconds > max(_SLOW_TIMES_MEDIAN * usual, _SLOW_TIMES_BAR * bar):
+                    slow.append(Slow(step, seconds, usual))
+            self._lengths.append(seconds)
+        return slow
+
+    def patience_s(self, *, kills: bool) -> float:
+        """How long a boundary may be missing before it is a hang. `kills`: a hang ends the process."""
+        if len(self._lengths) < _STEPS_NEEDED:
+            return max(_LEAST_UNKNOWN_S, _TIMES_LONGEST * max(self._lengths, default=0.0))
+        least = _LEAST_UNKNOWN_S if kills else _LEAST_S
+        return max(least, _TIMES_USUAL * self._high(), _TIMES_LONGEST * max(self._lengths))
+
+    def _high(self) -> float:
+        ordered = sorted(self._lengths)
+        return ordered[min(int(_QUANTILE * len(ordered)), len(ordered) - 1)]
+
+
+class Watch:
+    """Keeps the heartbeat's patience up to date and tells of slow steps."""
+
+    def __init__(
+        self,
+        heartbeat: HeartbeatWriter,
+        options: Options,
+        tell: Callable[..., None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._heartbeat, self._tell, self._clock = heartbeat, tell, clock
+        self._kills = options.watchdog_action == "kill"
+        self._times = StepTimes()
+        self._auto = options.watchdog == "auto"
+        self._slow: list[Slow] = []
+        self._told_s = -_SLOW_PAUSE_S
+        if self._auto:
+            heartbeat.patience_s = self._times.patience_s(kills=self._kills)
+        elif options.watchdog is not None:
+            heartbeat.patience_s = duration_s(options.watchdog, "watchdog")
+
+    def look(self, *, last: bool = False) -> None:
+        """To be called every second or so by one thread, which may not be the training thread; once more
+        when the run is let go (`last`)."""
+        lengths, new = self._heartbeat.lengths, []
+        while lengths:
+            new.append(lengths.popleft())
+        if new:
+            self._slow += self._times.add(new)
+            if self._auto:
+                self._heartbeat.patience_s = self._times.patience_s(kills=self._kills)
+        if self._slow and (last or self._clock() - self._told_s >= _SLOW_PAUSE_S):
+            self._told_s = self._clock()
+            self._say()
+
+    def _say(self) -> None:
+        """One line for all slow steps since the last one: the slowest of them, and how many there were."""
+        worst, count = max(self._slow, key=lambda each: each.seconds), len(self._slow)
+        self._slow.clear()
+        log.warning(
+            "step %d took %.1f s where steps take %.3g s%s",
+            worst.step, worst.seconds, worst.usual_s,
+            f" ({count} such steps since the last such line)" if count > 1 else "",
+        )  # fmt: skip
+        self._tell(
+            Event.SLOW,
+            step=worst.step,
+            seconds=round(worst.seconds, 3),
+            usual_seconds=round(worst.usual_s, 6),
+            count=count,
+        )
