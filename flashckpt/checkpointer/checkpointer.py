@@ -130,8 +130,8 @@ class Checkpointer(AttachedRun):
     # ---- what the iterators call
 
     def _whole_run(self, loader: Iterable[Any], epochs: int | None, steps: int | None) -> Batches:
-        """The iterator of `loop`."""
-        return Batches(self, loader, epochs=epochs, steps=steps, whole_run=True)
+        """The iterator of `loop`, which names at least one of `epochs` and `steps`."""
+        return Batches(self, loader, epochs, steps)
 
     def _restore_rng(self) -> None:
         due, self._due_rng = self._due_rng, None
@@ -198,21 +198,15 @@ class Batches(Iterator[Any]):
     _with_positions = False
 
     def __init__(
-        self,
-        checkpointer: Checkpointer,
-        loader: object,
-        *,
-        epochs: int | None = None,
-        steps: int | None = None,
-        whole_run: bool = False,
+        self, checkpointer: Checkpointer, loader: object, epochs: int | None = None, steps: int | None = None
     ) -> None:
-        self.checkpointer = checkpointer
-        self._loader = loader
-        self._epochs, self._steps, self._whole_run = epochs, steps, whole_run
+        self.checkpointer, self._loader = checkpointer, loader
+        self._epochs, self._steps = epochs, steps
+        self._whole_run = epochs is not None or steps is not None
         self._thread = threading.get_ident()
         self._source: Any = None
         self._begun = self._ended = self._in_body = self._entered = self._gave = False
-        if whole_run:
+        if self._whole_run:
             checkpointer._progress.manages_epochs = True
 
     @property

@@ -188,12 +188,9 @@ class StepTimes:
         """How long a boundary may be missing before it is a hang. `kills`: a hang ends the process."""
         if len(self._lengths) < _STEPS_NEEDED:
             return max(_LEAST_UNKNOWN_S, _TIMES_LONGEST * max(self._lengths, default=0.0))
-        least = _LEAST_UNKNOWN_S if kills else _LEAST_S
-        return max(least, _TIMES_USUAL * self._high(), _TIMES_LONGEST * max(self._lengths))
-
-    def _high(self) -> float:
-        ordered = sorted(self._lengths)
-        return ordered[min(int(_QUANTILE * len(ordered)), len(ordered) - 1)]
+        least, ordered = _LEAST_UNKNOWN_S if kills else _LEAST_S, sorted(self._lengths)
+        usual = ordered[int(_QUANTILE * len(ordered))]
+        return max(least, _TIMES_USUAL * usual, _TIMES_LONGEST * ordered[-1])
 
 
 class Watch:

@@ -78,9 +78,6 @@ class Slots:
         self._is_waiting = False  # a thread, for an answer
         self._retry_s = 0.0
         self._unreachable_since_s: float | None = None
-        # What each slot is to have room for where memory allowed only one: the others come once that holds
-        # the newest snapshot.
-        self._missing: SlotSize | None = None
         self._outgrown: list[Slot] = []
         self._carried: Sealed | None = None
         self._ended = False
@@ -143,19 +140,13 @@ class Slots:
     def fits(self) -> None:
         """The state fits the slots there are: larger ones that were asked for are not needed any more."""
         with self._handover:
-            ring = self.ring
-            if ring is None:
-                return
-            if self.asked is not None and not self.asked.adds:
+            if self.ring is not None and self.asked is not None and not self.asked.adds:
                 self.asked = self.error = None
-            if len(ring.slots) < self._fewest and self._missing is None and not self.preparing:
-                self._missing = ring.slots[0].size
 
     @property
     def completing(self) -> bool:
         """Whether there are fewer slots than snapshots need, and others are on their way."""
-        is_short = self.ring is not None and len(self.ring.slots) < self._fewest
-        return is_short and self.error is None
+        return self.ring is not None and len(self.ring.slots) < self._fewest and self.error is None
 
     def give_up(self, slot: Slot) -> None:
         """Let this slot go, which no capture writes any more: its memory is needed for a larger one, and the
@@ -186,7 +177,6 @@ class Slots:
         with self._handover:
             self.ring, self._given, self.were_had = ring, None, True
             self._outgrown.extend(old.slots if old is not None else ())
-            self._missing = ring.slots[0].size if len(ring.slots) < self._fewest else None
         if old is not None:
             crashpoints.point("growth.taken-up")
 
@@ -285,15 +275,15 @@ class Slots:
         return False
 
     def _ask_for_the_others(self) -> None:
-        """Where memory allowed one larger slot beside those that were outgrown: once these have gone, and the
-        newest snapshot is in it."""
-        ring, size = self.ring, self._missing
-        if size is None or ring is None or self._outgrown or self.preparing:
+        """Where memory allowed only one larger slot beside those that were outgrown: once these have gone,
+        and the newest snapshot is in it."""
+        ring = self.ring
+        if ring is None or len(ring.slots) >= self._fewest or self._outgrown or self.preparing:
             return
         if self._own(ring.newest_sealed()) is not None:
+            size = ring.slots[0].size
             with self._handover:
-                if self.asked is None:
-                    self._missing = None
+                if self.ring is ring and not self.preparing:
                     self.asked = Request(size, size, size, self._count, adds=True)
 
     # ---- the thread that waits for the answer
