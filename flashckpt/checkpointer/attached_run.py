@@ -205,10 +205,6 @@ class AttachedRun:
         if not self._is_forked:
             self._end(self._capture_marked)
 
-    def _finish(self) -> None:
-        """The normal end of a whole run: its last boundary is captured and committed."""
-        self._end(lambda: self.completed > 0 and self._boundaries.capture_now(persist=True))
-
     def _capture_marked(self) -> None:
         """The end of a loop whose boundaries are marked by hand: only here is it known to be one."""
         if not self._by_hand or self._in_iteration or self.completed == self._attendant.newest_sealed_step():

@@ -199,8 +199,7 @@ class Boundaries:
         self._left = self._left or self._use.trained_since_boundary
 
     def _count(self, iterations: int = 1) -> None:
-        for _ in range(iterations + self._left or 1):
-            self._progress.count()
+        self._progress.count(iterations + self._left or 1)
         self._left = False
 
     def _is_given_away(self, last: bool) -> bool:

@@ -335,21 +335,18 @@ class Batches(Iterator[Any]):
         if not self._whole_run:
             self._end(exhausted=True)
         if empty and self.checkpointer.resumed is not None and not (self._gave or self._source.was_over):
-            raise self._gives_nothing()
+            raise BoundaryError(
+                f"The loader gave no batch right after the run was taken up at step {self.completed}, and "
+                "the run had not ended there: taken as its end, each start would end so. Nothing was "
+                "captured, and what is saved is whole. Pass the data that the run was begun with.",
+                step=self.completed,
+            )
         if empty or self._epochs_left() <= 1:  # an empty loader repeated until `steps` would never end
             self._end(exhausted=True)
         if self._source is not None:
             progress.close_phase()
         progress.next_epoch()
         self._begun = False
-
-    def _gives_nothing(self) -> BoundaryError:
-        return BoundaryError(
-            f"The loader gave no batch right after the run was taken up at step {self.completed}, and the "
-            "run had not ended there: taken as its end, each start would end so. Nothing was captured, and "
-            "what is saved is whole. Pass the data that the run was begun with.",
-            step=self.completed,
-        )
 
     def _epochs_left(self) -> float:
         """The present one among them."""
@@ -373,7 +370,8 @@ class Batches(Iterator[Any]):
         checkpointer = self.checkpointer
         checkpointer._capture.heartbeat.rest()
         if self._whole_run:
-            checkpointer._finish()
+            boundaries = checkpointer._boundaries
+            checkpointer._end(lambda: self.completed > 0 and boundaries.capture_now(persist=True))
         elif exhausted and self._source is not None:
             # Inside `.epochs` the epoch's own end is captured; elsewhere nobody may come after, and what
             # follows is no part of this boundary.

@@ -76,9 +76,9 @@ class Progress:
         self.step, self.epoch, self.phase = counts
         self._resumes_in_phase, self.iterated = value["open"], value["iterated"]
 
-    def count(self) -> None:
-        """An iteration is done."""
-        self.step += 1
+    def count(self, iterations: int) -> None:
+        """So many iterations are done."""
+        self.step += iterations
         self.iterated = True
 
     @property

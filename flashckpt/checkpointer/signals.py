@@ -155,8 +155,8 @@ class Signals:
         self._handlers.spare_workers()
         if number in self._warning:
             self._ask(number)
-            if callable(self._handlers.replaced(number)):
-                self._handlers.replaced(number)(number, frame)
+            if callable(self._handlers.replaced.get(number)):
+                self._handlers.replaced[number](number, frame)
         elif not self.heard:
             self.heard = True
             self._first_s = time.monotonic()
@@ -308,7 +308,7 @@ class Handlers:
         self._process = os.getpid()
         self._active = False
         self._handler, self._child_handler = self._on_signal, self._on_child
-        self._replaced: dict[int, Any] = {}
+        self.replaced: dict[int, Any] = {}  # the handlers that were there, by signal
         self._ours: dict[int, Any] = {}
 
     def __bool__(self) -> bool:
@@ -347,26 +347,22 @@ class Handlers:
         """Signals whose handler somebody has replaced since."""
         return [number for number in self._ours if self._active and not self.stands(number)]
 
-    def replaced(self, number: int) -> Any:
-        """The handler that was there."""
-        return self._replaced.get(number)
-
     def is_deadly(self, number: int) -> bool:
         """Whether the signal, taking its course now, ends the process."""
-        return self.replaced(number) is signal.SIG_DFL and signal.getsignal(number) is signal.SIG_DFL
+        return self.replaced.get(number) is signal.SIG_DFL and signal.getsignal(number) is signal.SIG_DFL
 
     def act(self, number: int, frame: Frame) -> None:
         """What the signal would have done without us; to be called after `take_off`. A handler that came
         after ours has done what it does: to what it replaced it may have passed on, or not."""
-        if callable(self.replaced(number)):
-            self.replaced(number)(number, frame)
+        if callable(self.replaced.get(number)):
+            self.replaced[number](number, frame)
         elif self.is_deadly(number):
             os.kill(os.getpid(), number)
 
     def send_again(self, number: int) -> None:
         """Called by another thread: let the signal come once more. One that ends the process does so even
         if the main thread is in native code and would not hear of it."""
-        if self.stands(number) and self.replaced(number) is signal.SIG_DFL:
+        if self.stands(number) and self.replaced.get(number) is signal.SIG_DFL:
             # signal.signal is the main thread's alone; the disposition is the process's.
             ctypes.CDLL(None).signal(number, ctypes.c_void_p(0))
         os.kill(os.getpid(), number)
@@ -386,24 +382,24 @@ class Handlers:
             return
         stood = self.stands(number)
         self._put_back(number)
-        if stood or callable(self.replaced(number)):
+        if stood or callable(self.replaced.get(number)):
             self.act(number, frame)
 
     def _on_child(self, number: int, frame: Frame) -> None:
         try:
-            self._replaced[number](number, frame)
+            self.replaced[number](number, frame)
         except RuntimeError as error:
             if not (self._active and str(error).startswith(_WORKER_LOST)):
                 raise
 
     def _take(self, number: int, found: Any, ours: Any) -> None:
         # First the entry, then the handler: it may be called before signal() has returned.
-        self._replaced[number], self._ours[number] = found, ours
+        self.replaced[number], self._ours[number] = found, ours
         signal.signal(number, ours)
 
     def _put_back(self, number: int) -> None:
         if self.stands(number):
-            signal.signal(number, self._replaced[number])
+            signal.signal(number, self.replaced[number])
 
     def forked(self) -> None:
         """In a forked child: signals are what they are to any process."""
