@@ -17,6 +17,7 @@ from typing import Any
 from flashckpt.capture import Capture
 from flashckpt.checkpointer.run_log import SnapshotLog, Watch
 from flashckpt.checkpointer.session import Session
+from flashckpt.checkpointer.signals import Signals
 from flashckpt.checkpointer.slots import Slots
 from flashckpt.commit import lineage
 from flashckpt.commit.attempts import beat_on, newest_claimed
@@ -50,10 +51,11 @@ class Attendant:
         options: Options,
         age_limits_s: tuple[float, float],
         loaded_step: int | None,
-        deadline_s: Callable[[], float],
+        signals: Signals,
     ) -> None:
-        self._session, self._capture, self._options = session, capture, options
-        self.deadline_s = deadline_s  # the monotonic time past which nothing here waits any more
+        self._session, self._capture, self._signals = session, capture, signals
+        # How long the ends of a run wait for a keeper, or a copy, that makes no progress.
+        self.patience_s = max(options.grace_s, 1.0)
         self.status = Status()
         self.superseded_by: str | None = None
         self.slots = Slots(session, capture, options, self._say_once, self.wake)
@@ -222,7 +224,7 @@ class Attendant:
         self.slots.end()
         self._woken.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            left_s = self.deadline_s() - time.monotonic()
+            left_s = self.deadline_s - time.monotonic()
             self._thread.join(timeout=min(self.patience_s, max(left_s, _LEAST_JOIN_S)))
         if self._thread.is_alive():
             # It hangs in the keeper or in memory being taken, and will look into the slots once more: they
@@ -233,11 +235,11 @@ class Attendant:
         self._watch.look(last=True)
         # Where the last keepers have died, nobody would start another after this one.
         self._session.keeper.longest_pause_s = start.NO_PAUSE_S
-        self.slots.drop_ready(min(time.monotonic() + self.patience_s, self.deadline_s()))
+        self.slots.drop_ready(min(time.monotonic() + self.patience_s, self.deadline_s))
         try:
-            if time.monotonic() < self.deadline_s():  # else to the keeper it is a death like any other
+            if time.monotonic() < self.deadline_s:  # else to the keeper it is a death like any other
                 self._send_events()
-            if closed and time.monotonic() < self.deadline_s():
+            if closed and time.monotonic() < self.deadline_s:
                 self._session.keeper.closing()
         except (FlashckptError, OSError) as error:
             log.warning("the keeper could not be told that the run was let go: %s", error)
@@ -247,7 +249,7 @@ class Attendant:
     def _leave_word(self, closed: bool) -> None:
         """Where the keeper finds it when this process's lock is free, whether it was told or not: it would
         take the end for a death, and hold on to its slots for the next attempt."""
-        if closed and time.monotonic() < self.deadline_s():
+        if closed and time.monotonic() < self.deadline_s:
             with contextlib.suppress(OSError):
                 self._session.life.say_closed()
 
@@ -320,9 +322,9 @@ class Attendant:
     # ---- waiting
 
     @property
-    def patience_s(self) -> float:
-        """How long the ends of a run wait for a keeper, or a copy, that makes no progress."""
-        return max(self._options.grace_s, 1.0)
+    def deadline_s(self) -> float:
+        """The monotonic time past which nothing here waits any more."""
+        return self._signals.deadline_s
 
     def _failed(self, reason: str, step: int | None = None) -> PersistError:
         newest = self.status.newest_committed
@@ -345,10 +347,10 @@ class Attendant:
             moved_s, advance = time.monotonic(), Advance(self.status)
             with self._answered:
                 while not done():
-                    self._answered.wait(min(_TICK_S, max(0.0, self.deadline_s() - time.monotonic())))
+                    self._answered.wait(min(_TICK_S, max(0.0, self.deadline_s - time.monotonic())))
                     if advance.has_come(self.status):
                         moved_s = time.monotonic()
-                    if time.monotonic() > min(moved_s + patience_s, self.deadline_s()):
+                    if time.monotonic() > min(moved_s + patience_s, self.deadline_s):
                         return False
             return True
         finally:

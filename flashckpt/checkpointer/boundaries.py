@@ -281,7 +281,7 @@ class Boundaries:
             newest = slots.newest_own()
             return newest is not None and newest.step == step and (before is None or newest.age > before.age)
 
-        tries, until_s = 0, min(time.monotonic() + attendant.patience_s, attendant.deadline_s())
+        tries, until_s = 0, min(time.monotonic() + attendant.patience_s, attendant.deadline_s)
         while not is_sealed():
             if outgrown or (slots.ring is None and not slots.ready):
                 self._growth.require()

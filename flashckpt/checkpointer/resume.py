@@ -340,7 +340,7 @@ def _checkpointer(
     use = Use(tree, capture.hooks, digests, check=options.read_ahead_check, used=progress.step == 0)
     loaded_step = resumed.step if resumed is not None and resumed.tier == "memory" else None
     limits, signals = limits_s(every, persist_every), Signals(options)
-    attendant = Attendant(session, capture, options, limits, loaded_step, signals.deadline_s)
+    attendant = Attendant(session, capture, options, limits, loaded_step, signals)
     checkpointer = Checkpointer(
         tree=tree,
         progress=progress,

@@ -38,7 +38,8 @@ _WORKER_LOST = "DataLoader worker (pid"
 class Signals:
     """What asks the loops of one Checkpointer to end. `reason` names it: the signal, "notice file", or
     None as long as nothing has. `heard`: a signal that is to take its course was among it. `loops`: those in
-    one another that run now."""
+    one another that run now. `deadline_s`: the monotonic time at which the grace period ends; infinity while
+    nothing has arrived."""
 
     def __init__(self, options: Options) -> None:
         self._ending = signal_numbers(options.signals, "signals")
@@ -51,7 +52,7 @@ class Signals:
         self._stepping = self._closed = self._expired = False
         self._arrived: list[int] = []
         self._claims = [True]  # who takes it out lets the signals take their course; nobody else does
-        self._first_s, self._deadline_s = 0.0, math.inf
+        self._first_s, self.deadline_s = 0.0, math.inf
         self._bell: queue.SimpleQueue[str] = queue.SimpleQueue()  # its put is allowed in a handler
         self._thread: threading.Thread | None = None
         self._said: set[object] = set()
@@ -63,13 +64,9 @@ class Signals:
         """Whether a signal is still to take its course."""
         return bool(self._arrived)
 
-    def deadline_s(self) -> float:
-        """The monotonic time at which the grace period ends; infinity while nothing has arrived."""
-        return self._deadline_s
-
     def hurry(self, patience_s: float) -> None:
         """From now on nothing waits longer than this, in seconds."""
-        self._deadline_s = min(self._deadline_s, time.monotonic() + patience_s)
+        self.deadline_s = min(self.deadline_s, time.monotonic() + patience_s)
 
     # ---- around a loop, in its thread
 
@@ -116,7 +113,7 @@ class Signals:
         """Let what has arrived take its course, as if it arrived now and nothing had stood in its way.
         `let_go` is called before anything that ends the process. Returns where the user's handler does."""
         if not self._arrived:
-            self._deadline_s = math.inf
+            self.deadline_s = math.inf
             return
         if not self._claim():
             self._await_thread()
@@ -129,7 +126,7 @@ class Signals:
         except BaseException:
             let_go()
             raise
-        self._deadline_s = math.inf
+        self.deadline_s = math.inf
 
     def close(self) -> None:
         """Nothing is watched any more."""
@@ -160,7 +157,7 @@ class Signals:
         elif not self.heard:
             self.heard = True
             self._first_s = time.monotonic()
-            self._deadline_s = self._first_s + self._grace_s
+            self.deadline_s = self._first_s + self._grace_s
             self._arrived.append(number)
             self._ask(number)
         elif not self._is_same_notice(number):
@@ -168,7 +165,7 @@ class Signals:
             self._claim()
             if not self._expired:
                 self._arrived.append(number)
-            self._deadline_s = 0.0
+            self.deadline_s = 0.0
             self._handlers.take_off()
             self._act(frame)
         elif number not in self._arrived:
@@ -198,7 +195,7 @@ class Signals:
 
     def _run(self) -> None:
         while True:
-            word, left_s = "", self._deadline_s - time.monotonic()
+            word, left_s = "", self.deadline_s - time.monotonic()
             with suppress(queue.Empty):
                 word = self._bell.get(timeout=left_s if 0 < left_s < _LOOK_S else _LOOK_S)
             if word == _CLOSED:
@@ -206,7 +203,7 @@ class Signals:
             if word == _AGAIN:
                 self._send_again()
                 return
-            if self._handlers and self.pending and time.monotonic() >= self._deadline_s:
+            if self._handlers and self.pending and time.monotonic() >= self.deadline_s:
                 self._expire()
                 return
             self._look()

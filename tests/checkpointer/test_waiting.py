@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import os
 import signal
@@ -60,8 +59,7 @@ def waited(checkpointer: flashckpt.Checkpointer) -> BaseException | None:
 
 def be_patient(checkpointer: flashckpt.Checkpointer) -> None:
     """What comes now succeeds, as slow as the machine may be."""
-    attendant = checkpointer._attendant
-    attendant._options = dataclasses.replace(attendant._options, grace="240s")
+    checkpointer._attendant.patience_s = 240.0
 
 
 def test_a_failure_that_passes_is_waited_for(tmp_path: Path, faults: Path) -> None:

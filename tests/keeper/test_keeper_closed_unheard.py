@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 from pathlib import Path
@@ -40,7 +39,7 @@ def test_a_run_that_ends_while_its_keeper_is_stopped(in_order: bool, tmp_path: P
 
         asked = attendant._rounds
         until(lambda: is_asking() and attendant._rounds == asked, "a question to the keeper")
-        attendant._options = dataclasses.replace(attendant._options, grace="1s")
+        attendant.patience_s = 1.0
         checkpointer._release(closed=in_order)
     finally:
         os.kill(pid, signal.SIGCONT)
