@@ -32,7 +32,7 @@ class Flat:
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors
         leaves = [LiveLeaf(name, tensor, "other", None, tensors, name) for name, tensor in tensors.items()]
-        self._walk = Walk(leaves, value={}, guards=[(tensors, len(tensors))], anchors=[], gradient_kinds="")
+        self._walk = Walk(leaves, value={}, guards=[(tensors, len(tensors))], anchors=[])
 
     @property
     def current(self) -> Walk:

@@ -192,15 +192,9 @@ class Fields:
     def hex(self, key: str, num_bytes: int) -> bytes:
         """Exactly `num_bytes` bytes, written as lower-case hex digits."""
         value = self._obj.get(key)
-        if not isinstance(value, str) or len(value) != 2 * num_bytes:
-            self.refuse(f"{key!r} does not hold {num_bytes} bytes")
-        try:
-            decoded = bytes.fromhex(value)
-        except ValueError:
-            self.refuse(f"{key!r} is not hex")
-        if len(decoded) != num_bytes:
-            self.refuse(f"{key!r} is not hex")
-        return decoded
+        if not isinstance(value, str) or re.fullmatch(rf"[0-9a-f]{{{2 * num_bytes}}}", value) is None:
+            self.refuse(f"{key!r} does not hold {num_bytes} bytes as hex")
+        return bytes.fromhex(value)
 
 
 R = TypeVar("R", bound="JsonRecord")

@@ -1,9 +1,8 @@
 """Typed JSON: what stands for the values of a state that are not tensors, and nothing else.
 
-Owns the tags and both directions. A value comes back with its type, its order and its bits, or it is
-refused while it is written. Reading builds values from a fixed table of tags; nothing read is ever
-looked up by name in the program, imported or called. Never imports torch or NumPy: their adapters
-are registered from flashckpt/state.
+A value comes back with its type, its order and its bits, or it is refused while it is written. Reading
+builds values from a fixed table of tags; nothing read is ever looked up by name in the program, imported
+or called. Never imports torch or NumPy: flashckpt/state/values.py registers their types.
 
 Plain JSON stands for itself: null, true, false, numbers, strings, arrays (list), objects (dict with
 string keys in order). All else is an object with one key that begins with "!", its tag; a dict with
@@ -15,6 +14,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import operator
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -30,6 +30,7 @@ _MAX_PLAIN_INT = 1 << 2000  # Python refuses to parse decimal numbers of more th
 
 Encoder = Callable[[Any, int], object]
 Decoder = Callable[[Any], object]
+Same = Callable[[Any, Any], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,33 +56,31 @@ class Encoded:
         self.data = encode_json(value) if data is None else data
 
 
-@dataclass(frozen=True, slots=True)
-class _Adapter:
-    tag: str
-    to_plain: Callable[[Any], object]
-    same: Callable[[Any, Any], bool]
-
-
-_adapters: dict[type, _Adapter] = {}
-
-
 def register(
     kinds: type | tuple[type, ...],
     tag: str,
     to_plain: Callable[[Any], object],
-    from_plain: Callable[[Any], object],
+    from_plain: Decoder,
     *,
-    same: Callable[[Any, Any], bool] | None = None,
+    same: Same = operator.eq,
 ) -> None:
     """Teach the encoding more types, exact types only. `to_plain` gives encodable values and raises
     ValueError for what has none; `from_plain` gets them back and raises ValueError, TypeError or
-    LookupError for what cannot be; `same` compares two values to the bit (`==` if None). Raises
-    ValueError for a tag that is taken."""
+    LookupError for what cannot be; `same` compares two values to the bit. Raises ValueError for a tag that
+    is taken."""
     if tag in _decoders:
         raise ValueError(f"the tag {tag!r} is taken")
+
+    def encoder(value: object, depth: int) -> object:
+        try:
+            plain = to_plain(value)
+        except ValueError as error:
+            raise StateError(str(error)) from error
+        return {"!" + tag: encode(plain, depth)}
+
     _decoders[tag] = from_plain
     for kind in kinds if isinstance(kinds, tuple) else (kinds,):
-        _adapters[kind] = _Adapter(tag, to_plain, same or (lambda a, b: bool(a == b)))
+        _encoders[kind], _same[kind] = encoder, same
 
 
 # Writing
@@ -101,20 +100,9 @@ def encode(value: object, depth: int = 0) -> Any:
     if depth > MAX_DEPTH:
         raise StateError(f"values nest deeper than {MAX_DEPTH} levels, or contain themselves")
     encoder = _encoders.get(kind)
-    if encoder is not None:
-        return encoder(value, depth + 1)
-    adapter = _adapters.get(kind)
-    if adapter is not None:
-        return _encode_adapted(adapter, value, depth + 1)
-    raise StateError(f"a {kind.__module__}.{kind.__qualname__} has no exact encoding")
-
-
-def _encode_adapted(adapter: _Adapter, value: object, depth: int) -> object:
-    try:
-        plain = adapter.to_plain(value)
-    except ValueError as error:
-        raise StateError(str(error)) from error
-    return {"!" + adapter.tag: encode(plain, depth)}
+    if encoder is None:
+        raise StateError(f"a {kind.__module__}.{kind.__qualname__} has no exact encoding")
+    return encoder(value, depth + 1)
 
 
 def encode_json(value: object) -> bytes:
@@ -287,10 +275,6 @@ def _pairs_into(made: Any, pairs: list[list[object]]) -> Any:
     return made
 
 
-def _unpack_float(text: str) -> float:
-    return float(struct.unpack(">d", bytes.fromhex(text))[0])
-
-
 def _decode_set(items: list[Any]) -> set[Any]:
     made = set(_a_list(items))
     if len(made) != len(items):
@@ -312,7 +296,7 @@ def _decode_leaf(plain: Any) -> LeafRef:
 
 
 _decoders: dict[str, Decoder] = {
-    "float": _unpack_float,
+    "float": lambda text: struct.unpack(">d", bytes.fromhex(text))[0],
     "int": lambda text: int(text, 16),
     "str": lambda text: bytes.fromhex(text).decode("utf-16-le", "surrogatepass"),
     "dict": lambda pairs: _pairs_into({}, pairs),
@@ -386,12 +370,8 @@ def same(a: Any, b: Any) -> bool:
         return same(a.value, b)
     if type(a) is not type(b):
         return False
-    if isinstance(a, float):
-        return struct.pack(">d", a) == struct.pack(">d", b)
-    if type(a) is complex:
-        return struct.pack(">dd", a.real, a.imag) == struct.pack(">dd", b.real, b.imag)
-    if type(a) in _adapters:
-        return _adapters[type(a)].same(a, b)
+    if type(a) in _same:
+        return bool(_same[type(a)](a, b))
     if isinstance(a, (set, frozenset)):
         return sorted(map(encode_json, a)) == sorted(map(encode_json, b))
     if isinstance(a, Mapping):
@@ -400,6 +380,11 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, (list, tuple, deque)):
         facts = not isinstance(a, deque) or a.maxlen == b.maxlen
         return facts and len(a) == len(b) and all(map(same, a, b))
-    if type(a) is slice:
-        return same((a.start, a.stop, a.step), (b.start, b.stop, b.step))
     return bool(a == b)
+
+
+_same: dict[type, Same] = {
+    float: lambda a, b: struct.pack(">d", a) == struct.pack(">d", b),
+    complex: lambda a, b: struct.pack(">dd", a.real, a.imag) == struct.pack(">dd", b.real, b.imag),
+    slice: lambda a, b: same((a.start, a.stop, a.step), (b.start, b.stop, b.step)),
+}

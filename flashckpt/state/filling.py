@@ -7,6 +7,7 @@ copied and never kept.
 
 from __future__ import annotations
 
+import functools
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +23,7 @@ from flashckpt.errors import DamagedError
 from flashckpt.format.layout import Leaf
 from flashckpt.format.typed import Hole, LeafRef
 from flashckpt.state import rng
-from flashckpt.state.leaves import MAPPINGS, SEQUENCES, children, join, part_names, rebuild
+from flashckpt.state.leaves import part_names
 from flashckpt.state.tensors import (
     assemble,
     dress,
@@ -35,6 +36,9 @@ from flashckpt.state.tensors import (
     same_memory,
     strides,
 )
+from flashckpt.state.values import CONTAINERS, children, join, rebuild
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -46,37 +50,11 @@ class Saved:
     value: dict[str, Any]
     tensor: Callable[[str], Tensor]
 
-
-class DeferredCopies:
-    """Copies from the tensors of a snapshot into live ones: put off until `make`, at once after it."""
-
-    def __init__(self) -> None:
-        self._pairs: list[tuple[Tensor, Tensor]] = []
-        self._puts_off = True
-
-    def add(self, live: Tensor, source: Tensor) -> None:
-        """Have `live` filled with `source`. What is not a plain host tensor is filled at once."""
-        plain = _is_plain(live) and _is_plain(source) and live.dtype == source.dtype
-        if self._puts_off and plain and live.numel():
-            self._pairs.append((live, source))
-        else:
-            fill(live, source)
-
-    def make(self) -> None:
-        """Make every copy that was put off."""
-        pairs, self._pairs, self._puts_off = self._pairs, [], False
-        if not pairs:
-            return
-        digests = array("Q", bytes(8 * len(pairs)))
-        _native.copy_digest(
-            array("Q", [source.data_ptr() for _, source in pairs]),
-            array("Q", [live.data_ptr() for live, _ in pairs]),
-            array("Q", [live.numel() * live.element_size() for live, _ in pairs]),
-            _native.address_of(digests),
-            torch.get_num_threads(),
-        )
-        for live, _ in pairs:
-            torch.autograd.graph.increment_version(live)
+    @functools.cached_property
+    def names(self) -> dict[str, str]:
+        """Each name of each leaf -> the name it is stored under."""
+        aliases = {alias: leaf.name for leaf in self.leaves.values() for alias in leaf.aliases}
+        return {name: name for name in self.leaves} | aliases
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -91,41 +69,64 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 class Filling:
-    """One restore: what is filled already, under which leaf's name. Elements of plain host tensors are
-    there after `copies.make()`."""
+    """One restore: what is filled already, under which leaf's name. Copies between plain host tensors are put
+    off until `make_copies`, and made at once after it."""
 
     def __init__(self, saved: Saved) -> None:
         self._saved = saved
-        self._canonical = canonical_names(saved)
         self._live: dict[str, Tensor] = {}
         self._taken: dict[int, list[Tensor]] = {}
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._puts_off = True
         self.filled: list[tuple[str, Tensor]] = []
-        self.copies = DeferredCopies()
+
+    def make_copies(self) -> None:
+        """Make every copy that was put off."""
+        pairs, self._copies, self._puts_off = self._copies, [], False
+        if not pairs:
+            return
+        digests = array("Q", bytes(8 * len(pairs)))
+        _native.copy_digest(
+            array("Q", [source.data_ptr() for _, source in pairs]),
+            array("Q", [live.data_ptr() for live, _ in pairs]),
+            array("Q", [live.numel() * live.element_size() for live, _ in pairs]),
+            _native.address_of(digests),
+            torch.get_num_threads(),
+        )
+        for live, _ in pairs:
+            torch.autograd.graph.increment_version(live)
 
     def leaf(self, name: str) -> Leaf:
         """The leaf that is stored under a name or one of its further names. Raises DamagedError."""
         try:
-            return self._saved.leaves[self._canonical[name]]
+            return self._saved.leaves[self._saved.names[name]]
         except KeyError:
             raise DamagedError(f"The snapshot names {name!r} and does not hold it; it is no use.") from None
 
     def holds(self, name: str) -> bool:
         """Whether a leaf is stored under this name, or listed with it."""
-        return name in self._canonical
+        return name in self._saved.names
 
     def names_under(self, entry: str) -> list[str]:
         """All names of leaves that belong to a named object."""
-        return [name for name in self._canonical if name.startswith(entry + ".")]
+        return [name for name in self._saved.names if name.startswith(entry + ".")]
 
     def fill(self, name: str, live: Tensor) -> None:
         """Fill a live tensor that fits, once."""
         leaf = self.leaf(name)
-        if leaf.name in self._live:
-            return
-        self.copies.add(live, self._saved.tensor(leaf.name))
-        self._settle(leaf, live)
+        if leaf.name not in self._live:
+            self._copy(leaf, live)
+            self._becomes(leaf, live)
 
-    def _settle(self, leaf: Leaf, live: Tensor) -> None:
+    def _copy(self, leaf: Leaf, live: Tensor) -> None:
+        source = self._saved.tensor(leaf.name)
+        plain = _is_plain(live) and _is_plain(source) and live.dtype == source.dtype
+        if self._puts_off and plain and live.numel():
+            self._copies.append((live, source))
+        else:
+            fill(live, source)
+
+    def _becomes(self, leaf: Leaf, live: Tensor) -> None:
         self._live[leaf.name] = live
         self._taken.setdefault(live.data_ptr(), []).append(live)
         self.filled.append((leaf.name, live))
@@ -150,15 +151,15 @@ class Filling:
             self.fill(name, live)
             return live
         plain = make(leaf, device)
-        self.copies.add(plain, self._saved.tensor(leaf.name))
+        self._copy(leaf, plain)
         made = dress(plain, about, like)
-        self._settle(leaf, made)
+        self._becomes(leaf, made)
         return made
 
     def _usable(self, live: Tensor, leaf: Leaf, device: torch.device, recorded_class: str) -> bool:
         if is_wrapper(live) or live.layout is not torch.strided or not fits(leaf, live):
             return False
-        if recorded_class not in ("", kind_of(live)) or (not recorded_class and type(live) is not Tensor):
+        if kind_of(live) != (recorded_class or "torch.Tensor"):
             return False
         if live.device.type != device.type or strides(live) != leaf.stride:
             return False
@@ -179,14 +180,9 @@ class Filling:
             return live
         return assemble(about, parts, like)
 
-
-def canonical_names(saved: Saved) -> dict[str, str]:
-    """Each name of each leaf -> the name it is stored under."""
-    names = {name: name for name in saved.leaves}
-    for leaf in saved.leaves.values():
-        for alias in leaf.aliases:
-            names[alias] = leaf.name
-    return names
+    def settle(self, value: Any, live: Any, name: str, home: torch.device = _CPU) -> Any:
+        """A saved nested value in the place of `live`, which is kept and changed where it can be."""
+        return Settling(self, home).settle(value, live, name)
 
 
 def _refill(live: Any, value: Any) -> bool:
@@ -220,8 +216,7 @@ class Settling:
         holes: Iterator[object] | None = None,
         scalars_on_cpu: bool = False,
     ) -> None:
-        self._filling, self._home, self._like = filling, home, like
-        self._holes = holes
+        self._filling, self._home, self._like, self._holes = filling, home, like, holes or iter(())
         # One object in two places, where two were saved: only the first may take its contents.
         self._kept: dict[int, object] = {}
         # Step counters of a run on a CPU: they stay there when its parameters move to a device.
@@ -231,10 +226,13 @@ class Settling:
         """What belongs in the place of `live`, which is kept and changed where it can be."""
         kind = type(value)
         if kind is LeafRef:
-            return self._filling.place(value, name, live, self._home_of(value, name), self._like)
+            stays = self._scalars_on_cpu and not value.about and not self._filling.leaf(name).shape
+            return self._filling.place(value, name, live, _CPU if stays else self._home, self._like)
         if kind is Hole:
-            return self._next_hole()
-        if kind in MAPPINGS or kind in SEQUENCES:
+            for held in self._holes:
+                return held
+            raise DamagedError("The snapshot holds fewer values than it has places for. It cannot be used.")
+        if kind in CONTAINERS:
             return self._settle_items(value, live, name)
         if rng.is_generator(live) and type(live) is kind:
             rng.restore_one(live, rng.capture_one(value))
@@ -243,17 +241,6 @@ class Settling:
             self._kept[id(live)] = live
             return live
         return value
-
-    def _home_of(self, ref: LeafRef, name: str) -> torch.device:
-        if self._scalars_on_cpu and not ref.about and not self._filling.leaf(name).shape:
-            return torch.device("cpu")
-        return self._home
-
-    def _next_hole(self) -> object:
-        if self._holes is not None:
-            for value in self._holes:
-                return value
-        raise DamagedError("The snapshot holds fewer values than it has places for. It cannot be used.")
 
     def _settle_items(self, value: Any, live: Any, name: str) -> Any:
         same = type(live) is type(value)

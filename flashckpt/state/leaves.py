@@ -1,24 +1,23 @@
-"""Collecting the leaves of a state: names, ties, and what must stay as it is for a plan to stand.
+"""The leaves of a state: names, ties, and what must stay as it is for a plan to stand.
 
 Owns the rules that a tensor is stored once however many names it has, that no name stands twice, and that a
-parameter is called in an optimizer's state by the key under which the module that owns it holds it; which
-containers may hold tensors; and the two sinks into which a state is walked: `Leaves` for a whole walk,
-`Refresh` for the values alone between two walks. Never copies a tensor's bytes.
+parameter is called in an optimizer's state by the key under which the module that owns it holds it; and the
+two sinks into which a state is walked: `Leaves` for a whole walk, `Refresh` for the values alone between two
+walks. Never copies a tensor's bytes.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from flashckpt import _native
 from flashckpt.errors import DamagedError
-from flashckpt.format.typed import MAX_DEPTH, Hole, LeafRef
+from flashckpt.format.typed import LeafRef
 from flashckpt.state.tensors import (
     check,
     flatten,
@@ -32,11 +31,7 @@ from flashckpt.state.tensors import (
 )
 
 Kind = Literal["parameter", "buffer", "gradient", "optimizer", "other"]
-HoleTaker = Callable[[object, object], None]
 
-MAPPINGS = (dict, OrderedDict, defaultdict)
-SEQUENCES = (list, tuple, deque)
-SIMPLE = frozenset((type(None), bool, int, float, str, bytes, complex))
 _CPU = torch.device("cpu")
 _WRAPPED = {
     "_orig_mod": "OptimizedModule",  # torch.compile
@@ -76,15 +71,21 @@ class LiveLeaf:
     tied: tuple[Tensor, ...] = ()
 
 
-class Sink(Protocol):
+class Sink:
     """What a walk hands its tensors to."""
 
-    def add(self, name: str, tensor: Tensor, place: Place) -> LeafRef: ...
+    def add(self, name: str, tensor: Tensor, place: Place) -> Any:
+        """Take a tensor under a name; gives what stands for it among the values."""
+        raise NotImplementedError
 
-    def guard(self, container: Sized) -> None: ...
+    def absent(self, name: str, container: object, key: object) -> None:
+        """There is no tensor in this place now."""
+
+    def guard(self, container: Sized) -> None:
+        """The plan stands only while the container keeps its length."""
 
 
-class Leaves:
+class Leaves(Sink):
     """The leaves of one walk, in the order in which they were found. `asked` are the names of those that
     stand among values, and are asked for again with them."""
 
@@ -97,11 +98,13 @@ class Leaves:
         self.asked: set[str] = set()
         self._asking = False
         self._by_id: dict[int, LiveLeaf] = {}
-        self._by_address: dict[int, tuple[LiveLeaf, ...]] = {}
+        self._by_address: dict[int, list[LiveLeaf]] = {}
 
     def guard(self, container: Sized) -> None:
-        """The plan stands only while the container keeps its length."""
         self.guards.append((container, len(container)))
+
+    def absent(self, name: str, container: object, key: object) -> None:
+        self.anchor(container, key, None)
 
     def anchor(self, container: object, key: object, value: object) -> None:
         """The plan stands only while `container[key]` (or that attribute) is this very object."""
@@ -141,47 +144,33 @@ class Leaves:
 
     def _add_plain(self, name: str, tensor: Tensor, place: Place, known: LiveLeaf | None) -> LeafRef:
         about = facts(tensor, place)
-        self._claim(name)
+        if name in self.named:
+            refuse(name, "stands twice: the state holds the same name for two tensors", "Rename one of them.")
         if known is None:
             check(tensor, name)
-            known = self._tied(tensor)
-            if known is not None:
-                about["shares"] = True
-        if known is not None:
-            known.aliases += (name,)
-            known.tied += (tensor,) if place.container is not None else ()
-            self.anchor(place.container, place.key, tensor)
-        else:
-            known = LiveLeaf(name, tensor, place.kind, place.owner, place.container, place.key)
-            self.leaves.append(known)
-            self._remember(known)
+            there = self._by_address.setdefault(tensor.data_ptr(), [])
+            known = next((leaf for leaf in there if same_memory(leaf.tensor, tensor)), None)
+            if known is None:
+                known = LiveLeaf(name, tensor, place.kind, place.owner, place.container, place.key)
+                self.leaves.append(known)
+                there.append(known)
+                self._by_id[id(tensor)] = self.named[name] = known
+                return LeafRef(name, about)
+            about["shares"] = True
+        known.aliases += (name,)
+        known.tied += (tensor,) if place.container is not None else ()
+        self.anchor(place.container, place.key, tensor)
         self.named[name] = known
         return LeafRef(name, about)
-
-    def _tied(self, tensor: Tensor) -> LiveLeaf | None:
-        """The leaf that is the same memory under another object."""
-        for leaf in self._by_address.get(tensor.data_ptr(), ()):
-            if same_memory(leaf.tensor, tensor):
-                return leaf
-        return None
-
-    def _remember(self, leaf: LiveLeaf) -> None:
-        self._by_id[id(leaf.tensor)] = leaf
-        address = leaf.tensor.data_ptr()
-        self._by_address[address] = (*self._by_address.get(address, ()), leaf)
 
     def _add_wrapper(self, name: str, tensor: Tensor, place: Place) -> LeafRef:
         parts, context = flatten(tensor, name)
         self.anchor(place.container, place.key, tensor)
         container = None if place.container is None else tensor
         for attribute in parts:
-            where = Place(place.kind, place.owner, container, attribute, place.home)
+            where = place._replace(container=container, key=attribute)
             self.add(part_name(name, attribute), getattr(tensor, attribute), where)
         return LeafRef(name, wrapper_facts(tensor, parts, context, place))
-
-    def _claim(self, name: str) -> None:
-        if name in self.named:
-            refuse(name, "stands twice: the state holds the same name for two tensors", "Rename one of them.")
 
     def check_shared_memory(self) -> None:
         """Refuse tensors that would have to be made anew and that share part of their memory with
@@ -195,19 +184,16 @@ class Leaves:
                 end, holder, kind = stop, name, this
 
 
-class Refresh:
+class Refresh(Sink):
     """Takes the tensors of a state between two walks: they must be those of the last one."""
 
     def __init__(self, leaves: Leaves) -> None:
         self._leaves = leaves
         self.seen: set[str] = set()
 
-    def knows(self, name: str) -> bool:
-        """Whether there was a tensor of this name at the last walk."""
-        return name in self._leaves.refs
-
-    def guard(self, container: Sized) -> None:
-        """Lengths are compared where the plan is."""
+    def absent(self, name: str, container: object, key: object) -> None:
+        if name in self._leaves.refs:
+            raise Restructured(name)
 
     def add(self, name: str, tensor: Tensor, place: Place) -> LeafRef:
         """The reference of the last walk. Raises Restructured if this is another tensor."""
@@ -220,13 +206,15 @@ class Refresh:
             return self._refresh_wrapper(ref, tensor, place)
         if leaf is None:
             raise Restructured(name)
-        if leaf.container is None and leaf.name == name and leaf.tensor is not tensor:
+        if leaf.tensor is tensor:
+            return ref
+        if leaf.container is None and leaf.name == name:
             same = leaf.tensor.shape == tensor.shape and leaf.tensor.dtype == tensor.dtype
             if not same or leaf.tensor.device != tensor.device or strides(leaf.tensor) != strides(tensor):
                 raise Restructured(name)
             check(tensor, name)
             leaf.tensor = tensor
-        elif leaf.tensor is not tensor and not same_memory(leaf.tensor, tensor):
+        elif not same_memory(leaf.tensor, tensor):
             raise Restructured(name)
         return ref
 
@@ -255,83 +243,6 @@ def wrapper_facts(tensor: Tensor, parts: list[str], context: object, place: Plac
     """The same for a subclass that wraps others: its class, its parts, and how they go together."""
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
     return facts(tensor, place) | {"parts": list(parts), "context": context, "shape": shape, "stride": stride}
-
-
-# Nested values
-
-
-def join(prefix: str, part: object) -> str:
-    """The name of a part of what is called `prefix`."""
-    text = part if isinstance(part, str) else repr(part)
-    return f"{prefix}.{text}" if prefix and text else prefix or text
-
-
-def children(value: object) -> Iterable[tuple[Any, Any]]:
-    """What a mapping, a list, a tuple or a deque holds, by key or position; nothing of all else."""
-    if isinstance(value, Mapping):
-        return value.items()
-    return enumerate(value) if isinstance(value, SEQUENCES) else ()
-
-
-def holds_tensor(value: object, depth: int = 0) -> bool:
-    """Whether there is a tensor anywhere in the value."""
-    kind = type(value)
-    if kind in SIMPLE:
-        return False
-    if isinstance(value, Tensor):
-        return True
-    if depth > MAX_DEPTH:
-        return False  # the encoding refuses it, with its path
-    if isinstance(value, dict):
-        return any(holds_tensor(item, depth + 1) for item in value.values())
-    if isinstance(value, (list, tuple, deque, set, frozenset)):
-        return any(holds_tensor(item, depth + 1) for item in value)
-    return False
-
-
-def survey(
-    value: Any, name: str, place: Place, sink: Sink, hole: HoleTaker | None = None, depth: int = 0
-) -> Any:
-    """`value` with a reference for each tensor. With `hole`, parts without tensors are handed to it by
-    container and key and a Hole stands for them. Raises StateError for tensors where they cannot be."""
-    if isinstance(value, Tensor):
-        return sink.add(name, value, place)
-    if type(value) in SIMPLE or not holds_tensor(value):
-        if hole is None:
-            return value
-        hole(place.container, place.key)
-        return Hole()
-    kind = type(value)
-    if depth > MAX_DEPTH:
-        refuse(name, f"nests tensors deeper than {MAX_DEPTH} levels, or contains itself", "Flatten it.")
-    if kind not in MAPPINGS and kind not in SEQUENCES:
-        refuse(name, f"holds tensors in a {kind.__qualname__}", "Use a dict, list, tuple or deque for them.")
-    sink.guard(value)
-
-    def below(key: object, item: object) -> Any:
-        container = None if place.container is None else value
-        inner = Place(place.kind, place.owner, container, key, place.home)
-        return survey(item, join(name, key), inner, sink, hole, depth + 1)
-
-    return rebuild(value, [(key, below(key, item)) for key, item in children(value)])
-
-
-def rebuild(like: Any, items: Iterable[tuple[Any, Any]]) -> Any:
-    """A container of the same type as `like` with other items, by key or position."""
-    if type(like) is defaultdict:
-        return defaultdict(like.default_factory, items)
-    if isinstance(like, dict):
-        return Counter(dict(items)) if type(like) is Counter else type(like)(items)
-    values = [item for _, item in items]
-    return deque(values, like.maxlen) if type(like) is deque else type(like)(values)
-
-
-def references(value: object, name: str) -> Iterator[tuple[str, LeafRef]]:
-    """Every LeafRef in a nested value that is called `name`, with the name of the place where it stands."""
-    if type(value) is LeafRef:
-        yield name, value
-    for key, item in children(value):
-        yield from references(item, join(name, key))
 
 
 def leaf_names(name: str, ref: LeafRef) -> list[str]:
@@ -365,18 +276,15 @@ class Owners:
     """Which attached module owns a parameter, and under which key."""
 
     def __init__(self) -> None:
-        self._owned: dict[int, tuple[str, str]] = {}
-        self._held: list[Tensor] = []
+        self._owned: dict[Tensor, tuple[str, str]] = {}
 
     def own(self, parameter: Tensor, entry: str, key: str) -> None:
         """The first key under which a parameter was found counts."""
-        if id(parameter) not in self._owned:
-            self._owned[id(parameter)] = (entry, key)
-            self._held.append(parameter)
+        self._owned.setdefault(parameter, (entry, key))
 
     def of(self, parameter: Tensor) -> tuple[str, str] | None:
         """(entry, key) of a parameter, None where no attached module owns it."""
-        return self._owned.get(id(parameter))
+        return self._owned.get(parameter)
 
     def full_name(self, parameter: Tensor, optimizer: str, group: int, index: int) -> str:
         """The name of a parameter in the whole state."""

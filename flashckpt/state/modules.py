@@ -20,22 +20,11 @@ from torch import Tensor, nn
 from flashckpt.events import log
 from flashckpt.format.layout import Leaf
 from flashckpt.format.typed import Encoded, LeafRef
-from flashckpt.state.filling import Filling, Saved, Settling, canonical_names
-from flashckpt.state.leaves import (
-    Leaves,
-    LiveLeaf,
-    Owners,
-    Place,
-    Sink,
-    children,
-    join,
-    leaf_names,
-    references,
-    step_name,
-    survey,
-)
+from flashckpt.state.filling import Filling, Saved
+from flashckpt.state.leaves import Kind, Leaves, LiveLeaf, Owners, Place, Sink, leaf_names, step_name
 from flashckpt.state.objects import MISSING, Row, StateEntry
-from flashckpt.state.tensors import DTYPE_NAMES, described, fits, is_wrapper, refuse, span
+from flashckpt.state.tensors import DTYPE_NAMES, described, fits, is_sharded, is_wrapper, refuse, span
+from flashckpt.state.values import children, join, references, survey
 
 _EXTRA = "_extra_state"
 _HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")
@@ -99,8 +88,14 @@ class ModuleEntry(StateEntry):
         if id(module) in above:
             refuse(path, "is a module inside itself", "Hold the outer module in a list or a weak reference.")
         self.modules.setdefault(path, module)
-        self._take_parameters(module, path, leaves, owners)
-        self._take_buffers(module, path, leaves)
+        for name, _, parameter in self._take("parameter", module, module._parameters, path, leaves):
+            owners.own(parameter, self.name, name.removeprefix(self.name + "."))
+            self.parameters.append((name, parameter))
+        for name, key, buffer in self._take("buffer", module, module._buffers, path, leaves):
+            if key in module._non_persistent_buffers_set:
+                self._transient.append(name)
+            elif self._shapes.setdefault(name, buffer.shape) != buffer.shape:
+                self._resized.add(name)
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             self._extras.append((path, module))
         leaves.guard(module._modules)
@@ -110,29 +105,17 @@ class ModuleEntry(StateEntry):
                 below = join(path, step_name(module, child_name))
                 self._visit(child, below, leaves, owners, (*above, id(module)))
 
-    def _take_parameters(self, module: nn.Module, path: str, leaves: Leaves, owners: Owners) -> None:
-        leaves.guard(module._parameters)
-        for key, parameter in module._parameters.items():
-            if parameter is None:
-                leaves.anchor(module._parameters, key, None)
-                continue
-            name = join(path, key)
-            leaves.add(name, parameter, Place("parameter", module, module._parameters, key))
-            owners.own(parameter, self.name, name.removeprefix(self.name + "."))
-            self.parameters.append((name, parameter))
-
-    def _take_buffers(self, module: nn.Module, path: str, leaves: Leaves) -> None:
-        leaves.guard(module._buffers)
-        for key, buffer in module._buffers.items():
-            if buffer is None:
-                leaves.anchor(module._buffers, key, None)
-                continue
-            name = join(path, key)
-            leaves.add(name, buffer, Place("buffer", module, module._buffers, key))
-            if key in module._non_persistent_buffers_set:
-                self._transient.append(name)
-            elif self._shapes.setdefault(name, buffer.shape) != buffer.shape:
-                self._resized.add(name)
+    def _take(
+        self, kind: Kind, module: nn.Module, held: Mapping[str, Tensor | None], path: str, leaves: Leaves
+    ) -> Iterator[tuple[str, str, Tensor]]:
+        """Hand over what a module holds; (name, key, tensor) of each."""
+        leaves.guard(held)
+        for key, tensor in held.items():
+            if tensor is None:
+                leaves.anchor(held, key, None)
+            else:
+                leaves.add(join(path, key), tensor, Place(kind, module, held, key))
+                yield join(path, key), key, tensor
 
     def structure(self) -> dict[str, object]:
         return {name: tuple(parameter.shape) for name, parameter in self.parameters}
@@ -142,9 +125,8 @@ class ModuleEntry(StateEntry):
             yield from references(state, join(path, _EXTRA))
 
     def differences(self, value: dict[str, Any], saved: Saved, live: Leaves) -> list[Row]:
-        names = canonical_names(saved)
         in_extra = self._extra_leaves(value)
-        recorded = {n: saved.leaves[leaf] for n, leaf in names.items() if self._is_mine(n, in_extra)}
+        recorded = {n: saved.leaves[leaf] for n, leaf in saved.names.items() if self._is_mine(n, in_extra)}
         here = {n: leaf.tensor for n, leaf in live.named.items() if self._is_mine(n, self._in_extra)}
         rows: list[Row] = []
         for name, leaf in recorded.items():
@@ -216,13 +198,12 @@ class ModuleEntry(StateEntry):
     def finish(self, value: dict[str, Any], filling: Filling) -> None:
         for path, module in self._extras:
             if path in value.get("extra", {}):
-                settling = Settling(filling, torch.device("cpu"))
-                module.set_extra_state(settling.settle(value["extra"][path], None, join(path, _EXTRA)))
+                module.set_extra_state(filling.settle(value["extra"][path], None, join(path, _EXTRA)))
 
 
 def tie_differences(saved: Saved, live: Leaves) -> list[Row]:
     """Names that are one tensor on one side and several on the other, among those both sides have."""
-    names = canonical_names(saved)
+    names = saved.names
     shared = [n for n, leaf in live.named.items() if n in names and leaf.kind in ("parameter", "buffer")]
     rows: list[Row] = []
     by_leaf: dict[str, str] = {}
@@ -332,8 +313,7 @@ class LeafMemory:
         if id(tensor) in self._ids:
             return True
         if is_wrapper(tensor):
-            sharded = hasattr(tensor, "_local_tensor")
-            names = ["_local_tensor"] if sharded else tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+            names = ["_local_tensor"] if is_sharded(tensor) else tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]
             parts = [getattr(tensor, name) for name in names]
             return all(isinstance(part, Tensor) and self.holds(part) for part in parts)
         if tensor.numel() == 0:

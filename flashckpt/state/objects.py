@@ -21,22 +21,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from flashckpt.errors import StateError
 from flashckpt.format.typed import LeafRef, encode_json
 from flashckpt.state import rng
-from flashckpt.state.filling import Filling, Saved, Settling, canonical_names
-from flashckpt.state.leaves import (
-    SEQUENCES,
-    Leaves,
-    Owners,
-    Place,
-    Refresh,
-    Restructured,
-    Sink,
-    children,
-    join,
-    references,
-    survey,
-    unowned,
-)
+from flashckpt.state.filling import Filling, Saved
+from flashckpt.state.leaves import Leaves, Owners, Place, Sink, unowned
 from flashckpt.state.tensors import can_make, described, fits
+from flashckpt.state.values import SEQUENCES, children, join, references, survey
 
 Row = tuple[str, str, str]
 MISSING = "missing"
@@ -136,7 +124,7 @@ class ContainerEntry(StateEntry):
                 if leaf.owner is self.target and leaf.kind == "other" and filling.holds(name):
                     filling.fill(name, leaf.tensor)
         else:
-            Settling(filling, torch.device("cpu")).settle(value["content"], self.target, self.name)
+            filling.settle(value["content"], self.target, self.name)
 
 
 # GradScaler
@@ -152,27 +140,22 @@ class ScalerEntry(StateEntry):
         value: dict[str, Any] = {"kind": self.kind, "enabled": bool(self.target.is_enabled())}
         if not value["enabled"]:
             return value
-        for key in _TENSORS:
+        for name, key in self._tensors():
             tensor = getattr(self.target, key)
-            name = f"{self.name}.{key.strip('_')}"
-            if tensor is None:
-                self._anchor_absent(sink, key, name)
+            if tensor is None:  # both appear with the first scaled loss
+                sink.absent(name, self.target, key)
                 value[key] = None
             else:
                 place = Place("other", self.target, self.target, key, torch.device(self.target._device))
                 value[key] = sink.add(name, tensor, place)
         return value | {key: getattr(self.target, key) for key in _VALUES}
 
-    def _anchor_absent(self, sink: Sink, key: str, name: str) -> None:
-        """Both tensors appear with the first scaled loss."""
-        if isinstance(sink, Leaves):
-            sink.anchor(self.target, key, None)
-        elif isinstance(sink, Refresh) and sink.knows(name):
-            raise Restructured(name)
+    def _tensors(self) -> list[tuple[str, str]]:
+        return [(f"{self.name}.{key.strip('_')}", key) for key in _TENSORS]
 
     def references(self, value: dict[str, Any]) -> Iterator[tuple[str, LeafRef]]:
-        for key in _TENSORS if value["enabled"] else ():
-            yield from references(value[key], f"{self.name}.{key.strip('_')}")
+        for name, key in self._tensors() if value["enabled"] else ():
+            yield from references(value[key], name)
 
     def differences(self, value: dict[str, Any], saved: Saved, live: Leaves) -> list[Row]:
         sides = {True: "an enabled GradScaler", False: "a GradScaler that is not enabled"}
@@ -182,10 +165,9 @@ class ScalerEntry(StateEntry):
     def restore(self, value: dict[str, Any], filling: Filling, live: Leaves) -> None:
         if not value["enabled"]:
             return
-        settling = Settling(filling, torch.device(self.target._device))
-        for key in _TENSORS:
-            name = f"{self.name}.{key.strip('_')}"
-            setattr(self.target, key, settling.settle(value[key], getattr(self.target, key), name))
+        home = torch.device(self.target._device)
+        for name, key in self._tensors():
+            setattr(self.target, key, filling.settle(value[key], getattr(self.target, key), name, home))
         for key in _VALUES:
             setattr(self.target, key, value[key])
 
@@ -231,11 +213,9 @@ class ObjectEntry(StateEntry):
         fill_unowned(self.target, filling, live)
 
     def finish(self, value: dict[str, Any], filling: Filling) -> None:
-        state = Settling(filling, torch.device("cpu")).settle(value["state"], None, self.name)
-        self.target.load_state_dict(state)
+        self.target.load_state_dict(filling.settle(value["state"], None, self.name))
         if isinstance(self.target, Optimizer) and saves_as_torch(self.target):
-            given = Settling(filling, torch.device("cpu")).settle(value["state"], None, self.name)
-            _undo_casts(self.target, given)
+            _undo_casts(self.target, filling.settle(value["state"], None, self.name))
 
     def holds(self, value: dict[str, Any]) -> Leaves:
         """The tensors that the object holds after `finish`. Raises StateError if its values are others
@@ -248,7 +228,7 @@ class ObjectEntry(StateEntry):
             changing = changed_values(now, self.values(Leaves())["state"], self.name)
             wrong = [f"{path} is {found}" for path, found in changed.items() if path not in changing]
             if wrong:
-                refuse_arrival(self.name, wrong)
+                _refuse_arrival(self.name, wrong)
         return live
 
 
@@ -326,20 +306,18 @@ def _parts(value: Any, name: str) -> Iterator[tuple[str, str]]:
 def tensors_held(name: str, live: Leaves, saved: Saved) -> list[tuple[str, Tensor]]:
     """(stored leaf, tensor) of all that an object holds. Raises StateError where shape or dtype is
     another than was saved."""
-    names = canonical_names(saved)
     pairs: list[tuple[str, Tensor]] = []
     for leaf in live.leaves:
-        if leaf.name not in names:
-            refuse_arrival(name, [f"{leaf.name} was not saved"])
-        recorded = saved.leaves[names[leaf.name]]
+        if leaf.name not in saved.names:
+            _refuse_arrival(name, [f"{leaf.name} was not saved"])
+        recorded = saved.leaves[saved.names[leaf.name]]
         if not fits(recorded, leaf.tensor):
-            refuse_arrival(name, [f"{leaf.name} was {described(recorded)} and is {described(leaf.tensor)}"])
+            _refuse_arrival(name, [f"{leaf.name} was {described(recorded)} and is {described(leaf.tensor)}"])
         pairs.append((recorded.name, leaf.tensor))
     return pairs
 
 
-def refuse_arrival(name: str, what: list[str]) -> NoReturn:
-    """Raise the StateError for an object that is not what was saved."""
+def _refuse_arrival(name: str, what: list[str]) -> NoReturn:
     more = f" and {len(what) - _SHOWN} more" if len(what) > _SHOWN else ""
     raise StateError(
         f"{name} is not what was saved after its own load_state_dict: {'; '.join(what[:_SHOWN])}{more}. The "

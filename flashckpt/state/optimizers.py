@@ -22,15 +22,12 @@ from flashckpt.errors import DamagedError, StateError
 from flashckpt.events import log
 from flashckpt.format.typed import Encoded, LeafRef, encode_json
 from flashckpt.state.filling import Filling, Saved, Settling
-from flashckpt.state.leaves import (
-    MAPPINGS,
-    SEQUENCES,
+from flashckpt.state.leaves import Leaves, Owners, Place, Restructured, Sink
+from flashckpt.state.objects import Row, StateEntry, fill_unowned, saves_as_torch, take_unowned
+from flashckpt.state.tensors import can_make, described, fits
+from flashckpt.state.values import (
+    CONTAINERS,
     SIMPLE,
-    Leaves,
-    Owners,
-    Place,
-    Restructured,
-    Sink,
     children,
     holds_tensor,
     join,
@@ -38,8 +35,6 @@ from flashckpt.state.leaves import (
     references,
     survey,
 )
-from flashckpt.state.objects import Row, StateEntry, fill_unowned, saves_as_torch, take_unowned
-from flashckpt.state.tensors import can_make, described, fits
 
 _ROWS_A_GROUP = 20
 _TORCHS_ATTRIBUTES = ("defaults", "state", "param_groups")
@@ -209,7 +204,7 @@ class OptimizerEntry(StateEntry):
         for number, (options, group) in enumerate(pairs):
             for key, option in options.items():
                 name = f"{self.name}.groups.{number}.{key}"
-                group[key] = Settling(filling, home).settle(option, group.get(key), name)
+                group[key] = filling.settle(option, group.get(key), name, home)
         self._restore_state(value, filling, home)
 
     def _restore_state(self, value: dict[str, Any], filling: Filling, home: torch.device) -> None:
@@ -226,7 +221,7 @@ class OptimizerEntry(StateEntry):
             )
         for key, shared in value["shared"].items():
             name = join(f"{self.name}.shared", key)
-            restored[key] = Settling(filling, home).settle(shared, state.get(key), name)
+            restored[key] = filling.settle(shared, state.get(key), name, home)
         state.clear()
         state.update(restored)
 
@@ -250,7 +245,7 @@ def _nameless(schema: Any) -> Any:
     kind = type(schema)
     if kind is LeafRef:
         return LeafRef("", schema.about)
-    if kind in MAPPINGS or kind in SEQUENCES:
+    if kind in CONTAINERS:
         return rebuild(schema, [(key, _nameless(item)) for key, item in children(schema)])
     return schema
 

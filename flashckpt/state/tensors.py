@@ -7,7 +7,6 @@ that is only named in a checkpoint is never imported. Never reads a tensor's byt
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -36,25 +35,32 @@ def refuse(location: str, why: str, remedy: str) -> NoReturn:
 
 def check(tensor: Tensor, location: str) -> None:
     """Raise StateError unless the tensor's own memory holds all there is to it."""
-    if type(tensor) not in PLAIN:
-        _check_subclass(tensor, location)
+    if type(tensor).__name__ == "FakeTensor" and type(tensor).__module__ == "torch._subclasses.fake_tensor":
+        refuse(location, "is a fake tensor without data", "Build the model outside FakeTensorMode.")
+    if type(tensor) not in PLAIN and isinstance(tensor, _LAZY):
+        why = "belongs to a lazy module that has not seen an input yet"
+        refuse(location, why, "Run one forward pass before the state is attached.")
     if tensor.is_nested:
         refuse(location, "is a nested tensor", "Keep its values and offsets as plain tensors.")
     if tensor.layout is not torch.strided:
         refuse(location, f"has the layout {tensor.layout}", "Keep its indices and values as plain tensors.")
     if tensor.device.type == "meta":
         refuse(location, "is on the meta device and has no data", "Give it memory: to_empty().")
-    _check_device(tensor, location)
+    # Of other devices nothing is known that a snapshot rests on: the order of their streams, and their
+    # random numbers.
+    device = tensor.device.type
+    if device == "cuda" and torch.version.hip is not None:
+        device = "ROCm, which torch calls cuda"
+    if device not in ("cpu", "cuda"):
+        why = f"is on {device}, which is not supported"
+        refuse(location, why, "Keep it in host memory or on a CUDA device.")
     if tensor.dtype not in DTYPE_NAMES:
         refuse(location, f"has the dtype {tensor.dtype}", "Dequantize it, or keep its raw integers.")
     if tensor.is_conj() or tensor.is_neg():
         refuse(location, "is a lazily conjugated or negated view", "Use resolve_conj() or resolve_neg().")
     if not has_memory(tensor):
-        refuse(
-            location,
-            "lies in a storage that is smaller than its elements (offloaders and FSDP resize storages)",
-            "Give it its memory back before the boundary, or leave it out of the state.",
-        )
+        why = "lies in a storage that is smaller than its elements (offloaders and FSDP resize storages)"
+        refuse(location, why, "Give it its memory back before the boundary, or leave it out of the state.")
     if not tensor.is_contiguous() and _overlaps(tensor):
         refuse(location, "has elements that share memory", "Clone it: tensor.clone().")
 
@@ -62,53 +68,20 @@ def check(tensor: Tensor, location: str) -> None:
 def has_memory(tensor: Tensor) -> bool:
     """Whether its storage holds all of its elements: `untyped_storage().resize_()` changes no tensor. What
     cannot say what its storage is (XLA's, say) is believed."""
-    if type(tensor) in PLAIN:
-        return _fits_storage(tensor)
     with torch._C.DisableTorchFunctionSubclass():
-        return _fits_storage(tensor)
-
-
-def _fits_storage(tensor: Tensor) -> bool:
-    if tensor.numel() == 0:
-        return True
-    try:
-        num_bytes = tensor.untyped_storage().nbytes()
-    except (RuntimeError, NotImplementedError):
-        return True
-    num_elements = tensor.numel() if tensor.is_contiguous() else _reach(tensor)
-    return num_bytes >= (tensor.storage_offset() + num_elements) * tensor.element_size()
+        try:
+            num_bytes = tensor.untyped_storage().nbytes()
+        except (RuntimeError, NotImplementedError):
+            return True
+        reach = _reach(tensor)
+        return not reach or num_bytes >= (tensor.storage_offset() + reach) * tensor.element_size()
 
 
 def _reach(tensor: Tensor) -> int:
-    """Elements from its first one in memory to its last."""
+    """Elements from its first one in memory to its last, with what lies between."""
+    if tensor.is_contiguous() or not tensor.numel():
+        return tensor.numel()
     return 1 + sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-
-
-def _check_subclass(tensor: Tensor, location: str) -> None:
-    if type(tensor).__name__ == "FakeTensor" and _is_fake(tensor):
-        refuse(location, "is a fake tensor without data", "Build the model outside FakeTensorMode.")
-    if isinstance(tensor, _LAZY):
-        refuse(
-            location,
-            "belongs to a lazy module that has not seen an input yet",
-            "Run one forward pass before the state is attached.",
-        )
-
-
-def _check_device(tensor: Tensor, location: str) -> None:
-    """Host memory and CUDA. Of other devices nothing is known that a snapshot rests on: the order of their
-    streams, and their random numbers."""
-    kind = tensor.device.type
-    if kind == "cuda" and torch.version.hip is not None:
-        kind = "ROCm, which torch calls cuda"
-    elif kind in ("cpu", "cuda"):
-        return
-    refuse(location, f"is on {kind}, which is not supported", "Keep it in host memory or on a CUDA device.")
-
-
-def _is_fake(tensor: Tensor) -> bool:
-    module = sys.modules.get("torch._subclasses.fake_tensor")
-    return module is not None and isinstance(tensor, module.FakeTensor)
 
 
 def _overlaps(tensor: Tensor) -> bool:
@@ -149,22 +122,13 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
 def span(tensor: Tensor) -> tuple[int, int]:
     """First byte and end of the memory that holds the tensor's elements."""
     start = tensor.data_ptr()
-    if tensor.numel() == 0:
-        return start, start
-    if tensor.is_contiguous():
-        return start, start + tensor.numel() * tensor.element_size()
     return start, start + _reach(tensor) * tensor.element_size()
 
 
 def leaf_of(name: str, tensor: Tensor, aliases: tuple[str, ...] = ()) -> Leaf:
     """The record of a tensor, not placed in an image yet."""
-    return Leaf(
-        name=name,
-        dtype=DTYPE_NAMES[tensor.dtype],
-        shape=tuple(tensor.shape),
-        stride=strides(tensor),
-        aliases=aliases,
-    )
+    dtype = DTYPE_NAMES[tensor.dtype]
+    return Leaf(name=name, dtype=dtype, shape=tuple(tensor.shape), stride=strides(tensor), aliases=aliases)
 
 
 def described(thing: Tensor | Leaf) -> str:
@@ -176,18 +140,12 @@ def described(thing: Tensor | Leaf) -> str:
 
 def fits(leaf: Leaf, tensor: Tensor) -> bool:
     """Whether a leaf's bytes can fill the tensor in place."""
-    if (
-        leaf.box is not None
-        or tuple(tensor.shape) != leaf.shape
-        or DTYPE_NAMES.get(tensor.dtype) != leaf.dtype
-    ):
+    if leaf.box is not None or tuple(tensor.shape) != leaf.shape:
         return False
+    recorded = leaf.stride or (1,) * len(leaf.shape)
     expanded = [s == 0 and size > 1 for s, size in zip(tensor.stride(), tensor.shape, strict=True)]
-    if not any(expanded):
-        return True
-    recorded = leaf.stride or ()
-    pairs = zip(recorded, expanded, strict=False)
-    return len(recorded) == len(expanded) and all(stride == 0 for stride, needed in pairs if needed)
+    pairs = zip(recorded, expanded, strict=True)
+    return DTYPE_NAMES.get(tensor.dtype) == leaf.dtype and all(s == 0 for s, needed in pairs if needed)
 
 
 def bits(tensor: Tensor) -> Tensor:

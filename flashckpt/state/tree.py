@@ -1,27 +1,37 @@
-"""The state as a whole: every named object's leaves and values, and the way back.
+"""The state as a whole: every named object's leaves and values, the gradients, and the way back.
 
 Owns the order (modules, optimizers, the rest; on the way back the user's own code last), the rule that
-nothing live changes before everything fits, and what a plan has to watch. Never copies a leaf.
+nothing live changes before everything fits, what a plan has to watch, and the mask of gradients, one
+character a parameter. Never copies a leaf.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-import flashckpt.state.adapters  # noqa: F401  (registers the types that torch and NumPy add)
 from flashckpt.errors import DamagedError, MismatchError, StateError
 from flashckpt.events import log
-from flashckpt.format.typed import check_roundtrip
-from flashckpt.state.filling import Filling, Saved, canonical_names
-from flashckpt.state.gradients import NAMESPACE, Gradients, UsedUp
-from flashckpt.state.leaves import Leaves, LiveLeaf, Owners, Refresh, Restructured, leaf_names
+from flashckpt.format.layout import Leaf
+from flashckpt.format.typed import Encoded, LeafRef, check_roundtrip
+from flashckpt.state.filling import Filling, Saved
+from flashckpt.state.leaves import (
+    Leaves,
+    LiveLeaf,
+    Owners,
+    Place,
+    Refresh,
+    Restructured,
+    Sink,
+    leaf_names,
+)
 from flashckpt.state.modules import ModuleEntry, check_own_saving, tie_differences
 from flashckpt.state.objects import (
     MISSING,
@@ -42,8 +52,16 @@ from flashckpt.state.optimizers import (
     unwrapped,
     warn_of_attributes,
 )
+from flashckpt.state.tensors import DTYPE_NAMES, make, strides
 
 __all__ = ["LiveLeaf", "Saved", "Tree", "Walk"]
+
+NAMESPACE = "gradients"
+UsedUp = Callable[[Any, Tensor], bool]
+
+# none · used up: dense, or sparse with 1-9 sparse dimensions · still to be used: dense, sparse, coalesced
+NONE, ZEROS, LEAF, SPARSE, COALESCED = "-", "d", "L", "S", "C"
+_LEAVES = frozenset((LEAF, SPARSE, COALESCED))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +69,13 @@ class Walk:
     """One walk of the state. It stands while every guard's container has its length, every anchor
     (container, key, object) holds that very object, and every leaf is where it was found.
 
-    `value` is for `encode_json` at once: it may hold live containers. `gradient_kinds` has one character
-    for each parameter (see gradients.py).
+    `value` is for `encode_json` at once: it may hold live containers.
     """
 
     leaves: Sequence[LiveLeaf]
     value: dict[str, Any]
     guards: Sequence[tuple[Sized, int]]
     anchors: Sequence[tuple[object, object, object]]
-    gradient_kinds: str
 
 
 class Tree:
@@ -118,7 +134,7 @@ class Tree:
             leaves.check_shared_memory()
         value = {"entries": {name: found[name] for name in self._entries}, NAMESPACE: mask}
         self._leaves, self._gradients, self._used_up = leaves, gradients, used_up
-        self.current = Walk(leaves.leaves, value, leaves.guards, leaves.anchors, gradients.kinds)
+        self.current = Walk(leaves.leaves, value, leaves.guards, leaves.anchors)
         if self._structure is not None:
             self._tell_changed(self._structure)
         return self.current
@@ -197,11 +213,10 @@ class Tree:
         return rows
 
     def _check_whole(self, saved: Saved) -> None:
-        names = canonical_names(saved)
         for name, entry in self._entries.items():
             for place, ref in entry.references(saved.value["entries"][name]):
                 for leaf in leaf_names(place, ref):
-                    if leaf not in names:
+                    if leaf not in saved.names:
                         raise DamagedError(f"The snapshot names {leaf!r} and lacks it. Nothing was loaded.")
 
     def restore(self, saved: Saved) -> list[tuple[str, Tensor]]:
@@ -230,7 +245,7 @@ class Tree:
             entry.restore(values[entry.name], filling, live)
         # From here on what was filled is read (indices of sparse gradients, code of the program's own):
         # nothing is put off any more.
-        filling.copies.make()
+        filling.make_copies()
         self._gradients.restore(saved.value[NAMESPACE], filling)
         filled = list(filling.filled)
         for entry in self._in_order():
@@ -340,3 +355,133 @@ def _check_twice(named: Mapping[str, object]) -> None:
                 "Nothing was changed. Name it once.",
                 location=name,
             )
+
+
+# Gradients between two iterations
+
+
+class Gradients:
+    """The gradients of all parameters that one walk found: those still to be used are leaves, of the others
+    only the kind is kept. A used-up gradient comes back as zeros of its kind: with
+    zero_grad(set_to_none=False) an idle parameter still decays, one without a gradient does not."""
+
+    def __init__(self, parameters: list[tuple[str, Tensor]]) -> None:
+        first_names: dict[Tensor, str] = {}
+        for name, parameter in parameters:
+            first_names.setdefault(parameter, name)
+        self._parameters, self._names = list(first_names), list(first_names.values())
+        self._record = Encoded(self._names)
+        self._exceptions: dict[str, Any] = {}
+        self.kinds = ""
+
+    def walk(self, leaves: Leaves, used_up: UsedUp) -> dict[str, Any]:
+        """Hand over the gradients still to be used; the mask of all."""
+        self.kinds, self._exceptions = self._kinds_now(used_up), {}
+        for name, parameter, kind in zip(self._names, self._parameters, self.kinds, strict=True):
+            if kind in _LEAVES:
+                self._take(leaves, name, parameter, kind)
+            elif kind == ZEROS and (layout := _unusual_layout(parameter)) is not None:
+                self._exceptions[name] = layout
+        return self._value(self.kinds)
+
+    def values(self, refresh: Refresh, used_up: UsedUp | None) -> dict[str, Any]:
+        """The mask, read again with `used_up`. Raises Restructured if other gradients are leaves now."""
+        kinds = self.kinds if used_up is None else self._kinds_now(used_up)
+        leaves = _leaves_in(kinds)
+        if kinds != self.kinds and leaves != _leaves_in(self.kinds):
+            raise Restructured(NAMESPACE)
+        for index, kind in leaves:
+            if self._parameters[index].grad is None:
+                raise Restructured(self._names[index])
+            self._take(refresh, self._names[index], self._parameters[index], kind)
+        return self._value(kinds)
+
+    def _value(self, kinds: str) -> dict[str, Any]:
+        return {"names": self._record, "kinds": kinds, "exceptions": self._exceptions}
+
+    def _take(self, sink: Sink, name: str, parameter: Tensor, kind: str) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        full = f"{NAMESPACE}.{name}"
+        if kind == LEAF:
+            ref = sink.add(full, gradient, Place("gradient", parameter, parameter, "grad", parameter.device))
+            if ref.about:
+                self._exceptions[name] = ref
+            return
+        # A sparse tensor hands out its parts anew each time: there is no place to watch.
+        place = Place("gradient", parameter, home=parameter.device)
+        sink.add(f"{full}.indices", gradient._indices(), place)
+        sink.add(f"{full}.values", gradient._values(), place)
+
+    def _kinds_now(self, used_up: UsedUp) -> str:
+        return "".join([_kind_of(parameter, parameter.grad, used_up) for parameter in self._parameters])
+
+    def differences(self, value: dict[str, Any]) -> list[Row]:
+        """Parameters whose gradient the snapshot holds and that are not here."""
+        known = set(self._names)
+        pairs = zip(value["names"], value["kinds"], strict=True)
+        return [(name, "gradient", MISSING) for name, kind in pairs if kind != NONE and name not in known]
+
+    def restore(self, value: dict[str, Any], filling: Filling) -> None:
+        """Give every parameter the gradient it had, or zeros of its kind, or none."""
+        by_name = dict(zip(self._names, self._parameters, strict=True))
+        for name, kind in zip(value["names"], value["kinds"], strict=True):
+            if name in by_name:
+                parameter = by_name.pop(name)
+                parameter.grad = _gradient(name, kind, parameter, value["exceptions"].get(name), filling)
+        for parameter in by_name.values():
+            parameter.grad = None
+
+
+def _kind_of(parameter: Tensor, gradient: Tensor | None, used_up: UsedUp) -> str:
+    """The character that stands for a gradient."""
+    if gradient is None:
+        return NONE
+    used = used_up(parameter, gradient)
+    if gradient.layout is torch.strided:
+        return ZEROS if used else LEAF
+    if gradient.layout is not torch.sparse_coo:
+        return LEAF  # refused, with its name, when it is taken
+    if used:
+        return str(gradient.sparse_dim())
+    return COALESCED if gradient.is_coalesced() else SPARSE
+
+
+def _gradient(name: str, kind: str, parameter: Tensor, exception: Any, filling: Filling) -> Tensor | None:
+    if kind == NONE:
+        return None
+    if kind == ZEROS and exception is None:
+        return torch.zeros_like(parameter, requires_grad=False)
+    if kind == ZEROS:
+        dtype, stride = exception
+        leaf = Leaf(name="", dtype=dtype, shape=tuple(parameter.shape), stride=stride)
+        return make(leaf, parameter.device).zero_()
+    full = f"{NAMESPACE}.{name}"
+    if kind == LEAF:
+        ref = exception if isinstance(exception, LeafRef) else LeafRef(full)
+        return filling.place(ref, full, parameter.grad, parameter.device, parameter)
+    coalesced: bool | None = None
+    if kind in (SPARSE, COALESCED):
+        indices = filling.place(LeafRef(full), f"{full}.indices", None, parameter.device)
+        values = filling.place(LeafRef(full), f"{full}.values", None, parameter.device)
+        coalesced = kind == COALESCED
+    elif kind.isdigit() and 0 < int(kind) <= parameter.dim():
+        indices = torch.empty((int(kind), 0), dtype=torch.int64, device=parameter.device)
+        values = parameter.detach().new_empty((0, *parameter.shape[int(kind) :]))
+    else:
+        raise DamagedError(f"The snapshot holds a gradient of an unknown kind for {name}. It cannot be used.")
+    shape = parameter.shape
+    return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=coalesced, check_invariants=True)
+
+
+def _leaves_in(kinds: str) -> list[tuple[int, str]]:
+    return [(index, kind) for index, kind in enumerate(kinds) if kind in _LEAVES]
+
+
+def _unusual_layout(parameter: Tensor) -> tuple[str, tuple[int, ...] | None] | None:
+    """Dtype and strides of a gradient that zeros_like of its parameter would not give."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if gradient.dtype == parameter.dtype and gradient.stride() == parameter.stride():
+        return None
+    return DTYPE_NAMES[gradient.dtype], strides(gradient)

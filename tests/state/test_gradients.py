@@ -164,7 +164,7 @@ def test_the_mask_is_read_again_between_walks() -> None:
     tree, model, optimizer = build()
     train(model, optimizer, range(2), True, lambda step: step % 2)
     first = tree.walk(all_used_up)
-    assert first.gradient_kinds == "--dd"
+    assert first.value["gradients"]["kinds"] == "--dd"
     train(model, optimizer, range(2, 3), True, lambda step: 0)
     kinds = tree.values(all_used_up)["gradients"]["kinds"]
     assert kinds == "dd--"

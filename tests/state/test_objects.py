@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-import flashckpt.state.adapters  # noqa: F401
+import flashckpt.state.values  # noqa: F401
 from flashckpt.errors import StateError
 from flashckpt.state.tree import Tree
 from tests.ids import shown

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-import flashckpt.state.adapters  # noqa: F401
+import flashckpt.state.values  # noqa: F401
 from flashckpt.errors import DamagedError, StateError
 from flashckpt.format.typed import check_roundtrip, decode_json, encode_json, same
 from tests.ids import shown

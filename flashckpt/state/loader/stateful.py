@@ -16,7 +16,7 @@ import contextlib
 import copy
 import hashlib
 import itertools
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -26,9 +26,9 @@ from flashckpt.errors import BoundaryError, DamagedError, FlashckptError, StateE
 from flashckpt.events import log
 from flashckpt.format.typed import Encoded, checked, decode_json, encode_json
 from flashckpt.state import rng
-from flashckpt.state.adapters import StoredTensor
-from flashckpt.state.leaves import SEQUENCES, SIMPLE, Place, children, rebuild, survey
+from flashckpt.state.leaves import Place, Sink
 from flashckpt.state.loader.base import Position, Source
+from flashckpt.state.values import SEQUENCES, SIMPLE, StoredTensor, children, rebuild, survey
 
 _PARTS = {"state", "left", "first", "opened"}
 Mark = str | None
@@ -293,13 +293,9 @@ class _Begun(Iterator[Any]):
 # Its state on its way into a snapshot and back
 
 
-class _Stored:
-    """Where the walk over a loader's state hands its tensors to."""
-
-    def add(self, name: str, tensor: Tensor, place: Place) -> Any:
+class _Stored(Sink):
+    def add(self, name: str, tensor: Tensor, place: Place) -> StoredTensor:
         return StoredTensor.of(tensor, name)
-
-    def guard(self, container: Sized) -> None: ...
 
 
 def take(state: object, location: str) -> Encoded:

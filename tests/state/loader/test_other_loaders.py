@@ -21,10 +21,10 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, get_wor
 
 from flashckpt.errors import BoundaryError, OptionError, StateError
 from flashckpt.format.typed import Encoded, decode_json, encode, encode_json
-from flashckpt.state.adapters import StoredTensor
 from flashckpt.state.loader import source_of
 from flashckpt.state.loader.replayed import ReplayedSource
 from flashckpt.state.loader.stateful import give, take
+from flashckpt.state.values import StoredTensor
 
 Pair = namedtuple("Pair", ["a", "b"])
 

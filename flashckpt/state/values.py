@@ -1,0 +1,277 @@
+"""Values that are no tensors: nested ones, in which references stand for the tensors that they hold; and the
+types that torch and NumPy add to the typed encoding.
+
+Owns the plain forms of those types. What is read is checked against fixed tables before anything is made
+of it.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flashckpt.format.typed import MAX_DEPTH, Hole, LeafRef, register
+from flashckpt.state import rng
+from flashckpt.state.leaves import Place, Sink
+from flashckpt.state.tensors import DTYPE_NAMES, TORCH_DTYPES, bits, check, refuse
+
+SEQUENCES = (list, tuple, deque)
+CONTAINERS = frozenset((dict, OrderedDict, defaultdict, *SEQUENCES))  # that may hold tensors
+SIMPLE = frozenset((type(None), bool, int, float, str, bytes, complex))
+
+# Nested values
+
+
+def join(prefix: str, part: object) -> str:
+    """The name of a part of what is called `prefix`."""
+    text = part if isinstance(part, str) else repr(part)
+    return f"{prefix}.{text}" if prefix and text else prefix or text
+
+
+def children(value: object) -> Iterable[tuple[Any, Any]]:
+    """What a mapping, a list, a tuple or a deque holds, by key or position; nothing of all else."""
+    if isinstance(value, Mapping):
+        return value.items()
+    return enumerate(value) if isinstance(value, SEQUENCES) else ()
+
+
+def holds_tensor(value: Any, depth: int = 0) -> bool:
+    """Whether there is a tensor anywhere in the value."""
+    if type(value) in SIMPLE:
+        return False
+    if isinstance(value, Tensor):
+        return True
+    if depth > MAX_DEPTH or not isinstance(value, (dict, *SEQUENCES, set, frozenset)):
+        return False  # what nests too deep is refused by the encoding, with its path
+    parts = value.values() if isinstance(value, dict) else value
+    return any(holds_tensor(part, depth + 1) for part in parts)
+
+
+def survey(
+    value: Any,
+    name: str,
+    place: Place,
+    sink: Sink,
+    hole: Callable[[object, object], None] | None = None,
+    depth: int = 0,
+) -> Any:
+    """`value` with a reference for each tensor. With `hole`, parts without tensors are handed to it by
+    container and key and a Hole stands for them. Raises StateError for tensors where they cannot be."""
+    if isinstance(value, Tensor):
+        return sink.add(name, value, place)
+    if type(value) in SIMPLE or not holds_tensor(value):
+        if hole is None:
+            return value
+        hole(place.container, place.key)
+        return Hole()
+    kind = type(value)
+    if depth > MAX_DEPTH:
+        refuse(name, f"nests tensors deeper than {MAX_DEPTH} levels, or contains itself", "Flatten it.")
+    if kind not in CONTAINERS:
+        refuse(name, f"holds tensors in a {kind.__qualname__}", "Use a dict, list, tuple or deque for them.")
+    sink.guard(value)
+    container = None if place.container is None else value
+
+    def below(key: object, item: object) -> Any:
+        inner = place._replace(container=container, key=key)
+        return survey(item, join(name, key), inner, sink, hole, depth + 1)
+
+    return rebuild(value, [(key, below(key, item)) for key, item in children(value)])
+
+
+def rebuild(like: Any, items: Iterable[tuple[Any, Any]]) -> Any:
+    """A container of the same type as `like` with other items, by key or position."""
+    if type(like) is defaultdict:
+        return defaultdict(like.default_factory, items)
+    if isinstance(like, dict):
+        return Counter(dict(items)) if type(like) is Counter else type(like)(items)
+    values = [item for _, item in items]
+    return deque(values, like.maxlen) if type(like) is deque else type(like)(values)
+
+
+def references(value: object, name: str) -> Iterator[tuple[str, LeafRef]]:
+    """Every LeafRef in a nested value that is called `name`, with the name of the place where it stands."""
+    if type(value) is LeafRef:
+        yield name, value
+    for key, item in children(value):
+        yield from references(item, join(name, key))
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor among values, in a loader's state: its dtype, shape, device and bytes, row-major. Equal if all
+    of them are."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    device: str
+    data: bytes
+
+    @classmethod
+    def of(cls, tensor: Tensor, location: str) -> StoredTensor:
+        """Raises StateError, with its path, for a tensor that is more than these four."""
+        check(tensor, location)
+        if type(tensor) is not Tensor or tensor.requires_grad:
+            refuse(location, f"is a {type(tensor).__name__} with a gradient's history", "Detach it.")
+        raw = bits(tensor.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
+        device = str(tensor.device)
+        return cls(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), device, raw.numpy().tobytes())
+
+    def tensor(self) -> Tensor:
+        """A tensor of its own; on the CPU where its device is none that is there."""
+        made = torch.empty(self.shape, dtype=TORCH_DTYPES[self.dtype], device="cpu")
+        if self.data:
+            raw = np.frombuffer(self.data, dtype=np.uint8).copy()
+            # Not torch.frombuffer: a default device that the user set would move it there.
+            made = torch.from_numpy(raw).view(made.dtype).reshape(self.shape)
+        device = torch.device(self.device)
+        there = device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available())
+        return made.to(device) if there else made
+
+
+# The plain forms of types: what is written, and back
+
+
+_DEVICE = re.compile(r"[a-z_]{1,32}(:\d{1,5})?")
+_ARRAY_DTYPE = re.compile(r"[<>|=][biufcSUMm]\d{1,9}(\[\d{0,9}[A-Za-z]{1,3}\])?")
+_BIT_GENERATORS: dict[str, Any] = {
+    kind.__name__: kind
+    for kind in (np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64)
+}
+
+
+def _names_of(kind: type) -> dict[str, Any]:
+    return {str(value): value for value in vars(torch).values() if isinstance(value, kind)}
+
+
+def _device(text: str) -> torch.device:
+    if not _DEVICE.fullmatch(text):
+        raise ValueError(f"{text!r} is no device")
+    try:
+        return torch.device(text)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
+
+
+def _tensor_plain(stored: StoredTensor) -> list[object]:
+    return [stored.dtype, list(stored.shape), stored.device, stored.data]
+
+
+def _tensor_back(plain: Any) -> StoredTensor:
+    dtype, shape, device, data = plain
+    expected = torch.Size(shape).numel() * TORCH_DTYPES[dtype].itemsize
+    if type(data) is not bytes or len(data) != expected or not all(type(n) is int and n >= 0 for n in shape):
+        raise ValueError("a tensor of another size")
+    torch.device(device)
+    return StoredTensor(dtype, tuple(shape), device, data)
+
+
+def _array_plain(array: np.ndarray[Any, Any]) -> list[object]:
+    if array.dtype.hasobject or not _ARRAY_DTYPE.fullmatch(array.dtype.str):
+        raise ValueError(f"an array of dtype {array.dtype} has no exact encoding")
+    fortran = array.ndim > 1 and array.flags.f_contiguous and not array.flags.c_contiguous
+    return [array.dtype.str, list(array.shape), array.tobytes("F" if fortran else "C"), fortran]
+
+
+def _array_back(plain: Any) -> np.ndarray[Any, Any]:
+    text, shape, data, fortran = plain
+    dtype = _array_dtype(text)
+    if not all(type(size) is int and size >= 0 for size in shape) or len(shape) > 64:
+        raise ValueError("a shape that cannot be")
+    if dtype.itemsize * int(np.prod(shape, dtype=object)) != len(data):
+        raise ValueError("an array of another length")
+    flat = np.frombuffer(bytearray(data), dtype=dtype) if data else np.empty(0, dtype)
+    return flat.reshape(shape, order="F" if fortran else "C")
+
+
+def _array_dtype(text: object) -> np.dtype[Any]:
+    if not isinstance(text, str) or not _ARRAY_DTYPE.fullmatch(text):
+        raise ValueError(f"{text!r} is no dtype of an array")
+    return np.dtype(text)
+
+
+def _scalar_plain(scalar: np.generic) -> list[object]:
+    return [scalar.dtype.str, scalar.tobytes()[: scalar.dtype.itemsize]]
+
+
+def _scalar_back(plain: Any) -> np.generic:
+    text, data = plain
+    dtype = _array_dtype(text)
+    if dtype.itemsize != len(data):
+        raise ValueError("a scalar of another length")
+    return np.frombuffer(data, dtype=dtype)[0] if data else dtype.type()  # type: ignore[no-any-return]
+
+
+def _numpy_generator_plain(generator: np.random.Generator) -> list[object]:
+    name = type(generator.bit_generator).__name__
+    if name not in _BIT_GENERATORS:
+        raise ValueError(f"the bit generator {name} has no exact encoding")
+    return [name, rng.capture_one(generator)]
+
+
+def _in_state(generator: Any, state: Any) -> Any:
+    rng.restore_one(generator, state)
+    return generator
+
+
+def _register(
+    kinds: type | tuple[type, ...], tag: str, to_plain: Callable[[Any], Any], back: Callable[[Any], Any]
+) -> None:
+    """A type whose values are the same if their plain forms are."""
+    register(kinds, tag, to_plain, back, same=lambda a, b: bool(to_plain(a) == to_plain(b)))
+
+
+# Dtypes that are no tensor's here may stand in options all the same (a quantized one in an autocast
+# argument): every dtype of torch has a name.
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _names_of(torch.dtype).values()}
+
+register(torch.Size, "torch.Size", list, torch.Size)
+register(torch.dtype, "torch.dtype", lambda dtype: str(dtype).removeprefix("torch."), _DTYPES.__getitem__)
+register(torch.layout, "torch.layout", str, _names_of(torch.layout).__getitem__)
+register(torch.memory_format, "torch.memory_format", str, _names_of(torch.memory_format).__getitem__)
+register(torch.device, "torch.device", str, _device)
+register(StoredTensor, "torch.Tensor", _tensor_plain, _tensor_back)
+_register(
+    torch.Generator,
+    "torch.Generator",
+    lambda generator: [str(generator.device), rng.capture_one(generator)],
+    lambda plain: _in_state(torch.Generator(_device(plain[0])), plain[1]),
+)
+_register(
+    np.random.Generator,
+    "numpy.Generator",
+    _numpy_generator_plain,
+    lambda plain: _in_state(np.random.Generator(_BIT_GENERATORS[plain[0]](0)), plain[1]),
+)
+_register(
+    np.random.RandomState,
+    "numpy.RandomState",
+    rng.capture_one,
+    lambda plain: _in_state(np.random.RandomState(0), plain),
+)
+_register(random.Random, "random.Random", rng.capture_one, lambda plain: _in_state(random.Random(0), plain))
+_register(np.ndarray, "numpy.array", _array_plain, _array_back)
+register(
+    tuple({type(np.dtype(code)) for code in "?bBhHiIlLqQefdgFDGSUMm"}),
+    "numpy.dtype",
+    lambda dtype: dtype.str,
+    _array_dtype,
+)
+_register(
+    (
+        *(np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64, np.bool_),
+        *(np.float16, np.float32, np.float64, np.longdouble, np.complex64, np.complex128, np.clongdouble),
+        *(np.bytes_, np.str_, np.datetime64, np.timedelta64),
+    ),
+    "numpy.scalar",
+    _scalar_plain,
+    _scalar_back,
+)
