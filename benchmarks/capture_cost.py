@@ -31,8 +31,10 @@ class Flat:
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors
-        leaves = [LiveLeaf(name, tensor, "other", None, tensors, name) for name, tensor in tensors.items()]
-        self._walk = Walk(leaves, value={}, guards=[(tensors, len(tensors))], anchors=[])
+        self._walk = Walk()
+        for name, tensor in tensors.items():
+            self._walk.leaves.append(LiveLeaf(name, tensor, "other", None, tensors, name))
+        self._walk.guard(tensors)
 
     @property
     def current(self) -> Walk:

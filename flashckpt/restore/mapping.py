@@ -14,9 +14,8 @@ from flashckpt.errors import DamagedError, NoSuchStepError, OptionError
 from flashckpt.format.records import Contents, RankRecord
 from flashckpt.format.typed import decode
 from flashckpt.restore.snapshot import leaf_view
-from flashckpt.state.filling import Filling, Saved
-from flashckpt.state.leaves import leaf_names
-from flashckpt.state.values import references
+from flashckpt.state.leaves import Filling, Saved, leaf_names
+from flashckpt.state.values import Settling, references
 from flashckpt.store.base import Store
 
 
@@ -66,7 +65,7 @@ def module_state(store: Store, step: int | None, rank: int, only: str) -> dict[s
             state.pop(left_out, None)
         if f"{path}.".startswith(f"{only}."):
             # Copies, as a resume gives them: the program's own code keeps what it is given.
-            state[place] = filling.settle(saved, None, place)
+            state[place] = Settling(filling).settle(saved, None, place)
     filling.make_copies()
     for left_out in entry.get("transient", ()):
         state.pop(left_out, None)

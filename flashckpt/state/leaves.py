@@ -2,13 +2,19 @@
 
 Owns the rules that a tensor is stored once however many names it has, that no name stands twice, and that a
 parameter is called in an optimizer's state by the key under which the module that owns it holds it; and the
-two sinks into which a state is walked: `Leaves` for a whole walk, `Refresh` for the values alone between two
-walks. Never copies a tensor's bytes.
+two sinks into which a state is walked: `Walk` for all of it, `Refresh` for the values alone between two
+walks.
+
+On the way back (`Filling`), owns which live tensor a leaf has become, so that ties stay ties and what was
+apart stays apart, and the copies that are still to be made. Tensors handed out by a snapshot are views of
+memory that goes: they are copied and never kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sized
+import functools
+from array import array
+from collections.abc import Callable, Mapping, Set, Sized
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -17,12 +23,18 @@ from torch import Tensor, nn
 
 from flashckpt import _native
 from flashckpt.errors import DamagedError
+from flashckpt.format.layout import Leaf
 from flashckpt.format.typed import LeafRef
 from flashckpt.state.tensors import (
+    assemble,
     check,
+    dress,
+    fill,
+    fits,
     flatten,
     is_wrapper,
     kind_of,
+    make,
     part_name,
     refuse,
     same_memory,
@@ -32,7 +44,7 @@ from flashckpt.state.tensors import (
 
 Kind = Literal["parameter", "buffer", "gradient", "optimizer", "other"]
 
-_CPU = torch.device("cpu")
+CPU = torch.device("cpu")
 _WRAPPED = {
     "_orig_mod": "OptimizedModule",  # torch.compile
     "_fsdp_wrapped_module": "FullyShardedDataParallel",
@@ -52,7 +64,7 @@ class Place(NamedTuple):
     owner: object
     container: object = None
     key: object = None
-    home: torch.device = _CPU
+    home: torch.device = CPU
 
 
 @dataclass(slots=True)
@@ -85,18 +97,20 @@ class Sink:
         """The plan stands only while the container keeps its length."""
 
 
-class Leaves(Sink):
-    """The leaves of one walk, in the order in which they were found. `asked` are the names of those that
-    stand among values, and are asked for again with them."""
+class Walk(Sink):
+    """One walk of the state: its leaves in the order in which they were found, and its value, for
+    `encode_json` at once: it may hold live containers. `asked` are the names of leaves that stand among values,
+    and are asked for again with them. A plan of it stands while every guard's container has its length, every
+    anchor (container, key, object) holds that very object, and every leaf is where it was found."""
 
     def __init__(self) -> None:
         self.leaves: list[LiveLeaf] = []
+        self.value: dict[str, Any] = {}
         self.guards: list[tuple[Sized, int]] = []
         self.anchors: list[tuple[object, object, object]] = []
         self.named: dict[str, LiveLeaf] = {}
         self.refs: dict[str, LeafRef] = {}
-        self.asked: set[str] = set()
-        self._asking = False
+        self.asked: Set[str] = frozenset()
         self._by_id: dict[int, LiveLeaf] = {}
         self._by_address: dict[int, list[LiveLeaf]] = {}
 
@@ -122,18 +136,8 @@ class Leaves(Sink):
         ]
         return _native.Standing(self.guards, [*found, *self.anchors]).stands()
 
-    def asking(self, values: Callable[[Sink], dict[str, Any]]) -> dict[str, Any]:
-        """The values that go with what was walked; the tensors among them are told from the others."""
-        self._asking = True
-        try:
-            return values(self)
-        finally:
-            self._asking = False
-
     def add(self, name: str, tensor: Tensor, place: Place) -> LeafRef:
         """Take a tensor under a name. Raises StateError for what cannot be saved exactly."""
-        if self._asking:
-            self.asked.add(name)
         known = self._by_id.get(id(tensor))
         if known is None and is_wrapper(tensor):
             ref = self._add_wrapper(name, tensor, place)
@@ -187,18 +191,18 @@ class Leaves(Sink):
 class Refresh(Sink):
     """Takes the tensors of a state between two walks: they must be those of the last one."""
 
-    def __init__(self, leaves: Leaves) -> None:
-        self._leaves = leaves
+    def __init__(self, walk: Walk) -> None:
+        self._walk = walk
         self.seen: set[str] = set()
 
     def absent(self, name: str, container: object, key: object) -> None:
-        if name in self._leaves.refs:
+        if name in self._walk.refs:
             raise Restructured(name)
 
     def add(self, name: str, tensor: Tensor, place: Place) -> LeafRef:
         """The reference of the last walk. Raises Restructured if this is another tensor."""
-        leaf = self._leaves.named.get(name)
-        ref = self._leaves.refs.get(name)
+        leaf = self._walk.named.get(name)
+        ref = self._walk.refs.get(name)
         if ref is None:
             raise Restructured(name)
         self.seen.add(name)
@@ -305,3 +309,146 @@ class Owners:
 def unowned(group: int, index: int) -> str:
     """A parameter that no attached module owns."""
     return f"group{group}[{index}]"
+
+
+# The way back
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A snapshot as it is read: its leaves, its values (decoded), and the bytes of a leaf as a row-major
+    tensor on the CPU with the leaf's dtype and shape, which is only valid while it is asked for."""
+
+    leaves: Mapping[str, Leaf]
+    value: dict[str, Any]
+    tensor: Callable[[str], Tensor]
+
+    @functools.cached_property
+    def names(self) -> dict[str, str]:
+        """Each name of each leaf -> the name it is stored under."""
+        aliases = {alias: leaf.name for leaf in self.leaves.values() for alias in leaf.aliases}
+        return {name: name for name in self.leaves} | aliases
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return (
+        tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not tensor.is_inference()
+    )
+
+
+class Filling:
+    """One restore: what is filled already, under which leaf's name. Copies between plain host tensors are put
+    off until `make_copies`, and made at once after it."""
+
+    def __init__(self, saved: Saved) -> None:
+        self._saved = saved
+        self._live: dict[str, Tensor] = {}
+        self._taken: dict[int, list[Tensor]] = {}
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._puts_off = True
+        self.filled: list[tuple[str, Tensor]] = []
+
+    def make_copies(self) -> None:
+        """Make every copy that was put off."""
+        pairs, self._copies, self._puts_off = self._copies, [], False
+        if not pairs:
+            return
+        digests = array("Q", bytes(8 * len(pairs)))
+        _native.copy_digest(
+            array("Q", [source.data_ptr() for _, source in pairs]),
+            array("Q", [live.data_ptr() for live, _ in pairs]),
+            array("Q", [live.numel() * live.element_size() for live, _ in pairs]),
+            _native.address_of(digests),
+            torch.get_num_threads(),
+        )
+        for live, _ in pairs:
+            torch.autograd.graph.increment_version(live)
+
+    def leaf(self, name: str) -> Leaf:
+        """The leaf that is stored under a name or one of its further names. Raises DamagedError."""
+        try:
+            return self._saved.leaves[self._saved.names[name]]
+        except KeyError:
+            raise DamagedError(f"The snapshot names {name!r} and does not hold it; it is no use.") from None
+
+    def holds(self, name: str) -> bool:
+        """Whether a leaf is stored under this name, or listed with it."""
+        return name in self._saved.names
+
+    def names_under(self, entry: str) -> list[str]:
+        """All names of leaves that belong to a named object."""
+        return [name for name in self._saved.names if name.startswith(entry + ".")]
+
+    def fill(self, name: str, live: Tensor) -> None:
+        """Fill a live tensor that fits, once."""
+        leaf = self.leaf(name)
+        if leaf.name not in self._live:
+            self._copy(leaf, live)
+            self._becomes(leaf, live)
+
+    def _copy(self, leaf: Leaf, live: Tensor) -> None:
+        source = self._saved.tensor(leaf.name)
+        plain = _is_plain(live) and _is_plain(source) and live.dtype == source.dtype
+        if self._puts_off and plain and live.numel():
+            self._copies.append((live, source))
+        else:
+            fill(live, source)
+
+    def _becomes(self, leaf: Leaf, live: Tensor) -> None:
+        self._live[leaf.name] = live
+        self._taken.setdefault(live.data_ptr(), []).append(live)
+        self.filled.append((leaf.name, live))
+
+    def place(
+        self, ref: LeafRef, name: str, live: object, home: torch.device, like: Tensor | None = None
+    ) -> Tensor:
+        """The tensor that belongs where `ref` stands: `live`, filled, if it can be; the tensor that the
+        leaf has become already; or a new one, as recorded, on `home` or the device class recorded."""
+        about = ref.about
+        if "parts" in about:
+            return self._place_wrapper(ref, name, live, home, like)
+        leaf = self.leaf(name)
+        known = self._live.get(leaf.name)
+        if known is not None:
+            if live is known or not about.get("shares"):
+                return known
+            return known.detach()
+        recorded = about.get("device")
+        device = home if recorded in (None, home.type) else torch.device(str(recorded))
+        if isinstance(live, Tensor) and self._usable(live, leaf, device, str(about.get("class", ""))):
+            self.fill(name, live)
+            return live
+        plain = make(leaf, device)
+        self._copy(leaf, plain)
+        made = dress(plain, about, like)
+        self._becomes(leaf, made)
+        return made
+
+    def _usable(self, live: Tensor, leaf: Leaf, device: torch.device, recorded_class: str) -> bool:
+        if is_wrapper(live) or live.layout is not torch.strided or not fits(leaf, live):
+            return False
+        if kind_of(live) != (recorded_class or "torch.Tensor"):
+            return False
+        if live.device.type != device.type or strides(live) != leaf.stride:
+            return False
+        return not any(same_memory(live, taken) for taken in self._taken.get(live.data_ptr(), ()))
+
+    def _place_wrapper(
+        self, ref: LeafRef, name: str, live: object, home: torch.device, like: Tensor | None
+    ) -> Tensor:
+        about = ref.about
+        parts: dict[str, Tensor] = {}
+        same = isinstance(live, Tensor) and kind_of(live) == about.get("class")
+        same = same and tuple(live.shape) == about.get("shape")  # type: ignore[attr-defined]
+        for attribute in part_names(about):
+            inner = getattr(live, attribute, None) if same else None
+            parts[attribute] = self.place(LeafRef(attribute), part_name(name, attribute), inner, home)
+            same = same and parts[attribute] is inner
+        if same and isinstance(live, Tensor):
+            return live
+        return assemble(about, parts, like)

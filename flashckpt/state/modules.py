@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,11 +20,21 @@ from torch import Tensor, nn
 from flashckpt.events import log
 from flashckpt.format.layout import Leaf
 from flashckpt.format.typed import Encoded, LeafRef
-from flashckpt.state.filling import Filling, Saved
-from flashckpt.state.leaves import Kind, Leaves, LiveLeaf, Owners, Place, Sink, leaf_names, step_name
+from flashckpt.state.leaves import (
+    Filling,
+    Kind,
+    LiveLeaf,
+    Owners,
+    Place,
+    Saved,
+    Sink,
+    Walk,
+    leaf_names,
+    step_name,
+)
 from flashckpt.state.objects import MISSING, Row, StateEntry
 from flashckpt.state.tensors import DTYPE_NAMES, described, fits, is_sharded, is_wrapper, refuse, span
-from flashckpt.state.values import children, join, references, survey
+from flashckpt.state.values import Settling, children, join, references, survey
 
 _EXTRA = "_extra_state"
 _HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")
@@ -46,16 +56,12 @@ class ModuleEntry(StateEntry):
         self._transient: list[str] = []
         self._shapes: dict[str, torch.Size] = {}  # of persistent buffers, when they were seen first
         self._resized: set[str] = set()
-        self._in_extra: set[str] = set()
         self._frozen: list[str] = []
         self._frozen_record = Encoded(self._frozen)
 
-    def walk(self, leaves: Leaves, owners: Owners) -> dict[str, Any]:
+    def take(self, walk: Walk, owners: Owners) -> None:
         self.modules, self._extras, self._transient, self.parameters = {}, [], [], []
-        self._visit(self.target, self.name, leaves, owners, ())
-        value = super().walk(leaves, owners)
-        self._in_extra = self._extra_leaves(value)
-        return value
+        self._visit(self.target, self.name, walk, owners, ())
 
     def values(self, sink: Sink) -> dict[str, Any]:
         value: dict[str, Any] = {"kind": self.kind, "frozen": self._frozen_now()}
@@ -83,38 +89,38 @@ class ModuleEntry(StateEntry):
         return self._frozen_record
 
     def _visit(
-        self, module: nn.Module, path: str, leaves: Leaves, owners: Owners, above: tuple[int, ...]
+        self, module: nn.Module, path: str, walk: Walk, owners: Owners, above: tuple[int, ...]
     ) -> None:
         if id(module) in above:
             refuse(path, "is a module inside itself", "Hold the outer module in a list or a weak reference.")
         self.modules.setdefault(path, module)
-        for name, _, parameter in self._take("parameter", module, module._parameters, path, leaves):
+        for name, _, parameter in self._take("parameter", module, module._parameters, path, walk):
             owners.own(parameter, self.name, name.removeprefix(self.name + "."))
             self.parameters.append((name, parameter))
-        for name, key, buffer in self._take("buffer", module, module._buffers, path, leaves):
+        for name, key, buffer in self._take("buffer", module, module._buffers, path, walk):
             if key in module._non_persistent_buffers_set:
                 self._transient.append(name)
             elif self._shapes.setdefault(name, buffer.shape) != buffer.shape:
                 self._resized.add(name)
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             self._extras.append((path, module))
-        leaves.guard(module._modules)
+        walk.guard(module._modules)
         for child_name, child in module._modules.items():
-            leaves.anchor(module._modules, child_name, child)
+            walk.anchor(module._modules, child_name, child)
             if child is not None:
                 below = join(path, step_name(module, child_name))
-                self._visit(child, below, leaves, owners, (*above, id(module)))
+                self._visit(child, below, walk, owners, (*above, id(module)))
 
     def _take(
-        self, kind: Kind, module: nn.Module, held: Mapping[str, Tensor | None], path: str, leaves: Leaves
+        self, kind: Kind, module: nn.Module, held: Mapping[str, Tensor | None], path: str, walk: Walk
     ) -> Iterator[tuple[str, str, Tensor]]:
         """Hand over what a module holds; (name, key, tensor) of each."""
-        leaves.guard(held)
+        walk.guard(held)
         for key, tensor in held.items():
             if tensor is None:
-                leaves.anchor(held, key, None)
+                walk.anchor(held, key, None)
             else:
-                leaves.add(join(path, key), tensor, Place(kind, module, held, key))
+                walk.add(join(path, key), tensor, Place(kind, module, held, key))
                 yield join(path, key), key, tensor
 
     def structure(self) -> dict[str, object]:
@@ -124,10 +130,10 @@ class ModuleEntry(StateEntry):
         for path, state in value.get("extra", {}).items():
             yield from references(state, join(path, _EXTRA))
 
-    def differences(self, value: dict[str, Any], saved: Saved, live: Leaves) -> list[Row]:
+    def differences(self, value: dict[str, Any], saved: Saved, live: Walk) -> list[Row]:
         in_extra = self._extra_leaves(value)
         recorded = {n: saved.leaves[leaf] for n, leaf in saved.names.items() if self._is_mine(n, in_extra)}
-        here = {n: leaf.tensor for n, leaf in live.named.items() if self._is_mine(n, self._in_extra)}
+        here = {n: leaf.tensor for n, leaf in live.named.items() if self._is_mine(n, live.asked)}
         rows: list[Row] = []
         for name, leaf in recorded.items():
             if (name not in here or not fits(leaf, here[name])) and not self._may_make(leaf, name, value):
@@ -140,7 +146,7 @@ class ModuleEntry(StateEntry):
             rows.append((join(path, _EXTRA), *sides))
         return rows
 
-    def _is_mine(self, name: str, in_extra: set[str]) -> bool:
+    def _is_mine(self, name: str, in_extra: Collection[str]) -> bool:
         return name.startswith(self.name + ".") and name not in in_extra
 
     def _extra_leaves(self, value: dict[str, Any]) -> set[str]:
@@ -160,7 +166,7 @@ class ModuleEntry(StateEntry):
             return DTYPE_NAMES.get(buffer.dtype) == leaf.dtype
         return name in value.get("transient", ()) or buffer is None
 
-    def restore(self, value: dict[str, Any], filling: Filling, live: Leaves) -> None:
+    def restore(self, value: dict[str, Any], filling: Filling, live: Walk) -> None:
         in_extra = self._extra_leaves(value)
         for name in filling.names_under(self.name):
             if name in in_extra:
@@ -195,13 +201,17 @@ class ModuleEntry(StateEntry):
         module._buffers.pop(key, None)
         module.register_buffer(key, filling.place(LeafRef(name), name, None, home), persistent=not transient)
 
-    def finish(self, value: dict[str, Any], filling: Filling) -> None:
+    def finish(self, value: dict[str, Any], filling: Filling, saved: Saved) -> Sequence[tuple[str, Tensor]]:
+        before = len(filling.filled)
         for path, module in self._extras:
             if path in value.get("extra", {}):
-                module.set_extra_state(filling.settle(value["extra"][path], None, join(path, _EXTRA)))
+                module.set_extra_state(
+                    Settling(filling).settle(value["extra"][path], None, join(path, _EXTRA))
+                )
+        return filling.filled[before:]
 
 
-def tie_differences(saved: Saved, live: Leaves) -> list[Row]:
+def tie_differences(saved: Saved, live: Walk) -> list[Row]:
     """Names that are one tensor on one side and several on the other, among those both sides have."""
     names = saved.names
     shared = [n for n, leaf in live.named.items() if n in names and leaf.kind in ("parameter", "buffer")]

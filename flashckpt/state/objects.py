@@ -9,8 +9,8 @@ what was saved. They come last, after all else is filled. What their methods do 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Mapping
-from typing import Any, NoReturn
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,20 +18,20 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from flashckpt.errors import StateError
 from flashckpt.format.typed import LeafRef, encode_json
 from flashckpt.state import rng
-from flashckpt.state.filling import Filling, Saved
-from flashckpt.state.leaves import Leaves, Owners, Place, Sink, unowned
+from flashckpt.state.leaves import Filling, Owners, Place, Saved, Sink, Walk, unowned
 from flashckpt.state.tensors import can_make, described, fits
-from flashckpt.state.values import SEQUENCES, children, join, references, survey
+from flashckpt.state.values import SEQUENCES, Settling, children, join, references, survey
 
 Row = tuple[str, str, str]
 MISSING = "missing"
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, deque)
-_TENSORS = ("_scale", "_growth_tracker")
-_VALUES = ("_init_scale", "_init_growth_tracker", "_growth_factor", "_backoff_factor", "_growth_interval")
+_SCALER = (
+    *("scale", "growth_tracker", "init_scale", "init_growth_tracker"),
+    *("growth_factor", "backoff_factor", "growth_interval"),
+)
 _SHOWN = 3
 
 
@@ -45,9 +45,8 @@ class StateEntry:
         self.name, self.target = name, target
         self.parameters: list[tuple[str, Tensor]] = []
 
-    def walk(self, leaves: Leaves, owners: Owners) -> dict[str, Any]:
-        """Hand over all tensors; the values that go with them. Raises StateError."""
-        return leaves.asking(self.values)
+    def take(self, walk: Walk, owners: Owners) -> None:
+        """Hand over the tensors that `values` does not. Raises StateError."""
 
     def values(self, sink: Sink) -> dict[str, Any]:
         """The values alone, now. Raises Restructured if the tensors are others than at the walk."""
@@ -59,18 +58,20 @@ class StateEntry:
 
     def references(self, value: dict[str, Any]) -> Iterator[tuple[str, LeafRef]]:
         """The tensors that a saved value names, beside parameters and buffers, each by its place."""
-        raise NotImplementedError
+        return references(value["state"], self.name)
 
-    def differences(self, value: dict[str, Any], saved: Saved, live: Leaves) -> list[Row]:
+    def differences(self, value: dict[str, Any], saved: Saved, live: Walk) -> list[Row]:
         """What does not fit, `live` being a walk made just now; changes nothing."""
         raise NotImplementedError
 
-    def restore(self, value: dict[str, Any], filling: Filling, live: Leaves) -> None:
+    def restore(self, value: dict[str, Any], filling: Filling, live: Walk) -> None:
         """Fill what exists and make what does not."""
         raise NotImplementedError
 
-    def finish(self, value: dict[str, Any], filling: Filling) -> None:
-        """Call what is the user's own (`load_state_dict`, `set_extra_state`), after all else is filled."""
+    def finish(self, value: dict[str, Any], filling: Filling, saved: Saved) -> Sequence[tuple[str, Tensor]]:
+        """Call what is the user's own (`load_state_dict`, `set_extra_state`), after all else is filled.
+        (leaf name, tensor) of what came into the state by that."""
+        return ()
 
 
 # Containers and generators
@@ -90,20 +91,16 @@ class ContainerEntry(StateEntry):
         super().__init__(name, target)
         self._root = {name: target}
 
-    def walk(self, leaves: Leaves, owners: Owners) -> dict[str, Any]:
+    def take(self, walk: Walk, owners: Owners) -> None:
         is_one = isinstance(self.target, Tensor) and self.target.is_leaf
         self.parameters = [(self.name, self.target)] if is_one else []
-        return super().walk(leaves, owners)
 
     def values(self, sink: Sink) -> dict[str, Any]:
         place = Place("other", self.target, self._root, self.name)
-        return {"kind": self.kind, "content": survey(self.target, self.name, place, sink)}
+        return {"kind": self.kind, "state": survey(self.target, self.name, place, sink)}
 
-    def references(self, value: dict[str, Any]) -> Iterator[tuple[str, LeafRef]]:
-        return references(value["content"], self.name)
-
-    def differences(self, value: dict[str, Any], saved: Saved, live: Leaves) -> list[Row]:
-        content = value["content"]
+    def differences(self, value: dict[str, Any], saved: Saved, live: Walk) -> list[Row]:
+        content = value["state"]
         recorded = "tensor" if type(content) is LeafRef else type(content).__name__
         here = "tensor" if isinstance(self.target, Tensor) else type(self.target).__name__
         if recorded != here:
@@ -113,18 +110,15 @@ class ContainerEntry(StateEntry):
             leaf = saved.leaves[self.name]
             if not fits(leaf, self.target):
                 rows.append((self.name, described(leaf), described(self.target)))
-        for name, ref in references(content, self.name):
-            if not can_make(ref.about, None) and name not in live.refs:
-                rows.append((name, str(ref.about["class"]), "a class that is not known here"))
-        return rows
+        return rows + unknown_classes(self.references(value), None, live)
 
-    def restore(self, value: dict[str, Any], filling: Filling, live: Leaves) -> None:
+    def restore(self, value: dict[str, Any], filling: Filling, live: Walk) -> None:
         if isinstance(self.target, Tensor):
             for name, leaf in live.named.items():
                 if leaf.owner is self.target and leaf.kind == "other" and filling.holds(name):
                     filling.fill(name, leaf.tensor)
         else:
-            filling.settle(value["content"], self.target, self.name)
+            Settling(filling).settle(value["state"], self.target, self.name)
 
 
 # GradScaler
@@ -137,39 +131,29 @@ class ScalerEntry(StateEntry):
     kind = "scaler"
 
     def values(self, sink: Sink) -> dict[str, Any]:
-        value: dict[str, Any] = {"kind": self.kind, "enabled": bool(self.target.is_enabled())}
-        if not value["enabled"]:
-            return value
-        for name, key in self._tensors():
-            tensor = getattr(self.target, key)
-            if tensor is None:  # both appear with the first scaled loss
-                sink.absent(name, self.target, key)
-                value[key] = None
-            else:
-                place = Place("other", self.target, self.target, key, torch.device(self.target._device))
-                value[key] = sink.add(name, tensor, place)
-        return value | {key: getattr(self.target, key) for key in _VALUES}
+        content = {}
+        for key, name, home in self._attributes():
+            held = getattr(self.target, f"_{key}")
+            if held is None:  # its tensors appear with the first scaled loss
+                sink.absent(name, self.target, f"_{key}")
+            content[key] = survey(held, name, Place("other", self.target, self.target, f"_{key}", home), sink)
+        return {"kind": self.kind, "state": content}
 
-    def _tensors(self) -> list[tuple[str, str]]:
-        return [(f"{self.name}.{key.strip('_')}", key) for key in _TENSORS]
+    def _attributes(self) -> list[tuple[str, str, torch.device]]:
+        """None of one that is not enabled."""
+        if not self.target.is_enabled():
+            return []
+        return [(key, f"{self.name}.{key}", torch.device(self.target._device)) for key in _SCALER]
 
-    def references(self, value: dict[str, Any]) -> Iterator[tuple[str, LeafRef]]:
-        for name, key in self._tensors() if value["enabled"] else ():
-            yield from references(value[key], name)
-
-    def differences(self, value: dict[str, Any], saved: Saved, live: Leaves) -> list[Row]:
+    def differences(self, value: dict[str, Any], saved: Saved, live: Walk) -> list[Row]:
         sides = {True: "an enabled GradScaler", False: "a GradScaler that is not enabled"}
-        recorded, here = value["enabled"], bool(self.target.is_enabled())
+        recorded, here = bool(value["state"]), bool(self.target.is_enabled())
         return [(self.name, sides[recorded], sides[here])] if recorded != here else []
 
-    def restore(self, value: dict[str, Any], filling: Filling, live: Leaves) -> None:
-        if not value["enabled"]:
-            return
-        home = torch.device(self.target._device)
-        for name, key in self._tensors():
-            setattr(self.target, key, filling.settle(value[key], getattr(self.target, key), name, home))
-        for key in _VALUES:
-            setattr(self.target, key, value[key])
+    def restore(self, value: dict[str, Any], filling: Filling, live: Walk) -> None:
+        for key, name, home in self._attributes():
+            held = getattr(self.target, f"_{key}")
+            setattr(self.target, f"_{key}", Settling(filling, home).settle(value["state"][key], held, name))
 
 
 def is_torch_scaler(target: object) -> bool:
@@ -189,10 +173,9 @@ class ObjectEntry(StateEntry):
 
     kind = "object"
 
-    def walk(self, leaves: Leaves, owners: Owners) -> dict[str, Any]:
+    def take(self, walk: Walk, owners: Owners) -> None:
         if isinstance(self.target, Optimizer):
-            self.parameters = take_unowned(self.name, self.target, leaves, owners)
-        return super().walk(leaves, owners)
+            self.parameters = take_unowned(self.name, self.target, walk, owners)
 
     def values(self, sink: Sink) -> dict[str, Any]:
         state = self.target.state_dict()
@@ -201,52 +184,65 @@ class ObjectEntry(StateEntry):
             value["class"] = type(self.target).__qualname__
         return value
 
-    def references(self, value: dict[str, Any]) -> Iterator[tuple[str, LeafRef]]:
-        return references(value["state"], self.name)
-
-    def differences(self, value: dict[str, Any], saved: Saved, live: Leaves) -> list[Row]:
+    def differences(self, value: dict[str, Any], saved: Saved, live: Walk) -> list[Row]:
         here = type(self.target).__qualname__ if isinstance(self.target, LRScheduler) else None
         recorded = value.get("class")
         return [(self.name, str(recorded), here or "no scheduler")] if recorded not in (None, here) else []
 
-    def restore(self, value: dict[str, Any], filling: Filling, live: Leaves) -> None:
+    def restore(self, value: dict[str, Any], filling: Filling, live: Walk) -> None:
         fill_unowned(self.target, filling, live)
 
-    def finish(self, value: dict[str, Any], filling: Filling) -> None:
-        self.target.load_state_dict(filling.settle(value["state"], None, self.name))
+    def finish(self, value: dict[str, Any], filling: Filling, saved: Saved) -> Sequence[tuple[str, Tensor]]:
+        """What it holds then counts, and not the copies that it was given."""
+        recorded = value["state"]
+        self.target.load_state_dict(Settling(filling).settle(recorded, None, self.name))
         if isinstance(self.target, Optimizer) and saves_as_torch(self.target):
-            _undo_casts(self.target, filling.settle(value["state"], None, self.name))
-
-    def holds(self, value: dict[str, Any]) -> Leaves:
-        """The tensors that the object holds after `finish`. Raises StateError if its values are others
-        than were saved."""
-        live = Leaves()
-        now = self.values(live)["state"]
-        changed = changed_values(value["state"], now, self.name)
-        if changed:
+            _undo_casts(self.target, Settling(filling).settle(recorded, None, self.name))
+        held = Walk()
+        now = self.values(held)["state"]
+        wrong = [f"{leaf.name} was not saved" for leaf in held.leaves if leaf.name not in saved.names]
+        if changed := changed_values(recorded, now, self.name):
             # What differs from one call to the next (a clock) says nothing about what was loaded.
-            changing = changed_values(now, self.values(Leaves())["state"], self.name)
-            wrong = [f"{path} is {found}" for path, found in changed.items() if path not in changing]
-            if wrong:
-                _refuse_arrival(self.name, wrong)
-        return live
+            changing = changed_values(now, self.values(Walk())["state"], self.name)
+            wrong += [f"{path} is {found}" for path, found in changed.items() if path not in changing]
+        known = [leaf for leaf in held.leaves if leaf.name in saved.names]
+        pairs = [(saved.leaves[saved.names[leaf.name]], leaf.tensor) for leaf in known]
+        misfits = [(leaf, tensor) for leaf, tensor in pairs if not fits(leaf, tensor)]
+        wrong += [f"{leaf.name} was {described(leaf)} and is {described(here)}" for leaf, here in misfits]
+        if wrong:
+            more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+            raise ValueError(
+                f"it holds something else after its own load_state_dict: {'; '.join(wrong[:_SHOWN])}{more}. "
+                "Let state_dict and load_state_dict keep every value as it is (a torch optimizer without its "
+                "own keeps dtypes), and leave out what belongs to one process"
+            )
+        return [(leaf.name, tensor) for leaf, tensor in pairs]
 
 
-def take_unowned(name: str, optimizer: Optimizer, leaves: Leaves, owners: Owners) -> list[tuple[str, Tensor]]:
+def unknown_classes(refs: Iterable[tuple[str, LeafRef]], like: Tensor | None, live: Walk) -> list[Row]:
+    """Tensors of a class that cannot be made here, where the live state has none yet."""
+    return [
+        (name, str(ref.about["class"]), "a class that is not known here")
+        for name, ref in refs
+        if not can_make(ref.about, like) and name not in live.refs
+    ]
+
+
+def take_unowned(name: str, optimizer: Optimizer, walk: Walk, owners: Owners) -> list[tuple[str, Tensor]]:
     """Parameters that no attached module holds are state of their optimizer."""
     taken: list[tuple[str, Tensor]] = []
     for number, group in enumerate(optimizer.param_groups):
-        leaves.guard(group["params"])
+        walk.guard(group["params"])
         for index, parameter in enumerate(group["params"]):
             if owners.of(parameter) is None:
                 full_name = owners.full_name(parameter, name, number, index)
-                leaves.add(full_name, parameter, Place("parameter", optimizer, group["params"], index))
+                walk.add(full_name, parameter, Place("parameter", optimizer, group["params"], index))
                 owners.own(parameter, name, f"params.{unowned(number, index)}")
                 taken.append((full_name, parameter))
     return taken
 
 
-def fill_unowned(optimizer: Optimizer, filling: Filling, live: Leaves) -> None:
+def fill_unowned(optimizer: Optimizer, filling: Filling, live: Walk) -> None:
     """Fill those again."""
     for name, leaf in live.named.items():
         if leaf.owner is optimizer and leaf.kind == "parameter":
@@ -301,28 +297,3 @@ def _parts(value: Any, name: str) -> Iterator[tuple[str, str]]:
         yield name, f"{type(value).__name__} {sorted(encode_json(item) for item in value)}"
     else:
         yield name, encode_json(value).decode("ascii")
-
-
-def tensors_held(name: str, live: Leaves, saved: Saved) -> list[tuple[str, Tensor]]:
-    """(stored leaf, tensor) of all that an object holds. Raises StateError where shape or dtype is
-    another than was saved."""
-    pairs: list[tuple[str, Tensor]] = []
-    for leaf in live.leaves:
-        if leaf.name not in saved.names:
-            _refuse_arrival(name, [f"{leaf.name} was not saved"])
-        recorded = saved.leaves[saved.names[leaf.name]]
-        if not fits(recorded, leaf.tensor):
-            _refuse_arrival(name, [f"{leaf.name} was {described(recorded)} and is {described(leaf.tensor)}"])
-        pairs.append((recorded.name, leaf.tensor))
-    return pairs
-
-
-def _refuse_arrival(name: str, what: list[str]) -> NoReturn:
-    more = f" and {len(what) - _SHOWN} more" if len(what) > _SHOWN else ""
-    raise StateError(
-        f"{name} is not what was saved after its own load_state_dict: {'; '.join(what[:_SHOWN])}{more}. The "
-        "rest of the state was loaded already, so this process must not train on; the checkpoint is intact. "
-        "Let state_dict and load_state_dict keep every value as it is (a torch optimizer without its own "
-        "keeps dtypes), and leave out what belongs to one process.",
-        location=name,
-    )

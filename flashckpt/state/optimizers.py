@@ -21,13 +21,20 @@ from torch.optim.lr_scheduler import LRScheduler
 from flashckpt.errors import DamagedError, StateError
 from flashckpt.events import log
 from flashckpt.format.typed import Encoded, LeafRef, encode_json
-from flashckpt.state.filling import Filling, Saved, Settling
-from flashckpt.state.leaves import Leaves, Owners, Place, Restructured, Sink
-from flashckpt.state.objects import Row, StateEntry, fill_unowned, saves_as_torch, take_unowned
-from flashckpt.state.tensors import can_make, described, fits
+from flashckpt.state.leaves import Filling, Owners, Place, Restructured, Saved, Sink, Walk
+from flashckpt.state.objects import (
+    Row,
+    StateEntry,
+    fill_unowned,
+    saves_as_torch,
+    take_unowned,
+    unknown_classes,
+)
+from flashckpt.state.tensors import described, fits
 from flashckpt.state.values import (
     CONTAINERS,
     SIMPLE,
+    Settling,
     children,
     holds_tensor,
     join,
@@ -56,34 +63,32 @@ class OptimizerEntry(StateEntry):
         self._full_names: list[list[str]] = []
         self._short_names: list[list[str]] = []
 
-    def walk(self, leaves: Leaves, owners: Owners) -> dict[str, Any]:
+    def take(self, walk: Walk, owners: Owners) -> None:
         groups = self.target.param_groups
-        leaves.anchor(self.target, "param_groups", groups)
-        leaves.anchor(self.target, "state", self.target.state)
-        leaves.guard(groups)
+        walk.anchor(self.target, "param_groups", groups)
+        walk.anchor(self.target, "state", self.target.state)
+        walk.guard(groups)
         for number, group in enumerate(groups):
-            leaves.guard(group)
-            leaves.anchor(groups, number, group)
-            leaves.anchor(group, "params", group["params"])
+            walk.guard(group)
+            walk.anchor(groups, number, group)
+            walk.anchor(group, "params", group["params"])
             for index, parameter in enumerate(group["params"]):
-                leaves.anchor(group["params"], index, parameter)
+                walk.anchor(group["params"], index, parameter)
         self._short_names = owners.short_names(groups)
         self._full_names = [
             [owners.full_name(p, self.name, g, i) for i, p in enumerate(group["params"])]
             for g, group in enumerate(groups)
         ]
-        self.parameters = take_unowned(self.name, self.target, leaves, owners)
+        self.parameters = take_unowned(self.name, self.target, walk, owners)
         self._shared_keys = [key for key in self.target.state if not isinstance(key, Tensor)]
         self._holes = []
-        state = self._take_state(leaves)
         self._record = {
             "kind": self.kind,
             "class": type(self.target).__qualname__,
             "device": _home(groups).type,
             "params": Encoded(self._full_names),
-            **state,
+            **self._take_state(walk),
         }
-        return super().walk(leaves, owners)
 
     def values(self, sink: Sink) -> dict[str, Any]:
         groups = self.target.param_groups
@@ -126,18 +131,18 @@ class OptimizerEntry(StateEntry):
         groups = {f"{self.name}.groups.{g}": len(names) for g, names in enumerate(self._full_names)}
         return {**groups, **{name: tuple(parameter.shape) for name, parameter in self.parameters}}
 
-    def _take_state(self, leaves: Leaves) -> dict[str, Any]:
+    def _take_state(self, walk: Walk) -> dict[str, Any]:
         """The state by parameter: which of a few schemas each has, and the places of what is no tensor."""
         state = self.target.state
-        leaves.guard(state)
+        walk.guard(state)
         schemas: list[object] = []
         known: dict[object, int] = {}
         indexes: list[int] = []
         numbers: list[int] = []
         for index, (name, parameter, _) in enumerate(self._state_places()):
             if parameter in state:
-                leaves.anchor(state, parameter, state[parameter])
-                key, schema = self._schema(state[parameter], name, parameter, leaves)
+                walk.anchor(state, parameter, state[parameter])
+                key, schema = self._schema(state[parameter], name, parameter, walk)
                 if key not in known:
                     known[key] = len(schemas)
                     schemas.append(schema)
@@ -150,17 +155,17 @@ class OptimizerEntry(StateEntry):
             for name, parameter in zip(names, group["params"], strict=True):
                 yield f"{self.name}.state.{name}", parameter, group
 
-    def _schema(self, state: Any, name: str, parameter: Tensor, leaves: Leaves) -> tuple[object, object]:
+    def _schema(self, state: Any, name: str, parameter: Tensor, walk: Walk) -> tuple[object, object]:
         home = parameter.device
         if type(state) is dict and all(type(value) is Tensor for value in state.values()):
-            leaves.guard(state)
+            walk.guard(state)
             refs = {}
             for key, tensor in state.items():
-                ref = leaves.add(join(name, key), tensor, self._place(state, key, home))
+                ref = walk.add(join(name, key), tensor, self._place(state, key, home))
                 refs[key] = LeafRef("", ref.about)
             return tuple((key, tuple(ref.about.items())) for key, ref in refs.items()), refs
         place = self._place(self.target.state, parameter, home)
-        schema = _nameless(survey(state, name, place, leaves, lambda c, k: self._holes.append((c, k))))
+        schema = _nameless(survey(state, name, place, walk, lambda c, k: self._holes.append((c, k))))
         return encode_json(schema), schema
 
     def references(self, value: dict[str, Any]) -> Iterator[tuple[str, LeafRef]]:
@@ -171,7 +176,7 @@ class OptimizerEntry(StateEntry):
         for index, number in zip(*value["state"], strict=True):
             yield from references(value["schemas"][number], places[index][0])
 
-    def differences(self, value: dict[str, Any], saved: Saved, live: Leaves) -> list[Row]:
+    def differences(self, value: dict[str, Any], saved: Saved, live: Walk) -> list[Row]:
         rows: list[Row] = []
         if value["class"] != type(self.target).__qualname__:
             rows.append((self.name, value["class"], type(self.target).__qualname__))
@@ -186,25 +191,22 @@ class OptimizerEntry(StateEntry):
                 rows.append((name, described(saved.leaves[name]), described(parameter)))
         return rows or self._class_rows(value, live)
 
-    def _class_rows(self, value: dict[str, Any], live: Leaves) -> list[Row]:
-        """Tensors of a class that cannot be made here, where the live optimizer has none yet."""
+    def _class_rows(self, value: dict[str, Any], live: Walk) -> list[Row]:
         places = list(self._state_places())
-        rows: list[Row] = []
         for index, number in zip(*value["state"], strict=True):
-            parameter = places[index][1]
-            for name, ref in references(value["schemas"][number], places[index][0]):
-                if not can_make(ref.about, parameter) and name not in live.refs:
-                    rows.append((name, str(ref.about["class"]), "a class that is not known here"))
-        return rows[:1]
+            name, parameter, _ = places[index]
+            if rows := unknown_classes(references(value["schemas"][number], name), parameter, live):
+                return rows[:1]
+        return []
 
-    def restore(self, value: dict[str, Any], filling: Filling, live: Leaves) -> None:
+    def restore(self, value: dict[str, Any], filling: Filling, live: Walk) -> None:
         fill_unowned(self.target, filling, live)
         home = _home(self.target.param_groups)
         pairs = zip(value["groups"], self.target.param_groups, strict=True)
         for number, (options, group) in enumerate(pairs):
             for key, option in options.items():
                 name = f"{self.name}.groups.{number}.{key}"
-                group[key] = filling.settle(option, group.get(key), name, home)
+                group[key] = Settling(filling, home).settle(option, group.get(key), name)
         self._restore_state(value, filling, home)
 
     def _restore_state(self, value: dict[str, Any], filling: Filling, home: torch.device) -> None:
@@ -221,7 +223,7 @@ class OptimizerEntry(StateEntry):
             )
         for key, shared in value["shared"].items():
             name = join(f"{self.name}.shared", key)
-            restored[key] = filling.settle(shared, state.get(key), name, home)
+            restored[key] = Settling(filling, home).settle(shared, state.get(key), name)
         state.clear()
         state.update(restored)
 

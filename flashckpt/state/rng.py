@@ -8,11 +8,13 @@ attributes of what is the user's; calls nothing of it.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import struct
 import sys
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -34,21 +36,23 @@ _TORCH_WORDS = 624
 _TORCH_PACKED_BYTES = _TORCH_CPU_BYTES - 4 * _TORCH_WORDS
 
 
+def _globals() -> dict[str, Any]:
+    """The generators behind the functions of `random`, `numpy.random` and `torch`."""
+    found: dict[str, Any] = {"python": random.getstate, "numpy": np.random.get_state}
+    return {name: of.__self__ for name, of in found.items()} | {"torch": torch.default_generator}
+
+
 def capture() -> State:
     """The global generators' states now: Python, NumPy, torch CPU, each CUDA device if CUDA is in use."""
     state = capture_cpu()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = [_torch_bytes(generator.get_state()) for generator in torch.cuda.default_generators]
+        state["cuda"] = [capture_one(generator) for generator in torch.cuda.default_generators]
     return state
 
 
 def capture_cpu() -> State:
     """The same without devices: what a loader's worker process has."""
-    return {
-        "python": _python_bytes(random.getstate()),
-        "numpy": _numpy_plain(np.random.get_state(legacy=False)),
-        "torch": _torch_bytes(torch.get_rng_state()),
-    }
+    return {name: capture_one(generator) for name, generator in _globals().items()}
 
 
 def restore(state: State) -> None:
@@ -57,21 +61,13 @@ def restore(state: State) -> None:
     Devices that this process does not have are left out; CUDA that is not in use yet is set when it is.
     Raises DamagedError for anything that `capture` cannot have given.
     """
-    try:
-        python = _python_state(state["python"])
-        numpy = _numpy_state(state["numpy"])
-        cpu = _torch_state(state["torch"])
+    with _damaged("the random numbers' state"):
+        put_back = [_read(generator, state[name]) for name, generator in _globals().items()]
         cuda = [_torch_state(packed) for packed in state.get("cuda", ())]
-    except (KeyError, TypeError, ValueError, AttributeError, struct.error) as error:
-        raise _damaged("the random numbers' state", error) from error
-    try:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(cpu)
+        for put in put_back:
+            put()
         for index, device_state in enumerate(cuda[: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(device_state, index)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise _damaged("the random numbers' state", error) from error
 
 
 def is_generator(value: object) -> bool:
@@ -81,12 +77,7 @@ def is_generator(value: object) -> bool:
 
 def is_global(value: object) -> bool:
     """Whether it is one of those that `capture` takes."""
-    if isinstance(value, torch.Generator):
-        default = torch.default_generator, *torch.cuda.default_generators
-        return any(value is generator for generator in default)
-    if isinstance(value, np.random.RandomState):
-        return value is getattr(np.random.mtrand, "_rand", None)
-    return value is getattr(random, "_inst", None)
+    return any(value is each for each in (*_globals().values(), *torch.cuda.default_generators))
 
 
 def capture_one(generator: object) -> Any:
@@ -104,24 +95,30 @@ def capture_one(generator: object) -> Any:
 
 def restore_one(generator: object, state: Any) -> None:
     """Put one generator back. Raises DamagedError if the state is of another kind of generator."""
+    with _damaged(f"the state of a {type(generator).__name__}"):
+        _read(generator, state)()
+
+
+def _read(generator: Any, state: Any) -> Callable[[], object]:
+    """Called, puts the generator back."""
+    if isinstance(generator, torch.Generator):
+        return partial(generator.set_state, _torch_state(state))
+    if isinstance(generator, np.random.RandomState):
+        return partial(generator.set_state, _numpy_state(state))
+    if isinstance(generator, np.random.Generator):
+        return partial(setattr, generator.bit_generator, "state", _array_back(state))
+    return partial(generator.setstate, _python_state(state))
+
+
+@contextlib.contextmanager
+def _damaged(what: str) -> Iterator[None]:
     try:
-        if isinstance(generator, torch.Generator):
-            generator.set_state(_torch_state(state))
-        elif isinstance(generator, np.random.RandomState):
-            generator.set_state(_numpy_state(state))
-        elif isinstance(generator, np.random.Generator):
-            generator.bit_generator.state = _array_back(state)
-        elif isinstance(generator, random.Random):
-            generator.setstate(_python_state(state))
+        yield
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, struct.error) as error:
-        raise _damaged(f"the state of a {type(generator).__name__}", error) from error
-
-
-def _damaged(what: str, error: Exception) -> DamagedError:
-    return DamagedError(
-        f"{what} in the checkpoint cannot be read ({error}). It was damaged or comes from another generator. "
-        "Resume from an older step."
-    )
+        raise DamagedError(
+            f"{what} in the checkpoint cannot be read ({error}). It was damaged or comes from another "
+            "generator. Resume from an older step."
+        ) from error
 
 
 def _python_bytes(state: tuple[Any, ...]) -> bytes:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,15 +20,16 @@ from flashckpt.errors import DamagedError, MismatchError, StateError
 from flashckpt.events import log
 from flashckpt.format.layout import Leaf
 from flashckpt.format.typed import Encoded, LeafRef, check_roundtrip
-from flashckpt.state.filling import Filling, Saved
 from flashckpt.state.leaves import (
-    Leaves,
+    Filling,
     LiveLeaf,
     Owners,
     Place,
     Refresh,
     Restructured,
+    Saved,
     Sink,
+    Walk,
     leaf_names,
 )
 from flashckpt.state.modules import ModuleEntry, check_own_saving, tie_differences
@@ -42,7 +42,6 @@ from flashckpt.state.objects import (
     StateEntry,
     is_container,
     is_torch_scaler,
-    tensors_held,
 )
 from flashckpt.state.optimizers import (
     OptimizerEntry,
@@ -64,20 +63,6 @@ NONE, ZEROS, LEAF, SPARSE, COALESCED = "-", "d", "L", "S", "C"
 _LEAVES = frozenset((LEAF, SPARSE, COALESCED))
 
 
-@dataclass(frozen=True, slots=True)
-class Walk:
-    """One walk of the state. It stands while every guard's container has its length, every anchor
-    (container, key, object) holds that very object, and every leaf is where it was found.
-
-    `value` is for `encode_json` at once: it may hold live containers.
-    """
-
-    leaves: Sequence[LiveLeaf]
-    value: dict[str, Any]
-    guards: Sequence[tuple[Sized, int]]
-    anchors: Sequence[tuple[object, object, object]]
-
-
 class Tree:
     """The named objects of a run."""
 
@@ -93,11 +78,10 @@ class Tree:
         optimizers = {name: target for name, target in targets.items() if isinstance(target, Optimizer)}
         self.optimizers: list[Optimizer] = list(optimizers.values())
         check_schedulers(targets, optimizers)
-        self._leaves: Leaves | None = None
         self._gradients = Gradients([])
         self._used_up: UsedUp = _all_used_up
         self.current: Walk | None = None
-        self._fitting: tuple[Saved, Leaves] | None = None
+        self._fitting: tuple[Saved, Walk] | None = None
         self._structure: dict[str, object] | None = None  # at the first walk; None once a change was said
         walk = self.walk(_all_used_up)
         check_backward_optimizers(self._parameters(), self.optimizers)
@@ -107,7 +91,7 @@ class Tree:
         for name, value in walk.value["entries"].items():
             check_roundtrip(value, name)
         self._structure = self._structure_now()
-        self._forget()
+        self.current = None
 
     def _in_order(self) -> list[StateEntry]:
         """Modules own parameters and so come first; then optimizers, which own those that are left."""
@@ -126,18 +110,21 @@ class Tree:
     def walk(self, used_up: UsedUp) -> Walk:
         """Every leaf and value of the state, now. `used_up(parameter, gradient)` says of a gradient that
         the optimizer has used it and it is not needed again. Raises StateError."""
-        leaves, owners = Leaves(), Owners()
+        walk, owners = Walk(), Owners()
         with _no_collection():
-            found = {entry.name: entry.walk(leaves, owners) for entry in self._in_order()}
+            for entry in self._in_order():
+                entry.take(walk, owners)
+            alone = frozenset(walk.refs)
+            found = {entry.name: entry.values(walk) for entry in self._in_order()}
+            walk.asked = walk.refs.keys() - alone
             gradients = Gradients(self._parameters())
-            mask = gradients.walk(leaves, used_up)
-            leaves.check_shared_memory()
-        value = {"entries": {name: found[name] for name in self._entries}, NAMESPACE: mask}
-        self._leaves, self._gradients, self._used_up = leaves, gradients, used_up
-        self.current = Walk(leaves.leaves, value, leaves.guards, leaves.anchors)
+            mask = gradients.take(walk, used_up)
+            walk.check_shared_memory()
+        walk.value = {"entries": {name: found[name] for name in self._entries}, NAMESPACE: mask}
+        self.current, self._gradients, self._used_up = walk, gradients, used_up
         if self._structure is not None:
             self._tell_changed(self._structure)
-        return self.current
+        return walk
 
     def _structure_now(self) -> dict[str, object]:
         """What the program has to build before it can be filled: parameters with their shapes, and the number
@@ -164,27 +151,22 @@ class Tree:
         tensor. With `used_up` the mask of gradients is read again too. If the state is structured
         otherwise than at the last walk, it is walked again: `current` is then another Walk. Raises
         StateError."""
-        if self._leaves is None or self.current is None:
+        if self.current is None:
             return self.walk(used_up or self._used_up).value
-        refresh = Refresh(self._leaves)
+        refresh = Refresh(self.current)
         try:
             entries = {name: entry.values(refresh) for name, entry in self._entries.items()}
-            if gone := self._leaves.asked - refresh.seen:
+            if gone := self.current.asked - refresh.seen:
                 # Their leaves would be ones that nothing names.
                 raise Restructured(min(gone))
             return {"entries": entries, NAMESPACE: self._gradients.values(refresh, used_up)}
         except Restructured:
             return self.walk(used_up or self._used_up).value
 
-    def _forget(self) -> None:
-        self._leaves, self.current = None, None
-
     def differences(self, saved: Saved) -> list[Row]:
         """What does not fit, as rows (name, in the checkpoint, live); the live state stays as it is.
         Raises DamagedError if the snapshot's values are not whole."""
-        self.walk(_all_used_up)
-        live, self._leaves, self.current = self._leaves, None, None
-        assert live is not None
+        live, self.current = self.walk(_all_used_up), None
         try:
             rows = self._differences(saved, live)
             self._fitting = None if rows else (saved, live)
@@ -195,7 +177,7 @@ class Tree:
                 "cannot be used; nothing was loaded."
             ) from error
 
-    def _differences(self, saved: Saved, live: Leaves) -> list[Row]:
+    def _differences(self, saved: Saved, live: Walk) -> list[Row]:
         recorded = saved.value["entries"]
         rows: list[Row] = []
         for name in [*recorded, *(name for name in self._entries if name not in recorded)]:
@@ -249,8 +231,16 @@ class Tree:
         self._gradients.restore(saved.value[NAMESPACE], filling)
         filled = list(filling.filled)
         for entry in self._in_order():
-            filled += _finish(entry, values[entry.name], filling, saved)
-        self._forget()
+            try:
+                filled += entry.finish(values[entry.name], filling, saved)
+            except Exception as error:
+                raise StateError(
+                    f"{entry.name} did not take its state back: {type(error).__name__}: {error}. The rest of "
+                    "the state was loaded already, so this process must not train on. The checkpoint is "
+                    "intact.",
+                    location=entry.name,
+                ) from error
+        self.current = None
         _check_complete(saved, filled)
         return filled
 
@@ -293,24 +283,6 @@ def _check_complete(saved: Saved, filled: list[tuple[str, Tensor]]) -> None:
             f"({', '.join(left[:5])}), so they were not loaded. The rest was: this process must not train "
             "on. Resume from another step."
         )
-
-
-def _finish(
-    entry: StateEntry, value: dict[str, Any], filling: Filling, saved: Saved
-) -> list[tuple[str, Tensor]]:
-    """Run the user's own code; the tensors to be digested: of an object those that it holds then,
-    instead of the copies that it was given."""
-    before = len(filling.filled)
-    try:
-        entry.finish(value, filling)
-        held = entry.holds(value) if isinstance(entry, ObjectEntry) else None
-    except Exception as error:
-        raise StateError(
-            f"{entry.name} did not take its state back: {type(error).__name__}: {error}. The rest of the "
-            "state was loaded already, so this process must not train on. The checkpoint is intact.",
-            location=entry.name,
-        ) from error
-    return filling.filled[before:] if held is None else tensors_held(entry.name, held, saved)
 
 
 def _entry(name: str, target: Any) -> StateEntry:
@@ -374,12 +346,12 @@ class Gradients:
         self._exceptions: dict[str, Any] = {}
         self.kinds = ""
 
-    def walk(self, leaves: Leaves, used_up: UsedUp) -> dict[str, Any]:
+    def take(self, walk: Walk, used_up: UsedUp) -> dict[str, Any]:
         """Hand over the gradients still to be used; the mask of all."""
         self.kinds, self._exceptions = self._kinds_now(used_up), {}
         for name, parameter, kind in zip(self._names, self._parameters, self.kinds, strict=True):
             if kind in _LEAVES:
-                self._take(leaves, name, parameter, kind)
+                self._take(walk, name, parameter, kind)
             elif kind == ZEROS and (layout := _unusual_layout(parameter)) is not None:
                 self._exceptions[name] = layout
         return self._value(self.kinds)

@@ -11,16 +11,17 @@ import random
 import re
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from flashckpt.errors import DamagedError
 from flashckpt.format.typed import MAX_DEPTH, Hole, LeafRef, register
 from flashckpt.state import rng
-from flashckpt.state.leaves import Place, Sink
+from flashckpt.state.leaves import CPU, Filling, Place, Sink
 from flashckpt.state.tensors import DTYPE_NAMES, TORCH_DTYPES, bits, check, refuse
 
 SEQUENCES = (list, tuple, deque)
@@ -103,6 +104,74 @@ def references(value: object, name: str) -> Iterator[tuple[str, LeafRef]]:
         yield name, value
     for key, item in children(value):
         yield from references(item, join(name, key))
+
+
+def _refill(live: Any, value: Any) -> bool:
+    """Give an array, a set, a counter or a bytearray that is there the saved contents, if it can be."""
+    if type(live) is np.ndarray:
+        if live.dtype != value.dtype or live.shape != value.shape or not live.flags.writeable:
+            return False
+        np.copyto(live, value)
+    elif type(live) in (set, Counter):
+        live.clear()
+        live.update(value)
+    elif type(live) is bytearray:
+        try:
+            live[:] = value
+        except BufferError:  # something looks at its memory, which therefore keeps its length
+            return False
+    else:
+        return False
+    return True
+
+
+@dataclass
+class Settling:
+    """Puts saved nested values back, keeping the containers and tensors that exist. `like`: the parameter
+    that they belong to. `holes`: what stands in their holes. `scalars_on_cpu`: step counters of a run on a
+    CPU stay there when its parameters move to a device."""
+
+    filling: Filling
+    home: torch.device = CPU
+    like: Tensor | None = None
+    holes: Iterator[object] = field(default_factory=lambda: iter(()))
+    scalars_on_cpu: bool = False
+    # One object in two places, where two were saved: only the first may take its contents.
+    _kept: dict[int, object] = field(default_factory=dict)
+
+    def settle(self, value: Any, live: Any, name: str) -> Any:
+        """What belongs in the place of `live`, which is kept and changed where it can be."""
+        kind = type(value)
+        if kind is LeafRef:
+            stays = self.scalars_on_cpu and not value.about and not self.filling.leaf(name).shape
+            return self.filling.place(value, name, live, CPU if stays else self.home, self.like)
+        if kind is Hole:
+            for held in self.holes:
+                return held
+            raise DamagedError("The snapshot holds fewer values than it has places for. It cannot be used.")
+        if kind in CONTAINERS:
+            return self._settle_items(value, live, name)
+        if rng.is_generator(live) and type(live) is kind:
+            rng.restore_one(live, rng.capture_one(value))
+            return live
+        if type(live) is kind and id(live) not in self._kept and _refill(live, value):
+            self._kept[id(live)] = live
+            return live
+        return value
+
+    def _settle_items(self, value: Any, live: Any, name: str) -> Any:
+        same = type(live) is type(value)
+        before = dict(children(live)) if same else {}
+        items = [(key, self.settle(item, before.get(key), join(name, key))) for key, item in children(value)]
+        same = same and getattr(live, "maxlen", None) == getattr(value, "maxlen", None)
+        if not same or type(value) is tuple:
+            return rebuild(value, items)
+        live.clear()
+        if isinstance(live, dict):
+            live.update(items)
+        else:
+            live.extend(item for _, item in items)
+        return live
 
 
 @dataclass(frozen=True)

@@ -240,6 +240,6 @@ def test_one_array_in_two_places_of_two_saved_ones() -> None:
 def test_a_leaf_that_nothing_names_is_told() -> None:
     held: dict[str, Tensor | int] = {"x": torch.ones(2)}
     saved = capture(Tree({"s": held})).saved()
-    saved.value["entries"]["s"]["content"]["x"] = 1
+    saved.value["entries"]["s"]["state"]["x"] = 1
     with pytest.raises(DamagedError, match="belong to nothing"):
         Tree({"s": held}).restore(saved)

@@ -1,13 +1,16 @@
 """What all kinds of sources share: the order of events in an epoch, and the position that is saved, plain
-values with a fixed set of keys.
+values with a fixed set of keys; and the simplest kind, which draws again what was drawn.
 
 Owns the place where random numbers are put back: just before the batch at which the run was cut is fetched.
-Never decides where batches come from; never draws from a sampler.
 """
 
 from __future__ import annotations
 
+import copy
+import itertools
+import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -67,37 +70,28 @@ class Position:
         return cls(**saved)
 
 
+_TYPES: dict[str, Any] = {
+    "kind": str, "epoch": int | None, "batches_taken": int, "over": bool, "length": int | None,
+    "made_of": dict, "start": dict | None, "now": dict, "parts": dict,
+}  # fmt: skip
+
+
 def _problem(saved: Mapping[str, Any]) -> str:
-    wanted: dict[str, type | tuple[type, ...]] = {
-        "kind": str,
-        "epoch": (int, type(None)),
-        "batches_taken": int,
-        "over": bool,
-        "length": (int, type(None)),
-        "made_of": dict,
-        "start": (dict, type(None)),
-        "now": dict,
-        "parts": dict,
-    }
-    if saved.keys() != wanted.keys():
+    if saved.keys() != _TYPES.keys():
         return f"its keys are {sorted(map(str, saved))}"
-    for name, kinds in wanted.items():
+    for name, kinds in _TYPES.items():
         if not isinstance(saved[name], kinds):
             return f"{name} is a {type(saved[name]).__name__}"
     if saved["batches_taken"] < 0:
         return f"batches_taken is {saved['batches_taken']}"
-    marks = [saved["now"]] if saved["start"] is None else [saved["now"], saved["start"]]
-    if any(mark.keys() != {"global", "own"} for mark in marks):
-        return "random numbers are missing"
-    return ""
+    marks = (mark for mark in (saved["now"], saved["start"]) if mark is not None)
+    return "" if all(mark.keys() == {"global", "own"} for mark in marks) else "random numbers are missing"
 
 
 class Source:
-    """A loader whose position can be saved at every boundary and taken up again. Subclasses fill in the hooks
-    at the end.
-
-    Nothing is drawn before the first `next` of a fresh epoch, so a position at an epoch's start needs
-    no more than the random numbers of that boundary.
+    """A loader whose position can be saved at every boundary and taken up again. Nothing is drawn before the
+    first `next` of a fresh epoch, so a position at an epoch's start needs no more than the random numbers of
+    that boundary. Subclasses fill in the hooks at the end.
 
     batches_taken: of this epoch, those of earlier attempts included. was_over: whether it was taken up where
     it had given its last batch. generators: those that the loader's parts own.
@@ -259,20 +253,14 @@ class Source:
     def _check(self, position: Position) -> None:
         then, now = position.made_of, self._made_of
         changed = [f"{n} is {now[n]} and was {then[n]}" for n in then if n in now and then[n] != now[n]]
-        differs: list[str] = []
         if position.length != self._length and None not in (position.length, self._length):
-            counts = f"{self._length} batches an epoch and had {position.length}"
-            differs.append(f"the loader has {counts} when the checkpoint was taken")
+            changed.insert(0, f"it has {self._length} batches an epoch and had {position.length}")
         if changed:
-            what = ", ".join(changed)
-            differs.append(f"the loader is made otherwise than when the checkpoint was taken ({what})")
-        for difference in differs:
             log.warning(
-                "Not exact: %s. It goes on after %d batches, but those to come are not those of a run that "
-                "was never stopped.",
-                difference,
-                position.batches_taken,
-            )
+                "Not exact: the loader is not what it was when the checkpoint was taken (%s). It goes on "
+                "after %d batches, but those to come are not those of a run that was never stopped.",
+                ", ".join(changed), position.batches_taken,
+            )  # fmt: skip
         strangers = self.generators.strangers(position.now["own"])
         if strangers:
             log.warning("Not exact: these generators are only in the checkpoint or only here: %s", strangers)
@@ -330,6 +318,88 @@ def reference_to(value: object, on_death: Callable[[], object] | None = None) ->
         return weakref.ref(value, None if on_death is None else lambda _: on_death())
     except TypeError:
         return lambda: value
+
+
+# What keeps no state
+
+
+_SECONDS_BETWEEN_LINES = 5.0
+# Drawing again costs nothing and gives the same: no news. Exact types, since a subclass may do anything.
+_AT_HAND = (range, list, tuple, deque, itertools.count, itertools.repeat)
+# Iterators that are their own `iter()`, and were drawn from here: they cannot begin again.
+_drawn_from = Notes()
+
+
+class ReplayedSource(Source):
+    """An iterable without a state of its own: taken up by drawing again, from the epoch's start, what was
+    drawn, which it says once, with its progress. Exact where the iterable gives the same batches again.
+
+    `kind` of its positions is "replayed". `clock` gives seconds."""
+
+    kind = "replayed"
+
+    def __init__(self, loader: Any, clock: Callable[[], float] = time.monotonic) -> None:
+        # A DataLoader keeps its persistent workers: a copy has its own.
+        own = copy.copy(loader) if isinstance(loader, DataLoader) else loader
+        if own is not loader:
+            vars(own)["_iterator"] = None
+        super().__init__(own, rng.Generators({"loader": loader}))
+        self._clock = clock
+
+    def _iterate(self) -> tuple[Iterator[Any], bool]:
+        """An iterator, and whether batches were drawn from it before."""
+        iterator: Iterator[Any] = iter(self._loader)
+        if iterator is not self._loader:
+            return iterator, False
+        used = bool(_drawn_from.get(iterator))
+        _drawn_from.set(iterator, True)
+        return iterator, used
+
+    def _open(self) -> Iterator[Any]:
+        iterator, used = self._iterate()
+        if used:
+            log.warning(
+                "%s can be gone through once, and batches were drawn from it before: this epoch has only "
+                "what is left of it, so a run of more epochs or steps ends early. Pass an iterable that "
+                "begins anew at each iter(), such as a DataLoader or a list.",
+                type(iterator).__name__,
+            )
+        return iterator
+
+    def _reopen(self, position: Position) -> None:
+        assert position.start is not None
+        total, at_hand = position.batches_taken, type(self._loader) in _AT_HAND
+        self.generators.restore_all(position.start)
+        iterator, used = self._iterate()
+        if used:
+            raise BoundaryError(
+                f"The loop goes on after batch {total} of an iterator ({type(iterator).__name__}) from which "
+                "this process has already drawn: dropping that many more would lose batches. The model and "
+                "the rest of the state were put back; no batch was drawn. Make a new iterator, or pass an "
+                "iterable that begins anew at each iter()."
+            )
+        self._iterator = iterator
+        if not at_hand:
+            log.warning(
+                "%s keeps no state, so %d batches of epoch %d are drawn again and dropped. Not exact if it "
+                "draws random numbers batch by batch. Give it state_dict and load_state_dict to go on at "
+                "once.",
+                type(self._loader).__name__, total, position.epoch,
+            )  # fmt: skip
+        due = self._clock() + _SECONDS_BETWEEN_LINES
+        for done in range(total):
+            if not at_hand and self._clock() >= due:
+                due += _SECONDS_BETWEEN_LINES
+                log.info("%d of %d batches drawn again.", done, total)
+            try:
+                next(iterator)
+            except StopIteration:
+                raise MismatchError(
+                    f"{type(iterator).__name__} ended after {done} batches, and the checkpoint was taken "
+                    f"after {total}: it does not give what it gave. The model and the rest of the state were "
+                    "put back; the loop was not begun. Pass the data that the run was begun with.",
+                    differences=(("batches of the loader", str(total), str(done)),),
+                ) from None
 
 
 # Samplers

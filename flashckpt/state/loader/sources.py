@@ -16,9 +16,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from flashckpt.errors import BoundaryError, OptionError
 from flashckpt.events import log
-from flashckpt.state.loader.base import Source, reference_to
+from flashckpt.state.loader.base import ReplayedSource, Source, reference_to
 from flashckpt.state.loader.dataloader import DataLoaderSource
-from flashckpt.state.loader.replayed import ReplayedSource
 from flashckpt.state.loader.stateful import DatasetState, StatefulSource
 
 _IDLE_PHASES = 8
@@ -71,17 +70,21 @@ class Seeding:
         self.goes_on.update(dict.fromkeys(guessed, False))
         return frozenset(path for path in now if not self.goes_on.get(path, True))
 
-    def plain(self) -> dict[str, Any]:
-        return {"first": dict(self.first), "goes_on": dict(self.goes_on)}
+    def copy(self) -> Seeding:
+        return Seeding(dict(self.first), dict(self.goes_on))
 
     @classmethod
     def read(cls, saved: Any) -> Seeding:
-        """Raises ValueError for anything but what `plain` gives."""
+        """Raises ValueError for anything but the attributes of one."""
         good = isinstance(saved, dict) and saved.keys() == {"first", "goes_on"}
         good = good and all(isinstance(each, dict) for each in saved.values())
         if not good or not all(type(value) is bool for value in saved["goes_on"].values()):
             raise ValueError("its seeding cannot be read")
-        return cls(dict(saved["first"]), dict(saved["goes_on"]))
+        return cls(**saved)
+
+
+def _unknown() -> None:
+    """In the place of a loader that was not seen in this process yet."""
 
 
 @dataclass(eq=False)
@@ -91,7 +94,7 @@ class _Kept:
     placed: its source, not begun, whose generators were put back already.
     renewed: the phase had another loader in the epoch before, so workers do not live on."""
 
-    loader: Callable[[], Any] | None = None
+    loader: Callable[[], Any] = _unknown
     source: Source | None = None
     position: dict[str, Any] | None = None
     placed: Source | None = None
@@ -116,17 +119,17 @@ class Sources:
 
     def value(self) -> list[dict[str, Any]]:
         """Plain values: each source that a phase may go on with, and the phases it belongs to."""
-        phases: dict[int, tuple[_Kept, list[int]]] = {}
+        phases: dict[_Kept, list[int]] = {}
         for phase, kept in sorted(self._by_phase.items(), key=lambda item: item[0]):
-            phases.setdefault(id(kept), (kept, []))[1].append(phase)
+            phases.setdefault(kept, []).append(phase)
         return [
             {
                 "phases": numbers,
                 "position": kept.position if kept.source is None else kept.source.position(),
-                "seeding": kept.seeding.plain(),
+                "seeding": vars(kept.seeding.copy()),
                 "renewed": kept.renewed,
             }
-            for kept, numbers in phases.values()
+            for kept, numbers in phases.items()
         ]
 
     def restore(self, saved: Any) -> None:
@@ -137,12 +140,11 @@ class Sources:
             good = isinstance(entry, dict) and entry.keys() == _KEYS
             if not good or type(entry["position"]) is not dict or type(entry["phases"]) is not list:
                 raise ValueError("a loader's entry cannot be read")
-            numbers = entry["phases"]
-            if not all(type(number) is int and number >= 0 for number in numbers):
+            if not all(type(number) is int and number >= 0 for number in entry["phases"]):
                 raise ValueError("a loader's phases are no numbers")
             seeding, renewed = Seeding.read(entry["seeding"]), entry["renewed"] is True
             kept = _Kept(position=entry["position"], seeding=seeding, renewed=renewed)
-            by_phase.update(dict.fromkeys(numbers, kept))
+            by_phase.update(dict.fromkeys(entry["phases"], kept))
         self.close()
         self._by_phase = by_phase
         self._all = list(dict.fromkeys(by_phase.values()))
@@ -156,7 +158,8 @@ class Sources:
         """A phase that had ended was asked for again: says which loader its position belongs to. The loader's
         generators are put back here, where the code after the phase and other loaders draw from them."""
         kept = self._by_phase.get(phase)
-        if kept is None or kept.position is None or kept.loader is not None or self._of(loader) is not None:
+        known = self._of(loader) is not None
+        if known or kept is None or kept.position is None or kept.loader is not _unknown:
             return
         source = source_of(loader)
         source.generators.restore(kept.position.get("now", {}).get("own", {}))
@@ -165,18 +168,17 @@ class Sources:
     def open(self, loader: object, epoch: int, phase: int, *, in_place: bool, tell_epoch: bool) -> Source:
         """Begin a phase. in_place: it is the one that was open when the run was saved."""
         kept = self._chosen(loader, phase, in_place=in_place)
+        # A source may not know its length: it is neither true nor false.
         source = kept.placed if kept.source is None else kept.source
-        if source is None:
-            source = source_of(loader)
+        source = source_of(loader) if source is None else source
         try:
             _begin(source, kept, epoch, in_place=in_place, tell_epoch=tell_epoch)
         except BaseException:
             if kept.source is None:
                 source.close()
             raise
-        kept.source, kept.position, kept.retired, kept.loader = source, None, False, lambda: loader
-        kept.placed = None
-        kept.epoch, kept.phase = epoch, phase
+        kept.source, kept.position, kept.placed, kept.retired = source, None, None, False
+        kept.loader, kept.epoch, kept.phase = lambda: loader, epoch, phase
         self._take(phase, kept)
         return source
 
@@ -196,7 +198,7 @@ class Sources:
                 kept.position, kept.retired = kept.source.position(), True
                 kept.source.close()
                 kept.source = None
-                kept.loader = reference_to(kept.loader() if kept.loader is not None else None)
+                kept.loader = reference_to(kept.loader())
             gone = kept.retired and (not isinstance(kept.loader, weakref.ref) or kept.loader() is None)
             if gone and (phase is not None or kept not in self._by_phase.values()):
                 self._forget(kept)
@@ -210,28 +212,24 @@ class Sources:
         self._by_phase.clear()
 
     def _chosen(self, loader: object, phase: int, *, in_place: bool) -> _Kept:
-        before = self._by_phase.get(phase)
+        before, known = self._by_phase.get(phase), self._of(loader)
         if in_place and before is not None:
             return before
-        known = self._of(loader)
         if known is not None:
             return known
         if before is None:
             return _Kept()
-        unclaimed = before.loader is None or before.loader() is None
-        if before.source is None and not before.retired and unclaimed:
+        if before.source is None and not before.retired and before.loader() is None:
             return before
         # Another loader than this phase had in the epoch before: it may draw from the same generators.
-        seeding = Seeding(dict(before.seeding.first), dict(before.seeding.goes_on))
-        return _Kept(seeding=seeding, left=before.left, renewed=True)
+        return _Kept(seeding=before.seeding.copy(), left=before.left, renewed=True)
 
     def _of(self, loader: object) -> _Kept | None:
-        return next((k for k in self._all if k.loader is not None and k.loader() is loader), None)
+        return next((kept for kept in self._all if kept.loader() is loader), None)
 
     def _take(self, phase: int, kept: _Kept) -> None:
-        loader = kept.loader() if kept.loader is not None else None
         for other in list(self._all):
-            if other is not kept and other.loader is not None and other.loader() is loader:
+            if other is not kept and other.loader() is kept.loader():
                 # Older than what this loader was taken up from.
                 for number in [n for n, used in self._by_phase.items() if used is other]:
                     self._by_phase[number] = kept
@@ -240,9 +238,8 @@ class Sources:
             self._all.append(kept)
         replaced = self._by_phase.get(phase)
         self._by_phase[phase] = kept
-        if replaced is None or replaced in self._by_phase.values() or replaced not in self._all:
-            return
-        if replaced.source is None and not replaced.retired:
+        is_used = replaced not in self._all or replaced in self._by_phase.values()
+        if replaced is not None and not is_used and replaced.source is None and not replaced.retired:
             self._forget(replaced)
 
     def _forget(self, kept: _Kept) -> None:
@@ -254,23 +251,20 @@ class Sources:
 def _begin(source: Source, kept: _Kept, epoch: int, *, in_place: bool, tell_epoch: bool) -> None:
     position = None if kept.source is not None else kept.position
     if in_place and position is not None:
-        source.begin(epoch, position, tell_epoch=tell_epoch)
-        return
+        return source.begin(epoch, position, tell_epoch=tell_epoch)
     now = marks_of(source.generators.capture())
     if position is None or kept.retired:
         kept.seeding.see(kept.left, now)
     if position is None or (kept.retired and position["kind"] != "dataloader"):
-        source.begin(epoch, tell_epoch=tell_epoch)
-        return
+        return source.begin(epoch, tell_epoch=tell_epoch)
     # Of a source that was retired nothing was lost but the workers.
     done = kept.retired or kept.placed is not None
     leave = frozenset(now) if done else kept.seeding.left_alone(now)
-    if kept.renewed and not kept.retired:
-        source.begin(epoch, tell_epoch=tell_epoch)
-        own = position.get("now", {}).get("own", {})
-        source.generators.restore({path: state for path, state in own.items() if path not in leave})
-        return
-    source.begin(epoch, position, carry=True, leave=leave, tell_epoch=tell_epoch)
+    if not kept.renewed or kept.retired:
+        return source.begin(epoch, position, carry=True, leave=leave, tell_epoch=tell_epoch)
+    source.begin(epoch, tell_epoch=tell_epoch)
+    own = position.get("now", {}).get("own", {})
+    return source.generators.restore({path: state for path, state in own.items() if path not in leave})
 
 
 # Which kind of source serves a loader
@@ -281,7 +275,7 @@ def check_loader(loader: Any) -> None:
 
     Raises what `source_of` raises, and StateError for a loader whose own state cannot be saved exactly.
     """
-    source = _chosen(loader)
+    source = _source_of(loader)
     if isinstance(source, StatefulSource):
         source.check()
 
@@ -293,7 +287,7 @@ def source_of(loader: Any) -> Source:
     Raises BoundaryError for loaders whose position is not what they gave (they fetch ahead or out of order),
     OptionError for what is no iterable.
     """
-    source = _chosen(loader)
+    source = _source_of(loader)
     if _is_torchdata(loader) and loader.num_workers:
         log.warning(
             "StatefulDataLoader does not keep its workers' random numbers in the middle of an epoch: "
@@ -302,7 +296,7 @@ def source_of(loader: Any) -> Source:
     return source
 
 
-def _chosen(loader: Any) -> Source:
+def _source_of(loader: Any) -> Source:
     if _is_accelerate(loader):
         raise BoundaryError(
             f"{type(loader).__name__} of Accelerate takes one batch more than it has given, so at a boundary "
@@ -310,8 +304,8 @@ def _chosen(loader: Any) -> Source:
             "the loader out of accelerator.prepare(): pass the DataLoader itself (with a DistributedSampler "
             "for several ranks) and move the batches to the device in the loop."
         )
-    if isinstance(loader, DataLoader):
-        return _of_dataloader(loader)
+    if isinstance(loader, DataLoader) and (found := _of_dataloader(loader)) is not None:
+        return found
     if _keeps_state(loader):
         return StatefulSource(loader)
     if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
@@ -322,7 +316,7 @@ def _chosen(loader: Any) -> Source:
     return ReplayedSource(loader)
 
 
-def _of_dataloader(loader: Any) -> Source:
+def _of_dataloader(loader: Any) -> Source | None:
     if loader.num_workers and not getattr(loader, "in_order", True):
         raise BoundaryError(
             "DataLoader(in_order=False) gives batches in the order in which workers happen to finish, so no "
@@ -337,20 +331,14 @@ def _of_dataloader(loader: Any) -> Source:
                 "was started. Use persistent_workers=False."
             )
         return StatefulSource(loader, makes_ahead=True)
-    changed = [name for name in ("__iter__", "_get_iterator") if _overrides(loader, name)]
-    if changed and _keeps_state(loader):
-        return StatefulSource(loader)
-    if changed:
-        return ReplayedSource(loader)
+    own = ("__iter__", "_get_iterator")
+    if any(getattr(type(loader), name) is not getattr(DataLoader, name) for name in own):
+        return None
     if not isinstance(loader.dataset, IterableDataset):
         return DataLoaderSource(loader)
     if not loader.num_workers and _keeps_state(loader.dataset):
         return StatefulSource(DatasetState(loader))
     return ReplayedSource(loader)
-
-
-def _overrides(loader: Any, name: str) -> bool:
-    return getattr(type(loader), name) is not getattr(DataLoader, name)
 
 
 def _keeps_state(loader: Any) -> bool:

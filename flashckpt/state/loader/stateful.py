@@ -135,7 +135,11 @@ class StatefulSource(Source):
     def _undo_load(self) -> None:
         if self._makes_ahead:
             self._loader.load_state_dict({})
-        put_back(self._set_by_load)
+        for held, name, value in self._set_by_load.values():
+            if value is _ABSENT:
+                held.pop(name, None)
+            else:
+                held[name] = value
 
     def _fetch(self) -> Any:
         batch = super()._fetch()
@@ -173,13 +177,10 @@ class StatefulSource(Source):
             raise DamagedError(
                 "The loader's position in the checkpoint lacks its state. Resume from an older step."
             )
-        parts = position.parts
+        parts, state = position.parts, taken(position.parts["state"])
         self._first, self._opened = [taken(state) for state in parts["first"]], parts["opened"]
         in_epoch = position.start is not None and not position.over
-        if in_epoch and not carried:
-            return
-        state = taken(parts["state"])
-        if state.value is None:
+        if (in_epoch and not carried) or state.value is None:
             return
         self._between, self._left = state, parts["left"] or in_epoch
         self._put(state, asked_for=self._left)
@@ -188,7 +189,7 @@ class StatefulSource(Source):
     def _put(self, state: Encoded, *, asked_for: bool) -> None:
         """Load a state. asked_for: what follows it in its epoch is asked for, and not taken."""
         has_data_set = self._makes_ahead or isinstance(self._loader, DatasetState)
-        before = Attributes(self._loader.dataset if has_data_set else self._loader)
+        before = attributes(self._loader.dataset if has_data_set else self._loader)
         self._loader.load_state_dict(give(state))
         forget_ahead(self._loader)
         if asked_for:
@@ -196,7 +197,7 @@ class StatefulSource(Source):
         elif self._makes_ahead:
             # Draws what it draws now, before the random numbers are put back.
             self._loader.state_dict()
-        self._set_by_load = {**before.changed(), **self._set_by_load}
+        self._set_by_load = {**changed(before), **self._set_by_load}
         self._moved_since, self._batches_since = None, 0
 
     def check(self) -> None:
@@ -228,12 +229,9 @@ class StatefulSource(Source):
         return take(state, "loader")
 
     def _ended(self) -> None:
-        self._remember(left=False)
+        self._leave(left=False)
 
-    def _leave(self) -> None:
-        self._remember(left=True)
-
-    def _remember(self, *, left: bool) -> None:
+    def _leave(self, *, left: bool = True) -> None:
         # Without an iterator, it stands where it stood.
         if self._iterator is not None:
             self._between, self._left = self._state(), left
@@ -385,30 +383,22 @@ def stream_state(state: Any) -> Any:
 # What loading a state has set
 
 
-Changed = dict[tuple[int, str], tuple[dict[str, Any], Any]]
+Held = dict[str, Any]
+Changed = dict[tuple[int, str], tuple[Held, str, Any]]
 _ABSENT = object()
 
 
-class Attributes:
-    """The attributes of an object, and of what it holds, as they are now. `changed` are those that are others
-    later, as they were: so it can be made one that never loaded any state."""
-
-    def __init__(self, root: object) -> None:
-        held = (getattr(value, "__dict__", None) for _, value in rng.reached({"": root}))
-        self._before = [(each, dict(each)) for each in held if isinstance(each, dict)]
-
-    def changed(self) -> Changed:
-        found: Changed = {}
-        for held, before in self._before:
-            for name in held.keys() | before.keys():
-                if held.get(name, _ABSENT) is not before.get(name, _ABSENT):
-                    found[id(held), name] = held, before.get(name, _ABSENT)
-        return found
+def attributes(root: object) -> list[tuple[Held, Held]]:
+    """The attributes of an object, and of what it holds: as they are, and a copy as they are now."""
+    held = (getattr(value, "__dict__", None) for _, value in rng.reached({"": root}))
+    return [(each, dict(each)) for each in held if isinstance(each, dict)]
 
 
-def put_back(changed: Changed) -> None:
-    for (_, name), (held, value) in changed.items():
-        if value is _ABSENT:
-            held.pop(name, None)
-        else:
-            held[name] = value
+def changed(attributes: list[tuple[Held, Held]]) -> Changed:
+    """Those that are others now, as they were: so it can be made one that never loaded any state."""
+    return {
+        (id(held), name): (held, name, before.get(name, _ABSENT))
+        for held, before in attributes
+        for name in held.keys() | before.keys()
+        if held.get(name, _ABSENT) is not before.get(name, _ABSENT)
+    }

@@ -12,7 +12,7 @@ import torch
 
 from flashckpt.errors import BoundaryError, MismatchError
 from flashckpt.state.loader import source_of
-from flashckpt.state.loader.replayed import ReplayLog
+from flashckpt.state.loader.base import ReplayedSource
 
 
 @pytest.fixture(autouse=True)
@@ -78,14 +78,11 @@ def test_an_iterator_that_ends_in_its_replay_is_no_end_of_the_epoch() -> None:
 
 
 def test_a_replay_logs_a_line_every_few_seconds(caplog: pytest.LogCaptureFixture) -> None:
+    position = position_of(numbers(20), 12)
     seconds = iter(range(100))
-    log = ReplayLog(clock=lambda: float(next(seconds)))
-    for done in range(1, 13):
-        log(done, 12)
-    assert [entry.message for entry in caplog.records] == [
-        "6 of 12 batches drawn again.",
-        "11 of 12 batches drawn again.",
-    ]
+    ReplayedSource(numbers(20), clock=lambda: float(next(seconds))).begin(0, position)
+    lines = [entry.message for entry in caplog.records if entry.levelname == "INFO"]
+    assert lines == ["4 of 12 batches drawn again.", "9 of 12 batches drawn again."]
 
 
 def test_named_generators_are_not_carried() -> None:
