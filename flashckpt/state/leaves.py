@@ -99,13 +99,15 @@ class Sink:
 
 class Walk(Sink):
     """One walk of the state: its leaves in the order in which they were found, and its value, for
-    `encode_json` at once: it may hold live containers. `asked` are the names of leaves that stand among values,
-    and are asked for again with them. A plan of it stands while every guard's container has its length, every
-    anchor (container, key, object) holds that very object, and every leaf is where it was found."""
+    `encode_json` at once: it may hold live containers. `asked` are the names of leaves that stand among
+    values, and are asked for again with them. `owners`: which module or optimizer owns a parameter, and under
+    which key: the first that was found. A plan of it stands while every guard's container has its
+    length, every anchor (container, key, object) holds that very object, and every leaf is where it was."""
 
     def __init__(self) -> None:
         self.leaves: list[LiveLeaf] = []
         self.value: dict[str, Any] = {}
+        self.owners: dict[Tensor, tuple[str, str]] = {}
         self.guards: list[tuple[Sized, int]] = []
         self.anchors: list[tuple[object, object, object]] = []
         self.named: dict[str, LiveLeaf] = {}
@@ -276,36 +278,6 @@ def step_name(parent: nn.Module, child: str) -> str:
     return child
 
 
-class Owners:
-    """Which attached module owns a parameter, and under which key."""
-
-    def __init__(self) -> None:
-        self._owned: dict[Tensor, tuple[str, str]] = {}
-
-    def own(self, parameter: Tensor, entry: str, key: str) -> None:
-        """The first key under which a parameter was found counts."""
-        self._owned.setdefault(parameter, (entry, key))
-
-    def of(self, parameter: Tensor) -> tuple[str, str] | None:
-        """(entry, key) of a parameter, None where no attached module owns it."""
-        return self._owned.get(parameter)
-
-    def full_name(self, parameter: Tensor, optimizer: str, group: int, index: int) -> str:
-        """The name of a parameter in the whole state."""
-        owner = self.of(parameter)
-        return f"{optimizer}.params.{unowned(group, index)}" if owner is None else ".".join(owner)
-
-    def short_names(self, groups: list[dict[str, Any]]) -> list[list[str]]:
-        """Names of an optimizer's parameters inside its own state, by group. The entry's name is left
-        out where one module owns all that are owned."""
-        owners = [[self.of(parameter) for parameter in group["params"]] for group in groups]
-        first = 0 if len({owner[0] for group in owners for owner in group if owner}) > 1 else 1
-        return [
-            [".".join(owner[first:]) if owner else unowned(g, i) for i, owner in enumerate(group)]
-            for g, group in enumerate(owners)
-        ]
-
-
 def unowned(group: int, index: int) -> str:
     """A parameter that no attached module owns."""
     return f"group{group}[{index}]"
@@ -346,7 +318,7 @@ class Filling:
     off until `make_copies`, and made at once after it."""
 
     def __init__(self, saved: Saved) -> None:
-        self._saved = saved
+        self.saved = saved
         self._live: dict[str, Tensor] = {}
         self._taken: dict[int, list[Tensor]] = {}
         self._copies: list[tuple[Tensor, Tensor]] = []
@@ -372,17 +344,9 @@ class Filling:
     def leaf(self, name: str) -> Leaf:
         """The leaf that is stored under a name or one of its further names. Raises DamagedError."""
         try:
-            return self._saved.leaves[self._saved.names[name]]
+            return self.saved.leaves[self.saved.names[name]]
         except KeyError:
             raise DamagedError(f"The snapshot names {name!r} and does not hold it; it is no use.") from None
-
-    def holds(self, name: str) -> bool:
-        """Whether a leaf is stored under this name, or listed with it."""
-        return name in self._saved.names
-
-    def names_under(self, entry: str) -> list[str]:
-        """All names of leaves that belong to a named object."""
-        return [name for name in self._saved.names if name.startswith(entry + ".")]
 
     def fill(self, name: str, live: Tensor) -> None:
         """Fill a live tensor that fits, once."""
@@ -392,7 +356,7 @@ class Filling:
             self._becomes(leaf, live)
 
     def _copy(self, leaf: Leaf, live: Tensor) -> None:
-        source = self._saved.tensor(leaf.name)
+        source = self.saved.tensor(leaf.name)
         plain = _is_plain(live) and _is_plain(source) and live.dtype == source.dtype
         if self._puts_off and plain and live.numel():
             self._copies.append((live, source))

@@ -24,7 +24,6 @@ from flashckpt.state.leaves import (
     Filling,
     Kind,
     LiveLeaf,
-    Owners,
     Place,
     Saved,
     Sink,
@@ -45,23 +44,23 @@ _REMEDY = (
 
 
 class ModuleEntry(StateEntry):
-    """One named module."""
+    """One named module. `extras` are the modules that have a get_extra_state, as of the last walk."""
 
     kind = "module"
 
     def __init__(self, name: str, target: nn.Module) -> None:
         super().__init__(name, target)
         self.modules: dict[str, nn.Module] = {}
-        self._extras: list[tuple[str, nn.Module]] = []
+        self.extras: list[tuple[str, nn.Module]] = []
         self._transient: list[str] = []
         self._shapes: dict[str, torch.Size] = {}  # of persistent buffers, when they were seen first
         self._resized: set[str] = set()
         self._frozen: list[str] = []
         self._frozen_record = Encoded(self._frozen)
 
-    def take(self, walk: Walk, owners: Owners) -> None:
-        self.modules, self._extras, self._transient, self.parameters = {}, [], [], []
-        self._visit(self.target, self.name, walk, owners, ())
+    def take(self, walk: Walk) -> None:
+        self.modules, self.extras, self._transient, self.parameters = {}, [], [], []
+        self._visit(self.target, self.name, walk, ())
 
     def values(self, sink: Sink) -> dict[str, Any]:
         value: dict[str, Any] = {"kind": self.kind, "frozen": self._frozen_now()}
@@ -69,17 +68,12 @@ class ModuleEntry(StateEntry):
             value["transient"] = self._transient
         if self._resized:
             value["resized"] = sorted(self._resized)
-        if self._extras:
+        if self.extras:
             value["extra"] = {
                 path: survey(module.get_extra_state(), join(path, _EXTRA), Place("other", module), sink)
-                for path, module in self._extras
+                for path, module in self.extras
             }
         return value
-
-    @property
-    def has_extra_state(self) -> bool:
-        """Whether a module here has a get_extra_state, as of the last walk."""
-        return bool(self._extras)
 
     def _frozen_now(self) -> Encoded:
         """The parameters that need no gradient; written again only when they are others."""
@@ -88,14 +82,12 @@ class ModuleEntry(StateEntry):
             self._frozen, self._frozen_record = frozen, Encoded(frozen)
         return self._frozen_record
 
-    def _visit(
-        self, module: nn.Module, path: str, walk: Walk, owners: Owners, above: tuple[int, ...]
-    ) -> None:
+    def _visit(self, module: nn.Module, path: str, walk: Walk, above: tuple[int, ...]) -> None:
         if id(module) in above:
             refuse(path, "is a module inside itself", "Hold the outer module in a list or a weak reference.")
         self.modules.setdefault(path, module)
         for name, _, parameter in self._take("parameter", module, module._parameters, path, walk):
-            owners.own(parameter, self.name, name.removeprefix(self.name + "."))
+            walk.owners.setdefault(parameter, (self.name, name.removeprefix(self.name + ".")))
             self.parameters.append((name, parameter))
         for name, key, buffer in self._take("buffer", module, module._buffers, path, walk):
             if key in module._non_persistent_buffers_set:
@@ -103,13 +95,13 @@ class ModuleEntry(StateEntry):
             elif self._shapes.setdefault(name, buffer.shape) != buffer.shape:
                 self._resized.add(name)
         if type(module).get_extra_state is not nn.Module.get_extra_state:
-            self._extras.append((path, module))
+            self.extras.append((path, module))
         walk.guard(module._modules)
         for child_name, child in module._modules.items():
             walk.anchor(module._modules, child_name, child)
             if child is not None:
                 below = join(path, step_name(module, child_name))
-                self._visit(child, below, walk, owners, (*above, id(module)))
+                self._visit(child, below, walk, (*above, id(module)))
 
     def _take(
         self, kind: Kind, module: nn.Module, held: Mapping[str, Tensor | None], path: str, walk: Walk
@@ -140,7 +132,7 @@ class ModuleEntry(StateEntry):
                 rows.append((name, described(leaf), described(here[name]) if name in here else MISSING))
         for name in here.keys() - recorded.keys() - set(self._transient):
             rows.append((name, MISSING, described(here[name])))
-        recorded_extra, live_extra = set(value.get("extra", {})), {path for path, _ in self._extras}
+        recorded_extra, live_extra = set(value.get("extra", {})), {path for path, _ in self.extras}
         for path in sorted(recorded_extra ^ live_extra):
             sides = ("extra state", MISSING) if path in recorded_extra else (MISSING, "extra state")
             rows.append((join(path, _EXTRA), *sides))
@@ -168,9 +160,7 @@ class ModuleEntry(StateEntry):
 
     def restore(self, value: dict[str, Any], filling: Filling, live: Walk) -> None:
         in_extra = self._extra_leaves(value)
-        for name in filling.names_under(self.name):
-            if name in in_extra:
-                continue
+        for name in [name for name in filling.saved.names if self._is_mine(name, in_extra)]:
             leaf = live.named.get(name)
             if leaf is not None and fits(filling.leaf(name), leaf.tensor):
                 filling.fill(name, leaf.tensor)
@@ -203,7 +193,7 @@ class ModuleEntry(StateEntry):
 
     def finish(self, value: dict[str, Any], filling: Filling, saved: Saved) -> Sequence[tuple[str, Tensor]]:
         before = len(filling.filled)
-        for path, module in self._extras:
+        for path, module in self.extras:
             if path in value.get("extra", {}):
                 module.set_extra_state(
                     Settling(filling).settle(value["extra"][path], None, join(path, _EXTRA))

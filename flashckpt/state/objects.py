@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from flashckpt.format.typed import LeafRef, encode_json
 from flashckpt.state import rng
-from flashckpt.state.leaves import Filling, Owners, Place, Saved, Sink, Walk, unowned
+from flashckpt.state.leaves import Filling, Place, Saved, Sink, Walk, unowned
 from flashckpt.state.tensors import can_make, described, fits
 from flashckpt.state.values import SEQUENCES, Settling, children, join, references, survey
 
@@ -45,7 +45,7 @@ class StateEntry:
         self.name, self.target = name, target
         self.parameters: list[tuple[str, Tensor]] = []
 
-    def take(self, walk: Walk, owners: Owners) -> None:
+    def take(self, walk: Walk) -> None:
         """Hand over the tensors that `values` does not. Raises StateError."""
 
     def values(self, sink: Sink) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class ContainerEntry(StateEntry):
         super().__init__(name, target)
         self._root = {name: target}
 
-    def take(self, walk: Walk, owners: Owners) -> None:
+    def take(self, walk: Walk) -> None:
         is_one = isinstance(self.target, Tensor) and self.target.is_leaf
         self.parameters = [(self.name, self.target)] if is_one else []
 
@@ -115,7 +115,7 @@ class ContainerEntry(StateEntry):
     def restore(self, value: dict[str, Any], filling: Filling, live: Walk) -> None:
         if isinstance(self.target, Tensor):
             for name, leaf in live.named.items():
-                if leaf.owner is self.target and leaf.kind == "other" and filling.holds(name):
+                if leaf.owner is self.target and leaf.kind == "other" and name in filling.saved.names:
                     filling.fill(name, leaf.tensor)
         else:
             Settling(filling).settle(value["state"], self.target, self.name)
@@ -173,9 +173,9 @@ class ObjectEntry(StateEntry):
 
     kind = "object"
 
-    def take(self, walk: Walk, owners: Owners) -> None:
+    def take(self, walk: Walk) -> None:
         if isinstance(self.target, Optimizer):
-            self.parameters = take_unowned(self.name, self.target, walk, owners)
+            self.parameters = take_unowned(self.name, self.target, walk)
 
     def values(self, sink: Sink) -> dict[str, Any]:
         state = self.target.state_dict()
@@ -228,17 +228,16 @@ def unknown_classes(refs: Iterable[tuple[str, LeafRef]], like: Tensor | None, li
     ]
 
 
-def take_unowned(name: str, optimizer: Optimizer, walk: Walk, owners: Owners) -> list[tuple[str, Tensor]]:
+def take_unowned(name: str, optimizer: Optimizer, walk: Walk) -> list[tuple[str, Tensor]]:
     """Parameters that no attached module holds are state of their optimizer."""
     taken: list[tuple[str, Tensor]] = []
     for number, group in enumerate(optimizer.param_groups):
         walk.guard(group["params"])
         for index, parameter in enumerate(group["params"]):
-            if owners.of(parameter) is None:
-                full_name = owners.full_name(parameter, name, number, index)
-                walk.add(full_name, parameter, Place("parameter", optimizer, group["params"], index))
-                owners.own(parameter, name, f"params.{unowned(number, index)}")
-                taken.append((full_name, parameter))
+            if parameter not in walk.owners:
+                walk.owners[parameter] = name, f"params.{unowned(number, index)}"
+                taken.append((".".join(walk.owners[parameter]), parameter))
+                walk.add(taken[-1][0], parameter, Place("parameter", optimizer, group["params"], index))
     return taken
 
 

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from flashckpt.errors import DamagedError, StateError
 from flashckpt.events import log
 from flashckpt.format.typed import Encoded, LeafRef, encode_json
-from flashckpt.state.leaves import Filling, Owners, Place, Restructured, Saved, Sink, Walk
+from flashckpt.state.leaves import Filling, Place, Restructured, Saved, Sink, Walk, unowned
 from flashckpt.state.objects import (
     Row,
     StateEntry,
@@ -43,7 +43,6 @@ from flashckpt.state.values import (
     survey,
 )
 
-_ROWS_A_GROUP = 20
 _TORCHS_ATTRIBUTES = ("defaults", "state", "param_groups")
 _MAY_CHANGE = (int, float, list, dict, set, deque, Tensor)
 _NOT_OPTIONS = ("params", "param_names")
@@ -63,7 +62,7 @@ class OptimizerEntry(StateEntry):
         self._full_names: list[list[str]] = []
         self._short_names: list[list[str]] = []
 
-    def take(self, walk: Walk, owners: Owners) -> None:
+    def take(self, walk: Walk) -> None:
         groups = self.target.param_groups
         walk.anchor(self.target, "param_groups", groups)
         walk.anchor(self.target, "state", self.target.state)
@@ -74,12 +73,18 @@ class OptimizerEntry(StateEntry):
             walk.anchor(group, "params", group["params"])
             for index, parameter in enumerate(group["params"]):
                 walk.anchor(group["params"], index, parameter)
-        self._short_names = owners.short_names(groups)
-        self._full_names = [
-            [owners.full_name(p, self.name, g, i) for i, p in enumerate(group["params"])]
-            for g, group in enumerate(groups)
+        owners = [[walk.owners.get(parameter) for parameter in group["params"]] for group in groups]
+        # In names of the state the module is left out where one owns all that are owned.
+        first = 0 if len({owner[0] for group in owners for owner in group if owner}) > 1 else 1
+        self._short_names = [
+            [".".join(owner[first:]) if owner else unowned(g, i) for i, owner in enumerate(group)]
+            for g, group in enumerate(owners)
         ]
-        self.parameters = take_unowned(self.name, self.target, walk, owners)
+        self._full_names = [
+            [".".join(owner or (self.name, "params", unowned(g, i))) for i, owner in enumerate(group)]
+            for g, group in enumerate(owners)
+        ]
+        self.parameters = take_unowned(self.name, self.target, walk)
         self._shared_keys = [key for key in self.target.state if not isinstance(key, Tensor)]
         self._holes = []
         self._record = {
@@ -99,33 +104,28 @@ class OptimizerEntry(StateEntry):
             raise Restructured(self.name)
         return {
             **self._record,
-            "groups": [self._options(number, group, sink) for number, group in enumerate(groups)],
-            "shared": self._shared(sink),
+            "groups": [
+                {
+                    key: self._held(group, key, f"{self.name}.groups.{number}.{key}", sink)
+                    for key in group
+                    if key not in _NOT_OPTIONS
+                }
+                for number, group in enumerate(groups)
+            ],
+            # State that belongs to no parameter.
+            "shared": {
+                key: self._held(self.target.state, key, join(f"{self.name}.shared", key), sink)
+                for key in self._shared_keys
+            },
             "scalars": scalars,
         }
 
-    def _shared(self, sink: Sink) -> dict[Any, Any]:
-        """State that belongs to no parameter."""
-        home, state = _home(self.target.param_groups), self.target.state
-        return {
-            key: survey(
-                _read(state, key), join(f"{self.name}.shared", key), self._place(state, key, home), sink
-            )
-            for key in self._shared_keys
-        }
-
-    def _place(self, container: object, key: object, home: torch.device) -> Place:
-        return Place("optimizer", self.target, container, key, home)
-
-    def _options(self, number: int, group: dict[str, Any], sink: Sink) -> dict[str, Any]:
+    def _held(self, container: Any, key: Any, name: str, sink: Sink) -> Any:
+        value = _read(container, key)
+        if type(value) in SIMPLE:
+            return value
         home = _home(self.target.param_groups)
-        return {
-            key: value
-            if type(value) in SIMPLE
-            else survey(value, f"{self.name}.groups.{number}.{key}", self._place(group, key, home), sink)
-            for key, value in group.items()
-            if key not in _NOT_OPTIONS
-        }
+        return survey(value, name, Place("optimizer", self.target, container, key, home), sink)
 
     def structure(self) -> dict[str, object]:
         groups = {f"{self.name}.groups.{g}": len(names) for g, names in enumerate(self._full_names)}
@@ -135,20 +135,17 @@ class OptimizerEntry(StateEntry):
         """The state by parameter: which of a few schemas each has, and the places of what is no tensor."""
         state = self.target.state
         walk.guard(state)
-        schemas: list[object] = []
-        known: dict[object, int] = {}
-        indexes: list[int] = []
-        numbers: list[int] = []
+        schemas: dict[object, object] = {}
+        states: list[tuple[int, object]] = []
         for index, (name, parameter, _) in enumerate(self._state_places()):
             if parameter in state:
                 walk.anchor(state, parameter, state[parameter])
                 key, schema = self._schema(state[parameter], name, parameter, walk)
-                if key not in known:
-                    known[key] = len(schemas)
-                    schemas.append(schema)
-                indexes.append(index)
-                numbers.append(known[key])
-        return {"schemas": Encoded(schemas), "state": Encoded([indexes, numbers])}
+                schemas.setdefault(key, schema)
+                states.append((index, key))
+        numbers = {key: number for number, key in enumerate(schemas)}
+        columns = [[index for index, _ in states], [numbers[key] for _, key in states]]
+        return {"schemas": Encoded(list(schemas.values())), "state": Encoded(columns)}
 
     def _state_places(self) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
         for names, group in zip(self._short_names, self.target.param_groups, strict=True):
@@ -161,10 +158,10 @@ class OptimizerEntry(StateEntry):
             walk.guard(state)
             refs = {}
             for key, tensor in state.items():
-                ref = walk.add(join(name, key), tensor, self._place(state, key, home))
+                ref = walk.add(join(name, key), tensor, Place("optimizer", self.target, state, key, home))
                 refs[key] = LeafRef("", ref.about)
             return tuple((key, tuple(ref.about.items())) for key, ref in refs.items()), refs
-        place = self._place(self.target.state, parameter, home)
+        place = Place("optimizer", self.target, self.target.state, parameter, home)
         schema = _nameless(survey(state, name, place, walk, lambda c, k: self._holes.append((c, k))))
         return encode_json(schema), schema
 
@@ -172,9 +169,14 @@ class OptimizerEntry(StateEntry):
         for number, options in enumerate(value["groups"]):
             yield from references(options, f"{self.name}.groups.{number}")
         yield from references(value["shared"], f"{self.name}.shared")
+        for schema, name, _, _ in self._saved_states(value):
+            yield from references(schema, name)
+
+    def _saved_states(self, value: dict[str, Any]) -> Iterator[tuple[Any, str, Tensor, dict[str, Any]]]:
+        """The schemas of a saved value, each with the place where it belongs."""
         places = list(self._state_places())
         for index, number in zip(*value["state"], strict=True):
-            yield from references(value["schemas"][number], places[index][0])
+            yield value["schemas"][number], *places[index]
 
     def differences(self, value: dict[str, Any], saved: Saved, live: Walk) -> list[Row]:
         rows: list[Row] = []
@@ -189,15 +191,10 @@ class OptimizerEntry(StateEntry):
         for name, parameter in self.parameters:
             if name in saved.leaves and not fits(saved.leaves[name], parameter):
                 rows.append((name, described(saved.leaves[name]), described(parameter)))
-        return rows or self._class_rows(value, live)
-
-    def _class_rows(self, value: dict[str, Any], live: Walk) -> list[Row]:
-        places = list(self._state_places())
-        for index, number in zip(*value["state"], strict=True):
-            name, parameter, _ = places[index]
-            if rows := unknown_classes(references(value["schemas"][number], name), parameter, live):
-                return rows[:1]
-        return []
+        for schema, name, parameter, _ in self._saved_states(value) if not rows else ():
+            if unknown := unknown_classes(references(schema, name), parameter, live):
+                return unknown[:1]
+        return rows
 
     def restore(self, value: dict[str, Any], filling: Filling, live: Walk) -> None:
         fill_unowned(self.target, filling, live)
@@ -210,13 +207,11 @@ class OptimizerEntry(StateEntry):
         self._restore_state(value, filling, home)
 
     def _restore_state(self, value: dict[str, Any], filling: Filling, home: torch.device) -> None:
-        state, places, holes = self.target.state, list(self._state_places()), iter(value["scalars"])
-        restored: dict[Any, Any] = {}
-        for index, number in zip(*value["state"], strict=True):
-            name, parameter, group = places[index]
+        state, holes, restored = self.target.state, iter(value["scalars"]), dict[Any, Any]()
+        for schema, name, parameter, group in self._saved_states(value):
             moved = value["device"] == "cpu" and not (group.get("capturable") or group.get("fused"))
             settling = Settling(filling, parameter.device, like=parameter, holes=holes, scalars_on_cpu=moved)
-            restored[parameter] = settling.settle(value["schemas"][number], state.get(parameter), name)
+            restored[parameter] = settling.settle(schema, state.get(parameter), name)
         if next(holes, self) is not self:
             raise DamagedError(
                 f"The snapshot holds more values than {self.name} has places for; it is no use."
@@ -256,11 +251,7 @@ def _name_rows(group: str, recorded: list[str], live: list[str]) -> list[Row]:
     if len(recorded) != len(live):
         return [(group, f"{len(recorded)} parameters", f"{len(live)} parameters")]
     pairs = zip(recorded, live, strict=True)
-    rows = [(f"{group}.params[{i}]", a, b) for i, (a, b) in enumerate(pairs) if a != b]
-    if len(rows) > _ROWS_A_GROUP:
-        more = len(rows) - _ROWS_A_GROUP
-        return [*rows[:_ROWS_A_GROUP], (f"{group}.params", f"and {more} more", f"and {more} more")]
-    return rows
+    return [(f"{group}.params[{i}]", a, b) for i, (a, b) in enumerate(pairs) if a != b]
 
 
 def has_own_saving(target: Optimizer) -> bool:
@@ -303,15 +294,17 @@ def unwrapped(target: Any) -> Any:
     return target
 
 
-def check_schedulers(named: Mapping[str, object], optimizers: Mapping[str, Optimizer]) -> None:
-    """Raise StateError for a scheduler that is bound to a named optimizer and is itself not named."""
+def check_drivers(
+    named: Mapping[str, object], optimizers: Mapping[str, Optimizer], parameters: Iterable[tuple[str, Tensor]]
+) -> None:
+    """Raise StateError for what drives a named optimizer, or steps a parameter, and is itself not named: a
+    scheduler, an optimizer that runs inside backward."""
     driven = {name: o for name, o in optimizers.items() if hasattr(o.step, "_wrapped_by_lr_sched")}
-    if not driven:
-        return
-    reached = {id(s) for target in named.values() for s in _schedulers_in(target, _SEARCH_LEVELS)}
-    if _unnamed(driven, reached):
+    searched = named.values() if driven else ()
+    reached = {id(s) for target in searched for s in _schedulers_in(target, _SEARCH_LEVELS)}
+    if driven and _unnamed(driven, reached):
         gc.collect()  # one that is only part of a garbage cycle is not used any more
-    for name, scheduler in _unnamed(driven, reached):
+    for name, scheduler in _unnamed(driven, reached) if driven else ():
         kind = type(scheduler).__name__
         raise StateError(
             f"The optimizer {name!r} is driven by a {kind} that is not part of the state: after a resume its "
@@ -319,6 +312,15 @@ def check_schedulers(named: Mapping[str, object], optimizers: Mapping[str, Optim
             f"scheduler=<the {kind}> (any name will do), or delete it if it is not used any more.",
             location=name,
         )
+    for name, parameter in parameters:
+        for optimizer in getattr(parameter, "_in_backward_optimizers", ()):
+            if optimizer not in optimizers.values():
+                raise StateError(
+                    f"{name} is stepped inside backward by a {type(optimizer).__name__} that is not part of "
+                    "the state: its momenta would be lost. Nothing was saved or changed. Name every such "
+                    "optimizer: state={'backward.0': …}, or step the optimizers in the loop.",
+                    location=name,
+                )
 
 
 def _unnamed(driven: Mapping[str, Optimizer], reached: set[int]) -> list[tuple[str, LRScheduler]]:
@@ -344,19 +346,3 @@ def _parts(target: object) -> Iterable[object]:
     if isinstance(target, (list, tuple, set, frozenset)):
         return target if len(target) <= 1000 else ()
     return list(getattr(target, "__dict__", {}).values())
-
-
-def check_backward_optimizers(
-    parameters: Iterable[tuple[str, Tensor]], optimizers: Iterable[Optimizer]
-) -> None:
-    """Raise StateError for optimizers that run inside backward and are not named."""
-    named = {id(optimizer) for optimizer in optimizers}
-    for name, parameter in parameters:
-        for optimizer in getattr(parameter, "_in_backward_optimizers", ()):
-            if id(optimizer) not in named:
-                raise StateError(
-                    f"{name} is stepped inside backward by a {type(optimizer).__name__} that is not part of "
-                    "the state: its momenta would be lost. Nothing was saved or changed. Name every such "
-                    "optimizer: state={'backward.0': …}, or step the optimizers in the loop.",
-                    location=name,
-                )

@@ -75,11 +75,6 @@ def is_generator(value: object) -> bool:
     return isinstance(value, torch.Generator | random.Random | np.random.RandomState | np.random.Generator)
 
 
-def is_global(value: object) -> bool:
-    """Whether it is one of those that `capture` takes."""
-    return any(value is each for each in (*_globals().values(), *torch.cuda.default_generators))
-
-
 def capture_one(generator: object) -> Any:
     """The state of one generator of torch, Python or NumPy, as plain values."""
     if isinstance(generator, torch.Generator):
@@ -205,7 +200,9 @@ class Generators:
     """The generators reachable from named roots, each once, under the first path that led to it."""
 
     def __init__(self, roots: Mapping[str, object]) -> None:
-        self._found = {p: each for p, each in reached(roots) if is_generator(each) and not is_global(each)}
+        of_all = {id(each) for each in (*_globals().values(), *torch.cuda.default_generators)}
+        found = ((path, each) for path, each in reached(roots) if is_generator(each))
+        self._found = {path: each for path, each in found if id(each) not in of_all}
 
     def capture(self) -> dict[str, Any]:
         return {path: capture_one(generator) for path, generator in self._found.items()}
@@ -253,8 +250,7 @@ def _held_by(path: str, value: object) -> Iterator[tuple[str, object]]:
     elif not isinstance(value, _OPAQUE):
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict):
-            yield from ((f"{path}.{name}", item) for name, item in attributes.items() if _worth(item))
-
-
-def _worth(item: object) -> bool:
-    return item is not None and not isinstance(item, bool | int | float | str | bytes)
+            plain = (type(None), bool, int, float, str, bytes)
+            yield from (
+                (f"{path}.{n}", item) for n, item in attributes.items() if not isinstance(item, plain)
+            )

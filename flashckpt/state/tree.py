@@ -23,7 +23,6 @@ from flashckpt.format.typed import Encoded, LeafRef, check_roundtrip
 from flashckpt.state.leaves import (
     Filling,
     LiveLeaf,
-    Owners,
     Place,
     Refresh,
     Restructured,
@@ -45,8 +44,7 @@ from flashckpt.state.objects import (
 )
 from flashckpt.state.optimizers import (
     OptimizerEntry,
-    check_backward_optimizers,
-    check_schedulers,
+    check_drivers,
     has_own_saving,
     unwrapped,
     warn_of_attributes,
@@ -77,17 +75,17 @@ class Tree:
         self.modules: list[nn.Module] = [t for t in targets.values() if isinstance(t, nn.Module)]
         optimizers = {name: target for name, target in targets.items() if isinstance(target, Optimizer)}
         self.optimizers: list[Optimizer] = list(optimizers.values())
-        check_schedulers(targets, optimizers)
         self._gradients = Gradients([])
         self._used_up: UsedUp = _all_used_up
         self.current: Walk | None = None
         self._fitting: tuple[Saved, Walk] | None = None
         self._structure: dict[str, object] | None = None  # at the first walk; None once a change was said
         walk = self.walk(_all_used_up)
-        check_backward_optimizers(self._parameters(), self.optimizers)
+        check_drivers(targets, optimizers, self._parameters())
         for name, optimizer in optimizers.items():
             warn_of_attributes(name, optimizer)
-        check_own_saving(self._all_modules(), walk.leaves)
+        entries = [entry for entry in self._entries.values() if isinstance(entry, ModuleEntry)]
+        check_own_saving({path: each for e in entries for path, each in e.modules.items()}, walk.leaves)
         for name, value in walk.value["entries"].items():
             check_roundtrip(value, name)
         self._structure = self._structure_now()
@@ -103,17 +101,13 @@ class Tree:
     def _parameters(self) -> list[tuple[str, Tensor]]:
         return [pair for entry in self._in_order() for pair in entry.parameters]
 
-    def _all_modules(self) -> dict[str, nn.Module]:
-        entries = [entry for entry in self._entries.values() if isinstance(entry, ModuleEntry)]
-        return {path: module for entry in entries for path, module in entry.modules.items()}
-
     def walk(self, used_up: UsedUp) -> Walk:
         """Every leaf and value of the state, now. `used_up(parameter, gradient)` says of a gradient that
         the optimizer has used it and it is not needed again. Raises StateError."""
-        walk, owners = Walk(), Owners()
+        walk = Walk()
         with _no_collection():
             for entry in self._in_order():
-                entry.take(walk, owners)
+                entry.take(walk)
             alone = frozenset(walk.refs)
             found = {entry.name: entry.values(walk) for entry in self._in_order()}
             walk.asked = walk.refs.keys() - alone
@@ -241,7 +235,13 @@ class Tree:
                     location=entry.name,
                 ) from error
         self.current = None
-        _check_complete(saved, filled)
+        left = sorted(saved.leaves.keys() - {name for name, _ in filled})
+        if left:
+            raise DamagedError(
+                f"{len(left)} tensors of the snapshot belong to nothing that its values name "
+                f"({', '.join(left[:5])}), so they were not loaded. The rest was: this process must not "
+                "train on. Resume from another step."
+            )
         return filled
 
     @property
@@ -255,7 +255,7 @@ class Tree:
         return [
             entry.name
             for entry in self._entries.values()
-            if isinstance(entry, ObjectEntry) or (isinstance(entry, ModuleEntry) and entry.has_extra_state)
+            if isinstance(entry, ObjectEntry) or (isinstance(entry, ModuleEntry) and entry.extras)
         ]
 
 
@@ -273,16 +273,6 @@ def _no_collection() -> Iterator[None]:
 
 def _all_used_up(parameter: object, gradient: Tensor) -> bool:
     return True
-
-
-def _check_complete(saved: Saved, filled: list[tuple[str, Tensor]]) -> None:
-    left = sorted(saved.leaves.keys() - {name for name, _ in filled})
-    if left:
-        raise DamagedError(
-            f"{len(left)} tensors of the snapshot belong to nothing that its values name "
-            f"({', '.join(left[:5])}), so they were not loaded. The rest was: this process must not train "
-            "on. Resume from another step."
-        )
 
 
 def _entry(name: str, target: Any) -> StateEntry:

@@ -230,10 +230,6 @@ def _device(text: str) -> torch.device:
         raise ValueError(str(error)) from error
 
 
-def _tensor_plain(stored: StoredTensor) -> list[object]:
-    return [stored.dtype, list(stored.shape), stored.device, stored.data]
-
-
 def _tensor_back(plain: Any) -> StoredTensor:
     dtype, shape, device, data = plain
     expected = torch.Size(shape).numel() * TORCH_DTYPES[dtype].itemsize
@@ -265,10 +261,6 @@ def _array_dtype(text: object) -> np.dtype[Any]:
     if not isinstance(text, str) or not _ARRAY_DTYPE.fullmatch(text):
         raise ValueError(f"{text!r} is no dtype of an array")
     return np.dtype(text)
-
-
-def _scalar_plain(scalar: np.generic) -> list[object]:
-    return [scalar.dtype.str, scalar.tobytes()[: scalar.dtype.itemsize]]
 
 
 def _scalar_back(plain: Any) -> np.generic:
@@ -307,7 +299,7 @@ register(torch.dtype, "torch.dtype", lambda dtype: str(dtype).removeprefix("torc
 register(torch.layout, "torch.layout", str, _names_of(torch.layout).__getitem__)
 register(torch.memory_format, "torch.memory_format", str, _names_of(torch.memory_format).__getitem__)
 register(torch.device, "torch.device", str, _device)
-register(StoredTensor, "torch.Tensor", _tensor_plain, _tensor_back)
+register(StoredTensor, "torch.Tensor", lambda t: [t.dtype, list(t.shape), t.device, t.data], _tensor_back)
 _register(
     torch.Generator,
     "torch.Generator",
@@ -341,6 +333,6 @@ _register(
         *(np.bytes_, np.str_, np.datetime64, np.timedelta64),
     ),
     "numpy.scalar",
-    _scalar_plain,
+    lambda scalar: [scalar.dtype.str, scalar.tobytes()[: scalar.dtype.itemsize]],
     _scalar_back,
 )

@@ -107,7 +107,7 @@ class Source:
         self._over = False
         self._broken = False
         self._iterator: Iterator[Any] | None = None
-        self._unpacks = False  # whether batches come out of what the iterator gives by `_unpack`
+        self._unpacks = False  # by `_unpack`
         self._start: dict[str, Any] | None = None
         self._due: dict[str, Any] | None = None
         self._length = length_of(loader)
@@ -148,18 +148,17 @@ class Source:
         self._tell_epoch, self.was_over = tell_epoch, False
         if resume is None:
             self._leave()
-            self._enter(epoch)
-            return
+            return self._enter(epoch)
         position = Position.read(resume, self.kind)
         self._check(position)
         self.close()
         if carry or position.epoch != epoch:
-            self._carry(position, epoch, leave)
-            return
+            return self._carry(position, epoch, leave)
         self.was_over = position.over
         self._take_up(position, carried=False)
         self.generators.restore_all(position.now)
         self._due = position.now
+        return None
 
     def next(self) -> Any:
         """The next batch. Raises StopIteration at the epoch's end, and StateError with the first batch where
@@ -185,7 +184,7 @@ class Source:
             return batch
         except StopIteration:
             self._over = True
-            self._ended()
+            self._leave(ended=True)
             raise
         except BaseException:
             self._broken = True
@@ -274,14 +273,11 @@ class Source:
         raise NotImplementedError
 
     def _unpack(self, item: Any) -> Any:
+        """The batch in what the iterator gave."""
         raise NotImplementedError
 
-    def _leave(self) -> None:
-        """The epoch is left, at its end or before."""
-        self._iterator = None
-
-    def _ended(self) -> None:
-        """The iterator has just raised StopIteration."""
+    def _leave(self, *, ended: bool = False) -> None:
+        """The epoch is left. `ended`: the iterator has just raised StopIteration."""
         self._iterator = None
 
     def _keeps_workers(self) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -83,23 +84,18 @@ class DataLoaderSource(Source):
         if self._workers:
             own["collate_fn"] = Reporting(self._loader.collate_fn)
             if any(state is not None for state in self._rounds.whole):
-                own["worker_init_fn"] = Restoring(self._loader.worker_init_fn, list(self._rounds.whole))
-        if self._persistent:
-            self._seed_workers(own)
+                own["worker_init_fn"] = partial(restored, self._loader.worker_init_fn, self._rounds.whole)
+        if self._persistent and self._seeder is None:
+            self._indices.after_first_iter = self._note_seeder
+        elif self._persistent:
+            # These workers were seeded epochs ago: the same base seed again, none of today's numbers used.
+            own["generator"] = torch.Generator()
+            rng.restore_one(own["generator"], self._seeder)
         self._private = private
 
-    def _seed_workers(self, own: dict[str, Any]) -> None:
-        if self._seeder is None:
-            self._indices.after_first_iter = self._note_seeder
-            return
-        # These workers were seeded epochs ago: the same base seed again, and none of today's numbers used.
-        own["generator"] = torch.Generator()
-        rng.restore_one(own["generator"], self._seeder)
-
     def _note_seeder(self) -> None:
-        self._seeder = rng.capture_one(
-            torch.default_generator if self._loader.generator is None else self._loader.generator
-        )
+        seeder = self._loader.generator
+        self._seeder = rng.capture_one(torch.default_generator if seeder is None else seeder)
 
     def _reopen(self, position: Position) -> None:
         assert position.start is not None
@@ -128,8 +124,8 @@ class DataLoaderSource(Source):
     def _report_drift(self, now: dict[str, Any]) -> None:
         if self._settled is None:
             return
-        drawn = _flat(self.generators.capture_all())
-        settled, then = _flat(self._settled), _flat(now)
+        found = (self.generators.capture_all(), self._settled, now)
+        drawn, settled, then = ({**marks["global"], **marks["own"]} for marks in found)
         moved = [name for name in drawn if drawn[name] not in (settled.get(name), then.get(name))]
         if moved:
             log.warning(
@@ -139,12 +135,12 @@ class DataLoaderSource(Source):
                 ", ".join(moved),
             )
 
-    def _leave(self) -> None:
+    def _leave(self, *, ended: bool = False) -> None:
         if not self._persistent or self._broken:
             self.close()
-        elif self._iterator is not None:
+        elif self._iterator is not None and not ended:
             self._drain(self._iterator)
-            self._iterator = None
+        self._iterator = None
 
     def _drain(self, iterator: Iterator[Any]) -> None:
         """Receive what was fetched ahead in an epoch that is left early. torch lets the workers load it and
@@ -159,12 +155,6 @@ class DataLoaderSource(Source):
                 log.debug("A batch fetched ahead of an epoch that was left failed: %r", error)
             self.batches_taken += 1
         self._indices.closed = False
-
-    def _ended(self) -> None:
-        if self._persistent:
-            self._iterator = None
-        else:
-            self.close()
 
     def _keeps_workers(self) -> bool:
         return self._persistent
@@ -213,10 +203,6 @@ def _roots(loader: Any) -> dict[str, object]:
     if not loader.num_workers:
         roots.update(dataset=loader.dataset, collate=loader.collate_fn)
     return roots
-
-
-def _flat(marks: dict[str, Any]) -> dict[str, Any]:
-    return {**marks["global"], **marks["own"]}
 
 
 # The index sampler
@@ -290,15 +276,11 @@ class Indices:
 
 
 class Reported(NamedTuple):
-    """A batch and its worker's generators after it; None for one that did not move since the last batch.
-
-    A named tuple, because torch's pin_memory goes through it element by element and leaves bytes alone.
-    """
+    """A batch, and those of its worker's generators that have moved since the last one, as they are after it.
+    A named tuple, because torch's pin_memory goes through it element by element and leaves bytes alone."""
 
     batch: Any
-    python: Any
-    numpy: Any
-    torch: Any
+    moved: rng.State
 
 
 class Reporting:
@@ -311,31 +293,22 @@ class Reporting:
     def __call__(self, samples: Any) -> Reported:
         batch = self._collate(samples)
         state, last = rng.capture_cpu(), self._last
-        moved = {name: value if last.get(name) != value else None for name, value in state.items()}
         self._last = state
-        return Reported(batch, **moved)
+        return Reported(batch, {name: value for name, value in state.items() if last.get(name) != value})
 
 
-class Restoring:
+def restored(init: Callable[[int], None] | None, states: list[rng.State | None], worker: int) -> None:
     """The user's worker_init_fn, and after it the generators of this worker put back."""
-
-    def __init__(self, init: Callable[[int], None] | None, states: list[rng.State | None]) -> None:
-        self._init = init
-        self._states = states
-
-    def __call__(self, worker: int) -> None:
-        if self._init is not None:
-            self._init(worker)
-        state = self._states[worker]
-        if state is not None:
-            rng.restore(state)
+    if init is not None:
+        init(worker)
+    state = states[worker]
+    if state is not None:
+        rng.restore(state)
 
 
 class Rounds:
-    """The workers' states as of the last whole round (`whole`) and as of the newest batch of each.
-
-    None stands for a worker that has loaded nothing since it was seeded.
-    """
+    """The states of the workers as of the last whole round (`whole`) and as of the newest batch of each. None
+    stands for a worker that has loaded nothing since it was seeded."""
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
@@ -356,9 +329,7 @@ class Rounds:
         """The batch out of a report. `index` counts the epoch's batches; worker `index % workers` loaded it,
         since torch hands indices out in turns."""
         worker = index % self._workers
-        moved = {name: value for name, value in reported._asdict().items() if name != "batch"}
-        before = self.newest[worker] or {}
-        self.newest[worker] = {name: before.get(name) if new is None else new for name, new in moved.items()}
+        self.newest[worker] = {**(self.newest[worker] or {}), **reported.moved}
         if worker == self._workers - 1:
             self.whole = list(self.newest)
         return reported.batch

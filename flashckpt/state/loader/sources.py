@@ -113,10 +113,6 @@ class Sources:
         self._all: list[_Kept] = []
         self._by_phase: dict[int, _Kept] = {}
 
-    def __len__(self) -> int:
-        """Sources that may hold worker processes."""
-        return sum(kept.source is not None for kept in self._all)
-
     def value(self) -> list[dict[str, Any]]:
         """Plain values: each source that a phase may go on with, and the phases it belongs to."""
         phases: dict[_Kept, list[int]] = {}

@@ -228,13 +228,10 @@ class StatefulSource(Source):
             ) from error
         return take(state, "loader")
 
-    def _ended(self) -> None:
-        self._leave(left=False)
-
-    def _leave(self, *, left: bool = True) -> None:
+    def _leave(self, *, ended: bool = False) -> None:
         # Without an iterator, it stands where it stood.
         if self._iterator is not None:
-            self._between, self._left = self._state(), left
+            self._between, self._left = self._state(), not ended
         self._iterator = None
 
     def _is_last(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import pickle
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch.utils.data import default_collate
 from flashckpt.errors import BoundaryError, DamagedError, MismatchError
 from flashckpt.state import rng
 from flashckpt.state.loader import source_of
-from flashckpt.state.loader.dataloader import Reported, Reporting, Restoring, Rounds
+from flashckpt.state.loader.dataloader import Reported, Reporting, Rounds, restored
 from flashckpt.state.rng import Generators
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -216,13 +217,16 @@ def test_a_position_of_another_kind_of_loader_is_refused() -> None:
 def test_wrappers_travel_and_ship_only_what_moved() -> None:
     reporting = pickle.loads(pickle.dumps(Reporting(default_collate)))
     first, second = reporting([torch.tensor(1)]), reporting([torch.tensor(1)])
-    assert {type(value) for value in first[1:]} == {bytes}
-    assert second[1:] == (None, None, None)
+    assert {name: type(value) for name, value in first.moved.items()} == dict.fromkeys(
+        rng.capture_cpu(), bytes
+    )
+    assert second.moved == {}
     torch.rand(1)
     third = reporting([torch.tensor(1)])
-    assert third.python is None
-    assert third.torch == rng.capture_cpu()["torch"]
-    restoring = pickle.loads(pickle.dumps(Restoring(runs.reseed, [None, rng.capture_cpu()])))
+    assert third.moved == {"torch": rng.capture_cpu()["torch"]}
+    restoring = pickle.loads(
+        pickle.dumps(functools.partial(restored, runs.reseed, [None, rng.capture_cpu()]))
+    )
     expected = torch.rand(1)
     restoring(1)
     assert torch.equal(torch.rand(1), expected)
@@ -235,10 +239,10 @@ class Pinnable(list[int]):
 
 def test_torch_pins_the_batch_inside_a_report() -> None:
     """torch's pinning thread sees the report; it must reach the batch as if there were none."""
-    report = Reported({"images": Pinnable()}, b"p", None, b"t")
+    report = Reported({"images": Pinnable()}, {"python": b"p", "torch": b"t"})
     pinned = torch.utils.data._utils.pin_memory.pin_memory(report)
     assert type(pinned) is Reported
-    assert pinned == ({"images": "pinned"}, b"p", None, b"t")
+    assert pinned == ({"images": "pinned"}, {"python": b"p", "torch": b"t"})
 
 
 @pytest.mark.gpu
@@ -255,7 +259,8 @@ def test_batches_are_pinned_where_the_loader_pins() -> None:
 def test_rounds_keep_the_last_whole_one() -> None:
     rounds = Rounds(2)
     for index in range(3):
-        rounds.take(index, Reported("batch", f"p{index}", "n" if index < 2 else None, "t"))
+        moved = {"python": f"p{index}", "numpy": "n", "torch": "t"}
+        rounds.take(index, Reported("batch", moved if index < 2 else {"python": f"p{index}"}))
     assert rounds.whole == [
         {"python": "p0", "numpy": "n", "torch": "t"},
         {"python": "p1", "numpy": "n", "torch": "t"},
