@@ -98,7 +98,7 @@ def loop(
     if epochs is None and steps is None:
         epochs = 1
     if enabled and not is_switched_off():
-        from flashckpt.state.loader import check_loader
+        from flashckpt.state.loader.sources import check_loader
 
         check_loader(loader)
     checkpointer = attach(

@@ -23,7 +23,7 @@ from flashckpt.checkpointer.attached_run import AttachedRun
 from flashckpt.errors import BoundaryError, FlashckptError
 from flashckpt.events import log
 from flashckpt.state import rng
-from flashckpt.state.loader import reference_to
+from flashckpt.state.loader.base import reference_to
 
 # Loaders that are remembered as looped over: what has no weak references (a list of batches) is held by it.
 _LOOPED_KEPT = 8

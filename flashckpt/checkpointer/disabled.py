@@ -137,7 +137,7 @@ class DisabledBatches(Iterator[Any]):
         sampler = getattr(self._loader, "batch_sampler", None) or getattr(self._loader, "sampler", None)
         inner = getattr(sampler, "sampler", None)
         if epoch and any(hasattr(each, "set_epoch") for each in (sampler, inner)):
-            from flashckpt.state.loader import set_epoch
+            from flashckpt.state.loader.base import set_epoch
 
             set_epoch(self._loader, epoch)
 

@@ -23,7 +23,8 @@ from torch import nn
 
 from flashckpt.capture.hooks import StepHooks
 from flashckpt.errors import BoundaryError, DamagedError
-from flashckpt.state.loader import Source, Sources
+from flashckpt.state.loader.base import Source
+from flashckpt.state.loader.sources import Sources
 from flashckpt.state.tree import Tree
 
 # Of a leaf: its dtype, its shape and the digest of its bytes, which say nothing of the first two.

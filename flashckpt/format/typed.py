@@ -12,6 +12,7 @@ such a key, or with keys that are no strings, is written as pairs under "!dict".
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import math
 import operator
@@ -81,6 +82,16 @@ def register(
     _decoders[tag] = from_plain
     for kind in kinds if isinstance(kinds, tuple) else (kinds,):
         _encoders[kind], _same[kind] = encoder, same
+
+
+SEQUENCES = (list, tuple, deque)
+
+
+def children(value: object) -> Iterable[tuple[Any, Any]]:
+    """What a mapping, a list, a tuple or a deque holds, by key or position; nothing of all else."""
+    if isinstance(value, Mapping):
+        return value.items()
+    return enumerate(value) if isinstance(value, SEQUENCES) else ()
 
 
 # Writing
@@ -227,14 +238,13 @@ _encoders: dict[type, Encoder] = {
 def decode(obj: object, depth: int = 0) -> Any:
     """The value that `obj`, parsed JSON, stands for. Raises DamagedError for what no value was ever
     written as."""
-    kind = type(obj)
-    if kind is dict:
-        return _decode_object(obj, depth)  # type: ignore[arg-type]
-    if kind is list:
-        if depth > 4 * MAX_DEPTH:
-            _damaged("values nest too deep")
-        return [decode(item, depth + 1) for item in obj]  # type: ignore[attr-defined]
-    if kind is float and not math.isfinite(obj):  # type: ignore[arg-type]
+    if depth > 4 * MAX_DEPTH + 1:
+        _damaged("values nest too deep")
+    if type(obj) is dict:
+        return _decode_object(obj, depth)
+    if type(obj) is list:
+        return [decode(item, depth + 1) for item in obj]
+    if type(obj) is float and not math.isfinite(obj):
         _damaged("a number that was never written")
     return obj
 
@@ -249,8 +259,6 @@ def decode_json(data: bytes | memoryview) -> Any:
 
 
 def _decode_object(obj: dict[str, object], depth: int) -> object:
-    if depth > 4 * MAX_DEPTH:
-        _damaged("values nest too deep")
     tagged = [key for key in obj if key[:1] == "!"]
     if not tagged:
         return {key: decode(item, depth + 1) for key, item in obj.items()}
@@ -336,7 +344,7 @@ def checked(value: object, location: str) -> Encoded:
         reason = "it does not come back equal"
     except (StateError, DamagedError) as error:
         reason = str(error)
-    path, found = _locate(value, location, 0)
+    path, found = _locate(value, location)
     kind = type(found)
     raise StateError(
         f"{path} cannot be saved exactly: {reason} (it holds a {kind.__module__}.{kind.__qualname__}). "
@@ -345,21 +353,14 @@ def checked(value: object, location: str) -> Encoded:
     )
 
 
-def _locate(value: object, path: str, depth: int) -> tuple[str, object]:
+def _locate(value: object, path: str, depth: int = 0) -> tuple[str, object]:
     """The innermost part of `value` that does not come back, and its path."""
-    parts: Iterable[tuple[object, object]] = ()
     if isinstance(value, Encoded):
         return _locate(value.value, path, depth)
-    if isinstance(value, Mapping):
-        parts = value.items()
-    elif isinstance(value, (list, tuple, deque)):
-        parts = enumerate(value)
-    for key, part in parts if depth < MAX_DEPTH else ():
-        try:
+    for key, part in children(value) if depth < MAX_DEPTH else ():
+        with contextlib.suppress(StateError, DamagedError):
             if same(part, decode_json(encode_json(part))):
                 continue
-        except (StateError, DamagedError):
-            pass
         return _locate(part, f"{path}.{key}", depth + 1)
     return path, value
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from flashckpt.events import log
 from flashckpt.format.layout import Leaf
-from flashckpt.format.typed import Encoded, LeafRef
+from flashckpt.format.typed import Encoded, LeafRef, children
 from flashckpt.state.leaves import (
     Filling,
     Kind,
@@ -33,7 +33,7 @@ from flashckpt.state.leaves import (
 )
 from flashckpt.state.objects import MISSING, Row, StateEntry
 from flashckpt.state.tensors import DTYPE_NAMES, described, fits, is_sharded, is_wrapper, refuse, span
-from flashckpt.state.values import Settling, children, join, references, survey
+from flashckpt.state.values import Settling, join, references, survey
 
 _EXTRA = "_extra_state"
 _HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")

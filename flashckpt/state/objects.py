@@ -18,11 +18,11 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from flashckpt.format.typed import LeafRef, encode_json
+from flashckpt.format.typed import SEQUENCES, LeafRef, children, encode_json
 from flashckpt.state import rng
 from flashckpt.state.leaves import Filling, Place, Saved, Sink, Walk, unowned
 from flashckpt.state.tensors import can_make, described, fits
-from flashckpt.state.values import SEQUENCES, Settling, children, join, references, survey
+from flashckpt.state.values import Settling, join, references, survey
 
 Row = tuple[str, str, str]
 MISSING = "missing"

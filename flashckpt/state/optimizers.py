@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from flashckpt.errors import DamagedError, StateError
 from flashckpt.events import log
-from flashckpt.format.typed import Encoded, LeafRef, encode_json
+from flashckpt.format.typed import Encoded, LeafRef, children, encode_json
 from flashckpt.state.leaves import Filling, Place, Restructured, Saved, Sink, Walk, unowned
 from flashckpt.state.objects import (
     Row,
@@ -35,7 +35,6 @@ from flashckpt.state.values import (
     CONTAINERS,
     SIMPLE,
     Settling,
-    children,
     holds_tensor,
     join,
     rebuild,

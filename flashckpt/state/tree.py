@@ -68,7 +68,6 @@ class Tree:
         """Raises StateError, with the path in the state, for whatever cannot be saved exactly."""
         targets = {name: unwrapped(target) for name, target in named.items()}
         _check_names(targets)
-        _check_twice(targets)
         self._entries: dict[str, StateEntry] = {
             name: _entry(name, target) for name, target in targets.items()
         }
@@ -294,7 +293,9 @@ def _entry(name: str, target: Any) -> StateEntry:
 
 
 def _check_names(named: Mapping[str, object]) -> None:
-    for name in named:
+    """Only a module may have two names: its tensors are then stored once, with both."""
+    first: dict[int, str] = {}
+    for name, target in named.items():
         if not name or name.startswith(("!", "_")) or name.split(".")[0] == NAMESPACE:
             raise StateError(f"{name!r} cannot name a part of the state. Choose another name.", location=name)
         for other in named:
@@ -304,12 +305,6 @@ def _check_names(named: Mapping[str, object]) -> None:
                     "was changed. Rename one of them.",
                     location=other,
                 )
-
-
-def _check_twice(named: Mapping[str, object]) -> None:
-    """Only a module may have two names: its tensors are then stored once, with both."""
-    first: dict[int, str] = {}
-    for name, target in named.items():
         other = first.setdefault(id(target), name)
         if other != name and not isinstance(target, nn.Module):
             raise StateError(
@@ -340,10 +335,13 @@ class Gradients:
         """Hand over the gradients still to be used; the mask of all."""
         self.kinds, self._exceptions = self._kinds_now(used_up), {}
         for name, parameter, kind in zip(self._names, self._parameters, self.kinds, strict=True):
+            gradient = parameter.grad
             if kind in _LEAVES:
                 self._take(walk, name, parameter, kind)
-            elif kind == ZEROS and (layout := _unusual_layout(parameter)) is not None:
-                self._exceptions[name] = layout
+            elif kind == ZEROS and gradient is not None:
+                like_parameter = gradient.dtype == parameter.dtype and gradient.stride() == parameter.stride()
+                if not like_parameter:  # zeros_like would give another
+                    self._exceptions[name] = DTYPE_NAMES[gradient.dtype], strides(gradient)
         return self._value(self.kinds)
 
     def values(self, refresh: Refresh, used_up: UsedUp | None) -> dict[str, Any]:
@@ -376,7 +374,7 @@ class Gradients:
         sink.add(f"{full}.values", gradient._values(), place)
 
     def _kinds_now(self, used_up: UsedUp) -> str:
-        return "".join([_kind_of(parameter, parameter.grad, used_up) for parameter in self._parameters])
+        return "".join([NONE if (g := p.grad) is None else _kind_of(p, g, used_up) for p in self._parameters])
 
     def differences(self, value: dict[str, Any]) -> list[Row]:
         """Parameters whose gradient the snapshot holds and that are not here."""
@@ -395,10 +393,8 @@ class Gradients:
             parameter.grad = None
 
 
-def _kind_of(parameter: Tensor, gradient: Tensor | None, used_up: UsedUp) -> str:
+def _kind_of(parameter: Tensor, gradient: Tensor, used_up: UsedUp) -> str:
     """The character that stands for a gradient."""
-    if gradient is None:
-        return NONE
     used = used_up(parameter, gradient)
     if gradient.layout is torch.strided:
         return ZEROS if used else LEAF
@@ -438,12 +434,3 @@ def _gradient(name: str, kind: str, parameter: Tensor, exception: Any, filling: 
 
 def _leaves_in(kinds: str) -> list[tuple[int, str]]:
     return [(index, kind) for index, kind in enumerate(kinds) if kind in _LEAVES]
-
-
-def _unusual_layout(parameter: Tensor) -> tuple[str, tuple[int, ...] | None] | None:
-    """Dtype and strides of a gradient that zeros_like of its parameter would not give."""
-    gradient = parameter.grad
-    assert gradient is not None
-    if gradient.dtype == parameter.dtype and gradient.stride() == parameter.stride():
-        return None
-    return DTYPE_NAMES[gradient.dtype], strides(gradient)

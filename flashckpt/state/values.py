@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 
 from flashckpt.errors import DamagedError
-from flashckpt.format.typed import MAX_DEPTH, Hole, LeafRef, register
+from flashckpt.format.typed import MAX_DEPTH, SEQUENCES, Hole, LeafRef, children, register
 from flashckpt.state import rng
 from flashckpt.state.leaves import CPU, Filling, Place, Sink
 from flashckpt.state.tensors import DTYPE_NAMES, TORCH_DTYPES, bits, check, refuse
 
-SEQUENCES = (list, tuple, deque)
 CONTAINERS = frozenset((dict, OrderedDict, defaultdict, *SEQUENCES))  # that may hold tensors
 SIMPLE = frozenset((type(None), bool, int, float, str, bytes, complex))
 
@@ -35,13 +34,6 @@ def join(prefix: str, part: object) -> str:
     """The name of a part of what is called `prefix`."""
     text = part if isinstance(part, str) else repr(part)
     return f"{prefix}.{text}" if prefix and text else prefix or text
-
-
-def children(value: object) -> Iterable[tuple[Any, Any]]:
-    """What a mapping, a list, a tuple or a deque holds, by key or position; nothing of all else."""
-    if isinstance(value, Mapping):
-        return value.items()
-    return enumerate(value) if isinstance(value, SEQUENCES) else ()
 
 
 def holds_tensor(value: Any, depth: int = 0) -> bool:

@@ -24,11 +24,11 @@ from torch.utils.data import IterableDataset
 
 from flashckpt.errors import BoundaryError, DamagedError, FlashckptError, StateError
 from flashckpt.events import log
-from flashckpt.format.typed import Encoded, checked, decode_json, encode_json
+from flashckpt.format.typed import SEQUENCES, Encoded, checked, children, decode_json, encode_json
 from flashckpt.state import rng
 from flashckpt.state.leaves import Place, Sink
 from flashckpt.state.loader.base import Position, Source
-from flashckpt.state.values import SEQUENCES, SIMPLE, StoredTensor, children, rebuild, survey
+from flashckpt.state.values import SIMPLE, StoredTensor, rebuild, survey
 
 _PARTS = {"state", "left", "first", "opened"}
 Mark = str | None

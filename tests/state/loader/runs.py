@@ -25,7 +25,7 @@ from torch.utils.data import (
 
 from flashckpt.format.typed import check_roundtrip, decode_json, encode_json
 from flashckpt.state import rng
-from flashckpt.state.loader import source_of
+from flashckpt.state.loader.sources import source_of
 
 ITEMS = 22
 Key = tuple[int, int | str]

@@ -11,8 +11,8 @@ import runs
 import torch
 
 from flashckpt.errors import BoundaryError, MismatchError
-from flashckpt.state.loader import source_of
 from flashckpt.state.loader.base import ReplayedSource
+from flashckpt.state.loader.sources import source_of
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import pytest
 import runs
 from fresh import in_fresh_process
 
-from flashckpt.state.loader import source_of
+from flashckpt.state.loader.sources import source_of
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 

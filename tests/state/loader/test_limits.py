@@ -16,8 +16,8 @@ from torch.utils.data import default_collate
 
 from flashckpt.errors import BoundaryError, DamagedError, MismatchError
 from flashckpt.state import rng
-from flashckpt.state.loader import source_of
 from flashckpt.state.loader.dataloader import Reported, Reporting, Rounds, restored
+from flashckpt.state.loader.sources import source_of
 from flashckpt.state.rng import Generators
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, get_wor
 
 from flashckpt.errors import BoundaryError, OptionError, StateError
 from flashckpt.format.typed import Encoded, decode_json, encode, encode_json
-from flashckpt.state.loader import source_of
 from flashckpt.state.loader.base import ReplayedSource
+from flashckpt.state.loader.sources import source_of
 from flashckpt.state.loader.stateful import give, take
 from flashckpt.state.values import StoredTensor
 
