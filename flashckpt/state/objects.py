@@ -29,9 +29,9 @@ MISSING = "missing"
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, deque)
 _SCALER = (
-    *("scale", "growth_tracker", "init_scale", "init_growth_tracker"),
-    *("growth_factor", "backoff_factor", "growth_interval"),
-)
+    "scale", "growth_tracker", "init_scale", "init_growth_tracker", "growth_factor", "backoff_factor",
+    "growth_interval",
+)  # fmt: skip
 _SHOWN = 3
 
 

@@ -7,6 +7,7 @@ Owns the place where random numbers are put back: just before the batch at which
 from __future__ import annotations
 
 import copy
+import hashlib
 import itertools
 import time
 import weakref
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from flashckpt.errors import BoundaryError, DamagedError, MismatchError
 from flashckpt.events import log
-from flashckpt.format.typed import check_roundtrip
+from flashckpt.format.typed import check_roundtrip, encode_json
 from flashckpt.state import rng
 
 _EXPLAINED = {
@@ -51,7 +52,7 @@ class Position:
     parts: dict[str, Any]
 
     @classmethod
-    def read(cls, saved: Mapping[str, Any], kind: str) -> Position:
+    def read(cls, saved: Mapping[str, Any], kind: str, parts: frozenset[str]) -> Position:
         """Raises MismatchError for a position of another kind of source, DamagedError for a malformed one."""
         saved_kind = saved.get("kind")
         if saved_kind in _EXPLAINED and saved_kind != kind:
@@ -61,7 +62,7 @@ class Position:
                 "batch was drawn. Start again with the kind of loader that was saved.",
                 differences=(("loader", saved_kind, kind),),
             )
-        problem = _problem(saved)
+        problem = _problem(saved, parts)
         if saved_kind != kind or problem:
             raise DamagedError(
                 f"The loader's position in the checkpoint cannot be read ({problem or 'unknown kind'}). "
@@ -76,7 +77,7 @@ _TYPES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def _problem(saved: Mapping[str, Any]) -> str:
+def _problem(saved: Mapping[str, Any], parts: frozenset[str]) -> str:
     if saved.keys() != _TYPES.keys():
         return f"its keys are {sorted(map(str, saved))}"
     for name, kinds in _TYPES.items():
@@ -84,6 +85,8 @@ def _problem(saved: Mapping[str, Any]) -> str:
             return f"{name} is a {type(saved[name]).__name__}"
     if saved["batches_taken"] < 0:
         return f"batches_taken is {saved['batches_taken']}"
+    if saved["parts"].keys() != parts:
+        return f"its parts are {sorted(map(str, saved['parts']))}"
     marks = (mark for mark in (saved["now"], saved["start"]) if mark is not None)
     return "" if all(mark.keys() == {"global", "own"} for mark in marks) else "random numbers are missing"
 
@@ -98,6 +101,7 @@ class Source:
     """
 
     kind = ""
+    parts: frozenset[str] = frozenset()  # the names of what `_parts` gives
 
     def __init__(self, loader: Any, generators: rng.Generators) -> None:
         self._loader = loader
@@ -149,7 +153,7 @@ class Source:
         if resume is None:
             self._leave()
             return self._enter(epoch)
-        position = Position.read(resume, self.kind)
+        position = Position.read(resume, self.kind, self.parts)
         self._check(position)
         self.close()
         if carry or position.epoch != epoch:
@@ -290,6 +294,11 @@ class Source:
     def _parts(self) -> tuple[bool, dict[str, Any]]:
         """Whether it is certain that no batch follows, and what this kind of source needs in a position."""
         return self._over, {}
+
+
+def mark_of(value: object) -> str:
+    """A short mark, the same for the same value."""
+    return hashlib.blake2b(encode_json(value), digest_size=8).hexdigest()
 
 
 class Notes:

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashckpt.errors import DamagedError
 from flashckpt.events import log
 from flashckpt.state import rng
 from flashckpt.state.loader.base import Position, Source, samplers_of
@@ -28,6 +27,7 @@ class DataLoaderSource(Source):
     """A map-style DataLoader. `kind` of its positions is "dataloader"."""
 
     kind = "dataloader"
+    parts = frozenset({"workers", "states", "seeder", "seeded_before"})
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader, rng.Generators(_roots(loader)))
@@ -175,11 +175,6 @@ class DataLoaderSource(Source):
 
     def _load(self, position: Position, *, carried: bool) -> None:
         parts = position.parts
-        if parts.keys() != {"workers", "states", "seeder", "seeded_before"}:
-            raise DamagedError(
-                "The loader's position in the checkpoint lacks its workers. No batch was drawn. Resume from "
-                "an older step."
-            )
         if parts["workers"] != self._workers:
             log.warning(
                 "Not exact: the loader has %d workers and had %d when the checkpoint was taken. Batches come "

@@ -6,9 +6,8 @@ for long. Positions are kept by source: two phases over one loader have one posi
 
 from __future__ import annotations
 
-import hashlib
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from flashckpt.errors import BoundaryError, OptionError
 from flashckpt.events import log
-from flashckpt.state.loader.base import ReplayedSource, Source, reference_to
+from flashckpt.state.loader.base import ReplayedSource, Source, mark_of, reference_to
 from flashckpt.state.loader.dataloader import DataLoaderSource
 from flashckpt.state.loader.stateful import DatasetState, StatefulSource
 
@@ -27,12 +26,9 @@ _KEYS = {"phases", "position", "seeding", "renewed"}
 Marks = dict[str, str]
 
 
-def marks_of(states: Mapping[str, Any]) -> Marks:
-    """A short mark for each generator's state, by path."""
-    return {
-        path: hashlib.blake2b(repr(state).encode(), digest_size=8).hexdigest()
-        for path, state in states.items()
-    }
+def marks_of(source: Source) -> Marks:
+    """A short mark for the state of each of its generators, by path."""
+    return {path: mark_of(state) for path, state in source.generators.capture().items()}
 
 
 @dataclass
@@ -182,7 +178,7 @@ class Sources:
         """A phase is over, or was left."""
         kept = self._by_phase.get(phase)
         if kept is not None and kept.source is not None:
-            kept.left = marks_of(kept.source.generators.capture())
+            kept.left = marks_of(kept.source)
 
     def retire(self, epoch: int, phase: int | None = None) -> None:
         """Close sources that neither this epoch nor the one before has used. phase: epochs are not known,
@@ -248,7 +244,7 @@ def _begin(source: Source, kept: _Kept, epoch: int, *, in_place: bool, tell_epoc
     position = None if kept.source is not None else kept.position
     if in_place and position is not None:
         return source.begin(epoch, position, tell_epoch=tell_epoch)
-    now = marks_of(source.generators.capture())
+    now = marks_of(source)
     if position is None or kept.retired:
         kept.seeding.see(kept.left, now)
     if position is None or (kept.retired and position["kind"] != "dataloader"):

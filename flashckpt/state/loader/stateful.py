@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -22,15 +21,14 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from flashckpt.errors import BoundaryError, DamagedError, FlashckptError, StateError
+from flashckpt.errors import BoundaryError, FlashckptError, StateError
 from flashckpt.events import log
-from flashckpt.format.typed import SEQUENCES, Encoded, checked, children, decode_json, encode_json
+from flashckpt.format.typed import SEQUENCES, Encoded, checked, children, decode_json
 from flashckpt.state import rng
 from flashckpt.state.leaves import Place, Sink
-from flashckpt.state.loader.base import Position, Source
+from flashckpt.state.loader.base import Position, Source, mark_of
 from flashckpt.state.values import SIMPLE, StoredTensor, rebuild, survey
 
-_PARTS = {"state", "left", "first", "opened"}
 Mark = str | None
 
 
@@ -39,6 +37,7 @@ class StatefulSource(Source):
     torchdata's does, and draws random numbers for it."""
 
     kind = "stateful"
+    parts = frozenset({"state", "left", "first", "opened"})
 
     def __init__(self, loader: Any, *, makes_ahead: bool = False) -> None:
         super().__init__(loader, rng.Generators({"loader": loader}))
@@ -161,7 +160,7 @@ class StatefulSource(Source):
         if not self._may_begin_again:
             return None
         where = stream_state(state.value) if self._makes_ahead else state
-        return None if where is None else hashlib.blake2b(encode_json(where), digest_size=8).hexdigest()
+        return None if where is None else mark_of(where)
 
     def _reopen(self, position: Position) -> None:
         assert position.start is not None
@@ -173,10 +172,6 @@ class StatefulSource(Source):
         self._loaded = "middle"
 
     def _load(self, position: Position, *, carried: bool) -> None:
-        if position.parts.keys() != _PARTS:
-            raise DamagedError(
-                "The loader's position in the checkpoint lacks its state. Resume from an older step."
-            )
         parts, state = position.parts, taken(position.parts["state"])
         self._first, self._opened = [taken(state) for state in parts["first"]], parts["opened"]
         in_epoch = position.start is not None and not position.over
