@@ -335,13 +335,10 @@ def _schedulers_in(target: object, levels: int) -> Iterator[LRScheduler]:
         yield target
     if levels == 0 or isinstance(target, (Tensor, nn.Module, Optimizer, str, bytes, type)):
         return
-    for item in _parts(target):
-        yield from _schedulers_in(item, levels - 1)
-
-
-def _parts(target: object) -> Iterable[object]:
+    parts: Iterable[object] = list(getattr(target, "__dict__", {}).values())
     if isinstance(target, Mapping):
-        return list(target.values())
-    if isinstance(target, (list, tuple, set, frozenset)):
-        return target if len(target) <= 1000 else ()
-    return list(getattr(target, "__dict__", {}).values())
+        parts = list(target.values())
+    elif isinstance(target, (list, tuple, set, frozenset)):
+        parts = target if len(target) <= 1000 else ()
+    for item in parts:
+        yield from _schedulers_in(item, levels - 1)

@@ -75,6 +75,11 @@ def is_generator(value: object) -> bool:
     return isinstance(value, torch.Generator | random.Random | np.random.RandomState | np.random.Generator)
 
 
+def is_global(value: object) -> bool:
+    """Whether it is one of those that `capture` takes."""
+    return any(value is each for each in (*_globals().values(), *torch.cuda.default_generators))
+
+
 def capture_one(generator: object) -> Any:
     """The state of one generator of torch, Python or NumPy, as plain values."""
     if isinstance(generator, torch.Generator):
@@ -200,9 +205,7 @@ class Generators:
     """The generators reachable from named roots, each once, under the first path that led to it."""
 
     def __init__(self, roots: Mapping[str, object]) -> None:
-        of_all = {id(each) for each in (*_globals().values(), *torch.cuda.default_generators)}
-        found = ((path, each) for path, each in reached(roots) if is_generator(each))
-        self._found = {path: each for path, each in found if id(each) not in of_all}
+        self._found = {p: each for p, each in reached(roots) if is_generator(each) and not is_global(each)}
 
     def capture(self) -> dict[str, Any]:
         return {path: capture_one(generator) for path, generator in self._found.items()}

@@ -7,9 +7,8 @@ character a parameter. Never copies a leaf.
 
 from __future__ import annotations
 
-import contextlib
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -103,8 +102,9 @@ class Tree:
     def walk(self, used_up: UsedUp) -> Walk:
         """Every leaf and value of the state, now. `used_up(parameter, gradient)` says of a gradient that
         the optimizer has used it and it is not needed again. Raises StateError."""
-        walk = Walk()
-        with _no_collection():
+        walk, collects = Walk(), gc.isenabled()
+        gc.disable()  # a walk makes many small objects and no garbage: collections would be most of its time
+        try:
             for entry in self._in_order():
                 entry.take(walk)
             alone = frozenset(walk.refs)
@@ -113,6 +113,9 @@ class Tree:
             gradients = Gradients(self._parameters())
             mask = gradients.take(walk, used_up)
             walk.check_shared_memory()
+        finally:
+            if collects:
+                gc.enable()
         walk.value = {"entries": {name: found[name] for name in self._entries}, NAMESPACE: mask}
         self.current, self._gradients, self._used_up = walk, gradients, used_up
         if self._structure is not None:
@@ -183,16 +186,12 @@ class Tree:
         rows += tie_differences(saved, live)
         if not rows:
             rows += self._gradients.differences(saved.value[NAMESPACE])
-        if not rows:
-            self._check_whole(saved)
-        return rows
-
-    def _check_whole(self, saved: Saved) -> None:
-        for name, entry in self._entries.items():
+        for name, entry in self._entries.items() if not rows else ():
             for place, ref in entry.references(saved.value["entries"][name]):
                 for leaf in leaf_names(place, ref):
                     if leaf not in saved.names:
                         raise DamagedError(f"The snapshot names {leaf!r} and lacks it. Nothing was loaded.")
+        return rows
 
     def restore(self, saved: Saved) -> list[tuple[str, Tensor]]:
         """Make the live state the saved one; (leaf name, live tensor) of everything that was filled.
@@ -256,18 +255,6 @@ class Tree:
             for entry in self._entries.values()
             if isinstance(entry, ObjectEntry) or (isinstance(entry, ModuleEntry) and entry.extras)
         ]
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """A walk makes many small objects and no garbage: collections would be most of its time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _all_used_up(parameter: object, gradient: Tensor) -> bool:
