@@ -219,7 +219,7 @@ def test_a_loader_whose_workers_were_ended_goes_on_with_their_numbers() -> None:
             got.append(torch.cat(batches(loader, progress.open_phase(loader))).tolist())
             progress.close_phase()
         progress.next_epoch()
-        assert len(progress._sources) == (epoch in (0, 4))
+        assert workers_of(progress) == (epoch in (0, 4))
     progress.close()
     assert got == expected
 
