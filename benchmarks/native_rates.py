@@ -156,11 +156,11 @@ def file_rates(folder: Path, num_bytes: int, repeats: int) -> None:
         "write_file, threads=2": lambda: write(2),
     })  # fmt: skip
     back: dict[str, Any] = {"num_bytes": num_bytes, "checksums": sums[0], **leaves}
-    report("file to region", num_bytes, repeats, {
+    report("file to memory", num_bytes, repeats, {
         "raw O_DIRECT, 2 in flight": lambda: raw_read(raw, num_bytes, 2),
         "raw O_DIRECT, 4 in flight": lambda: raw_read(raw, num_bytes, 4),
-        "read_file, threads=1": lambda: _native.read_file(ours, fd, 0, threads=1, **back),
-        "read_file, threads=2": lambda: _native.read_file(ours, fd, 0, threads=2, **back),
+        "read_file, threads=1": lambda: _native.read_file(ours, region, threads=1, **back),
+        "read_file, threads=2": lambda: _native.read_file(ours, region, threads=2, **back),
         "check_file, threads=2": lambda: _native.check_file(ours, threads=2, **back),
     })  # fmt: skip
     for path in (ours, raw, other):

@@ -9,7 +9,7 @@ is RuntimeError.
 
 import os
 from collections.abc import Sequence, Sized
-from typing import Any
+from typing import Any, overload
 
 from typing_extensions import Buffer
 
@@ -84,13 +84,20 @@ def populate(address: int, num_bytes: int, threads: int) -> None:
 class Mapping:
     """The first `num_bytes` of a region, shared and writable, not inherited by forks and in no core dump:
     a buffer. Where the region is held in huge pages it is mapped by them. It must not be longer than its
-    file. A forked child has no view of it (ValueError), and unmaps nothing when it drops it."""
+    file. Without a descriptor it is memory of this process's own, zeros, in huge pages where the kernel gives
+    them. A forked child has no view of it (ValueError), and unmaps nothing when it drops it."""
 
+    @overload
     def __init__(self, fd: int, num_bytes: int) -> None: ...
+    @overload
+    def __init__(self, num_bytes: int) -> None: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
     def register(self, device: int) -> None:
         """Page-locks it for every CUDA device, once, until it is unmapped. RuntimeError with the driver's
         reason."""
+
+    def discard(self) -> None:
+        """Gives memory of this process's own back at once, whoever still views it: that is zeros then."""
 
     def close(self) -> None:
         """Unmaps it. BufferError while there are views; then it goes with the last of them."""
@@ -124,8 +131,7 @@ def write_file(
 
 def read_file(
     path: str | os.PathLike[str],
-    target_fd: int,
-    target_offset: int,
+    into: Buffer,
     *,
     file_offset: int = 0,
     num_bytes: int,
@@ -136,16 +142,17 @@ def read_file(
     threads: int = 2,
     direct: bool = True,
     progress: int = 0,
-    growing: int = 0,
+    cancel: int = 0,
 ) -> tuple[bytes, list[int], bool]:
-    """Reads a file into a region and verifies every chunk in the same pass.
+    """Reads a file into a writable buffer and verifies every chunk in the same pass.
 
     The file must be a regular one (links are not followed) of exactly `file_offset` + `num_bytes` bytes, else
     ValueError and nothing is read. Chunks and leaves count from `file_offset`, a multiple of 4096;
-    `checksums` holds 16 bytes a chunk. The region's last page may be overwritten to its end.
+    `checksums` holds 16 bytes a chunk. The page cache is bypassed only where the buffer lies on whole pages
+    and has them to its end; that of the last byte may then be overwritten to its end.
 
-    `growing`: 0, or the address of a u64: the region is still being made, and its size is what it has so
-    far. Each chunk waits until its place is there; OSError (ECANCELED) once the word is not 0.
+    `cancel`: 0, or the address of a u64: once it is not 0 no chunk is begun, and OSError (ECANCELED)
+    comes.
 
     Returns (digests, bad_chunks, direct): u64 digest of each leaf as read, indexes of the chunks whose
     checksum is not the one given, and whether the page cache was bypassed.
@@ -162,6 +169,7 @@ def check_file(
     threads: int = 2,
     direct: bool = True,
     progress: int = 0,
+    cancel: int = 0,
 ) -> tuple[bytes, list[int], bool]:
     """As `read_file`, but the bytes are kept nowhere: a few chunks of memory, whatever the file's size."""
 

@@ -17,10 +17,8 @@ from flashckpt.options import crash_at
 # Every point, and what a death there leaves. tests/crash kills at each; none may be missing here.
 POINTS = {
     "claim.taken": "an attempt that is claimed and never started",
-    "resume.constants": "a sealed region that no snapshot names, read from disk",
-    "resume.read": "a slot that a step was read into and that is not sealed",
-    "resume.sealed": "a slot that holds a step from disk, of an attempt that has not started",
-    "resume.verified": "a pinned snapshot; the live state is untouched",
+    "resume.read": "a step from disk in memory of the trainer's own",
+    "resume.verified": "a snapshot that is whole and fits; the live state is untouched",
     "resume.filled": "a filled model, and no start.json",
     "start.written": "an attempt that started and of which no keeper was told",
     "memory.reserved": "a request for memory of which nothing was taken",

@@ -36,13 +36,20 @@ void* aligned_place(std::uint64_t offset, std::size_t num_bytes, std::uint64_t h
     return reinterpret_cast<void*>(begin + ((offset - begin) & (huge - 1)));
 }
 
-void* map_file(int fd, std::uint64_t offset, std::size_t num_bytes, int access, int flags) {
+void* map_aligned(int fd, std::uint64_t offset, std::size_t num_bytes, int access, int flags) {
     const std::uint64_t huge = huge_page();
     void* place = nullptr;
     if (huge != 0 && num_bytes >= huge) place = aligned_place(offset, num_bytes, huge);
     // A wish, not MAP_FIXED: a mapping that fails leaves a hole there (Linux before 6.12), which may be
     // another thread's before it is given back. Where one was faster, it lies elsewhere and has small pages.
-    return ::mmap(place, num_bytes, access, MAP_SHARED | flags, fd, static_cast<off_t>(offset));
+    return ::mmap(place, num_bytes, access, flags, fd, static_cast<off_t>(offset));
+}
+
+// No child has it, and no core dump.
+Error keep_private(void* data, std::size_t num_bytes) {
+    if (::madvise(data, num_bytes, MADV_DONTFORK) == 0 && ::madvise(data, num_bytes, MADV_DONTDUMP) == 0)
+        return {};
+    return last_os_error("keep a mapping from forks and core dumps");
 }
 
 // Between the call that maps a region and the one that keeps it from forks there may be no fork: the child
@@ -96,6 +103,10 @@ void Mapping::forget() {
     size_ = 0;
 }
 
+void Mapping::empty() {
+    (void)::madvise(data_, size_, MADV_DONTNEED);
+}
+
 Error Mapping::take(void* data, std::size_t num_bytes, const char* what, Mapping& out) {
     const int code = errno;
     if (data == MAP_FAILED) return os_error(code, "map " + std::to_string(num_bytes) + " bytes of " + what);
@@ -109,7 +120,7 @@ Error Mapping::take(void* data, std::size_t num_bytes, const char* what, Mapping
 Error Mapping::shared(int fd, std::uint64_t offset, std::size_t num_bytes, bool writable, Mapping& out) {
     int access = writable ? PROT_READ | PROT_WRITE : PROT_READ;
     ForkGuard guard;
-    void* data = map_file(fd, offset, num_bytes, access, MAP_POPULATE);
+    void* data = map_aligned(fd, offset, num_bytes, access, MAP_SHARED | MAP_POPULATE);
     if (Error error = take(data, num_bytes, "a region", out)) return error;
     if (::madvise(data, num_bytes, MADV_DONTFORK) == 0) return {};
     return last_os_error("keep a region from forks");
@@ -117,16 +128,22 @@ Error Mapping::shared(int fd, std::uint64_t offset, std::size_t num_bytes, bool 
 
 Error Mapping::region(int fd, std::uint64_t offset, std::size_t num_bytes, Mapping& out) {
     ForkGuard guard;
-    void* data = map_file(fd, offset, num_bytes, PROT_READ | PROT_WRITE, 0);
+    void* data = map_aligned(fd, offset, num_bytes, PROT_READ | PROT_WRITE, MAP_SHARED);
     if (Error error = take(data, num_bytes, "a region", out)) return error;
-    if (::madvise(data, num_bytes, MADV_DONTFORK) == 0 && ::madvise(data, num_bytes, MADV_DONTDUMP) == 0)
-        return {};
-    return last_os_error("keep a region from forks and core dumps");
+    return keep_private(data, num_bytes);
 }
 
 Error Mapping::anonymous(std::size_t num_bytes, Mapping& out) {
     void* data = ::mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     return take(data, num_bytes, "memory", out);
+}
+
+Error Mapping::large(std::size_t num_bytes, Mapping& out) {
+    ForkGuard guard;
+    void* data = map_aligned(-1, 0, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS);
+    if (Error error = take(data, num_bytes, "memory", out)) return error;
+    (void)::madvise(data, num_bytes, MADV_HUGEPAGE); // a kernel without them says EINVAL
+    return keep_private(data, num_bytes);
 }
 
 std::uint64_t huge_page() {

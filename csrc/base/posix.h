@@ -58,6 +58,8 @@ class Mapping {
     std::size_t size() const { return size_; }
     // Leaves it to whoever has it: for a forked child that was not given it.
     void forget();
+    // Gives the pages of anonymous memory back: they are zeros from here on.
+    void empty();
 
     // Mappings of files lie in the huge pages of the address space as their bytes do in those of the file:
     // where the file is held in huge pages, they are mapped as such.
@@ -67,6 +69,9 @@ class Mapping {
     // page tables; a core dump must not hold a model.
     static Error region(int fd, std::uint64_t offset, std::size_t num_bytes, Mapping& out);
     static Error anonymous(std::size_t num_bytes, Mapping& out);
+    // The same for what is large and not to be found in a forked child or in a core dump; in huge pages where
+    // the kernel gives them.
+    static Error large(std::size_t num_bytes, Mapping& out);
 
   private:
     static Error take(void* data, std::size_t num_bytes, const char* what, Mapping& out);

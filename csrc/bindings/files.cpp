@@ -56,7 +56,7 @@ std::vector<Checksum> checksums_of(nb::handle object) {
 
 nb::tuple read_one(const ReadRequest& request) {
     if (request.progress != 0) u64_pointer(request.progress);
-    if (request.growing != 0) u64_pointer(request.growing);
+    if (request.cancel != 0) u64_pointer(request.cancel);
     ReadResult result;
     Error error;
     {
@@ -70,21 +70,23 @@ nb::tuple read_one(const ReadRequest& request) {
     return nb::make_tuple(digest_bytes(result.digests), bad, result.direct);
 }
 
-nb::tuple read_into(nb::handle path, int target_fd, std::uint64_t target_offset, std::uint64_t file_offset,
-                    std::uint64_t num_bytes, std::uint64_t chunk_bytes, nb::handle checksums,
-                    nb::handle leaf_offsets, nb::handle leaf_sizes, int threads, bool direct,
-                    std::uint64_t progress, std::uint64_t growing) {
-    if (target_fd < 0) raise_value("target_fd must be an open descriptor");
+nb::tuple read_into(nb::handle path, nb::handle into, std::uint64_t file_offset, std::uint64_t num_bytes,
+                    std::uint64_t chunk_bytes, nb::handle checksums, nb::handle leaf_offsets,
+                    nb::handle leaf_sizes, int threads, bool direct, std::uint64_t progress,
+                    std::uint64_t cancel) {
+    BytesView target(into, PyBUF_WRITABLE); // held until all is read: nobody unmaps it meanwhile
     return read_one({path_of(path), file_offset,
                      geometry_of(num_bytes, chunk_bytes, leaf_offsets, leaf_sizes), checksums_of(checksums),
-                     checked_threads(threads), direct, progress, target_fd, target_offset, growing});
+                     checked_threads(threads), direct, progress, static_cast<std::uint8_t*>(target.data()),
+                     target.num_bytes(), cancel});
 }
 
 nb::tuple check(nb::handle path, std::uint64_t num_bytes, std::uint64_t chunk_bytes, nb::handle checksums,
                 nb::handle leaf_offsets, nb::handle leaf_sizes, int threads, bool direct,
-                std::uint64_t progress) {
+                std::uint64_t progress, std::uint64_t cancel) {
     return read_one({path_of(path), 0, geometry_of(num_bytes, chunk_bytes, leaf_offsets, leaf_sizes),
-                     checksums_of(checksums), checked_threads(threads), direct, progress, -1, 0});
+                     checksums_of(checksums), checked_threads(threads), direct, progress, nullptr, 0,
+                     cancel});
 }
 
 } // namespace
@@ -94,15 +96,14 @@ void bind_files(nb::module_& module) {
                nb::arg("num_bytes"), nb::kw_only(), nb::arg("chunk_bytes") = 4 << 20, nb::arg("leaf_offsets"),
                nb::arg("leaf_sizes"), nb::arg("threads") = 2, nb::arg("direct") = true,
                nb::arg("progress") = 0);
-    module.def("read_file", read_into, nb::arg("path"), nb::arg("target_fd"), nb::arg("target_offset"),
-               nb::kw_only(), nb::arg("file_offset") = 0, nb::arg("num_bytes"),
-               nb::arg("chunk_bytes") = 4 << 20, nb::arg("checksums"), nb::arg("leaf_offsets"),
-               nb::arg("leaf_sizes"), nb::arg("threads") = 2, nb::arg("direct") = true,
-               nb::arg("progress") = 0, nb::arg("growing") = 0);
+    module.def("read_file", read_into, nb::arg("path"), nb::arg("into"), nb::kw_only(),
+               nb::arg("file_offset") = 0, nb::arg("num_bytes"), nb::arg("chunk_bytes") = 4 << 20,
+               nb::arg("checksums"), nb::arg("leaf_offsets"), nb::arg("leaf_sizes"), nb::arg("threads") = 2,
+               nb::arg("direct") = true, nb::arg("progress") = 0, nb::arg("cancel") = 0);
     module.def("check_file", check, nb::arg("path"), nb::kw_only(), nb::arg("num_bytes"),
                nb::arg("chunk_bytes") = 4 << 20, nb::arg("checksums"), nb::arg("leaf_offsets"),
                nb::arg("leaf_sizes"), nb::arg("threads") = 2, nb::arg("direct") = true,
-               nb::arg("progress") = 0);
+               nb::arg("progress") = 0, nb::arg("cancel") = 0);
 }
 
 } // namespace flashckpt

@@ -40,10 +40,14 @@ void fault_in(std::uint64_t address, std::uint64_t num_bytes, int threads) {
     raise_if(error);
 }
 
-// A region's mapping as a writable buffer. It goes with its last view.
+// The mapping of a region, or of memory of this process's own, as a writable buffer. It goes with its last
+// view.
 class Region {
   public:
     Region(int fd, std::uint64_t num_bytes) { raise_if(Mapping::region(fd, 0, num_bytes, mapping_)); }
+    explicit Region(std::uint64_t num_bytes) : is_own_(true) {
+        raise_if(Mapping::large(num_bytes, mapping_));
+    }
     ~Region() { drop(); }
     Region(const Region&) = delete;
     Region& operator=(const Region&) = delete;
@@ -80,6 +84,17 @@ class Region {
         drop();
     }
 
+    void discard() {
+        if (!is_own_) raise_value("others have this memory, too");
+        if (mapping_.data() == nullptr || is_forked()) return;
+        ++views_; // it must not be closed meanwhile
+        {
+            Released released;
+            mapping_.empty();
+        }
+        --views_;
+    }
+
     static int refuse(Py_buffer* out, const char* reason) {
         if (out != nullptr) out->obj = nullptr;
         PyErr_SetString(PyExc_ValueError, reason);
@@ -104,6 +119,7 @@ class Region {
     std::uint64_t address() const { return reinterpret_cast<std::uint64_t>(mapping_.data()); }
 
     const pid_t maker_ = ::getpid();
+    const bool is_own_ = false;
     Mapping mapping_;
     std::size_t views_ = 0;
     bool is_registered_ = false;
@@ -133,7 +149,9 @@ void bind_memory(nb::module_& module) {
     module.def("populate", fault_in, nb::arg("address"), nb::arg("num_bytes"), nb::arg("threads"));
     nb::class_<Region>(module, "Mapping", nb::type_slots(slots))
         .def(nb::init<int, std::uint64_t>(), nb::arg("fd"), nb::arg("num_bytes"))
+        .def(nb::init<std::uint64_t>(), nb::arg("num_bytes"))
         .def("register", &Region::register_with, nb::arg("device"))
+        .def("discard", &Region::discard)
         .def("close", &Region::close);
 }
 

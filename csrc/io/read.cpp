@@ -4,6 +4,7 @@
 #include "io/blocks.h"
 #include "io/chunks.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <memory>
 #include <unistd.h>
@@ -11,38 +12,12 @@
 namespace flashckpt {
 namespace {
 
-constexpr ::useconds_t kLookAgainUs = 500;
-
-// Whether the region has the bytes up to `end`: one that is growing is waited for, and not written once it is
-// given up, whatever it has by then: who gave it up waits for this.
-Error await_target(const ReadRequest& request, std::uint64_t end) {
-    for (;;) {
-        if (request.growing != 0 &&
-            __atomic_load_n(reinterpret_cast<std::uint64_t*>(request.growing), __ATOMIC_ACQUIRE) != 0) {
-            return os_error(ECANCELED, "the target region was given up", request.path);
-        }
-        std::uint64_t size = 0;
-        if (Error error = regular_size(request.target_fd, "", size)) return error;
-        if (end <= size) return {};
-        if (request.growing == 0) {
-            return os_error(EFAULT, "the target region ends before the bytes that are to be read",
-                            request.path);
-        }
-        ::usleep(kLookAgainUs);
-    }
-}
-
-Error check_target(const ReadRequest& request) {
-    if (request.target_fd < 0 || request.growing != 0) return {};
-    std::uint64_t end = request.target_offset + request.geometry.num_bytes;
-    if (end < request.target_offset) return value_error("target_offset is too large");
-    return await_target(request, end);
-}
-
 Error check_request(const ReadRequest& request) {
     if (Error error = request.geometry.check()) return error;
     auto page = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
-    if (request.target_offset % page != 0) return value_error("target_offset must be a multiple of the page");
+    if (request.target != nullptr && request.target_bytes < request.geometry.num_bytes) {
+        return value_error("there is less room than bytes to be read");
+    }
     if (request.geometry.chunk_bytes % page != 0)
         return value_error("chunk_bytes must be a multiple of the page");
     if (request.file_offset % kPage != 0 || request.file_offset > (1ull << 62)) {
@@ -52,7 +27,7 @@ Error check_request(const ReadRequest& request) {
         return value_error("there must be one checksum of 16 bytes for each of the " +
                            std::to_string(request.geometry.num_chunks()) + " chunks");
     }
-    return check_target(request);
+    return {};
 }
 
 Error check_length(const BlockFile& file, const ReadRequest& request) {
@@ -64,41 +39,40 @@ Error check_length(const BlockFile& file, const ReadRequest& request) {
                        std::to_string(wanted) + " were written");
 }
 
-// Where one thread's chunks arrive: a window of the region, or a buffer used again and again.
-class Landing {
-  public:
-    explicit Landing(const ReadRequest& request) : request_(request) {}
+Error check_cancel(const ReadRequest& request) {
+    if (request.cancel == 0) return {};
+    auto* word = reinterpret_cast<std::uint64_t*>(request.cancel);
+    if (__atomic_load_n(word, __ATOMIC_ACQUIRE) == 0) return {};
+    return os_error(ECANCELED, "nobody wants what is read any more", request.path);
+}
 
-    Error open(std::uint64_t chunk, std::uint64_t num_bytes, std::uint8_t*& out) {
-        if (Error error = map(chunk, num_bytes)) return error;
-        out = memory_.data();
+// Where a chunk is to arrive, and how many bytes may: its place in the target, or `buffer`, which is its
+// thread's.
+Error place_of(const ReadRequest& request, std::uint64_t chunk, Mapping& buffer, std::uint8_t*& data,
+               std::uint64_t& room) {
+    room = round_up(request.geometry.bytes_of(chunk), kPage);
+    if (request.target != nullptr) {
+        std::uint64_t offset = chunk * request.geometry.chunk_bytes;
+        data = request.target + offset;
+        room = std::min(room, request.target_bytes - offset);
         return {};
     }
-
-  private:
-    Error map(std::uint64_t chunk, std::uint64_t num_bytes) {
-        if (request_.target_fd >= 0) {
-            std::uint64_t offset = request_.target_offset + chunk * request_.geometry.chunk_bytes;
-            if (Error error = await_target(request_, offset + request_.geometry.bytes_of(chunk)))
-                return error;
-            return Mapping::shared(request_.target_fd, offset, num_bytes, true, memory_);
-        }
-        if (memory_.size() >= num_bytes) return {};
-        return Mapping::anonymous(num_bytes, memory_);
+    if (buffer.size() < room) {
+        if (Error error = Mapping::anonymous(room, buffer)) return error;
     }
-
-    const ReadRequest& request_;
-    Mapping memory_;
-};
+    data = buffer.data();
+    return {};
+}
 
 Error read_chunks(const ReadRequest& request, BlockFile& file, Audit& audit, std::vector<std::uint8_t>& bad) {
     const Geometry& geometry = request.geometry;
     auto make = [&]() -> ChunkWork {
-        return [&, landing = std::make_shared<Landing>(request)](std::uint64_t chunk) -> Error {
-            std::uint64_t count = geometry.bytes_of(chunk);
-            std::uint64_t room = round_up(count, kPage);
+        return [&, buffer = std::make_shared<Mapping>()](std::uint64_t chunk) -> Error {
+            if (Error error = check_cancel(request)) return error;
+            std::uint64_t room = 0;
             std::uint8_t* data = nullptr;
-            if (Error error = landing->open(chunk, room, data)) return error;
+            if (Error error = place_of(request, chunk, *buffer, data, room)) return error;
+            std::uint64_t count = geometry.bytes_of(chunk);
             std::uint64_t start = request.file_offset + chunk * geometry.chunk_bytes;
             if (Error error = file.read(data, count, room, start)) return error;
             bad[chunk] = audit.add(chunk, data) != request.checksums[chunk];
@@ -106,8 +80,8 @@ Error read_chunks(const ReadRequest& request, BlockFile& file, Audit& audit, std
             return {};
         };
     };
-    // Buffers of our own are memory that counts; windows of a region are not.
-    bool buffered = request.target_fd < 0;
+    // Buffers of our own are memory that counts; the target's is there.
+    bool buffered = request.target == nullptr;
     int workers = buffered ? request.threads * 2 : requests_in_flight(request.threads);
     return each_chunk(geometry.num_chunks(), workers, make);
 }

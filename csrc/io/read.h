@@ -1,4 +1,4 @@
-// A file read back, into a region or into nothing, while every chunk is verified.
+// A file read back, into memory or into nothing, while every chunk is verified.
 #pragma once
 
 #include "io/audit.h"
@@ -17,11 +17,11 @@ struct ReadRequest {
     int threads = 2;
     bool direct = true;
     std::uint64_t progress = 0; // 0, or an address whose u64 grows by the bytes done
-    int target_fd = -1;         // -1: bytes are verified and kept nowhere
-    std::uint64_t target_offset = 0;
-    // 0, or the address of a u64: the target is still growing to its size, and each chunk waits until it has
-    // its place; once that word is not 0, no chunk is begun.
-    std::uint64_t growing = 0;
+    // Where the bytes go, and how many may go there: more than the geometry's, up to whole pages, where the
+    // last request may be a direct one. Null: bytes are verified and kept nowhere.
+    std::uint8_t* target = nullptr;
+    std::uint64_t target_bytes = 0;
+    std::uint64_t cancel = 0; // 0, or the address of a u64: once that is not 0, no chunk is begun (ECANCELED)
 };
 
 struct ReadResult {

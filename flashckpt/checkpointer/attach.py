@@ -14,6 +14,7 @@ from flashckpt.options import Environment, Keep, Options, check_call, is_switche
 
 if TYPE_CHECKING:
     from flashckpt.checkpointer.checkpointer import Batches, Checkpointer
+    from flashckpt.restore.step_image import EarlyRead
 
 _KEEP, _OPTIONS = Keep(last=3), Options()
 
@@ -50,19 +51,23 @@ def attach(
         from flashckpt.checkpointer.disabled import DisabledCheckpointer
 
         return DisabledCheckpointer(path, by_environment=enabled)  # type: ignore[return-value]
-    if "flashckpt.checkpointer.resume" not in sys.modules:
-        _start_keeper(path)  # it takes as long as the import that follows
-    from flashckpt.checkpointer import resume
+    early = _begin_early(path, options)
+    try:
+        from flashckpt.checkpointer import resume
 
-    return resume.attach(
-        path,
-        every=every,
-        persist_every=persist_every,
-        keep=keep,
-        options=options,
-        state=state,
-        named=named,
-    )
+        return resume.attach(
+            path,
+            every=every,
+            persist_every=persist_every,
+            keep=keep,
+            options=options,
+            state=state,
+            named=named,
+            early=early,
+        )
+    finally:
+        if early is not None:
+            early.close()
 
 
 def loop(
@@ -114,23 +119,34 @@ def loop(
     return checkpointer._whole_run(loader, epochs, steps)
 
 
-def _start_keeper(path: str | os.PathLike[str]) -> None:
-    """Start the keeper of a run that is there, if none lives on this node. Where no trainer comes after all,
-    it leaves soon. Changes nothing of the run, and raises nothing: whatever is wrong, `attach` says."""
+def _begin_early(path: str | os.PathLike[str], options: Options) -> EarlyRead | None:
+    """Of a run that is there, begin what takes as long as the imports that follow: start its keeper, if none
+    lives on this node (where no trainer comes after all, it leaves soon), and read the step that a resume
+    would take from the store, unless there are snapshots in memory. Changes nothing of the run, and raises
+    nothing: whatever is wrong, `attach` says."""
     from flashckpt.commit.attempts import open_run
     from flashckpt.keeper.protocol import ELECTION_LOCK
     from flashckpt.keeper.start import start_early
+    from flashckpt.memory.region import is_region_name
     from flashckpt.memory.runtime import RuntimeFolder, base_folder, identity_of, is_alive
+    from flashckpt.restore.step_image import EarlyRead
     from flashckpt.store import open_store
 
     environment = Environment.read()
     if environment.world > 1:
-        return
+        return None
+    is_new, in_memory = "flashckpt.checkpointer.resume" not in sys.modules, False
     with suppress(FlashckptError, OSError):
         store = open_store(path)
         identity = identity_of(open_run(store, create=False).run_id, store.place())
-        runtime = RuntimeFolder.open(base_folder(environment.runtime_folder), identity)
-        if is_alive(runtime, ELECTION_LOCK):
-            runtime.close()
-        else:
-            start_early(store.url, runtime)
+        with suppress(FileNotFoundError):
+            runtime = RuntimeFolder.open(base_folder(environment.runtime_folder), identity, create=is_new)
+            in_memory = any(map(is_region_name, runtime.names()))
+            if is_new and not is_alive(runtime, ELECTION_LOCK):
+                start_early(store.url, runtime)
+            else:
+                runtime.close()
+        if not in_memory:
+            threads = options.threads or len(os.sched_getaffinity(0))
+            return EarlyRead(store, environment.rank, threads)
+    return None

@@ -7,11 +7,11 @@ an attempt that could not load is as if it had never been.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -32,13 +32,13 @@ from flashckpt.checkpointer.signals import Signals
 from flashckpt.errors import DamagedError, FlashckptError, FormatError, OptionError
 from flashckpt.events import Event, log
 from flashckpt.keeper.client import SlotGrant
-from flashckpt.memory.control_page import SlotSize
 from flashckpt.memory.slot import Slot
 from flashckpt.options import Environment, Keep, Options
 from flashckpt.restore.filling import check_fits, fill
 from flashckpt.restore.memory_tier import Held
 from flashckpt.restore.snapshot import Snapshot
 from flashckpt.restore.step_choice import Loaded, StepChoice, Vote, alone
+from flashckpt.restore.step_image import EarlyRead
 from flashckpt.state import rng
 from flashckpt.state.objects import is_container
 from flashckpt.state.tree import Tree
@@ -53,14 +53,15 @@ def attach(
     options: Options,
     state: Mapping[str, object] | None,
     named: Mapping[str, object],
+    early: EarlyRead | None = None,
 ) -> Checkpointer:
-    """`flashckpt.attach`, switched on: its words and errors stand in attach.py."""
+    """`flashckpt.attach`, switched on: its words and errors stand in attach.py, which closes `early`."""
     tree = Tree(_state_of(state, named))
     environment = Environment.read()
     _check_world(environment)
     began = time.perf_counter()
     session = open_session(path, keep, options, environment)
-    return attach_to(session, tree, options, every, persist_every, began=began)
+    return attach_to(session, tree, options, every, persist_every, began=began, early=early)
 
 
 def attach_to(
@@ -73,13 +74,14 @@ def attach_to(
     began: float,
     vote: Vote = alone,
     stop: Callable[[Signals], StopPolicy] = StopPolicy,
+    early: EarlyRead | None = None,
 ) -> Checkpointer:
     """Restore the newest step that `vote` agrees to and start all that runs beside the loop, which ends where
-    `stop` says. `began`: when the resume did, by `time.perf_counter`. The Checkpointer closes the session; it
-    is closed here when this raises."""
+    `stop` says. `began`: when the resume did, by `time.perf_counter`; `early`: what may have been read of it
+    since. The Checkpointer closes the session; it is closed here when this raises."""
     progress = Progress()
     try:
-        taken = _resume(session, tree, progress, options, began, vote)
+        taken = _resume(session, tree, progress, options, began, vote, early)
         return _checkpointer(session, tree, progress, options, every, persist_every, taken, stop)
     except BaseException:
         session.close()
@@ -132,47 +134,33 @@ class _Taken:
 
 
 def _resume(
-    session: Session, tree: Tree, progress: Progress, options: Options, began: float, vote: Vote
+    session: Session,
+    tree: Tree,
+    progress: Progress,
+    options: Options,
+    began: float,
+    vote: Vote,
+    early: EarlyRead | None,
 ) -> _Taken:
     """Restore the newest usable step and write start.json."""
     mapped, regions = _survived(session)
-    extra: list[Held] = []
-
-    def slot_for(metadata_bytes: int, image_bytes: int, early: Callable[[int, int], None]) -> Held:
-        # As much as a capture will ask for, so that the slot is one of the ring's and no fourth one.
-        size = SlotSize(metadata_bytes + (1 << 16), image_bytes)
-        grant = session.keeper.slot_to_read(size.with_slack(2), size.with_slack(), early=early)
-        held = Held(grant.open(), grant.owner, grant.outlives_both)
-        extra.append(held)
-        return held
-
-    def region_for(metadata_bytes: int, image_bytes: int, early: Callable[[int, int], None]) -> Held:
-        grant = session.keeper.constants(SlotSize(metadata_bytes, image_bytes), early=early)
-        held = Held(grant.open(), grant.owner, grant.outlives_both)
-        extra.append(held)
-        return held
-
-    def fits(snapshot: Snapshot) -> None:
-        _check(tree, snapshot)
-
-    threads = options.threads or torch.get_num_threads()
+    threads, rank = options.threads or torch.get_num_threads(), session.environment.rank
+    loaded: Loaded | None = None
     try:
-        choice = StepChoice(
-            session.store, mapped, session.environment.rank, slot_for, region_for, fits, threads, vote
-        )
+        choice = StepChoice(session.store, mapped, rank, partial(_check, tree), threads, vote, early)
         loaded = choice.choose()
         if loaded is None:
             session.start()
             return _Taken()
         resumed = _take_up(session, tree, progress, loaded, choice.refused, began, threads)
         snapshot = loaded.snapshot
-        kept = _kept(session, loaded, extra)
-        return _Taken(resumed, snapshot.digests_by_name, snapshot.constants, kept)
+        return _Taken(resumed, snapshot.digests_by_name, snapshot.constants, _kept(session, loaded))
     except BaseException:
-        _give_back(session, extra)
+        if loaded is not None:
+            loaded.drop()
         raise
     finally:
-        for held in [*mapped, *extra]:
+        for held in mapped:
             held.unpin()
             held.slot.close()
         for region in regions:
@@ -188,31 +176,19 @@ def _survived(session: Session) -> tuple[list[Held], list[Slot]]:
     return [held for held in survived if held is not None], list(regions.values())
 
 
-def _kept(session: Session, loaded: Loaded, extra: list[Held]) -> ConstantsRegion | None:
-    """The region of the snapshot that was loaded, told to the keeper as this attempt's; others that steps
-    were read into go. None where there is none: then another is filled."""
-    region, constants = loaded.held.constants, loaded.snapshot.layout.constants
+def _kept(session: Session, loaded: Loaded) -> ConstantsRegion | None:
+    """The region of constants that was loaded from memory, told to the keeper as this attempt's. None where
+    there is none: then one is filled before the first snapshot."""
+    region, constants = loaded.held.constants if loaded.held else None, loaded.snapshot.layout.constants
+    if region is None or constants is None:
+        return None
     try:
-        others = [held.slot.name for held in extra if held.slot.header.holds_constants]
-        session.keeper.release([name for name in others if region is None or name != region.name])
-        if region is None or constants is None:
-            return None
         os.close(session.keeper.keep_constants(region.name).descriptor)
     except (FlashckptError, OSError) as error:
         log.info("the constants of before are not used further: %s", error)
         return None
     digests = loaded.snapshot.digests[-len(constants.leaves) :]
     return ConstantsRegion(region.name, region.header.nonce, constants, tuple(digests))
-
-
-def _give_back(session: Session, extra: list[Held]) -> None:
-    """The keeper lingers after a resume that failed: what survived stays with it, not what was read in."""
-    with contextlib.suppress(FlashckptError, OSError):
-        for held in extra:
-            held.unpin()
-            if held.sealed is not None:
-                held.slot.free(held.slot.state())
-        session.keeper.release([held.slot.name for held in extra])
 
 
 def _check(tree: Tree, snapshot: Snapshot) -> None:
@@ -242,8 +218,8 @@ def _take_up(
     progress.restore(snapshot.section("progress"))
     rng.restore(snapshot.section("rng"))
     crashpoints.point("resume.filled")
-    is_memory = snapshot.tier == "memory"
-    session.start(snapshot.attempt, snapshot.step, snapshot.boundary, from_memory=is_memory)
+    slot = loaded.held.slot.name if loaded.held is not None else None
+    session.start(snapshot.attempt, snapshot.step, snapshot.boundary, from_memory=slot is not None)
     log_differences(snapshot.values.get("environment"), session.surroundings)
     resumed = Resumed(
         step=snapshot.step,
@@ -262,7 +238,7 @@ def _take_up(
             "event": Event.RESUME.value,
             "step": resumed.step,
             "tier": resumed.tier,
-            "slot": loaded.held.slot.name if is_memory else None,
+            "slot": slot,
             "rank": session.environment.rank,
             "from_attempt": resumed.attempt,
             "seconds": round(resumed.seconds, 4),
@@ -298,7 +274,7 @@ def _held(grant: SlotGrant, regions: Mapping[int, Slot]) -> Held | None:
         slot.close()
         return None
     constants = regions.get(sealed.record.constants_nonce)
-    return Held(slot, grant.owner, grant.outlives_both, sealed, constants=constants)
+    return Held(slot, grant.owner, sealed, constants=constants)
 
 
 def _checkpointer(

@@ -151,14 +151,14 @@ def steps(store: Store) -> list[int]:
     return [each.step for each in visible(store)]
 
 
-def candidates(store: Store) -> list[VisibleStep]:
+def candidates(store: Store, *, says: bool = True) -> list[VisibleStep]:
     """What a resume should try, in this order: newest first, and last those that this machine has marked
-    as damaged. That it passes over a newer step is said in the log."""
+    as damaged. That it passes over a newer step is said in the log, where it `says` so."""
     newest = list(newest_first(store))
     marks = {each: mark for each in newest if (mark := marked_here(store, each)) is not None}
     others = [each for each in newest if each not in marks]
     for each, mark in marks.items():
-        if others and others[0] < each:
+        if says and others and others[0] < each:
             log.warning(
                 "step %d of attempt %s is passed over, marked by host %s: %s. An older step comes first. If "
                 "its files are whole again (`flashckpt verify`), delete the mark-*.json beside them.",
@@ -167,11 +167,11 @@ def candidates(store: Store) -> list[VisibleStep]:
     return others + list(marks)
 
 
-def sources(store: Store, survived: Mapping[str, VisibleStep]) -> list[StepSource]:
+def sources(store: Store, survived: Mapping[str, VisibleStep], *, says: bool = True) -> list[StepSource]:
     """What a resume tries, in this order: newest step first, at each memory before the store; last the
     steps that this machine has marked. `survived` are the snapshots in this node's memory by the names of
-    their slots: they follow the same rule of lineage."""
-    at_rest = candidates(store)
+    their slots: they follow the same rule of lineage. `says` as in `candidates`."""
+    at_rest = candidates(store, says=says)
     marked = {each for each in at_rest if marked_here(store, each) is not None}
     last_step = {bound.attempt: bound.last_step for bound in bounds(store)}
     found = [

@@ -17,14 +17,12 @@ from flashckpt.restore.snapshot import Snapshot
 class Held:
     """A slot of this rank, mapped by this process, and the owner index that this process has in it.
 
-    `sealed` is the snapshot in it, `pinned` the word while it is ours, `outlives_both` whether the slot
-    survives the death of trainer and keeper together, `constants` the region that the snapshot names, mapped,
-    where it names one that is here.
+    `sealed` is the snapshot in it, `pinned` the word while it is ours, `constants` the region that the
+    snapshot names, mapped, where it names one that is here.
     """
 
     slot: Slot
     owner: int
-    outlives_both: bool
     sealed: Sealed | None = None
     pinned: Word | None = None
     constants: Slot | None = None

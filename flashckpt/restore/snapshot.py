@@ -13,6 +13,8 @@ import torch
 from flashckpt.errors import DamagedError
 from flashckpt.format.layout import Leaf, SlotImage
 from flashckpt.format.names import AttemptName
+from flashckpt.format.typed import decode
+from flashckpt.restore.step_image import StepImage
 from flashckpt.state.tree import Saved
 
 
@@ -20,7 +22,8 @@ from flashckpt.state.tree import Saved
 class Snapshot:
     """One rank's state at one step, which is a `boundary` of `attempt`. `image` is a writable buffer that
     holds what `layout` says, but for constants: those are in `constants_image`. `digests` are those of
-    `layout.leaves`; `values` is what is not a tensor, decoded."""
+    `layout.leaves`; `values` is what is not a tensor, decoded; `at_rest` is where the images are of one that was
+    read from disk."""
 
     step: int
     attempt: AttemptName
@@ -31,6 +34,30 @@ class Snapshot:
     values: dict[str, Any]
     image: memoryview = field(repr=False)
     constants_image: memoryview | None = field(default=None, repr=False)
+    at_rest: StepImage | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, found: StepImage) -> Snapshot:
+        """The snapshot that was read from disk. Raises DamagedError where its values are not whole."""
+        record, [image, *constants] = found.record, found.images
+        mine = record.rank(found.rank)
+        return cls(
+            step=record.step,
+            attempt=record.attempt,
+            boundary=record.boundary,
+            tier="local",
+            layout=SlotImage(*(contents.layout() for _, contents in record.files(found.rank))),
+            digests=mine.digests + (mine.constants.digests if mine.constants is not None else ()),
+            values=decode(dict(mine.values)),
+            image=image,
+            constants_image=constants[0] if constants else None,
+            at_rest=found,
+        )
+
+    def discard(self) -> None:
+        """Nobody takes this one: what was read for it goes at once, whoever still has this object."""
+        if self.at_rest is not None:
+            self.at_rest.discard()
 
     def section(self, name: str) -> dict[str, Any]:
         """One part of the values. Raises DamagedError where there is none."""

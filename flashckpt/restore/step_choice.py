@@ -17,16 +17,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+from flashckpt import crashpoints
 from flashckpt.commit import lineage
 from flashckpt.commit.lineage import VisibleStep
 from flashckpt.commit.steps import read_step
 from flashckpt.errors import DamagedError, RunError, UnusableRunError
 from flashckpt.events import log
 from flashckpt.format.names import AttemptName
-from flashckpt.restore import local_tier, memory_tier
+from flashckpt.restore import memory_tier
 from flashckpt.restore.memory_tier import Held
-from flashckpt.restore.shard_reading import UnreadableShardError
 from flashckpt.restore.snapshot import Snapshot
+from flashckpt.restore.step_image import EarlyRead, UnreadableShardError, read_image
 from flashckpt.store.base import Store
 
 Fits = Callable[[Snapshot], None]
@@ -49,10 +50,16 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A verified snapshot, and the slot that holds it, pinned."""
+    """A verified snapshot, and the slot that holds it, pinned; None for one that was read from disk."""
 
     snapshot: Snapshot
-    held: Held
+    held: Held | None
+
+    def drop(self) -> None:
+        """It is not taken after all."""
+        if self.held is not None:
+            self.held.unpin()
+        self.snapshot.discard()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +92,7 @@ class StepChoice:
 
     `survived` are the slots in which this node's keeper found sealed snapshots. `refused` gathers one
     sentence for each candidate that could not be used. `fits` is asked of each that is whole, `vote` of every
-    one that was tried.
+    one that was tried. `early` may have read a step already.
     """
 
     def __init__(
@@ -93,15 +100,13 @@ class StepChoice:
         store: Store,
         survived: list[Held],
         rank: int,
-        slot_for: local_tier.HoldFor,
-        region_for: local_tier.HoldFor,
         fits: Fits,
         threads: int,
         vote: Vote = alone,
+        early: EarlyRead | None = None,
     ) -> None:
         self._store, self._survived, self._rank = store, survived, rank
-        self._slot_for, self._region_for = slot_for, region_for
-        self._fits, self._threads, self._vote = fits, threads, vote
+        self._fits, self._threads, self._vote, self._early = fits, threads, vote, early
         self._tried: Candidate | None = None
         self.refused: list[str] = []
 
@@ -132,7 +137,7 @@ class StepChoice:
                 self._tell_incomplete(candidate.step)
                 return loaded
             if loaded is not None:
-                loaded.held.unpin()
+                loaded.drop()
                 self._pass_over(f"{_named(candidate)}: it is whole here, and another rank could not load it")
         if candidates:
             reasons = "\n".join(f"  {reason}" for reason in self.refused)
@@ -155,31 +160,41 @@ class StepChoice:
         return [Candidate(r.step, r.attempt, None if r.slot is None else held[r.slot]) for r in sources]
 
     def load(self, candidate: Candidate) -> Loaded | None:
-        """The candidate, verified and known to fit, in a slot that is pinned. None, said and noted in
-        `refused`, where it cannot be used. Raises what `climb` does."""
+        """The candidate, verified and known to fit. None, said and noted in `refused`, where it cannot be
+        used. Raises what `choose` does."""
         try:
-            snapshot, held = self._patiently(_named(candidate), partial(self._read, candidate))
-            self._check(snapshot, held)
+            loaded = self._patiently(_named(candidate), partial(self._read, candidate))
+            self._check(loaded)
         except UnreadableShardError as error:
             self._see_that_records_are_there(candidate)
             self._leave_behind(candidate, error)
         except (DamagedError, FileNotFoundError) as error:
             self._refuse(candidate, error)
         else:
-            return Loaded(snapshot, held)
+            return loaded
         return None
 
-    def _read(self, candidate: Candidate) -> tuple[Snapshot, Held]:
+    def _read(self, candidate: Candidate) -> Loaded:
         if candidate.held is not None:
-            return memory_tier.load(candidate.held, self._threads), candidate.held
+            if self._early is not None:
+                self._early.close()
+            return Loaded(memory_tier.load(candidate.held, self._threads), candidate.held)
         record = read_step(self._store, candidate.step, candidate.attempt)
-        return local_tier.load(record, self._rank, self._slot_for, self._region_for, self._threads)
-
-    def _check(self, snapshot: Snapshot, held: Held) -> None:
+        image = self._early.take(record) if self._early is not None else None
+        if image is None:
+            image = read_image(record, self._rank, self._threads)
+        crashpoints.point("resume.read")
         try:
-            self._fits(snapshot)
+            return Loaded(Snapshot.of(image), None)
         except BaseException:
-            held.unpin()
+            image.discard()
+            raise
+
+    def _check(self, loaded: Loaded) -> None:
+        try:
+            self._fits(loaded.snapshot)
+        except BaseException:
+            loaded.drop()
             raise
 
     def _patiently(self, what: str, read: Callable[[], _Found]) -> _Found:

@@ -149,17 +149,18 @@ class Store(Protocol):
         self,
         path: str,
         contents: Contents,
-        target: MemoryRange | None,
+        into: memoryview | None,
         *,
         threads: int = 2,
         progress: int = 0,
-        growing: int = 0,
+        cancel: int = 0,
     ) -> Read:
-        """Read a shard into memory, every chunk and leaf checked on the way; with no target it is checked and
-        kept nowhere. LengthError, before anything is read, for a file of another length.
+        """Read a shard into memory, every chunk and leaf checked on the way; with none it is checked
+        and kept nowhere. `into` is writable and holds the shard; best it has whole pages. LengthError,
+        before anything is read, for a file of another length.
 
-        `growing`: 0, or the address of a u64: the target is still being made. Each chunk waits until it has
-        its place; OSError (ECANCELED) once the word is not 0."""
+        `cancel`: 0, or the address of a u64: once that is not 0 nothing more is begun, and OSError
+        (ECANCELED) is raised."""
 
     def read_bytes(self, path: str, offset: int, num_bytes: int) -> bytes:
         """Bytes of a file as they are, for who compares them himself. LengthError where it ends before."""

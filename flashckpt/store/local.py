@@ -282,11 +282,11 @@ class LocalStore:
         self,
         path: str,
         contents: Contents,
-        target: MemoryRange | None,
+        into: memoryview | None,
         *,
         threads: int = 2,
         progress: int = 0,
-        growing: int = 0,
+        cancel: int = 0,
     ) -> Read:
         shard = contents.shard
         how: dict[str, Any] = {
@@ -296,15 +296,15 @@ class LocalStore:
             **_leaves(contents.layout()),
             "threads": threads,
             "progress": progress,
+            "cancel": cancel,
         }
         self._check_length(path, shard.num_bytes)
         local = os.path.join(self._root, path)
         try:
-            if target is None:
+            if into is None:
                 digests, bad_chunks, _ = _native.check_file(local, **how)
             else:
-                place = target.descriptor, target.offset
-                digests, bad_chunks, _ = _native.read_file(local, *place, **how, growing=growing)
+                digests, bad_chunks, _ = _native.read_file(local, into, **how)
         except (ValueError, OSError) as error:
             # It may have become shorter meanwhile.
             self._check_length(path, shard.num_bytes)

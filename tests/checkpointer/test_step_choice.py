@@ -24,10 +24,8 @@ from flashckpt.checkpointer.session import open_session
 from flashckpt.commit import lineage
 from flashckpt.commit.lineage import newest_first
 from flashckpt.commit.steps import StepRecord, read_step
-from flashckpt.errors import DamagedError
 from flashckpt.format.names import manifest_path, step_attempt_folder
 from flashckpt.format.records import PartRecord
-from flashckpt.memory.slot import Slot
 from flashckpt.options import Environment
 from flashckpt.restore import step_choice
 from flashckpt.state.tree import Tree
@@ -120,26 +118,6 @@ def test_a_step_that_is_passed_over_for_its_mark_is_said(run: Path, caplog: pyte
         assert resumed_at(run) == 2
     said = [each.getMessage() for each in caplog.records if "passed over" in each.getMessage()]
     assert any("step 4" in each and lineage.this_host() in each and "chunk 3" in each for each in said)
-
-
-def test_a_slot_that_is_taken_for_a_moment_costs_no_step(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begin, calls = Slot.begin, []
-
-    def late(slot: Slot, owner: int) -> int | None:
-        calls.append(owner)
-        return begin(slot, owner) if len(calls) > 1 else None
-
-    monkeypatch.setattr(Slot, "begin", late)
-    assert resumed_at(run) == 4
-    assert not marked(run)
-
-
-def test_a_fault_of_memory_is_not_the_steps(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(slot: Slot, owner: int) -> int | None:
-        raise DamagedError("the slot's word is none")
-
-    monkeypatch.setattr(Slot, "begin", broken)
-    assert_refused(run, flashckpt.KeeperError, "not in doubt")
 
 
 class Failing:

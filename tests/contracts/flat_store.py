@@ -12,7 +12,6 @@ import errno
 import mmap
 import os
 import secrets
-import time
 from array import array
 from collections.abc import Iterable
 from pathlib import Path
@@ -190,19 +189,20 @@ class FlatStore:
         return Written(digests=digests, checksums=b"".join(map(_native.xxh3_128, chunks)))
 
     def read_ranges(
-        self, path: str, contents: Contents, target: MemoryRange | None,
-        *, threads: int = 2, progress: int = 0, growing: int = 0,
+        self, path: str, contents: Contents, into: memoryview | None,
+        *, threads: int = 2, progress: int = 0, cancel: int = 0,
     ) -> Read:  # fmt: skip
         shard, key, image, bad = contents.shard, _key(path), bytearray(), []
         if (size := self._bucket.head(key)) != shard.num_bytes:
             raise other_length(path, size, shard.num_bytes)
         for index, start in enumerate(range(0, size, shard.chunk_bytes)):
+            if cancel and _native.load(cancel):
+                raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED), path)
             data = self._bucket.get(key, start, shard.chunk_bytes)
             if _native.xxh3_128(data) != shard.checksums[16 * index : 16 * index + 16]:
                 bad.append(index)
-            if target is not None:
-                _await(target, start + len(data), growing)
-                os.pwrite(target.descriptor, data, target.offset + start)
+            if into is not None:
+                into[start : start + len(data)] = data
             image += data
             if progress:
                 _native.fetch_add(progress, len(data))
@@ -242,14 +242,3 @@ def _image(source: MemoryRange, num_bytes: int) -> bytearray:
 def _digests(image: bytearray, layout: Layout) -> array[int]:
     address = _native.address_of(image) + layout.data_start
     return array("Q", [_native.digest(address + leaf.offset, leaf.num_bytes) for leaf in layout.leaves])
-
-
-def _await(target: MemoryRange, end: int, growing: int) -> None:
-    while True:
-        if growing and _native.load(growing):
-            raise OSError(errno.ECANCELED, "the target region was given up")
-        if os.fstat(target.descriptor).st_size >= target.offset + end:
-            return
-        if not growing:
-            raise OSError(errno.EFAULT, "the target region ends before the bytes that are to be read")
-        time.sleep(0.001)

@@ -204,15 +204,14 @@ class StoreContract:
     def test_a_shard_is_read_and_checked(self, store: Store, shard: Shard) -> None:
         store.write_shard("shard", shard.layout, shard.region)
         progress = array("Q", [0])
-        with shard.room() as room:
-            for target in (None, room):
-                read = store.read_ranges(
-                    "shard", shard.contents, target, progress=_native.address_of(progress)
-                )
-                assert read.bad_chunks == []
-                assert read.wrong_leaves(shard.contents) == []
-            assert os.pread(room.descriptor, len(shard.image), room.offset) == shard.image
-        assert progress[0] == 2 * len(shard.image)
+        pages, bare = memoryview(_native.Mapping(shard.num_pages * PAGE)), bytearray(1 + len(shard.image))
+        for into in (None, pages, memoryview(bare)[1:]):
+            read = store.read_ranges("shard", shard.contents, into, progress=_native.address_of(progress))
+            assert read.bad_chunks == []
+            assert read.wrong_leaves(shard.contents) == []
+        assert pages[: len(shard.image)] == shard.image
+        assert bare[1:] == shard.image
+        assert progress[0] == 3 * len(shard.image)
 
     def test_what_is_wrong_with_a_shard_is_found(self, store: Store, shard: Shard) -> None:
         store.write_shard("shard", shard.layout, shard.region)
@@ -225,24 +224,20 @@ class StoreContract:
         with pytest.raises(FileNotFoundError):
             store.read_ranges("other", contents, None)
         store.create("short", b"12345")
-        with shard.room() as room:
-            for target in (None, room):
-                with pytest.raises(LengthError, match="5 bytes, where"):
-                    store.read_ranges("short", contents, target)
+        for into in (None, memoryview(bytearray(len(shard.image)))):
+            with pytest.raises(LengthError, match="5 bytes, where"):
+                store.read_ranges("short", contents, into)
         with pytest.raises(LengthError):
             store.view("short", 6)
 
-    def test_a_target_that_is_given_up_ends_the_reading(self, store: Store, shard: Shard) -> None:
+    def test_what_nobody_wants_any_more_is_not_read(self, store: Store, shard: Shard) -> None:
         store.write_shard("shard", shard.layout, shard.region)
-        descriptor, given_up = os.memfd_create("growing"), array("Q", [1])
-        try:
-            with pytest.raises(OSError, match="given up") as caught:
-                store.read_ranges(
-                    "shard", shard.contents, MemoryRange(descriptor, 0), growing=_native.address_of(given_up)
-                )
+        cancel, room = array("Q", [1]), memoryview(bytearray(len(shard.image)))
+        for into in (None, room):
+            with pytest.raises(OSError, match="shard") as caught:
+                store.read_ranges("shard", shard.contents, into, cancel=_native.address_of(cancel))
             assert caught.value.errno == errno.ECANCELED
-        finally:
-            os.close(descriptor)
+        assert not any(room)
 
 
 class Shard:
@@ -262,25 +257,8 @@ class Shard:
         self.contents = Contents(
             shard=ShardRecord.of("shard", self.layout, sums), leaves=self.layout.leaves, digests=digests
         )
+        self.num_pages = -(-size // PAGE)
         # Not at its file's beginning: a slot's image has metadata before it.
         self.region = MemoryRange(os.memfd_create("shard"), PAGE)
-        os.ftruncate(self.region.descriptor, PAGE + -(-size // PAGE) * PAGE)
+        os.ftruncate(self.region.descriptor, (1 + self.num_pages) * PAGE)
         os.pwrite(self.region.descriptor, self.image, PAGE)
-
-    def room(self) -> Room:
-        return Room(PAGE + -(-len(self.image) // PAGE) * PAGE)
-
-
-class Room:
-    """Memory to read into."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self._num_bytes = num_bytes
-
-    def __enter__(self) -> MemoryRange:
-        self._region = MemoryRange(os.memfd_create("room"), PAGE)
-        os.ftruncate(self._region.descriptor, self._num_bytes)
-        return self._region
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._region.descriptor)

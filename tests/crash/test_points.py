@@ -21,9 +21,7 @@ from tests.zygote import Zygote
 
 PACKAGE = Path(__file__).parents[2] / "flashckpt"
 # Memory must be empty for these: a step is read from disk, slots are made, and a region of constants.
-FROM_DISK = {
-    "resume.constants", "resume.read", "resume.sealed", "memory.reserved", "slots.taken", "memory.made",
-}  # fmt: skip
+FROM_DISK = {"resume.read", "memory.reserved", "slots.taken", "memory.made"}
 # Nothing may have gone before: what never changes is copied once, later attempts have it.
 FIRST = {"share.filled", "share.sealed"}
 # The trainer must stand still for these: an idle keeper looks, or is to see the trainer killed.

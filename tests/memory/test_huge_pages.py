@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import gc
+import itertools
 import mmap
 import os
 import re
@@ -255,6 +256,40 @@ class TestMapping:
             memoryview(mapping)
         os.close(descriptor)
 
+    def test_memory_of_ones_own_is_zeros_that_no_child_and_no_core_dump_has(self) -> None:
+        mapping = _native.Mapping(num_bytes=5 << 20)
+        address = _native.address_of(mapping)
+        assert address % (HUGE or mmap.PAGESIZE) == 0
+        flags = smaps(address)["VmFlags"].split()
+        assert {"dc", "dd"} <= set(flags)
+        assert "sh" not in flags
+        assert bytes(mapping) == bytes(5 << 20)
+        mapping.close()
+
+    def test_memory_of_ones_own_is_given_back_under_a_view(self) -> None:
+        mapping = _native.Mapping(num_bytes=5 << 20)
+        view = memoryview(mapping)
+        view[:] = b"x" * (5 << 20)
+        address = _native.address_of(mapping)
+        assert int(smaps(address)["Rss"].split()[0]) >= 5 << 10
+        mapping.discard()
+        assert int(smaps(address)["Rss"].split()[0]) == 0
+        assert not any(view)
+        view.release()
+        mapping.close()
+        mapping.discard()
+
+    def test_what_others_see_is_not_given_back(self) -> None:
+        descriptor = os.memfd_create("mapped")
+        os.ftruncate(descriptor, 4096)
+        mapping = _native.Mapping(descriptor, 4096)
+        memoryview(mapping)[:4] = b"kept"
+        with pytest.raises(ValueError, match="others"):
+            mapping.discard()
+        assert bytes(memoryview(mapping)[:4]) == b"kept"
+        mapping.close()
+        os.close(descriptor)
+
     def test_what_cannot_be_mapped_is_an_error(self) -> None:
         reader, writer = os.pipe()
         with pytest.raises(OSError, match="map 4096 bytes"):
@@ -293,8 +328,8 @@ class TestMapping:
         """The child has the object without the memory, and puts something else at its address."""
         descriptor = os.memfd_create("mapped")
         os.ftruncate(descriptor, 8 << 20)
-        for goes in (_native.Mapping.close, id):
-            mapping = _native.Mapping(descriptor, 8 << 20)
+        for goes, where in itertools.product((_native.Mapping.close, id), ([descriptor], [])):
+            mapping = _native.Mapping(*where, 8 << 20)
             address = _native.address_of(mapping)
             child = os.fork()
             if child == 0:

@@ -104,13 +104,18 @@ def test_round_trip(tmp_path: Path, num_bytes: int, chunk_bytes: int, threads: i
     chunks = [region.data[i : i + chunk_bytes] for i in range(0, num_bytes, chunk_bytes)]
     assert checksums == b"".join(_native.xxh3_128(chunk) for chunk in chunks)
 
-    target = Region(num_bytes, offset=PAGE, seed=1)
-    before = target.map[:PAGE]
     same = {"num_bytes": num_bytes, "checksums": checksums, **leaves, **options}
-    read = _native.read_file(tmp_path / "shard", target.fd, PAGE, **same)
-    assert read[:2] == (digests, [])
-    assert target.data == region.data
-    assert target.map[:PAGE] == before
+    for first, behind in ((PAGE, PAGE), (PAGE + 1, PAGE), (PAGE, 0)):
+        # On whole pages and to their end, as direct requests need it; elsewhere; and with no byte to spare.
+        target = Region(first + num_bytes + behind, seed=1)
+        before = target.map[:]
+        capacity = -(-num_bytes // PAGE) * PAGE if behind else num_bytes
+        into = memoryview(target.map)[first : first + capacity]
+        read = _native.read_file(tmp_path / "shard", into, **same)
+        assert read[:2] == (digests, [])
+        assert into[:num_bytes] == region.data
+        assert target.map[:first] == before[:first]
+        assert target.map[first + capacity :] == before[first + capacity :]
     assert _native.check_file(tmp_path / "shard", **same)[:2] == (digests, [])
 
 
@@ -120,7 +125,7 @@ def test_a_tail_of_the_file_can_be_read(tmp_path: Path) -> None:
     sums = b"".join(_native.xxh3_128(region.data[i : i + PAGE]) for i in range(PAGE, 5 * PAGE + 7, PAGE))
     target = Region(4 * PAGE + 7, seed=1)
     digests, bad, _ = _native.read_file(
-        tmp_path / "shard", target.fd, 0, file_offset=PAGE, num_bytes=4 * PAGE + 7, chunk_bytes=PAGE,
+        tmp_path / "shard", target.map, file_offset=PAGE, num_bytes=4 * PAGE + 7, chunk_bytes=PAGE,
         checksums=sums, leaf_offsets=array("Q", [3]), leaf_sizes=array("Q", [4 * PAGE]),
     )  # fmt: skip
     assert bad == []
@@ -140,7 +145,7 @@ def test_flipped_bytes_are_named_by_chunk_and_digest(tmp_path: Path, direct: boo
         same = {"num_bytes": 100_003, "chunk_bytes": 2 * PAGE, "checksums": checksums, "direct": direct}
         for found in (
             _native.check_file(path, **same, **leaves_of(100_003)),
-            _native.read_file(path, target.fd, 0, **same, **leaves_of(100_003)),
+            _native.read_file(path, target.map, **same, **leaves_of(100_003)),
         ):
             assert found[1] == [position // (2 * PAGE)]
             pairs = zip(array("Q", found[0]), array("Q", digests), strict=True)
@@ -155,7 +160,7 @@ def test_a_file_of_another_length_is_refused(tmp_path: Path, length: int) -> Non
     target = Region(100_003, seed=1)
     before = target.data
     with pytest.raises(ValueError, match=f"has {length} bytes"):
-        _native.read_file(path, target.fd, 0, num_bytes=100_003, checksums=checksums, **leaves_of(100_003))
+        _native.read_file(path, target.map, num_bytes=100_003, checksums=checksums, **leaves_of(100_003))
     with pytest.raises(ValueError, match=f"has {length} bytes"):
         _native.check_file(path, num_bytes=100_003, checksums=checksums, **leaves_of(100_003))
     assert target.data == before
@@ -195,12 +200,16 @@ def test_a_region_that_was_cut_is_an_error_not_a_signal(tmp_path: Path) -> None:
         _native.write_file(tmp_path / "shard", region.fd, 0, 100_003, **leaves_of(100_003))
     assert refused.value.errno == errno.EIO
     assert not (tmp_path / "shard").exists()
-    (tmp_path / "shard").write_bytes(bytes(100_003))
-    with pytest.raises(OSError, match="region ends") as refused:
-        _native.read_file(
-            tmp_path / "shard", region.fd, 0, num_bytes=100_003, checksums=bytes(16), **leaves_of(100_003)
-        )
-    assert refused.value.errno == errno.EFAULT, "nothing is said of the file"
+
+
+def test_nothing_is_read_where_there_is_no_room(tmp_path: Path) -> None:
+    _, request = written_shard(tmp_path / "shard", 100_003)
+    target = bytearray(100_002)
+    with pytest.raises(ValueError, match="less room"):
+        _native.read_file(tmp_path / "shard", target, **request)
+    with pytest.raises((BufferError, TypeError)):
+        _native.read_file(tmp_path / "shard", bytes(100_003), **request)
+    assert not any(target)
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -330,54 +339,39 @@ def written_shard(path: Path, num_bytes: int) -> tuple[Region, dict[str, object]
     return source, {"num_bytes": num_bytes, "checksums": checksums, **leaves_of(num_bytes)}
 
 
-def test_a_region_is_read_into_while_it_grows(tmp_path: Path) -> None:
-    source, request = written_shard(tmp_path / "shard", 9 * (4 << 20) + 77)
-    target = os.memfd_create("growing")
-    given_up, progress = array("Q", [0]), array("Q", [0])
-    found: list[tuple[bytes, list[int], bool]] = []
-
-    def read() -> None:
-        addresses = {"growing": _native.address_of(given_up), "progress": _native.address_of(progress)}
-        found.append(_native.read_file(tmp_path / "shard", target, 0, **request, **addresses))
-
-    thread = threading.Thread(target=read)
-    thread.start()
-    for size in (PAGE, 4 << 20, (8 << 20) + PAGE, 40 << 20):
-        os.posix_fallocate(target, 0, size)
-        assert progress[0] <= size, "no chunk is read before its place is there"
-    thread.join()
-    os.lseek(target, 0, os.SEEK_SET)
-    with open(target, "rb", buffering=0) as file:
-        assert file.read(source.num_bytes) == source.data
-    [(digests, bad, _)] = found
-    assert bad == []
-    assert list(array("Q", digests)) == expected_digests(source.data, leaves_of(source.num_bytes))
-
-
-def test_a_region_that_never_grows_is_given_up(tmp_path: Path) -> None:
-    _, request = written_shard(tmp_path / "shard", 5 << 20)
-    target, given_up = os.memfd_create("growing"), array("Q", [0])
-    seen: list[int | None] = []
-
-    def read() -> None:
-        with pytest.raises(OSError, match="given up") as caught:
-            _native.read_file(tmp_path / "shard", target, 0, **request, growing=_native.address_of(given_up))
-        seen.append(caught.value.errno)
-
-    thread = threading.Thread(target=read)
-    thread.start()
-    _native.store(_native.address_of(given_up), 1)
-    thread.join()
-    os.close(target)
-    assert seen == [errno.ECANCELED]
-
-
-def test_nothing_more_is_read_into_a_region_that_was_given_up(tmp_path: Path) -> None:
-    """Though it has its size by then: whoever gave it up (an interrupt) waits for the reading to end."""
+def test_what_nobody_wants_any_more_is_not_read(tmp_path: Path) -> None:
     source, request = written_shard(tmp_path / "shard", 5 << 20)
-    target, given_up = os.memfd_create("whole"), array("Q", [1])
-    os.posix_fallocate(target, 0, 8 << 20)
-    with pytest.raises(OSError, match="given up"):
-        _native.read_file(tmp_path / "shard", target, 0, **request, growing=_native.address_of(given_up))
-    assert os.pread(target, source.num_bytes, 0) == bytes(source.num_bytes)
-    os.close(target)
+    target, cancel = bytearray(source.num_bytes), array("Q", [1])
+    for read in (
+        lambda: _native.read_file(tmp_path / "shard", target, **request, cancel=_native.address_of(cancel)),
+        lambda: _native.check_file(tmp_path / "shard", **request, cancel=_native.address_of(cancel)),
+    ):
+        with pytest.raises(OSError, match="nobody wants") as caught:
+            read()
+        assert caught.value.errno == errno.ECANCELED
+    assert not any(target)
+
+
+def test_reading_that_is_under_way_ends_with_its_word(tmp_path: Path) -> None:
+    """At most the chunks that were begun before it are still read."""
+    source, request = written_shard(tmp_path / "shard", 64 << 20)
+    target, cancel, progress = bytearray(source.num_bytes), array("Q", [0]), array("Q", [0])
+    addresses = {"cancel": _native.address_of(cancel), "progress": _native.address_of(progress)}
+    found: list[object] = []
+
+    def read() -> None:
+        try:
+            found.append(_native.read_file(tmp_path / "shard", target, **request, threads=1, **addresses))
+        except OSError as error:
+            found.append(error.errno)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    while not progress[0]:
+        pass
+    _native.store(addresses["cancel"], 1)
+    at = progress[0]
+    thread.join()
+    done = progress[0]
+    assert found == [errno.ECANCELED] or done == source.num_bytes
+    assert done - at <= 3 * (4 << 20), "three requests in flight for the one thread"

@@ -22,16 +22,15 @@ size = 64 * 4096
 region = os.memfd_create("source")
 os.write(region, os.urandom(size))
 leaves = {"leaf_offsets": array("Q", [0]), "leaf_sizes": array("Q", [size])}
-target = os.memfd_create("target")
-os.ftruncate(target, size)
+target = _native.Mapping(size)
 for number in range(40):
     path = os.path.join(sys.argv[1], str(number))
     digests, sums, direct = _native.write_file(path, region, 0, size, chunk_bytes=4096, threads=8, **leaves)
     assert not direct
     same = {"num_bytes": size, "chunk_bytes": 4096, "checksums": sums, "threads": 8, **leaves}
     assert _native.check_file(path, **same) == (digests, [], False)
-    assert _native.read_file(path, target, 0, **same) == (digests, [], False)
-assert os.pread(target, size, 0) == os.pread(region, size, 0)
+    assert _native.read_file(path, target, **same) == (digests, [], False)
+assert bytes(target) == os.pread(region, size, 0)
 print("all")
 """
 

@@ -1,0 +1,358 @@
+"""A step is read from disk into memory of the trainer's own, begun before anything else of `attach`: what is
+loaded is the step, or nothing is; and that memory is gone before slots are asked for, however `attach` ends.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import re
+import shutil
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import flashckpt
+from flashckpt import _native
+from flashckpt.checkpointer.session import open_session
+from flashckpt.commit.lineage import newest_first
+from flashckpt.commit.steps import StepRecord, read_step
+from flashckpt.errors import OutOfRoomError
+from flashckpt.format.records import CHUNK_BYTES
+from flashckpt.keeper.client import KeeperClient
+from flashckpt.memory import room
+from flashckpt.options import Environment
+from flashckpt.restore import step_choice, step_image
+from flashckpt.restore.step_image import EarlyRead, StepImage
+from flashckpt.store import open_store
+
+BYTES = 4 * 1024 * 1024  # of the frozen part, which is stored as constants
+
+
+class Model(nn.Module):
+    """Some chunks that are trained, and some that never change."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.trained = nn.Linear(1024, 3 * 1024)
+        self.frozen = nn.Linear(1024, 2 * 1024, bias=False)
+        self.frozen.weight.requires_grad_(False)
+
+    def equals(self, other: nn.Module) -> bool:
+        return all(torch.equal(a, b) for a, b in zip(self.parameters(), other.parameters(), strict=True))
+
+
+@pytest.fixture
+def run(tmp_path: Path, runtime: Path, kill_keepers: Callable[..., None]) -> Path:
+    """A run with one committed step, and nothing of it in memory."""
+    save(tmp_path / "run")
+    kill_keepers(remove_regions=True)
+    return tmp_path / "run"
+
+
+def save(run: Path) -> int:
+    """One more step, whose weights are those of its number as a seed."""
+    live = Model(1)
+    with flashckpt.attach(run, every=None, model=live) as checkpointer:
+        step = checkpointer.completed + 1
+        with torch.no_grad():
+            live.trained.weight.copy_(Model(step).trained.weight)
+            live.trained.bias.copy_(Model(step).trained.bias)
+        checkpointer.step()
+        checkpointer.save()
+        checkpointer.wait()
+        return checkpointer.completed
+
+
+def newest(run: Path) -> StepRecord:
+    store = open_store(run)
+    each = next(newest_first(store))
+    return read_step(store, each.step, each.attempt)
+
+
+def images() -> int:
+    """How many mappings of this process are memory that was taken to read a step into."""
+    found = re.findall(
+        r"^[0-9a-f]+-\S+ rw-p .*? 0 *\n((?:\w+:.*\n)+)", Path("/proc/self/smaps").read_text(), re.M
+    )
+    flags = [set(part.rpartition("VmFlags:")[2].split()) for part in found]
+    sizes = [int(re.search(r"Rss: +(\d+)", part)[1]) for part in found]  # type: ignore[index]
+    return sum({"dc", "dd"} <= flag and size > 0 for flag, size in zip(flags, sizes, strict=True))
+
+
+def readers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "flashckpt-read"]
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files that are read into memory, with the thread that does."""
+    read, seen = _native.read_file, list[str]()
+
+    def read_file(path: str, *arguments: Any, **named: Any) -> Any:
+        seen.append(threading.current_thread().name)
+        return read(path, *arguments, **named)
+
+    monkeypatch.setattr(_native, "read_file", read_file)
+    return seen
+
+
+def resumed(run: Path, live: Model) -> str | None:
+    with flashckpt.attach(run, every=None, model=live) as checkpointer:
+        return checkpointer.resumed and checkpointer.resumed.tier
+
+
+def test_it_is_read_early_and_once(run: Path, reads: list[str]) -> None:
+    live = Model(2)
+    assert resumed(run, live) == "local"
+    assert live.equals(Model(1))
+    assert reads == ["flashckpt-read"] * 2, "the shard and its constants"
+    assert not readers()
+
+
+def test_what_it_took_is_gone_before_slots_are_asked_for(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the garbage collector: training loops turn it off."""
+    slots, seen = KeeperClient._requested, list[tuple[str, int]]()
+
+    def requested(client: KeeperClient, purpose: str, *arguments: Any) -> Any:
+        seen.append((purpose, images()))
+        return slots(client, purpose, *arguments)
+
+    monkeypatch.setattr(KeeperClient, "_requested", requested)
+    take, taken = EarlyRead.take, list[int]()
+
+    def counted(early: EarlyRead, record: StepRecord) -> StepImage | None:
+        found = take(early, record)
+        taken.append(images())
+        return found
+
+    monkeypatch.setattr(EarlyRead, "take", counted)
+    gc.collect()
+    gc.disable()
+    try:
+        with flashckpt.attach(run, every=None, model=Model(2)) as checkpointer:
+            assert images() == 0
+            checkpointer.step()
+            checkpointer.save()
+    finally:
+        gc.enable()
+    assert taken == [2], "this test sees such memory"
+    assert seen == [("constants", 0), ("slots", 0)]
+
+
+def places(run: Path) -> list[tuple[Path, int]]:
+    """A byte of each chunk of each file, its first and its last among them."""
+    found = []
+    for file in run.rglob("*.safetensors"):
+        size = file.stat().st_size
+        found += [(file, offset) for offset in (0, 7, CHUNK_BYTES, size // 2, size - 1)]
+    return found
+
+
+def test_a_wrong_byte_anywhere_is_found(run: Path) -> None:
+    """In what is read early, and again by the resume, which says so."""
+    record, store = newest(run), open_store(run)
+    assert len(places(run)) == 10
+    for file, offset in places(run):
+        whole = file.read_bytes()
+        file.write_bytes(whole[:offset] + bytes([whole[offset] ^ 1]) + whole[offset + 1 :])
+        early = EarlyRead(store, 0, 2)
+        assert early.take(record) is None
+        assert images() == 0
+        file.write_bytes(whole)
+    file.write_bytes(whole[:offset] + bytes([whole[offset] ^ 1]))
+    live = Model(2)
+    with pytest.raises(flashckpt.UnusableRunError, match="is not what was committed"):
+        resumed(run, live)
+    assert live.equals(Model(2))
+    assert images() == 0
+
+
+@pytest.mark.parametrize("harm", ["cut", "longer", "gone", "link"])
+def test_a_file_that_is_not_there_as_it_was_is_not_read(run: Path, harm: str) -> None:
+    record = newest(run)
+    file = run / record.shard_path(0)
+    match harm:
+        case "cut":
+            os.truncate(file, file.stat().st_size - 1)
+        case "longer":
+            os.truncate(file, file.stat().st_size + 1)
+        case "gone":
+            file.unlink()
+        case "link":
+            file.rename(run / "moved")
+            file.symlink_to(run / "moved")
+    assert EarlyRead(open_store(run), 0, 2).take(record) is None
+    live = Model(2)
+    with pytest.raises(flashckpt.UnusableRunError):
+        resumed(run, live)
+    assert live.equals(Model(2))
+    assert not readers()
+
+
+def test_what_was_read_is_taken_though_its_file_is_harmed_then(run: Path) -> None:
+    record, early = newest(run), EarlyRead(open_store(run), 0, 2)
+    early._thread.join()
+    (run / record.shard_path(0)).write_bytes(b"harmed")
+    image = early.take(record)
+    assert image is not None
+    header = record.rank(0).contents.layout().header
+    assert bytes(image.images[0][: len(header)]) == header
+
+
+def test_a_disk_that_fails_once_and_early_costs_nothing(
+    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    read = _native.read_file
+
+    def read_file(path: str, *arguments: Any, **named: Any) -> Any:
+        if readers() and threading.current_thread() in readers():
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return read(path, *arguments, **named)
+
+    monkeypatch.setattr(_native, "read_file", read_file)
+    live = Model(2)
+    assert resumed(run, live) == "local"
+    assert live.equals(Model(1))
+    assert not [each for each in caplog.messages if "cannot be read" in each]
+    assert not list(run.glob("steps/*/*/mark-*"))
+
+
+def test_a_newer_step_that_was_committed_meanwhile_is_the_one(
+    run: Path, runtime: Path, kill_keepers: Callable[..., None]
+) -> None:
+    first, early = newest(run), EarlyRead(open_store(run), 0, 2)
+    early._thread.join()
+    assert save(run) == 2
+    assert early.take(newest(run)) is None
+    assert images() == 0
+    assert early.take(first) is None, "it is given back once it is known that it is another's"
+
+
+def test_a_step_that_is_deleted_meanwhile_is_not_taken(
+    run: Path, runtime: Path, kill_keepers: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert save(run) == 2
+    kill_keepers(remove_regions=True)
+    init = EarlyRead.__init__
+
+    def read_then_delete(early: EarlyRead, *arguments: Any) -> None:
+        record = newest(run)
+        init(early, *arguments)
+        early._thread.join()
+        assert images() == 2
+        shutil.rmtree(run / os.path.dirname(record.shard_path(0)))
+
+    monkeypatch.setattr(EarlyRead, "__init__", read_then_delete)
+    live = Model(3)
+    assert resumed(run, live) == "local"
+    assert live.equals(Model(1))
+    assert images() == 0
+
+
+def test_what_is_in_memory_is_not_read(run: Path, runtime: Path, reads: list[str]) -> None:
+    class Killed(Exception):
+        pass
+
+    with pytest.raises(Killed), flashckpt.attach(run, every=None, model=Model(1)) as checkpointer:
+        checkpointer.step()
+        checkpointer.save()
+        raise Killed
+    del reads[:]
+    assert resumed(run, Model(2)) == "memory"
+    assert reads == []
+
+
+class Interrupting:
+    """Part of a state during whose look at it somebody presses Ctrl-C."""
+
+    def state_dict(self) -> dict[str, int]:
+        signal.raise_signal(signal.SIGINT)
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+
+@pytest.mark.parametrize("kind", ["interrupt", "unsavable", "mismatch", "held", "no room", "taken up"])
+def test_nothing_of_it_is_left_however_attach_ends(
+    run: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the error, with all frames that it came through, is kept, as a notebook does."""
+    named: dict[str, Any] = {"model": Model(2)}
+    beside, error = None, flashckpt.FlashckptError
+    match kind:
+        case "interrupt":
+            named["own"], error = Interrupting(), KeyboardInterrupt  # type: ignore[assignment]
+        case "unsavable":
+            named["own"] = {"what": object()}
+        case "mismatch":
+            named["own"] = {"more": 1}
+        case "held":
+            beside = open_session(run, flashckpt.Keep(), flashckpt.Options(), Environment.read())
+        case "no room":
+            monkeypatch.setattr(room, "available_bytes", lambda: BYTES)
+        case "taken up":
+            monkeypatch.setattr("flashckpt.checkpointer.resume.fill", lambda *_: 1 / 0)
+            error = ZeroDivisionError  # type: ignore[assignment]
+    gc.disable()
+    try:
+        with pytest.raises(error) as kept:
+            flashckpt.attach(run, every=None, **named)
+        assert not readers()
+        assert images() == 0
+        assert kept.value.__traceback__ is not None
+    finally:
+        gc.enable()
+        if beside is not None:
+            beside.close()
+    assert named["model"].equals(Model(2))
+
+
+def test_without_room_it_is_said_how_much_there_would_have_to_be(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts = set(run.glob("attempts/*/start.json"))
+    size = sum(-(-file.stat().st_size // 4096) * 4096 for file in run.rglob("*.safetensors"))
+    monkeypatch.setattr(room, "available_bytes", lambda: size - 1)
+    live = Model(2)
+    with pytest.raises(OutOfRoomError, match="Step 1 needs") as refused:
+        flashckpt.attach(run, every=None, model=live)
+    assert (refused.value.needed, refused.value.available) == (size, size - 1)
+    assert live.equals(Model(2))
+    assert not list(run.glob("steps/*/*/mark-*"))
+    assert set(run.glob("attempts/*/start.json")) == starts
+    monkeypatch.setattr(room, "available_bytes", lambda: size)
+    image = step_image.read_image(newest(run), 0, 2)
+    image.discard()
+
+
+@pytest.mark.process
+def test_a_child_that_is_forked_meanwhile_has_nothing_of_it(run: Path) -> None:
+    record, early = newest(run), EarlyRead(open_store(run), 0, 2)
+    child = os.fork()
+    if child == 0:
+        try:
+            early.close()
+            os._exit(0 if early.take(record) is None and images() == 0 else 2)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    image = early.take(record)
+    assert image is not None
+    fits = step_choice.Snapshot.of(image)
+    assert torch.equal(fits.tensor("model.trained.weight"), Model(1).trained.weight)
+
+
+def test_a_run_that_is_not_there_is_not_made(tmp_path: Path, runtime: Path) -> None:
+    with pytest.raises(flashckpt.StateError):
+        flashckpt.attach(tmp_path / "run", every=None, own={"what": object()})
+    assert not (tmp_path / "run").exists()
+    assert not list(runtime.iterdir())
