@@ -8,7 +8,6 @@ was made for it taken back.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import deque
@@ -19,12 +18,11 @@ from typing import Any
 
 from flashckpt import crashpoints
 from flashckpt.errors import FlashckptError, KeeperError, OutOfRoomError
-from flashckpt.format.layout import PAGE
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper.protocol import Connection, ProtocolError, names, number, numbers, text
 from flashckpt.keeper.trainers import Trainer
 from flashckpt.memory import room
-from flashckpt.memory.control_page import SlotSize, round_up
+from flashckpt.memory.control_page import SlotSize
 from flashckpt.memory.held_regions import MAX_REGIONS, HeldRegion, Made, Regions
 from flashckpt.memory.region import MEMFD
 from flashckpt.memory.slot import Sealed, SlotState
@@ -40,7 +38,7 @@ _LOOK_S = 0.1
 # Of memory that was there when it was reserved, and was not when it was taken.
 _TRIES = 3
 
-SLOTS, READ, CONSTANTS = "slots", "read", "constants"
+SLOTS, CONSTANTS = "slots", "constants"
 
 
 @dataclass(eq=False)
@@ -65,7 +63,7 @@ class _MemoryRequest:
         needed = SlotSize(*numbers(message, "needed", 2, _MOST_SLOT_BYTES))
         wanted = SlotSize(*numbers(message, "wanted", 2, _MOST_SLOT_BYTES))
         purpose = text(message, "purpose", 16)
-        if purpose not in (SLOTS, READ, CONSTANTS):
+        if purpose not in (SLOTS, CONSTANTS):
             raise ProtocolError(
                 f"{purpose!r} is nothing that memory is asked for. The connection was closed."
             )
@@ -89,9 +87,6 @@ class _Plan:
     is_memfd: bool = False
 
 
-_NOTHING = _Plan(0, SlotSize(0, 0))
-
-
 class Allocation:
     """`is_needed` says whether a snapshot is the newest of its rank or still to be persisted; `wake` is the
     eventfd that wakes the keeper's loop; `stands` says whether this is still the keeper: otherwise what is
@@ -112,8 +107,7 @@ class Allocation:
         # Bytes that each rank is still to take. Its own thread counts them down.
         self._reserved: dict[int, int] = {}
         self._guard = threading.Lock()
-        self._making: dict[int, tuple[str, _Plan]] = {}  # for what, by rank
-        self._begun: deque[tuple[_MemoryRequest, int]] = deque()
+        self._making: dict[int, str] = {}  # for what, by rank
         self._decided_for: AttemptName | None = None
         self._slots_each = 0
 
@@ -131,8 +125,6 @@ class Allocation:
         """Hand over what was made, and begin what can be."""
         if not self._stands():
             return
-        while self._begun:
-            self._tell_begun(*self._begun.popleft())
         for rank, waiting in self._waiting.items():
             worker = self._workers.get(rank)
             if worker is not None:
@@ -168,7 +160,7 @@ class Allocation:
         """What is given of what is here, and what is made for the rest. OutOfRoomError where it cannot be."""
         if request.purpose == CONSTANTS:
             return self._region_for_constants(request)
-        return self._slot_to_read(request) if request.purpose == READ else self._slots(request)
+        return self._slots(request)
 
     def _slots(self, request: _MemoryRequest) -> tuple[list[HeldRegion], _Plan | None]:
         """Room to grow before none, then fewer slots; then those that others left and that are too large."""
@@ -197,24 +189,6 @@ class Allocation:
         available = len(large_enough) * num_bytes + self._left_for(trainer.rank)
         raise room.out_of_room((count - has) * num_bytes, available)
 
-    def _slot_to_read(self, request: _MemoryRequest) -> tuple[list[HeldRegion], _Plan | None]:
-        """A slot to read a step into: it holds nothing that is committed nowhere."""
-        trainer, size = request.trainer, request.wanted
-        mine = [each for each in self._regions.of_rank(trainer.rank) if self._may_be_given(each, request)]
-        fit = [each for each in mine if each.slot.size.holds(request.needed)]
-        if found := self._overwritable(fit, in_need=False):
-            return found[:1], None
-        for each in mine:
-            # Of another size, and empty: its room may be what the new one needs. A resume may still come
-            # down to each of the others.
-            if each.state() is SlotState.FREE and not self._regions.is_written(each):
-                self._regions.remove(each)
-        if self._has_room(request, 1, 1, size):
-            return [], _Plan(1, size, self._has_memfd(trainer))
-        if found := self._overwritable(fit, in_need=True):
-            return found[:1], None
-        raise room.out_of_room(size.region_bytes, self._left_for(trainer.rank))
-
     def _region_for_constants(self, request: _MemoryRequest) -> tuple[list[HeldRegion], _Plan | None]:
         trainer, size = request.trainer, request.needed
         for each in self._regions.constants_of(trainer.rank):
@@ -240,23 +214,6 @@ class Allocation:
         name what does not."""
         regions = self._regions.constants_of(trainer.rank)
         return any(each.kind == MEMFD and each.writer == trainer.lock for each in regions)
-
-    def _overwritable(self, fit: list[HeldRegion], *, in_need: bool) -> list[HeldRegion]:
-        """Slots that a resume may read a step into: empty ones, then those whose snapshot is committed,
-        since the resume may yet come down to another. Without room for a new slot (`in_need`) also one
-        that is neither the newest nor asked for."""
-        empty = [held for held in fit if held.state() is SlotState.FREE]
-        sealed = [(held, each) for held in fit if (each := held.sealed()) is not None]
-        free = [pair for pair in sealed if pair[1].word.state is SlotState.SEALED]
-        done = [held for held, each in free if held.slot.persisted == each.generation]
-        if not in_need or empty or done:
-            return empty + done
-        newest = max((each.age for _, each in sealed), default=None)
-        return [
-            held
-            for held, each in sorted(free, key=lambda pair: pair[1].age)
-            if each.age != newest and not held.slot.wants_persist(each.generation)
-        ]
 
     def _clear(self, regions: Iterable[HeldRegion]) -> None:
         """Remove slots of another size that are nobody's and hold nothing that is needed, before others are
@@ -292,12 +249,9 @@ class Allocation:
         trainer, regions, is_constants = request.trainer, self._regions, request.purpose == CONSTANTS
         for rank in set(trainer.ranks) - {trainer.rank}:
             held = regions.constants_of(rank) if is_constants else regions.of_rank(rank)
-            purpose, plan = self._making.get(rank, ("", _NOTHING))
-            is_made = purpose == (CONSTANTS if is_constants else SLOTS)
-            if is_made or any(map(regions.is_written, held)):
+            if self._making.get(rank) == request.purpose or any(map(regions.is_written, held)):
                 continue
             has = sum(each.slot.size.holds(size) for each in held)
-            has += plan.count if purpose == READ and plan.size.holds(size) else 0
             missing += max(count - has, 0)
         return missing * size.region_bytes <= self._left_for(trainer.rank)
 
@@ -314,17 +268,11 @@ class Allocation:
         indexes = [index for index in range(len(taken) + plan.count) if index not in taken][: plan.count]
         with self._guard:
             self._reserved[rank] = plan.count * plan.size.region_bytes
-        self._making[rank] = request.purpose, plan
+        self._making[rank] = request.purpose
         crashpoints.point("memory.reserved")
-
-        def begun(descriptor: int) -> None:
-            self._begun.append((request, os.dup(descriptor)))
-            os.eventfd_write(self._wake, 1)
-
         make = partial(
             self._regions.make, rank, [0] if request.purpose == CONSTANTS else indexes, plan.size,
             available=lambda: self._left_for(rank),
-            begun=None if request.purpose == SLOTS else begun,
             taken=partial(self._count_down, rank),
             holds_constants=request.purpose == CONSTANTS,
             is_memfd=plan.is_memfd,
@@ -335,15 +283,7 @@ class Allocation:
         with self._guard:
             self._reserved[rank] = max(0, self._reserved.get(rank, 0) - num_bytes)
 
-    def _tell_begun(self, request: _MemoryRequest, descriptor: int) -> None:
-        """A step may be read into a region while its memory is taken: it is as long as what it has."""
-        offset = PAGE + round_up(request.wanted.metadata_bytes)
-        request.connection.tell({"begun": True, "image_offset": offset}, (descriptor,))
-        os.close(descriptor)
-
     def _made(self, request: _MemoryRequest, plan: _Plan, made: Made | BaseException) -> None:
-        while self._begun:  # what belongs to this request comes before its answer
-            self._tell_begun(*self._begun.popleft())
         rank = request.trainer.rank
         with self._guard:
             self._reserved.pop(rank, None)
@@ -393,12 +333,11 @@ class Allocation:
             return
         for held in given:
             held.retired = False
-            if request.purpose != READ:
-                held.writer = trainer.lock
+            held.writer = trainer.lock
         for held in self._regions.of_rank(rank) if request.purpose == SLOTS else ():
             # What was given just now is not, though its trainer may have died since it was told.
             if held not in given and not self._regions.is_written(held):
-                held.retired = True  # of an earlier attempt, or read into, and not wanted
+                held.retired = True  # of an earlier attempt, and not wanted
         crashpoints.point("memory.given")
 
     def _take_back(self, made: Sequence[HeldRegion]) -> None:

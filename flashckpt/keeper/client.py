@@ -4,7 +4,7 @@ called by the training thread between two batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flashckpt.format.names import AttemptName
@@ -16,8 +16,6 @@ from flashckpt.memory.runtime import LifeLock, RuntimeFolder
 from flashckpt.options import Keep
 
 _PATIENCE_S = 30.0
-
-Early = Callable[[int, int], None]
 
 
 class KeeperClient(KeeperConnection):
@@ -90,19 +88,10 @@ class KeeperClient(KeeperConnection):
 
         return self._requested("slots", count, needed, wanted or needed, have, taken)
 
-    def slot_to_read(
-        self, needed: SlotSize, wanted: SlotSize | None = None, *, early: Early | None = None
-    ) -> SlotGrant:
-        """A slot to read a step into: it holds nothing that is committed nowhere. `early` is given a
-        descriptor, to be closed by it, and the offset of the image in the region whose memory is being
-        taken, to begin with what has its place already. The slot that is granted in the end may be another
-        one. Blocks and raises as `slots`."""
-        return _one(self._requested("read", 1, needed, wanted or needed, (), self._lent, early))
-
-    def constants(self, size: SlotSize, *, early: Early | None = None) -> SlotGrant:
+    def constants(self, size: SlotSize) -> SlotGrant:
         """A region for the constants of this trainer, FREE. It stays until this trainer has released it, or
-        died, and no snapshot names it. `early` as in `slot_to_read`; blocks and raises as `slots`."""
-        return _one(self._requested("constants", 1, size, size, (), self._kept, early))
+        died, and no snapshot names it. Blocks and raises as `slots`."""
+        return _one(self._requested("constants", 1, size, size, (), self._kept))
 
     def _requested(
         self,
@@ -112,17 +101,9 @@ class KeeperClient(KeeperConnection):
         wanted: SlotSize,
         have: Sequence[str],
         taken: Taken[list[SlotGrant]],
-        early: Early | None = None,
     ) -> list[SlotGrant]:
-        def begun(answer: dict[str, Any], descriptors: list[int]) -> None:
-            offset = answer.get("image_offset")
-            if early is not None and len(descriptors) == 1 and isinstance(offset, int):
-                early(descriptors[0], offset)
-            else:
-                close_all(descriptors)
-
         asked = {"purpose": purpose, "count": count, "needed": needed, "wanted": wanted, "have": list(have)}
-        return self.call_apart({"op": "memory", **asked}, begun, taken)
+        return self.call_apart({"op": "memory", **asked}, taken)
 
     def keep_constants(self, name: str) -> SlotGrant:
         """The region of constants that survived under this name: this trainer goes on naming it. Raises

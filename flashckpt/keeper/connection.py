@@ -205,10 +205,10 @@ class KeeperConnection:
                     raise
             return taken(*_accepted(*found))
 
-    def call_apart(self, message: dict[str, Any], begun: Taken[None], taken: Taken[T]) -> T:
+    def call_apart(self, message: dict[str, Any], taken: Taken[T]) -> T:
         """The same for a request that may take long. Its answer is waited for on a socket of its own, so that
         this thread alone waits. A keeper that dies meanwhile, or is replaced, has answered nothing: its
-        successor is asked. `begun` is given what comes before the answer.
+        successor is asked.
 
         Raises KeeperError, OutOfRoomError; KeeperError once `stop_waiting` was called, too.
         """
@@ -217,14 +217,14 @@ class KeeperConnection:
             self.call({"op": "ping"})  # there is a keeper, and it knows what this trainer has
             tries, restarts = (tries + 1, restarts) if restarts == self.restarts else (1, self.restarts)
             try:
-                return self._answered_apart(message, begun, taken)
+                return self._answered_apart(message, taken)
             except (OSError, EOFError) as error:
                 if tries >= _TRIES or isinstance(error, TimeoutError):
                     raise _unreachable(self._runtime, f"it does not answer ({error})") from error
                 time.sleep(_RETRY_S)
         raise KeeperError("The run was let go while it waited for its keeper.")
 
-    def _answered_apart(self, message: dict[str, Any], begun: Taken[None], taken: Taken[T]) -> T:
+    def _answered_apart(self, message: dict[str, Any], taken: Taken[T]) -> T:
         with self._lock:
             elected = self._runtime.inode(ELECTION_LOCK)
             peer = None if self._closed else self._reach()
@@ -236,12 +236,7 @@ class KeeperConnection:
             if "hello" in self._said:
                 _asked(peer, self._said["hello"])
             peer.settimeout(None)
-            send(peer, message)
-            while True:
-                answer, received = receive(peer)
-                if "begun" not in answer:
-                    break
-                begun(answer, received)
+            answer, received = _exchanged(peer, message)
         finally:
             with self._lock:
                 self._waiting.discard(peer)

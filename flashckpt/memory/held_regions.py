@@ -120,16 +120,15 @@ class Regions:
         size: SlotSize,
         *,
         available: Callable[[], int] = room.available_bytes,
-        begun: Callable[[int], None] | None = None,
         taken: Callable[[int], None] = lambda _: None,
         holds_constants: bool = False,
         is_memfd: bool = False,
     ) -> Made:
         """Allocate regions, in a thread of their rank: nothing of what is held is touched. See `put`, and
-        `region.create` for `available`, `begun` and `taken`."""
+        `region.create` for `available` and `taken`."""
         num_bytes, made = size.region_bytes, list[Region]()
         kind = MEMFD if is_memfd else region.kind_for(self._folder, num_bytes * len(indexes))
-        create = partial(region.create, available=available, begun=begun, taken=taken)
+        create = partial(region.create, available=available, taken=taken)
         for index in indexes:
             header = SlotHeader(
                 identity=self._folder.identity,

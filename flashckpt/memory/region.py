@@ -69,21 +69,17 @@ def create(
     kind: str,
     *,
     available: Callable[[], int] = room.available_bytes,
-    begun: Callable[[int], None] | None = None,
     taken: Callable[[int], None] = lambda _: None,
 ) -> Region:
     """Make a region of `num_bytes`, every byte of it allocated: touching it can never be SIGBUS.
 
-    Takes the node's lock. A named region that its file system has no room for becomes a memfd. `begun` is
-    given the descriptor before anything is allocated: while the region is made it is as long as what it has,
-    which is in small pages then. `taken` is told the bytes of each step.
+    Takes the node's lock. A named region that its file system has no room for becomes a memfd. `taken` is
+    told the bytes of each step.
     Raises OutOfRoomError with nothing left behind.
     """
 
     def take(descriptor: int) -> None:
-        if begun is not None:
-            begun(descriptor)
-        room.take(descriptor, num_bytes, available=available, huge=begun is None, taken=taken)
+        room.take(descriptor, num_bytes, available=available, taken=taken)
 
     with room.node_lock(folder):
         if kind == NAMED:

@@ -129,21 +129,17 @@ def take(
     *,
     available: Callable[[], int] = available_bytes,
     step_bytes: int = STEP_BYTES,
-    huge: bool = True,
     taken: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Allocate the first `num_bytes` of a region in steps, asking for room before each, and telling `taken`
-    the bytes of each afterwards.
-
-    `huge`: in huge pages as far as the kernel has them to give. The region is then, within a step, longer
-    than what it has: not for one that somebody fills meanwhile.
+    the bytes of each afterwards: in huge pages as far as the kernel has them to give.
 
     Call it under `node_lock`. Raises OutOfRoomError, with what was taken so far still allocated (the
     caller closes or removes the region); OSError where the file system refuses.
     """
     if (room := available()) < num_bytes:
         raise out_of_room(num_bytes, room)
-    done, huge_left_s = 0, _MOST_HUGE_S if huge else 0.0
+    done, huge_left_s = 0, _MOST_HUGE_S
     while done < num_bytes:
         step = min(step_bytes, num_bytes - done)
         room = available()

@@ -22,8 +22,8 @@ from flashckpt.state.tree import Saved
 class Snapshot:
     """One rank's state at one step, which is a `boundary` of `attempt`. `image` is a writable buffer that
     holds what `layout` says, but for constants: those are in `constants_image`. `digests` are those of
-    `layout.leaves`; `values` is what is not a tensor, decoded; `at_rest` is where the images are of one that was
-    read from disk."""
+    `layout.leaves`; `values` is what is not a tensor, decoded; `at_rest` is where the images are of one that
+    was read from disk."""
 
     step: int
     attempt: AttemptName

@@ -1,8 +1,8 @@
-"""A committed step in memory of this process's own: a rank's files, each chunk and leaf verified as it arrives.
+"""A committed step in memory of this process's own: a rank's files, every byte verified as it arrives.
 
 No slot: a step at rest is lost by nobody's death, and without one reading needs no keeper. So it begins with
-the process (`EarlyRead`), beside imports, claim and the keeper's start, and its memory is gone before slots are
-asked for. Changes nothing in the store; imports no torch.
+the process (`EarlyRead`), beside imports, claim and the keeper's start, and its memory is gone before slots
+are asked for. Changes nothing in the store; imports no torch.
 """
 
 from __future__ import annotations

@@ -132,27 +132,13 @@ def test_ranks_of_a_node_do_not_all_pass_one_look(node: Callable[[int], Node]) -
     assert not narrow.regions.everything()
 
 
-@pytest.mark.parametrize("purpose", ["constants", "read"])
-def test_a_rank_that_takes_something_else_still_has_its_slots_to_come(
-    node: Callable[[int], Node], purpose: str
-) -> None:
+def test_a_rank_that_takes_constants_still_has_its_slots_to_come(node: Callable[[int], Node]) -> None:
     """There is no room for two slots of each rank, whatever the first one takes meanwhile."""
     narrow = node(4 * EACH - 1)
-    narrow.ask(0, of=2, purpose=purpose)
+    narrow.ask(0, of=2, purpose="constants")
     narrow.ask(1, of=2)
     assert isinstance(narrow.answered()[1], OutOfRoomError)
     assert narrow.answers[0] == 1
-
-
-def test_what_ranks_to_come_have_already_is_not_to_be_taken(node: Callable[[int], Node]) -> None:
-    """Each has read a step into a slot that it will be given."""
-    tight = node(2 * EACH)
-    for rank in range(2):
-        tight.ask(rank, of=2, purpose="read")
-    assert tight.answered() == {0: 1, 1: 1}
-    for rank in range(2):
-        tight.ask(rank, of=2, count=2)
-    assert tight.answered() == {0: 2, 1: 2}
 
 
 def test_each_rank_has_its_constants_where_there_is_just_room_for_them(node: Callable[[int], Node]) -> None:

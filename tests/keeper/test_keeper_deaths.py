@@ -330,9 +330,6 @@ def test_memfds_survive_the_keeper_and_fall_with_both(tmp_path: Path, runtime: P
         assert slot.persisted == generation
         assert trainer.client.restarts == 1
         assert [step for _, step in sorted(trainer.survivors(), key=lambda row: row[1])] == [1, 2]
-        lent = trainer.client.slot_to_read(SlotSize(1 << 20, trainer.layout.num_bytes))
-        os.close(lent.descriptor)
-        assert lent.name in trainer.client._held.held
         for grant in trainer.client.slots(3, SlotSize(4096, trainer.layout.num_bytes)):
             os.close(grant.descriptor)
         assert set(trainer.client._held.held) == {slot.name for slot in trainer.slots}
@@ -479,19 +476,4 @@ def test_slots_stay_until_the_trainer_releases_them(tmp_path: Path, runtime: Pat
     trainer.client.release(old)
     eventually(lambda: len(set(old) & set(trainer.folder.names())) == 1)
     assert slot.name in trainer.folder.names(), "the newest stays until a newer one is sealed"
-    trainer.end()
-
-
-def test_no_step_is_read_into_a_slot_whose_snapshot_is_committed_nowhere(
-    tmp_path: Path, runtime: Path
-) -> None:
-    trainer = attached(tmp_path / "run", runtime)
-    for step in (1, 2, 3):
-        trainer.snapshot(step)
-    named = {slot.name for slot in trainer.slots}
-    size = trainer.layout.num_bytes
-    grant = trainer.client.slot_to_read(SlotSize(4096, size))
-    grant.open().close()
-    assert grant.name not in named
-    assert len(trainer.survivors()) == 3
     trainer.end()

@@ -87,11 +87,8 @@ def test_steps_need_not_end_where_huge_pages_do(step_bytes: int) -> None:
     os.close(descriptor)
 
 
-@pytest.mark.parametrize("early", [False, True])
-def test_between_steps_a_region_is_as_long_as_what_it_has(folder: RuntimeFolder, early: bool) -> None:
-    """And within them, where somebody fills it meanwhile: such a region is never made in huge pages."""
+def test_between_steps_a_region_is_as_long_as_what_it_has(folder: RuntimeFolder) -> None:
     seen: list[tuple[int, int]] = []
-    begun: list[int] = []
 
     def available() -> int:
         path = os.path.join(folder.path, NAME)
@@ -101,14 +98,9 @@ def test_between_steps_a_region_is_as_long_as_what_it_has(folder: RuntimeFolder,
         return 1 << 40
 
     num_bytes = 2 * room.STEP_BYTES + 4096
-    made = region.create(
-        folder, NAME, num_bytes, region.NAMED, available=available, begun=begun.append if early else None
-    )
+    made = region.create(folder, NAME, num_bytes, region.NAMED, available=available)
     assert len(seen) >= 3
     assert all(size == had for size, had in seen)
-    if early:
-        assert begun == [made.descriptor]
-        assert mapped_huge(made.descriptor, num_bytes) == 0
     os.close(made.descriptor)
 
 
