@@ -133,11 +133,14 @@ class StepChoice:
             loaded = self.load(candidate)
             said = (loaded.snapshot.boundary, "") if loaded is not None else (None, self.refused[-1])
             ballot = Ballot(candidate=candidate, boundary=said[0], reason=said[1])
-            if self._vote(ballot) and loaded is not None:
-                self._tell_incomplete(candidate.step)
-                return loaded
+            with contextlib.ExitStack() as undo:
+                if loaded is not None:
+                    undo.callback(loaded.drop)
+                if self._vote(ballot) and loaded is not None:
+                    self._tell_incomplete(candidate.step)
+                    undo.pop_all()
+                    return loaded
             if loaded is not None:
-                loaded.drop()
                 self._pass_over(f"{_named(candidate)}: it is whole here, and another rank could not load it")
         if candidates:
             reasons = "\n".join(f"  {reason}" for reason in self.refused)

@@ -22,6 +22,7 @@ from torch import nn
 
 import flashckpt
 from flashckpt import _native
+from flashckpt.checkpointer.resume import attach_to
 from flashckpt.checkpointer.session import open_session
 from flashckpt.commit.lineage import newest_first
 from flashckpt.commit.steps import StepRecord, read_step
@@ -32,6 +33,7 @@ from flashckpt.memory import room
 from flashckpt.options import Environment
 from flashckpt.restore import step_choice, step_image
 from flashckpt.restore.step_image import EarlyRead, StepImage
+from flashckpt.state.tree import Tree
 from flashckpt.store import open_store
 
 BYTES = 4 * 1024 * 1024  # of the frozen part, which is stored as constants
@@ -314,6 +316,24 @@ def test_nothing_of_it_is_left_however_attach_ends(
         if beside is not None:
             beside.close()
     assert named["model"].equals(Model(2))
+
+
+def test_where_the_vote_fails_nothing_of_it_is_left(run: Path) -> None:
+    def vote(ballot: step_choice.Ballot) -> bool:
+        assert images() == (0 if ballot.ends else 2)
+        raise ZeroDivisionError
+
+    live, options = Model(2), flashckpt.Options()
+    session = open_session(run, flashckpt.Keep(), options, Environment.read())
+    gc.disable()
+    try:
+        with pytest.raises(ZeroDivisionError) as kept:
+            attach_to(session, Tree({"model": live}), options, None, None, began=0.0, vote=vote)
+        assert images() == 0
+        assert kept.value.__traceback__ is not None
+    finally:
+        gc.enable()
+    assert live.equals(Model(2))
 
 
 def test_without_room_it_is_said_how_much_there_would_have_to_be(
