@@ -206,7 +206,7 @@ def _describe_disk(part: dict[str, Any]) -> list[Figure]:
         for reads in zip(*(each["direct_read_s"] for each in part["resumes"]), strict=True)
     ]
     if not all(by_shape):
-        return [Figure("disk to the verified slot", "not measured", "≥ 90 %", None, "no O_DIRECT here")]
+        return [Figure("disk to verified memory", "not measured", "≥ 90 %", None, "no O_DIRECT here")]
     verified_s = median(each["verified_s"] for each in part["resumes"])
     direct = min(by_shape, key=median)
     checksum_s = _median_of(part, "checksum_s")
@@ -220,7 +220,7 @@ def _describe_disk(part: dict[str, Any]) -> list[Figure]:
         f"checksum alone {checksum_s:.3f} s; all in place after {resumed_s:.3f} s"
     )
     return [
-        Figure("disk to the verified slot, against O_DIRECT", f"{share:.0%}", "≥ 90 %", share >= 0.9, detail)
+        Figure("disk to verified memory, against O_DIRECT", f"{share:.0%}", "≥ 90 %", share >= 0.9, detail)
     ]
 
 
