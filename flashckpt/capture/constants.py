@@ -19,12 +19,22 @@ from flashckpt.capture.digests import digest_tensors
 from flashckpt.capture.plan import ConstantsRegion, is_plain, local
 from flashckpt.events import log
 from flashckpt.format.layout import Layout, Leaf
+from flashckpt.format.metadata import geometry, plan_bytes
+from flashckpt.memory.control_page import SlotSize
 from flashckpt.state.tensors import leaf_of
 
 if TYPE_CHECKING:
     from flashckpt.state.leaves import LiveLeaf
 
 LEAST_BYTES = 1 << 20
+# What a region has in the place of what is not a tensor.
+NO_VALUES = b"{}"
+
+
+def region_size(layout: Layout) -> SlotSize:
+    """What a region for these constants has to have room for."""
+    places = geometry(len(plan_bytes(layout)), len(layout.leaves), len(NO_VALUES))
+    return SlotSize(places.num_bytes, layout.num_bytes)
 
 
 class ConstantsChanged(Exception):

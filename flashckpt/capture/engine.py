@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from flashckpt import _native
-from flashckpt.capture.constants import Constants, ConstantsChanged
+from flashckpt.capture.constants import Constants, ConstantsChanged, region_size
 from flashckpt.capture.copies import PreparedCopies
 from flashckpt.capture.copy_policy import CopyPolicy, describe
 from flashckpt.capture.devices import Device
@@ -27,7 +27,6 @@ from flashckpt.capture.plan import ConstantsRegion
 from flashckpt.capture.planner import Planner, Walkable
 from flashckpt.capture.schedule import Intervals, Schedule
 from flashckpt.capture.slot_writer import HeartbeatWriter, SlotWriter, SlotWriters
-from flashckpt.memory.constants import region_size
 from flashckpt.memory.control_page import SlotSize
 from flashckpt.memory.slot import Slot, SlotRing
 from flashckpt.options import Options
@@ -330,8 +329,10 @@ class Capture:
 
     def _write(self, target: SlotWriter, copies: PreparedCopies, data: bytes, step: int) -> None:
         persist = self._ordered or self.schedule.persist_due(step)
-        how = {"gated": self._hooks.gated, "persist": persist}
-        copies.write(target, data, self._sealer, step, self._attempt, boundary=self.ordinal, **how)
+        copies.write(
+            target, data, self._sealer, step, self._attempt,
+            boundary=self.ordinal, gated=self._hooks.gated, persist=persist,
+        )  # fmt: skip
         pending = PendingSnapshot(step, target, copies, ordered=self._ordered)
         self._in_flight.add(pending)
         if persist:

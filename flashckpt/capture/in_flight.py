@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from flashckpt import _native, crashpoints
-from flashckpt.capture.constants import Constants
+from flashckpt.capture.constants import NO_VALUES, Constants
 from flashckpt.capture.copies import PreparedCopies
 from flashckpt.capture.copy_policy import CopyPolicy
 from flashckpt.capture.plan import ConstantsRegion
@@ -17,7 +17,6 @@ from flashckpt.capture.planner import Planner
 from flashckpt.capture.slot_writer import SlotWriter
 from flashckpt.errors import KeeperError
 from flashckpt.events import log
-from flashckpt.memory.constants import VALUES
 from flashckpt.memory.slot import Slot, SlotState
 
 _WAIT_SLICE_S = 60.0
@@ -224,12 +223,12 @@ class RegionCopy:
 
     def _begin(self, copies: PreparedCopies, step: int, attempt: tuple[int, int]) -> PreparedCopies:
         """Raises KeeperError where the region is not to be had any more, or too small."""
-        fits = self._region.size.holds(copies.plan.room(len(VALUES)))
+        fits = self._region.size.holds(copies.plan.room(len(NO_VALUES)))
         if not fits or not self._target.begin():
             raise KeeperError(f"{self._region.name} cannot be written.")
         self._tries += 1
         try:
-            copies.write(self._target, VALUES, self._sealer, step, attempt)
+            copies.write(self._target, NO_VALUES, self._sealer, step, attempt)
         except BaseException:
             copies.plan.release()
             raise

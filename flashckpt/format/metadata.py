@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import struct
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
@@ -58,19 +57,6 @@ def geometry(plan_len: int, count: int, values_len: int, constants_len: int = 0)
 def header(plan_len: int, count: int, values_len: int, constants_len: int = 0) -> bytes:
     """The 64 bytes that a block begins with."""
     return HEADER.pack(MAGIC, VERSION, 0, plan_len, count, values_len, constants_len)
-
-
-def write(
-    view: memoryview, plan: bytes, digests: Sequence[int], values: bytes, constants: bytes = b""
-) -> None:
-    """Write a whole block: plans in JSON, as `plan_bytes` gives them."""
-    sizes = len(plan), len(digests), len(values), len(constants)
-    places, head = geometry(*sizes), header(*sizes)
-    view[: len(head)] = head
-    view[places.plan : places.plan + len(plan)] = plan
-    view[places.constants : places.constants + len(constants)] = constants
-    view[places.table : places.values] = array("Q", digests).tobytes()
-    view[places.values : places.num_bytes] = values
 
 
 def _aligned(num_bytes: int) -> int:

@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from flashckpt.memory import room
 from flashckpt.memory.runtime import RuntimeFolder
@@ -77,10 +78,7 @@ def create(
     told the bytes of each step.
     Raises OutOfRoomError with nothing left behind.
     """
-
-    def take(descriptor: int) -> None:
-        room.take(descriptor, num_bytes, available=available, taken=taken)
-
+    take = partial(room.take, num_bytes=num_bytes, available=available, taken=taken)
     with room.node_lock(folder):
         if kind == NAMED:
             descriptor = folder.open_file(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)

@@ -24,7 +24,6 @@ from flashckpt.memory import forks
 from flashckpt.memory.control_page import Record, SlotHeader, SlotSize
 
 _MASK_48 = (1 << 48) - 1
-_SEAL_PATIENCE_S = 60.0
 
 
 class SlotState(IntEnum):
@@ -291,18 +290,6 @@ class Slot(forks.OwnDescriptor):
             moves=moves,
         )
 
-    def seal(self, owner: int, generation: int, places: Geometry, count: int) -> str:
-        """Seal what is written outside of a capture, and wait for it: its digests are written too. Returns
-        why it could not be, or nothing."""
-        sealer = _native.Sealer()
-        try:
-            self.submit(sealer, owner, generation, places, count)
-            if sealer.drain(_SEAL_PATIENCE_S) and self.state().state is SlotState.SEALED:
-                return ""
-            return f"it could not be sealed ({'; '.join(why for _, why, _ in sealer.failures())})"
-        finally:
-            sealer.close()
-
     def sealed(self) -> Sealed | None:
         """What is sealed or pinned in the slot, or None. Raises DamagedError for a record whose checksum,
         generation or lengths are not right."""
@@ -329,6 +316,21 @@ class Slot(forks.OwnDescriptor):
         if found != (record.data_start, record.image_bytes, record.constants_bytes):
             raise DamagedError("A slot's plan contradicts its record. It is not used.", step=sealed.step)
         return metadata
+
+    def not_held(self, metadata: Metadata) -> list[int]:
+        """Of a region of constants: indexes, among the leaves of a snapshot that names it, of those that it
+        was not sealed with; all of them where it was sealed with other leaves, or is damaged: then it was
+        never this snapshot's. Whether its bytes still have their digests is for an audit to say."""
+        first = len(metadata.layout.leaves)
+        try:
+            sealed = self.sealed()
+            held = self.metadata(sealed) if sealed is not None else None
+        except DamagedError:
+            held = None
+        if held is None or held.layout != metadata.constants:
+            return list(range(first, len(metadata.leaves)))
+        pairs = enumerate(zip(held.digests, metadata.constants_digests, strict=True), first)
+        return [index for index, (digest, wanted) in pairs if digest != wanted]
 
     # Words between trainer and keeper
 

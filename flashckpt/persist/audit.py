@@ -15,7 +15,6 @@ from flashckpt import _native, crashpoints
 from flashckpt.errors import DamagedError
 from flashckpt.format.layout import PAGE, Layout
 from flashckpt.format.metadata import Metadata
-from flashckpt.memory.constants import not_held
 from flashckpt.memory.slot import Slot, Word
 from flashckpt.persist.job import JobState, LeafSource, SealedSnapshot, StepOutcome, Void
 
@@ -98,7 +97,7 @@ def differing(
     found = []
     holders = {index: each.region for each in sources for index in each.leaves}
     for each in sources[1:]:
-        for index in not_held(each.region, metadata):
+        for index in each.region.not_held(metadata):
             del holders[index]
     image = metadata.image
     for index, (leaf, start) in enumerate(zip(image.leaves, image.starts(), strict=True)):

@@ -23,7 +23,6 @@ from flashckpt.format.layout import Layout
 from flashckpt.format.metadata import Metadata
 from flashckpt.format.names import RUN, AttemptName, attempt_folder, part_name, step_attempt_folder
 from flashckpt.format.records import Contents, Part, RankRecord, ShardRecord
-from flashckpt.memory.constants import not_held
 from flashckpt.memory.slot import Slot
 from flashckpt.persist.audit import Torn, check_header, discard, torn, unlike
 from flashckpt.persist.job import JobState, SealedSnapshot, StepJob, StepOutcome, Void
@@ -457,7 +456,7 @@ class _ConstantsShards:
         region = next((each.region for each in snapshot.sources(metadata) if first in each.leaves), None)
         if region is None:
             raise RegionGone(REGION_IS_GONE)
-        if absent := not_held(region, metadata):
+        if absent := region.not_held(metadata):
             raise torn(metadata, absent)
         check_header(region, layout)
         name, written = self._create(region, layout, snapshot.rank, attempt)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from flashckpt.errors import DamagedError
 from flashckpt.format.names import AttemptName
 from flashckpt.format.typed import decode_json
-from flashckpt.memory.constants import not_held
 from flashckpt.memory.slot import Sealed, Slot, SlotState, Word
 from flashckpt.restore.filling import audit
 from flashckpt.restore.snapshot import Snapshot
@@ -82,7 +81,7 @@ def _audited(held: Held, threads: int) -> Snapshot:
     assert held.sealed is not None
     metadata = held.slot.metadata(held.sealed)
     region = held.constants if metadata.constants is not None else None
-    if metadata.constants is not None and (region is None or not_held(region, metadata)):
+    if metadata.constants is not None and (region is None or region.not_held(metadata)):
         raise DamagedError(
             f"The constants of the snapshot of step {held.step} in {held.slot.name} are not in this node's "
             "memory. It is passed over.",

@@ -14,7 +14,6 @@ from torch import Tensor
 from flashckpt import _native
 from flashckpt.capture import Capture
 from flashckpt.format.layout import PAGE, Leaf
-from flashckpt.memory.constants import not_held
 from flashckpt.memory.control_page import SlotHeader, SlotSize, round_up
 from flashckpt.memory.slot import Slot, SlotRing
 
@@ -68,7 +67,7 @@ class Content:
         self.constants_nonce = sealed.record.constants_nonce
         own, outdated = len(self.layout.shard.leaves), self.layout.outdated
         region = REGIONS[self.constants_nonce] if self.constants_nonce else slot
-        assert not (self.constants_nonce and not_held(region, metadata)), "no region was sealed with these"
+        assert not (self.constants_nonce and region.not_held(metadata)), "no region was sealed with these"
         placed = zip(self.layout.leaves, self.layout.starts(), metadata.digests, strict=True)
         for index, (leaf, start, digest) in enumerate(placed):
             data = bytes((slot if index < own else region).image_view[start : start + leaf.num_bytes])

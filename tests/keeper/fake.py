@@ -22,7 +22,6 @@ from flashckpt.format import metadata
 from flashckpt.format.layout import Layout, Leaf, SlotImage
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper.client import KeeperClient, SlotGrant, connect_or_start
-from flashckpt.memory.constants import region_size
 from flashckpt.memory.control_page import Record, SlotSize
 from flashckpt.memory.runtime import (
     LifeLock,
@@ -158,7 +157,7 @@ class FakeTrainer:
 
     def ask_region(self) -> SlotGrant:
         assert self.constants is not None
-        return self.client.constants(region_size(self.constants))
+        return self.client.constants(SlotSize(1 << 16, self.constants.num_bytes))
 
     def fill_region(self) -> str:
         """Fill a region with the constants: snapshots name it from here on. Returns its name."""

@@ -16,6 +16,19 @@ from flashckpt.memory.slot import Slot
 VALUES = b"{}"
 
 
+def write_metadata(
+    view: memoryview, plan: bytes, digests: Sequence[int], values: bytes, constants: bytes = b""
+) -> None:
+    """Write a whole block: plans in JSON, as `plan_bytes` gives them."""
+    sizes = len(plan), len(digests), len(values), len(constants)
+    places, head = metadata.geometry(*sizes), metadata.header(*sizes)
+    view[: len(head)] = head
+    view[places.plan : places.plan + len(plan)] = plan
+    view[places.constants : places.constants + len(constants)] = constants
+    view[places.table : places.values] = array("Q", digests).tobytes()
+    view[places.values : places.num_bytes] = values
+
+
 def write_constants(
     region: Slot, owner: int, attempt: AttemptName, layout: Layout, data: Sequence[bytes]
 ) -> None:
@@ -30,7 +43,7 @@ def write_constants(
     for leaf, each in zip(layout.leaves, found, strict=True):
         start = layout.data_start + leaf.offset
         region.image_view[start : start + len(each)] = each
-    metadata.write(region.metadata_view, plan, digests, VALUES)
+    write_metadata(region.metadata_view, plan, digests, VALUES)
     record = Record(
         attempt_number=attempt.number, attempt_nonce=int(attempt.nonce, 16), step=0, generation=generation,
         plan_id=1, plan_bytes=len(plan), table_count=len(digests), values_bytes=len(VALUES),
@@ -38,4 +51,7 @@ def write_constants(
         captured_ns=time.monotonic_ns(),
     )  # fmt: skip
     region.write_record(record)
-    assert region.seal(owner, generation, places, len(digests)) == ""
+    sealer = _native.Sealer()
+    region.submit(sealer, owner, generation, places, len(digests))
+    assert sealer.drain(240)
+    sealer.close()

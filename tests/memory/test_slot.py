@@ -69,11 +69,15 @@ def fill(slot: Slot, step: int, attempt: int = 1, boundary: int = 0) -> int:
         image_bytes=LAYOUT.num_bytes, data_start=LAYOUT.data_start, captured_ns=step, boundary=boundary,
     )  # fmt: skip
     slot.write_record(record)
+    seal(slot, generation, places, 2)
+    return generation
+
+
+def seal(slot: Slot, generation: int, places: metadata.Geometry, count: int) -> None:
     sealer = _native.Sealer()
-    slot.submit(sealer, 1, generation, places, 2)
+    slot.submit(sealer, 1, generation, places, count)
     assert sealer.drain(240)
     sealer.close()
-    return generation
 
 
 def test_a_sealed_snapshot_comes_back_in_another_mapping(slot: Slot) -> None:

@@ -19,11 +19,10 @@ from flashckpt.format.metadata import Metadata
 from flashckpt.format.names import AttemptName
 from flashckpt.memory import control_page as page
 from flashckpt.memory import region
-from flashckpt.memory.constants import not_held
 from flashckpt.memory.control_page import Record, SlotHeader, SlotSize
 from flashckpt.memory.slot import Slot
-from tests.keeper.region import write_constants
-from tests.memory.test_slot import IDENTITY, LAYOUT, VALUES, fill, flip, make
+from tests.keeper.region import write_constants, write_metadata
+from tests.memory.test_slot import IDENTITY, LAYOUT, VALUES, fill, flip, make, seal
 
 NONCE = 0xAB54A98CEB1F0AD2
 CONSTANTS = Layout.of([Leaf(name="z", dtype="int64", shape=(2,)), Leaf(name="y", dtype="uint8", shape=(9,))])
@@ -50,7 +49,7 @@ def fill_shared(slot: Slot, digests: array[int] | None = None, **changes: int) -
     table = array("Q", [1, 2]) + (digests or array("Q", [3, 4]))
     sizes = len(plan), len(table), len(VALUES), len(constants_plan)
     places = metadata.geometry(*sizes)
-    metadata.write(slot.metadata_view, plan, table, VALUES, constants_plan)
+    write_metadata(slot.metadata_view, plan, table, VALUES, constants_plan)
     record = Record(
         attempt_number=1, attempt_nonce=7, step=5, generation=generation, plan_id=3, plan_bytes=len(plan),
         table_count=len(table), values_bytes=len(VALUES), metadata_bytes=places.num_bytes,
@@ -58,7 +57,7 @@ def fill_shared(slot: Slot, digests: array[int] | None = None, **changes: int) -
         constants_bytes=CONSTANTS.num_bytes, constants_nonce=NONCE,
     )  # fmt: skip
     slot.write_record(replace(record, **changes))
-    assert slot.seal(1, generation, places, len(table)) == ""
+    seal(slot, generation, places, len(table))
     return generation
 
 
@@ -175,7 +174,7 @@ def with_constants(shard: Layout, constants: Layout) -> Metadata:
     size = metadata.geometry(*sizes, len(metadata.plan_bytes(constants))).num_bytes
     block = memoryview(bytearray(size))
     plans = metadata.plan_bytes(shard), metadata.plan_bytes(constants)
-    metadata.write(block, plans[0], range(1, sizes[1] + 1), VALUES, plans[1])
+    write_metadata(block, plans[0], range(1, sizes[1] + 1), VALUES, plans[1])
     return Metadata.unpack(block)
 
 
@@ -226,13 +225,13 @@ def test_a_record_that_contradicts_its_metadata_is_refused(slot: Slot, changes: 
 def test_a_region_is_a_snapshots_own_by_plan_and_digests(slot: Slot, filled: Slot) -> None:
     fill_shared(slot, digests_of(filled))
     found = found_in(slot)
-    assert not not_held(filled, found)
+    assert not filled.not_held(found)
     for digests in (array("Q", [3, 4]), digests_of(filled)[::-1]):
-        assert not_held(filled, replace(found, digests=found.digests[:2] + digests))
+        assert filled.not_held(replace(found, digests=found.digests[:2] + digests))
     renamed = Layout.of([replace(leaf, name=leaf.name * 2) for leaf in CONSTANTS.leaves])
     retyped = Layout.of([replace(leaf, dtype="int8", shape=(leaf.num_bytes,)) for leaf in CONSTANTS.leaves])
     for other in (renamed, retyped, Layout.of(CONSTANTS.leaves[:1])):
-        assert not_held(filled, replace(found, constants=other))
+        assert filled.not_held(replace(found, constants=other))
 
 
 def test_a_region_that_is_not_sealed_or_damaged_is_nobodys(slot: Slot, filled: Slot) -> None:
@@ -240,8 +239,8 @@ def test_a_region_that_is_not_sealed_or_damaged_is_nobodys(slot: Slot, filled: S
     found = found_in(slot)
     for offset in (page.RECORD_OFFSET + 30, 4096 + 70):
         flip(filled, offset)
-        assert not_held(filled, found)
+        assert filled.not_held(found)
         flip(filled, offset)
-    assert not not_held(filled, found)
+    assert not filled.not_held(found)
     assert filled.free(filled.state())
-    assert not_held(filled, found)
+    assert filled.not_held(found)
