@@ -42,16 +42,6 @@ class StepRow:
     problem: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
-    """An attempt of a lineage and where it went on from; `parent` is None where it began the run."""
-
-    attempt: AttemptName
-    parent: AttemptName | None
-    step: int
-    ended: str
-
-
 def step_rows(store: Store, *, all_branches: bool) -> list[StepRow]:
     """The steps of the run's branch, or of every branch, newest last."""
     shown = everything(store) if all_branches else in_lineage(store, bounds(store))
@@ -80,19 +70,15 @@ def committed_at_s(store: Store, step: int, attempt: AttemptName) -> float:
     return next((entry.modified_s for entry in found if entry.name == MANIFEST), 0.0)
 
 
-def lineage(store: Store, at: AttemptName) -> list[Origin]:
-    """The attempts that led to one, newest first."""
+def lineage(store: Store, at: AttemptName) -> list[dict[str, Any]]:
+    """The attempts that led to one, newest first, as JSON has them: each with the step that it went on from,
+    and the attempt of that (`parent`), None where it began the run."""
     found, origins = bounds(store, at), []
     for bound, older in zip_longest(found, found[1:]):
         counter = alive(store, bound.attempt)
-        origins.append(
-            Origin(
-                attempt=bound.attempt,
-                parent=older.attempt if older is not None else None,
-                step=older.last_step if older is not None else 0,
-                ended=counter.ended if counter is not None else "",
-            )
-        )
+        parent, step = (str(older.attempt), older.last_step) if older is not None else (None, 0)
+        ended = (counter.ended or None) if counter is not None else None
+        origins.append({"attempt": str(bound.attempt), "parent": parent, "step": step, "ended": ended})
     return origins
 
 
@@ -136,38 +122,21 @@ def _read(store: Store, each: VisibleStep) -> tuple[StepRecord | None, str]:
         return None, str(error)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PersistTiming:
-    """One write of a step. `direct` is whether the page cache was bypassed."""
-
-    seconds: float
-    num_bytes: int
-    direct: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResumeTiming:
-    """One resume from a step: by which attempt, from "memory" or "local"."""
-
-    attempt: str
-    seconds: float
-    tier: str
-
-
-def persisted(store: Store, step: int, attempt: AttemptName) -> list[PersistTiming]:
-    """The writes of a step, one a rank; none where the ledger does not have them."""
+def persisted(store: Store, step: int, attempt: AttemptName) -> list[dict[str, Any]]:
+    """The writes of a step, one a rank, as JSON has them; none where the ledger does not have them. `direct`:
+    past the page cache."""
     found = []
     for line in lines_of(store, str(attempt)):
         seconds, num_bytes = _number(line, "seconds"), _number(line, "num_bytes")
         is_persist = line["event"] == Event.PERSIST.value and line.get("step") == step
         if is_persist and seconds is not None and num_bytes is not None:
             direct = line.get("direct") is True
-            found.append(PersistTiming(seconds=seconds, num_bytes=int(num_bytes), direct=direct))
+            found.append({"seconds": seconds, "num_bytes": int(num_bytes), "direct": direct})
     return found
 
 
-def resumed(store: Store, step: int, attempt: AttemptName) -> list[ResumeTiming]:
-    """The resumes from a step, by the newest attempts."""
+def resumed(store: Store, step: int, attempt: AttemptName) -> list[dict[str, Any]]:
+    """The resumes from a step, by the newest attempts, from "memory" or "local"."""
     found = []
     for info in attempts(store)[-_MOST_ATTEMPTS:]:
         for line in lines_of(store, str(info.name)):
@@ -175,7 +144,7 @@ def resumed(store: Store, step: int, attempt: AttemptName) -> list[ResumeTiming]
             is_resume = line["event"] == Event.RESUME.value and line.get("step") == step
             if is_resume and seconds is not None and line.get("from_attempt") == str(attempt):
                 tier = str(line.get("tier", ""))[:20]
-                found.append(ResumeTiming(attempt=str(info.name), seconds=seconds, tier=tier))
+                found.append({"attempt": str(info.name), "seconds": seconds, "tier": tier})
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -160,7 +161,7 @@ def keepers(end: End = None, discard: DiscardAll = False, as_json: AsJson = Fals
         return _end(end, discard=discard, as_json=as_json)
     rows = node.keepers()
     if as_json:
-        write_json({"keepers": [row.to_dict() for row in rows]})
+        write_json({"keepers": [asdict(row) for row in rows]})
     elif rows:
         results().print(_keeper_table(rows))
     else:
@@ -173,7 +174,7 @@ def _end(target: str, *, discard: bool, as_json: bool) -> ExitCode:
     with Bar(notices()) as watcher:
         node.end(row, watcher, discard=discard)
     if as_json:
-        write_json({"ended": row.to_dict()})
+        write_json({"ended": asdict(row)})
     else:
         what = f"{row.folder} is empty" if row.pid is None else f"the keeper {row.pid} of {row.run} has ended"
         results().print(f"{what}; {size(row.num_bytes)} are free", soft_wrap=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import asdict
 from enum import Enum
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Group
@@ -28,8 +28,6 @@ from flashckpt.cli.command import (
     write_json,
 )
 from flashckpt.cli.history import (
-    Origin,
-    PersistTiming,
     StepRow,
     committed_at_s,
     lineage,
@@ -180,7 +178,7 @@ def _placed(record: StepRecord) -> list[Placed]:
     return sorted(placed, key=lambda each: (each.leaf.name, each.rank))
 
 
-def _summary(store: Store, record: StepRecord, origins: list[Origin]) -> Table:
+def _summary(store: Store, record: StepRecord, origins: list[dict[str, Any]]) -> Table:
     table = Table(box=None, show_header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -193,26 +191,22 @@ def _summary(store: Store, record: StepRecord, origins: list[Origin]) -> Table:
     table.add_row("ranks", str(record.world))
     table.add_row("size", f"{size(num_bytes(record))} in {files}")
     for index, write in enumerate(persisted(store, record.step, record.attempt)):
-        table.add_row("" if index else "persisted", _persisted(write))
+        seconds, num = write["seconds"], write["num_bytes"]
+        rate = f", {size(int(num / seconds))}/s" if seconds > 1e-6 else ""
+        how = f"in {seconds:.2f} s{rate}{'' if write['direct'] else ', through the page cache'}"
+        table.add_row("" if index else "persisted", how)
     for index, read in enumerate(resumed(store, record.step, record.attempt)):
-        where = "memory" if read.tier == "memory" else "storage"
-        table.add_row("" if index else "resumed", f"by {read.attempt} in {read.seconds:.2f} s, from {where}")
+        where = "memory" if read["tier"] == "memory" else "storage"
+        how = f"by {read['attempt']} in {read['seconds']:.2f} s, from {where}"
+        table.add_row("" if index else "resumed", how)
     for index, origin in enumerate(origins):
-        table.add_row("" if index else "lineage", _origin(origin))
+        how = f"{origin['attempt']} went on from step {origin['step']} of {origin['parent']}"
+        if origin["parent"] is None:
+            how = f"{origin['attempt']} began the run"
+        table.add_row("" if index else "lineage", how)
     for name, value in record.parts[0].environment.items():
         table.add_row(name, str(value))
     return table
-
-
-def _origin(origin: Origin) -> str:
-    if origin.parent is None:
-        return f"{origin.attempt} began the run"
-    return f"{origin.attempt} went on from step {origin.step} of {origin.parent}"
-
-
-def _persisted(write: PersistTiming) -> str:
-    rate = f", {size(int(write.num_bytes / write.seconds))}/s" if write.seconds > 1e-6 else ""
-    return f"in {write.seconds:.2f} s{rate}{'' if write.direct else ', through the page cache'}"
 
 
 def _is_visible(store: Store, record: StepRecord) -> bool:
@@ -243,7 +237,7 @@ def _leaf_table(record: StepRecord) -> Table:
     return table
 
 
-def _plain_step(store: Store, record: StepRecord, origins: list[Origin]) -> dict[str, object]:
+def _plain_step(store: Store, record: StepRecord, origins: list[dict[str, Any]]) -> dict[str, object]:
     files = [*record.manifest.shards, *record.manifest.constants]
     return {
         "run": store.url,
@@ -254,17 +248,9 @@ def _plain_step(store: Store, record: StepRecord, origins: list[Origin]) -> dict
         "world": record.world,
         "num_bytes": num_bytes(record),
         "files": [{"file": each.file, "num_bytes": each.num_bytes} for each in files],
-        "persisted": [asdict(each) for each in persisted(store, record.step, record.attempt)],
-        "resumed": [asdict(each) for each in resumed(store, record.step, record.attempt)],
-        "lineage": [
-            {
-                "attempt": str(each.attempt),
-                "parent": None if each.parent is None else str(each.parent),
-                "step": each.step,
-                "ended": each.ended or None,
-            }
-            for each in origins
-        ],
+        "persisted": persisted(store, record.step, record.attempt),
+        "resumed": resumed(store, record.step, record.attempt),
+        "lineage": origins,
         "environment": dict(record.parts[0].environment),
         "leaves": [
             {

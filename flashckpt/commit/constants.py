@@ -84,8 +84,7 @@ def unnamed_of(store: Store, attempt: AttemptName, rank: int) -> list[str]:
 
 
 def named_in(store: Store, attempt: AttemptName) -> set[str]:
-    """The constants shards that a part or a manifest of an attempt names. DamagedError where one of them
-    cannot be read: it may name any."""
+    """The constants shards that parts and manifests of an attempt name. DamagedError for one that is none."""
     named: set[str] = set()
     for each in lineage.everything(store):
         if each.attempt == attempt:

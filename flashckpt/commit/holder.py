@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from flashckpt.commit.attempts import newest_claimed, read_claim
+from flashckpt.commit.attempts import alive, newest_claimed, read_claim
 from flashckpt.errors import DamagedError, RunHeldError
 from flashckpt.format.names import AttemptName, alive_path
 from flashckpt.format.records import Alive, Holder
@@ -94,10 +94,8 @@ def _look(store: Store, attempt: AttemptName) -> bytes:
 
 
 def _ended(store: Store, attempt: AttemptName) -> str:
-    try:
-        return Alive.from_bytes(_look(store, attempt), alive_path(attempt)).ended
-    except DamagedError:
-        return ""
+    found = alive(store, attempt)
+    return "" if found is None else found.ended
 
 
 def _holder(store: Store, attempt: AttemptName) -> Holder | None:

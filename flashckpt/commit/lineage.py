@@ -226,7 +226,8 @@ def read_whole(
         try:
             return read(read_step(store, each.step, each.attempt))
         except (FlashckptError, FileNotFoundError):
-            if not is_gone(store, each):
+            # A living job deletes steps while they are read.
+            if has_manifest(store, each):
                 raise
 
 
@@ -240,14 +241,6 @@ def looked_for(store: Store, look: Callable[[], list[_Found]]) -> list[_Found]:
             break
         before = now
     return found
-
-
-def is_gone(store: Store, each: VisibleStep) -> bool:
-    """Whether a step has no manifest any more: a living job deletes steps while they are read."""
-    try:
-        return not isinstance(read_manifest(store, each.step, each.attempt), Manifest)
-    except DamagedError:
-        return False
 
 
 def _chosen(store: Store, step: int | None, at: AttemptName | None) -> VisibleStep:

@@ -1,5 +1,5 @@
-"""What may go, and in which order it goes: steps and attempts of a run, snapshots in memory. Owns every
-deletion of a step or an attempt; lets nothing in memory go itself.
+"""What may go, and in which order it goes: steps and attempts of a run, snapshots in memory (which others let
+go). Owns every deletion of a step or an attempt.
 
 Only the newest attempt deletes, and committed steps only after a commit of its own. A tombstone takes the
 manifest's place, durably, before a part or a shard goes: whoever commits late finds it and stops. What
@@ -304,27 +304,21 @@ def _remove_unnamed(store: Store, attempt: AttemptName, errors: list[OSError]) -
 
 
 def _going(store: Store, lineage: _Lineage, keep: Keep) -> list[VisibleStep]:
-    """What `keep` lets go, oldest first: committed steps, and tries that they have overtaken."""
-    kept = _kept(store, lineage.committed, keep)
-    floor = _floor(lineage.committed, keep)
-    begun = [each for each in reversed(lineage.begun) if each.step not in kept]
-    return [each for each in begun if each in lineage.committed or _is_past(each.step, floor, keep)]
+    """What `keep` lets go, oldest first: committed steps, and tries that they have overtaken: below the
+    oldest of the newest that are kept no try can become one of them."""
+    kept, count = _kept(store, lineage.committed, keep), max(keep.last, ALWAYS_KEPT)
+    newest = _newest(lineage.committed, count)
+    floor = newest[-1] if len(newest) == count else 0
+
+    def goes(each: VisibleStep) -> bool:
+        is_multiple = keep.every_steps is not None and each.step % keep.every_steps == 0
+        return each in lineage.committed or (each.step < floor and not is_multiple)
+
+    return [each for each in reversed(lineage.begun) if each.step not in kept and goes(each)]
 
 
 def _newest(committed: Sequence[VisibleStep], count: int) -> list[int]:
     return sorted({each.step for each in committed}, reverse=True)[:count]
-
-
-def _floor(committed: Sequence[VisibleStep], keep: Keep) -> int:
-    """Below this step nothing that is not committed yet can become one of the newest that are kept."""
-    count = max(keep.last, ALWAYS_KEPT)
-    newest = _newest(committed, count)
-    return newest[-1] if len(newest) == count else 0
-
-
-def _is_past(step: int, floor: int, keep: Keep) -> bool:
-    """Whether a step that is not committed would go if it were."""
-    return step < floor and (keep.every_steps is None or step % keep.every_steps != 0)
 
 
 def _kept(store: Store, committed: Sequence[VisibleStep], keep: Keep) -> set[int]:

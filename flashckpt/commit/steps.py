@@ -6,7 +6,7 @@ the length that it says. Never deletes; see retention.py. The order is numbered 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -20,7 +20,6 @@ from flashckpt.format.names import (
     AttemptName,
     attempt_folder,
     manifest_path,
-    shard_name,
     step_attempt_folder,
 )
 from flashckpt.format.records import (
@@ -35,11 +34,6 @@ from flashckpt.format.records import (
     manifest_of,
 )
 from flashckpt.store.base import Store
-
-__all__ = [
-    "Committed", "StepRecord", "commit", "constants_of_parts", "is_committed", "publish_part",
-    "read_manifest", "read_step", "shard_name",
-]  # fmt: skip
 
 
 class Committed(Enum):
@@ -109,8 +103,7 @@ class StepRecord:
 
 
 def publish_part(store: Store, part: Part) -> bool:
-    """Name the shards of a part, which are written, as its ranks'. False where this keeper's part is there
-    already: the first stands.
+    """Name the shards of a part, which are written, as its ranks'. False where this keeper's stands.
 
     DamagedError where a shard is missing or has another length.
     """
@@ -179,8 +172,7 @@ def _stands(store: Store, manifest: Manifest) -> Committed:
 
 
 def is_committed(store: Store, step: int, attempt: AttemptName) -> bool:
-    """Whether the manifest is there and names files that are all there with their lengths. Parts are
-    not read. A damaged manifest is none."""
+    """Whether a manifest is there, whole, and all its files with their lengths. Parts are not read."""
     try:
         found = read_manifest(store, step, attempt)
     except DamagedError:
@@ -202,15 +194,18 @@ def read_manifest(store: Store, step: int, attempt: AttemptName) -> Manifest | T
 
 def constants_of_parts(store: Store, folder: str) -> set[str]:
     """The constants shards that the parts in a step's folder name. DamagedError for a part that is none."""
-    names = [entry.name for entry in store.list(folder)]
-    ranks = _ranks_of_parts(store, folder, names)
-    return {rank.constants.shard.file for rank in ranks if rank.constants is not None}
-
-
-def _ranks_of_parts(store: Store, folder: str, names: Iterable[str]) -> Iterator[RankRecord]:
-    for path in (f"{folder}/{name}" for name in names if PART.fullmatch(name)):
+    found: set[str] = set()
+    for path in part_paths(store, folder):
         with suppress(FileNotFoundError):
-            yield from Part.from_bytes(store.read(path, Part.MAX_BYTES), path).ranks
+            ranks = Part.from_bytes(store.read(path, Part.MAX_BYTES), path).ranks
+            found |= {rank.constants.shard.file for rank in ranks if rank.constants is not None}
+    return found
+
+
+def part_paths(store: Store, folder: str) -> list[str]:
+    """The parts in a step's folder, whole or not."""
+    entries = [entry for entry in store.list(folder) if not entry.is_folder]
+    return [f"{folder}/{entry.name}" for entry in entries if PART.fullmatch(entry.name)]
 
 
 def missing_files(store: Store, manifest: Manifest) -> list[str]:
@@ -261,15 +256,12 @@ def _read_parts(
     store: Store, folder: str, step: int, attempt: AttemptName, world: int
 ) -> tuple[list[PartRecord], list[Part]]:
     rows, parts = [], []
-    for entry in store.list(folder):
-        if entry.is_folder or PART.fullmatch(entry.name) is None:
-            continue
-        path = f"{folder}/{entry.name}"
-        data = store.read(path, Part.MAX_BYTES)
+    for path in part_paths(store, folder):
+        data, file = store.read(path, Part.MAX_BYTES), path.rpartition("/")[2]
         part = Part.from_bytes(data, path)
-        if (part.step, part.attempt, part.world, part.file) != (step, attempt, world, entry.name):
+        if (part.step, part.attempt, part.world, part.file) != (step, attempt, world, file):
             raise _damaged(path, "it is a part of another step, attempt, world or keeper", step)
-        rows.append(PartRecord(file=entry.name, num_bytes=len(data), checksum=xxh3_128(data).hex()))
+        rows.append(PartRecord(file=file, num_bytes=len(data), checksum=xxh3_128(data).hex()))
         parts.append(part)
     ranks = [rank.rank for part in parts for rank in part.ranks]
     if len(set(ranks)) != len(ranks):

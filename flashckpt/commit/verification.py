@@ -15,14 +15,14 @@ from typing import Literal
 
 from flashckpt import _native
 from flashckpt.commit.attempts import bounds, open_run
-from flashckpt.commit.lineage import VisibleStep, everything, in_lineage, is_gone, looked_for, resolve
-from flashckpt.commit.steps import StepRecord, read_manifest, read_step
+from flashckpt.commit.lineage import VisibleStep, everything, has_manifest, in_lineage, looked_for, resolve
+from flashckpt.commit.steps import StepRecord, read_step
 from flashckpt.errors import DamagedError, FlashckptError, NoSuchStepError
 from flashckpt.format.names import AttemptName, manifest_path, step_attempt_folder
-from flashckpt.format.records import Contents, Manifest
+from flashckpt.format.records import Contents
 from flashckpt.store.base import LengthError, Store
 
-Status = Literal["ok", "missing", "truncated", "damaged", "unreadable"]
+FileStatus = Literal["ok", "missing", "truncated", "damaged", "unreadable"]
 # Bytes read so far, and bytes to read in all.
 Progress = Callable[[int, int], None]
 
@@ -41,7 +41,7 @@ class Row:
     step: int
     attempt: str
     file: str
-    status: Status
+    status: FileStatus
     detail: str = ""
     num_bytes: int = 0
 
@@ -114,13 +114,13 @@ def _rows(
     for record in records:
         if record is not None:
             rows += _shards(record, known, reading)
-    gone = {(row.step, row.attempt) for row in rows if row.status != "ok" and _is_gone(store, row)}
+    gone = {(row.step, row.attempt) for row in rows if row.status != "ok" and not _is_there(store, row)}
     return [row for row in rows if (row.step, row.attempt) not in gone]
 
 
 def verify_file(
     store: Store, path: str, contents: Contents, *, threads: int = 2, progress_word: int = 0
-) -> tuple[Status, str]:
+) -> tuple[FileStatus, str]:
     """One shard or constants shard against its record: its status, and what is wrong in words."""
     layout = contents.layout()
     try:
@@ -149,7 +149,7 @@ class _Reading:
         self._before = 0
         self._word = array("Q", [0])
 
-    def file(self, path: str, contents: Contents) -> tuple[Status, str]:
+    def file(self, path: str, contents: Contents) -> tuple[FileStatus, str]:
         if self._progress is None:
             return verify_file(self._store, path, contents, threads=self._threads)
         self._word[0] = 0
@@ -179,17 +179,12 @@ def _chosen(
     if step is not None:
         found = [each for each in _with_manifests(store, all_steps) if each.step == step]
         return found or [VisibleStep(step, resolve(store, step).attempt)]
-    return list(_with_manifests(store, all_steps))
+    return _with_manifests(store, all_steps)
 
 
-def _with_manifests(store: Store, all_steps: bool) -> Iterator[VisibleStep]:
+def _with_manifests(store: Store, all_steps: bool) -> list[VisibleStep]:
     begun = everything(store) if all_steps else in_lineage(store, bounds(store))
-    for each in begun:
-        try:
-            if isinstance(read_manifest(store, each.step, each.attempt), Manifest):
-                yield each
-        except DamagedError:
-            yield each
+    return [each for each in begun if has_manifest(store, each)]
 
 
 def _records(store: Store, each: VisibleStep) -> tuple[StepRecord | None, list[Row]]:
@@ -201,7 +196,7 @@ def _records(store: Store, each: VisibleStep) -> tuple[StepRecord | None, list[R
         raise
     except FlashckptError as error:
         path = error.path or manifest_path(each.step, each.attempt)
-        status: Status = "damaged" if store.exists(path) else "missing"
+        status: FileStatus = "damaged" if store.exists(path) else "missing"
         return None, [Row(step=each.step, attempt=name, file=path, status=status, detail=str(error))]
     files = [manifest_path(each.step, each.attempt), *(f"{folder}/{part.file}" for part in record.parts)]
     return record, [Row(step=each.step, attempt=name, file=file, status="ok") for file in files]
@@ -228,10 +223,10 @@ def _shards(record: StepRecord, known: dict[_Claimed, Row], reading: _Reading) -
                 yield replace(known[claimed], step=record.step, num_bytes=0)
 
 
-def _is_gone(store: Store, row: Row) -> bool:
+def _is_there(store: Store, row: Row) -> bool:
     attempt = AttemptName.parse(row.attempt)
     assert attempt is not None
-    return is_gone(store, VisibleStep(row.step, attempt))
+    return has_manifest(store, VisibleStep(row.step, attempt))
 
 
 def _bytes_of(records: Iterable[StepRecord | None]) -> int:

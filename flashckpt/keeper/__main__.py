@@ -37,7 +37,7 @@ def run(run_path: str, runtime_path: str, starter: int = 0) -> None:
         os.sched_setaffinity(0, range(_MOST_CPUS))
     # A scheduler signals every process of a job before it kills them. What is being written is worth more
     # than an early end: it is finished, then the keeper goes without lingering.
-    signal.signal(signal.SIGTERM, lambda number, frame: keeper.ask_to_go())
+    signal.signal(signal.SIGTERM, lambda number, frame: keeper.exit.ask())
     for ignored in (signal.SIGINT, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     log.info("keeper %s of %s", keeper.nonce, run_path)

@@ -27,6 +27,7 @@ from flashckpt.keeper.protocol import (
     Refusal,
     close_all,
     peer_uid,
+    reach,
     receive,
     send,
 )
@@ -384,21 +385,7 @@ class KeeperConnection:
         return self._reach()
 
     def _reach(self) -> socket.socket | None:
-        if not self._runtime.check_socket(SOCKET_NAME):
-            return None
-        peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            peer.settimeout(self._patience_s)
-            peer.connect(self._runtime.reachable(SOCKET_NAME))
-            if peer_uid(peer)[1] != os.geteuid():
-                raise _unreachable(self._runtime, "another user's process answers in its place")
-        except (ConnectionError, FileNotFoundError, BlockingIOError):
-            peer.close()
-            return None
-        except BaseException:
-            peer.close()
-            raise
-        return peer
+        return reach(self._runtime, self._patience_s)
 
     def _depose(self) -> None:
         """Let go of a keeper that lives and does not answer (stopped, or hanging in storage): its names

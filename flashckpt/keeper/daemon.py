@@ -80,9 +80,9 @@ class Keeper:
         self._watchdog = Watchdog(
             folder, self.regions, self.roster, self.ledger, self.queue, self._watch_worker
         )
-        self._exit = ExitRule(store, self.roster, self.queue, self.regions, starter)
+        self.exit = ExitRule(store, self.roster, self.queue, self.regions, starter)
         held, done = (self.regions, self.roster, self.ledger), (self.queue, self.outcomes)
-        requests = Requests(*held, self._allocation, *done, run_folder, self._exit)
+        requests = Requests(*held, self._allocation, *done, run_folder, self.exit)
         self._server = Server(folder, requests.answer)
         self._ended: dict[AttemptName, End] = {}
         self._swept_at = self._round_at = 0.0
@@ -103,7 +103,7 @@ class Keeper:
                 if self._election.stands(self.folder):
                     self._server.mend()
                     self._sweep()
-                    if self._is_idle and self._exit.is_due(now):
+                    if self._is_idle and self.exit.is_due(now):
                         self._leave()
                         return
                 elif not self._is_last:
@@ -125,7 +125,7 @@ class Keeper:
         is given up, a storage that takes nothing more is waited for no longer."""
         if len(self.roster) or self.queue.worker.busy or self._allocation.busy or self.deletions.is_pending:
             return False
-        return not self._ended or self._exit.run_is_gone or self._exit.discards
+        return not self._ended or self.exit.run_is_gone or self.exit.discards
 
     @property
     def _is_last(self) -> bool:
@@ -169,11 +169,11 @@ class Keeper:
         crashpoints.point("adopt.done")
 
     def _sweep(self) -> None:
-        dead = self.roster.bury()
+        dead = self.roster.remove_dead()
         self.roster.forget(self._ended_pidfds)
         self.regions.reclaim()
         for trainer in dead:
-            self._exit.saw_end(trainer)
+            self.exit.saw_end(trainer)
             self._died(trainer)
         self.queue.know(self.roster.all())
         self._watchdog.look()
@@ -226,7 +226,7 @@ class Keeper:
             if isinstance(look, BaseException):
                 log.error("a look at the run failed", exc_info=look)
                 return
-            self._exit.saw(look)
+            self.exit.saw(look)
             for attempt in look.marked:
                 self._ended.pop(attempt, None)
             self.outcomes.superseded_by = _newer(look.claimed, living)
@@ -235,14 +235,11 @@ class Keeper:
 
         self._round_worker.submit(lambda: self._run_folder.round(living, saved), done)
 
-    def ask_to_go(self) -> None:
-        self._exit.ask()
-
     def _leave(self) -> None:
         """Regions go, but those that hold what is committed nowhere; then the names, the lock last: a
         keeper that is started meanwhile finds it held, or finds everything gone. A look at storage may
         hang, and another keeper be elected meanwhile: then all of it is that one's."""
-        kept = self._exit.kept()
+        kept = self.exit.kept()
         crashpoints.point("leave.begun")
         for held in self.regions.slots():
             if not self._election.stands(self.folder):

@@ -13,7 +13,7 @@ import socket
 import struct
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 from flashckpt.errors import FlashckptError, KeeperError, OutOfRoomError
 from flashckpt.memory.region import is_region_name
@@ -85,21 +85,10 @@ class Status:
     def from_dict(cls, data: dict[str, Any]) -> Status:
         """Raises ProtocolError unless `data` is what `to_dict` gave."""
         try:
-            return cls(
-                keeper=str(data["keeper"]),
-                committed=tuple(int(step) for step in data["committed"]),
-                newest_committed=data["newest_committed"],
-                persisting=data["persisting"],
-                waiting=tuple(int(step) for step in data["waiting"]),
-                for_others=tuple(int(step) for step in data["for_others"]),
-                failures=tuple(Failure(**each) for each in data["failures"]),
-                torn=tuple(
-                    TornSnapshot(**{**each, "leaves": tuple(each["leaves"])}) for each in data["torn"]
-                ),
-                superseded_by=data["superseded_by"],
-                progress_bytes=int(data["progress_bytes"]),
-                counts=dict(data["counts"]),
-            )
+            steps = {key: tuple(map(int, data[key])) for key in ("committed", "waiting", "for_others")}
+            failures = tuple(Failure(**each) for each in data["failures"])
+            torn = [TornSnapshot(**{**each, "leaves": tuple(each["leaves"])}) for each in data["torn"]]
+            return cls(**{**data, **steps, "failures": failures, "torn": tuple(torn)})
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"The keeper's status cannot be read: {error}") from error
 
@@ -179,6 +168,27 @@ def peer_uid(peer: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
+def reach(runtime: RuntimeFolder, patience_s: float) -> socket.socket | None:
+    """A connection to the keeper of a runtime folder, None where nobody listens. Raises KeeperError where
+    another user's process answers, OSError."""
+    if not runtime.check_socket(SOCKET_NAME):
+        return None
+    peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        peer.settimeout(patience_s)
+        peer.connect(runtime.reachable(SOCKET_NAME))
+        if peer_uid(peer)[1] != os.geteuid():
+            why = "Another user's process answers in the keeper's place. Nothing was changed."
+            raise KeeperError(why, path=runtime.path)
+    except (ConnectionError, FileNotFoundError, BlockingIOError):
+        peer.close()
+        return None
+    except BaseException:
+        peer.close()
+        raise
+    return peer
+
+
 def close_all(descriptors: Sequence[int]) -> None:
     for descriptor in descriptors:
         with contextlib.suppress(OSError):
@@ -195,47 +205,42 @@ def remove_names(runtime: RuntimeFolder) -> None:
 
 
 def number(message: dict[str, Any], key: str, least: int = 0, most: int = _MAX_NUMBER) -> int:
-    """A whole number of a message. Raises ProtocolError if it is none or out of bounds."""
-    value = message.get(key)
-    if type(value) is not int or not least <= value <= most:
-        _malformed(key)
-    return value
+    """A whole number of a message. Raises ProtocolError if it is none or out of bounds, as all of these."""
+    value: Any = message.get(key)
+    _check(key, type(value) is int and least <= value <= most)
+    return int(value)
 
 
 def numbers(message: dict[str, Any], key: str, count: int, most: int) -> list[int]:
-    """So many whole numbers of a message, from 1 on. Raises ProtocolError."""
-    found = message.get(key)
-    if not isinstance(found, list) or len(found) != count:
-        _malformed(key)
+    """So many whole numbers of a message, from 1 on."""
+    found: Any = message.get(key)
+    _check(key, isinstance(found, list) and len(found) == count)
     return [number({key: each}, key, 1, most) for each in found]
 
 
 def names(message: dict[str, Any], key: str) -> list[str]:
-    """Names of regions, as many as one keeper holds at most. Raises ProtocolError."""
-    found = message.get(key)
-    if not isinstance(found, list) or len(found) > _MOST_NAMES or not all(isinstance(n, str) for n in found):
-        _malformed(key)
-    return found
+    """Names of regions, as many as one keeper holds at most."""
+    found: Any = message.get(key)
+    _check(key, isinstance(found, list) and len(found) <= _MOST_NAMES)
+    _check(key, all(isinstance(name, str) for name in found))
+    return list(found)
 
 
 def text(message: dict[str, Any], key: str, most: int = 256) -> str:
-    value = message.get(key)
-    if not isinstance(value, str) or not value or len(value) > most or "\0" in value:
-        _malformed(key)
-    return value
+    value: Any = message.get(key)
+    _check(key, isinstance(value, str) and 0 < len(value) <= most and "\0" not in value)
+    return str(value)
 
 
 def flag(message: dict[str, Any], key: str) -> bool:
-    value = message.get(key)
-    if not isinstance(value, bool):
-        _malformed(key)
-    return value
+    value: Any = message.get(key)
+    _check(key, isinstance(value, bool))
+    return bool(value)
 
 
 def seconds(message: dict[str, Any], key: str) -> float:
-    value = message.get(key)
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= 1e9:
-        _malformed(key)
+    value: Any = message.get(key)
+    _check(key, type(value) in (int, float) and 0 <= value <= 1e9)
     return float(value)
 
 
@@ -249,5 +254,6 @@ def _parsed(data: bytes) -> dict[str, Any]:
     return message
 
 
-def _malformed(key: str) -> NoReturn:
-    raise ProtocolError(f"A message's {key!r} is missing or out of bounds. The connection was closed.")
+def _check(key: str, is_good: bool) -> None:
+    if not is_good:
+        raise ProtocolError(f"A message's {key!r} is missing or out of bounds. The connection was closed.")

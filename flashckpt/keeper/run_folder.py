@@ -34,8 +34,7 @@ End = Literal["closed", "dead"]
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """What a round found. `claimed` is the newest attempt that claimed the run; `marked` are the ends
-    that are written down now."""
+    """What a round found: the newest attempt that claimed the run, the ends that are written down now."""
 
     is_there: bool
     claimed: AttemptName | None = None

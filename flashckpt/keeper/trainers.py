@@ -100,7 +100,7 @@ class Roster:
                 os.close(trainer.pidfd)
                 trainer.pidfd = -1
 
-    def bury(self) -> list[Trainer]:
+    def remove_dead(self) -> list[Trainer]:
         """Take out those that are dead, and remove their locks."""
         dead = [each for each in self._trainers.values() if self._living.remove_dead(each.lock)]
         for trainer in dead:

@@ -49,9 +49,9 @@ _MOST_LINE = 500
 
 
 @dataclass
-class Vigil:
-    """What is known of one trainer. `quiet_s` and `still_s` are seconds without a boundary, running and
-    held still. `told` is the event that was written of this silence, if one was."""
+class Silence:
+    """How long one trainer has passed no boundary: `quiet_s` are seconds in which it ran, `still_s` those in
+    which it was held still. `told` is the event that was written of it, if one was."""
 
     trainer: Trainer
     heartbeat: Heartbeat
@@ -77,77 +77,74 @@ class Watchdog:
         worker: Worker,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._folder = folder
-        self._regions = regions
-        self._roster = roster
-        self._ledger = ledger
-        self._queue = queue
-        self._worker = worker
-        self._clock = clock
-        self._vigils: dict[str, Vigil] = {}
+        self._folder, self._regions, self._roster, self._ledger = folder, regions, roster, ledger
+        self._queue, self._worker, self._clock = queue, worker, clock
+        self._silences: dict[str, Silence] = {}
 
     def look(self) -> None:
-        hearts = self._hearts()
-        watched = {each.lock: each for each in self._roster.all() if not each.closing and each.lock in hearts}
-        for lock in self._vigils.keys() - watched.keys():
-            vigil = self._vigils.pop(lock)
+        heartbeats = self._heartbeats()
+        watched = {
+            each.lock: each for each in self._roster.all() if not each.closing and each.lock in heartbeats
+        }
+        for lock in self._silences.keys() - watched.keys():
+            silence = self._silences.pop(lock)
             # It may have gone on and come to its end since the last look.
-            if _differ(vigil.heartbeat, hearts.get(lock, vigil.heartbeat)):
-                self._moved(vigil.trainer, vigil, hearts[lock])
+            if _differ(silence.heartbeat, heartbeats.get(lock, silence.heartbeat)):
+                self._moved(silence.trainer, silence, heartbeats[lock])
         now = self._clock()
         for lock, trainer in watched.items():
-            if lock not in self._vigils:
-                self._vigils[lock] = self._begun(trainer, hearts[lock], now)
+            if lock not in self._silences:
+                self._silences[lock] = self._begun(trainer, heartbeats[lock], now)
                 continue
-            vigil = self._vigils[lock]
-            gap_s = min(now - vigil.looked_s, _LONGEST_GAP_S)
-            vigil.trainer, vigil.looked_s = trainer, now
-            if _differ(vigil.heartbeat, hearts[lock]):
-                self._moved(trainer, vigil, hearts[lock])
-            elif vigil.heartbeat.patience_ns:
-                self._waited(trainer, vigil, gap_s)
+            silence = self._silences[lock]
+            gap_s = min(now - silence.looked_s, _LONGEST_GAP_S)
+            silence.trainer, silence.looked_s = trainer, now
+            if _differ(silence.heartbeat, heartbeats[lock]):
+                self._moved(trainer, silence, heartbeats[lock])
+            elif silence.heartbeat.patience_ns:
+                self._waited(trainer, silence, gap_s)
 
-    def _hearts(self) -> dict[str, Heartbeat]:
+    def _heartbeats(self) -> dict[str, Heartbeat]:
         """The newest heartbeat of each trainer, by the life lock of who wrote it."""
-        hearts: dict[str, Heartbeat] = {}
+        heartbeats: dict[str, Heartbeat] = {}
         for each in self._regions.slots():
-            heartbeat, lock = each.slot.heartbeat, self._beater(each.slot)
+            heartbeat, lock = each.slot.heartbeat, self._lock_of(each.slot)
             if lock is not None:
-                known = hearts.get(lock, heartbeat)
-                hearts[lock] = max(known, heartbeat, key=lambda beat: beat.beat_ns)
-        return hearts
+                known = heartbeats.get(lock, heartbeat)
+                heartbeats[lock] = max(known, heartbeat, key=lambda beat: beat.beat_ns)
+        return heartbeats
 
-    def _beater(self, slot: Slot) -> str | None:
+    def _lock_of(self, slot: Slot) -> str | None:
         owner = slot.owner(slot.heartbeat.owner)
         return None if owner is None else owner[1]
 
     def _remember(self, trainer: Trainer, boundaries: int, beat_ns: int) -> None:
         """On the slots, where the next keeper finds it."""
         for each in self._regions.slots():
-            if self._beater(each.slot) == trainer.lock:
+            if self._lock_of(each.slot) == trainer.lock:
                 each.slot.set_stuck(boundaries, beat_ns)
 
-    def _begun(self, trainer: Trainer, heartbeat: Heartbeat, now: float) -> Vigil:
+    def _begun(self, trainer: Trainer, heartbeat: Heartbeat, now: float) -> Silence:
         """A hang that the keeper before has told of is not told again, but its end is."""
-        vigil = Vigil(trainer, heartbeat, now)
-        told = {each.slot.stuck for each in self._regions.slots() if self._beater(each.slot) == trainer.lock}
+        silence = Silence(trainer, heartbeat, now)
+        told = {each.slot.stuck for each in self._regions.slots() if self._lock_of(each.slot) == trainer.lock}
         boundaries, since = max(told, key=lambda stuck: stuck[1], default=(0, 0))
         if since:
-            vigil.told, vigil.told_s = Event.STUCK, now
+            silence.told, silence.told_s = Event.STUCK, now
             before = heartbeat._replace(boundaries=boundaries, beat_ns=since, patience_ns=1)
             if _differ(before, heartbeat):
-                vigil.heartbeat = before
-                self._moved(trainer, vigil, heartbeat)
+                silence.heartbeat = before
+                self._moved(trainer, silence, heartbeat)
             else:
                 self._queue.rescue(trainer.rank)
-        return vigil
+        return silence
 
     # What a look comes to
 
-    def _moved(self, trainer: Trainer, vigil: Vigil, heartbeat: Heartbeat) -> None:
-        before, told = vigil.heartbeat, vigil.told
-        vigil.heartbeat, vigil.quiet_s, vigil.still_s = heartbeat, 0.0, 0.0
-        vigil.told, vigil.ended = None, False
+    def _moved(self, trainer: Trainer, silence: Silence, heartbeat: Heartbeat) -> None:
+        before, told = silence.heartbeat, silence.told
+        silence.heartbeat, silence.quiet_s, silence.still_s = heartbeat, 0.0, 0.0
+        silence.told, silence.ended = None, False
         if told is not None:
             self._goes_on(trainer, before, heartbeat)
 
@@ -158,56 +155,56 @@ class Watchdog:
         self._tell(trainer, Event.GOES_ON, before, seconds=seconds)
         self._remember(trainer, 0, 0)
 
-    def _waited(self, trainer: Trainer, vigil: Vigil, gap_s: float) -> None:
-        vigil.quiet_s += gap_s
-        if vigil.quiet_s + vigil.still_s < min(_LATE_S, vigil.heartbeat.patience_ns / 2e9):
+    def _waited(self, trainer: Trainer, silence: Silence, gap_s: float) -> None:
+        silence.quiet_s += gap_s
+        if silence.quiet_s + silence.still_s < min(_LATE_S, silence.heartbeat.patience_ns / 2e9):
             return
         if condition(trainer.pid).held_still:
-            self._held_still(trainer, vigil, gap_s)
+            self._held_still(trainer, silence, gap_s)
             return
-        vigil.still_s = 0.0
-        if vigil.quiet_s * 1e9 < vigil.heartbeat.patience_ns:
+        silence.still_s = 0.0
+        if silence.quiet_s * 1e9 < silence.heartbeat.patience_ns:
             return
-        if vigil.told is not Event.STUCK:
-            self._ask(trainer, vigil)
-        elif trainer.kill_when_stuck and not vigil.ended:
-            self._end(trainer, vigil)
+        if silence.told is not Event.STUCK:
+            self._ask(trainer, silence)
+        elif trainer.kill_when_stuck and not silence.ended:
+            self._end(trainer, silence)
 
-    def _held_still(self, trainer: Trainer, vigil: Vigil, gap_s: float) -> None:
+    def _held_still(self, trainer: Trainer, silence: Silence, gap_s: float) -> None:
         """Whoever stopped it will continue it: from then on it has all of its time again."""
-        vigil.still_s, vigil.quiet_s = vigil.still_s + gap_s, 0.0
-        if vigil.told is None and vigil.still_s * 1e9 >= vigil.heartbeat.patience_ns:
-            vigil.told = Event.STOPPED
+        silence.still_s, silence.quiet_s = silence.still_s + gap_s, 0.0
+        if silence.told is None and silence.still_s * 1e9 >= silence.heartbeat.patience_ns:
+            silence.told = Event.STOPPED
             log.warning("trainer %d is stopped, by a signal or a debugger; it is left alone", trainer.pid)
-            self._tell(trainer, Event.STOPPED, vigil.heartbeat, seconds=round(vigil.still_s, 1))
+            self._tell(trainer, Event.STOPPED, silence.heartbeat, seconds=round(silence.still_s, 1))
             self._queue.rescue(trainer.rank)
 
     # A trainer that is stuck
 
-    def _ask(self, trainer: Trainer, vigil: Vigil) -> None:
+    def _ask(self, trainer: Trainer, silence: Silence) -> None:
         """Its newest snapshot is persisted while its stacks are fetched."""
-        if vigil.asking or self._worker.busy:
+        if silence.asking or self._worker.busy:
             return
-        vigil.asking, asked = True, replace(vigil)
+        silence.asking, asked = True, replace(silence)
         self._queue.rescue(trainer.rank)
 
         def done(evidence: Evidence | BaseException) -> None:
-            vigil.asking = False
+            silence.asking = False
             if isinstance(evidence, BaseException):
                 log.error("the stacks of trainer %d were not had", trainer.pid, exc_info=evidence)
                 evidence = Evidence((), "", repr(evidence))
-            moved = _differ(vigil.heartbeat, asked.heartbeat)
+            moved = _differ(silence.heartbeat, asked.heartbeat)
             if not moved and not evidence.stacks and condition(trainer.pid).held_still:
                 return
             self._stuck(trainer, asked, evidence)
             if moved:
-                self._goes_on(trainer, asked.heartbeat, vigil.heartbeat)
+                self._goes_on(trainer, asked.heartbeat, silence.heartbeat)
             else:
-                vigil.told, vigil.told_s = Event.STUCK, self._clock()
+                silence.told, silence.told_s = Event.STUCK, self._clock()
 
         self._worker.submit(partial(collect, self._folder, trainer.lock, trainer.stacks_signal), done)
 
-    def _stuck(self, trainer: Trainer, asked: Vigil, evidence: Evidence) -> None:
+    def _stuck(self, trainer: Trainer, asked: Silence, evidence: Evidence) -> None:
         heartbeat, seconds = asked.heartbeat, round(asked.quiet_s, 1)
         log.error(
             "trainer %d passes no boundaries for %.1f s: its newest snapshot is persisted%s",
@@ -227,25 +224,25 @@ class Watchdog:
         )
         self._remember(trainer, heartbeat.boundaries, heartbeat.beat_ns)
 
-    def _end(self, trainer: Trainer, vigil: Vigil) -> None:
+    def _end(self, trainer: Trainer, silence: Silence) -> None:
         """SIGKILL: a handler of any other signal may itself wait for the boundary that does not come."""
-        waited_s = self._clock() - vigil.told_s
+        waited_s = self._clock() - silence.told_s
         if not self._queue.is_settled(trainer.rank) and waited_s < _PERSIST_LIMIT_S:
             return
-        vigil.ended = True
+        silence.ended = True
         try:
             with held(self._folder, trainer.lock) as process:
                 if process is None:
                     raise ProcessLookupError("its process is gone, or of another pid namespace")
-                if _differ(vigil.heartbeat, self._hearts().get(trainer.lock, vigil.heartbeat)):
-                    vigil.ended = False
+                if _differ(silence.heartbeat, self._heartbeats().get(trainer.lock, silence.heartbeat)):
+                    silence.ended = False
                     return
                 log.error("trainer %d is ended with SIGKILL, as its options say", trainer.pid)
-                self._tell(trainer, Event.KILL, vigil.heartbeat, saved=self._queue.is_saved(trainer.rank))
+                self._tell(trainer, Event.KILL, silence.heartbeat, saved=self._queue.is_saved(trainer.rank))
                 signal.pidfd_send_signal(process[1], signal.SIGKILL)
         except (OSError, KeeperError) as error:
             log.error("trainer %d cannot be ended: %s", trainer.pid, error)
-            self._tell(trainer, Event.ERROR, vigil.heartbeat, what="kill", message=str(error))
+            self._tell(trainer, Event.ERROR, silence.heartbeat, what="kill", message=str(error))
 
     def _tell(self, trainer: Trainer, event: Event, heartbeat: Heartbeat, **fields: object) -> None:
         attempt = str(trainer.attempt) if trainer.attempt else None
@@ -303,22 +300,16 @@ def condition(pid: int) -> Condition:
 def held(folder: RuntimeFolder, lock: str) -> Iterator[tuple[int, int] | None]:
     """(pid, pidfd) of the process that holds a life lock, None where it is gone or not to be named. The
     descriptor means that very process: it held the lock before and after it was opened."""
-    pid = holder_of(folder, lock)
-    descriptor = _opened(pid) if pid is not None and pid > 0 and pid != os.getpid() else -1
-    if pid is None or descriptor < 0:
+    pid, descriptor = holder_of(folder, lock), -1
+    with contextlib.suppress(ProcessLookupError):
+        descriptor = os.pidfd_open(pid) if pid and pid != os.getpid() else -1
+    if not pid or descriptor < 0:
         yield None
         return
     try:
         yield (pid, descriptor) if holder_of(folder, lock) == pid else None
     finally:
         os.close(descriptor)
-
-
-def _opened(pid: int) -> int:
-    try:
-        return os.pidfd_open(pid)
-    except ProcessLookupError:
-        return -1
 
 
 def collect(folder: RuntimeFolder, lock: str, signal_number: int) -> Evidence:
@@ -390,8 +381,7 @@ def _by_py_spy(pid: int) -> tuple[str, str]:
 
 
 def _bounded(text: str) -> tuple[str, ...]:
-    """As many threads as a line of the ledger holds: the one that answered first, then the main thread
-    (faulthandler writes it last), then the others."""
+    """As many threads as a line of the ledger holds: who answered, the main one, the others."""
     threads = [block for block in text.replace("\nThread ", "\n\nThread ").split("\n\n") if block.strip()]
     last = threads[-1:]
     current = [block for block in threads[:-1] if block.startswith("Current thread")]

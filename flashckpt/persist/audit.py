@@ -27,8 +27,7 @@ class Stopped(Exception):
 
 
 class Torn(Exception):
-    """A snapshot that nobody may use; `leaves` are (index, name) of those that differ, `snapshot` it itself
-    where that is known."""
+    """A snapshot (`snapshot`, where it is known) that nobody may use; `leaves`: (index, name) that differ."""
 
     snapshot: SealedSnapshot | None = None
 

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from flashckpt.errors import DamagedError
 from flashckpt.format.metadata import Metadata
@@ -74,8 +74,7 @@ class KnownTrainer(Protocol):
     environment: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class LeafSource:
+class LeafSource(NamedTuple):
     """Where leaves of a snapshot stand: a region, which may be another rank's, and which of its leaves."""
 
     region: Slot
@@ -104,7 +103,6 @@ class SealedSnapshot:
             self.pin = self.slot.pin(self.owner, sealed)
         return self.holds()
 
-    @property
     def is_free(self) -> bool:
         """Whether it can be pinned, or is."""
         return self.holds() or self._sealed() is not None
@@ -195,12 +193,7 @@ class StepJob:
     @property
     def is_gathered(self) -> bool:
         """Whether all ranks of this node have sealed it, or what they had is at rest."""
-        return self.part_of is not None or self.stored is not None or self.has_all
-
-    @property
-    def has_all(self) -> bool:
-        """Whether all ranks of this node still have it in their slots."""
-        return not self.missing
+        return self.part_of is not None or self.stored is not None or not self.missing
 
     @property
     def is_over(self) -> bool:
@@ -233,7 +226,7 @@ def alone(sealed: Sealed, owner: int, *regions: Slot) -> StepJob:
 
 
 # Seconds before the try that follows so many that failed; None where none follows.
-Pauses = Callable[[int], float | None]
+PauseAfter = Callable[[int], float | None]
 
 
 def pause_s(tries: int) -> float:
@@ -248,6 +241,5 @@ def few_pauses_s(tries: int) -> float | None:
 
 
 def look_again_s(looks: int) -> float:
-    """Until it is looked again whether the parts of other nodes are there. Who writes the last one commits
-    the step; others look only in case that one has died."""
+    """Until the next look for the parts of other nodes: who writes the last one commits, unless it dies."""
     return min(_FIRST_LOOK_S * 2.0 ** min(looks - 1, _MOST_DOUBLINGS), _LONGEST_LOOK_S)

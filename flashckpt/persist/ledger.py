@@ -30,8 +30,7 @@ _MOST_WAITING = 10_000
 
 
 def lines_of(store: Store, attempt: str) -> Iterator[dict[str, Any]]:
-    """The events of an attempt that can be read, oldest first. Nothing hangs on a ledger: what cannot be
-    read of it is left out."""
+    """The events of an attempt that can be read, oldest first. Nothing hangs on a ledger."""
     for name in file_names(attempt):
         try:
             data = store.read(f"{FOLDER}/{name}", _READ_BYTES)
@@ -52,9 +51,8 @@ class Ledger:
     def __init__(
         self, store: Store, *, stands: Callable[[], bool] | None = None, file_bytes: int = FILE_BYTES
     ) -> None:
-        self._store = store
+        self._store, self._file_bytes = store, file_bytes
         self._stands = stands or (lambda: store.exists(RUN))
-        self._file_bytes = file_bytes
         self._waiting: queue.Queue[tuple[str, bytes] | None] = queue.Queue(_MOST_WAITING)
         self.dropped = 0
         self._said = False

@@ -23,7 +23,7 @@ from flashckpt.persist.job import (
     JobState,
     KnownTrainer,
     NodeRanks,
-    Pauses,
+    PauseAfter,
     SealedSnapshot,
     StepJob,
     StepOutcome,
@@ -63,7 +63,7 @@ class Queue:
         ledger: Ledger,
         *,
         told: Callable[[StepJob, StepOutcome], None] = lambda job, outcome: None,
-        pauses: Pauses = pause_s,
+        pauses: PauseAfter = pause_s,
         world_of: Callable[[AttemptName], int | None] = lambda attempt: None,
         by: str = "",
     ) -> None:
@@ -188,8 +188,7 @@ class Queue:
             raise
 
     def try_again(self) -> None:
-        """Something was mended: what has failed so far, and fails in the try under way, says nothing any
-        more."""
+        """Something was mended: what failed so far, and fails in the try under way, says nothing now."""
         self._begun_before = self.writing is not None
         for job in self._look():
             if job is not self.writing and not job.given_up:
@@ -208,8 +207,7 @@ class Queue:
         return self._writer.progress_bytes
 
     def waiting(self, *, for_others: bool = False) -> list[int]:
-        """The steps that were asked for and are not done, failed ones included; or of these only those that
-        wait for other nodes."""
+        """The steps that were asked for and are not done; or of these those that wait for other nodes."""
         jobs = [job for job in self._look() if not job.is_over]
         return [job.step for job in jobs if not for_others or job.state is JobState.PART_WRITTEN]
 
@@ -379,7 +377,7 @@ class Queue:
     def _ready(self, now: float) -> list[StepJob]:
         jobs = [job for job in self._look() if job is not self.writing and not job.is_over]
         due = [job for job in jobs if job.is_gathered and now >= job.retry_at]
-        return [job for job in due if all(each.is_free for each in job.members())]
+        return [job for job in due if all(each.is_free() for each in job.members())]
 
     # Doing it
 

@@ -11,10 +11,10 @@ from enum import Enum
 
 from flashckpt.commit import attempts
 from flashckpt.commit.lineage import everything
-from flashckpt.commit.steps import have_one_boundary, missing_files, read_manifest
+from flashckpt.commit.steps import have_one_boundary, missing_files, part_paths, read_manifest
 from flashckpt.commit.verification import verify_file
 from flashckpt.errors import DamagedError
-from flashckpt.format.names import PART, AttemptName, attempt_folder, step_attempt_folder
+from flashckpt.format.names import AttemptName, attempt_folder, step_attempt_folder
 from flashckpt.format.records import Manifest, Part
 from flashckpt.store.base import Store
 
@@ -84,15 +84,13 @@ def stored_step(store: Store, step: int, attempt: AttemptName) -> StoredStep:
 def parts_of(store: Store, folder: str) -> tuple[list[Part], str]:
     """The parts in a step's folder that can be read, and what is wrong with one that cannot, or nothing."""
     parts, problem = [], ""
-    for entry in store.list(folder):
-        if not entry.is_folder and PART.fullmatch(entry.name):
-            path = f"{folder}/{entry.name}"
-            try:
-                parts.append(Part.from_bytes(store.read(path, Part.MAX_BYTES), path))
-            except DamagedError as error:
-                problem = str(error)
-            except FileNotFoundError:
-                continue
+    for path in part_paths(store, folder):
+        try:
+            parts.append(Part.from_bytes(store.read(path, Part.MAX_BYTES), path))
+        except DamagedError as error:
+            problem = str(error)
+        except FileNotFoundError:
+            continue
     return parts, problem
 
 

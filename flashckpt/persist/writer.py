@@ -1,5 +1,4 @@
-"""One step of this node from its slots to storage: pin, check, constants, shards with audit, one part,
-manifest.
+"""One step of this node from its slots to storage: pin, check, constants, audited shards, one part, manifest.
 
 Owns the order of these, and whether a constants shard is used again, linked or written. Runs in a worker
 thread; what it did is in its StepOutcome, and only the slots' own words are changed on the way.
@@ -21,7 +20,14 @@ from flashckpt.events import log
 from flashckpt.format.checked_json import strict_loads
 from flashckpt.format.layout import Layout
 from flashckpt.format.metadata import Metadata
-from flashckpt.format.names import RUN, AttemptName, attempt_folder, part_name, step_attempt_folder
+from flashckpt.format.names import (
+    RUN,
+    AttemptName,
+    attempt_folder,
+    part_name,
+    shard_name,
+    step_attempt_folder,
+)
 from flashckpt.format.records import Contents, Part, RankRecord, ShardRecord
 from flashckpt.memory.slot import Slot
 from flashckpt.persist.audit import Torn, check_header, discard, torn, unlike
@@ -106,13 +112,9 @@ class Writer:
         guard: Callable[[], None] = lambda: None,
         threads: int = 2,
     ) -> None:
-        self._store = store
+        self._store, self._nonce, self._threads, self._guard = store, nonce, threads, guard
         self._stands = stands or (lambda: store.exists(RUN))
-        self._guard = guard
-        self._nonce = nonce
-        self._threads = threads
-        self._files = 0
-        self._progress = array("Q", [0])
+        self._files, self._progress = 0, array("Q", [0])
         self._constants = _ConstantsShards(store, threads, _native.address_of(self._progress))
 
     @property
@@ -121,12 +123,11 @@ class Writer:
         return self._progress[0]
 
     def persist(self, job: StepJob) -> StepOutcome:
-        """Commit a step, from its snapshots once they are gathered, or from its parts at rest. Never raises:
-        failure is an outcome."""
+        """Commit a step, from its snapshots or its parts at rest. Never raises: failure is an outcome."""
         if job.stored is not None:
             return self._tried(lambda: self._commit_stored(job), job)
         began = time.monotonic()
-        if not job.has_all and (part_of := job.part_of) is not None:
+        if job.missing and (part_of := job.part_of) is not None:
             # The parts of the other nodes are waited for, and the slots are not needed for that.
             outcome = self._tried(lambda: self._commit(job, part_of), job)
             for each in job.members() if outcome.state is JobState.COMMITTED else ():
@@ -325,7 +326,7 @@ class Writer:
             # Before the part that names it: what is written here is debris until then, and nothing more.
             shared, num_bytes = self._constants.shard_for(content, tried.attempt, is_alone=is_alone)
             self._files += 1
-            name = steps.shard_name(content.rank, f"{self._nonce}{self._files:04x}")
+            name = shard_name(content.rank, f"{self._nonce}{self._files:04x}")
             tried.names.append(name)
             crashpoints.point("write.begun")
             written = self._store.write_shard(
@@ -389,13 +390,10 @@ def _check_held(snapshot: SealedSnapshot) -> None:
 
 
 class _ConstantsShards:
-    """Constants shards that this keeper wrote, linked or found named by a committed step. `progress` is
-    the address of a word that counts bytes."""
+    """Constants shards that this keeper wrote, linked or found named by a step. `progress`: an address."""
 
     def __init__(self, store: Store, threads: int, progress: int) -> None:
-        self._store = store
-        self._threads = threads
-        self._progress = progress
+        self._store, self._threads, self._progress = store, threads, progress
         # The newest of each rank alone: an older one may be deleted once no part names it.
         self._known: dict[int, tuple[AttemptName, Contents]] = {}
 
@@ -468,8 +466,7 @@ class _ConstantsShards:
         return Contents(shard=shard, leaves=layout.leaves, digests=tuple(metadata.digests[first:]))
 
     def _create(self, region: Slot, layout: Layout, rank: int, attempt: AttemptName) -> tuple[str, Written]:
-        """Write the image under a name that nobody has: a keeper that was stopped may still be writing the
-        one it took, and wakes up."""
+        """Write the image under a name that nobody has: a stopped keeper may wake up and write its own."""
         for _ in range(_NAMES_TRIED):
             name = constants.fresh_name(self._store, attempt, rank)
             try:

@@ -14,17 +14,16 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flashckpt.errors import KeeperError, PersistError, RunHeldError
 from flashckpt.keeper.protocol import (
     ELECTION_LOCK,
-    SOCKET_NAME,
     ProtocolError,
     Status,
     close_all,
-    peer_uid,
+    reach,
     receive,
     remove_names,
     send,
@@ -71,9 +70,6 @@ class KeeperRow:
     num_bytes: int = 0
     newest_sealed: int | None = None
     newest_committed: int | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def keepers() -> list[KeeperRow]:
@@ -324,9 +320,9 @@ def ask(
             if time.monotonic() > until:
                 raise TimeoutError
             # Elected, and not listening yet, or not any more.
-            with suppress(ConnectionError, FileNotFoundError, BlockingIOError, EOFError):
-                if runtime.check_socket(SOCKET_NAME):
-                    return _exchange(runtime, question, patience_s)
+            with suppress(ConnectionError, EOFError):
+                if (peer := reach(runtime, patience_s)) is not None:
+                    return _exchange(peer, question)
             time.sleep(_LOOK_S)
     except TimeoutError as error:
         raise KeeperError(
@@ -338,12 +334,8 @@ def ask(
     return None
 
 
-def _exchange(runtime: RuntimeFolder, question: dict[str, object], patience_s: float) -> dict[str, Any]:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
-        peer.settimeout(patience_s)
-        peer.connect(runtime.reachable(SOCKET_NAME))
-        if peer_uid(peer)[1] != os.geteuid():
-            raise KeeperError("Another user's process answers in the keeper's place. Nothing was changed.")
+def _exchange(peer: socket.socket, question: dict[str, object]) -> dict[str, Any]:
+    with peer:
         send(peer, question)
         answer, descriptors = receive(peer)
         close_all(descriptors)

@@ -29,8 +29,8 @@ _TRIES = 20
 
 @contextlib.contextmanager
 def runtime_of(store: Store, run: Run) -> Iterator[RuntimeFolder | None]:
-    """The run's runtime folder on this node as it is found, None where there is none. RunHeldError where
-    another user has one: nobody else can look at what is in it."""
+    """The run's runtime folder on this node, None where there is none. RunHeldError where another user has
+    one, who alone can look at what is in it."""
     base, identity = base_folder(Environment.read().runtime_folder), _identity(store, run)
     own = os.path.join(base, f"flashckpt-{os.geteuid()}", identity)
     for theirs in set(glob.glob(os.path.join(glob.escape(base), "flashckpt-*", identity))) - {own}:

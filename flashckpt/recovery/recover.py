@@ -1,4 +1,4 @@
-"""Recovering a run. Owns the order of its steps, each of which may be killed and done again.
+"""Recovering a run, or only looking. Owns the order of its steps, each of which may be killed and done again.
 
     look → drain memory → finish commits → verify, mark → clear debris → let regions go → say what is next
 
@@ -11,17 +11,22 @@ from __future__ import annotations
 from collections.abc import Collection
 from contextlib import closing
 
-from flashckpt.commit import attempts
+from flashckpt.commit import attempts, constants
 from flashckpt.commit.attempts import open_run
+from flashckpt.commit.lineage import VisibleStep
 from flashckpt.events import Event, log
+from flashckpt.format.metadata import Metadata
 from flashckpt.format.names import AttemptName
 from flashckpt.format.records import Run
 from flashckpt.keeper.protocol import Status
 from flashckpt.memory.runtime import RuntimeFolder
+from flashckpt.persist.deletions import unused_files
+from flashckpt.persist.job import JobState, StepJob
 from flashckpt.persist.ledger import Ledger
+from flashckpt.persist.stored_steps import refusal, unfinished
+from flashckpt.persist.writer import REGION_IS_GONE, Writer
 from flashckpt.recovery import keepers
-from flashckpt.recovery.dry_run import look
-from flashckpt.recovery.memory import MemoryRecovery
+from flashckpt.recovery.memory import MemoryRecovery, failed_of, settle
 from flashckpt.recovery.node import (
     Hold,
     dead_keepers,
@@ -32,9 +37,11 @@ from flashckpt.recovery.node import (
     runtime_of,
 )
 from flashckpt.recovery.report import Fate, Finding, Kind, RecoveryReport, Watcher
-from flashckpt.recovery.storage import Examined, clear, examine, mark
-from flashckpt.recovery.survey import resume_of, slots_in
+from flashckpt.recovery.storage import Examined, clear, debris_found, examine, mark, parts_found
+from flashckpt.recovery.survey import Seen, job_of, lacks_region, resume_of, slots_in, torn_leaves
 from flashckpt.store.base import Store
+
+_SHOWN = 8
 
 
 def recover(
@@ -60,7 +67,7 @@ def recover(
     if dry_run:
         with runtime_of(store, run) as runtime:
             refuse_if_held(store, runtime)
-            found = look(store, runtime, told, discard=discard, read=read)
+            found = _look(store, runtime, told, discard=discard, read=read)
             return _report(store, run, runtime, told, *found, dry_run=True, read=read)
     with hold(store, run) as held, closing(Ledger(store)) as ledger:
         found = _save(held, told, ledger, discard=discard, read=read)
@@ -170,6 +177,67 @@ def _told(runtime: RuntimeFolder, status: Status) -> list[Finding]:
                 outcome = Fate.FAILED
             findings.append(each.finding(outcome, reasons.get(each.step, "the keeper has it")))
     for torn in status.torn:
-        why = f"not the bytes of its boundary: {', '.join(torn.leaves[:8]) or 'its metadata'}"
+        why = f"not the bytes of its boundary: {', '.join(torn.leaves[:_SHOWN]) or 'its metadata'}"
         findings.append(Finding(Kind.SNAPSHOT, Fate.TORN, torn.slot, torn.step, detail=why, damage=True))
     return findings
+
+
+# ---- only looking: with the same eyes, by the same rules
+
+
+def _look(
+    store: Store, runtime: RuntimeFolder | None, watcher: Watcher, *, discard: bool, read: bool
+) -> tuple[int | None, list[Finding], Examined]:
+    """The same of what `_save` would do. Predicts no writes: nobody knows what storage will take."""
+    keeper = keeper_of(runtime) if runtime is not None else None
+    watcher.stage("verifying")
+    examined = examine(store, watcher, read=read)
+    found = _snapshots(store, runtime, examined, discard=discard) if runtime is not None else []
+    for stored in unfinished(store):
+        why, is_damage = refusal(store, stored, read=read)
+        found.append(parts_found(stored, Fate.KEPT if why else Fate.SOUND, why, damage=is_damage))
+    dead, writers = list[AttemptName](), set[str]()
+    if runtime is not None and keeper is None:
+        dead, writers = died_here(store, runtime), dead_keepers(runtime)
+    return keeper, found + examined.findings + debris_found(unused_files(store, dead, writers)), examined
+
+
+def _snapshots(store: Store, runtime: RuntimeFolder, examined: Examined, *, discard: bool) -> list[Finding]:
+    """What is in memory, newest first, audited; of what cannot be saved, what would become of it."""
+    writer = Writer(store, "0" * 8)
+    found: dict[str, Finding] = {}
+    saved: dict[str, VisibleStep] = {}
+    for each in slots_in(runtime):
+        with job_of(runtime, each.slot) as job:
+            found[each.slot] = _judged(store, writer, each, job)
+            if job is not None and found[each.slot].outcome is Fate.WAS_COMMITTED:
+                saved[each.slot] = writer.place_of(job)
+    return list(settle(store, found, saved, failed_of(found), examined, discard=discard)[0].values())
+
+
+def _judged(store: Store, writer: Writer, seen: Seen, job: StepJob | None) -> Finding:
+    if not seen.is_slot:
+        return seen.left_alone()
+    if job is None:
+        return seen.finding(Fate.TORN, seen.problem, damage=True)
+    if seen.is_persisted:
+        return seen.finding(Fate.WAS_COMMITTED)
+    [snapshot] = job.members()
+    attempt, _ = writer.attempt_for(job)
+
+    def on_storage(metadata: Metadata) -> bool:
+        layout, digests = metadata.constants, metadata.constants_digests
+        return layout is not None and constants.stands(store, attempt, snapshot.rank, layout, digests)
+
+    lacks = lacks_region(snapshot, on_storage)
+    torn = [] if lacks else torn_leaves(snapshot, on_storage)
+    if torn != []:
+        names = ", ".join((torn or ["its record or metadata"])[:_SHOWN])
+        return seen.finding(Fate.TORN, f"not the bytes of its boundary: {names}", damage=True)
+    known = writer.look(job)
+    match known.state:
+        case JobState.GATHERING:
+            return seen.finding(Fate.FAILED, REGION_IS_GONE) if lacks else seen.finding(Fate.SOUND)
+        case JobState.COMMITTED:
+            return seen.finding(Fate.WAS_COMMITTED)
+    return seen.finding(Fate.KEPT if known.state is JobState.VOID else Fate.FAILED, known.message)

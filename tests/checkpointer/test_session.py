@@ -62,7 +62,7 @@ class Node:
         for session in self._sessions:
             session.close()
         if self._thread is not None and self.keeper is not None:
-            self.keeper.ask_to_go()
+            self.keeper.exit.ask()
             self._thread.join(60)
             assert not self._thread.is_alive()
 

@@ -11,7 +11,7 @@ from flashckpt import _native
 from flashckpt.commit import attempts, steps
 from flashckpt.commit.holder import here
 from flashckpt.format.layout import Layout, Leaf
-from flashckpt.format.names import AttemptName, step_attempt_folder
+from flashckpt.format.names import AttemptName, shard_name, step_attempt_folder
 from flashckpt.format.records import Holder, Part, RankRecord, ShardRecord
 from flashckpt.store.base import Store
 
@@ -52,7 +52,7 @@ class MadeRun:
         for index in range(layout.data_start, layout.num_bytes):
             image[index] = (index * 31 + step) % 251
         folder = step_attempt_folder(step, attempt)
-        name = steps.shard_name(0, "5f2c")
+        name = shard_name(0, "5f2c")
         path = self.folder / folder / name
         path.parent.mkdir(parents=True)
         path.write_bytes(image)

@@ -260,9 +260,9 @@ def test_a_keeper_whose_starter_ended_before_it_came_waits_for_nobody(
     starter.wait()
     keeper = Keeper.elected(str(tmp_path / "run"), folder, starter.pid if has_ended else os.getpid())
     assert keeper is not None
-    assert keeper._exit.is_due(time.monotonic()) == has_ended
+    assert keeper.exit.is_due(time.monotonic()) == has_ended
     keeper.regions.put(keeper.regions.make(0, [0], SlotSize(4096, 4096)).regions[0])
-    assert not keeper._exit.is_due(time.monotonic())
+    assert not keeper.exit.is_due(time.monotonic())
     keeper._leave()
 
 
@@ -272,7 +272,7 @@ from flashckpt.keeper.daemon import Keeper
 from flashckpt.memory.runtime import RuntimeFolder
 keeper = Keeper.elected(sys.argv[1], RuntimeFolder.at(sys.argv[2]), int(sys.argv[3]))
 subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/proc"], check=True)
-print(keeper._exit.is_due(time.monotonic()))
+print(keeper.exit.is_due(time.monotonic()))
 """
 
 
@@ -308,7 +308,7 @@ def test_a_pidfd_of_another_process_does_not_keep_the_keeper_awake(tmp_path: Pat
     roster = Roster(TrainerLocks(trainer.folder))
     roster.watch(Trainer(lock=trainer.life.name, rank=0, pid=child.pid))
     assert select.select(roster.pidfds(), [], [], 10)[0] == roster.pidfds() != []
-    assert roster.bury() == []
+    assert roster.remove_dead() == []
     roster.forget(roster.pidfds())
     assert roster.pidfds() == []
     assert len(roster) == 1

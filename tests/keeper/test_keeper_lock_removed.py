@@ -192,7 +192,7 @@ def test_a_lock_that_was_taken_again_meanwhile_stays(tmp_path: Path, runtime: Pa
     folder.trainer = trainer
     roster = Roster(TrainerLocks(folder))
     roster.watch(Trainer(lock=trainer.life.name, rank=0))
-    assert [each.lock for each in roster.bury()] == [trainer.life.name], "it had no lock then"
+    assert [each.lock for each in roster.remove_dead()] == [trainer.life.name], "it had no lock then"
     assert trainer.life.stands(trainer.folder)
     folder.close()
     trainer.end()

@@ -189,7 +189,7 @@ def test_what_a_dead_trainer_left_on_the_page_is_not_the_next_ones(watched: Watc
     other = LifeLock.acquire(watched.folder, "trainer-00000-2-beefbeef.lock")
     assert other is not None
     assert watched.enroll(other.name) == watched.owner, "the index of the dead is used again"
-    watched.keeper.roster.bury()
+    watched.keeper.roster.remove_dead()
     watched.keeper.roster.watch(Trainer(lock=other.name, rank=0, pid=watched.child.pid))
     assert watched.looks(10 * PATIENCE_S) == ["stuck"]
     other.release(watched.folder)
@@ -231,7 +231,7 @@ def test_a_trainer_that_goes_on_and_ends_between_two_looks_has_gone_on(watched: 
         watched.trainer.closing = True
     else:
         watched.life.release(watched.folder)
-        watched.keeper.roster.bury()
+        watched.keeper.roster.remove_dead()
     assert watched.looks(1) == ["stuck", "goes-on"]
 
 
@@ -239,7 +239,7 @@ def test_a_trainer_that_dies_of_its_hang_has_not_gone_on(watched: Watched) -> No
     watched.beat(1)
     assert watched.looks(PATIENCE_S + 2) == ["stuck"]
     watched.life.release(watched.folder)
-    watched.keeper.roster.bury()
+    watched.keeper.roster.remove_dead()
     assert watched.looks(2) == ["stuck"]
 
 
