@@ -155,7 +155,8 @@ class Walk(Sink):
         if known is None:
             check(tensor, name)
             there = self._by_address.setdefault(tensor.data_ptr(), [])
-            known = next((leaf for leaf in there if same_memory(leaf.tensor, tensor)), None)
+            ties = [leaf for leaf in there if same_memory(leaf.tensor, tensor)]
+            known = ties[0] if ties else None
             if known is None:
                 known = LiveLeaf(name, tensor, place.kind, place.owner, place.container, place.key)
                 self.leaves.append(known)
