@@ -283,7 +283,18 @@ class Interrupting:
     def load_state_dict(self, state: dict[str, int]) -> None: ...
 
 
-@pytest.mark.parametrize("kind", ["interrupt", "unsavable", "mismatch", "held", "no room", "taken up"])
+def gone_after_one(read: Callable[..., Any]) -> Callable[..., Any]:
+    def read_file(path: str, *arguments: Any, **named: Any) -> Any:
+        if "constants" in path:
+            raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT), path)
+        return read(path, *arguments, **named)
+
+    return read_file
+
+
+@pytest.mark.parametrize(
+    "kind", ["interrupt", "unsavable", "mismatch", "held", "no room", "away", "taken up"]
+)
 def test_nothing_of_it_is_left_however_attach_ends(
     run: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,6 +312,9 @@ def test_nothing_of_it_is_left_however_attach_ends(
             beside = open_session(run, flashckpt.Keep(), flashckpt.Options(), Environment.read())
         case "no room":
             monkeypatch.setattr(room, "available_bytes", lambda: BYTES)
+        case "away":  # once the first file was read
+            monkeypatch.setattr(_native, "read_file", gone_after_one(_native.read_file))
+            monkeypatch.setattr(step_choice, "_PAUSES_S", ())
         case "taken up":
             monkeypatch.setattr("flashckpt.checkpointer.resume.fill", lambda *_: 1 / 0)
             error = ZeroDivisionError  # type: ignore[assignment]
