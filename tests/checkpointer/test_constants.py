@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 import flashckpt
-from flashckpt.checkpointer.attendant import Attendant
 from flashckpt.checkpointer.checkpointer import Checkpointer
 from flashckpt.errors import OutOfRoomError
 from flashckpt.keeper.client import KeeperClient
@@ -557,7 +556,7 @@ def test_the_state_is_walked_once_for_the_size_of_its_first_slots(
     with attach(tmp_path / "run", job) as checkpointer:
         with monkeypatch.context() as short:
             # The first boundary of all waits for them, for as long as a keeper is waited for.
-            short.setattr(Attendant, "patience_s", 0.1)
+            short.setattr(checkpointer._attendant, "patience_s", 0.1)
             one(job, checkpointer)
         assert checkpointer._attendant.slots.preparing
         monkeypatch.setattr(Tree, "walk", seen)
@@ -582,7 +581,7 @@ def test_one_that_changes_while_its_region_is_made_is_stored_as_it_is(
     monkeypatch.setattr(KeeperClient, "constants", slowly)
     with attach(run, job) as checkpointer:
         with monkeypatch.context() as short:
-            short.setattr(Attendant, "patience_s", 0.1)
+            short.setattr(checkpointer._attendant, "patience_s", 0.1)
             one(job, checkpointer)
         with torch.no_grad():
             job.model.base.weight.add_(1)
