@@ -116,7 +116,6 @@ class Slot(forks.OwnDescriptor):
     def __init__(
         self, descriptor: int, header: SlotHeader, *, map_image: bool, is_read_only: bool = False
     ) -> None:
-        super().__init__(descriptor)
         self.header = header
         self.name, self.index, self.rank = header.name, header.index, header.rank
         self.size = SlotSize(header.metadata_capacity, header.image_capacity)
@@ -131,6 +130,8 @@ class Slot(forks.OwnDescriptor):
         self.word_address = self._address + page.WORD_OFFSET
         self.metadata_address = self._address + PAGE
         self._maps_image = map_image
+        # Last: a slot that could not be mapped has no descriptor, and its number is another file's soon.
+        super().__init__(descriptor)
 
     @staticmethod
     def format(descriptor: int, header: SlotHeader) -> None:

@@ -15,6 +15,7 @@ from flashckpt.keeper.client import SlotGrant
 from flashckpt.keeper.connection import HeldDescriptors
 from flashckpt.memory import region
 from flashckpt.memory.runtime import RuntimeFolder
+from flashckpt.memory.slot import Slot
 from tests.memory.test_slot import make
 
 IDENTITY = "0" * 31 + "e"
@@ -72,3 +73,21 @@ def test_a_child_closes_no_number_of_anothers(
     monkeypatch.undo()
     assert statuses == [0], "the child closed another's file"
     folder.close()
+
+
+@pytest.mark.process
+def test_a_child_closes_no_number_of_a_slot_that_was_never_mapped() -> None:
+    """The error keeps what could not be made, and whoever had the descriptor has closed it."""
+    slot = make()
+    descriptor = os.open(f"/proc/self/fd/{slot.descriptor}", os.O_RDONLY)
+    with pytest.raises(OSError, match="map") as refused:
+        Slot.open(descriptor, map_image=True)
+    os.close(descriptor)
+    foreign = os.open("/dev/null", os.O_RDONLY)
+    assert foreign == descriptor
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if os.path.exists(f"/proc/self/fd/{foreign}") else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, f"closed in the child, after {refused}"
+    os.close(foreign)
+    slot.close()
