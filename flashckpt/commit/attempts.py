@@ -175,12 +175,13 @@ def _before(store: Store, parent: AttemptName, step: int) -> Iterator[tuple[Atte
     """The lineage behind the parent of an attempt that starts at `step`. The minimum: what an ancestor did
     past the step that its child left it at is another branch, however far the later attempts went."""
     lineage: list[Bound] = []
-    # Where it is damaged, what came before it is not visible any more, and stays.
     with suppress(DamagedError):
         lineage = bounds(store, parent)
-        # Asked after the reading: whoever is about to claim may sweep it meanwhile.
-        if not lineage[1:] and not store.exists(start_path(parent)):
-            # It has gone for want of a step: then the attempt that went on from it has its lineage.
+    # Asked after the reading: whoever is about to claim may sweep it meanwhile.
+    if not lineage or not (lineage[1:] or store.exists(start_path(parent))):
+        # It is damaged, or has gone for want of a step: who went on from it has its lineage. Where nobody
+        # did, what came before it is not visible any more, and stays.
+        with suppress(DamagedError):
             lineage = bounds(store)
     names = [each.attempt for each in lineage]
     behind = lineage[names.index(parent) + 1 :] if parent in names else []

@@ -127,6 +127,19 @@ def test_a_damaged_start_of_an_older_attempt_is_named_and_keeps_nobody(
     assert third in {info.name for info in attempts(store)}
 
 
+def test_a_damaged_start_of_a_parent_hides_nothing_that_its_child_knows_of(store: Store) -> None:
+    """The second attempt left a snapshot of 250 in memory. The third went on from it and died, and so does
+    the fourth. What was before the second stands in the third's start.json."""
+    first = attempt_at(store)
+    train(store, first, 100, 200)
+    second = attempt_at(store, first, 200)
+    attempt_at(store, second, 250)
+    damage_start(store, second)
+    fourth = attempt_at(store, second, 250)
+    assert shown(store) == [(100, 1), (200, 1)]
+    assert [each.attempt for each in bounds(store)] == [fourth, second, first]
+
+
 def test_a_damaged_newest_start_is_no_older_branch(store: Store) -> None:
     first = attempt_at(store)
     train(store, first, 100, 200)
