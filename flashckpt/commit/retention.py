@@ -408,14 +408,15 @@ def needed(store: Store, survivors: Sequence[Survivor]) -> set[str]:
 
 
 def _newest_whole(survivors: Sequence[Survivor]) -> list[Survivor]:
-    """Of one attempt, what is to be judged. A step that a rank has not sealed can never be whole."""
+    """Of one attempt, what is to be judged. A step of which a rank has not sealed this very boundary can never
+    be whole."""
     left = [each for each in survivors if not each.is_committed]
-    holders: dict[int, set[int]] = {}
-    for each in survivors:
-        holders.setdefault(each.step, set()).add(each.rank)
     ranks = {each.rank for each in survivors}
-    complete = [step for step, those in holders.items() if those == ranks]
-    if len(ranks) > 1 and not complete:
-        return left
-    newest = max(complete if len(ranks) > 1 else [each.step for each in left], default=None)
-    return [each for each in left if each.step == newest]
+    if len(ranks) < 2:
+        newest = max((each.step for each in left), default=None)
+        return [each for each in left if each.step == newest]
+    holders: dict[tuple[int, int], set[int]] = {}
+    for each in survivors:
+        holders.setdefault((each.step, each.boundary), set()).add(each.rank)
+    whole = max((content for content, those in holders.items() if those == ranks), default=None)
+    return left if whole is None else [each for each in left if (each.step, each.boundary) == whole]

@@ -12,7 +12,7 @@ import pytest
 from flashckpt.commit import steps as steps_module
 from flashckpt.commit.attempts import attempts, bounds, claim
 from flashckpt.commit.lineage import branch, check_records, mark, steps, visible
-from flashckpt.commit.retention import bury, doomed, prune, sweep_dead
+from flashckpt.commit.retention import Survivor, bury, doomed, needed, prune, sweep_dead
 from flashckpt.commit.steps import is_committed, read_manifest
 from flashckpt.format.names import (
     AttemptName,
@@ -304,6 +304,18 @@ def test_what_the_newest_attempt_was_loaded_from_stays(store: LocalStore) -> Non
     attempt_at(store, third, 110)
     assert sweep_dead(store) == [first, third]
     assert store.list("steps") == []
+
+
+def test_two_boundaries_of_one_step_are_no_whole_step_in_memory(store: LocalStore) -> None:
+    """One rank was killed before an epoch's end was captured, the other after it: 100 is what all have."""
+    first = attempt_at(store)
+    train(store, first, 50)
+    contents = {"a": (0, 100, 100), "b": (1, 100, 100), "c": (0, 101, 102), "d": (1, 101, 101)}
+    survivors = [
+        Survivor(slot=name, rank=rank, attempt=first, step=step, boundary=boundary)
+        for name, (rank, step, boundary) in contents.items()
+    ]
+    assert needed(store, survivors) == {"a", "b"}
 
 
 def test_a_claim_goes_with_its_own_attempt_alone(store: LocalStore) -> None:
