@@ -408,8 +408,7 @@ def needed(store: Store, survivors: Sequence[Survivor]) -> set[str]:
 
 
 def _newest_whole(survivors: Sequence[Survivor]) -> list[Survivor]:
-    """Of one attempt, what is to be judged. A step of which a rank has not sealed this very boundary can never
-    be whole."""
+    """Of one attempt, what is to be judged. A boundary that a rank has not sealed can never be whole."""
     left = [each for each in survivors if not each.is_committed]
     ranks = {each.rank for each in survivors}
     if len(ranks) < 2:
