@@ -277,7 +277,12 @@ class Interrupting:
     """Part of a state during whose look at it somebody presses Ctrl-C."""
 
     def state_dict(self) -> dict[str, int]:
-        signal.raise_signal(signal.SIGINT)
+        # A shell's background job ignores the signal, and so would everything that it starts.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            signal.signal(signal.SIGINT, before)
         return {}
 
     def load_state_dict(self, state: dict[str, int]) -> None: ...
