@@ -35,20 +35,22 @@ def refuse(location: str, why: str, remedy: str) -> NoReturn:
 
 def check(tensor: Tensor, location: str) -> None:
     """Raise StateError unless the tensor's own memory holds all there is to it."""
-    if type(tensor).__name__ == "FakeTensor" and type(tensor).__module__ == "torch._subclasses.fake_tensor":
-        refuse(location, "is a fake tensor without data", "Build the model outside FakeTensorMode.")
-    if type(tensor) not in PLAIN and isinstance(tensor, _LAZY):
-        why = "belongs to a lazy module that has not seen an input yet"
-        refuse(location, why, "Run one forward pass before the state is attached.")
+    kind = type(tensor)
+    if kind not in PLAIN:
+        if (kind.__module__, kind.__name__) == ("torch._subclasses.fake_tensor", "FakeTensor"):
+            refuse(location, "is a fake tensor without data", "Build the model outside FakeTensorMode.")
+        if isinstance(tensor, _LAZY):
+            why = "belongs to a lazy module that has not seen an input yet"
+            refuse(location, why, "Run one forward pass before the state is attached.")
     if tensor.is_nested:
         refuse(location, "is a nested tensor", "Keep its values and offsets as plain tensors.")
     if tensor.layout is not torch.strided:
         refuse(location, f"has the layout {tensor.layout}", "Keep its indices and values as plain tensors.")
-    if tensor.device.type == "meta":
+    device = tensor.device.type
+    if device == "meta":
         refuse(location, "is on the meta device and has no data", "Give it memory: to_empty().")
     # Of other devices nothing is known that a snapshot rests on: the order of their streams, and their
     # random numbers.
-    device = tensor.device.type
     if device == "cuda" and torch.version.hip is not None:
         device = "ROCm, which torch calls cuda"
     if device not in ("cpu", "cuda"):
@@ -68,13 +70,19 @@ def check(tensor: Tensor, location: str) -> None:
 def has_memory(tensor: Tensor) -> bool:
     """Whether its storage holds all of its elements: `untyped_storage().resize_()` changes no tensor. What
     cannot say what its storage is (XLA's, say) is believed."""
-    with torch._C.DisableTorchFunctionSubclass():
-        try:
-            num_bytes = tensor.untyped_storage().nbytes()
-        except (RuntimeError, NotImplementedError):
-            return True
-        reach = _reach(tensor)
-        return not reach or num_bytes >= (tensor.storage_offset() + reach) * tensor.element_size()
+    if type(tensor) not in PLAIN:
+        with torch._C.DisableTorchFunctionSubclass():
+            return _holds(tensor)
+    return _holds(tensor)
+
+
+def _holds(tensor: Tensor) -> bool:
+    try:
+        num_bytes = tensor.untyped_storage().nbytes()
+    except (RuntimeError, NotImplementedError):
+        return True
+    reach = _reach(tensor)
+    return not reach or num_bytes >= (tensor.storage_offset() + reach) * tensor.element_size()
 
 
 def _reach(tensor: Tensor) -> int:
