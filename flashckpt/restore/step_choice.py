@@ -20,14 +20,14 @@ from typing import TypeVar
 from flashckpt import crashpoints
 from flashckpt.commit import lineage
 from flashckpt.commit.lineage import VisibleStep
-from flashckpt.commit.steps import read_step
-from flashckpt.errors import DamagedError, RunError, UnusableRunError
+from flashckpt.commit.steps import StepRecord, read_step
+from flashckpt.errors import DamagedError, OutOfRoomError, RunError, UnusableRunError
 from flashckpt.events import log
 from flashckpt.format.names import AttemptName
 from flashckpt.restore import memory_tier
 from flashckpt.restore.memory_tier import Held
 from flashckpt.restore.snapshot import Snapshot
-from flashckpt.restore.step_image import EarlyRead, UnreadableShardError, read_image
+from flashckpt.restore.step_image import EarlyRead, StepImage, UnreadableShardError, read_image
 from flashckpt.store.base import Store
 
 Fits = Callable[[Snapshot], None]
@@ -185,13 +185,28 @@ class StepChoice:
         record = read_step(self._store, candidate.step, candidate.attempt)
         image = self._early.take(record) if self._early is not None else None
         if image is None:
-            image = read_image(record, self._rank, self._threads)
+            image = self._image_of(record)
         crashpoints.point("resume.read")
         try:
             return Loaded(Snapshot.of(image), None)
         except BaseException:
             image.discard()
             raise
+
+    def _image_of(self, record: StepRecord) -> StepImage:
+        try:
+            return read_image(record, self._rank, self._threads)
+        except OutOfRoomError as error:
+            num_bytes = sum(held.slot.header.num_bytes for held in self._survived)
+            if not num_bytes:
+                raise
+            raise OutOfRoomError(
+                f"{error} Snapshots of this run in memory, which are not to be gone on from or could not be "
+                f"used, take {num_bytes:,} bytes: `flashckpt keepers --end {self._store.url}` saves what is "
+                "saved nowhere and frees them.",
+                needed=error.needed,
+                available=error.available,
+            ) from error
 
     def _check(self, loaded: Loaded) -> None:
         try:

@@ -31,6 +31,8 @@ from flashckpt.format.records import CHUNK_BYTES
 from flashckpt.keeper.client import KeeperClient
 from flashckpt.memory import room
 from flashckpt.options import Environment
+from flashckpt.recovery import keepers
+from flashckpt.recovery.report import Watcher
 from flashckpt.restore import step_choice, step_image
 from flashckpt.restore.step_image import EarlyRead, StepImage
 from flashckpt.state.tree import Tree
@@ -371,6 +373,27 @@ def test_without_room_it_is_said_how_much_there_would_have_to_be(
     monkeypatch.setattr(room, "available_bytes", lambda: size)
     image = step_image.read_image(newest(run), 0, 2)
     image.discard()
+
+
+def test_without_room_it_is_said_that_snapshots_in_memory_take_it(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A branch goes back to a step at rest while the node still has what came after it."""
+    with suppress(ZeroDivisionError), flashckpt.attach(run, every=None, model=Model(1)) as checkpointer:
+        checkpointer.step()
+        checkpointer.save()
+        checkpointer.wait()
+        raise ZeroDivisionError
+    flashckpt.branch(run, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(room, "available_bytes", lambda: BYTES)
+        with pytest.raises(OutOfRoomError, match=re.escape(f"flashckpt keepers --end {run}")):
+            flashckpt.attach(run, every=None, model=Model(2))
+    [keeper] = keepers.keepers()
+    keepers.end(keeper, Watcher())
+    live = Model(2)
+    assert resumed(run, live) == "local"
+    assert live.equals(Model(1))
 
 
 @pytest.mark.process
