@@ -101,11 +101,11 @@ def refusal(store: Store, stored: StoredStep, *, read: bool) -> tuple[str, bool]
         return stored.problem or "not all of its ranks' parts are there", bool(stored.problem)
     if not have_one_boundary(stored.parts):
         return "its parts are of different boundaries, and no step together", False
-    if attempts.read_start(store, stored.attempt) is None:
-        return "its attempt has no start.json", False
     newer = attempts.started_after(store, stored.attempt)
     if newer is not None:
         return f"attempt {newer} has begun since: what older ones left does not become part of the run", False
+    if attempts.read_start(store, stored.attempt) is None:
+        return "its attempt has no start.json", False
     wrong = [f"{file}: {why}" for file, why in _wrong_files(store, stored)] if read else []
     return "; ".join(wrong[:_SHOWN]), bool(wrong)
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from flashckpt.commit import attempts, steps
 from flashckpt.commit.lineage import VisibleStep
 from flashckpt.commit.retention import Survivor, needed
-from flashckpt.errors import FlashckptError
+from flashckpt.errors import DamagedError, FlashckptError
 from flashckpt.events import Event
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper.protocol import remove_names
@@ -156,7 +156,10 @@ class MemoryRecovery:
         self._queue.run_to_idle(watch)
 
     def _world_of(self, attempt: AttemptName) -> int | None:
-        start = attempts.read_start(self._store, attempt)
+        start = None
+        # Of an older attempt nobody may need it; who writes a step of this very one reads it again.
+        with contextlib.suppress(DamagedError):
+            start = attempts.read_start(self._store, attempt)
         return None if start is None else start.world
 
     # What is said

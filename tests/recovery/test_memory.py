@@ -11,9 +11,10 @@ from flashckpt.commit import attempts, lineage
 from flashckpt.commit.holder import here
 from flashckpt.commit.lineage import branch
 from flashckpt.commit.retention import Survivor, needed
-from flashckpt.format.names import AttemptName
+from flashckpt.format.names import AttemptName, start_path
 from flashckpt.recovery.report import RecoveryReport
 from flashckpt.store import open_store
+from tests.commit.runs import publish
 from tests.keeper.driver import committed, eventually, ledger
 from tests.keeper.test_keeper_deaths import flip_image
 from tests.recovery.scene import Crash, recovered, regions_of, rows
@@ -320,3 +321,27 @@ def test_what_the_newest_attempt_started_from_is_saved_though_a_newer_one_was_le
         ("snapshot", "was committed", 1),
     ]
     assert resume(report) == (2, str(later), "local")
+
+
+def test_a_damaged_start_of_an_older_attempt_keeps_nothing_in_memory(tmp_path: Path, runtime: Path) -> None:
+    """What the newest attempt went on from is its own: nobody needs the record of who captured it."""
+    run = tmp_path / "run"
+    crash = Crash(run, runtime).slots().commit(1)
+    crash.seal(2)
+    crash.both_killed()
+    store, older = open_store(str(run)), AttemptName.parse(crash.attempt)
+    assert older is not None
+    later = attempts.claim(store, here())
+    attempts.start(store, later, older, 2, 1, 2)
+    attempts.mark_ended(store, later, "dead")
+    publish(store, 3, older)  # cut off before its manifest
+    damaged = run / start_path(older)
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    assert resume(recovered(run, dry_run=True)) == (2, str(older), "memory")
+
+    report = recovered(run)
+
+    assert rows(report, "snapshot") == [("snapshot", "committed", 2), ("snapshot", "was committed", 1)]
+    assert rows(report, "parts") == [("parts", "kept", 3)]
+    assert resume(report) == (2, str(later), "local")
+    assert regions_of(crash.folder) == []
