@@ -120,6 +120,28 @@ def test_one_that_changes_before_the_region_is_filled_is_stored_as_it_is(
     capture.close()
 
 
+def test_one_that_is_written_while_the_region_is_filled_is_left_out_of_the_next_try(
+    ring: SlotRing, sealer: _native.Sealer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = Frozen(torch.randn(LARGE), torch.randn(LARGE))
+    capture = made(state, ring, sealer)
+    capture.look()
+    region = give_region(capture)
+    copy, writes = _native.copy_digest, [1, 2]
+
+    def written_meanwhile(*arrays: object) -> None:
+        copy(*arrays)  # type: ignore[arg-type]
+        if writes:
+            state.weights["w0"].add_(writes.pop())
+
+    monkeypatch.setattr(_native, "copy_digest", written_meanwhile)
+    assert not capture.boundary(1, lambda: b"{}").captured
+    content = captured(capture, ring, sealer, 2)
+    assert writes == []
+    assert (content.constants_nonce, content.constants) == (region.header.nonce, ["frozen.w1"])
+    capture.close()
+
+
 def test_where_none_is_as_it_was_decided_there_is_no_region(ring: SlotRing, sealer: _native.Sealer) -> None:
     for write in ("mul_", "reshaped"):
         state = Frozen(torch.randn(LARGE))

@@ -75,6 +75,20 @@ def test_a_gate_holds_the_next_step_back_until_the_copy_has_ended(make: Maker) -
     assert loop.result() == "exact"
 
 
+def test_a_plan_that_is_let_go_while_its_copies_run_closes_its_gate(make: Maker) -> None:
+    """Ways are chosen anew (a leaf of the snapshot before was torn, an optimizer's first hook was seen)."""
+    loop = warm(make(room=NO_ROOM))
+    loop.train()
+    loop.device.compute.drain()
+    loop.device.side.hold()
+    assert loop.boundary().captured
+    loop.capture._planner.drop()
+    loop.train()
+    loop.device.compute.settle()
+    assert loop.device.compute.pending() > 0
+    assert loop.result() == "exact"
+
+
 def test_no_gate_without_hooks_the_digest_finds_the_tear(make: Maker) -> None:
     """A compiled step, or a graph's replay: nothing tells that parameters are about to be written."""
     loop = warm(make(room=NO_ROOM))
@@ -455,6 +469,26 @@ def test_host_memory_that_the_device_writes_is_read_after_its_kernels(make: Make
     released.join()
     loop.finish()
     assert newest(loop.ring).leaves["more.offloaded"] == bytes_of(torch.full((5000,), 7.0))
+
+
+def test_host_memory_that_a_named_stream_writes_is_read_after_its_work(make: Maker) -> None:
+    """An offloader's own stream: the compute stream has nothing to do with it."""
+    stream = SimulatedStream("offload")
+    loop = make(streams=(stream,))
+    offloaded = torch.zeros(5000)
+    loop.state.named["more"] = {"offloaded": offloaded}
+    loop.device.pin(offloaded)
+    warm(loop)
+    loop.device.compute.drain()
+    stream.hold()
+    loop.kernel(lambda: offloaded.add_(7), stream)
+    released = threading.Timer(0.2, stream.release)
+    released.start()
+    assert loop.boundary(ordered=True).captured
+    released.join()
+    loop.finish()
+    assert newest(loop.ring).leaves["more.offloaded"] == bytes_of(torch.full((5000,), 7.0))
+    stream.close()
 
 
 def test_without_a_hook_before_the_boundary_the_loop_waits_for_copies_of_gated_leaves(make: Maker) -> None:
