@@ -144,13 +144,14 @@ class Queue:
     def taken_up(self, attempt: AttemptName, step: int, boundary: int) -> None:
         """An attempt has started that went on from this boundary of another: what the ranks of this node have
         of it counts as its own now. Who was too late for the old one is not for this one."""
+        before = {held.slot.name: held.slot.asked for held in self._regions.slots()}
         for each in self._regions.sealed():
             if each.content != (attempt, step, boundary):
                 continue
             job = self._job(each.key)
             if job is not None and job.state is not JobState.WRITING:
                 self._drop(job)
-            each.slot.request_persist(each.generation)
+            each.slot.request_persist_after(before[each.slot.name], each.generation)
 
     def next(self) -> None:
         """Give the worker its next job, if it is free and there is one."""

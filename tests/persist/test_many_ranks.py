@@ -13,7 +13,7 @@ from flashckpt.commit import attempts, lineage
 from flashckpt.commit.holder import here
 from flashckpt.commit.steps import is_committed, read_step
 from flashckpt.format.names import AttemptName
-from flashckpt.memory.slot import Slot, SlotState
+from flashckpt.memory.slot import Sealed, Slot, SlotState
 from flashckpt.persist.job import JobState
 from flashckpt.store.local import LocalStore
 from tests.commit.runs import new_run
@@ -257,6 +257,27 @@ def test_what_an_attempt_went_on_from_is_its_on_every_rank_of_every_node(
     assert is_whole(store, 5, later, 4)
     assert read_step(store, 5, later).boundary == 8
     assert files(store, 5, both[0].attempt) == []
+
+
+def test_what_a_trainer_asks_for_meanwhile_stands(
+    nodes: MakeNode, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new keeper is told again what the attempt went on from, while its trainer writes that slot anew."""
+    node = nodes((0,), 1)
+    [slot] = node.seal(5, persist=False, boundary=8)
+    resumed(store, node, 8)
+    look = node.regions.sealed
+
+    def overtaken() -> list[Sealed]:
+        found = look()
+        newer = slot.begin(node.ranks[0].owners[slot.name])
+        assert newer is not None
+        slot.request_persist(newer)
+        return found
+
+    monkeypatch.setattr(node.regions, "sealed", overtaken)
+    node.queue.taken_up(node.attempt, 5, 8)
+    assert slot.asked == slot.state().generation
 
 
 @pytest.mark.parametrize("ranks", [(0, 1), (0, 1, 2, 3)])
