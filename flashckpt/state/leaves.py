@@ -96,6 +96,9 @@ class Sink:
     def guard(self, container: Sized) -> None:
         """The plan stands only while the container keeps its length."""
 
+    def anchor(self, container: object, key: object, value: object) -> None:
+        """The plan stands only while `container[key]` (or that attribute) is this very object."""
+
 
 class Walk(Sink):
     """One walk of the state: its leaves in the order in which they were found, and its value, for
@@ -123,7 +126,6 @@ class Walk(Sink):
         self.anchor(container, key, None)
 
     def anchor(self, container: object, key: object, value: object) -> None:
-        """The plan stands only while `container[key]` (or that attribute) is this very object."""
         if container is not None:
             self.anchors.append((container, key, value))
 

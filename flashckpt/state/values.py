@@ -71,6 +71,7 @@ def survey(
     if kind not in CONTAINERS:
         refuse(name, f"holds tensors in a {kind.__qualname__}", "Use a dict, list, tuple or deque for them.")
     sink.guard(value)
+    sink.anchor(place.container, place.key, value)  # another one in its place has tensors of its own
     container = None if place.container is None else value
 
     def below(key: object, item: object) -> Any:

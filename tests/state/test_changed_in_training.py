@@ -1,8 +1,11 @@
-"""What changes its form while a run is trained: a persistent buffer comes back as it was saved; parameters
-and groups that the same script would not build are said when they are captured."""
+"""What changes its form while a run is trained: a persistent buffer comes back as it was saved, and so does
+what an optimizer keeps in containers that it makes anew; parameters and groups that the same script would not
+build are said when they are captured."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -78,6 +81,49 @@ def test_observers_of_torch_come_back(tmp_path: Path) -> None:
     saved, found = first.state_dict(), again.state_dict()
     assert saved.keys() == found.keys()
     assert all(torch.equal(saved[name], found[name]) for name in saved)
+
+
+class Preconditioned(torch.optim.Optimizer):
+    """Keeps tensors in a container that each step makes anew, as SOAP does with its bases."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], kept_in: type) -> None:
+        super().__init__(parameters, {})
+        self._kept_in = kept_in
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            before = (
+                list(state["bases"].values() if self._kept_in is dict else state["bases"]) if state else [0]
+            )
+            now = 0.5 * before[0] + parameter.grad
+            state["bases"] = {"left": now} if self._kept_in is dict else self._kept_in([now])
+            parameter.sub_(now, alpha=0.01)
+
+
+@pytest.mark.parametrize("kept_in", [list, tuple, deque, dict])
+def test_tensors_in_a_container_that_each_step_makes_anew_come_back(kept_in: type, tmp_path: Path) -> None:
+    def trained(run: Path, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        optimizer = Preconditioned(model.parameters(), kept_in)
+        batches = [torch.full((2, 4), float(number)) for number in range(8)]
+        for x in flashckpt.loop(batches, run, every=1, steps=steps, model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+        return model, optimizer
+
+    trained(tmp_path / "ended", 5)
+    model, optimizer = trained(tmp_path / "ended", 8)
+    undisturbed, expected = trained(tmp_path / "whole", 8)
+    assert torch.equal(model.weight, undisturbed.weight)
+    (found,), (whole,) = (
+        each.values() if kept_in is dict else each
+        for each in (optimizer.state[model.weight]["bases"], expected.state[undisturbed.weight]["bases"])
+    )
+    assert torch.equal(found, whole)
 
 
 def test_nothing_else_is_let_through(tmp_path: Path) -> None:
