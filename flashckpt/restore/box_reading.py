@@ -1,7 +1,7 @@
 """Parts of a shard: of a leaf, or of a box in it, the chunks that hold it are read, and no others.
 
 Every chunk has the checksum of its shard's record before a byte of it is used, and a whole leaf its digest.
-A whole shard is read in one pass instead: see shard_reading.py, and verification of commit.
+A whole shard is read in one pass instead: see step_image.py, and verification of commit.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from flashckpt.commit.retention import Survivor, needed
 from flashckpt.format.names import AttemptName, start_path
 from flashckpt.recovery.report import RecoveryReport
 from flashckpt.store import open_store
+from flashckpt.store.base import Store
 from tests.commit.runs import publish
 from tests.keeper.driver import committed, eventually, ledger
 from tests.keeper.test_keeper_deaths import flip_image
@@ -294,6 +295,16 @@ def test_without_reading_the_same_is_saved(tmp_path: Path, runtime: Path, read: 
     assert regions_of(crash.folder) == []
 
 
+def went_on(run: Path, crash: Crash) -> tuple[Store, AttemptName, AttemptName]:
+    """An attempt that went on from step 2 of the crashed one, in memory, and died: both, older first."""
+    store, older = open_store(str(run)), AttemptName.parse(crash.attempt)
+    assert older is not None
+    later = attempts.claim(store, here())
+    attempts.start(store, later, older, 2, 1, 2)
+    attempts.mark_ended(store, later, "dead")
+    return store, older, later
+
+
 def test_what_the_newest_attempt_started_from_is_saved_though_a_newer_one_was_left(
     tmp_path: Path, runtime: Path
 ) -> None:
@@ -302,11 +313,7 @@ def test_what_the_newest_attempt_started_from_is_saved_though_a_newer_one_was_le
     crash = Crash(run, runtime).slots().commit(1)
     loaded, left = crash.seal(2, 3)
     crash.both_killed()
-    store, older = open_store(str(run)), AttemptName.parse(crash.attempt)
-    assert older is not None
-    later = attempts.claim(store, here())
-    attempts.start(store, later, older, 2, 1, 2)
-    attempts.mark_ended(store, later, "dead")
+    store, older, later = went_on(run, crash)
     slots = {loaded: 2, left: 3}
     survivors = [
         Survivor(slot=name, rank=0, attempt=older, step=step, boundary=step) for name, step in slots.items()
@@ -329,11 +336,7 @@ def test_a_damaged_start_of_an_older_attempt_keeps_nothing_in_memory(tmp_path: P
     crash = Crash(run, runtime).slots().commit(1)
     crash.seal(2)
     crash.both_killed()
-    store, older = open_store(str(run)), AttemptName.parse(crash.attempt)
-    assert older is not None
-    later = attempts.claim(store, here())
-    attempts.start(store, later, older, 2, 1, 2)
-    attempts.mark_ended(store, later, "dead")
+    store, older, later = went_on(run, crash)
     publish(store, 3, older)  # cut off before its manifest
     damaged = run / start_path(older)
     damaged.write_bytes(damaged.read_bytes()[:-1])
