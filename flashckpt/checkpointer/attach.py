@@ -136,7 +136,7 @@ def _begin_early(path: str | os.PathLike[str], options: Options) -> EarlyRead | 
     if environment.world > 1:
         return None
     is_new, in_memory = "flashckpt.checkpointer.resume" not in sys.modules, False
-    with suppress(FlashckptError, OSError):
+    with suppress(FlashckptError, OSError, RuntimeError):  # the last where there are no more threads
         store = open_store(path)
         identity = identity_of(open_run(store, create=False).run_id, store.place())
         with suppress(FileNotFoundError):

@@ -262,6 +262,20 @@ def test_a_step_that_is_deleted_meanwhile_is_not_taken(
     assert images() == 0
 
 
+def test_without_a_thread_to_read_in_it_is_read_later(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "flashckpt-read":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    live = Model(3)
+    assert resumed(run, live) == "local"
+    assert live.equals(Model(1))
+
+
 def test_what_is_in_memory_is_not_read(run: Path, runtime: Path, reads: list[str]) -> None:
     class Killed(Exception):
         pass
