@@ -35,7 +35,8 @@ _PLACES = {
         (
             "FlashckptError", "UsageError", "OptionError", "StateError", "BoundaryError", "MismatchError",
             "RunError", "RunHeldError", "SupersededError", "FormatError", "NoSuchStepError",
-            "UnusableRunError", "DamagedError", "OutOfRoomError", "KeeperError", "PersistError",
+            "UnusableRunError", "DivergedError", "DamagedError", "OutOfRoomError", "KeeperError",
+            "PersistError",
         ),
         "errors",
     ),
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from flashckpt.commit.verification import Report as Report
     from flashckpt.errors import BoundaryError as BoundaryError
     from flashckpt.errors import DamagedError as DamagedError
+    from flashckpt.errors import DivergedError as DivergedError
     from flashckpt.errors import FlashckptError as FlashckptError
     from flashckpt.errors import FormatError as FormatError
     from flashckpt.errors import KeeperError as KeeperError

@@ -12,6 +12,7 @@
     │   ├── FormatError              written by a newer version of this library
     │   ├── NoSuchStepError          no such step, or none that is committed
     │   └── UnusableRunError         the run has steps, and none of them can be used
+    ├── DivergedError                what ranks hold alike by declaration is not alike
     ├── DamagedError                 bytes are not those that were written
     ├── OutOfRoomError               too little memory or disk: what was needed, what there is
     ├── KeeperError                  the keeper cannot be started or asked
@@ -102,6 +103,23 @@ class NoSuchStepError(RunError):
 
 class UnusableRunError(RunError):
     """The run has steps and none can be used. It is never taken for a fresh run."""
+
+
+class DivergedError(FlashckptError):
+    """What ranks hold alike by declaration is not alike; the step is not committed. `leaves` are the names of
+    what differs, `ranks` those that hold something else than the most do."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        leaves: tuple[str, ...] = (),
+        ranks: tuple[int, ...] = (),
+        step: int | None = None,
+    ) -> None:
+        super().__init__(message, step=step)
+        self.leaves = leaves
+        self.ranks = ranks
 
 
 class DamagedError(FlashckptError):

@@ -15,8 +15,8 @@ NAMES = {
     "loop", "attach", "Checkpointer", "Resumed", "load", "steps", "branch", "verify", "Report", "Keep",
     "Options",
     "FlashckptError", "UsageError", "OptionError", "StateError", "BoundaryError", "MismatchError", "RunError",
-    "RunHeldError", "SupersededError", "FormatError", "NoSuchStepError", "UnusableRunError", "DamagedError",
-    "OutOfRoomError", "KeeperError", "PersistError", "__version__",
+    "RunHeldError", "SupersededError", "FormatError", "NoSuchStepError", "UnusableRunError", "DivergedError",
+    "DamagedError", "OutOfRoomError", "KeeperError", "PersistError", "__version__",
 }  # fmt: skip
 
 

@@ -14,7 +14,9 @@ from enum import Enum
 from flashckpt import crashpoints
 from flashckpt._native import xxh3_128
 from flashckpt.commit.attempts import started_after
+from flashckpt.commit.replicas import check_alike, unlike
 from flashckpt.errors import DamagedError, NoSuchStepError, SupersededError
+from flashckpt.format.checked_json import TAIL_BYTES, checksum_in
 from flashckpt.format.names import (
     PART,
     AttemptName,
@@ -27,13 +29,18 @@ from flashckpt.format.records import (
     FileRecord,
     Manifest,
     Part,
+    PartHead,
     PartRecord,
     RankRecord,
-    ShardRecord,
     Tombstone,
     manifest_of,
 )
-from flashckpt.store.base import Store
+from flashckpt.store.base import Entry, LengthError, Store
+
+# Parts that have no more together are read whole before a manifest names them, of others the heads alone.
+_FEW_BYTES = 16 << 20
+# The head of a part of eight ranks is a few KiB.
+_HEAD_BYTES = 64 << 10
 
 
 class Committed(Enum):
@@ -108,7 +115,7 @@ def publish_part(store: Store, part: Part) -> bool:
     DamagedError where a shard is missing or has another length.
     """
     folder = step_attempt_folder(part.step, part.attempt)
-    shards, constants = _shard_rows([part])
+    shards, constants = _shard_rows([part.head()])
     _check_files(store, folder, shards, part.step)
     if constants:
         _check_files(store, attempt_folder(part.attempt), constants, part.step)
@@ -122,24 +129,25 @@ def commit(store: Store, step: int, attempt: AttemptName, world: int) -> Committ
     """Write the manifest once the parts cover every rank exactly once. Any number may call it at once.
 
     SupersededError if a newer attempt has started, or the nodes have snapshots of different boundaries under
-    this number, of which nobody makes one step; DamagedError where parts contradict each other or a
-    shard is missing, also where there is a manifest.
+    this number, of which nobody makes one step; DivergedError where replicas are not alike; DamagedError
+    where parts contradict each other or a shard is missing, also where there is a manifest.
     """
     found = read_manifest(store, step, attempt)
     if found is not None:
         return _judge(store, found)
     folder = step_attempt_folder(step, attempt)
-    rows, parts = _read_parts(store, folder, step, attempt, world)
-    if sum(len(part.ranks) for part in parts) < world:
+    rows, heads = _read_heads(store, folder, step, attempt, world)
+    if sum(len(head.ranks) for head in heads) < world:
         return Committed.WAITING
-    if not have_one_boundary(parts):
+    if not have_one_boundary(heads):
         raise SupersededError(
             f"the nodes have different snapshots of step {step} of attempt {attempt}, which are no step "
             "together: it is never committed. Other steps are untouched.",
             step=step,
             path=folder,
         )
-    manifest = _manifest(step, attempt, world, rows, parts)
+    check_alike(store, folder, heads)
+    manifest = _manifest(step, attempt, world, rows, heads)
     _check_files(store, folder, manifest.shards, step)
     _check_files(store, attempt_folder(attempt), manifest.constants, step)
     newer = started_after(store, attempt)
@@ -204,8 +212,12 @@ def constants_of_parts(store: Store, folder: str) -> set[str]:
 
 def part_paths(store: Store, folder: str) -> list[str]:
     """The parts in a step's folder, whole or not."""
-    entries = [entry for entry in store.list(folder) if not entry.is_folder]
-    return [f"{folder}/{entry.name}" for entry in entries if PART.fullmatch(entry.name)]
+    return [f"{folder}/{entry.name}" for entry in _part_entries(store, folder)]
+
+
+def _part_entries(store: Store, folder: str) -> list[Entry]:
+    entries = store.list(folder)
+    return [entry for entry in entries if not entry.is_folder and PART.fullmatch(entry.name)]
 
 
 def missing_files(store: Store, manifest: Manifest) -> list[str]:
@@ -231,13 +243,16 @@ def read_step(store: Store, step: int, attempt: AttemptName) -> StepRecord:
         )
     folder = step_attempt_folder(step, attempt)
     parts = tuple(_read_part(store, folder, row, manifest) for row in manifest.parts)
-    if [list(row) for row in _shard_rows(parts)] != [list(manifest.shards), list(manifest.constants)]:
+    heads = [part.head() for part in parts]
+    if _shard_rows(heads) != (manifest.shards, manifest.constants):
         raise _damaged(f"{folder}/manifest.json", "it names other shards than its parts", step)
     _check_coverage(folder, parts, manifest.world, step)
+    if unlike(heads):
+        raise _damaged(folder, "its parts do not say the same of their replicas", step)
     return StepRecord(step=step, attempt=attempt, manifest=manifest, parts=parts, store=store)
 
 
-def have_one_boundary(parts: Sequence[Part]) -> bool:
+def have_one_boundary(parts: Sequence[Part] | Sequence[PartHead]) -> bool:
     """Whether parts are of one content: two boundaries may have one step."""
     return len({part.boundary for part in parts}) < 2
 
@@ -252,43 +267,54 @@ def _judge(store: Store, found: Manifest | Tombstone) -> Committed:
     return Committed.YES
 
 
-def _read_parts(
+def _read_heads(
     store: Store, folder: str, step: int, attempt: AttemptName, world: int
-) -> tuple[list[PartRecord], list[Part]]:
-    rows, parts = [], []
-    for path in part_paths(store, folder):
-        data, file = store.read(path, Part.MAX_BYTES), path.rpartition("/")[2]
-        part = Part.from_bytes(data, path)
-        if (part.step, part.attempt, part.world, part.file) != (step, attempt, world, file):
+) -> tuple[list[PartRecord], list[PartHead]]:
+    rows, heads = [], []
+    entries = _part_entries(store, folder)
+    are_few = sum(entry.num_bytes for entry in entries) <= _FEW_BYTES
+    for entry in entries:
+        path = f"{folder}/{entry.name}"
+        head, checksum = _read_head(store, path, entry.num_bytes, whole=are_few)
+        if (head.step, head.attempt, head.world, head.file) != (step, attempt, world, entry.name):
             raise _damaged(path, "it is a part of another step, attempt, world or keeper", step)
-        rows.append(PartRecord(file=file, num_bytes=len(data), checksum=xxh3_128(data).hex()))
-        parts.append(part)
-    ranks = [rank.rank for part in parts for rank in part.ranks]
+        rows.append(PartRecord(file=entry.name, num_bytes=entry.num_bytes, checksum=checksum))
+        heads.append(head)
+    ranks = [rank.rank for head in heads for rank in head.ranks]
     if len(set(ranks)) != len(ranks):
         raise _damaged(folder, "two parts hold the same rank", step)
-    return rows, parts
+    return rows, heads
+
+
+def _read_head(store: Store, path: str, num_bytes: int, *, whole: bool) -> tuple[PartHead, str]:
+    """The head of a part, and the checksum that ends it. `whole`: every byte is read, and checked."""
+    if not whole and num_bytes > _HEAD_BYTES:
+        try:
+            head = PartHead.from_prefix(store.read_bytes(path, 0, _HEAD_BYTES), path)
+            if head is not None:
+                tail = store.read_bytes(path, num_bytes - TAIL_BYTES, TAIL_BYTES)
+                return head, checksum_in(tail, what=path)
+        except LengthError as error:
+            raise DamagedError(str(error), path=path) from error
+    data = store.read(path, Part.MAX_BYTES)
+    return Part.from_bytes(data, path).head(), checksum_in(data, what=path)
 
 
 def _manifest(
-    step: int, attempt: AttemptName, world: int, rows: Sequence[PartRecord], parts: Sequence[Part]
+    step: int, attempt: AttemptName, world: int, rows: Sequence[PartRecord], heads: Sequence[PartHead]
 ) -> Manifest:
-    shards, constants = _shard_rows(parts)
+    shards, constants = _shard_rows(heads)
     ordered = sorted(rows, key=lambda row: row.file)
     return Manifest(
         step=step, attempt=attempt, world=world, parts=tuple(ordered), shards=shards, constants=constants
     )
 
 
-def _shard_rows(parts: Sequence[Part]) -> tuple[tuple[FileRecord, ...], tuple[FileRecord, ...]]:
+def _shard_rows(heads: Sequence[PartHead]) -> tuple[tuple[FileRecord, ...], tuple[FileRecord, ...]]:
     """Shards and constants shards in the order of ranks: no other order may enter a manifest."""
-    ranks = sorted((rank for part in parts for rank in part.ranks), key=lambda rank: rank.rank)
-    shards = [rank.shard for rank in ranks]
-    constants = [rank.constants.shard for rank in ranks if rank.constants is not None]
-    return _file_records(shards), _file_records(constants)
-
-
-def _file_records(shards: Sequence[ShardRecord]) -> tuple[FileRecord, ...]:
-    return tuple(FileRecord(file=shard.file, num_bytes=shard.num_bytes) for shard in shards)
+    ranks = sorted((rank for head in heads for rank in head.ranks), key=lambda rank: rank.rank)
+    constants = (rank.constants for rank in ranks)
+    return tuple(rank.shard for rank in ranks), tuple(each for each in constants if each is not None)
 
 
 def _read_part(store: Store, folder: str, row: PartRecord, manifest: Manifest) -> Part:
@@ -297,7 +323,9 @@ def _read_part(store: Store, folder: str, row: PartRecord, manifest: Manifest) -
         data = store.read(path, row.num_bytes)
     except FileNotFoundError:
         raise _damaged(path, "it is missing", manifest.step) from None
-    if len(data) != row.num_bytes or xxh3_128(data).hex() != row.checksum:
+    # What ends a part is compared with its bytes when it is parsed.
+    found = xxh3_128(data).hex() if manifest.format == 1 else checksum_in(data, what=path)
+    if len(data) != row.num_bytes or found != row.checksum:
         raise _damaged(path, "it is not the part that was committed", manifest.step)
     part = Part.from_bytes(data, path)
     if (part.step, part.attempt, part.world) != (manifest.step, manifest.attempt, manifest.world):

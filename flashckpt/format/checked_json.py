@@ -17,40 +17,95 @@ from flashckpt._native import xxh3_128
 from flashckpt.errors import DamagedError, FormatError
 from flashckpt.format.names import AttemptName
 
-FORMAT = 1
+FORMAT = 2
 MAX_DEPTH = 200
 # Python refuses longer ones by default; a longer one takes quadratic time to parse.
 MAX_INTEGER_DIGITS = 4300
 
 _BEFORE = b',"checksum":"'
 _AFTER = b'"}\n'
-_TAIL_BYTES = len(_BEFORE) + 32 + len(_AFTER)
+_HEAD = b',"head":"'
+_WITHOUT_HEAD = b'{"format":1,'
+TAIL_BYTES = len(_BEFORE) + 32 + len(_AFTER)
+# What a checksum of the head adds to it.
+_HEAD_END_BYTES = len(_HEAD) + 32 + 1
 
 
-def dump(obj: Mapping[str, object]) -> bytes:
-    """The bytes of a file that holds `obj`. ValueError for what `parse` would refuse (NaN, depth)."""
-    assert "format" not in obj
-    assert "checksum" not in obj
-    if not _depth_within(obj, MAX_DEPTH):
-        raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
-    text = json.dumps({"format": FORMAT, **obj}, separators=(",", ":"), allow_nan=False)
-    head = text[:-1].encode("ascii")
-    return head + _BEFORE + xxh3_128(head).hex().encode("ascii") + _AFTER
+def dump(obj: Mapping[str, object], after: Mapping[str, object] | None = None) -> bytes:
+    """The bytes of a file that holds `obj`, and then `after`: with it, `obj` can be read without the rest
+    (`parse_head`). ValueError for what `parse` would refuse (NaN, depth)."""
+    for each in (obj, after or {}):
+        assert each.keys().isdisjoint({"format", "head", "checksum"})
+        if not _depth_within(each, MAX_DEPTH):
+            raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
+    text = _open_object({"format": FORMAT, **obj})
+    if after is not None:
+        text += _HEAD + _checksum(text) + b'",' + _open_object(after)[1:]
+    return text + _BEFORE + _checksum(text) + _AFTER
 
 
-def parse(data: bytes, *, what: str, max_bytes: int) -> dict[str, Any]:
-    """The object in a file's bytes, without its format and checksum. `what` names the file in errors.
+def compact(value: object) -> bytes:
+    """JSON in ASCII without spaces: equal values in equal order have equal bytes."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def _open_object(obj: Mapping[str, object]) -> bytes:
+    """Without the brace that closes it."""
+    return compact(obj)[:-1]
+
+
+def _checksum(data: bytes) -> bytes:
+    return xxh3_128(data).hex().encode("ascii")
+
+
+def checksum_in(tail: bytes, *, what: str) -> str:
+    """The checksum, in hex, that stands in a file's last TAIL_BYTES; the whole file may be given. It is
+    compared with nothing. DamagedError where there is none."""
+    tail = tail[-TAIL_BYTES:]
+    digits = tail[len(_BEFORE) : -len(_AFTER)]
+    if (
+        not tail.startswith(_BEFORE)
+        or not tail.endswith(_AFTER)
+        or re.fullmatch(rb"[0-9a-f]{32}", digits) is None
+    ):
+        _refuse(what, "it does not end with its checksum")
+    return digits.decode("ascii")
+
+
+def parse_head(data: bytes, *, what: str) -> tuple[dict[str, Any], int] | None:
+    """What a file begins with, checked by itself, and its format: `data` are its first bytes. None where its
+    head does not end in them, or it has none. Raises as `parse` does."""
+    text = None if data.startswith(_WITHOUT_HEAD) else _head_of(data, what)
+    return None if text is None else _versioned(strict_loads(text + b"}", what=what), what)
+
+
+def _head_of(data: bytes, what: str) -> bytes | None:
+    end = data.find(_HEAD)
+    if end < 0 or len(data) < end + _HEAD_END_BYTES:
+        return None
+    if data[end + len(_HEAD) :][:33] != _checksum(data[:end]) + b'"':
+        _refuse(what, "the checksum of its head does not match")
+    return data[:end]
+
+
+def parse(data: bytes, *, what: str, max_bytes: int) -> tuple[dict[str, Any], int]:
+    """The object in a file's bytes, without its format and checksum, and the format. `what` names the file in
+    errors.
 
     DamagedError for anything but bytes that `dump` could have written; FormatError for a newer format.
     """
     if len(data) > max_bytes:
         _refuse(what, f"{len(data)} bytes, where at most {max_bytes} can be")
-    head, tail = data[:-_TAIL_BYTES], data[-_TAIL_BYTES:]
-    if not head or not tail.startswith(_BEFORE) or not tail.endswith(_AFTER):
-        _refuse(what, "it does not end with its checksum")
-    if xxh3_128(head).hex().encode("ascii") != tail[len(_BEFORE) : -len(_AFTER)]:
+    text = data[:-TAIL_BYTES]
+    if not text or checksum_in(data, what=what).encode("ascii") != _checksum(text):
         _refuse(what, "its checksum does not match")
-    obj = strict_loads(head + b"}", what=what)
+    obj, version = _versioned(strict_loads(text + b"}", what=what), what)
+    if version > 1 and "head" in obj and _head_of(data, what) is None:
+        _refuse(what, "its head does not end")
+    return obj, version
+
+
+def _versioned(obj: dict[str, Any], what: str) -> tuple[dict[str, Any], int]:
     version = obj.pop("format", None)
     if type(version) is not int or version < 1:
         _refuse(what, "it has no format version")
@@ -60,7 +115,7 @@ def parse(data: bytes, *, what: str, max_bytes: int) -> dict[str, Any]:
             "Nothing was changed. Upgrade flashckpt to use this run.",
             path=what,
         )
-    return obj
+    return obj, version
 
 
 def strict_loads(data: bytes, *, what: str) -> dict[str, Any]:
@@ -133,12 +188,13 @@ MAX_ITEMS = 10_000_000
 
 
 class Fields:
-    """One JSON object, read field by field. Each reading raises DamagedError, naming file and field."""
+    """One JSON object, read field by field. Each reading raises DamagedError, naming file and field.
+    `version` is the format that its file is written in."""
 
-    __slots__ = ("_obj", "what")
+    __slots__ = ("_obj", "version", "what")
 
-    def __init__(self, obj: object, what: str) -> None:
-        self.what = what
+    def __init__(self, obj: object, what: str, version: int = FORMAT) -> None:
+        self.what, self.version = what, version
         if not isinstance(obj, dict):
             self.refuse("an object is missing")
         self._obj: dict[str, Any] = obj
@@ -184,10 +240,10 @@ class Fields:
         return [Fields(dict(zip(names, row, strict=True)), self.what) for row in rows]
 
     def within(self, key: str) -> Fields:
-        return Fields(self._obj.get(key), self.what)
+        return Fields(self._obj.get(key), self.what, self.version)
 
     def each(self, key: str, max_items: int = MAX_ITEMS) -> list[Fields]:
-        return [Fields(item, self.what) for item in self.items(key, max_items)]
+        return [Fields(item, self.what, self.version) for item in self.items(key, max_items)]
 
     def hex(self, key: str, num_bytes: int) -> bytes:
         """Exactly `num_bytes` bytes, written as lower-case hex digits."""
@@ -216,15 +272,19 @@ class JsonRecord:
 
     def to_bytes(self) -> bytes:
         """The file's bytes. ValueError where they would be more than MAX_BYTES, or could not be read back."""
-        data = dump({"kind": self.KIND, **self.to_dict()})
+        data = self._dumped()
         if len(data) > self.MAX_BYTES:
             raise ValueError(f"a {self.KIND} of {len(data)} bytes; at most {self.MAX_BYTES} can be read back")
         return data
 
+    def _dumped(self) -> bytes:
+        return dump({"kind": self.KIND, **self.to_dict()})
+
     @classmethod
     def from_bytes(cls: type[R], data: bytes, what: str) -> R:
         """Validated in full. Raises DamagedError or FormatError; `what` names the file in them."""
-        fields = Fields(parse(data, what=what, max_bytes=cls.MAX_BYTES), what)
+        obj, version = parse(data, what=what, max_bytes=cls.MAX_BYTES)
+        fields = Fields(obj, what, version)
         kind = fields.text("kind")
         if kind != cls.KIND:
             fields.refuse(f"it is a {kind[:20]!r} where a {cls.KIND!r} should be")

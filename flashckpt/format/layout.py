@@ -9,6 +9,8 @@ element size, largest first, so that every leaf is aligned to its elements. See 
 from __future__ import annotations
 
 import json
+import sys
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -66,6 +68,11 @@ class Leaf:
         for size in self.shape:
             count *= size
         return count
+
+    @property
+    def content(self) -> tuple[object, ...]:
+        """All of it but its place in an image."""
+        return self.name, self.dtype, self.shape, self.stride, self.aliases, self.box
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,3 +301,19 @@ def _check_unique(fields: Fields, leaves: Sequence[Leaf]) -> None:
         "".join(names).encode("utf-8")
     except UnicodeEncodeError:
         fields.refuse("a name is not Unicode text")
+
+
+def digests_to_hex(digests: Sequence[int]) -> str:
+    """16 hex digits for each, big-endian."""
+    words = array("Q", digests)
+    if sys.byteorder == "little":
+        words.byteswap()
+    return words.tobytes().hex()
+
+
+def digests_of(data: bytes) -> tuple[int, ...]:
+    """The digests that `digests_to_hex` wrote, from its bytes."""
+    words = array("Q", data)
+    if sys.byteorder == "little":
+        words.byteswap()
+    return tuple(words)

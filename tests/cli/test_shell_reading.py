@@ -203,7 +203,7 @@ def test_wrong_usage_ends_with_2(arguments: tuple[str, ...], run: MadeRun, shell
 
 def test_a_newer_format_ends_with_3(run: MadeRun, shell: Shell) -> None:
     text = (run.folder / "run.json").read_bytes()
-    newer = text[: text.rindex(b',"checksum"')].replace(b'"format":1', b'"format":99')
+    newer = text[: text.rindex(b',"checksum"')].replace(b'"format":2', b'"format":99')
     (run.folder / "run.json").write_bytes(newer + b',"checksum":"' + xxh3_128(newer).hex().encode() + b'"}\n')
     assert checked_json.FORMAT < 99
     ended = shell("ls", run.folder, "--json")

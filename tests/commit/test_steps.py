@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from flashckpt import crashpoints
-from flashckpt._native import xxh3_128
 from flashckpt.commit.attempts import claim, open_run, start
 from flashckpt.commit.retention import bury
 from flashckpt.commit.steps import Committed, commit, is_committed, publish_part, read_manifest, read_step
 from flashckpt.errors import DamagedError, NoSuchStepError, SupersededError
+from flashckpt.format.checked_json import checksum_in
 from flashckpt.format.names import AttemptName, manifest_path, step_attempt_folder
 from flashckpt.format.records import FileRecord, Manifest, PartRecord, Tombstone
 from flashckpt.store.base import Entry, Store
@@ -97,7 +97,7 @@ def test_parts_of_different_boundaries_are_no_step(store: LocalStore, attempt: A
         commit(store, 100, attempt, world=2)
     assert read_manifest(store, 100, attempt) is None
     rows = [
-        PartRecord(file=each.file, num_bytes=len(data), checksum=xxh3_128(data).hex())
+        PartRecord(file=each.file, num_bytes=len(data), checksum=checksum_in(data, what="part"))
         for each in (first, other)
         for data in [each.to_bytes()]
     ]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 
 from flashckpt._native import xxh3_128
 from flashckpt.errors import DamagedError, FormatError
-from flashckpt.format.checked_json import MAX_DEPTH, dump, parse
+from flashckpt.format.checked_json import FORMAT, MAX_DEPTH, TAIL_BYTES, dump, parse, parse_head
 
 MAX = 1 << 20
 OBJ = {"a": 1, "text": 'é"\\\ud800', "list": [1.5, None, True, {"deep": []}]}
@@ -19,10 +21,39 @@ def sealed(head: bytes) -> bytes:
 
 def test_round_trip() -> None:
     data = dump(OBJ)
-    assert parse(data, what="file", max_bytes=MAX) == OBJ
-    assert data.startswith(b'{"format":1,')
+    assert parse(data, what="file", max_bytes=MAX) == (OBJ, FORMAT)
+    assert data.startswith(b'{"format":2,')
     assert data.isascii()
     assert dump(OBJ) == data
+
+
+def _head_read(data: bytes) -> object:
+    with suppress(DamagedError):
+        return parse_head(data, what="file")
+    return None
+
+
+def test_a_head_is_read_without_the_rest() -> None:
+    """And without what stands behind it: whoever reads no more of a file than that trusts what he reads."""
+    head, after = {"a": 1, "files": [["x", 2]]}, {"head of": {"head": "0" * 32}, "z": OBJ}
+    data = dump(head, after)
+    end = data.index(b',"head":"') + len(b',"head":"') + 32 + 1
+    assert parse_head(data[:end], what="file") == (head, FORMAT)
+    assert parse_head(data, what="file") == (head, FORMAT)
+    assert all(parse_head(data[:cut], what="file") is None for cut in range(end))
+    whole, _ = parse(data, what="file", max_bytes=MAX)
+    assert whole == {**head, "head": xxh3_128(data[: data.index(b',"head":"')]).hex(), **after}
+    for byte in range(end):
+        flipped = data[:byte] + bytes([data[byte] ^ 1]) + data[byte + 1 :]
+        with pytest.raises(DamagedError):
+            parse(flipped, what="file", max_bytes=MAX)
+        assert _head_read(flipped[:end]) is None
+    for other in (
+        sealed(data[: end - 2] + b"0" + data[end - 1 : -TAIL_BYTES]),
+        sealed(data[:-TAIL_BYTES] + b',"head":1'),
+    ):
+        with pytest.raises(DamagedError):
+            parse(other, what="file", max_bytes=MAX)
 
 
 def test_every_flipped_bit_and_every_cut_is_found() -> None:
@@ -77,7 +108,7 @@ def test_nesting_up_to_the_limit() -> None:
     value: object = 0
     for _ in range(MAX_DEPTH - 1):
         value = [value]
-    assert parse(dump({"a": value}), what="file", max_bytes=MAX) == {"a": value}
+    assert parse(dump({"a": value}), what="file", max_bytes=MAX)[0] == {"a": value}
     with pytest.raises(ValueError, match="nested deeper"):
         dump({"a": [value]})
 
@@ -95,5 +126,5 @@ def test_size_is_bounded() -> None:
 
 
 def test_a_newer_format() -> None:
-    with pytest.raises(FormatError, match="format 2; this flashckpt reads up to 1"):
-        parse(sealed(b'{"format":2,"whatever":[]'), what="run.json", max_bytes=MAX)
+    with pytest.raises(FormatError, match="format 3; this flashckpt reads up to 2"):
+        parse(sealed(b'{"format":3,"whatever":[]'), what="run.json", max_bytes=MAX)

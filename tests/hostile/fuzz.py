@@ -26,9 +26,10 @@ from flashckpt._native import xxh3_128
 from flashckpt.errors import DamagedError, FormatError, KeeperError
 from flashckpt.format import typed
 from flashckpt.format.metadata import Metadata
-from flashckpt.format.records import Alive, Claim, Mark, Part, Run, Start, manifest_of
+from flashckpt.format.records import Alive, Claim, Mark, Part, PartHead, Run, Start, manifest_of
 from flashckpt.memory import control_page as page
 from flashckpt.memory.slot import Slot
+from tests.format.replicated import part_of, rank_of, table
 from tests.hostile.made_run import make_run
 from tests.keeper.region import write_constants
 from tests.memory.test_slot import fill, make
@@ -42,6 +43,7 @@ _WORDS = (
     b"null", b"true", b"-1", b"1e999", b"NaN", b"9" * 5000, b"[" * 300, b'{"a":' * 300, b'"../x"', b'"/x"',
     b'"\\ud800"', b'"\\u0000"', b"{}", b"[]", b'""', b"0.5", b"1" + b"0" * 30, b",", b":", b'"checksum":',
 )  # fmt: skip
+_FIRST_FORMAT = Path(__file__).parents[1] / "compat" / "v1"
 _VALUES = typed.encode_json({"a": (1, 2.5, b"x"), "b": {3: {4}, "c": [None, float("inf")]}})
 
 
@@ -71,6 +73,17 @@ def _resealed(data: bytes) -> bytes:
     """The same JSON with the checksum of what stands before it."""
     head, mark, _ = data.rpartition(b',"checksum":"')
     return head + mark + xxh3_128(head).hex().encode() + b'"}\n' if mark else data
+
+
+def _head_resealed(data: bytes) -> bytes:
+    head, mark, rest = data.partition(b',"head":"')
+    return head + mark + xxh3_128(head).hex().encode() + rest[32:] if mark else data
+
+
+def _replicated() -> bytes:
+    """A part of two ranks that hold leaves alike."""
+    shared = table((0, 1, 2), {"model.weight": 0, "model.tied": 1, "optimizer.step": 2})
+    return part_of(rank_of(0, shared), rank_of(1, shared), world=4).to_bytes()
 
 
 def _slots() -> list[bytes]:
@@ -133,7 +146,14 @@ def _targets(run: Path) -> dict[str, Target]:
         "start": Target(_files(run, "start.json"), lambda data: Start.from_bytes(data, "file"), _resealed),
         "alive": Target(_files(run, "alive"), lambda data: Alive.from_bytes(data, "file"), _resealed),
         "mark": Target(_files(run, "mark-*.json"), lambda data: Mark.from_bytes(data, "file"), _resealed),
-        "part": Target(_files(run, "part-*.json"), lambda data: Part.from_bytes(data, "file"), _resealed),
+        "part": Target(
+            [*_files(run, "part-*.json"), *_files(_FIRST_FORMAT, "part-*.json"), _replicated()],
+            lambda data: Part.from_bytes(data, "file"),
+            lambda data: _resealed(_head_resealed(data)),
+        ),
+        "head of a part": Target(
+            [_replicated()], lambda data: PartHead.from_prefix(data, "file"), _head_resealed
+        ),
         "manifest": Target(_files(run, "manifest.json"), lambda data: manifest_of(data, "file"), _resealed),
         "slot": Target(slots, _read_slot, _repaired_slot),
         "metadata": Target([slot[4096:8192] for slot in slots], Metadata.unpack),

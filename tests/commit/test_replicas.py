@@ -1,0 +1,173 @@
+"""Replicas are alike, or the step is not committed, and the error says which rank holds another leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from flashckpt.commit import steps as steps_module
+from flashckpt.commit.steps import Committed, commit, publish_part, read_manifest, read_step
+from flashckpt.errors import DamagedError, DivergedError
+from flashckpt.format.names import AttemptName, shard_name, step_attempt_folder
+from flashckpt.format.parts import Part, RankRecord
+from flashckpt.format.replicas import Replicas, ranks_of
+from flashckpt.store.local import LocalStore
+from tests.commit.runs import attempt_at, contents_of, new_run, write_shard
+
+WORLD = 4
+NAMES = ("model.bias", "model.weight", "optimizer.step")
+WRITERS: dict[str, int | None] = {"model.bias": 1, "model.weight": 3, "optimizer.step": None}
+
+
+@pytest.fixture
+def store(tmp_path: object) -> LocalStore:
+    return new_run(tmp_path)
+
+
+@pytest.fixture
+def attempt(store: LocalStore) -> AttemptName:
+    return attempt_at(store)
+
+
+def rank_record(
+    store: LocalStore,
+    attempt: AttemptName,
+    rank: int,
+    *,
+    changed: Sequence[str] = (),
+    by_rank: Sequence[str] = (),
+    writers: dict[str, int | None] | None = None,
+) -> RankRecord:
+    """A rank of WORLD that holds NAMES like all others, but for those that `changed`; `by_rank` are those
+    that it does not declare."""
+    writers = writers or WRITERS
+    values = {name: np.full(4, len(name) + (rank + 1) * (name in changed), "float32") for name in NAMES}
+    _, all_of_it = contents_of("shard-00000-aaaa.safetensors", values)
+    digest_of = dict(zip((leaf.name for leaf in all_of_it.leaves), all_of_it.digests, strict=True))
+    declared = [leaf for leaf in all_of_it.leaves if leaf.name not in by_rank]
+    own = {n: v for n, v in values.items() if n in by_rank or writers[n] in (None, rank)}
+    own["buffer"] = np.array([rank], "int64")
+    image, contents = contents_of(shard_name(rank, "5f2c0a1b"), own)
+    write_shard(store, f"{step_attempt_folder(100, attempt)}/{contents.shard.file}", image, contents.layout())
+    table = Replicas(
+        ranks=ranks_of(range(WORLD)),
+        leaves=tuple(replace(leaf, offset=-1) for leaf in declared),
+        digests=tuple(digest_of[leaf.name] for leaf in declared),
+        writers=tuple(writers[leaf.name] for leaf in declared),
+    )
+    return RankRecord(
+        rank=rank,
+        shard=contents.shard,
+        leaves=contents.leaves,
+        digests=contents.digests,
+        values={},
+        replicas=(table,) if declared else (),
+    )
+
+
+def publish(store: LocalStore, attempt: AttemptName, *ranks: RankRecord) -> Part:
+    part = Part(step=100, attempt=attempt, boundary=1, world=WORLD, keeper=ranks[0].rank, ranks=ranks)
+    assert publish_part(store, part)
+    return part
+
+
+def publish_all(store: LocalStore, attempt: AttemptName, of_rank: dict[int, RankRecord]) -> None:
+    """Two nodes of two ranks."""
+    ranks = [of_rank.get(rank) or rank_record(store, attempt, rank) for rank in range(WORLD)]
+    publish(store, attempt, *ranks[:2])
+    publish(store, attempt, *ranks[2:])
+
+
+@pytest.fixture(params=["whole parts", "heads alone"])
+def _reads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "heads alone":
+        monkeypatch.setattr(steps_module, "_FEW_BYTES", 0)
+        monkeypatch.setattr(steps_module, "_HEAD_BYTES", 1200)
+
+
+@pytest.mark.usefixtures("_reads")
+def test_alike_they_are_committed(store: LocalStore, attempt: AttemptName) -> None:
+    ranks = [rank_record(store, attempt, rank) for rank in range(WORLD)]
+    publish(store, attempt, *ranks[:2])
+    assert commit(store, 100, attempt, WORLD) is Committed.WAITING
+    publish(store, attempt, *ranks[2:])
+    assert commit(store, 100, attempt, WORLD)
+    record = read_step(store, 100, attempt)
+    for rank in range(WORLD):
+        found = record.rank(rank)
+        writers = {leaf.name: by for by, leaf, _ in found.elsewhere()}
+        assert writers == {name: by for name, by in WRITERS.items() if by not in (None, rank)}
+
+
+@pytest.mark.usefixtures("_reads")
+def test_who_diverged_is_named_and_nothing_is_committed(store: LocalStore, attempt: AttemptName) -> None:
+    publish_all(
+        store, attempt, {2: rank_record(store, attempt, 2, changed=["model.weight", "optimizer.step"])}
+    )
+    for _ in range(2):
+        with pytest.raises(DivergedError, match=r"rank 2: model\.weight, optimizer\.step") as caught:
+            commit(store, 100, attempt, WORLD)
+        assert (caught.value.ranks, caught.value.step) == ((2,), 100)
+        assert caught.value.leaves == ("model.weight", "optimizer.step")
+        assert read_manifest(store, 100, attempt) is None
+
+
+def test_each_of_several_is_named(store: LocalStore, attempt: AttemptName) -> None:
+    harmed = {rank: rank_record(store, attempt, rank, changed=["model.bias"]) for rank in (1, 3)}
+    publish_all(store, attempt, harmed)
+    with pytest.raises(DivergedError) as caught:
+        commit(store, 100, attempt, WORLD)
+    assert (caught.value.ranks, caught.value.leaves) == ((1, 3), ("model.bias",))
+
+
+def test_a_rank_that_does_not_declare_what_others_do(store: LocalStore, attempt: AttemptName) -> None:
+    """It may have learned before them that a leaf has diverged: until all know, no step of them is one."""
+    publish_all(store, attempt, {0: rank_record(store, attempt, 0, by_rank=["model.weight"])})
+    with pytest.raises(DivergedError) as caught:
+        commit(store, 100, attempt, WORLD)
+    assert (caught.value.ranks, caught.value.leaves) == ((0,), ("model.weight",))
+
+
+def test_a_rank_that_declares_nothing(store: LocalStore, attempt: AttemptName) -> None:
+    publish_all(store, attempt, {3: rank_record(store, attempt, 3, by_rank=NAMES)})
+    with pytest.raises(DivergedError) as caught:
+        commit(store, 100, attempt, WORLD)
+    assert (caught.value.ranks, caught.value.leaves) == ((3,), tuple(sorted(NAMES)))
+
+
+def test_ranks_that_divided_otherwise(store: LocalStore, attempt: AttemptName) -> None:
+    """Else a leaf might have no writer, though every rank's files are what its own table says."""
+    other = {**WRITERS, "model.weight": 0}
+    publish_all(store, attempt, {3: rank_record(store, attempt, 3, writers=other)})
+    with pytest.raises(DivergedError) as caught:
+        commit(store, 100, attempt, WORLD)
+    assert caught.value.leaves == ("model.weight",)
+
+
+def test_kept_by_rank_by_all_they_are_committed(store: LocalStore, attempt: AttemptName) -> None:
+    ranks = {
+        rank: rank_record(store, attempt, rank, changed=["model.weight"], by_rank=["model.weight"])
+        for rank in range(WORLD)
+    }
+    publish_all(store, attempt, ranks)
+    assert commit(store, 100, attempt, WORLD)
+    digests = {
+        digest
+        for rank in range(WORLD)
+        for _, leaf, digest in read_step(store, 100, attempt).rank(rank).counted()
+        if leaf.name == "model.weight"
+    }
+    assert len(digests) == WORLD
+
+
+def test_a_step_whose_parts_were_exchanged_is_damaged(store: LocalStore, attempt: AttemptName) -> None:
+    """Whatever made a manifest for it."""
+    publish_all(store, attempt, {2: rank_record(store, attempt, 2, changed=["model.weight"])})
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(steps_module, "check_alike", lambda *_: None)
+        assert commit(store, 100, attempt, WORLD)
+    with pytest.raises(DamagedError, match="of their replicas"):
+        read_step(store, 100, attempt)

@@ -1,0 +1,68 @@
+"""Parts of ranks that hold leaves alike: made in memory, no file is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from flashckpt.format.layout import DTYPES, Leaf
+from flashckpt.format.names import AttemptName, constants_name, shard_name
+from flashckpt.format.parts import Contents, Part, RankRecord
+from flashckpt.format.replicas import Replicas, ranks_of
+from tests.format.test_records import contents
+
+ATTEMPT = AttemptName(2, "7fa3c1d2")
+SHARED = [
+    Leaf(name="model.weight", dtype="float32", shape=(4, 2), stride=(1, 4)),
+    Leaf(name="model.tied", dtype="float32", shape=(3,), aliases=("model.head",)),
+    Leaf(name="optimizer.step", dtype="float32", shape=()),
+    Leaf(name="model.rows", dtype="int64", shape=(1, 3), box=None),
+]
+
+
+def in_order(leaves: Sequence[Leaf]) -> list[Leaf]:
+    return sorted(leaves, key=lambda leaf: (-DTYPES[leaf.dtype][0], leaf.name))
+
+
+def table(
+    members: Sequence[int],
+    writers: Mapping[str, int | None],
+    digests: Mapping[str, int] | None = None,
+    leaves: Sequence[Leaf] = SHARED,
+) -> Replicas:
+    """What `members` hold: a leaf that is not among `writers` is written by each of them."""
+    ordered = in_order(leaves)
+    return Replicas(
+        ranks=ranks_of(members),
+        leaves=tuple(replace(leaf, offset=-1) for leaf in ordered),
+        digests=tuple((digests or {}).get(leaf.name, 7 + place) for place, leaf in enumerate(ordered)),
+        writers=tuple(writers.get(leaf.name) for leaf in ordered),
+    )
+
+
+def rank_of(rank: int, *tables: Replicas, frozen: Sequence[str] = ()) -> RankRecord:
+    """A rank with a buffer of its own and what it writes of `tables`; `frozen` of them to its constants."""
+    own = {leaf: digest for each in tables for leaf, digest, by in each.rows() if by in (None, rank)}
+    constants = {leaf: digest for leaf, digest in own.items() if leaf.name in frozen}
+    shard = {leaf: digest for leaf, digest in own.items() if leaf.name not in frozen}
+    shard[Leaf(name="model.buffer", dtype="uint8", shape=(3,))] = rank
+    held = _contents(shard_name(rank, "5f2c0a1b"), shard)
+    return RankRecord(
+        rank=rank,
+        shard=held.shard,
+        leaves=held.leaves,
+        digests=held.digests,
+        values={"rank": rank},
+        constants=_contents(constants_name(rank, 1), constants) if constants else None,
+        replicas=tables,
+    )
+
+
+def _contents(file: str, leaves: Mapping[Leaf, int]) -> Contents:
+    found = contents(file, list(leaves))
+    by_name = {leaf.name: digest for leaf, digest in leaves.items()}
+    return replace(found, digests=tuple(by_name[leaf.name] for leaf in found.leaves))
+
+
+def part_of(*ranks: RankRecord, world: int, keeper: int = 0) -> Part:
+    return Part(step=100, attempt=ATTEMPT, boundary=3, world=world, keeper=keeper, ranks=ranks)

@@ -1,0 +1,187 @@
+"""Replicas in parts: sets of ranks, tables that ranks share, and those that contradict a rank's files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashckpt.errors import DamagedError
+from flashckpt.format.checked_json import Fields, parse
+from flashckpt.format.layout import Leaf
+from flashckpt.format.parts import Part, PartHead
+from flashckpt.format.replicas import (
+    Replicas,
+    count_of,
+    has_rank,
+    ranks_from_json,
+    ranks_of,
+    ranks_to_json,
+)
+from tests.format.replicated import SHARED, part_of, rank_of, table
+from tests.hostile.test_hostile_records import changed, put
+
+WRITERS = {"model.weight": 0, "model.tied": 1, "optimizer.step": 2, "model.rows": 1}
+TABLE = table((0, 1, 2), WRITERS)
+
+
+def two_ranks(of: Replicas = TABLE) -> Part:
+    return part_of(rank_of(0, of), rank_of(1, of), world=4)
+
+
+@given(st.sets(st.integers(0, 40), min_size=2))
+def test_a_set_of_ranks_there_and_back(members: set[int]) -> None:
+    ranks = ranks_of(members)
+    assert [rank for run in ranks for rank in run] == sorted(members)
+    assert ranks_of(reversed(sorted(members))) == ranks
+    assert count_of(ranks) == len(members)
+    assert {rank for rank in range(42) if has_rank(ranks, rank)} == members
+    assert ranks_from_json(Fields({"r": ranks_to_json(ranks)}, "file"), "r", 41) == ranks
+
+
+def test_ranks_of_a_mesh_are_few_runs() -> None:
+    assert ranks_of(range(16384)) == (range(16384),)
+    assert len(ranks_of(range(5, 16384, 8))) == 1
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [], [[0, 1, 1]], [[0, 5, 1]], [[0, 2, 1], [1, 3, 1]], [[2, 4, 1], [0, 2, 1]], [[0, 3, 2], [1, 4, 2]],
+        [[0, 4, 2]], [[0, 1, 2], [2, 3, 1]], [[0, 2, 0]], [[0, 2, -1]], [[-1, 1, 1]], [[0, 2]], [0, 2], "x",
+        [[0, True, 1]], [[0, 2.0, 1]], [[0, 0, 1]], [[2, 0, 1]],
+    ],
+)  # fmt: skip
+def test_what_is_no_set_of_ranks(rows: Any) -> None:
+    with pytest.raises(DamagedError):
+        ranks_from_json(Fields({"r": rows}, "file"), "r", 4)
+
+
+def test_ranks_that_hold_the_same_share_one_table() -> None:
+    other = table((0, 3), {"only": 3}, leaves=[Leaf(name="only", dtype="int8", shape=(2,))])
+    part = part_of(rank_of(0, TABLE, other), rank_of(1, TABLE), rank_of(2, TABLE), world=4)
+    found = Part.from_bytes(part.to_bytes(), "file")
+    assert found == part
+    assert found.to_bytes() == part.to_bytes()
+    assert len({id(rank.replicas[0]) for rank in found.ranks}) == 1
+    assert found.head().replicas == ((TABLE.ranks, TABLE.checksum()), (other.ranks, other.checksum()))
+    assert [rank.replicas for rank in found.head().ranks] == [(0, 1), (0,), (0,)]
+
+
+def test_what_a_rank_holds_is_what_it_writes_and_what_others_write() -> None:
+    part = Part.from_bytes(two_ranks().to_bytes(), "file")
+    for rank in part.ranks:
+        own = {leaf.name: digest for _, leaf, digest in rank.counted()}
+        others = {leaf.name: (by, digest) for by, leaf, digest in rank.elsewhere()}
+        assert own.keys() | others.keys() == {*WRITERS, "model.buffer"}
+        assert own.keys().isdisjoint(others)
+        assert {name: by for name, (by, _) in others.items()} == {
+            name: by for name, by in WRITERS.items() if by != rank.rank
+        }
+
+
+def test_a_replica_may_be_a_constant_and_may_be_written_by_each() -> None:
+    each = table((0, 1), {"model.weight": 0})
+    part = part_of(rank_of(0, each, frozen=["model.weight"]), rank_of(1, each), world=2)
+    found = Part.from_bytes(part.to_bytes(), "file")
+    assert found == part
+    assert [name for _, leaf, _ in found.ranks[1].elsewhere() for name in [leaf.name]] == ["model.weight"]
+    assert len(found.ranks[1].counted()) == len(SHARED)
+
+
+def test_the_head_alone_has_what_a_committer_needs() -> None:
+    part = two_ranks()
+    data = part.to_bytes()
+    end = data.index(b',"head":"') + 42
+    head = PartHead.from_prefix(data[:end], "file")
+    assert head == part.head()
+    assert end < 1000
+    assert PartHead.from_prefix(data[: end - 1], "file") is None
+
+
+def test_ten_ranks_of_a_thousand_leaves_are_little_more_than_one() -> None:
+    many = [Leaf(name=f"model.blocks.{i}.weight", dtype="float32", shape=(8, 8)) for i in range(1000)]
+    wide = table(range(10), {leaf.name: i % 10 for i, leaf in enumerate(many)}, leaves=many)
+    alone = part_of(rank_of(0, wide), world=10)
+    part = part_of(*(rank_of(rank, wide) for rank in range(10)), world=10)
+    assert len(part.to_bytes()) < 3 * len(alone.to_bytes())
+    assert Part.from_bytes(part.to_bytes(), "file") == part
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        put("tables", []),
+        put("tables", 0, None),
+        put("tables", 0, "ranks", [[0, 2, 1]]),
+        put("tables", 0, "ranks", [[0, 9, 1]]),
+        put("tables", 0, "writers", []),
+        put("tables", 0, "writers", None),
+        put("tables", 0, "writers", [0, 0, 0, 0]),
+        put("tables", 0, "writers", 0, 3),
+        put("tables", 0, "writers", 0, True),
+        put("tables", 0, "writers", 0, []),
+        put("tables", 0, "writers", 0, "1"),
+        put("tables", 0, "digests", "0" * 64),
+        put("tables", 0, "digests", "0"),
+        put("tables", 0, "leaves", "names", 0, "other"),
+        put("tables", 0, "leaves", "names", []),
+        put("replicas", []),
+        put("replicas", 0, 0, [[0, 2, 1]]),
+        put("replicas", 0, 1, "0" * 32),
+        put("replicas", 0, 1, "x"),
+        put("files", 0, 5, [1]),
+        put("files", 0, 5, [0, 0]),
+        put("files", 0, 5, [True]),
+        put("files", 0, 5, [-1]),
+        put("files", 0, 0, 3),
+    ],
+)
+def test_bad_tables(change: Callable[[dict[str, Any]], None]) -> None:
+    with pytest.raises(DamagedError):
+        Part.from_bytes(changed(two_ranks(), change), "file")
+
+
+def refused(part: Part, why: str) -> None:
+    """Though its head and its tables are as they should be."""
+    with pytest.raises(DamagedError, match=why):
+        Part.from_bytes(part.to_bytes(), "file")
+
+
+def test_files_that_are_not_as_the_tables_say() -> None:
+    first, second = rank_of(0, TABLE), rank_of(1, TABLE)
+    theirs = table((0, 1, 2), {**WRITERS, "model.weight": 1})
+    refused(part_of(replace(first, replicas=(theirs,)), second, world=4), "which rank 1 writes")
+    refused(part_of(replace(second, replicas=(theirs,)), world=4), "files do not have that")
+    each = table((0, 1, 2), {})
+    refused(part_of(replace(first, replicas=(each,)), world=4), "files do not have that")
+    changed_since = table((0, 1, 2), WRITERS, {"model.weight": 99})
+    refused(part_of(replace(first, replicas=(changed_since,)), world=4), "files do not have that")
+    alias = Leaf(name="model.head", dtype="float32", shape=(3,))
+    twice = table((0, 3), {"model.head": 3}, leaves=[alias])
+    refused(part_of(replace(first, replicas=(TABLE, twice)), world=4), "twice")
+    other_box = [replace(leaf, shape=(2, 2)) if leaf.name == "model.weight" else leaf for leaf in SHARED]
+    refused(
+        part_of(replace(first, replicas=(table((0, 1, 2), WRITERS, leaves=other_box),)), world=4),
+        "not have that",
+    )
+
+
+def test_a_rank_has_one_table_a_set() -> None:
+    one = table((0, 1), {"model.weight": 1}, leaves=SHARED[:1])
+    two = table((0, 1), {"optimizer.step": 1}, leaves=SHARED[2:3])
+    refused(part_of(rank_of(0, one, two), world=2), "two tables")
+
+
+def test_in_a_world_of_one_there_are_no_replicas() -> None:
+    refused(part_of(rank_of(0, table((0, 1), {})), world=1), "from 1 to 1")
+
+
+def test_a_table_may_have_further_keys() -> None:
+    data = changed(two_ranks(), lambda obj: obj["tables"][0].update(further=1))
+    assert Part.from_bytes(data, "file") == two_ranks()
+    assert parse(data, what="file", max_bytes=1 << 20)[0]["tables"][0]["further"] == 1
