@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 # Fixtures with which a test has processes of its own; `small_disk` runs `mount`.
-PROCESS_FIXTURES = {"kill_keepers", "runtime", "small_disk", "zygote"}
+PROCESS_FIXTURES = {"kill_keepers", "launcher", "runtime", "small_disk", "zygote"}
 _EVENTS = {"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "pty.spawn", "subprocess.Popen"}
 _refused: list[str] | None = None
 

@@ -46,8 +46,10 @@ def attach(
     changed), UnusableRunError, OutOfRoomError, FormatError, KeeperError, RunError. Unless the message says
     otherwise (storage or the keeper failed after the state was restored), the live state is as it was.
     """
-    check_call(every, persist_every, keep, options)
-    if not enabled or is_switched_off():
+    is_off = not enabled or is_switched_off()
+    if is_off or Environment.read().world == 1:
+        check_call(every, persist_every, keep, options)  # else all ranks are told of it, once they have met
+    if is_off:
         from flashckpt.checkpointer.disabled import DisabledCheckpointer
 
         return DisabledCheckpointer(path, by_environment=enabled)  # type: ignore[return-value]
@@ -133,7 +135,7 @@ def _begin_early(path: str | os.PathLike[str], options: Options) -> EarlyRead | 
     from flashckpt.store import open_store
 
     environment = Environment.read()
-    if environment.world > 1:
+    if environment.world > 1:  # who starts the keeper, and what is read, is agreed on with the others
         return None
     is_new, in_memory = "flashckpt.checkpointer.resume" not in sys.modules, False
     with suppress(FlashckptError, OSError, RuntimeError):  # the last where there are no more threads

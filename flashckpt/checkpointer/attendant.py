@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from flashckpt.capture import Capture
@@ -27,6 +28,7 @@ from flashckpt.format.names import step_attempt_folder
 from flashckpt.keeper import start
 from flashckpt.keeper.protocol import Failure, Status
 from flashckpt.options import MOST_SLOTS, Options
+from flashckpt.ranks.group import Pacing
 
 _TICK_S = 0.5
 _WAITING_TICK_S = 0.005
@@ -52,8 +54,9 @@ class Attendant:
         age_limits_s: tuple[float, float],
         loaded_step: int | None,
         signals: Signals,
+        pacing: Pacing,
     ) -> None:
-        self._session, self._capture, self._signals = session, capture, signals
+        self._session, self._capture, self._signals, self._pacing = session, capture, signals, pacing
         # How long the ends of a run wait for a keeper, or a copy, that makes no progress.
         self.patience_s = max(options.grace_s, 1.0)
         self.status = Status()
@@ -220,6 +223,7 @@ class Attendant:
     def close(self, *, closed: bool) -> None:
         """End the thread. In order (`closed`), the keeper is told that nothing more comes."""
         self._ended = True
+        self._pacing.close()
         self._session.keeper.longest_pause_s = start.NO_PAUSE_S
         self.slots.end()
         self._woken.set()
@@ -259,6 +263,7 @@ class Attendant:
         while not self._ended:
             self._tended = self._tried(self._round, "the keeper cannot be asked")
             self._tried(self._look_at_attempts, "the run's attempts cannot be looked at")
+            self._tried(partial(self._pacing.look, self.slots), "the other ranks cannot be heard")
             with self._answered:
                 self._rounds += 1
                 self._answered.notify_all()

@@ -2,7 +2,8 @@
 
 What cannot be saved is refused before the run's folder is touched. Then the claim, the keeper, the choice
 of a step; the live state changes only once a snapshot is verified and fits; start.json comes last, so that
-an attempt that could not load is as if it had never been.
+an attempt that could not load is as if it had never been. Several ranks do each of these together: where one
+cannot, none goes on.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -20,7 +22,7 @@ from flashckpt.capture import Capture
 from flashckpt.capture.devices import devices_of
 from flashckpt.capture.digests import digest_tensors
 from flashckpt.capture.plan import ConstantsRegion, local
-from flashckpt.capture.schedule import Every, Pace
+from flashckpt.capture.schedule import Every
 from flashckpt.checkpointer.attached_run import Resumed
 from flashckpt.checkpointer.attendant import Attendant
 from flashckpt.checkpointer.boundaries import StopPolicy
@@ -29,19 +31,25 @@ from flashckpt.checkpointer.progress import Content, Progress, Use
 from flashckpt.checkpointer.run_log import limits_s
 from flashckpt.checkpointer.session import Session, log_differences, open_session
 from flashckpt.checkpointer.signals import Signals
-from flashckpt.errors import DamagedError, FlashckptError, FormatError, OptionError
+from flashckpt.errors import DamagedError, FlashckptError, FormatError, MismatchError, OptionError
 from flashckpt.events import Event, log
+from flashckpt.format.names import AttemptName
 from flashckpt.keeper.client import SlotGrant
 from flashckpt.memory.slot import Slot
-from flashckpt.options import Environment, Keep, Options
+from flashckpt.options import Environment, Keep, Options, check_call
+from flashckpt.ranks.group import Cadence, Group, join
 from flashckpt.restore.filling import check_fits, fill
 from flashckpt.restore.memory_tier import Held
 from flashckpt.restore.snapshot import Snapshot
-from flashckpt.restore.step_choice import Loaded, StepChoice, Vote, alone
+from flashckpt.restore.step_choice import Loaded, StepChoice
 from flashckpt.restore.step_image import EarlyRead
 from flashckpt.state import rng
 from flashckpt.state.objects import is_container
 from flashckpt.state.tree import Tree
+from flashckpt.store import open_store
+
+# What each rank may have its own of: its devices, its machine.
+_OWN_OPTIONS = {"device_memory", "streams", "notice_file", "threads"}
 
 
 def attach(
@@ -56,11 +64,20 @@ def attach(
     early: EarlyRead | None = None,
 ) -> Checkpointer:
     """`flashckpt.attach`, switched on: its words and errors stand in attach.py, which closes `early`."""
-    tree = Tree(_state_of(state, named))
-    environment = Environment.read()
-    _check_world(environment)
     began = time.perf_counter()
-    session = open_session(path, keep, options, environment)
+    group = join(Environment.read())
+    try:
+
+        def prepared() -> tuple[Tree, str]:
+            check_call(every, persist_every, keep, options)
+            return Tree(_state_of(state, named)), open_store(path).url
+
+        tree, url = group.together("the state and the options", prepared)
+        group.check_alike(_alike(url, tree, every, persist_every, keep, options))
+        session = _open(path, keep, options, group)
+    except BaseException:
+        group.close()
+        raise
     return attach_to(session, tree, options, every, persist_every, began=began, early=early)
 
 
@@ -72,30 +89,71 @@ def attach_to(
     persist_every: str | int | None,
     *,
     began: float,
-    vote: Vote = alone,
     stop: Callable[[Signals], StopPolicy] = StopPolicy,
     early: EarlyRead | None = None,
 ) -> Checkpointer:
-    """Restore the newest step that `vote` agrees to and start all that runs beside the loop, which ends where
-    `stop` says. `began`: when the resume did, by `time.perf_counter`; `early`: what may have been read of it
-    since. The Checkpointer closes the session; it is closed here when this raises."""
-    progress = Progress()
+    """Restore the newest step that the session's group agrees to and start all that runs beside the loop,
+    which ends where `stop` says. `began`: when the resume did, by `time.perf_counter`; `early`: what may have
+    been read of it since. The Checkpointer closes the session; it is closed here when this raises."""
+    progress, group = Progress(), session.group
+    made: list[Checkpointer] = []
     try:
-        taken = _resume(session, tree, progress, options, began, vote, early)
-        return _checkpointer(session, tree, progress, options, every, persist_every, taken, stop)
+        taken = _resume(session, tree, progress, options, began, early)
+
+        def make() -> None:
+            made.append(_checkpointer(session, tree, progress, options, every, persist_every, taken, stop))
+
+        group.together("what runs beside the loop", make)
+        group.attached()
     except BaseException:
+        if made:
+            made[0]._release()
         session.close()
         raise
+    return made[0]
 
 
-def _check_world(environment: Environment) -> None:
-    """A step of several ranks is committed once all of them have theirs: one alone would wait for ever."""
-    if environment.world > 1:
-        raise OptionError(
-            f"WORLD_SIZE={environment.world}: a run of several processes is not there yet, and no step of it "
-            "would ever be committed. Nothing was started. Use one process per run; for one that a launcher "
-            "started among others and that trains by itself, unset RANK and WORLD_SIZE."
-        )
+def _alike(
+    url: str, tree: Tree, every: Every, persist_every: str | int | None, keep: Keep, options: Options
+) -> dict[str, str]:
+    """What all ranks must call with, by names for a message."""
+    own = {
+        each.name: getattr(options, each.name) for each in fields(options) if each.name not in _OWN_OPTIONS
+    }
+    call = {"path": url, "every": every, "persist_every": persist_every, "keep": keep}
+    said = {name: repr(value) for name, value in call.items()}
+    said |= {f"Options({name})": repr(value) for name, value in own.items()}
+    return said | {"names of the state": ", ".join(tree.names)}
+
+
+def _open(path: str | os.PathLike[str], keep: Keep, options: Options, group: Group) -> Session:
+    """Take part in one attempt with all ranks. Rank 0 claims it; then one rank of each other node joins, and
+    finds or starts its keeper; the others find theirs."""
+    session: Session | None = None
+
+    def opened(join: AttemptName | None) -> str:
+        nonlocal session
+        session = open_session(path, keep, options, group.environment, join=join, group=group)
+        return str(session.attempt)
+
+    rank, first = group.environment.rank, group.node[0]
+    try:
+        claimed = AttemptName.parse(group.led("the claim of the run", lambda: opened(None)))
+        for what, is_due in (
+            ("a keeper for each node", rank == first),
+            ("the keeper of this node", rank != first),
+        ):
+            group.together(what, partial(opened, claimed) if is_due and not group.leads else _nothing)
+    except BaseException:
+        if session is not None:
+            session.close()
+        raise
+    assert session is not None
+    return session
+
+
+def _nothing() -> None:
+    """What a rank does while others have something to do."""
 
 
 def _state_of(state: Mapping[str, object] | None, named: Mapping[str, object]) -> dict[str, object]:
@@ -139,20 +197,29 @@ def _resume(
     progress: Progress,
     options: Options,
     began: float,
-    vote: Vote,
     early: EarlyRead | None,
 ) -> _Taken:
     """Restore the newest usable step and write start.json."""
-    mapped, regions = _survived(session)
-    threads, rank = options.threads or torch.get_num_threads(), session.environment.rank
+    threads, rank, group = options.threads or torch.get_num_threads(), session.environment.rank, session.group
+    mapped: list[Held] = []
+    regions: list[Slot] = []
+    refused: list[str] = []
     loaded: Loaded | None = None
-    try:
-        choice = StepChoice(session.store, mapped, rank, partial(_check, tree), threads, vote, early)
+
+    def chosen() -> None:
+        nonlocal mapped, regions, refused, loaded
+        mapped, regions = _survived(session)
+        fits = partial(_check, tree, session.environment.world)
+        choice = StepChoice(session.store, mapped, rank, fits, threads, group.voter(), early)
+        refused = choice.refused
         loaded = choice.choose()
+
+    try:
+        group.together("the step to go on from", chosen, loads=True)
         if loaded is None:
-            session.start()
+            _start(session)
             return _Taken()
-        resumed = _take_up(session, tree, progress, loaded, choice.refused, began, threads)
+        resumed = _take_up(session, tree, progress, loaded, refused, began, threads)
         snapshot = loaded.snapshot
         return _Taken(resumed, snapshot.digests_by_name, snapshot.constants, _kept(session, loaded))
     except BaseException:
@@ -165,6 +232,14 @@ def _resume(
             held.slot.close()
         for region in regions:
             region.close()
+
+
+def _start(session: Session, *begins: Any, from_memory: bool = False) -> None:
+    """Who leads writes where the attempt goes on from; then the others see that they went on from there,
+    too."""
+    for leads in (True, False):
+        start = partial(session.start, *begins, from_memory=from_memory)
+        session.group.together("where the attempt begins", start if session.leads is leads else _nothing)
 
 
 def _survived(session: Session) -> tuple[list[Held], list[Slot]]:
@@ -191,8 +266,9 @@ def _kept(session: Session, loaded: Loaded) -> ConstantsRegion | None:
     return ConstantsRegion(region.name, region.header.nonce, constants, tuple(digests))
 
 
-def _check(tree: Tree, snapshot: Snapshot) -> None:
+def _check(tree: Tree, world: int, snapshot: Snapshot) -> None:
     """Whether all of a snapshot can be taken up. Changes nothing; DamagedError, MismatchError."""
+    _check_world(snapshot, world)
     Progress().restore(snapshot.section("progress"))
     check_fits(tree, snapshot)
     # Last: of what is read here, only this is put in its place for a moment.
@@ -201,6 +277,19 @@ def _check(tree: Tree, snapshot: Snapshot) -> None:
         rng.restore(snapshot.section("rng"))
     finally:
         rng.restore(before)
+
+
+def _check_world(snapshot: Snapshot, world: int) -> None:
+    """A rank's snapshot is all of it only among as many ranks as made it."""
+    environment = snapshot.values.get("environment")
+    made_by = environment.get("world", 1) if isinstance(environment, dict) else 1
+    if made_by != world:
+        raise MismatchError(
+            f"Step {snapshot.step} was made by {made_by} ranks, and this job has {world}. Nothing was "
+            "loaded, the live "
+            f"state is as it was. Start {made_by} ranks.",
+            step=snapshot.step,
+        )
 
 
 def _take_up(
@@ -214,12 +303,16 @@ def _take_up(
 ) -> Resumed:
     snapshot = loaded.snapshot
     crashpoints.point("resume.verified")
-    fill(tree, snapshot, threads)
-    progress.restore(snapshot.section("progress"))
-    rng.restore(snapshot.section("rng"))
+
+    def filled() -> None:
+        fill(tree, snapshot, threads)
+        progress.restore(snapshot.section("progress"))
+        rng.restore(snapshot.section("rng"))
+
+    session.group.together("filling the live state", filled, loads=True)
     crashpoints.point("resume.filled")
     slot = loaded.held.slot.name if loaded.held is not None else None
-    session.start(snapshot.attempt, snapshot.step, snapshot.boundary, from_memory=slot is not None)
+    _start(session, snapshot.attempt, snapshot.step, snapshot.boundary, from_memory=slot is not None)
     log_differences(snapshot.values.get("environment"), session.surroundings)
     resumed = Resumed(
         step=snapshot.step,
@@ -289,6 +382,8 @@ def _checkpointer(
 ) -> Checkpointer:
     """Everything that runs beside the loop, started."""
     attempt, resumed = session.attempt, taken.resumed
+    cadence = Cadence(every=every, persist_every=persist_every, options=options)
+    pacing = session.group.begin(session.runtime, attempt, cadence)
     capture = Capture(
         tree,
         None,
@@ -297,7 +392,7 @@ def _checkpointer(
         devices_of((leaf.tensor for leaf in tree.walk(_nothing_used_up).leaves), options.streams),
         optimizers=tree.optimizers,
         attempt=(attempt.number, int(attempt.nonce, 16)),
-        schedule=Pace(every, persist_every, overhead=options.overhead),
+        schedule=pacing.schedule,
         known=taken.known,
         constants=taken.constants,
         region=taken.region,
@@ -316,7 +411,7 @@ def _checkpointer(
     use = Use(tree, capture.hooks, digests, check=options.read_ahead_check, used=progress.step == 0)
     loaded_step = resumed.step if resumed is not None and resumed.tier == "memory" else None
     limits, signals = limits_s(every, persist_every), Signals(options)
-    attendant = Attendant(session, capture, options, limits, loaded_step, signals)
+    attendant = Attendant(session, capture, options, limits, loaded_step, signals, pacing)
     checkpointer = Checkpointer(
         tree=tree,
         progress=progress,

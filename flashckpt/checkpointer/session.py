@@ -41,6 +41,7 @@ from flashckpt.memory.runtime import (
     trainer_lock_name,
 )
 from flashckpt.options import Environment, Keep, Options
+from flashckpt.ranks.group import Alone, Group
 from flashckpt.store import open_store
 from flashckpt.store.base import Store
 
@@ -56,8 +57,8 @@ _idle_signals: list[int] = []
 @dataclass
 class Session:
     """One rank's place in a claimed attempt, with a keeper that knows it. `identity` names the run on this
-    node, `leads` says who writes for all ranks where the attempt goes on from. `surroundings`, of which each
-    snapshot has a copy, is what around this process can change numbers."""
+    node, `leads` says who writes for all ranks where the attempt goes on from, `group` are those.
+    `surroundings`, of which each snapshot has a copy, is what around this process can change numbers."""
 
     store: Store
     identity: str
@@ -67,6 +68,7 @@ class Session:
     keeper: KeeperClient
     environment: Environment
     leads: bool
+    group: Group
     stacks: Stacks | None = None
     closed: bool = False
     surroundings: dict[str, Any] = field(init=False)
@@ -85,6 +87,7 @@ class Session:
             environment=self.surroundings,
             stacks_signal=self.stacks.signal_number if self.stacks is not None else 0,
             kill_when_stuck=options.watchdog_action == "kill",
+            ranks=self.group.node,
         )
 
     def start(
@@ -138,6 +141,7 @@ class Session:
         if self.closed:
             return
         self.closed = True
+        self.group.close()
         self.keeper.close()
         if self.stacks is not None:
             self.stacks.close(self.runtime)
@@ -158,6 +162,7 @@ def open_session(
     *,
     join: AttemptName | None = None,
     connect: Connect = connect_or_start,
+    group: Group | None = None,
 ) -> Session:
     """Open the run and take part in an attempt on it: lead a new one, for which the run is made if it is not
     there and must be held by no other job; or `join`, as another rank, the one that the leader has claimed.
@@ -192,9 +197,11 @@ def open_session(
         keeper = connect(store.url, runtime, life)
         if (unused := end_early(runtime)) >= 0:
             os.close(unused)
+        group = group or Alone(environment)
         session = Session(
-            store, identity, runtime, life, attempt, keeper, environment, leads=join is None, stacks=stacks
-        )
+            store, identity, runtime, life, attempt, keeper, environment, leads=join is None, group=group,
+            stacks=stacks,
+        )  # fmt: skip
         session.hello(keep, options)
         undo.pop_all()
     for warning in survival_warnings():

@@ -134,11 +134,13 @@ _Found = TypeVar("_Found")
 
 @dataclass(frozen=True, slots=True)
 class StepSource:
-    """A visible step in one tier: in the slot of that name in this node's memory, or (None) in the store."""
+    """A visible step in one tier: in the slot of that name in this node's memory, or (None) in the store.
+    `is_marked`: this machine has marked it."""
 
     step: int
     attempt: AttemptName
     slot: str | None = None
+    is_marked: bool = False
 
 
 def steps(store: Store) -> list[int]:
@@ -181,7 +183,7 @@ def sources(store: Store, survived: Mapping[str, VisibleStep], *, says: bool = T
     ]
     found += [StepSource(each.step, each.attempt) for each in at_rest if each not in marked]
     found.sort(key=lambda each: (each.step, each.attempt.number, each.slot is not None), reverse=True)
-    return found + [StepSource(each.step, each.attempt) for each in at_rest if each in marked]
+    return found + [StepSource(e.step, e.attempt, is_marked=True) for e in at_rest if e in marked]
 
 
 def incomplete(store: Store, after: int) -> list[tuple[VisibleStep, str]]:

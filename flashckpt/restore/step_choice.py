@@ -1,6 +1,6 @@
 """Where a run goes on from: the visible steps, newest first, at each the nearest tier first.
 
-Owns the order of candidates and what is said of those that cannot be used. All who are asked (`Vote`)
+Owns the order of candidates and what is said of those that cannot be used. All who are asked (`Voter`)
 must be able to load one before it is taken; nothing live changes here. An older one is taken only where a
 newer is damaged, missing or, again and again, not given by the disk while the run's records are: one lost
 sector must not keep a job down for the night. A state that does not fit, storage that fails otherwise, a
@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from flashckpt import crashpoints
 from flashckpt.commit import lineage
@@ -41,11 +41,18 @@ _PAUSES_S = (0.1, 0.5, 2.0)
 
 @dataclass(frozen=True)
 class Candidate:
-    """A visible step in one tier: `held` in a slot of this node, or committed in the store."""
+    """A visible step in one tier: `held` in a slot of this node, or committed in the store. `is_marked`: this
+    machine could not verify it once."""
 
     step: int
     attempt: AttemptName
     held: Held | None = None
+    is_marked: bool = False
+
+    @property
+    def boundary(self) -> int | None:
+        """Which boundary of the attempt it is, where that is known before it is read: in memory."""
+        return None if self.held is None or self.held.sealed is None else self.held.sealed.boundary
 
 
 @dataclass(frozen=True)
@@ -78,21 +85,33 @@ class Ballot:
         return self.boundary is not None
 
 
-Vote = Callable[[Ballot], bool]
-"""Told of each candidate that was tried here; whether all who go on with this run could load it."""
+class Voter(Protocol):
+    """Who goes on with this run: this rank, and the others where there are any."""
+
+    def common(self, own: Sequence[Candidate]) -> Sequence[Sequence[Candidate]]:
+        """Takes what this rank can read, in its order. What all can, in the order in which all try it: of
+        each content the candidates that this rank has of it, nearest first."""
+
+    def vote(self, ballot: Ballot) -> bool:
+        """Told of each content that was tried here; whether all could load it."""
 
 
-def alone(ballot: Ballot) -> bool:
-    """The vote of a rank that has no others."""
-    return ballot.could
+class AloneVoter:
+    """A rank that has no others."""
+
+    def common(self, own: Sequence[Candidate]) -> Sequence[Sequence[Candidate]]:
+        return [[each] for each in own]
+
+    def vote(self, ballot: Ballot) -> bool:
+        return ballot.could
 
 
 class StepChoice:
     """The candidates of one run, and the reasons why some were passed over.
 
     `survived` are the slots in which this node's keeper found sealed snapshots. `refused` gathers one
-    sentence for each candidate that could not be used. `fits` is asked of each that is whole, `vote` of every
-    one that was tried. `early` may have read a step already.
+    sentence for each candidate that could not be used. `fits` is asked of each that is whole, `voter` of
+    every content that was tried. `early` may have read a step already.
     """
 
     def __init__(
@@ -102,11 +121,12 @@ class StepChoice:
         rank: int,
         fits: Fits,
         threads: int,
-        vote: Vote = alone,
+        voter: Voter | None = None,
         early: EarlyRead | None = None,
     ) -> None:
         self._store, self._survived, self._rank = store, survived, rank
-        self._fits, self._threads, self._vote, self._early = fits, threads, vote, early
+        self._fits, self._threads, self._early = fits, threads, early
+        self._voter = voter or AloneVoter()
         self._tried: Candidate | None = None
         self.refused: list[str] = []
 
@@ -122,27 +142,16 @@ class StepChoice:
             return self._choose()
         except Exception as error:
             with contextlib.suppress(Exception):
-                self._vote(Ballot(candidate=self._tried, reason=str(error), ends=True))
+                self._voter.vote(Ballot(candidate=self._tried, reason=str(error), ends=True))
             raise
 
     def _choose(self) -> Loaded | None:
         self._patiently("its attempts", partial(lineage.check_records, self._store))
-        candidates = self._patiently("its steps", self.candidates)
-        for candidate in candidates:
-            self._tried = candidate
-            loaded = self.load(candidate)
-            said = (loaded.snapshot.boundary, "") if loaded is not None else (None, self.refused[-1])
-            ballot = Ballot(candidate=candidate, boundary=said[0], reason=said[1])
-            with contextlib.ExitStack() as undo:
-                if loaded is not None:
-                    undo.callback(loaded.drop)
-                if self._vote(ballot) and loaded is not None:
-                    self._tell_incomplete(candidate.step)
-                    undo.pop_all()
-                    return loaded
-            if loaded is not None:
-                self._pass_over(f"{_named(candidate)}: it is whole here, and another rank could not load it")
-        if candidates:
+        contents = self._voter.common(self._patiently("its steps", self.candidates))
+        for content in contents:
+            if (taken := self._try(content)) is not None:
+                return taken
+        if contents:
             reasons = "\n".join(f"  {reason}" for reason in self.refused)
             raise UnusableRunError(
                 f"{self._store.url} has steps and none of them can be used:\n{reasons}\nNothing was loaded "
@@ -153,6 +162,26 @@ class StepChoice:
         self._patiently("its steps", partial(lineage.check_usable, self._store))
         return None
 
+    def _try(self, content: Sequence[Candidate]) -> Loaded | None:
+        """Load one content, from the nearest tier that can give it. None where one who votes could not."""
+        loaded = None
+        for candidate in content:
+            self._tried = candidate
+            if (loaded := self.load(candidate)) is not None:
+                break
+        said = (loaded.snapshot.boundary, "") if loaded is not None else (None, self.refused[-1])
+        ballot = Ballot(candidate=candidate, boundary=said[0], reason=said[1])
+        with contextlib.ExitStack() as undo:
+            if loaded is not None:
+                undo.callback(loaded.drop)
+            if self._voter.vote(ballot) and loaded is not None:
+                self._tell_incomplete(candidate.step)
+                undo.pop_all()
+                return loaded
+        if loaded is not None:
+            self._pass_over(f"{_named(candidate)}: it is whole here, and another rank could not load it")
+        return None
+
     def candidates(self) -> list[Candidate]:
         """Newest step first, memory before local; steps that this machine has marked come last."""
         # Of two snapshots of one step, the later one is of the end of the epoch that this step ends.
@@ -160,7 +189,10 @@ class StepChoice:
         held = {each.slot.name: each for each in by_age}
         survived = {name: VisibleStep(each.step, each.attempt) for name, each in held.items()}
         sources = lineage.sources(self._store, survived)
-        return [Candidate(r.step, r.attempt, None if r.slot is None else held[r.slot]) for r in sources]
+        return [
+            Candidate(r.step, r.attempt, None if r.slot is None else held[r.slot], r.is_marked)
+            for r in sources
+        ]
 
     def load(self, candidate: Candidate) -> Loaded | None:
         """The candidate, verified and known to fit. None, said and noted in `refused`, where it cannot be

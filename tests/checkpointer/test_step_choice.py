@@ -34,6 +34,7 @@ from flashckpt.store import open_store
 from flashckpt.store.local import LocalStore
 from tests.checkpointer.test_bad_input import trained
 from tests.checkpointer.test_loop import Job
+from tests.checkpointer.voting import Voting
 from tests.keeper.driver import told
 
 pytestmark = pytest.mark.usefixtures("runtime")
@@ -291,8 +292,8 @@ def test_what_the_vote_refuses_is_passed_over_and_nothing_live_changes_before_it
         return candidate.step == 2
 
     options = flashckpt.Options()
-    session = open_session(folder, flashckpt.Keep(), options, Environment.read())
-    checkpointer = attach_to(session, Tree(job.named), options, None, None, began=0.0, vote=vote)
+    session = open_session(folder, flashckpt.Keep(), options, Environment.read(), group=Voting(vote))
+    checkpointer = attach_to(session, Tree(job.named), options, None, None, began=0.0)
     with checkpointer:
         assert checkpointer.completed == 2
         assert asked[0] == (4, True, tier == "memory")
@@ -308,9 +309,10 @@ def test_what_the_vote_refuses_is_passed_over_and_nothing_live_changes_before_it
 def test_where_the_vote_refuses_all_nothing_is_loaded_or_started(run: Path) -> None:
     job, starts = Job(), set(run.glob("attempts/*/start.json"))
     weight, options = job.model.weight.detach().clone(), flashckpt.Options()
-    session = open_session(run, flashckpt.Keep(), options, Environment.read())
+    group = Voting(lambda ballot: False)
+    session = open_session(run, flashckpt.Keep(), options, Environment.read(), group=group)
     with pytest.raises(flashckpt.UnusableRunError, match="another rank could not"):
-        attach_to(session, Tree(job.named), options, None, None, began=0.0, vote=lambda ballot: False)
+        attach_to(session, Tree(job.named), options, None, None, began=0.0)
     assert torch.equal(job.model.weight, weight)
     assert set(run.glob("attempts/*/start.json")) == starts
     assert resumed_at(run) == 4
@@ -327,8 +329,8 @@ def test_a_step_that_is_damaged_here_is_voted_against(run: Path) -> None:
         return True  # the others could: what is damaged here is not taken all the same
 
     job, options = Job(), flashckpt.Options()
-    session = open_session(run, flashckpt.Keep(), options, Environment.read())
-    with attach_to(session, Tree(job.named), options, None, None, began=0.0, vote=vote) as checkpointer:
+    session = open_session(run, flashckpt.Keep(), options, Environment.read(), group=Voting(vote))
+    with attach_to(session, Tree(job.named), options, None, None, began=0.0) as checkpointer:
         assert checkpointer.completed == 2
     assert asked == [(4, False), (2, True)]
 
@@ -341,14 +343,15 @@ def test_who_raises_has_told_the_others(run: Path, fault: str) -> None:
         next(run.glob("attempts/*/start.json")).write_bytes(b"{}")
     else:
         named["model"] = torch.nn.Linear(2, 2)
-    session = open_session(run, flashckpt.Keep(), flashckpt.Options(), Environment.read())
 
     def vote(ballot: step_choice.Ballot) -> bool:
         told.append(ballot)
         return ballot.could
 
+    options = flashckpt.Options()
+    session = open_session(run, flashckpt.Keep(), options, Environment.read(), group=Voting(vote))
     with pytest.raises((flashckpt.UnusableRunError, flashckpt.MismatchError)) as raised:
-        attach_to(session, Tree(named), flashckpt.Options(), None, None, began=0.0, vote=vote)
+        attach_to(session, Tree(named), options, None, None, began=0.0)
     [ballot] = told
     assert (ballot.ends, ballot.could, ballot.reason) == (True, False, str(raised.value))
     assert (ballot.candidate is None) is (fault == "records")

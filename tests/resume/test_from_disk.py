@@ -37,6 +37,7 @@ from flashckpt.restore import step_choice, step_image
 from flashckpt.restore.step_image import EarlyRead, StepImage
 from flashckpt.state.tree import Tree
 from flashckpt.store import open_store
+from tests.checkpointer.voting import Voting
 
 BYTES = 4 * 1024 * 1024  # of the frozen part, which is stored as constants
 
@@ -359,11 +360,11 @@ def test_where_the_vote_fails_nothing_of_it_is_left(run: Path) -> None:
         raise ZeroDivisionError
 
     live, options = Model(2), flashckpt.Options()
-    session = open_session(run, flashckpt.Keep(), options, Environment.read())
+    session = open_session(run, flashckpt.Keep(), options, Environment.read(), group=Voting(vote))
     gc.disable()
     try:
         with pytest.raises(ZeroDivisionError) as kept:
-            attach_to(session, Tree({"model": live}), options, None, None, began=0.0, vote=vote)
+            attach_to(session, Tree({"model": live}), options, None, None, began=0.0)
         assert images() == 0
         assert kept.value.__traceback__ is not None
     finally:

@@ -1,0 +1,162 @@
+"""Which step all ranks go on from: the contents that every one of them can read, newest first, and the vote
+on each.
+
+A content is a step of an attempt at one of its boundaries. Where a rank has it (in its node's memory, in the
+store) is its own affair: one may take it from memory and another from storage. Pure but for `RanksVoter`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flashckpt.errors import UnusableRunError
+from flashckpt.events import log
+from flashckpt.format.names import AttemptName
+from flashckpt.ranks.job import LOADING_PATIENCE_S, Job
+from flashckpt.restore.step_choice import Ballot, Candidate
+
+# Of what one rank says. All that a node has in memory is far fewer; of steps at rest the newest count.
+MOST_CANDIDATES = 64
+_MOST_NAMED = 8
+
+
+@dataclass(frozen=True)
+class Readable:
+    """What one rank can read. `boundary` is None for a step at rest, of which it stands in its part.
+    `is_marked`: this machine could not verify it once, and takes it last."""
+
+    step: int
+    attempt: str
+    boundary: int | None
+    is_marked: bool = False
+
+    @property
+    def at(self) -> tuple[int, str]:
+        return self.step, self.attempt
+
+
+@dataclass(frozen=True)
+class Content:
+    """One step that all ranks can read. `boundary` None: from the store on all of them."""
+
+    step: int
+    attempt: str
+    boundary: int | None
+
+
+def common(rows: Sequence[Sequence[Readable]]) -> list[Content]:
+    """What all ranks can read, in the order in which it is tried: newest step first, of one step the newest
+    attempt and the newest boundary, what some rank has marked last."""
+    if not rows:
+        return []
+    everywhere = set.intersection(*({each.at for each in row} for row in rows))
+    found: list[tuple[bool, Content]] = []
+    for step, attempt in everywhere:
+        of_step = [[each for each in row if each.at == (step, attempt)] for row in rows]
+        for boundary in {each.boundary for row in of_step for each in row} | {None}:
+            # One that has it at rest finds out while it reads which boundary that is.
+            here = [[each for each in row if each.boundary in (boundary, None)] for row in of_step]
+            if all(here):
+                is_marked = any(all(each.is_marked for each in row) for row in here)
+                found.append((is_marked, Content(step, attempt, boundary)))
+    return [content for _, content in sorted(found, key=_order)]
+
+
+def _order(row: tuple[bool, Content]) -> tuple[bool, int, int, int]:
+    marked, content = row
+    boundary = -1 if content.boundary is None else content.boundary
+    return marked, -content.step, -_number(content.attempt), -boundary
+
+
+def _number(attempt: str) -> int:
+    name = AttemptName.parse(attempt)
+    return 0 if name is None else name.number
+
+
+def lacking(rows: Sequence[Sequence[Readable]], found: Sequence[Content]) -> str:
+    """What is newer than all that every rank can read, and which ranks cannot read it. Empty where nothing
+    is."""
+    newest = max((each for row in rows for each in row if not each.is_marked), key=_age, default=None)
+    if newest is None or any(each.step >= newest.step for each in found):
+        return ""
+    without = [rank for rank, row in enumerate(rows) if all(each.at != newest.at for each in row)]
+    shown = ", ".join(map(str, without[:_MOST_NAMED]))
+    more = f" and {len(without) - _MOST_NAMED} more" if len(without) > _MOST_NAMED else ""
+    return f"step {newest.step} of attempt {newest.attempt} cannot be read by rank {shown}{more}"
+
+
+def _age(each: Readable) -> tuple[int, int]:
+    return each.step, _number(each.attempt)
+
+
+def decide(rows: Sequence[Sequence[Readable]]) -> tuple[list[Content], str]:
+    """What is tried, and what is said of what is not. Raises UnusableRunError where some rank has committed
+    steps and there is none that all can read: that is no fresh run."""
+    found = common(rows)
+    said = lacking(rows, found)
+    if not found and any(each.boundary is None for row in rows for each in row):
+        raise UnusableRunError(
+            "There are committed steps, and none that every rank can read: "
+            f"{said or 'each lacks another one'}. Nothing was loaded or changed, and it is not taken for a "
+            "fresh run. Give all ranks the storage that has the run's steps, or bring back the node whose "
+            "memory or disk has the others'."
+        )
+    return found, said
+
+
+def verdict(ballots: Sequence[dict[str, Any]]) -> str:
+    """Why a content is not taken; empty where all ranks have loaded the same one."""
+    without = [(rank, each["reason"]) for rank, each in enumerate(ballots) if each["boundary"] is None]
+    if without:
+        rank, reason = without[0]
+        more = f" ({len(without)} ranks could not)" if len(without) > 1 else ""
+        return f"rank {rank} could not load it: {reason}{more}"
+    boundaries = {each["boundary"] for each in ballots}
+    if len(boundaries) > 1:
+        return (
+            f"what the ranks have of it are different boundaries ({', '.join(map(str, sorted(boundaries)))})"
+        )
+    return ""
+
+
+class RanksVoter:
+    """Agrees with the other ranks, step by step, all in one order."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.why = ""
+
+    def common(self, own: Sequence[Candidate]) -> list[list[Candidate]]:
+        """Of each content that all can read this rank's candidates, nearest first."""
+        mine = [_row(each) for each in own[:MOST_CANDIDATES]]
+        found, said = self._job.agree("which steps all ranks can read", mine, _decide)
+        if said:
+            log.warning("%s: an older step is gone on from, or none", said)
+        contents = [Content(*each) for each in found]
+        return [[each for each in own if _is_of(each, content)] for content in contents]
+
+    def vote(self, ballot: Ballot) -> bool:
+        """Whether all ranks could load it. One that ends says so by raising, to all of them."""
+        if ballot.ends:
+            return False
+        mine = {"boundary": ballot.boundary, "reason": ballot.reason}
+        self.why = self._job.agree("the vote on a step", mine, verdict, patience_s=LOADING_PATIENCE_S)
+        return not self.why
+
+
+def _decide(rows: list[Any]) -> tuple[list[list[Any]], str]:
+    found, said = decide([[Readable(*each) for each in row] for row in rows])
+    return [[each.step, each.attempt, each.boundary] for each in found], said
+
+
+def _row(each: Candidate) -> list[Any]:
+    boundary = None if each.held is None else each.boundary
+    return [each.step, str(each.attempt), boundary, each.is_marked]
+
+
+def _is_of(each: Candidate, content: Content) -> bool:
+    if (each.step, str(each.attempt)) != (content.step, content.attempt):
+        return False
+    return each.held is None or each.boundary == content.boundary

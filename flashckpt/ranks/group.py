@@ -1,0 +1,226 @@
+"""A process's place in its job, as `attach` and the loop see it: `Alone`, or one of several `Ranks`.
+
+One process is a world of one: nothing above this asks how many there are. Owns what ranks agree on while they
+attach; what decides beside the loop (which boundaries are taken) is a `Pacing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from flashckpt.capture.schedule import Every, Pace, Schedule
+from flashckpt.errors import OptionError
+from flashckpt.format.names import AttemptName
+from flashckpt.memory.runtime import RuntimeFolder
+from flashckpt.memory.slot import SlotRing
+from flashckpt.options import Environment, Options
+from flashckpt.ranks.candidates import RanksVoter
+from flashckpt.ranks.job import LOADING_PATIENCE_S, Job, KeyValues, meet, placed
+from flashckpt.restore.step_choice import AloneVoter, Voter
+
+T = TypeVar("T")
+_MOST_NAMED = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cadence:
+    """What the program asks for: see `flashckpt.attach`."""
+
+    every: Every
+    persist_every: str | int | None
+    options: Options
+
+
+class Together(Protocol):
+    """Each rank does something, and all know that all could."""
+
+    def __call__(self, what: str, deed: Callable[[], T], /) -> T: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """What a Pacing of several ranks is made of. `node` are the ranks of this node, the first of them its
+    leader; `nodes` those of all nodes, on rank 0 alone. `store` is the job's, on leaders alone, for as long
+    as rank 0 has the run; `runtime` the run's folder on this node. `together` and `led` are the group's."""
+
+    rank: int
+    world: int
+    node: tuple[int, ...]
+    nodes: tuple[tuple[int, ...], ...]
+    store: KeyValues | None
+    runtime: RuntimeFolder
+    attempt: AttemptName
+    cadence: Cadence
+    together: Together
+    led: Together
+
+
+class SnapshotSlots(Protocol):
+    """The slots of this rank, asked by any thread."""
+
+    @property
+    def ring(self) -> SlotRing | None: ...
+
+
+class Pacing(Protocol):
+    """What decides beside the loop, alike on all ranks."""
+
+    schedule: Schedule
+
+    def look(self, slots: SnapshotSlots) -> None:
+        """A round of the background thread: what has become of the snapshots in these slots. Never blocks."""
+
+    def close(self) -> None:
+        """The run is let go. A second call does nothing."""
+
+
+class Group(Protocol):
+    """The ranks of a job. The methods that agree are called by all ranks, in one order, while they attach; an
+    error of one is raised on all, with its rank named. `node` are the ranks of this node, ascending."""
+
+    environment: Environment
+    node: tuple[int, ...]
+    leads: bool
+
+    def together(self, what: str, deed: Callable[[], T], *, loads: bool = False) -> T:
+        """Do something on each rank; returns when all could. `loads`: it may take as long as storage does."""
+
+    def led(self, what: str, deed: Callable[[], T]) -> T:
+        """What rank 0 gets from a deed, in plain JSON, on all ranks."""
+
+    def check_alike(self, mine: Mapping[str, str]) -> None:
+        """Raises OptionError, on all ranks, where one gives another value for a name than most do."""
+
+    def voter(self) -> Voter:
+        """Who has a say in which step is gone on from."""
+
+    def begin(self, runtime: RuntimeFolder, attempt: AttemptName, cadence: Cadence) -> Pacing:
+        """Begin what goes on beside the loop, of an attempt with its runtime folder on this node."""
+
+    def attached(self) -> None:
+        """All ranks have attached: they agree on nothing more."""
+
+    def close(self) -> None:
+        """The run is let go, or attaching has failed. A second call does nothing."""
+
+
+class OwnPace:
+    """The pace of a rank that no other has to follow."""
+
+    def __init__(self, cadence: Cadence) -> None:
+        overhead = cadence.options.overhead
+        self.schedule: Schedule = Pace(cadence.every, cadence.persist_every, overhead=overhead)
+
+    def look(self, slots: SnapshotSlots) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Alone:
+    """A process that trains by itself."""
+
+    leads = True
+
+    def __init__(self, environment: Environment) -> None:
+        self.environment = environment
+        self.node: tuple[int, ...] = (environment.rank,)
+
+    def together(self, what: str, deed: Callable[[], T], *, loads: bool = False) -> T:
+        return deed()
+
+    def led(self, what: str, deed: Callable[[], T]) -> T:
+        return deed()
+
+    def check_alike(self, mine: Mapping[str, str]) -> None:
+        pass
+
+    def voter(self) -> Voter:
+        return AloneVoter()
+
+    def begin(self, runtime: RuntimeFolder, attempt: AttemptName, cadence: Cadence) -> Pacing:
+        return OwnPace(cadence)
+
+    def attached(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Ranks:
+    """One of several. `store` is the job's, kept by the leaders of nodes for as long as they have the run;
+    that of rank 0 serves the others."""
+
+    def __init__(self, environment: Environment, job: Job) -> None:
+        self.environment, self.node, self.leads = environment, job.node, job.rank == 0
+        self._job: Job | None = job
+        self.store: KeyValues | None = job.store if job.rank == job.node[0] else None
+
+    @property
+    def job(self) -> Job:
+        assert self._job is not None, "the ranks agree on nothing after attach"
+        return self._job
+
+    def together(self, what: str, deed: Callable[[], T], *, loads: bool = False) -> T:
+        return self.job.together(what, deed, patience_s=LOADING_PATIENCE_S if loads else None)
+
+    def led(self, what: str, deed: Callable[[], T]) -> T:
+        return self.job.led(what, deed)
+
+    def check_alike(self, mine: Mapping[str, str]) -> None:
+        self.job.agree("whether all ranks call alike", dict(mine), _check_alike)
+
+    def voter(self) -> Voter:
+        return RanksVoter(self.job)
+
+    def begin(self, runtime: RuntimeFolder, attempt: AttemptName, cadence: Cadence) -> Pacing:
+        """Every N steps, and at the steps that are persisted, all ranks decide the same by themselves."""
+        for option, value in (("every", cadence.every), ("persist_every", cadence.persist_every)):
+            if isinstance(value, str):
+                raise OptionError(
+                    f"{option}={value!r}: a run of several ranks takes a number of steps, or None. Nothing "
+                    f"was started. Say {option}=100, or another number."
+                )
+        return OwnPace(cadence)
+
+    def attached(self) -> None:
+        self._job = None
+
+    def close(self) -> None:
+        self._job = self.store = None
+
+
+def join(environment: Environment) -> Group:
+    """Meet the other ranks of this job, if there are any. Collective over the default process group, once.
+
+    Raises OptionError where several processes were started and no process group is there to meet in."""
+    job = meet(environment)
+    return Alone(environment) if job is None else Ranks(placed(environment, job), job)
+
+
+def _check_alike(rows: list[Any]) -> None:
+    """Raises OptionError where ranks differ, with the names that they differ in."""
+    found: list[str] = []
+    for name in dict.fromkeys(name for row in rows for name in row):
+        ranks: dict[str, list[int]] = {}
+        for rank, row in enumerate(rows):
+            ranks.setdefault(row.get(name, "nothing"), []).append(rank)
+        if len(ranks) > 1:
+            said = [f"{value} on {_of(those)}" for value, those in ranks.items()]
+            found.append(f"{name}: {', '.join(said[:_MOST_NAMED])}{', …' * (len(said) > _MOST_NAMED)}")
+    if found:
+        raise OptionError(
+            "The ranks of this job do not call alike:\n"
+            + "\n".join(f"  {each}" for each in found)
+            + "\nNothing was started. Give all ranks the same path, options and names of state."
+        )
+
+
+def _of(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_MOST_NAMED]))
+    more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
+    return f"rank {shown}{more}" if len(ranks) == 1 else f"ranks {shown}{more}"

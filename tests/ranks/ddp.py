@@ -1,0 +1,104 @@
+"""What the ranks of these tests train: DDP on gloo, with dropout, BatchNorm and a DistributedSampler.
+
+`python -m tests.ranks.rank tests.ranks.ddp RUN ORDERS-JSON`. Each step prints "step N LOSS BATCH", the end
+"state HASH". Orders, all optional: `options` of the loop, `epochs`, and `hold_at`: in that iteration a rank
+prints "held N" and stands still, to be killed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import signal
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import flashckpt
+from tests.waiting import until_room, until_slots
+
+SAMPLES, BATCH, EPOCHS = 48, 4, 3
+
+
+def model() -> nn.Module:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
+
+
+def loader(rank: int, world: int) -> DataLoader[Any]:
+    """Samples that say which they are."""
+    torch.manual_seed(11)
+    numbers = torch.arange(SAMPLES, dtype=torch.float32)
+    data = TensorDataset(torch.randn(SAMPLES, 6), torch.randint(0, 3, (SAMPLES,)), numbers)
+    sampler = DistributedSampler(data, num_replicas=world, rank=rank, shuffle=True)
+    return DataLoader(data, batch_size=BATCH, sampler=sampler)
+
+
+def state_of(*objects: Any) -> str:
+    """A hash over all that the objects hold."""
+    whole = hashlib.sha256()
+
+    def add(value: object) -> None:
+        if isinstance(value, torch.Tensor):
+            whole.update(str((value.dtype, tuple(value.shape))).encode())
+            whole.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, dict):
+            for key in value:
+                whole.update(str(key).encode())
+                add(value[key])
+        elif isinstance(value, list | tuple):
+            for each in value:
+                add(each)
+        else:
+            whole.update(repr(value).encode())
+
+    for each in objects:
+        add(each.state_dict())
+    add(torch.get_rng_state())
+    return whole.hexdigest()
+
+
+def train(run: str, orders: dict[str, Any]) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    net = DistributedDataParallel(model())
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    data = loader(rank, world)
+    torch.manual_seed(100 + rank)  # each drops others
+    options = {"every": 1, "persist_every": 4} | orders.get("options", {})
+    looped = flashckpt.loop(
+        data, run, epochs=orders.get("epochs", EPOCHS), model=net, optimizer=optimizer, **options
+    )
+    resumed = looped.checkpointer.resumed
+    print(f"resumed {resumed.step} {resumed.tier}" if resumed is not None else "began", flush=True)
+    for x, y, which in looped:
+        if options.get("enabled", True):
+            until_slots(looped.checkpointer)
+            until_room(looped.checkpointer)
+        if looped.completed == orders.get("hold_at"):
+            print(f"held {looped.completed}", flush=True)
+            signal.pause()
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(net(x), y)
+        loss.backward()
+        optimizer.step()
+        numbers = "-".join(str(int(each)) for each in which)
+        print(f"step {looped.completed + 1} {loss.item().hex()} {numbers}", flush=True)
+    print(f"state {state_of(net, optimizer)}", flush=True)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    try:
+        train(sys.argv[1], json.loads(sys.argv[2]) if len(sys.argv) > 2 else {})
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""Ranks that attach and must not: each case prints what every rank raised. `python -m … RUN`, two ranks.
+
+All in one job: a refusal leaves nothing behind that the next attach would meet.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import flashckpt
+from flashckpt.memory import room
+
+Case = Callable[[Path, int], Any]
+
+
+def net(width: int = 4) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Linear(width, width)
+
+
+def trained(run: Path, steps: int) -> None:
+    """A run with this many committed steps, and no trainer."""
+    rank, model = dist.get_rank(), net()
+    with flashckpt.attach(
+        run, every=None, persist_every=None, keep=flashckpt.Keep(last=9), model=model
+    ) as checkpointer:
+        for step in range(steps):
+            with torch.no_grad():
+                model.weight.fill_(10 * rank + step + 1)
+            checkpointer.step()
+            checkpointer.save()
+    dist.barrier()
+
+
+def damage(run: Path, rank: int, *steps: int) -> None:
+    """Flip the last byte of a rank's shard in these steps."""
+    if dist.get_rank() == 0:
+        for step in steps:
+            [shard] = run.glob(f"steps/{step:012d}/*/shard-{rank:05d}-*.safetensors")
+            data = bytearray(shard.read_bytes())
+            data[-1] ^= 1
+            shard.write_bytes(data)
+    dist.barrier()
+
+
+def attached(run: Path, **named: Any) -> None:
+    """Attach, say what it went on from, and let go."""
+    given = {"every": None, "persist_every": None, "keep": flashckpt.Keep(last=9), "model": net(), **named}
+    with flashckpt.attach(run, **given) as checkpointer:
+        resumed = checkpointer.resumed
+        weight = given["model"].weight[0, 0].item()
+        print(f"went on {resumed and resumed.step} {weight:.1f}", flush=True)
+    dist.barrier()
+
+
+def other_path(run: Path, rank: int) -> None:
+    attached(run if rank == 0 else run.with_name("other"))
+
+
+def other_options(run: Path, rank: int) -> None:
+    attached(
+        run, every=1 + rank, keep=flashckpt.Keep(last=3 + rank), options=flashckpt.Options(slots=2 + rank)
+    )
+
+
+def other_names(run: Path, rank: int) -> None:
+    attached(run, **({"ema": net()} if rank == 1 else {}))
+
+
+def bad_option(run: Path, rank: int) -> None:
+    attached(run, every="often" if rank == 1 else 1)
+
+
+def bad_state(run: Path, rank: int) -> None:
+    attached(run, own={"function": (lambda: 1) if rank == 1 else 1})
+
+
+def other_model(run: Path, rank: int) -> None:
+    trained(run, 2)
+    model = net(4 + rank)
+    before = model.weight.detach().clone()
+    try:
+        attached(run, model=model)
+    finally:
+        print(f"unchanged {torch.equal(model.weight, before)}", flush=True)
+
+
+def no_memory(run: Path, rank: int) -> None:
+    trained(run, 1)
+    available = 1 if rank == 1 else 1 << 40
+    with mock.patch.object(room, "available_bytes", return_value=available), without_memory(run):
+        attached(run)
+
+
+def no_runtime(run: Path, rank: int) -> None:
+    with runtime("/proc/nowhere" if rank == 1 else os.environ["FLASHCKPT_RUNTIME"]):
+        attached(run)
+
+
+def damaged_on_one(run: Path, rank: int) -> None:
+    """All go on from an older step, each with its own of it."""
+    trained(run, 3)
+    damage(run, 1, 3)
+    with without_memory(run):
+        attached(run)
+
+
+def damaged_everywhere(run: Path, rank: int) -> None:
+    trained(run, 2)
+    damage(run, 1, 1, 2)
+    with without_memory(run):
+        attached(run)
+
+
+@contextmanager
+def runtime(folder: str) -> Iterator[None]:
+    before = os.environ["FLASHCKPT_RUNTIME"]
+    os.environ["FLASHCKPT_RUNTIME"] = folder
+    try:
+        yield
+    finally:
+        os.environ["FLASHCKPT_RUNTIME"] = before
+
+
+@contextmanager
+def without_memory(run: Path) -> Iterator[None]:
+    """As on another node: what the keeper may still have is not found."""
+    folder = f"{os.environ['FLASHCKPT_RUNTIME']}/without-{run.name}"
+    os.makedirs(folder, exist_ok=True)
+    with runtime(folder):
+        yield
+
+
+CASES: dict[str, Case] = {
+    each.__name__: each
+    for each in (
+        other_path, other_options, other_names, bad_option, bad_state, other_model, no_runtime,
+        damaged_on_one, damaged_everywhere, no_memory,
+    )
+}  # fmt: skip
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, folder = dist.get_rank(), Path(sys.argv[1])
+    for name, case in CASES.items():
+        try:
+            case(folder / name, rank)
+        except Exception as error:
+            print(f"{name} {json.dumps([type(error).__name__, str(error)])}", flush=True)
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

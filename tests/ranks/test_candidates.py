@@ -1,0 +1,99 @@
+"""Which steps are tried by all ranks, in which order: what each can read, from wherever it has it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashckpt.errors import UnusableRunError
+from flashckpt.ranks.candidates import Content, Readable, common, decide, verdict
+
+A, B = "000001-aaaaaaaa", "000002-bbbbbbbb"
+
+
+def memory(step: int, boundary: int, attempt: str = A) -> Readable:
+    return Readable(step, attempt, boundary)
+
+
+def stored(step: int, attempt: str = A, *, is_marked: bool = False) -> Readable:
+    return Readable(step, attempt, None, is_marked)
+
+
+def test_the_newest_that_all_have_comes_first() -> None:
+    rows = [[memory(7, 7), memory(6, 6), stored(4)], [memory(6, 6), memory(5, 5), stored(4)]]
+    found, said = decide(rows)
+    assert found == [Content(6, A, 6), Content(4, A, None)]
+    assert "step 7" in said
+    assert "rank 1" in said
+
+
+def test_memory_on_one_rank_and_storage_on_another_is_one_content() -> None:
+    rows = [[memory(6, 6), stored(6)], [stored(6)], [memory(6, 6)]]
+    assert common(rows) == [Content(6, A, 6)]
+
+
+def test_of_one_step_the_newer_boundary_comes_first_and_what_is_at_rest_last() -> None:
+    rows = [[memory(6, 9), memory(6, 8), stored(6)]] * 2
+    assert common(rows) == [Content(6, A, 9), Content(6, A, 8), Content(6, A, None)]
+
+
+def test_boundaries_of_one_step_are_not_mixed() -> None:
+    assert common([[memory(6, 9)], [memory(6, 8)]]) == []
+
+
+def test_the_newer_attempt_comes_first_and_what_a_rank_has_marked_last() -> None:
+    rows = [[stored(6, B), stored(6, A), stored(5, B)], [stored(6, A), stored(5, B), stored(6, B)]]
+    assert [each.attempt for each in common(rows)] == [B, A, B]
+    rows[1][2] = stored(6, B, is_marked=True)
+    assert [(each.step, each.attempt) for each in common(rows)] == [(6, A), (5, B), (6, B)]
+
+
+def test_a_mark_says_nothing_of_what_is_in_memory() -> None:
+    rows = [[memory(6, 6), stored(5), stored(6, is_marked=True)]] * 2
+    assert common(rows)[0] == Content(6, A, 6)
+
+
+def test_nothing_anywhere_is_a_fresh_run_and_so_is_memory_alone_that_not_all_have() -> None:
+    assert decide([[], []]) == ([], "")
+    found, said = decide([[memory(1, 1)], []])
+    assert found == []
+    assert "rank 1" in said
+
+
+def test_committed_steps_that_not_all_can_read_are_no_fresh_run() -> None:
+    with pytest.raises(UnusableRunError, match=r"step 4 .* cannot be read by rank 1"):
+        decide([[stored(4)], []])
+    with pytest.raises(UnusableRunError, match="none that every rank can read"):
+        decide([[stored(4)], [stored(3)]])
+
+
+def test_a_step_is_taken_where_all_have_loaded_the_same_boundary_of_it() -> None:
+    def ballots(*boundaries: int | None) -> list[dict[str, object]]:
+        return [{"boundary": each, "reason": "" if each is not None else "damaged"} for each in boundaries]
+
+    assert verdict(ballots(5, 5, 5)) == ""
+    assert verdict(ballots(5, None, 5)) == "rank 1 could not load it: damaged"
+    assert "2 ranks" in verdict(ballots(None, None, 5))
+    assert "4, 5" in verdict(ballots(5, 4, 5))
+
+
+_READABLE = st.builds(
+    Readable,
+    st.integers(1, 4),
+    st.sampled_from([A, B]),
+    st.one_of(st.none(), st.integers(1, 3)),
+    st.booleans(),
+)
+
+
+@given(st.lists(st.lists(_READABLE, max_size=6), min_size=1, max_size=4))
+def test_every_rank_can_read_each_of_them_and_none_is_missing(rows: list[list[Readable]]) -> None:
+    found = common(rows)
+    assert len(set(found)) == len(found)
+    for content in found:
+        for row in rows:
+            at = [each for each in row if each.at == (content.step, content.attempt)]
+            assert any(each.boundary in (content.boundary, None) for each in at)
+    everywhere = set.intersection(*({(*each.at, each.boundary) for each in row} for row in rows))
+    assert everywhere <= {(each.step, each.attempt, each.boundary) for each in found}

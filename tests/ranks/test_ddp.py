@@ -1,0 +1,57 @@
+"""Several ranks are killed in a step and started again: each goes on with its own bits, all from one step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+import flashckpt
+from tests.ranks.launch import Ended, Launch, Launcher
+
+pytestmark = pytest.mark.dist
+PROGRAM = "tests.ranks.ddp"
+
+
+def steps_of(out: Sequence[str]) -> dict[int, str]:
+    """What each step of a rank was, by its number."""
+    return {int(line.split()[1]): line for line in out if line.startswith("step ")}
+
+
+def start(launcher: Launcher, run: Path, ranks: int, **orders: object) -> Launch:
+    return launcher.fork(PROGRAM, run, json.dumps(orders), ranks=ranks)
+
+
+def undisturbed(launcher: Launcher, run: Path, ranks: int) -> list[Ended]:
+    """A run that nobody kills and nothing saves."""
+    return start(launcher, run, ranks, options={"enabled": False}).finished()
+
+
+def assert_went_on(whole: Ended, before: Sequence[str], after: Sequence[str], step: int) -> None:
+    """Every step of a rank, before and after the kill, is that of an undisturbed one, bit for bit."""
+    expected = steps_of(whole.out)
+    done = steps_of(after)
+    assert min(done) == step + 1, "it goes on after the step that it was resumed from"
+    assert {**steps_of(before), **done} == expected
+    assert after[-1] == whole.out[-1], "the state at the end"
+
+
+@pytest.mark.parametrize("ranks", [2])
+@pytest.mark.parametrize("tier", ["memory", "local"])
+def test_killed_ranks_go_on_bit_for_bit(launcher: Launcher, tmp_path: Path, ranks: int, tier: str) -> None:
+    whole = undisturbed(launcher, tmp_path / "whole", ranks)
+    run, held = tmp_path / "run", 10
+    killed = start(launcher, run, ranks, hold_at=held)
+    killed.until_said(f"held {held}")
+    killed.kill()
+    before = [killed.said(rank) for rank in range(ranks)]
+    if tier == "local":
+        launcher.kill_keepers(remove_regions=True)
+    ended = start(launcher, run, ranks).finished()
+    step = {"memory": held, "local": 8}[tier]
+    for rank in range(ranks):
+        assert ended[rank].out[0] == f"resumed {step} {tier}"
+        assert_went_on(whole[rank], before[rank], ended[rank].out, step)
+    assert flashckpt.steps(run)[-1] == max(steps_of(whole[0].out))

@@ -1,0 +1,122 @@
+"""Ranks agree while they attach: all hear one decision, or all raise one error that names who failed and
+why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flashckpt.errors import MismatchError, OptionError, OutOfRoomError, RunError
+from flashckpt.ranks import job
+from flashckpt.ranks.job import Job
+from tests.ranks.together import each_rank
+
+WORLD = 3
+
+
+def test_who_shares_a_node_is_known_to_its_ranks() -> None:
+    def deed(job: Job) -> Any:
+        job.meet("odd" if job.rank % 2 else "even")
+        return job.node, job.nodes
+
+    found = each_rank(5, deed)
+    assert [node for node, _ in found] == [(0, 2, 4), (1, 3), (0, 2, 4), (1, 3), (0, 2, 4)]
+    assert found[0][1] == ((0, 2, 4), (1, 3))
+
+
+def test_rank_0_decides_from_what_all_say_and_all_hear_it() -> None:
+    found = each_rank(WORLD, lambda job: job.agree("a sum", job.rank, sum))
+    assert found == [3, 3, 3]
+    assert each_rank(WORLD, lambda job: job.led("a name", lambda: "claimed")) == ["claimed"] * 3
+
+
+@pytest.mark.parametrize("rank", range(WORLD))
+def test_where_one_cannot_all_raise_its_error_and_name_it(rank: int) -> None:
+    row = ("weight", "3", "4")
+
+    def deed(job: Job) -> Any:
+        def mine() -> int:
+            if job.rank == rank:
+                raise MismatchError("it is of another model", differences=(row,), step=7)
+            return job.rank
+
+        return job.together("loading", mine)
+
+    for each, error in enumerate(each_rank(WORLD, deed)):
+        assert type(error) is MismatchError
+        assert str(error).startswith(f"rank {rank} of {WORLD}: it is of another model")
+        assert error.rank == rank
+        assert error.differences == ((row,) if each == rank else ())
+
+
+def test_what_several_ranks_raise_is_told_of_all_of_them() -> None:
+    def deed(job: Job) -> Any:
+        def mine() -> None:
+            if job.rank == 1:
+                raise OutOfRoomError("no memory", needed=2, available=1)
+            if job.rank == 2:
+                raise ZeroDivisionError("a fault of the program")
+
+        return job.together("loading", mine)
+
+    for error in each_rank(WORLD, deed):
+        assert type(error) is OutOfRoomError
+        assert "rank 1 of 3: no memory" in str(error)
+        assert "rank 2 of 3: ZeroDivisionError: a fault of the program" in str(error)
+
+
+def test_what_is_no_error_of_ours_is_told_by_one_of_ours() -> None:
+    def deed(job: Job) -> Any:
+        return job.together("loading", lambda: 1 // (job.rank - 1))
+
+    found = each_rank(WORLD, deed)
+    assert all(type(error) is RunError and "rank 1 of 3: ZeroDivisionError" in str(error) for error in found)
+    assert isinstance(found[1].__cause__, ZeroDivisionError)
+
+
+@pytest.mark.parametrize("rank", range(WORLD))
+def test_who_fails_where_others_already_agree_on_more_keeps_none_of_them(rank: int) -> None:
+    """The others stand in the middle of the deed, and hear the error there."""
+
+    def deed(job: Job) -> Any:
+        def mine() -> int:
+            if job.rank == rank:
+                raise OptionError("not here")
+            return int(job.agree("a vote", job.rank, sum))
+
+        return job.together("voting", mine)
+
+    for error in each_rank(WORLD, deed):
+        assert type(error) is OptionError
+        assert str(error).startswith(f"rank {rank} of {WORLD}: not here")
+
+
+def test_a_refusal_by_what_all_said_is_raised_on_all_and_is_nobodys() -> None:
+    def refuse(rows: list[Any]) -> None:
+        raise OptionError(f"they differ: {rows}")
+
+    for error in each_rank(WORLD, lambda job: job.agree("whether they are alike", job.rank, refuse)):
+        assert (type(error), str(error), error.rank) == (OptionError, "they differ: [0, 1, 2]", None)
+
+
+@pytest.mark.parametrize("absent", [(2,), (0,), (1, 2)])
+def test_a_rank_that_says_nothing_keeps_nobody_for_ever(
+    absent: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job, "_PARTING_S", 0.1)
+    found = each_rank(WORLD, lambda job: job.agree("a sum", 1, sum), patience_s=0.3, absent=absent)
+    named = ", ".join(map(str, absent))
+    for error in (error for error in found if error is not None):
+        assert type(error) is RunError
+        assert str(error).startswith(f"rank {named} said nothing for")
+
+
+def test_rank_0_that_is_gone_is_said() -> None:
+    class Gone:
+        def set(self, key: str, value: str) -> None:
+            raise RuntimeError("Connection reset by peer")
+
+    alone = Job(1, 2, Gone())  # type: ignore[arg-type]
+    with pytest.raises(RunError, match="rank 0 serves"):
+        alone.agree("a sum", 1, sum)

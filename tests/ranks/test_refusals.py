@@ -1,0 +1,56 @@
+"""What one rank cannot do ends all of them alike, with its number and its reason, and nobody hangs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.ranks.launch import Launcher
+from tests.ranks.refusals import CASES
+
+pytestmark = pytest.mark.dist
+
+# What all ranks raise, and words that the message has.
+EXPECTED = {
+    "other_path": ("OptionError", "path: ", "on rank 0", "on rank 1"),
+    "other_options": ("OptionError", "every: 1 on rank 0, 2 on rank 1", "Keep(last=4", "Options(slots): 2"),
+    "other_names": ("OptionError", "names of the state: model on rank 0, model, ema on rank 1"),
+    "bad_option": ("OptionError", "rank 1 of 2: every='often'"),
+    "bad_state": ("StateError", "rank 1 of 2: ", "own"),
+    "other_model": ("MismatchError", "rank 1 of 2: ", "weight"),
+    "no_runtime": ("KeeperError", "rank 1 of 2: ", "/proc/nowhere"),
+    "damaged_everywhere": ("UnusableRunError", "rank 0 of 2", "rank 1 of 2"),
+    "no_memory": ("OutOfRoomError", "rank 1 of 2: ", "bytes of host memory"),
+}
+
+
+@pytest.fixture
+def told(launcher: Launcher, tmp_path: Path) -> list[list[str]]:
+    """What each rank has printed."""
+    ended = launcher.fork("tests.ranks.refusals", tmp_path / "runs").finished()
+    return [each.out for each in ended]
+
+
+def test_all_ranks_are_refused_alike(told: list[list[str]], tmp_path: Path) -> None:
+    for name in CASES:
+        raised = [json.loads(line.partition(" ")[2]) for out in told for line in out if line.startswith(name)]
+        if name not in EXPECTED:
+            continue
+        assert len(raised) == 2, name
+        assert raised[0] == raised[1], f"{name}: the ranks tell different things"
+        kind, *words = EXPECTED[name]
+        assert raised[0][0] == kind, raised[0]
+        for word in words:
+            assert word in raised[0][1], (name, word, raised[0][1])
+    for out in told:
+        assert "unchanged True" in out, "what does not fit changes nothing"
+    # A step that one rank cannot read is left by all of them.
+    assert "went on 2 2.0" in told[0]
+    assert "went on 2 12.0" in told[1]
+    starts = list((tmp_path / "runs").glob("*/attempts/*/start.json"))
+    begun = [each.parts[-4] for each in starts]
+    for name in ("other_path", "other_options", "other_names", "bad_option", "bad_state", "no_runtime"):
+        assert name not in begun, f"{name}: refused before an attempt had started"
+    assert begun.count("other_model") == begun.count("no_memory") == 1

@@ -1,0 +1,37 @@
+"""Several ranks in this process, a thread each, that meet over a real store."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed import TCPStore
+
+from flashckpt.ranks.job import Job
+
+HOST, LIMIT_S = "127.0.0.1", 60.0
+
+
+def each_rank(
+    world: int, deed: Callable[[Job], Any], *, patience_s: float = LIMIT_S, absent: tuple[int, ...] = ()
+) -> list[Any]:
+    """What the deed gives on each rank, or the error that it raises there; None for those that are absent."""
+    served = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    found: list[Any] = [None] * world
+
+    def run(rank: int) -> None:
+        store: Any = served if rank == 0 else TCPStore(HOST, served.port, is_master=False)
+        try:
+            found[rank] = deed(Job(rank, world, store, patience_s))
+        except Exception as error:
+            found[rank] = error
+
+    ranks = [rank for rank in range(world) if rank not in absent]
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+        assert not thread.is_alive(), "a rank hangs"
+    return found
