@@ -49,7 +49,7 @@ def named(store: Store, attempt: AttemptName, rank: int) -> Iterator[tuple[Attem
             continue
         seen.add(each.attempt)
         try:
-            constants = read_step(store, each.step, each.attempt).rank(rank).constants
+            constants = read_step(store, each.step, each.attempt, {rank}).rank(rank).constants
         except (FlashckptError, OSError) as error:
             log.debug("the constants of step %d cannot be looked at: %s", each.step, error)
             constants = None

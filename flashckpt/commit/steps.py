@@ -6,7 +6,8 @@ the length that it says. Never deletes; see retention.py. The order is numbered 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -22,6 +23,7 @@ from flashckpt.format.names import (
     AttemptName,
     attempt_folder,
     manifest_path,
+    part_keeper,
     step_attempt_folder,
 )
 from flashckpt.format.records import (
@@ -56,7 +58,8 @@ class Committed(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """A committed step, read and validated: its manifest and all its parts."""
+    """A committed step, read and validated: its manifest and all its parts, or those of the ranks that were
+    asked for."""
 
     step: int
     attempt: AttemptName
@@ -77,12 +80,7 @@ class StepRecord:
         for part in self.parts:
             if any(each.rank == rank for each in part.ranks):
                 return part
-        raise NoSuchStepError(
-            f"step {self.step} was made by {self.world} ranks and has no rank {rank}. Nothing was changed. "
-            "Run with as many ranks as made it.",
-            step=self.step,
-            rank=rank,
-        )
+        raise _no_rank(self.manifest, rank)
 
     def rank(self, rank: int) -> RankRecord:
         """What a rank has of the step. NoSuchStepError where there is none."""
@@ -228,10 +226,14 @@ def missing_files(store: Store, manifest: Manifest) -> list[str]:
     return missing + _missing(store, attempt_folder(manifest.attempt), manifest.constants)
 
 
-def read_step(store: Store, step: int, attempt: AttemptName) -> StepRecord:
-    """A committed step with all its parts, validated against its manifest.
+def read_step(
+    store: Store, step: int, attempt: AttemptName, ranks: Collection[int] | None = None
+) -> StepRecord:
+    """A committed step with all its parts, validated against its manifest; with `ranks` only with those parts
+    that hold one of these, however many others there are.
 
-    NoSuchStepError where it is not committed, DamagedError where a part is not what the manifest says.
+    NoSuchStepError where it is not committed or has no such rank, DamagedError where a part is not what the
+    manifest says.
     """
     manifest = read_manifest(store, step, attempt)
     if not isinstance(manifest, Manifest):
@@ -242,14 +244,53 @@ def read_step(store: Store, step: int, attempt: AttemptName) -> StepRecord:
             path=store.url,
         )
     folder = step_attempt_folder(step, attempt)
-    parts = tuple(_read_part(store, folder, row, manifest) for row in manifest.parts)
+    if ranks is None:
+        parts = tuple(_read_part(store, folder, row, manifest) for row in manifest.parts)
+    else:
+        parts = _parts_of(store, folder, manifest, ranks)
     heads = [part.head() for part in parts]
-    if _shard_rows(heads) != (manifest.shards, manifest.constants):
+    if not _are_named(heads, manifest, all_parts=ranks is None):
         raise _damaged(f"{folder}/manifest.json", "it names other shards than its parts", step)
-    _check_coverage(folder, parts, manifest.world, step)
-    if unlike(heads):
+    _check_coverage(folder, parts, manifest.world if ranks is None else None, step)
+    if ranks is None and unlike(heads):
         raise _damaged(folder, "its parts do not say the same of their replicas", step)
     return StepRecord(step=step, attempt=attempt, manifest=manifest, parts=parts, store=store)
+
+
+def _parts_of(store: Store, folder: str, manifest: Manifest, ranks: Collection[int]) -> tuple[Part, ...]:
+    """The parts that hold these ranks. A part is named by the lowest of its ranks, and a node's mostly follow
+    one another: the last part that begins at or before a rank is looked at first."""
+    rows = sorted(manifest.parts, key=lambda row: part_keeper(row.file))
+    found: dict[str, Part] = {}
+    held: set[int] = set()
+    for wanted in sorted(ranks):
+        if wanted >= manifest.world:
+            raise _no_rank(manifest, wanted)
+        if wanted in held:
+            continue
+        behind = bisect_right(rows, wanted, key=lambda row: part_keeper(row.file))
+        for row in rows[:behind][::-1] + rows[behind:]:
+            part = found.get(row.file) or _read_part(store, folder, row, manifest)
+            if any(rank.rank == wanted for rank in part.ranks):
+                found[row.file] = part
+                held |= {rank.rank for rank in part.ranks}
+                break
+        else:
+            raise _no_rank(manifest, wanted)
+    return tuple(found.values())
+
+
+def _are_named(heads: Sequence[PartHead], manifest: Manifest, *, all_parts: bool) -> bool:
+    """Whether a manifest names the files of these parts: in it, shards stand in the order of ranks."""
+    shards, constants = _shard_rows(heads)
+    if all_parts:
+        return (shards, constants) == (manifest.shards, manifest.constants)
+    ranks = sorted(rank.rank for head in heads for rank in head.ranks)
+    return (
+        len(manifest.shards) == manifest.world
+        and all(manifest.shards[rank] == shard for rank, shard in zip(ranks, shards, strict=True))
+        and set(manifest.constants).issuperset(constants)
+    )
 
 
 def have_one_boundary(parts: Sequence[Part] | Sequence[PartHead]) -> bool:
@@ -333,11 +374,12 @@ def _read_part(store: Store, folder: str, row: PartRecord, manifest: Manifest) -
     return part
 
 
-def _check_coverage(folder: str, parts: Sequence[Part], world: int, step: int) -> None:
+def _check_coverage(folder: str, parts: Sequence[Part], world: int | None, step: int) -> None:
+    """`world`: None where not all parts were read."""
     if not have_one_boundary(parts):
         raise _damaged(folder, "its parts are of different boundaries", step)
-    ranks = sorted(rank.rank for part in parts for rank in part.ranks)
-    if len(ranks) != world or len(set(ranks)) != world:
+    ranks = [rank.rank for part in parts for rank in part.ranks]
+    if len(set(ranks)) != len(ranks) or len(ranks) != (world or len(ranks)):
         raise _damaged(folder, "its parts do not cover every rank exactly once", step)
 
 
@@ -352,6 +394,15 @@ def _missing(store: Store, folder: str, files: Sequence[FileRecord]) -> list[str
         return []
     there = {entry.name: entry.num_bytes for entry in store.list(folder) if not entry.is_folder}
     return [f"{folder}/{each.file}" for each in files if there.get(each.file) != each.num_bytes]
+
+
+def _no_rank(manifest: Manifest, rank: int) -> NoSuchStepError:
+    return NoSuchStepError(
+        f"step {manifest.step} was made by {manifest.world} ranks and has no rank {rank}. Nothing was "
+        "changed. Run with as many ranks as made it.",
+        step=manifest.step,
+        rank=rank,
+    )
 
 
 def _damaged(path: str, why: str, step: int) -> DamagedError:

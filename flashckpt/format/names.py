@@ -20,7 +20,7 @@ MAX_BOUNDARY = 2**34 - 1
 SHARD = re.compile(r"shard-[0-9]{5,7}-([0-9a-f]{4,32})\.safetensors")
 WRITER_CHARS = 8
 CONSTANTS = re.compile(r"constants-[0-9]{5,7}-[0-9]{1,9}\.safetensors")
-PART = re.compile(r"part-[0-9]{5,7}\.json")
+PART = re.compile(r"part-([0-9]{5,7})\.json")
 MARK = re.compile(r"mark-[0-9a-f]{8}\.json")
 _CLAIM = re.compile(r"([0-9]{6,9})\.json")
 _STEP = re.compile(r"[0-9]{12}")
@@ -91,6 +91,13 @@ def manifest_path(step: int, attempt: AttemptName) -> str:
 
 def part_name(keeper: int) -> str:
     return f"part-{keeper:05d}.json"
+
+
+def part_keeper(file: str) -> int:
+    """The keeper of a part, the lowest of its ranks, by its name."""
+    match = PART.fullmatch(file)
+    assert match is not None, file
+    return int(match[1])
 
 
 def shard_writer(file: str) -> str | None:

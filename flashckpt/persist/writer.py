@@ -31,7 +31,7 @@ from flashckpt.format.names import (
 from flashckpt.format.records import Contents, Part, RankRecord, ShardRecord
 from flashckpt.memory.slot import Slot
 from flashckpt.persist.audit import Torn, check_header, discard, torn, unlike
-from flashckpt.persist.job import JobState, SealedSnapshot, StepJob, StepOutcome, Void
+from flashckpt.persist.job import JobState, RankWrite, SealedSnapshot, StepJob, StepOutcome, Void
 from flashckpt.persist.stored_steps import refusal
 from flashckpt.store.base import MemoryRange, Store, Written
 
@@ -71,13 +71,14 @@ class _PinnedContent:
 @dataclass
 class _Try:
     """Contents to be saved as a step of `attempt`: of their own one, or of one that was loaded from them.
-    `names` are the shards that were begun, `num_bytes` what they hold."""
+    `names` are the shards that were begun, `num_bytes` what they hold, `written` how long each rank took."""
 
     job: StepJob
     contents: Sequence[_PinnedContent]
     attempt: AttemptName
     own: bool
     names: list[str] = field(default_factory=list)
+    written: list[RankWrite] = field(default_factory=list)
     num_bytes: int = 0
     direct: bool = True
 
@@ -240,7 +241,8 @@ class Writer:
             self._write(tried)
         tried.job.part_of = tried.attempt
         outcome = self._commit(tried.job, tried.attempt)
-        return replace(outcome, num_bytes=tried.num_bytes, direct=tried.direct)
+        written = tuple(tried.written)
+        return replace(outcome, num_bytes=tried.num_bytes, direct=tried.direct, written=written)
 
     def _own_part(self, tried: _Try) -> Part:
         """This node's part, which is there. SupersededError where it is of another content."""
@@ -287,7 +289,8 @@ class Writer:
         return False
 
     def _holds(self, tried: _Try, attempt: AttemptName) -> bool:
-        record = steps.read_step(self._store, tried.job.step, attempt)
+        ranks = {each.rank for each in tried.contents}
+        record = steps.read_step(self._store, tried.job.step, attempt, ranks)
         return all(each.is_in(record.part_of(each.rank)) for each in tried.contents)
 
     def _write(self, tried: _Try) -> None:
@@ -322,6 +325,7 @@ class Writer:
     def _write_rank(self, tried: _Try, content: _PinnedContent, *, is_alone: bool) -> RankRecord:
         """A rank's shards, audited on the way."""
         snapshot, metadata, layout = content.snapshot, content.metadata, content.metadata.layout
+        began = time.monotonic()
         with _torn_in(snapshot):
             # Before the part that names it: what is written here is debris until then, and nothing more.
             shared, num_bytes = self._constants.shard_for(content, tried.attempt, is_alone=is_alone)
@@ -341,6 +345,8 @@ class Writer:
                 raise torn(metadata, leaves)
         shard = ShardRecord.of(name, layout, written.checksums)
         tried.num_bytes += num_bytes + shard.num_bytes
+        seconds = time.monotonic() - began
+        tried.written.append(RankWrite(content.rank, seconds, num_bytes + shard.num_bytes))
         tried.direct = tried.direct and written.direct
         digests = tuple(metadata.digests[: len(layout.leaves)])
         return RankRecord(

@@ -214,7 +214,7 @@ class StepChoice:
             if self._early is not None:
                 self._early.close()
             return Loaded(memory_tier.load(candidate.held, self._threads), candidate.held)
-        record = read_step(self._store, candidate.step, candidate.attempt)
+        record = read_step(self._store, candidate.step, candidate.attempt, {self._rank})
         image = self._early.take(record) if self._early is not None else None
         if image is None:
             image = self._image_of(record)
@@ -274,7 +274,7 @@ class StepChoice:
     def _see_that_records_are_there(self, candidate: Candidate) -> None:
         """RunError where the fault is not one file's but the storage's: then the resume waits for that."""
         self._patiently("its attempts", partial(lineage.check_records, self._store))
-        read = partial(read_step, self._store, candidate.step, candidate.attempt)
+        read = partial(read_step, self._store, candidate.step, candidate.attempt, {self._rank})
         self._patiently(_named(candidate), read)
 
     def _leave_behind(self, candidate: Candidate, error: Exception) -> None:

@@ -161,7 +161,7 @@ class EarlyRead:
     def _run(self, store: Store, rank: int, threads: int) -> None:
         try:
             for each in sources(store, {}, says=False)[:1]:
-                self._record = read_step(store, each.step, each.attempt)
+                self._record = read_step(store, each.step, each.attempt, {rank})
                 self._image = read_image(self._record, rank, threads, _native.address_of(self._cancel))
         except Exception as error:
             log.debug("no step was read early: %s", error)

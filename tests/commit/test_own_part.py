@@ -1,0 +1,133 @@
+"""A rank reads the manifest and its own part, however many others there are. Damage is told as ever."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flashckpt.commit.steps import commit, publish_part, read_manifest, read_step
+from flashckpt.errors import DamagedError, NoSuchStepError
+from flashckpt.format.names import AttemptName, manifest_path, step_attempt_folder
+from flashckpt.format.records import Manifest
+from flashckpt.store.local import LocalStore
+from tests.commit.runs import attempt_at, new_run, part_of
+
+# Two nodes in the order of ranks, two that are not; a part is named by the lowest of its ranks.
+NODES = ((0, 1), (2, 3), (4, 7), (5, 6))
+WORLD = 8
+
+
+class Watched(LocalStore):
+    """Notes which parts are read."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.read_parts: list[str] = []
+
+    def read(self, path: str, max_bytes: int) -> bytes:
+        if "/part-" in path:
+            self.read_parts.append(path.rpartition("/")[2])
+        return super().read(path, max_bytes)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Watched:
+    return Watched(new_run(tmp_path / "run").url)
+
+
+@pytest.fixture
+def attempt(store: Watched) -> AttemptName:
+    """With step 100 of eight ranks on four nodes."""
+    name = attempt_at(store)
+    for ranks in NODES:
+        publish_part(store, part_of(store, 100, name, ranks, world=WORLD, keeper=ranks[0], constants=True))
+    assert commit(store, 100, name, WORLD)
+    store.read_parts.clear()
+    return name
+
+
+def place(store: Watched, attempt: AttemptName, name: str) -> Path:
+    return Path(store.local_path(f"{step_attempt_folder(100, attempt)}/{name}"))
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_one_part_is_read_for_the_ranks_of_a_node(store: Watched, attempt: AttemptName) -> None:
+    whole = read_step(store, 100, attempt)
+    for ranks in ((0,), (1,), (0, 1), (2, 3), (3,)):
+        store.read_parts.clear()
+        record = read_step(store, 100, attempt, ranks)
+        assert store.read_parts == [f"part-{ranks[0] // 2 * 2:05d}.json"]
+        for rank in ranks:
+            assert record.rank(rank) == whole.rank(rank)
+            assert record.files(rank) == whole.files(rank)
+        assert (record.world, record.boundary, record.manifest) == (WORLD, whole.boundary, whole.manifest)
+
+
+def test_a_rank_is_found_in_whatever_part_it_stands(store: Watched, attempt: AttemptName) -> None:
+    for rank in range(WORLD):
+        assert read_step(store, 100, attempt, {rank}).rank(rank).values == {"step": 100, "rank": rank}
+    assert {len(read_step(store, 100, attempt, {rank}).parts) for rank in range(WORLD)} == {1}
+    assert len(read_step(store, 100, attempt, {3, 7}).parts) == 2
+
+
+def test_a_rank_that_the_step_has_not_is_told_without_reading_a_part(
+    store: Watched, attempt: AttemptName
+) -> None:
+    with pytest.raises(NoSuchStepError, match="made by 8 ranks and has no rank 8"):
+        read_step(store, 100, attempt, {8})
+    assert store.read_parts == []
+    with pytest.raises(NoSuchStepError, match="not committed"):
+        read_step(store, 200, attempt, {0})
+
+
+def test_damage_of_ones_own_part_is_told_and_that_of_others_is_theirs(
+    store: Watched, attempt: AttemptName
+) -> None:
+    flip(place(store, attempt, "part-00002.json"))
+    for rank in (2, 3):
+        with pytest.raises(DamagedError, match="part-00002"):
+            read_step(store, 100, attempt, {rank})
+    with pytest.raises(DamagedError, match="part-00002"):
+        read_step(store, 100, attempt)
+    assert read_step(store, 100, attempt, {0}).rank(0).rank == 0
+    place(store, attempt, "part-00000.json").unlink()
+    with pytest.raises(DamagedError, match=r"part-00000.*missing"):
+        read_step(store, 100, attempt, {1})
+
+
+def test_a_part_that_came_from_elsewhere_is_refused(store: Watched, attempt: AttemptName) -> None:
+    """Whole by its own checksum, and not the one that was committed."""
+    other = part_of(store, 100, attempt, (2, 3), world=WORLD, keeper=2, nonce="aaaa0000")
+    place(store, attempt, "part-00002.json").write_bytes(other.to_bytes())
+    with pytest.raises(DamagedError, match="not the part that was committed"):
+        read_step(store, 100, attempt, {2})
+
+
+@pytest.mark.parametrize("forged", ["shard", "length", "order", "constants", "fewer"])
+def test_a_manifest_that_names_other_files_than_ones_part_is_refused(
+    store: Watched, attempt: AttemptName, forged: str
+) -> None:
+    manifest = read_manifest(store, 100, attempt)
+    assert isinstance(manifest, Manifest)
+    shards, constants = list(manifest.shards), manifest.constants
+    if forged == "shard":
+        shards[2] = replace(shards[2], file="shard-00002-aaaa0000.safetensors")
+    elif forged == "length":
+        shards[2] = replace(shards[2], num_bytes=shards[2].num_bytes + 1)
+    elif forged == "order":
+        shards[2], shards[3] = shards[3], shards[2]
+    elif forged == "constants":
+        constants = (*constants[:2], *constants[3:])
+    else:
+        del shards[0]
+    data = replace(manifest, shards=tuple(shards), constants=constants).to_bytes()
+    Path(store.local_path(manifest_path(100, attempt))).write_bytes(data)
+    with pytest.raises(DamagedError, match="other shards than its parts"):
+        read_step(store, 100, attempt, {2})
