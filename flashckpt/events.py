@@ -24,6 +24,7 @@ class Event(str, Enum):
     RESUME = "resume"
     ERROR = "error"
     RECOVER = "recover"
+    TIMES = "times"
     SLOW = "slow"
     STUCK = "stuck"
     STOPPED = "stopped"

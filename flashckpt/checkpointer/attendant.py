@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from flashckpt.capture import Capture
-from flashckpt.checkpointer.run_log import SnapshotLog, Watch
+from flashckpt.checkpointer.run_log import RankTimes, SnapshotLog, Watch
 from flashckpt.checkpointer.session import Session
 from flashckpt.checkpointer.signals import Signals
 from flashckpt.checkpointer.slots import Slots
@@ -74,6 +74,7 @@ class Attendant:
         self._loaded_step, self._snapshots = loaded_step, SnapshotLog(capture, age_limits_s)
         self._said: set[str] = set()
         self._watch = Watch(capture.heartbeat, options, self.event)
+        self._times = RankTimes(session.environment.world, self.event)
         self._thread = threading.Thread(target=self._run, name="flashckpt-attendant", daemon=True)
 
     # ---- called by the training thread
@@ -236,7 +237,7 @@ class Attendant:
             log.warning("the attendant does not come to an end; the run is let go without it")
             self._leave_word(closed)
             return
-        self._watch.look(last=True)
+        self._times.look(self._watch.look(last=True), self._capture.report(), last=True)
         # Where the last keepers have died, nobody would start another after this one.
         self._session.keeper.longest_pause_s = start.NO_PAUSE_S
         self.slots.drop_ready(min(time.monotonic() + self.patience_s, self.deadline_s))
@@ -284,7 +285,7 @@ class Attendant:
         return False
 
     def _round(self) -> None:
-        self._watch.look()
+        self._times.look(self._watch.look(), self._capture.report())
         keeper = self._session.keeper
         longest_s = start.AWAITED_PAUSE_S if self._waiting else start.LONGEST_PAUSE_S
         keeper.longest_pause_s = start.NO_PAUSE_S if self._ended else longest_s

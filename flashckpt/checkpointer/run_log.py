@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import heapq
 import math
+import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -49,6 +50,11 @@ _SLOW_TIMES_MEDIAN = 10.0
 _SLOW_TIMES_BAR = 2.0
 _SLOW_LEAST_S = 1.0
 _SLOW_PAUSE_S = 60.0
+
+_FIRST_TIMES_S = 10.0
+_LEAST_PAUSE_S = 60.0
+_PAUSE_S_A_RANK = 0.02
+_MOST_HOST_CHARS = 64
 
 
 def limits_s(every: int | str | None, persist_every: int | str | None) -> tuple[float, float]:
@@ -193,6 +199,45 @@ class StepTimes:
         return max(least, _TIMES_USUAL * usual, _TIMES_LONGEST * ordered[-1])
 
 
+class RankTimes:
+    """What the steps and captures of this rank take: a line for the ledger now and then, so that a rank that
+    is slower than the others can be told by comparing theirs.
+
+    All ranks write to one ledger, which is bounded: the more they are, the more seldom each of them does.
+    """
+
+    def __init__(
+        self, world: int, tell: Callable[..., None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._tell, self._clock = tell, clock
+        self._pause_s = max(_LEAST_PAUSE_S, _PAUSE_S_A_RANK * world)
+        self._due_s = clock() + _FIRST_TIMES_S
+        self._lengths: deque[float] = deque(maxlen=_HISTORY)
+        self._steps, self._captures, self._capture_s = 0, 0.0, 0.0
+
+    def look(self, lengths: list[float], report: Mapping[str, float], *, last: bool = False) -> None:
+        """Take up the seconds of new steps; `report` is the capture's, counted since it began."""
+        self._lengths.extend(lengths)
+        self._steps += len(lengths)
+        if not self._steps or not (last or self._clock() >= self._due_s):
+            return
+        self._due_s = self._clock() + self._pause_s
+        captures = report["snapshots"] - self._captures
+        capture_s = report["capture_call_seconds"] - self._capture_s
+        self._captures, self._capture_s = report["snapshots"], report["capture_call_seconds"]
+        self._tell(
+            Event.TIMES,
+            steps=self._steps,
+            step_seconds=round(median(self._lengths), 6),
+            slowest_seconds=round(max(self._lengths), 6),
+            captures=int(captures),
+            capture_seconds=round(capture_s / captures, 6) if captures else None,
+            host=socket.gethostname()[:_MOST_HOST_CHARS],
+        )
+        self._lengths.clear()
+        self._steps = 0
+
+
 class Watch:
     """Keeps the heartbeat's patience up to date and tells of slow steps."""
 
@@ -214,9 +259,9 @@ class Watch:
         elif options.watchdog is not None:
             heartbeat.patience_s = duration_s(options.watchdog, "watchdog")
 
-    def look(self, *, last: bool = False) -> None:
+    def look(self, *, last: bool = False) -> list[float]:
         """To be called every second or so by one thread, which may not be the training thread; once more
-        when the run is let go (`last`)."""
+        when the run is let go (`last`). Gives the seconds of the steps since the last time."""
         lengths, new = self._heartbeat.lengths, []
         while lengths:
             new.append(lengths.popleft())
@@ -227,6 +272,7 @@ class Watch:
         if self._slow and (last or self._clock() - self._told_s >= _SLOW_PAUSE_S):
             self._told_s = self._clock()
             self._say()
+        return [seconds for _, seconds in new]
 
     def _say(self) -> None:
         """One line for all slow steps since the last one: the slowest of them, and how many there were."""

@@ -319,7 +319,7 @@ class Requests:
         event = message.get("event")
         if not isinstance(event, dict) or not isinstance(event.get("event"), str):
             raise ProtocolError("An event has no name. The connection was closed.")
-        fields = {key: value for key, value in event.items() if key != "event"}
+        fields = {"rank": trainer.rank} | {key: value for key, value in event.items() if key != "event"}
         self._ledger.add(str(trainer.attempt), event["event"], **fields)
 
     def _status(self, trainer: Trainer | None, message: dict[str, Any]) -> Answer:

@@ -130,11 +130,20 @@ class SealedSnapshot:
         return [LeafSource(self.slot, range(own)), *shared]
 
 
+class RankWrite(NamedTuple):
+    """Seconds and bytes of writing what one rank has of a step: audit, checksums and file."""
+
+    rank: int
+    seconds: float
+    num_bytes: int
+
+
 @dataclass(frozen=True)
 class StepOutcome:
-    """What became of a step in one try. Sizes in bytes, times in seconds. Of one that is torn, `slot` is the
-    slot and `leaves` are (index, name) of those that differed; `errno` is 0 where the system gave none.
-    `lacks_region`: without the region that a snapshot names it can never be persisted."""
+    """What became of a step in one try. Sizes in bytes, times in seconds. `written`: what this try wrote of
+    each rank. Of one that is torn, `slot` is the slot and `leaves` are (index, name) of those that differed;
+    `errno` is 0 where the system gave none. `lacks_region`: without the region that a snapshot names it can
+    never be persisted."""
 
     state: JobState
     void: Void | None = None
@@ -142,6 +151,7 @@ class StepOutcome:
     num_bytes: int = 0
     seconds: float = 0.0
     direct: bool = True
+    written: tuple[RankWrite, ...] = ()
     slot: str = ""
     leaves: tuple[tuple[int, str], ...] = ()
     message: str = ""
@@ -155,7 +165,8 @@ class StepJob:
     could write for it. `part_of` is the attempt as whose this node's part stands, once it does. `stored`: of
     a job without snapshots, the parts that want their manifest; `reads_stored`, with every byte of them read
     first, so that no damaged step becomes the newest. `tries` counts those that failed, `looks` those that
-    found no parts of other nodes. `given_up`: it is not tried again."""
+    found no parts of other nodes. `given_up`: it is not tried again. `is_noted`: the ledger says how it was
+    written."""
 
     attempt: AttemptName
     step: int
@@ -166,6 +177,7 @@ class StepJob:
     has_others: bool = True
     is_urgent: bool = False
     given_up: bool = False
+    is_noted: bool = False
     tries: int = 0
     looks: int = 0
     tried_at: float = 0.0

@@ -470,6 +470,7 @@ class Queue:
     def _waits(self, job: StepJob, outcome: StepOutcome) -> None:
         job.looks += 1
         job.retry_at = job.tried_at + look_again_s(job.looks)
+        self._note_written(job, outcome)
         if job.stored is not None:
             self._drop(job)
         self._told(job, outcome)
@@ -482,9 +483,7 @@ class Queue:
             for each in self._jobs
             if each.snapshots or each.stored or each.attempt != job.attempt or each.step > job.step
         ]
-        if outcome.num_bytes:
-            how = {"seconds": round(outcome.seconds, 4), "direct": outcome.direct}
-            self._note(job, Event.PERSIST, outcome.attempt, num_bytes=outcome.num_bytes, **how)
+        self._note_written(job, outcome)
         self._note(job, Event.COMMIT, outcome.attempt)
         # It may have written the constants that another snapshot shares.
         self._take_back()
@@ -547,6 +546,15 @@ class Queue:
 
     def _is_living(self, job: StepJob) -> bool:
         return any(rank in job.snapshots for _, rank in self._living)
+
+    def _note_written(self, job: StepJob, outcome: StepOutcome) -> None:
+        """Once a step: that the parts of other nodes are waited for is no writing."""
+        if job.is_noted or not outcome.num_bytes:
+            return
+        job.is_noted = True
+        written = [[each.rank, round(each.seconds, 4), each.num_bytes] for each in outcome.written]
+        how = {"seconds": round(outcome.seconds, 4), "direct": outcome.direct, "written": written}
+        self._note(job, Event.PERSIST, outcome.attempt, num_bytes=outcome.num_bytes, **how)
 
     def _note(self, job: StepJob, event: Event, attempt: str | None, **fields: object) -> None:
         ranks = [each.rank for each in job.members()]
