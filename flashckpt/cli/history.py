@@ -35,6 +35,7 @@ class StepRow:
     step: int
     attempt: AttemptName
     visible: bool
+    world: int | None
     num_bytes: int | None
     leaves: int | None
     committed_at_s: float
@@ -100,6 +101,7 @@ def _rows(store: Store, shown: Iterator[VisibleStep], seen: set[VisibleStep]) ->
             step=each.step,
             attempt=each.attempt,
             visible=each in seen,
+            world=None if record is None else record.world,
             num_bytes=None if record is None else num_bytes(record),
             leaves=None if record is None else num_leaves(record),
             committed_at_s=committed_at_s(store, each.step, each.attempt),
@@ -127,7 +129,7 @@ def persisted(store: Store, step: int, attempt: AttemptName) -> list[dict[str, A
     past the page cache."""
     found = []
     for line in lines_of(store, str(attempt)):
-        seconds, num_bytes = _number(line, "seconds"), _number(line, "num_bytes")
+        seconds, num_bytes = number_in(line, "seconds"), number_in(line, "num_bytes")
         is_persist = line["event"] == Event.PERSIST.value and line.get("step") == step
         if is_persist and seconds is not None and num_bytes is not None:
             direct = line.get("direct") is True
@@ -140,7 +142,7 @@ def resumed(store: Store, step: int, attempt: AttemptName) -> list[dict[str, Any
     found = []
     for info in attempts(store)[-_MOST_ATTEMPTS:]:
         for line in lines_of(store, str(info.name)):
-            seconds = _number(line, "seconds")
+            seconds = number_in(line, "seconds")
             is_resume = line["event"] == Event.RESUME.value and line.get("step") == step
             if is_resume and seconds is not None and line.get("from_attempt") == str(attempt):
                 tier = str(line.get("tier", ""))[:20]
@@ -148,8 +150,12 @@ def resumed(store: Store, step: int, attempt: AttemptName) -> list[dict[str, Any
     return found
 
 
-def _number(line: dict[str, Any], key: str) -> float | None:
-    value = line.get(key)
+def number_in(line: dict[str, Any], key: str) -> float | None:
+    """What a line of the ledger says under a name, None where it is no number that could be meant."""
+    return number_of(line.get(key))
+
+
+def number_of(value: object) -> float | None:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return None
     return float(value) if 0 <= value <= _MOST else None

@@ -11,7 +11,8 @@ import typer
 
 import flashckpt
 from flashckpt.cli.recovery import keepers, recover
-from flashckpt.cli.steps import branch, export, ls, prune, show, verify
+from flashckpt.cli.show import show
+from flashckpt.cli.steps import branch, export, ls, prune, verify
 
 _EPILOG = (
     "Exit codes: 0 well; 1 damage found; 2 wrong usage; 3 the run cannot be used as asked; "

@@ -1,15 +1,14 @@
-"""`flashckpt ls | show | verify | branch | prune | export`: the committed steps of a run."""
+"""`flashckpt ls | verify | branch | prune | export`: the committed steps of a run."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import asdict
 from enum import Enum
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated
 
 import typer
-from rich.console import Group
-from rich.table import Column, Table
+from rich.table import Table
 
 from flashckpt.cli import command
 from flashckpt.cli.command import (
@@ -29,21 +28,15 @@ from flashckpt.cli.command import (
 )
 from flashckpt.cli.history import (
     StepRow,
-    committed_at_s,
-    lineage,
     lost_records,
-    num_bytes,
-    persisted,
-    resumed,
     step_rows,
 )
+from flashckpt.cli.ranks import plain_waiting, waiting, waiting_text
 from flashckpt.commit.attempts import open_run, read_start
-from flashckpt.commit.lineage import VisibleStep, marked_here, resolve, visible
-from flashckpt.commit.steps import StepRecord
+from flashckpt.commit.lineage import VisibleStep, marked_here
 from flashckpt.commit.verification import Report
 from flashckpt.commit.verification import verify as read_again
 from flashckpt.export.step import export as take_out
-from flashckpt.format.layout import Leaf
 from flashckpt.format.names import AttemptName
 from flashckpt.format.records import Start
 from flashckpt.options import Keep
@@ -97,14 +90,19 @@ def ls(run: Run, all_branches: AllBranches = False, as_json: AsJson = False) -> 
     store = open_store(run)
     run_id = open_run(store, create=False).run_id
     lost = lost_records(store)
-    rows = step_rows(store, all_branches=all_branches or bool(lost))
+    rows, waits = step_rows(store, all_branches=all_branches or bool(lost)), waiting(store)
     if as_json:
-        steps = [_plain_row(row) for row in rows]
-        write_json({"run": store.url, "run_id": run_id, "steps": steps, "problem": lost or None})
+        told = {
+            "steps": [_plain_row(row) for row in rows],
+            "waiting": [plain_waiting(each) for each in waits],
+        }
+        write_json({"run": store.url, "run_id": run_id, **told, "problem": lost or None})
     elif rows:
         results().print(_step_table(rows, all_branches or bool(lost)))
     else:
         notices().print(f"{store.url} has no committed step yet.")
+    for each in () if as_json else waits:
+        notices().print(waiting_text(each), style="yellow")
     if lost:
         notices().print(lost, style="red")
     return ExitCode.DAMAGED if lost or any(row.problem for row in rows) else ExitCode.WELL
@@ -112,13 +110,16 @@ def ls(run: Run, all_branches: AllBranches = False, as_json: AsJson = False) -> 
 
 def _step_table(rows: list[StepRow], all_branches: bool) -> Table:
     noted = any(_notes(row) for row in rows)
-    columns = [number("step", "bold"), word("attempt"), number("size"), number("leaves"), word("committed")]
+    several = any(row.world is not None and row.world > 1 for row in rows)
+    columns = [number("step", "bold"), word("attempt"), *[number("ranks")] * several, number("size")]
+    columns += [number("leaves"), word("committed")]
     columns += [word("branch")] * all_branches + [text("notes")] * noted
     table = command.table(*columns)
     for row in rows:
         cells = [
             str(row.step),
             str(row.attempt),
+            *["?" if row.world is None else f"{row.world:,}"] * several,
             "?" if row.num_bytes is None else size(row.num_bytes),
             "?" if row.leaves is None else f"{row.leaves:,}",
             command.local_time(row.committed_at_s),
@@ -138,133 +139,12 @@ def _plain_row(row: StepRow) -> dict[str, object]:
         "step": row.step,
         "attempt": str(row.attempt),
         "visible": row.visible,
+        "world": row.world,
         "num_bytes": row.num_bytes,
         "leaves": row.leaves,
         "committed_at": command.iso_time(row.committed_at_s),
         "marks": [{"host": mark.host, "reason": mark.reason} for mark in row.marks],
         "problem": row.problem or None,
-    }
-
-
-# ---- show
-
-
-class Placed(NamedTuple):
-    """A leaf with where its bytes are."""
-
-    leaf: Leaf
-    digest: int
-    rank: int
-    file: str
-
-
-@ends
-def show(run: Run, step: Shown = None, as_json: AsJson = False) -> ExitCode:
-    """Show a step: sizes, timings, lineage, environment, leaves."""
-    store = open_store(run)
-    record = resolve(store, *(step_name(step) if step is not None else (None, None)))
-    origins = lineage(store, record.attempt)
-    if as_json:
-        write_json(_plain_step(store, record, origins))
-    else:
-        results().print(Group(_summary(store, record, origins), _sizes(record), _leaf_table(record)))
-    return ExitCode.WELL
-
-
-def _placed(record: StepRecord) -> list[Placed]:
-    placed = []
-    for rank in (rank for part in record.parts for rank in part.ranks):
-        placed += [Placed(leaf, digest, rank.rank, file) for file, leaf, digest in rank.counted()]
-    return sorted(placed, key=lambda each: (each.leaf.name, each.rank))
-
-
-def _summary(store: Store, record: StepRecord, origins: list[dict[str, Any]]) -> Table:
-    table = Table(box=None, show_header=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    here = "this one" if _is_visible(store, record) else "another: `flashckpt branch` gets it back"
-    files = command.count(len(record.manifest.shards) + len(record.manifest.constants), "file")
-    table.add_row("run", store.url)
-    table.add_row("step", f"{record.step}, of attempt {record.attempt}")
-    table.add_row("branch", here)
-    table.add_row("committed", command.local_time(committed_at_s(store, record.step, record.attempt)))
-    table.add_row("ranks", str(record.world))
-    table.add_row("size", f"{size(num_bytes(record))} in {files}")
-    for index, write in enumerate(persisted(store, record.step, record.attempt)):
-        seconds, num = write["seconds"], write["num_bytes"]
-        rate = f", {size(int(num / seconds))}/s" if seconds > 1e-6 else ""
-        how = f"in {seconds:.2f} s{rate}{'' if write['direct'] else ', through the page cache'}"
-        table.add_row("" if index else "persisted", how)
-    for index, read in enumerate(resumed(store, record.step, record.attempt)):
-        where = "memory" if read["tier"] == "memory" else "storage"
-        how = f"by {read['attempt']} in {read['seconds']:.2f} s, from {where}"
-        table.add_row("" if index else "resumed", how)
-    for index, origin in enumerate(origins):
-        how = f"{origin['attempt']} went on from step {origin['step']} of {origin['parent']}"
-        if origin["parent"] is None:
-            how = f"{origin['attempt']} began the run"
-        table.add_row("" if index else "lineage", how)
-    for name, value in record.parts[0].environment.items():
-        table.add_row(name, str(value))
-    return table
-
-
-def _is_visible(store: Store, record: StepRecord) -> bool:
-    return VisibleStep(record.step, record.attempt) in visible(store)
-
-
-def _sizes(record: StepRecord) -> Table:
-    """By the name under which each part of the state was given."""
-    sums: dict[str, tuple[int, int]] = {}
-    for each in _placed(record):
-        name = each.leaf.name.partition(".")[0]
-        leaves, total = sums.get(name, (0, 0))
-        sums[name] = (leaves + 1, total + each.leaf.num_bytes)
-    table = command.table(Column("state", style="bold"), number("leaves"), number("size"))
-    for name, (leaves, total) in sums.items():
-        table.add_row(name, f"{leaves:,}", size(total))
-    return table
-
-
-def _leaf_table(record: StepRecord) -> Table:
-    several = record.world > 1
-    columns = [text("leaf"), Column("dtype"), word("shape"), number("size")]
-    table = command.table(*columns, *[number("rank")] * several)
-    for leaf, _, rank, _ in _placed(record):
-        name = leaf.name + "".join(f"\n  = {alias}" for alias in leaf.aliases)
-        shape = " × ".join(map(str, leaf.shape)) or "scalar"
-        table.add_row(name, leaf.dtype, shape, size(leaf.num_bytes), *[str(rank)] * several)
-    return table
-
-
-def _plain_step(store: Store, record: StepRecord, origins: list[dict[str, Any]]) -> dict[str, object]:
-    files = [*record.manifest.shards, *record.manifest.constants]
-    return {
-        "run": store.url,
-        "step": record.step,
-        "attempt": str(record.attempt),
-        "visible": _is_visible(store, record),
-        "committed_at": command.iso_time(committed_at_s(store, record.step, record.attempt)),
-        "world": record.world,
-        "num_bytes": num_bytes(record),
-        "files": [{"file": each.file, "num_bytes": each.num_bytes} for each in files],
-        "persisted": persisted(store, record.step, record.attempt),
-        "resumed": resumed(store, record.step, record.attempt),
-        "lineage": origins,
-        "environment": dict(record.parts[0].environment),
-        "leaves": [
-            {
-                "name": leaf.name,
-                "aliases": list(leaf.aliases),
-                "dtype": leaf.dtype,
-                "shape": list(leaf.shape),
-                "num_bytes": leaf.num_bytes,
-                "digest": f"{digest:016x}",
-                "rank": rank,
-                "file": file,
-            }
-            for leaf, digest, rank, file in _placed(record)
-        ],
     }
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from flashckpt import _native
 from flashckpt.commit import attempts, steps
 from flashckpt.commit.holder import here
-from flashckpt.format.layout import Layout, Leaf
+from flashckpt.format.layout import Box, Layout, Leaf
 from flashckpt.format.names import AttemptName, shard_name, step_attempt_folder
 from flashckpt.format.records import Holder, Part, RankRecord, ShardRecord
 from flashckpt.store.base import Store
@@ -37,9 +40,10 @@ class MadeRun:
         *,
         holder: Holder | None = None,
         ended: bool = True,
+        world: int = 1,
     ) -> AttemptName:
         name = attempts.claim(self.store, holder or here())
-        attempts.start(self.store, name, parent, step, 1)
+        attempts.start(self.store, name, parent, step, world)
         if ended:
             attempts.mark_ended(self.store, name, "closed")
         return name
@@ -47,25 +51,95 @@ class MadeRun:
     def commit(self, attempt: AttemptName, step: int) -> Path:
         """Commit a step of one rank, with values that depend on the step. Returns its shard."""
         layout = Layout.of(LEAVES)
-        image = bytearray(layout.num_bytes)
-        image[: layout.data_start] = layout.header
-        for index in range(layout.data_start, layout.num_bytes):
-            image[index] = (index * 31 + step) % 251
-        folder = step_attempt_folder(step, attempt)
-        name = shard_name(0, "5f2c")
-        path = self.folder / folder / name
-        path.parent.mkdir(parents=True)
+        data = bytes((index * 31 + step) % 251 for index in range(layout.num_bytes))
+        pieces = {
+            leaf.name: data[layout.data_start + leaf.offset :][: leaf.num_bytes] for leaf in layout.leaves
+        }
+        part = Part(
+            step=step,
+            attempt=attempt,
+            world=1,
+            keeper=0,
+            ranks=(self._write(attempt, step, 0, layout, pieces),),
+            environment=ENVIRONMENT,
+        )
+        assert steps.publish_part(self.store, part)
+        assert steps.commit(self.store, step, attempt, 1)
+        return self.folder / step_attempt_folder(step, attempt) / part.ranks[0].shard.file
+
+    def publish(self, attempt: AttemptName, step: int, ranks: Sequence[int], world: int) -> Part:
+        """Write what one node has of a step of `world` ranks: their shards and its part."""
+        records = []
+        for rank in ranks:
+            tensors = tensors_of(step)
+            leaves = {leaf.name: leaf for leaf in leaves_of(rank, world)}
+            pieces = {name: _cut(tensors[name], leaf).tobytes() for name, leaf in leaves.items()}
+            pieces["model.seen"] = np.array([step, rank], "int64").tobytes()
+            records.append(self._write(attempt, step, rank, Layout.of(leaves.values()), pieces))
+        part = Part(
+            step=step,
+            attempt=attempt,
+            world=world,
+            keeper=min(ranks),
+            ranks=tuple(records),
+            environment=ENVIRONMENT,
+        )
+        assert steps.publish_part(self.store, part)
+        return part
+
+    def commit_nodes(self, attempt: AttemptName, step: int, *nodes: Sequence[int]) -> None:
+        """Commit a step of these nodes' ranks."""
+        world = sum(map(len, nodes))
+        for ranks in nodes:
+            self.publish(attempt, step, ranks, world)
+        assert steps.commit(self.store, step, attempt, world)
+
+    def _write(
+        self, attempt: AttemptName, step: int, rank: int, layout: Layout, pieces: dict[str, bytes]
+    ) -> RankRecord:
+        image = bytearray(layout.header + b"".join(pieces[leaf.name] for leaf in layout.leaves))
+        name = shard_name(rank, "5f2c")
+        path = self.folder / step_attempt_folder(step, attempt) / name
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(image)
         address = _native.address_of(image) + layout.data_start
         digests = tuple(_native.digest(address + leaf.offset, leaf.num_bytes) for leaf in layout.leaves)
-        shard = ShardRecord(
-            file=name, num_bytes=len(image), data_start=layout.data_start, checksums=_native.xxh3_128(image)
-        )
-        rank = RankRecord(rank=0, shard=shard, leaves=layout.leaves, digests=digests, values={})
-        part = Part(step=step, attempt=attempt, world=1, keeper=0, ranks=(rank,), environment=ENVIRONMENT)
-        assert steps.publish_part(self.store, part)
-        assert steps.commit(self.store, step, attempt, 1)
-        return path
+        shard = ShardRecord.of(name, layout, _native.xxh3_128(image))
+        values = {"step": step, "rank": rank}
+        return RankRecord(rank=rank, shard=shard, leaves=layout.leaves, digests=digests, values=values)
+
+
+def tensors_of(step: int) -> dict[str, np.ndarray]:
+    """The whole tensors of a step of several ranks, each with values of its own; `model.seen` is every
+    rank's own."""
+    noise = np.random.default_rng(step)
+    return {
+        "model.weight": noise.standard_normal((10, 3)).astype("float32"),
+        "model.head": noise.standard_normal((4, 8)).astype("float32"),
+        "model.bias": noise.standard_normal(3).astype("float32"),
+        "model.seen": np.zeros(2, "int64"),
+        "optimizer.state.weight.step": np.array(step, "float32"),
+    }
+
+
+def leaves_of(rank: int, world: int) -> list[Leaf]:
+    """What a rank has of them: rows of one, as FSDP2 divides them, columns of another, and the rest whole."""
+    found = []
+    for name, tensor in tensors_of(0).items():
+        start, shape = [0] * tensor.ndim, list(tensor.shape)
+        dimension = {"model.weight": 0, "model.head": 1}.get(name)
+        if dimension is not None:
+            each = -(-tensor.shape[dimension] // world)
+            start[dimension] = min(rank * each, tensor.shape[dimension])
+            shape[dimension] = min(each, tensor.shape[dimension] - start[dimension])
+        box = Box(shape=tensor.shape, start=tuple(start)) if tuple(shape) != tensor.shape else None
+        found.append(Leaf(name=name, dtype=str(tensor.dtype), shape=tuple(shape), box=box))
+    return found
+
+
+def _cut(tensor: np.ndarray, leaf: Leaf) -> np.ndarray:
+    start = leaf.box.start if leaf.box is not None else (0,) * tensor.ndim
+    return tensor[tuple(slice(at, at + size) for at, size in zip(start, leaf.shape, strict=True))]
 
 
 @dataclass

@@ -1,0 +1,61 @@
+"""What is said of many ranks: numbers in words, boxes, and which rank is far from the others."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from flashckpt.cli.ranks import box_of, box_text, far_above, named, spans
+from flashckpt.format.layout import Box, Leaf
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ((), ""),
+        ((3,), "3"),
+        ((0, 1, 2, 5), "0–2, 5"),
+        ((5, 0, 1), "0–1, 5"),
+        ((7, 7), "7"),
+        (range(99), "0–98"),
+    ],
+)
+def test_ranks_are_told_by_runs(ranks: tuple[int, ...], text: str) -> None:
+    assert spans(ranks) == text
+
+
+def test_one_rank_is_no_plural() -> None:
+    assert (named((4, 4)), named((4, 5))) == ("rank 4", "ranks 4–5")
+
+
+def test_a_box_is_told_as_python_writes_it() -> None:
+    leaf = Leaf(name="w", dtype="float32", shape=(2, 4), box=Box(shape=(8, 4), start=(6, 0)))
+    assert box_text(box_of(leaf), (8, 4)) == "[6:8, :]"
+    assert box_text(box_of(Leaf(name="w", dtype="float32", shape=(8, 4))), (8, 4)) == ""
+    assert box_text(box_of(Leaf(name="s", dtype="float32", shape=())), ()) == ""
+
+
+@pytest.mark.parametrize("world", [4, 8, 1000])
+def test_a_slow_rank_is_far_from_the_others_whatever_their_noise(world: int) -> None:
+    noise = random.Random(world)
+    values = {rank: 1.0 + noise.gauss(0, 0.02) for rank in range(world)}
+    assert far_above(values) == set()
+    assert far_above(values | {2: 1.8}) == {2}
+    # Not by a mean, which slow ranks would move with them.
+    slow = set(range(0, world, 3)) if world > 4 else {1}
+    assert far_above(values | dict.fromkeys(slow, 40.0)) == slow
+
+
+def test_who_is_faster_is_not_pointed_at_nor_who_is_a_little_slower() -> None:
+    values = dict.fromkeys(range(8), 1.0)
+    assert far_above(values | {3: 0.01}) == set()
+    assert far_above(values | {3: 1.4}) == set()
+    assert far_above(values | {3: 1.6}) == {3}
+    # Fractions of a millisecond are nobody's fault.
+    assert far_above(dict.fromkeys(range(8), 1e-4) | {3: 9e-4}) == set()
+
+
+def test_of_three_ranks_none_is_far_from_the_others() -> None:
+    assert far_above({0: 1.0, 1: 1.0, 2: 9.0}) == set()
+    assert far_above({}) == set()
