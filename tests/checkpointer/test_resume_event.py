@@ -24,6 +24,11 @@ def test_one_line_a_resume_and_none_for_a_new_keeper(
     run = tmp_path / "run"
     trained(run, [2])
     assert resumes(run) == []
+    until(lambda: any(line["event"] == "times" for line in ledger(run)), "what its steps took")
+    [times] = [line for line in ledger(run) if line["event"] == "times"]
+    assert (times["rank"], times["steps"] >= 1, times["captures"] >= 1) == (0, True, True)
+    assert 0 <= times["step_seconds"] <= times["slowest_seconds"]
+    assert all("rank" in line for line in ledger(run) if line["event"] in ("attach", "plan", "snapshot"))
     kill_keepers(remove_regions=True)
     with flashckpt.attach(run, every=None, **Job().named) as checkpointer:
         attendant = checkpointer._attendant

@@ -17,6 +17,7 @@ from flashckpt.memory.slot import Sealed, Slot, SlotState
 from flashckpt.persist.job import JobState
 from flashckpt.store.local import LocalStore
 from tests.commit.runs import new_run
+from tests.keeper.fake import layout_for
 from tests.keeper.jobs import failing_for
 from tests.persist.node import Node, files, is_whole
 
@@ -184,6 +185,11 @@ def test_a_second_nodes_part_is_waited_for_and_that_is_no_failure(nodes: MakeNod
         for line in path.read_text().splitlines()
     ]
     assert "error" not in [line["event"] for line in lines]
+    written = [line["written"] for line in lines if line["event"] == "persist"]
+    assert sorted([rank for rank, _, _ in rows] for rows in written) == [[0, 1], [2, 3]], "once a node"
+    for rank, seconds, num_bytes in (row for rows in written for row in rows):
+        assert 0 <= seconds < 60
+        assert num_bytes == layout_for(16 + rank).num_bytes
 
 
 def until_told(node: Node, row: tuple[int, JobState]) -> None:
