@@ -20,7 +20,8 @@ Path = str | os.PathLike[str]
 def load(
     path: Path, step: int | None = None, *, only: str | None = None, strip: bool = False
 ) -> dict[str, Any]:
-    """The leaves of a committed step by name, of rank 0: verified whole, then mapped copy-on-write.
+    """The leaves of a committed step by name, verified: mapped copy-on-write, or of a step that several ranks
+    made put together in memory, each whole; those of rank 0 where ranks differ (buffers, counters).
 
     step: None takes the newest. only: leaves of one part of the state ("model"), or of a part of that
     ("model.encoder"). strip: with `only`, what `load_state_dict` of that module takes, strictly: names as

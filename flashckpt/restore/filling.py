@@ -15,7 +15,7 @@ from flashckpt import _native
 from flashckpt.capture.digests import digest_tensors
 from flashckpt.errors import DamagedError, MismatchError, StateError
 from flashckpt.restore.snapshot import Snapshot
-from flashckpt.state.tree import Tree
+from flashckpt.state.tree import Saved, Tree
 
 _ROWS_SHOWN = 40
 
@@ -25,15 +25,20 @@ def check_fits(tree: Tree, snapshot: Snapshot) -> None:
 
     Raises MismatchError if it does not fit, DamagedError if the snapshot's values are not whole.
     """
-    differences = tree.differences(snapshot.saved)
+    check_values(tree, snapshot.saved, snapshot.step)
+
+
+def check_values(tree: Tree, saved: Saved, step: int) -> None:
+    """The same of what is known of a snapshot before its bytes are read."""
+    differences = tree.differences(saved)
     if differences:
         raise MismatchError(
-            f"The checkpoint of step {snapshot.step} is of another model: {len(differences)} things differ. "
+            f"The checkpoint of step {step} is of another model: {len(differences)} things differ. "
             "Nothing was loaded, the live model is as it was, and no older step is tried.\n"
             f"{table_of(differences)}\n"
             "Make the program build what was saved, or give this model a run folder of its own.",
             differences=tuple(differences),
-            step=snapshot.step,
+            step=step,
         )
 
 

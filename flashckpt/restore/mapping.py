@@ -1,7 +1,9 @@
-"""`load`: a committed step as tensors, verified, then mapped copy-on-write. Needs no live model."""
+"""`load`: a committed step as tensors, verified. Needs no live model. One rank's are mapped copy-on-write;
+those of several are put together in memory, each whole."""
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,21 +13,24 @@ from flashckpt.commit.lineage import read_whole
 from flashckpt.commit.steps import StepRecord
 from flashckpt.commit.verification import verify_file
 from flashckpt.errors import DamagedError, NoSuchStepError, OptionError
-from flashckpt.format.records import Contents, RankRecord
+from flashckpt.format.layout import Layout, Leaf
+from flashckpt.format.records import Contents
 from flashckpt.format.typed import decode
 from flashckpt.restore.snapshot import leaf_view
+from flashckpt.restore.whole_tensors import WholeTensors
 from flashckpt.state.leaves import Filling, Saved, leaf_names
 from flashckpt.state.values import Settling, references
 from flashckpt.store.base import Store
 
 
 def mapped_leaves(store: Store, step: int | None, rank: int) -> dict[str, torch.Tensor]:
-    """Every leaf of one rank under each of its names. Tied names give the same tensor. What is written
-    to a tensor stays in this process.
+    """Every leaf, whole, under each of its names; that of one rank where ranks differ. Tied names give the
+    same tensor. What is written to a tensor stays in this process.
 
-    Raises NoSuchStepError; DamagedError before anything is returned.
+    Raises NoSuchStepError; DamagedError before anything is returned; MismatchError where the pieces of
+    several ranks do not make up a tensor.
     """
-    return read_whole(store, step, read=lambda record: _leaves_of(record, rank))
+    return read_whole(store, step, read=lambda record: _leaves_of(record, rank)[0])
 
 
 def under(leaves: Mapping[str, torch.Tensor], only: str, step: int | None) -> dict[str, torch.Tensor]:
@@ -46,10 +51,10 @@ def module_state(store: Store, step: int | None, rank: int, only: str) -> dict[s
 
     OptionError where `only` is no module or no part of one.
     """
-    record, leaves = read_whole(store, step, read=lambda record: (record, _leaves_of(record, rank)))
-    value = decode(dict(record.rank(rank).values))["state"]
-    name = next((n for n in value["entries"] if f"{only}.".startswith(f"{n}.")), "")
-    entry = value["entries"].get(name, {})
+    record, (leaves, recorded) = read_whole(
+        store, step, read=lambda record: (record, _leaves_of(record, rank))
+    )
+    value, entry = _entry_of(record, rank, only)
     if entry.get("kind") != "module":
         modules = [n for n, each in value["entries"].items() if each["kind"] == "module"]
         raise OptionError(
@@ -58,7 +63,7 @@ def module_state(store: Store, step: int | None, rank: int, only: str) -> dict[s
             f"{', '.join(modules) or 'none'}. An optimizer is restored by flashckpt.attach."
         )
     state: dict[str, Any] = under(leaves, only, record.step)
-    filling = _filling(record.rank(rank), leaves, value)
+    filling = Filling(Saved(leaves=recorded, value=value, tensor=leaves.__getitem__))
     for path, saved in entry.get("extra", {}).items():
         place = f"{path}._extra_state"
         for left_out in (leaf for where, ref in references(saved, place) for leaf in leaf_names(where, ref)):
@@ -72,18 +77,42 @@ def module_state(store: Store, step: int | None, rank: int, only: str) -> dict[s
     return {name.removeprefix(f"{only}."): each for name, each in state.items()}
 
 
-def _filling(mine: RankRecord, leaves: dict[str, torch.Tensor], value: dict[str, Any]) -> Filling:
-    recorded = {leaf.name: leaf for _, leaf, _ in mine.counted()}
-    return Filling(Saved(leaves=recorded, value=value, tensor=leaves.__getitem__))
+def _entry_of(record: StepRecord, rank: int, only: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The values of a rank's state, and what they have of a part of it: of another rank where this one has no
+    such part."""
+    ranks = sorted((each.rank for part in record.parts for each in part.ranks), key=lambda r: (r != rank, r))
+    for each in ranks:
+        value = decode(dict(record.rank(each).values))["state"]
+        for name, entry in value["entries"].items():
+            if f"{only}.".startswith(f"{name}."):
+                return value, entry
+    return decode(dict(record.rank(rank).values))["state"], {}
 
 
-def _leaves_of(record: StepRecord, rank: int) -> dict[str, torch.Tensor]:
+_Leaves = tuple[dict[str, torch.Tensor], dict[str, Leaf]]
+"""Tensors by each of their names, and what is recorded of them by the first."""
+
+
+def _leaves_of(record: StepRecord, rank: int) -> _Leaves:
+    if record.world > 1:
+        return _whole_leaves(record, rank)
     mapped = {
         contents.shard.file: _mapped(record.store, path, contents, record.step)
         for path, contents in record.files(rank)
     }
     rows = record.rank(rank).counted()
-    return {name: mapped[file][name] for file, leaf, _ in rows for name in (leaf.name, *leaf.aliases)}
+    found = {name: mapped[file][name] for file, leaf, _ in rows for name in (leaf.name, *leaf.aliases)}
+    return found, {leaf.name: leaf for _, leaf, _ in rows}
+
+
+def _whole_leaves(record: StepRecord, rank: int) -> _Leaves:
+    whole = WholeTensors(record, rank)
+    layout = whole.layout()
+    # A child that is forked later has these too: they are a program's tensors like any others.
+    image = memoryview(mmap.mmap(-1, layout.num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    whole.read(layout, image, torch.get_num_threads())
+    found = _views(image, layout)
+    return found, {leaf.name: leaf for leaf in layout.leaves}
 
 
 def _mapped(store: Store, path: str, contents: Contents, step: int) -> dict[str, torch.Tensor]:
@@ -96,9 +125,12 @@ def _mapped(store: Store, path: str, contents: Contents, step: int) -> dict[str,
             path=path,
         )
     layout = contents.layout()
-    view = store.view(path, layout.num_bytes)
+    return _views(store.view(path, layout.num_bytes), layout)
+
+
+def _views(image: memoryview, layout: Layout) -> dict[str, torch.Tensor]:
     leaves: dict[str, torch.Tensor] = {}
     for leaf in layout.leaves:
-        tensor = leaf_view(view, leaf, layout.data_start + leaf.offset)
+        tensor = leaf_view(image, leaf, layout.data_start + leaf.offset)
         leaves.update(dict.fromkeys((leaf.name, *leaf.aliases), tensor))
     return leaves

@@ -25,7 +25,7 @@ from flashckpt.store.base import Read, Store
 
 # What a file system answers for a sector, a block or a tree of a file that it cannot give any more. A server
 # that is away, a permission, a time-out are others: those say nothing of the file.
-_LOST_BYTES = frozenset({errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN, errno.EILSEQ})
+LOST_BYTES = frozenset({errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN, errno.EILSEQ})
 
 
 class UnreadableShardError(OSError):
@@ -55,7 +55,7 @@ def read_image(record: StepRecord, rank: int, threads: int, cancel: int = 0) -> 
     it. Nothing is kept then.
     """
     files = record.files(rank)
-    memory = _taken(record, [round_up(contents.shard.num_bytes) for _, contents in files])
+    memory = private_memory(record.step, [round_up(contents.shard.num_bytes) for _, contents in files])
     image = StepImage(record, rank, [memoryview(each) for each in memory], memory)
     try:
         for into, (path, contents) in zip(image.images, files, strict=True):
@@ -66,7 +66,8 @@ def read_image(record: StepRecord, rank: int, threads: int, cancel: int = 0) -> 
     return image
 
 
-def _taken(record: StepRecord, sizes: Sequence[int]) -> list[_native.Mapping]:
+def private_memory(step: int, sizes: Sequence[int]) -> list[_native.Mapping]:
+    """Memory for images of these bytes, of this process's own. OutOfRoomError where there is none."""
     needed, available = sum(sizes), room.available_bytes()
     error = None
     if needed <= available:
@@ -75,7 +76,7 @@ def _taken(record: StepRecord, sizes: Sequence[int]) -> list[_native.Mapping]:
         except OSError as refused:
             error, available = refused, 0
     raise OutOfRoomError(
-        f"Step {record.step} needs {needed:,} bytes of host memory to be verified before it is loaded, and "
+        f"Step {step} needs {needed:,} bytes of host memory to be verified before it is loaded, and "
         f"{available:,} may be taken here (the least of what the machine and every cgroup above this process "
         "leave, less a margin). Nothing was loaded or changed. Give the job more memory, use fewer loader "
         "workers, or spread the state over more ranks.",
@@ -98,7 +99,7 @@ class _ShardFile:
         except DamagedError as error:
             raise self._damaged(f"{error}. Nothing of it was loaded.") from error
         except OSError as error:
-            if error.errno in _LOST_BYTES:
+            if error.errno in LOST_BYTES:
                 raise UnreadableShardError(error.errno, error.strerror, self._named) from error
             raise
         self._check(found, into)

@@ -146,6 +146,19 @@ class OptimizerEntry(StateEntry):
         columns = [[index for index, _ in states], [numbers[key] for _, key in states]]
         return {"schemas": Encoded(list(schemas.values())), "state": Encoded(columns)}
 
+    def places(self) -> list[list[tuple[str, str, Tensor]]]:
+        """Of each group the parameters, as of the last walk: full name, what the names of the leaves of its
+        state begin with, and the parameter."""
+        return [
+            [
+                (full, f"{self.name}.state.{short}", parameter)
+                for full, short, parameter in zip(names, shorts, group["params"], strict=True)
+            ]
+            for names, shorts, group in zip(
+                self._full_names, self._short_names, self.target.param_groups, strict=True
+            )
+        ]
+
     def _state_places(self) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
         for names, group in zip(self._short_names, self.target.param_groups, strict=True):
             for name, parameter in zip(names, group["params"], strict=True):

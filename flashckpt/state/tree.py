@@ -243,6 +243,11 @@ class Tree:
         return filled
 
     @property
+    def entries(self) -> Mapping[str, StateEntry]:
+        """The parts of the state, as of the last walk."""
+        return self._entries
+
+    @property
     def names(self) -> list[str]:
         """The names of the parts of the state."""
         return list(self._entries)

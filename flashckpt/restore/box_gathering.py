@@ -1,0 +1,205 @@
+"""Boxes of tensors out of the files of a step, put together in memory: each chunk that is needed is read and
+verified once, and no other. A piece of which all is taken is compared with its digest besides.
+
+Threads read blocks of a few chunks side by side; beside the result each takes the memory of one block.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from flashckpt import _native
+from flashckpt.errors import DamagedError
+from flashckpt.format.layout import Layout, Leaf
+from flashckpt.restore.box_copies import BoxCopy, copy_of, cut
+from flashckpt.restore.step_image import LOST_BYTES, UnreadableShardError
+from flashckpt.restore.step_leaves import Parts, Piece, Region, StepFile
+from flashckpt.store.base import LengthError, Store
+
+_BLOCK_CHUNKS = 4
+_HASH_BYTES = _native.BLOCK_BYTES
+
+
+def gather(store: Store, layout: Layout, parts: Sequence[Parts], into: memoryview, threads: int) -> int:
+    """Fill an image of `layout`, whose leaves are made up of `parts`, in its order. Returns the bytes read.
+
+    Raises DamagedError where a chunk or a piece is not what was committed, UnreadableShardError where the
+    disk does not give one, OSError.
+    """
+    into[: layout.data_start] = layout.header
+    blocks = _Blocks()
+    for leaf, made_of in zip(layout.leaves, parts, strict=True):
+        blocks.take(leaf, layout.data_start + leaf.offset, made_of)
+    # Whatever fails, nothing writes to the memory any more once this is left.
+    pool = ThreadPoolExecutor(max(1, threads), "flashckpt-gather")
+    try:
+        read = list(pool.map(lambda block: block.run(store, into), blocks.in_order()))
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+    for digest in blocks.digests:
+        digest.check(store.url)
+    return sum(read)
+
+
+class _Blocks:
+    """What is to be done, by file and block of it."""
+
+    def __init__(self) -> None:
+        self._by_place: dict[tuple[str, int], _Block] = {}
+        self.digests: list[PieceDigest] = []
+
+    def take(self, leaf: Leaf, target: int, parts: Parts) -> None:
+        wanted = Region.of(leaf)
+        for piece, common in parts:
+            shard = piece.file.contents.shard
+            begin, block_bytes = shard.data_start + piece.leaf.offset, _BLOCK_CHUNKS * shard.chunk_bytes
+            whole = copy_of(piece.leaf, begin, piece.region, wanted, target, common)
+            for number, copy in cut(whole, block_bytes, shard.chunk_bytes):
+                self._at(piece.file, number).copies.append(copy)
+            if common == piece.region:
+                self._digest(piece, begin, block_bytes)
+
+    def _digest(self, piece: Piece, begin: int, block_bytes: int) -> None:
+        digest, stop = PieceDigest(piece, begin), begin + piece.leaf.num_bytes
+        self.digests.append(digest)
+        for number in range(begin // block_bytes, -(-stop // block_bytes)):
+            first, last = max(begin, number * block_bytes), min(stop, (number + 1) * block_bytes)
+            self._at(piece.file, number).digests.append((first, last, digest))
+
+    def _at(self, file: StepFile, number: int) -> _Block:
+        place = file.path, number
+        if place not in self._by_place:
+            self._by_place[place] = _Block(file)
+        return self._by_place[place]
+
+    def in_order(self) -> list[_Block]:
+        return [block for _, block in sorted(self._by_place.items(), key=lambda item: item[0])]
+
+
+@dataclass(slots=True)
+class _Block:
+    """The copies from a few chunks of one file that stand beside each other, and the digests that go over
+    bytes of them (first byte, the one behind the last)."""
+
+    file: StepFile
+    copies: list[BoxCopy] = field(default_factory=list)
+    digests: list[tuple[int, int, PieceDigest]] = field(default_factory=list)
+
+    def run(self, store: Store, into: memoryview) -> int:
+        """The number of bytes that were read."""
+        total, chunk_bytes = 0, self.file.contents.shard.chunk_bytes
+        for first, last in self._chunks(chunk_bytes):
+            data, begin = memoryview(self._read(store, first, last)), first * chunk_bytes
+            stop = begin + len(data)
+            for copy in self.copies:
+                if begin <= copy.source < stop:
+                    copy.execute(data, begin, into)
+            for low, high, digest in self.digests:
+                if begin <= low < stop:
+                    digest.add(low, data[low - begin : high - begin])
+            total += len(data)
+        return total
+
+    def _chunks(self, chunk_bytes: int) -> Iterator[tuple[int, int]]:
+        """Chunks that are needed, in runs: the first and the one behind the last."""
+        ranges = [(copy.source, copy.stop) for copy in self.copies]
+        ranges += [(low, high) for low, high, _ in self.digests]
+        run = (0, 0)
+        for start, stop in sorted((low // chunk_bytes, -(-high // chunk_bytes)) for low, high in ranges):
+            if start > run[1]:
+                if run[1] > run[0]:
+                    yield run
+                run = (start, stop)
+            else:
+                run = (run[0] if run[1] else start, max(run[1], stop))
+        if run[1] > run[0]:
+            yield run
+
+    def _read(self, store: Store, first: int, last: int) -> bytes:
+        shard = self.file.contents.shard
+        begin = first * shard.chunk_bytes
+        try:
+            data = store.read_bytes(
+                self.file.path, begin, min(last * shard.chunk_bytes, shard.num_bytes) - begin
+            )
+        except FileNotFoundError:
+            raise self._damaged(store, "it is missing") from None
+        except LengthError as error:
+            raise self._damaged(store, f"it has {error}") from error
+        except OSError as error:
+            if error.errno in LOST_BYTES:
+                where = f"{store.url}/{self.file.path}"
+                raise UnreadableShardError(error.errno, error.strerror, where) from error
+            raise
+        address = _native.address_of(data)
+        for index in range(first, last):
+            start = (index - first) * shard.chunk_bytes
+            num_bytes = min(shard.chunk_bytes, len(data) - start)
+            if _native.xxh3_128_at(address + start, num_bytes) != shard.checksums[16 * index :][:16]:
+                raise self._damaged(store, f"chunk {index} does not have its checksum")
+        return data
+
+    def _damaged(self, store: Store, why: str) -> DamagedError:
+        where = f"{store.url}/{self.file.path}"
+        return DamagedError(f"{where} is damaged: {why}. Nothing of it was loaded.", path=where)
+
+
+class PieceDigest:
+    """The digest of one piece, of bytes that come in any order and from several threads. `begin`: where it
+    begins in its file."""
+
+    def __init__(self, piece: Piece, begin: int) -> None:
+        self._piece, self._begin = piece, begin
+        self._hashes, self._lock = 0, threading.Lock()
+        self._torn: dict[int, bytearray] = {}
+        self._missing: dict[int, int] = {}
+
+    def add(self, offset: int, data: memoryview) -> None:
+        """Bytes that stand at `offset` of the file."""
+        at = offset - self._begin
+        first, last = -(-at // _HASH_BYTES), (at + len(data)) // _HASH_BYTES
+        if at + len(data) == self._piece.leaf.num_bytes:
+            last = -(-(at + len(data)) // _HASH_BYTES)
+        if first >= last:
+            self._add_torn(at, data)
+            return
+        start, stop = first * _HASH_BYTES - at, min(last * _HASH_BYTES - at, len(data))
+        whole = data[start:stop]
+        hashes = _native.hash_blocks(_native.address_of(whole), len(whole), first)
+        with self._lock:
+            self._hashes += hashes
+        if start:
+            self._add_torn(at, data[:start])
+        if stop < len(data):
+            self._add_torn(at + stop, data[stop:])
+
+    def _add_torn(self, at: int, data: memoryview) -> None:
+        """Bytes of one or two blocks that stand in two chunks."""
+        while data:
+            block, start = divmod(at, _HASH_BYTES)
+            size = min(_HASH_BYTES, self._piece.leaf.num_bytes - block * _HASH_BYTES)
+            here = data[: size - start]
+            with self._lock:
+                held = self._torn.setdefault(block, bytearray(size))
+                held[start : start + len(here)] = here
+                left = self._missing.get(block, size) - len(here)
+                self._missing[block] = left
+                if not left:
+                    self._hashes += _native.hash_blocks(_native.address_of(held), size, block)
+            at, data = at + len(here), data[len(here) :]
+
+    def check(self, url: str) -> None:
+        """DamagedError where it is not that of the boundary."""
+        num_bytes = self._piece.leaf.num_bytes
+        if any(self._missing.values()):
+            raise AssertionError("a piece was digested before all of it had come")
+        if _native.finish_digest(num_bytes, self._hashes % (1 << 64)) != self._piece.digest:
+            where = f"{url}/{self._piece.file.path}"
+            raise DamagedError(
+                f"{where} is damaged: {self._piece.leaf.name} is not what was captured. Nothing of it was "
+                "loaded.",
+                path=where,
+            )

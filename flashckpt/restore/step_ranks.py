@@ -1,0 +1,188 @@
+"""The ranks of a committed step, read as they are needed, and the tensors that are known of them so far.
+
+Owns which parts are read: of a small step all of them, of a large one those that have what is asked for,
+which are guessed from the boxes that are known. A guess decides only what is read next: what is given was
+found in the records. Reads no shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from flashckpt.commit.steps import StepRecord, read_step
+from flashckpt.format.records import RankRecord
+from flashckpt.restore.state_names import full_names
+from flashckpt.restore.step_leaves import Index, Parts, Region, StepFile, StepLeaves, StepTensor
+
+# A step whose parts have no more bytes is read whole: that takes a second or two.
+_SMALL_BYTES = 16 << 20
+_MOST_STRIDE = 1 << 20
+_AT_ONCE = 4
+
+Wanted = tuple[str, Region]
+"""A tensor's name, and the box of it that is wanted."""
+
+
+class StepRanks:
+    """What is known of a step by a rank that goes on from it. `source` is the rank of the step whose own
+    things (values, buffers) it takes: that of its number, or where there was none, of its number modulo the
+    old world."""
+
+    def __init__(self, record: StepRecord, rank: int, world: int, small_bytes: int = _SMALL_BYTES) -> None:
+        self.record, self._rank, self._world = record, rank, world
+        self.source = rank % record.world
+        self.leaves = StepLeaves()
+        self.renamed: dict[int, dict[str, str]] = {}
+        self._records: dict[int, RankRecord] = {}
+        self._add(record)
+        small = sum(part.num_bytes for part in record.manifest.parts) <= small_bytes
+        self.read(range(record.world) if small else [self.source])
+
+    def __getitem__(self, rank: int) -> RankRecord:
+        """What a rank has; read where it was not yet."""
+        self.read([rank])
+        return self._records[rank]
+
+    @property
+    def known(self) -> list[int]:
+        """The ranks that have been read."""
+        return sorted(self._records)
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self._records) == self.record.world
+
+    def read(self, ranks: Iterable[int]) -> None:
+        """Know these ranks too, and those that share a part with them."""
+        missing = set(ranks) - self._records.keys()
+        if missing:
+            record = self.record
+            self._add(read_step(record.store, record.step, record.attempt))
+
+    def _add(self, record: StepRecord) -> None:
+        ranks = [rank for part in record.parts for rank in part.ranks]
+        for each in ranks:
+            if each.rank not in self._records:
+                self._records[each.rank] = each
+                self.renamed[each.rank] = full_names(each)
+                files = [StepFile(path, contents) for path, contents in record.files(each.rank)]
+                self.leaves.add(each, files, self.renamed[each.rank])
+
+    # ---- tensors
+
+    def tensor(self, name: str) -> StepTensor | None:
+        """One tensor of the step, None where no rank has it."""
+        return self._tensors([name])[0]
+
+    def find(self, wanted: Sequence[Wanted]) -> list[Parts]:
+        """The pieces that make up each of these boxes, of tensors that are there. MismatchError where they
+        do not."""
+        open_, tried = list(range(len(wanted))), set[int]()
+        found: list[Parts] = [()] * len(wanted)
+        while open_:
+            left = []
+            for index in open_:
+                name, region = wanted[index]
+                parts = self._known(name).parts_of(region, self._rank)
+                if parts is None:
+                    left.append(index)
+                else:
+                    found[index] = parts
+            if left and self.is_complete:
+                name, region = wanted[left[0]]
+                raise self._known(name).holes(region)
+            self._read_more((self._guesses(wanted[index]) for index in left), tried)
+            open_ = left
+        return found
+
+    def tensors(self, names: Sequence[str]) -> list[StepTensor | None]:
+        """The same of several, which reads less often."""
+        return self._tensors(names)
+
+    def _known(self, name: str) -> StepTensor:
+        tensor = self.leaves.get(name)
+        assert tensor is not None, name
+        return tensor
+
+    def _tensors(self, names: Sequence[str]) -> list[StepTensor | None]:
+        tried = set[int]()
+        while not self.is_complete and any(self.leaves.get(name) is None for name in names):
+            self._read_more([self._stages()], tried)
+        return [self.leaves.get(name) for name in names]
+
+    def _read_more(self, guesses: Iterable[Iterable[int]], tried: set[int]) -> None:
+        """Read the first of each of the guesses that is not known; where there is none, a few of all."""
+        new: set[int] = set()
+        for each in guesses:
+            rank = next((rank for rank in each if rank not in self._records), None)
+            if rank is not None:
+                new.add(rank)
+        if not new:
+            order = (rank for rank in _spread(self.record.world) if rank not in self._records)
+            new.update(rank for rank, _ in zip(order, range(_AT_ONCE), strict=False))
+        tried |= new
+        self.read(new)
+
+    def _stages(self) -> Iterator[int]:
+        """Ranks that may have a tensor of which no known rank has anything."""
+        world = self.record.world
+        yield self._rank * world // self._world
+        yield from _spread(world)
+
+    def _guesses(self, wanted: Wanted) -> Iterator[int]:
+        """Ranks that may have what is missing of a box, going by how boxes go with ranks among those known:
+        as on a mesh, by equal steps from one box to the next."""
+        name, region = wanted
+        tensor, world = self._known(name), self.record.world
+        yield from tensor.writers(region)
+        held = [(rank, box) for rank, box in tensor.boxes() if box.num_elements]
+        missing = tensor.missing(region)
+        if missing is None or not held:
+            return
+        sizes = tuple(max(column) for column in zip(*(box.shape for _, box in held), strict=True))
+        places = {_place(box.start, sizes): rank for rank, box in reversed(held)}
+        goal = _place(missing, sizes)
+        steps = _steps(places, len(sizes))
+        for place, rank in sorted(places.items(), key=lambda item: _distance(item[0], goal)):
+            guess, unknown = rank, 0
+            for dimension, (here, there) in enumerate(zip(place, goal, strict=True)):
+                if here != there and steps[dimension] is None:
+                    unknown += there - here
+                elif here != there:
+                    guess += (there - here) * (steps[dimension] or 0)
+            stride = 1
+            while stride < _MOST_STRIDE and stride < world:
+                if 0 <= guess + unknown * stride < world:
+                    yield guess + unknown * stride
+                stride *= 2
+                if not unknown:
+                    break
+
+
+def _place(start: Index, sizes: Index) -> Index:
+    """Which box it is, in each dimension, where all have these sizes."""
+    return tuple(at // size for at, size in zip(start, sizes, strict=True))
+
+
+def _distance(one: Index, other: Index) -> int:
+    return sum(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+def _steps(places: dict[Index, int], dimensions: int) -> list[int | None]:
+    """By how much the rank grows from one box to the next in each dimension; None where none are known."""
+    found: list[int | None] = [None] * dimensions
+    for place, rank in places.items():
+        for dimension in range(dimensions):
+            beside = (*place[:dimension], place[dimension] + 1, *place[dimension + 1 :])
+            if found[dimension] is None and beside in places:
+                found[dimension] = places[beside] - rank
+    return found
+
+
+def _spread(count: int) -> Iterator[int]:
+    """All numbers below `count`, each step halving the distance between those that were given."""
+    stride = 1 << max(count - 1, 1).bit_length()
+    yield 0
+    while stride > 1:
+        stride //= 2
+        yield from range(stride, count, 2 * stride)

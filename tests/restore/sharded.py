@@ -1,0 +1,204 @@
+"""Committed steps of several ranks, made here: tensors cut into boxes, in files with small chunks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from flashckpt import _native
+from flashckpt.commit import attempts
+from flashckpt.commit.steps import StepRecord, commit, publish_part, read_step
+from flashckpt.format.layout import Box, Layout, Leaf
+from flashckpt.format.names import AttemptName, shard_name, step_attempt_folder
+from flashckpt.format.records import Contents, Part, RankRecord, ShardRecord
+from flashckpt.format.replicas import Replicas, ranks_of
+from flashckpt.restore.step_leaves import Region
+from flashckpt.store.base import Store
+from tests.commit.runs import HOLDER, write_shard
+
+CHUNK_BYTES = 4096
+
+
+@dataclass
+class Held:
+    """What one rank has of a tensor. `writer`: of a declared replica, the rank whose file has it."""
+
+    name: str
+    whole: np.ndarray
+    region: Region
+    aliases: tuple[str, ...] = ()
+    writer: int | None = None
+
+    @property
+    def data(self) -> bytes:
+        return taken(self.whole, self.region)
+
+
+def taken(whole: np.ndarray, region: Region) -> bytes:
+    """The bytes of a box of a tensor, row-major."""
+    index = tuple(slice(at, at + size) for at, size in zip(region.start, region.shape, strict=True))
+    return np.ascontiguousarray(whole[index]).tobytes()
+
+
+def leaf_of(held: Held) -> Leaf:
+    whole = held.region.shape == held.whole.shape
+    return Leaf(
+        name=held.name,
+        dtype=str(held.whole.dtype),
+        shape=held.region.shape,
+        aliases=held.aliases,
+        box=None if whole else Box(shape=held.whole.shape, start=held.region.start),
+    )
+
+
+def digest(data: bytes) -> int:
+    return _native.digest(_native.address_of(data or b"\0"), len(data))
+
+
+def contents_of(file: str, held: Sequence[Held], chunk_bytes: int = CHUNK_BYTES) -> tuple[bytes, Contents]:
+    """A file of these, and its record."""
+    by_name = {each.name: each for each in held}
+    layout = Layout.of(map(leaf_of, held))
+    pieces = [by_name[leaf.name].data for leaf in layout.leaves]
+    image = layout.header + b"".join(pieces)
+    chunks = [image[i : i + chunk_bytes] for i in range(0, len(image), chunk_bytes)]
+    shard = ShardRecord(
+        file=file,
+        num_bytes=len(image),
+        data_start=layout.data_start,
+        chunk_bytes=chunk_bytes,
+        checksums=b"".join(map(_native.xxh3_128, chunks)),
+    )
+    return image, Contents(shard=shard, leaves=layout.leaves, digests=tuple(map(digest, pieces)))
+
+
+def begun(store: Store, world: int) -> AttemptName:
+    name = attempts.claim(store, HOLDER)
+    attempts.start(store, name, None, 0, world)
+    return name
+
+
+def committed(
+    store: Store,
+    ranks: Sequence[Sequence[Held]],
+    *,
+    values: Sequence[Mapping[str, Any]] | None = None,
+    ranks_a_part: int = 2,
+    step: int = 7,
+) -> StepRecord:
+    """A step of as many ranks as there are lists, each of which has what is in its list."""
+    world = len(ranks)
+    attempt = begun(store, world)
+    folder = step_attempt_folder(step, attempt)
+    records = []
+    for rank, held in enumerate(ranks):
+        stored = [each for each in held if each.writer in (None, rank)]
+        image, contents = contents_of(shard_name(rank, "5f2c0a1b"), stored)
+        write_shard(store, f"{folder}/{contents.shard.file}", image, contents.layout())
+        records.append(
+            RankRecord(
+                rank=rank,
+                shard=contents.shard,
+                leaves=contents.leaves,
+                digests=contents.digests,
+                values=values[rank] if values is not None else {},
+                replicas=tables_of(rank, ranks),
+            )
+        )
+    for keeper in range(0, world, ranks_a_part):
+        own = tuple(records[keeper : keeper + ranks_a_part])
+        part = Part(step=step, attempt=attempt, boundary=step, world=world, keeper=keeper, ranks=own)
+        assert publish_part(store, part)
+    assert commit(store, step, attempt, world)
+    return read_step(store, step, attempt)
+
+
+def tables_of(rank: int, ranks: Sequence[Sequence[Held]]) -> tuple[Replicas, ...]:
+    """What a rank holds like others by declaration."""
+    held: dict[tuple[str, Region], list[int]] = {}
+    for number, each in enumerate(ranks):
+        for one in each:
+            if one.writer is not None:
+                held.setdefault((one.name, one.region), []).append(number)
+    tables: dict[tuple[int, ...], list[Held]] = {}
+    for one in ranks[rank]:
+        if one.writer is not None:
+            tables.setdefault(tuple(held[one.name, one.region]), []).append(one)
+    return tuple(table_of(members, shared) for members, shared in tables.items())
+
+
+def table_of(members: Sequence[int], shared: Sequence[Held]) -> Replicas:
+    by_name = {each.name: each for each in shared}
+    leaves = [replace(leaf, offset=-1) for leaf in Layout.of(map(leaf_of, shared)).leaves]
+    return Replicas(
+        ranks=ranks_of(members),
+        leaves=tuple(leaves),
+        digests=tuple(digest(by_name[leaf.name].data) for leaf in leaves),
+        writers=tuple(by_name[leaf.name].writer for leaf in leaves),
+    )
+
+
+@dataclass
+class Counted:
+    """A store that notes what is read of shards: path, first byte, bytes."""
+
+    store: Store
+    read: list[tuple[str, int, int]] = field(default_factory=list)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+    def read_bytes(self, path: str, offset: int, num_bytes: int) -> bytes:
+        self.read.append((path, offset, num_bytes))
+        return self.store.read_bytes(path, offset, num_bytes)
+
+
+def flip(store: Store, path: str, offset: int) -> None:
+    """Change one bit of a file."""
+    file = os.open(os.path.join(store.url, path), os.O_RDWR)
+    try:
+        [byte] = os.pread(file, 1, offset)
+        os.pwrite(file, bytes([byte ^ 16]), offset)
+    finally:
+        os.close(file)
+
+
+# Cutting tensors up
+
+
+DTYPES = ["float64", "float32", "float16", "int16", "uint8", "bool", "complex128"]
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> np.ndarray:
+    """Of up to four dimensions, some of which are of no size."""
+    shape = draw(st.lists(st.integers(0, 9), max_size=4))
+    if draw(st.booleans()) and shape:
+        shape[draw(st.integers(0, len(shape) - 1))] *= 40
+    dtype = draw(st.sampled_from(DTYPES))
+    seed = np.random.default_rng(draw(st.integers(0, 1 << 30)))
+    raw = seed.integers(0, 256, (*shape, np.dtype(dtype).itemsize), "uint8")
+    return (raw[..., 0] & 1).astype("bool") if dtype == "bool" else raw.view(dtype)[..., 0].copy()
+
+
+def partitions(shape: tuple[int, ...], count: int) -> st.SearchStrategy[list[Region]]:
+    """Boxes, some of which may be empty, that together are a tensor of this shape."""
+
+    @st.composite
+    def cut(draw: st.DrawFn) -> list[Region]:
+        boxes = [Region((0,) * len(shape), shape)]
+        while len(boxes) < count and shape:
+            box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+            d = draw(st.integers(0, len(shape) - 1))
+            at = draw(st.integers(0, box.shape[d]))
+            low = Region(box.start, (*box.shape[:d], at, *box.shape[d + 1 :]))
+            start = (*box.start[:d], box.start[d] + at, *box.start[d + 1 :])
+            boxes += [low, Region(start, (*box.shape[:d], box.shape[d] - at, *box.shape[d + 1 :]))]
+        return boxes
+
+    return cut()

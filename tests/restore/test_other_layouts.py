@@ -1,0 +1,343 @@
+"""Boxes of tensors, put together from the pieces that another set of ranks has written."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashckpt.commit.steps import StepRecord
+from flashckpt.errors import DamagedError, MismatchError
+from flashckpt.format.layout import Box, Layout, Leaf
+from flashckpt.restore.box_copies import copy_of, cut
+from flashckpt.restore.box_gathering import gather
+from flashckpt.restore.step_leaves import Region, overlapping
+from flashckpt.restore.step_ranks import StepRanks
+from flashckpt.restore.whole_tensors import WholeTensors
+from flashckpt.runs import load
+from flashckpt.store.base import Store
+from flashckpt.store.local import LocalStore
+from tests.commit.runs import new_run
+from tests.restore.sharded import CHUNK_BYTES, Counted, Held, committed, flip, partitions, taken, tensors
+
+WHOLE = np.arange(6 * 4000, dtype="float32").reshape(6, 4000)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return new_run(tmp_path / "run")
+
+
+def rows(first: int, behind: int, whole: np.ndarray = WHOLE) -> Region:
+    return Region((first, *(0 for _ in whole.shape[1:])), (behind - first, *whole.shape[1:]))
+
+
+def wanted_leaf(name: str, dtype: str, shape: tuple[int, ...], region: Region) -> Leaf:
+    box = None if region.shape == shape else Box(shape=shape, start=region.start)
+    return Leaf(name=name, dtype=dtype, shape=region.shape, box=box)
+
+
+def read(
+    record: StepRecord, wanted: dict[str, Region], store: Store | None = None, rank: int = 0, world: int = 1
+) -> dict[str, bytes]:
+    """The bytes of these boxes, by name, as a rank of another layout reads them."""
+    ranks = StepRanks(record, rank, world)
+    leaves = []
+    for name, region in wanted.items():
+        tensor = ranks.tensor(name)
+        assert tensor is not None
+        leaves.append(wanted_leaf(name, tensor.dtype, tensor.shape, region))
+    layout = Layout.of(leaves)
+    parts = ranks.find([(leaf.name, wanted[leaf.name]) for leaf in layout.leaves])
+    image = memoryview(bytearray(layout.num_bytes))
+    gather(store or record.store, layout, parts, image, threads=2)
+    assert bytes(image[: layout.data_start]) == layout.header
+    starts = {leaf.name: layout.data_start + leaf.offset for leaf in layout.leaves}
+    sizes = {leaf.name: leaf.num_bytes for leaf in layout.leaves}
+    return {name: bytes(image[starts[name] : starts[name] + sizes[name]]) for name in wanted}
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_tensors_cut_in_any_way_are_read_in_any_other(data: st.DataObject) -> None:
+    world, now = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
+    named = {f"t{i}": whole for i, whole in enumerate(data.draw(st.lists(tensors(), min_size=1, max_size=4)))}
+    ranks: list[list[Held]] = [[] for _ in range(world)]
+    wanted: list[dict[str, Region]] = [{} for _ in range(now)]
+    for name, whole in named.items():
+        boxes = data.draw(partitions(whole.shape, world))
+        order = data.draw(st.permutations(range(world)))
+        for place, rank in enumerate(order):
+            # Ranks beyond the boxes have nothing of it, or a replica.
+            if place < len(boxes) or data.draw(st.booleans()):
+                ranks[rank].append(Held(name, whole, boxes[place % len(boxes)]))
+        for rank, region in zip(range(now), data.draw(partitions(whole.shape, now)), strict=False):
+            wanted[rank][name] = region
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        record = committed(new_run(f"{folder}/run"), ranks)
+        for rank, mine in enumerate(wanted):
+            found = read(record, mine, rank=rank, world=now)
+            for name, region in mine.items():
+                assert found[name] == taken(named[name], region), (name, region)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_any_box_is_copied_out_of_any_other(data: st.DataObject) -> None:
+    """Arithmetic alone: boxes of the same size beside each other too, as a partition seldom has them."""
+    shape = data.draw(st.lists(st.integers(1, 6), max_size=4).map(tuple))
+    sizes = [st.integers(1, size) for size in shape]
+    held_shape, wanted_shape = data.draw(st.tuples(*sizes)), data.draw(st.tuples(*sizes))
+    wanted_shape = data.draw(st.sampled_from([held_shape, wanted_shape]))
+
+    def box(of: tuple[int, ...]) -> Region:
+        starts = [st.integers(0, size - n) for size, n in zip(shape, of, strict=True)]
+        return Region(data.draw(st.tuples(*starts)), of)
+
+    held, wanted = box(held_shape), box(wanted_shape)
+    common = held.common(wanted)
+    if common is None:
+        return
+    whole = np.arange(int(np.prod(shape)), dtype="int16").reshape(shape)
+    leaf = Leaf(name="w", dtype="int16", shape=held.shape)
+    begin, file = 16, b"\xff" * 16 + taken(whole, held)
+    into = bytearray(b"\xee" * (8 + 2 * wanted.num_elements))
+    copy = copy_of(leaf, begin, held, wanted, 8, common)
+    block = data.draw(st.sampled_from([8, 16, 64]))
+    for number, part in cut(copy, block, gap_bytes=4):
+        assert number * block <= part.source < part.stop <= (number + 1) * block
+        assert part.is_dense(4)
+        start = number * block
+        part.execute(memoryview(file[start : start + block]), start, memoryview(into))
+    expected = np.full(wanted.shape, -4370, "int16")  # 0xeeee
+    index = [
+        slice(at - start, at - start + n)
+        for at, start, n in zip(common.start, wanted.start, common.shape, strict=True)
+    ]
+    expected[tuple(index)] = np.frombuffer(taken(whole, common), "int16").reshape(common.shape)
+    assert bytes(into[8:]) == expected.tobytes()
+
+
+def test_only_the_chunks_that_hold_a_box_are_read_and_each_once(store: LocalStore) -> None:
+    record = committed(store, [[Held("w", WHOLE, rows(2 * r, 2 * r + 2))] for r in range(3)])
+    counted = Counted(store)
+    # Two rows of 16,000 bytes, of which one is on each of two ranks.
+    assert read(record, {"w": rows(3, 5)}, counted)["w"] == WHOLE[3:5].tobytes()  # type: ignore[arg-type]
+    for rank, row in ((1, 1), (2, 0)):
+        path = record.shard_path(rank)
+        begin = record.rank(rank).shard.data_start + row * 16000
+        chunks = {at // CHUNK_BYTES for at in range(begin, begin + 16000)}
+        mine = [(offset, size) for file, offset, size in counted.read if file == path]
+        touched = [offset // CHUNK_BYTES + i for offset, size in mine for i in range(-(-size // CHUNK_BYTES))]
+        assert sorted(touched) == sorted(chunks)
+    assert {path for path, _, _ in counted.read} == {record.shard_path(1), record.shard_path(2)}
+
+
+def test_columns_leave_out_the_chunks_between_them(store: LocalStore) -> None:
+    wide = np.arange(5 * 4096, dtype="uint16").reshape(5, 4096)
+    record = committed(store, [[Held("w", wide, rows(0, 5, wide))]])
+    counted = Counted(store)
+    column = Region((0, 100), (5, 3))
+    assert read(record, {"w": column}, counted)["w"] == taken(wide, column)  # type: ignore[arg-type]
+    assert [size for _, _, size in counted.read] == [CHUNK_BYTES] * 5
+
+
+def test_a_flipped_bit_is_found_where_its_chunk_is_needed_and_there_alone(store: LocalStore) -> None:
+    record = committed(store, [[Held("w", WHOLE, rows(3 * r, 3 * r + 3))] for r in range(2)])
+    path, shard = record.shard_path(1), record.rank(1).shard
+    begin = shard.data_start + 16000
+    needed = range(begin // CHUNK_BYTES, -(-(begin + 16000) // CHUNK_BYTES))
+    for chunk in range(-(-shard.num_bytes // CHUNK_BYTES)):
+        flip(store, path, chunk * CHUNK_BYTES + 5)
+        if chunk in needed:
+            with pytest.raises(DamagedError, match=f"chunk {chunk} "):
+                read(record, {"w": rows(4, 5)})
+        else:
+            assert read(record, {"w": rows(4, 5)})["w"] == WHOLE[4:5].tobytes()
+        flip(store, path, chunk * CHUNK_BYTES + 5)
+
+
+def test_a_file_that_is_missing_or_cut_short_is_said(store: LocalStore) -> None:
+    record = committed(store, [[Held("w", WHOLE, rows(3 * r, 3 * r + 3))] for r in range(2)])
+    path = Path(store.url) / record.shard_path(1)
+    data = path.read_bytes()
+    path.write_bytes(data[:-1])
+    with pytest.raises(DamagedError, match="bytes, where"):
+        read(record, {"w": rows(0, 6)})
+    path.unlink()
+    with pytest.raises(DamagedError, match="missing"):
+        read(record, {"w": rows(0, 6)})
+    assert read(record, {"w": rows(0, 3)})["w"] == WHOLE[:3].tobytes()
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_a_piece_that_is_taken_whole_has_its_digest(data: st.DataObject) -> None:
+    """The checksums are right, and what was captured was something else."""
+    whole = data.draw(tensors().filter(lambda each: each.size > 0))
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        region = Region((0,) * whole.ndim, whole.shape)
+        before = Held("a", np.zeros(data.draw(st.integers(0, 5000)), "complex128"), Region((0,), (0,)))
+        before.region = Region((0,), before.whole.shape)
+        record = committed(new_run(f"{folder}/run"), [[before, Held("w", whole, region)]])
+        assert read(record, {"w": region})["w"] == whole.tobytes()
+        rank = record.rank(0)
+        leaves = [leaf.name for leaf in rank.leaves]
+        digests = list(rank.digests)
+        digests[leaves.index("w")] ^= 1
+        object.__setattr__(rank, "digests", tuple(digests))
+        with pytest.raises(DamagedError, match="w is not what was captured"):
+            read(record, {"w": region})
+
+
+def cannot(record: StepRecord, region: Region, *words: str) -> None:
+    with pytest.raises(MismatchError) as raised:
+        read(record, {"w": region})
+    for word in words:
+        assert word in str(raised.value)
+
+
+def test_holes_are_refused_where_they_are_wanted(store: LocalStore) -> None:
+    held = [[Held("w", WHOLE, rows(0, 2))], [Held("w", WHOLE, rows(3, 6))]]
+    record = committed(store, held)
+    cannot(record, rows(1, 4), "w cannot", "[0:2, 0:4000] on rank 0", "on rank 1", "4000 of 12000")
+    assert read(record, {"w": rows(3, 6)})["w"] == WHOLE[3:].tobytes()
+    tensor = StepRanks(record, 0, 1).tensor("w")
+    assert tensor is not None
+    with pytest.raises(MismatchError, match="4000 of 24000"):
+        tensor.check_covered()
+
+
+def test_boxes_that_overlap_are_refused(store: LocalStore) -> None:
+    record = committed(store, [[Held("w", WHOLE, rows(0, 4))], [Held("w", WHOLE, rows(3, 6))]])
+    cannot(record, rows(0, 6), "rank 0", "rank 1", "overlap")
+
+
+def test_replicas_that_differ_are_refused(store: LocalStore) -> None:
+    other = WHOLE.copy()
+    other[0, 0] = -1
+    ranks = [[Held("w", whole, rows(a, a + 3))] for a in (0, 3) for whole in (WHOLE, other)]
+    cannot(committed(store, ranks), rows(0, 1), "ranks 0 and 1 have other bytes", "diverged")
+
+
+def test_replicas_are_read_from_the_own_number_else_from_the_first(store: LocalStore) -> None:
+    ranks = [[Held("w", WHOLE, rows(0, 6))] for _ in range(3)]
+    record = committed(store, ranks)
+    for rank, from_rank in ((0, 0), (2, 2), (3, 0)):
+        counted = Counted(store)
+        found = read(record, {"w": rows(0, 6)}, counted, rank=rank, world=4)  # type: ignore[arg-type]
+        assert found["w"] == WHOLE.tobytes()
+        assert {path for path, _, _ in counted.read} == {record.shard_path(from_rank)}
+
+
+def test_a_replica_that_another_rank_wrote_is_found_in_its_file(store: LocalStore) -> None:
+    """Two groups that hold the same halves, each half written once; and a tensor that all hold."""
+    small, whole = np.arange(5.0), Region((0,), (5,))
+    ranks = [
+        [
+            Held("w", WHOLE, rows(3 * half, 3 * half + 3), writer=2 if half else 0),
+            Held("b", small, whole, writer=3),
+        ]
+        for half in (0, 1)
+        for _ in range(2)
+    ]
+    record = committed(store, ranks)
+    assert [leaf.name for leaf in record.rank(1).leaves] == []
+    for rank in range(4):
+        found = read(record, {"w": rows(0, 6), "b": whole}, rank=rank, world=3)
+        assert found == {"w": WHOLE.tobytes(), "b": small.tobytes()}
+    assert {leaf.name for leaf in WholeTensors(record, 1).leaves} == {"w", "b"}
+    assert load(store.url)["w"].numpy().tobytes() == WHOLE.tobytes()
+
+
+def test_other_shapes_or_dtypes_on_other_ranks_are_refused(store: LocalStore) -> None:
+    half = WHOLE.astype("float16")
+    ranks = [[Held("w", WHOLE, rows(0, 3))], [Held("w", half, rows(3, 6))]]
+    cannot(committed(store, ranks), rows(0, 1), "float32", "float16 (6, 4000) on rank 1")
+
+
+def test_whole_tensors_with_other_bytes_are_each_ranks_own(store: LocalStore) -> None:
+    record = committed(store, [[Held("b", np.full(3, rank), Region((0,), (3,)))] for rank in range(2)])
+    tensor = StepRanks(record, 1, 4).tensor("b")
+    assert tensor is not None
+    assert tensor.is_by_rank
+    assert tensor.ranks == [0, 1]
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_overlaps_are_found_whatever_the_boxes(data: st.DataObject) -> None:
+    dimensions = data.draw(st.integers(0, 3))
+    sizes = st.tuples(*[st.integers(1, 4)] * dimensions)
+    starts = st.tuples(*[st.integers(0, 6)] * dimensions)
+    regions = data.draw(st.lists(st.builds(Region, starts, sizes), max_size=8, unique=True))
+    pairs = [
+        {one, other}
+        for i, one in enumerate(regions)
+        for other in regions[:i]
+        if one.common(other) is not None
+    ]
+    found = overlapping(regions)
+    assert (set(found) in pairs) if found else not pairs
+
+
+# Whole tensors, for a machine that has no ranks
+
+
+def optimizer_values(full: list[str]) -> dict[str, object]:
+    entries = {
+        "one": {"kind": "module"},
+        "two": {"kind": "module"},
+        "optimizer": {"kind": "optimizer", "params": [full]},
+    }
+    return {"state": {"entries": entries}}
+
+
+def test_load_gives_whole_tensors_of_a_step_of_several_ranks(store: LocalStore) -> None:
+    own = [np.full(3, rank, "int64") for rank in range(3)]
+    record = committed(
+        store,
+        [
+            [
+                Held("model.w", WHOLE, rows(2 * rank, 2 * rank + 2)),
+                Held("model.b", own[rank], Region((0,), (3,))),
+                Held("model.same", np.ones(2), Region((0,), (2,)), aliases=("model.tied",)),
+            ]
+            for rank in range(3)
+        ],
+    )
+    found = load(store.url)
+    assert found.keys() == {"model.w", "model.b", "model.same", "model.tied"}
+    assert found["model.w"].numpy().tobytes() == WHOLE.tobytes()
+    assert tuple(found["model.w"].shape) == WHOLE.shape
+    assert found["model.b"].tolist() == [0, 0, 0]
+    assert found["model.same"] is found["model.tied"]
+    flip(store, record.shard_path(2), record.rank(2).shard.num_bytes - 1)
+    with pytest.raises(DamagedError):
+        load(store.url)
+
+
+def test_names_that_mean_other_parameters_on_other_ranks_are_written_in_full(store: LocalStore) -> None:
+    """Two stages of a pipeline: each rank's only module owns all parameters of its optimizer."""
+    state, whole = "optimizer.state.w.exp_avg", Region((0,), (3,))
+    ranks = [[Held(state, np.full(3, rank), whole)] for rank in range(2)]
+    values = [optimizer_values([f"{name}.w"]) for name in ("one", "two")]
+    record = committed(store, ranks, values=values)
+    tensors = WholeTensors(record)
+    names = [leaf.name for leaf in tensors.leaves]
+    assert names == ["optimizer.state.one.w.exp_avg", "optimizer.state.two.w.exp_avg"]
+    assert [bytes(tensors.leaf(leaf, 1)) for leaf in tensors.leaves] == [
+        np.full(3, rank).tobytes() for rank in range(2)
+    ]
+
+
+def test_names_that_mean_the_same_on_all_ranks_stay_short(store: LocalStore) -> None:
+    ranks = [[Held("optimizer.state.w.exp_avg", WHOLE, rows(3 * r, 3 * r + 3))] for r in range(2)]
+    record = committed(store, ranks, values=[optimizer_values(["one.w"])] * 2)
+    [leaf] = WholeTensors(record).leaves
+    assert leaf.name == "optimizer.state.w.exp_avg"
+    assert bytes(WholeTensors(record).leaf(leaf, 1)) == WHOLE.tobytes()
