@@ -1,0 +1,130 @@
+"""What a node's leader does for its ranks: says what their rows hold, acts on what rank 0 has announced.
+
+Owns the promises of its ranks: their words are in shared memory, so that no rank has to be asked. Owns no
+connection and no thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flashckpt.ranks.board import Board, Row
+from flashckpt.ranks.messages import (
+    MOST_OPEN,
+    MOST_SAVES,
+    NONE,
+    Announcement,
+    Answer,
+    Call,
+    NodeMessage,
+    Save,
+    StopState,
+)
+
+
+class Leader:
+    """Of the node that the board is of."""
+
+    def __init__(self, board: Board) -> None:
+        self._board, self._number = board, 0
+        self._answered = (0, Answer.NONE)
+        self._limit = NONE
+
+    @property
+    def is_hurried(self) -> bool:
+        """Whether a stop is asked for or proposed, and not decided."""
+        stop = self._board.announced.stop
+        if stop is None or stop.state is StopState.VOID:
+            return any(row.stop_asked for row in self._board.rows)
+        return stop.state is StopState.PROPOSED
+
+    # ---- what was announced
+
+    def hear(self, announced: Announcement) -> None:
+        """Act on it. One that is late, or comes twice, changes nothing."""
+        if not self._board.announce(announced) or announced.stop is None:
+            return
+        stop = announced.stop
+        if stop.number > self._answered[0]:
+            self._lift()  # a newer one says that the one before is void
+        if stop.state is StopState.PROPOSED and stop.number > self._answered[0]:
+            promised = [row.is_ended or row.promise(stop.ordinal) for row in self._board.rows]
+            self._answered = stop.number, Answer.PROMISED if all(promised) else Answer.REFUSED
+            self._limit = stop.ordinal
+        elif stop.state is StopState.VOID:
+            self._lift()
+        elif stop.state is StopState.CONFIRMED:
+            self._board.confirm(stop.ordinal)
+
+    def _lift(self) -> None:
+        for row in self._board.rows if self._limit != NONE else ():
+            row.lift(self._limit)
+        self._limit = NONE
+
+    # ---- what is said
+
+    def say(self) -> NodeMessage:
+        """What the rows hold now. Of each rank `judged` is read before what it has sealed, and `entered`
+        before its calls of save(): what is said of a boundary then holds all that its rank has told of
+        it."""
+        rows, self._number = self._board.rows, self._number + 1
+        judged = min(row.judged for row in rows)
+        sealed = [{*row.sealed} - {0} for row in rows]
+        entered = [row.progress.entered for row in rows]
+        saves = [row.saves for row in rows]
+        saves_since = max(row.saves_since for row in rows)
+        named, left_out = _saves(rows, entered, saves)
+        slots, plain, cost, landing = zip(*(row.measures for row in rows), strict=True)
+        return NodeMessage(
+            number=self._number,
+            heard=min(row.heard for row in rows),
+            entered_low=min(entered),
+            entered_high=max(entered),
+            judged=judged,
+            sealed=tuple(sorted(set.intersection(*sealed))[-MOST_OPEN:]),
+            missed=_missed(rows, sealed, judged),
+            slots=min(slots),
+            offset=rows[0].offset,
+            plain_ns=min((each for each in plain if each), default=0),
+            cost_ns=max(cost),
+            landing_ns=max(landing),
+            stop_asked=next(((row.stop_asked, row.rank) for row in rows if row.stop_asked), (0, NONE)),
+            promise=self._answered,
+            saves=named,
+            saves_since=max(saves_since, left_out + 1),
+            withdrawn=max(((row.withdrawn, row.rank) for row in rows if row.withdrawn), default=(0, NONE)),
+            persisted=rows[0].newest_persisted,
+            failed=rows[0].newest_failed,
+            is_ended=all(row.is_ended for row in rows),
+        )
+
+
+def _missed(rows: Sequence[Row], sealed: Sequence[set[int]], judged: int) -> tuple[int, int]:
+    """The newest boundary that some ranks have sealed and one has missed, and that one."""
+    for ordinal in sorted(set().union(*sealed), reverse=True):
+        without = next((row.rank for row, of in zip(rows, sealed, strict=True) if ordinal not in of), None)
+        if ordinal <= judged and without is not None:
+            return ordinal, without
+    return 0, NONE
+
+
+def _saves(
+    rows: Sequence[Row], entered: Sequence[int], saves: Sequence[dict[int, Call]]
+) -> tuple[tuple[Save, ...], int]:
+    """The newest boundaries for which a rank has called save(), and the newest of those that are left out. A
+    rank that has entered one without a call certainly did not."""
+    found, called = [], sorted(set().union(*saves))
+    for ordinal in called[-MOST_SAVES:]:
+        calls = {of[ordinal] for of in saves if ordinal in of}
+        caller = next(row.rank for row, of in zip(rows, saves, strict=True) if ordinal in of)
+        absent = next(
+            (
+                row.rank
+                for row, of, at in zip(rows, saves, entered, strict=True)
+                if ordinal not in of and at >= ordinal
+            ),
+            NONE,
+        )
+        call = calls.pop() if len(calls) == 1 else Call.MIXED
+        found.append(Save(ordinal, call, caller, absent, all(ordinal in of for of in saves)))
+    return tuple(found), max(called[:-MOST_SAVES], default=-1)

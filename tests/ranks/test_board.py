@@ -1,0 +1,120 @@
+"""The words that the ranks of a node share: nobody passes what was promised for him, nothing is half read."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+
+from flashckpt.ranks.board import Board, Row
+from flashckpt.ranks.leader import Leader
+from flashckpt.ranks.messages import NONE, Announcement, Call, Save
+from flashckpt.ranks.snapshots import judged_until
+
+RACES = 20_000
+
+
+def board_of(*ranks: int) -> Board:
+    board = Board(bytearray(Board.num_bytes(len(ranks))), ranks)
+    board.format()
+    return board
+
+
+def broken_promises(row: Row, races: int) -> int:
+    """One thread passes boundaries, the other promises for it, a few ahead, that it does not pass one. How
+    often it did."""
+    done, chance, broken = threading.Event(), random.Random(1), 0
+
+    def train() -> None:
+        ordinal = 0
+        while not done.is_set():
+            ordinal += row.enter(ordinal + 1, 0)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    for _ in range(races):
+        limit = row.progress.entered + chance.randint(1, 3)
+        if row.promise(limit):
+            broken += any([row.progress.entered > limit for _ in range(3)])
+            row.lift(limit)
+    done.set()
+    thread.join()
+    return broken
+
+
+def test_no_promise_is_broken_in_20000_races() -> None:
+    [row] = board_of(0).rows
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        assert broken_promises(row, RACES) == 0
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_an_announcement_is_never_half_read() -> None:
+    memory = bytearray(Board.num_bytes(1))
+    writer, reader = Board(memory, (0,)), Board(memory, (0,))
+    writer.format()
+    done = threading.Event()
+    found: list[tuple[int, int, tuple[int, ...]]] = []
+
+    def read() -> None:
+        while not done.is_set():
+            read = reader.announced
+            found.append((read.number, read.decided, read.complete))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    told = []
+    for number in range(1, 2000):
+        complete = tuple(range(2 * number, 2 * number + number % 16 + 1))
+        told.append(writer.announce(Announcement(number=number, decided=2 * number + 20, complete=complete)))
+    done.set()
+    thread.join()
+    assert sum(told) > 1000
+    numbers = [number for number, _, _ in found]
+    assert numbers == sorted(numbers)
+    for number, decided, complete in found:
+        assert number == 0 or (decided, complete) == (
+            2 * number + 20, tuple(range(2 * number, 2 * number + number % 16 + 1))
+        )  # fmt: skip
+
+
+def test_calls_of_save_are_known_or_known_not_to_be() -> None:
+    """Of the newest boundaries all calls are known; from where on, is said: no call that is not remembered is
+    taken for none."""
+    board = board_of(0, 1)
+    for ordinal in range(1, 8):
+        board.rows[0].call_save(ordinal, Call.INSIDE)
+    board.rows[1].call_save(7, Call.OUTSIDE)
+    board.rows[1].enter(6, 6)
+    said = Leader(board).say()
+    assert said.saves_since == 4
+    assert said.saves == (
+        Save(4, Call.INSIDE, 0, 1, False),
+        Save(5, Call.INSIDE, 0, 1, False),
+        Save(6, Call.INSIDE, 0, 1, False),
+        Save(7, Call.MIXED, 0, NONE, True),
+    )
+
+
+def test_what_is_sealed_keeps_its_place_while_others_come_and_go() -> None:
+    """Who reads beside the writer misses none."""
+    [row] = board_of(0).rows
+    row.publish(5, {3, 5})
+    place = row.sealed.index(3)
+    row.publish(9, {3, 8, 9})
+    assert row.sealed[place] == 3
+    assert {*row.sealed} == {0, 3, 8, 9}
+    assert row.judged == 9
+    row.publish(8, set())
+    assert row.judged == 9, "it only moves on"
+
+
+def test_a_boundary_whose_snapshot_is_on_its_way_is_not_judged() -> None:
+    assert judged_until(7, 5, is_writing=False) == 7
+    assert judged_until(7, 5, is_writing=True) == 4
+    assert judged_until(7, 7, is_writing=True) == 6
+    # One is being begun at a boundary that is still open: the one before it has ended.
+    assert judged_until(7, 8, is_writing=True) == 7
