@@ -1,0 +1,123 @@
+"""The snapshots of one rank, as rank 0 has to know of them, and what was decided of them, as the slots have
+to.
+
+One round of the rank's background thread: which boundaries were sealed and which were missed is read off the
+slots' control pages and published; what was announced is written to the pages. Touches no snapshot's bytes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from flashckpt.capture.schedule import Budget
+from flashckpt.errors import DamagedError
+from flashckpt.memory.slot import Sealed, Slot, SlotState
+from flashckpt.ranks.board import Board, Row
+from flashckpt.ranks.messages import Announcement
+
+
+@dataclass
+class Held:
+    """What stands in a rank's slots: snapshots of this attempt by boundary; whether one is being written."""
+
+    sealed: dict[int, Sealed] = field(default_factory=dict)
+    is_writing: bool = False
+
+    @classmethod
+    def of(cls, slots: Iterable[Slot], attempt_number: int) -> Held:
+        found = cls()
+        for slot in slots:
+            try:
+                state, sealed = slot.state().state, slot.sealed()
+            except DamagedError:
+                continue
+            if state is SlotState.WRITING:
+                found.is_writing = True
+            elif sealed is not None and sealed.record.attempt_number == attempt_number:
+                found.sealed[sealed.boundary] = sealed
+        return found
+
+
+def judged_until(settled: int, begun: int, *, is_writing: bool) -> int:
+    """The newest boundary up to which every one was sealed or missed. settled, begun: the rank's words,
+    read in this order and before the slots. One snapshot is on its way at most, and it is the one begun
+    last."""
+    return begun - 1 if is_writing and begun <= settled else settled
+
+
+class Snapshots:
+    """Of the rank that the row is of. `complete` is (number of the attempt, boundary) of the newest that all
+    ranks have, as the pages of new slots have to say it; `void` are those of its snapshots, in the same form,
+    that not all have, so that they may be overwritten."""
+
+    def __init__(
+        self,
+        board: Board,
+        row: Row,
+        attempt_number: int,
+        budget: Budget,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._board, self._row, self._attempt, self._budget = board, row, attempt_number, budget
+        self._clock = clock
+        self._asked: dict[int, Sealed] = {}
+        self._begun, self._begun_s, self._landing_s = 0, 0.0, 0.0
+        self.complete = (attempt_number, 0)
+        self.void: frozenset[tuple[int, int]] = frozenset()
+
+    def look(self, slots: Sequence[Slot], writable: int) -> None:
+        """One round. slots: all that the rank has; writable: how many of them captures may be written to."""
+        settled, begun = self._row.settled, self._row.begun
+        held = Held.of(slots, self._attempt)
+        announced = self._board.announced
+        self._time(begun, held)
+        self._apply(announced, slots, held)
+        budget = self._budget
+        self._row.measure(writable, budget.plain_s or 0.0, budget.cost_s or 0.0, self._landing_s)
+        judged = judged_until(settled, begun, is_writing=held.is_writing)
+        self._row.publish(judged, {each for each in held.sealed if each > announced.decided})
+        self._row.hear(announced.number)
+
+    def _apply(self, announced: Announcement, slots: Sequence[Slot], held: Held) -> None:
+        # Before the word that lets others be overwritten: what is to be persisted is not given away.
+        for ordinal in announced.persist:
+            self._ask(ordinal, held)
+        void = {each for each in held.sealed if announced.is_void(each)}
+        for ordinal in void:
+            sealed = held.sealed[ordinal]
+            sealed.slot.request_persist_after(sealed.generation, 0)
+        self.void = frozenset((self._attempt, each) for each in void)
+        self.complete = (self._attempt, announced.newest_complete)
+        for slot in slots:
+            if slot.complete != self.complete:
+                slot.set_complete(*self.complete)
+        self._follow_persists(slots)
+
+    def _ask(self, ordinal: int, held: Held) -> None:
+        sealed = held.sealed.get(ordinal)
+        if sealed is None:
+            return
+        if sealed.slot.asked != sealed.generation and not sealed.is_persisted:
+            sealed.slot.request_persist(sealed.generation)
+        self._asked[ordinal] = sealed
+
+    def _follow_persists(self, slots: Sequence[Slot]) -> None:
+        for ordinal, sealed in list(self._asked.items()):
+            if sealed.slot not in slots:
+                pass  # it was let go, and may be unmapped
+            elif sealed.is_persisted:
+                self._row.persisted(max(ordinal, self._row.newest_persisted))
+            elif sealed.slot.failed[0] == sealed.generation:
+                self._row.failed(max(ordinal, self._row.newest_failed))
+            else:
+                continue
+            del self._asked[ordinal]
+
+    def _time(self, begun: int, held: Held) -> None:
+        """How long the newest snapshot takes from its beginning to its seal, to the accuracy of a round."""
+        if begun != self._begun:
+            self._begun, self._begun_s = begun, self._clock()
+        elif held.is_writing:
+            self._landing_s = max(self._landing_s, self._clock() - self._begun_s)
