@@ -227,9 +227,9 @@ class Batches(Iterator[Any]):
             remaining = max(0, self._steps - progress.step)
         if self._epochs is not None or remaining is None:
             length = len(self._loader)  # type: ignore[arg-type]
-            taken = progress.batches_taken
-            epochs_left = self._epochs - progress.epoch if self._epochs is not None else 1
-            by_epochs = max(0, epochs_left * length - taken)
+            here = progress.epoch_length(self._loader) - progress.batches_taken
+            later = self._epochs - progress.epoch - 1 if self._epochs is not None else 0
+            by_epochs = max(0, here) + later * length if later >= 0 else 0
             remaining = by_epochs if remaining is None else min(remaining, by_epochs)
         return remaining
 

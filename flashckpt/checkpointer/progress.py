@@ -24,7 +24,7 @@ from torch import nn
 from flashckpt.capture.hooks import StepHooks
 from flashckpt.errors import BoundaryError, DamagedError
 from flashckpt.state.loader.base import Source
-from flashckpt.state.loader.sources import Sources
+from flashckpt.state.loader.sources import Sources, epoch_length
 from flashckpt.state.tree import Tree
 
 # Of a leaf: its dtype, its shape and the digest of its bytes, which say nothing of the first two.
@@ -98,6 +98,13 @@ class Progress:
         if self._open is not None:
             return self._open.batches_taken
         return int(self._sources.saved_position(self.phase)["batches_taken"]) if self._stands_in_phase else 0
+
+    def epoch_length(self, loader: Any) -> int:
+        """Batches of this epoch, with those taken of it. TypeError where the loader does not know."""
+        if self._open is not None:
+            return len(self._open)
+        saved = self._sources.saved_position(self.phase) if self._stands_in_phase else {}
+        return epoch_length(loader, saved)
 
     def open_phase(self, loader: object) -> Source | None:
         """The source of the next call of `.batches()` in this epoch; None if that phase had ended."""

@@ -224,6 +224,10 @@ class Generators:
         restore(states["global"])
         self.restore(states["own"])
 
+    def path_of(self, generator: object) -> str | None:
+        """Where one was found."""
+        return next((path for path, each in self._found.items() if each is generator), None)
+
     def strangers(self, states: Mapping[str, Any]) -> list[str]:
         """Paths that are only in the states or only here."""
         return sorted(self._found.keys() ^ states.keys())

@@ -13,7 +13,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -22,6 +22,7 @@ from flashckpt.errors import BoundaryError, DamagedError, MismatchError
 from flashckpt.events import log
 from flashckpt.format.typed import check_roundtrip, encode_json
 from flashckpt.state import rng
+from flashckpt.state.loader.share import LiveLoader, Moved, Share, says_global, share_of
 
 _EXPLAINED = {
     "dataloader": "a torch DataLoader",
@@ -36,7 +37,8 @@ class Position:
 
     kind: which kind of source saved it. epoch: None before the first. batches_taken: of this epoch.
     over: the epoch has no more batches. length: batches of an epoch, None where unknown.
-    made_of: batch size and the like, which must not change.
+    made_of: batch size and the like, which must not change; and, where they are known, how ranks divide the
+    samples ("share"), and that it was taken on another layout of ranks ("moved").
     start: random numbers at the epoch's start, None where nothing was drawn yet or nothing will be redrawn.
     now: random numbers at the boundary. parts: what this kind of source needs beside that.
     """
@@ -87,8 +89,18 @@ def _problem(saved: Mapping[str, Any], parts: frozenset[str]) -> str:
         return f"batches_taken is {saved['batches_taken']}"
     if saved["parts"].keys() != parts:
         return f"its parts are {sorted(map(str, saved['parts']))}"
+    try:
+        Share.read(saved["made_of"].get("share"))
+        Moved.read(saved["made_of"].get("moved"))
+    except ValueError as error:
+        return str(error)
     marks = (mark for mark in (saved["now"], saved["start"]) if mark is not None)
     return "" if all(mark.keys() == {"global", "own"} for mark in marks) else "random numbers are missing"
+
+
+def is_at_end(position: Position) -> bool:
+    """Whether no batch followed, as far as the loader knew its length."""
+    return position.over or (position.length is not None and position.batches_taken >= position.length)
 
 
 class Source:
@@ -102,6 +114,7 @@ class Source:
 
     kind = ""
     parts: frozenset[str] = frozenset()  # the names of what `_parts` gives
+    divides = False  # can go on with any order of samples
 
     def __init__(self, loader: Any, generators: rng.Generators) -> None:
         self._loader = loader
@@ -116,6 +129,7 @@ class Source:
         self._due: dict[str, Any] | None = None
         self._length = length_of(loader)
         self._made_of = made_of(loader)
+        self._share = share_of(loader, generators)
         self._tell_epoch = True
         self.was_over = self._can_be_saved = False
 
@@ -154,12 +168,11 @@ class Source:
             self._leave()
             return self._enter(epoch)
         position = Position.read(resume, self.kind, self.parts)
-        self._check(position)
         self.close()
         if carry or position.epoch != epoch:
             return self._carry(position, epoch, leave)
-        self.was_over = position.over
         self._take_up(position, carried=False)
+        self.was_over = self._over
         self.generators.restore_all(position.now)
         self._due = position.now
         return None
@@ -204,7 +217,9 @@ class Source:
             "batches_taken": self.batches_taken,
             "over": over,
             "length": self._length,
-            "made_of": self._made_of,
+            "made_of": self._made_of
+            if self._share is None
+            else {**self._made_of, "share": self._share.value()},
             "start": None if over else self._start,
             "parts": parts,
             "now": self.generators.capture_all() if self._due is None else self._due,
@@ -230,13 +245,17 @@ class Source:
         self._length, self._made_of = length_of(self._loader), made_of(self._loader)
         if self._tell_epoch:
             set_epoch(self._loader, epoch)
+        self._share = share_of(self._loader, self.generators)
 
     def _carry(self, position: Position, epoch: int, leave: frozenset[str]) -> None:
         # Other loops may have run since the position was taken: the global numbers are theirs.
         around, own = rng.capture(), self.generators.capture()
         try:
-            self._take_up(position, carried=True)
-            self._leave()
+            if self._here(position).keeps(position):
+                self._take_up(position, carried=True)
+                self._leave()
+            else:
+                self._leave_out(position)
         finally:
             rng.restore(around)
         carried = {path: own[path] if path in leave else state for path, state in position.now["own"].items()}
@@ -248,15 +267,63 @@ class Source:
         if position.epoch is not None:
             self._enter(position.epoch)
         self.batches_taken, self._over = position.batches_taken, position.over
+        is_open = position.start is not None and not position.over
+        then, here = Share.read(position.made_of.get("share")), self._here(position)
+        if is_open and not carried:
+            self._share, anew = here.goes_on(position)
+            if anew:
+                return self._divide_anew(position)
+        elif then is not None and self._share is not None and then.batches and then.divides_as(self._share):
+            self._share = then
+        if self._share is not None and self._share.batches:
+            self._length = self._share.all_batches
+        elif position.over and self._length is not None and not here.keeps(position):
+            self._length = position.batches_taken  # other ranks have ended the epoch
+        self._check(position)
+        if not (is_open or carried or here.keeps(position)):
+            return self._leave_out(position)
         self._load(position, carried=carried)
-        if position.start is not None and not position.over and (self._keeps_workers() or not carried):
+        if is_open and (self._keeps_workers() or not carried):
             self._start = position.start
             self._reopen(position)
+        return None
+
+    def _divide_anew(self, position: Position) -> None:
+        """Go on with this rank's share of what others have left of the epoch: a loader that begins now, with
+        the random numbers of now."""
+        share, taken = self._share, position.batches_taken
+        assert share is not None
+        assert share.order is not None
+        assert position.start is not None
+        order = share.order.settled(position.start, base_seed=not position.parts["seeded_before"])
+        share = self._share = replace(share, order=order)
+        self._length = taken if is_at_end(position) else share.all_batches
+        log.info(
+            "epoch %s goes on: %d of its %d samples were given before, and what is left is divided among %d "
+            "data-parallel ranks, %d batches each.",
+            position.epoch, share.samples, order.length, share.ranks, self._length - taken,
+        )  # fmt: skip
+        self._over = self._length <= taken
+        if not self._over:
+            self._start = position.now
+            self._reopen(replace(position, start=position.now))
+
+    def _here(self, position: Position) -> LiveLoader:
+        name, share = type(self._loader).__name__, self._share
+        return LiveLoader(name, share, self.divides, self._is_global(position))
+
+    def _is_global(self, position: Position) -> bool:
+        return says_global(self._loader)
+
+    def _leave_out(self, position: Position) -> None:
+        """What a position keeps is another rank's: the epoch to come begins without it."""
 
     def _check(self, position: Position) -> None:
         then, now = position.made_of, self._made_of
         changed = [f"{n} is {now[n]} and was {then[n]}" for n in then if n in now and then[n] != now[n]]
-        if position.length != self._length and None not in (position.length, self._length):
+        # Of an epoch that ranks have divided anew, the length is its own.
+        as_ever = _batches_before(Share.read(then.get("share"))) == _batches_before(self._share)
+        if as_ever and position.length != self._length and None not in (position.length, self._length):
             changed.insert(0, f"it has {self._length} batches an epoch and had {position.length}")
         if changed:
             log.warning(
@@ -294,6 +361,10 @@ class Source:
     def _parts(self) -> tuple[bool, dict[str, Any]]:
         """Whether it is certain that no batch follows, and what this kind of source needs in a position."""
         return self._over, {}
+
+
+def _batches_before(share: Share | None) -> int:
+    return 0 if share is None else share.batches
 
 
 def mark_of(value: object) -> str:
@@ -350,6 +421,10 @@ class ReplayedSource(Source):
             vars(own)["_iterator"] = None
         super().__init__(own, rng.Generators({"loader": loader}))
         self._clock = clock
+
+    def _is_global(self, position: Position) -> bool:
+        is_same = type(self._loader) in _AT_HAND and position.length == self._length
+        return is_same or super()._is_global(position)
 
     def _iterate(self) -> tuple[Iterator[Any], bool]:
         """An iterator, and whether batches were drawn from it before."""

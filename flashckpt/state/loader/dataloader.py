@@ -17,16 +17,18 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.data import BatchSampler
 
 from flashckpt.events import log
 from flashckpt.state import rng
 from flashckpt.state.loader.base import Position, Source, samplers_of
+from flashckpt.state.loader.share import Rest
 
 
 class DataLoaderSource(Source):
     """A map-style DataLoader. `kind` of its positions is "dataloader"."""
 
-    kind = "dataloader"
+    kind, divides = "dataloader", True
     parts = frozenset({"workers", "states", "seeder", "seeded_before"})
 
     def __init__(self, loader: Any) -> None:
@@ -62,6 +64,7 @@ class DataLoaderSource(Source):
         self._seeded_before = self._seeder is not None
         if self._private is None:
             self._prepare(skip=0)
+        self._indices.sampler = self._sampler()
         return self._made()
 
     def _made(self) -> Iterator[Any]:
@@ -71,7 +74,22 @@ class DataLoaderSource(Source):
         return iterator
 
     def _unpack(self, item: Any) -> Any:
-        return self._rounds.take(self.batches_taken, item)
+        return self._rounds.take(self._in_iterator(self.batches_taken), item)
+
+    def _in_iterator(self, batches: int) -> int:
+        """The same number counted from the first batch of the epoch's iterator, which begins where ranks have
+        divided the rest of an epoch anew."""
+        return batches - (self._share.batches if self._share is not None else 0)
+
+    def _sampler(self) -> Any:
+        """What gives the indices of the epoch: the user's, or of an epoch that was divided anew the rest."""
+        share, batches = self._share, self._loader.batch_sampler
+        if share is None or not share.batches:
+            return self._loader.sampler if batches is None else batches
+        if batches is None:
+            return Rest(share)
+        assert share.batch_size is not None
+        return BatchSampler(Rest(share), share.batch_size, share.whole)
 
     def _prepare(self, *, skip: int) -> None:
         """Make the private copy whose iterator begins after `skip` batches of the epoch."""
@@ -79,7 +97,7 @@ class DataLoaderSource(Source):
         # DataLoader guards some of these names; its own methods read them from here.
         own = vars(private)
         name = "sampler" if self._loader.batch_sampler is None else "batch_sampler"
-        self._indices = Indices(own[name], skip=skip, hollow_first=self._seeder is not None)
+        self._indices = Indices(self._sampler(), skip=skip, hollow_first=self._seeder is not None)
         own[name], own["_iterator"] = self._indices, None
         if self._workers:
             own["collate_fn"] = Reporting(self._loader.collate_fn)
@@ -99,20 +117,22 @@ class DataLoaderSource(Source):
 
     def _reopen(self, position: Position) -> None:
         assert position.start is not None
-        open_round = position.batches_taken % self._workers if self._has_states(position) else 0
+        total = position.batches_taken
+        in_iterator = self._in_iterator(total)
+        open_round = in_iterator % self._workers if self._has_states(position) else 0
         self.generators.restore_all(position.start)
-        self._prepare(skip=position.batches_taken - open_round)
+        self._prepare(skip=in_iterator - open_round)
         self._settled = None
         self._indices.after_draw = self._note_settled
         self._iterator = self._made()
         if not self._workers:
             self._indices.prime()
         try:
-            for self.batches_taken in range(position.batches_taken - open_round, position.batches_taken):
+            for self.batches_taken in range(total - open_round, total):
                 self._unpack(next(self._iterator))
         except StopIteration:
             self._over = True
-        self.batches_taken = position.batches_taken
+        self.batches_taken = total
         self._indices.after_draw = None
         self._report_drift(position.now)
 
@@ -210,12 +230,13 @@ class Indices:
     draw random numbers in that call: so each call is passed on at once, but the `skip` first batches are
     drawn and dropped only at the first `next()`, after the workers' base seed was drawn.
 
-    skip: batches still to be dropped. closed: give out no more. hollow_first: the first `iter()` is one that
-    an uninterrupted run would not make; it does not reach the user's sampler.
+    sampler: the user's, or one in its place. skip: batches still to be dropped. closed: give out no more.
+    hollow_first: the first `iter()` is one that an uninterrupted run would not make; it does not reach the
+    user's sampler.
     """
 
     def __init__(self, sampler: Iterable[Any], *, skip: int = 0, hollow_first: bool = False) -> None:
-        self._sampler = sampler
+        self.sampler = sampler
         self.skip = skip
         self.closed = False
         self.drawn = 0
@@ -229,13 +250,13 @@ class Indices:
         self._calls += 1
         if self._hollow_first and self._calls == 1:
             return iter(())
-        self._inner, self.drawn = iter(self._sampler), 0
+        self._inner, self.drawn = iter(self.sampler), 0
         if self._calls == 1 and self.after_first_iter is not None:
             self.after_first_iter()
         return self._draws(self._inner)
 
     def __len__(self) -> int:
-        return len(self._sampler)  # type: ignore[arg-type]
+        return len(self.sampler)  # type: ignore[arg-type]
 
     def prime(self) -> None:
         """Draw now what is to be skipped (without workers nothing is drawn ahead)."""

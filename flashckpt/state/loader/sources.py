@@ -7,7 +7,7 @@ for long. Positions are kept by source: two phases over one loader have one posi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from flashckpt.errors import BoundaryError, OptionError
 from flashckpt.events import log
 from flashckpt.state.loader.base import ReplayedSource, Source, mark_of, reference_to
 from flashckpt.state.loader.dataloader import DataLoaderSource
+from flashckpt.state.loader.share import Share, share_of
 from flashckpt.state.loader.stateful import DatasetState, StatefulSource
 
 _IDLE_PHASES = 8
@@ -257,6 +258,20 @@ def _begin(source: Source, kept: _Kept, epoch: int, *, in_place: bool, tell_epoc
     source.begin(epoch, tell_epoch=tell_epoch)
     own = position.get("now", {}).get("own", {})
     return source.generators.restore({path: state for path, state in own.items() if path not in leave})
+
+
+def epoch_length(loader: Any, position: Mapping[str, Any]) -> int:
+    """Batches that the epoch of a saved position has with this loader, those before the position included:
+    not as many as other epochs have where ranks divide the rest anew. TypeError where it does not know."""
+    length = len(loader)
+    made_of = position.get("made_of", {})
+    then, now = Share.read(made_of.get("share")), share_of(loader)
+    if then is None or now is None or (then.ranks == now.ranks == 1 and not then.batches):
+        return length
+    if not (then.can_be_divided and now.can_be_divided):
+        return length
+    taken, before = position["batches_taken"], position["length"]
+    return taken if before is not None and taken >= before else now.go_on(then, taken).all_batches
 
 
 # Which kind of source serves a loader

@@ -181,6 +181,14 @@ class StatefulSource(Source):
         self._put(state, asked_for=self._left)
         self._loaded = "left" if self._left else "end"
 
+    def _leave_out(self, position: Position) -> None:
+        if taken(position.parts["state"]).value is not None:
+            log.warning(
+                "Not exact: the state of %s in the checkpoint is that of another rank, and is left out: the "
+                "epoch to come begins as one of a loader that is new.",
+                type(self._loader).__name__,
+            )
+
     def _put(self, state: Encoded, *, asked_for: bool) -> None:
         """Load a state. asked_for: what follows it in its epoch is asked for, and not taken."""
         has_data_set = self._makes_ahead or isinstance(self._loader, DatasetState)

@@ -187,6 +187,10 @@ LOADERS: dict[str, Make] = {
     "3 workers, shuffled": lambda loads: loader(Items(loads), 3, shuffle=True),
     "2 persistent": lambda loads: loader(Items(loads, 18), 2, shuffle=True, persistent_workers=True),
     "2 persistent by its own": lambda loads: _shuffled_own(loads, 2, persistent_workers=True),
+    "2 persistent, distributed": lambda loads: loader(
+        Items(loads, 23), 2, batch_size=3, persistent_workers=True, generator=owned(9), drop_last=True,
+        sampler=DistributedSampler(range(23), num_replicas=2, rank=1, seed=5, drop_last=True),
+    ),
     "2 persistent, eager": lambda loads: loader(
         Items(loads), 2, sampler=Eager(), persistent_workers=True, worker_init_fn=reseed
     ),

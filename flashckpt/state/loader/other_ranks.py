@@ -1,0 +1,144 @@
+"""What ranks have saved of their loaders and random numbers, for a rank of another layout to go on from.
+
+A rank that takes up a run on another number of ranks, or on another mesh, has no values of its own. It gets
+those of one old rank, after they were compared with the others': where the epoch stands is the same on all of
+them. How its loader divides the rest is seen when the loop begins, by its sampler (share.py).
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import random
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+
+from flashckpt.errors import DamagedError, MismatchError
+from flashckpt.format.typed import encode_json
+from flashckpt.state import rng
+from flashckpt.state.loader.share import Moved
+
+_SAME = ("step", "epoch", "phase", "open", "iterated")
+
+
+def merged_progress(
+    values: Mapping[int, Mapping[str, Any]], rank: int, world: int, old_world: int
+) -> dict[str, Any]:
+    """What `rank` takes up as its progress, in a new layout of `world` ranks, or another one of as many.
+
+    values: `progress` by old rank, of `old_world`: that of the same number, where there is one, and any
+    others; more are compared. Raises MismatchError where ranks stand at different places, DamagedError where
+    one cannot be read.
+    """
+    try:
+        return _merged_progress(values, rank, world, old_world)
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
+        raise DamagedError(
+            f"The progress that the ranks have saved cannot be read ({error!r}). Nothing was loaded. Resume "
+            "from an older step."
+        ) from error
+
+
+def merged_rng(values: Mapping[int, Mapping[str, Any]], rank: int) -> dict[str, Any]:
+    """The global random numbers that `rank` of a new layout takes up: those of the old rank of its number. A
+    rank that is new has what all old ones have in common, and where they differ, numbers of its own, derived
+    from an old rank's and its own number."""
+    own = dict(values[_model(values, rank)])
+    if rank in values:
+        return own
+    return {
+        name: state
+        if all(each.get(name) == state for each in values.values())
+        else _derived(name, state, rank)
+        for name, state in own.items()
+    }
+
+
+def _model(values: Mapping[int, Any], rank: int) -> int:
+    """The old rank whose values a new rank takes up: that of its number, or another, each for as many."""
+    return rank if rank in values else sorted(values)[rank % len(values)]
+
+
+def _merged_progress(
+    values: Mapping[int, Mapping[str, Any]], rank: int, world: int, old_world: int
+) -> dict[str, Any]:
+    model = _model(values, rank)
+    merged: dict[str, Any] = copy.deepcopy(dict(values[model]))
+    for other, value in values.items():
+        _check_same(model, merged, other, value, _SAME)
+    for entry in merged["sources"]:
+        position = entry["position"]
+        entries = {other: _same_source(value, entry) for other, value in values.items()}
+        found = {other: each["position"] for other, each in entries.items() if each is not None}
+        if merged["open"] and merged["phase"] in entry["phases"]:
+            _check_open(model, position, found)
+        if rank not in values:
+            position["now"]["global"] = merged_rng(
+                {r: each["now"]["global"] for r, each in found.items()}, rank
+            )
+        made_of = position["made_of"]
+        # Of one that was moved before, and not taken up since, the first move counts.
+        before = Moved(**made_of["moved"]) if "moved" in made_of else Moved(old_world, world, True)
+        alike = before.alike and all(_is_alike(position, each) for each in found.values())
+        made_of["moved"] = asdict(Moved(before.ranks, world, alike))
+        share = made_of.get("share")
+        if not alike and share is not None and not share["batches"]:
+            share["order"] = None  # each rank had an order of its own
+    return merged
+
+
+def _same_source(value: Mapping[str, Any], entry: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Another rank's entry of a loader: the one of the same phases."""
+    return next((each for each in value["sources"] if each["phases"] == entry["phases"]), None)
+
+
+def _check_open(model: int, position: Mapping[str, Any], found: Mapping[int, Mapping[str, Any]]) -> None:
+    share = position["made_of"].get("share")
+    for other, its in found.items():
+        _check_same(model, position, other, its, ("epoch", "batches_taken"))
+        its_share = its["made_of"].get("share")
+        if share is not None and its_share is not None:
+            _check_same(model, share, other, its_share, tuple(share.keys() - {"rank"}))
+
+
+def _check_same(
+    model: int, mine: Mapping[str, Any], other: int, its: Mapping[str, Any], names: tuple[str, ...]
+) -> None:
+    for name in names:
+        if mine[name] != its[name]:
+            raise MismatchError(
+                f"The ranks of the checkpoint do not stand at one place: {name} is {mine[name]} on rank "
+                f"{model} and {its[name]} on rank {other}. No other number of ranks can go on from there; "
+                "nothing was loaded. Resume on the ranks of before, or from another step.",
+                differences=((name, f"rank {model}: {mine[name]}", f"rank {other}: {its[name]}"),),
+            )
+
+
+def _is_alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two ranks' loaders gave the same order (of one that is drawn), or keep the same state."""
+    if "state" in one["parts"]:
+        return encode_json(one["parts"]["state"]) == encode_json(other["parts"].get("state"))
+    share = one["made_of"].get("share")
+    drawn = share is not None and share["order"] is not None and share["order"]["how"] == "drawn"
+    if not drawn or one["start"] is None or other["start"] is None:
+        return True
+    mine, its = ((p["start"]["global"]["torch"], p["start"]["own"]) for p in (one, other))
+    return mine == its
+
+
+def _derived(name: str, state: Any, rank: int) -> Any:
+    """A global generator's state as `rng.capture` has it, seeded by another one's and a rank's number."""
+    marks = hashlib.blake2b(encode_json([name, state, rank]), digest_size=8).digest()
+    seed = int.from_bytes(marks, "little")
+    if name == "python":
+        return rng.capture_one(random.Random(seed))
+    if name == "numpy":
+        return rng.capture_one(np.random.RandomState(seed % 2**32))
+    if name == "torch":
+        return rng.capture_one(torch.Generator().manual_seed(seed))
+    # Of a device: seed and offset, 8 bytes each; any other form is left as it is.
+    return [marks + bytes(8) if len(each) == 16 else each for each in state]

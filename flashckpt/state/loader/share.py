@@ -1,0 +1,382 @@
+"""Which samples of an epoch a loader gives, where ranks divide them among themselves, and how other ranks go
+on with what is left of it.
+
+Data-parallel rank and size are those of the sampler: ranks that share the data (tensor or pipeline parallel)
+have one of the same numbers. torch's samplers give rank r of W the entries r, r + W, … of one order: after k
+batches of B samples on each rank, the first k·B·W of it were given. What is left of it can be divided among
+any number of ranks: no sample is given twice or missed, but for the end's padding or dropping, as torch's.
+
+Owns that arithmetic. Draws nothing but from copies of generators.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Sampler, SequentialSampler
+
+from flashckpt.errors import MismatchError
+from flashckpt.events import log
+from flashckpt.state import rng
+
+if TYPE_CHECKING:
+    from flashckpt.state.loader.base import Position
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order of an epoch's samples, the same on all ranks.
+
+    how: "sequential"; "seeded" (a permutation by `seed`: an int, or a generator's state); or "drawn" (a
+    RandomSampler's, from the random numbers at the epoch's start: `sampler` and `loader` are the paths of the
+    generators that those two own, None for the global one). length: its samples.
+    """
+
+    how: str
+    length: int
+    seed: int | bytes | None = None
+    sampler: str | None = None
+    loader: str | None = None
+
+    def indices(self) -> Sequence[int]:
+        """All of it. Not of one that is "drawn" (see `settled`)."""
+        if self.how == "sequential":
+            return range(self.length)
+        assert self.seed is not None, self.how
+        generator = torch.Generator()
+        if isinstance(self.seed, bytes):
+            rng.restore_one(generator, self.seed)
+        else:
+            generator.manual_seed(self.seed)
+        drawn: list[int] = torch.randperm(self.length, generator=generator, device="cpu").tolist()
+        return drawn
+
+    def settled(self, start: Mapping[str, Any], *, base_seed: bool) -> Order:
+        """The same order by its seed, whatever becomes of the generators. start: the random numbers at the
+        epoch's start. base_seed: the loader drew that of its workers first, as it does but for workers that
+        live on. Raises DamagedError where a generator's state is none."""
+        if self.how != "drawn":
+            return self
+        generators: dict[str | None, torch.Generator] = {}
+        for path in (None, self.loader, self.sampler):
+            generators[path] = torch.Generator()
+            state = start["global"].get("torch") if path is None else start["own"].get(path)
+            rng.restore_one(generators[path], state)
+
+        def drawn(path: str | None) -> int:
+            return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generators[path]))
+
+        if base_seed:
+            drawn(self.loader)
+        seed = drawn(None) if self.sampler is None else rng.capture_one(generators[self.sampler])
+        return Order("seeded", self.length, seed)
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of an epoch that this rank gives.
+
+    ranks, rank: the data-parallel size and rank, 1 and 0 where nothing divides the samples. batch_size: None
+    where batches are made by code that is not known. even: what cannot be divided evenly is left out
+    (`drop_last` of the sampler), not padded. whole: a batch that is not full is left out (`drop_last` of the
+    loader). order: None where it is not known. samples, batches: of the epoch, given by all ranks together,
+    and by each of them, before they divided the rest as they do now.
+    """
+
+    ranks: int
+    rank: int
+    batch_size: int | None = None
+    even: bool = False
+    whole: bool = False
+    order: Order | None = None
+    samples: int = 0
+    batches: int = 0
+
+    def value(self) -> dict[str, Any]:
+        """Plain values, for `read`."""
+        return asdict(self)
+
+    @classmethod
+    def read(cls, saved: Any) -> Share | None:
+        """What `value` gave, or None for None. Raises ValueError for anything else."""
+        if saved is None:
+            return None
+        try:
+            order = None if saved["order"] is None else Order(**saved["order"])
+            share = cls(**{**saved, "order": order})
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"its share cannot be read: {error}") from error
+        if not share._is_sound():
+            raise ValueError(f"its share cannot be: {share}")
+        return share
+
+    def _is_sound(self) -> bool:
+        order, counts = self.order, (self.ranks, self.rank, self.samples, self.batches)
+        if not all(type(count) is int and count >= 0 for count in counts) or self.rank >= self.ranks:
+            return False
+        if self.batch_size is not None and (type(self.batch_size) is not int or self.batch_size < 1):
+            return False
+        if order is None:
+            return self.samples == 0 == self.batches
+        by_seed = type(order.seed) in (int, bytes)
+        good = order.how == "sequential" or (order.how == "seeded" and by_seed) or order.how == "drawn"
+        paths_good = all(path is None or type(path) is str for path in (order.sampler, order.loader))
+        return good and paths_good and type(order.length) is int and order.length >= 0
+
+    @property
+    def can_be_divided(self) -> bool:
+        """Whether it is known which samples were given after so many batches."""
+        return self.order is not None and self.batch_size is not None
+
+    def divides_as(self, other: Share) -> bool:
+        """Whether both give the same entries of an order, in the same batches."""
+        mine, its = ((s.ranks, s.rank, s.batch_size, s.even) for s in (self, other))
+        return mine == its
+
+    def given(self, batches_taken: int) -> int:
+        """Samples of the epoch that all ranks have given once each has given so many batches."""
+        assert self.order is not None
+        assert self.batch_size is not None
+        given = self.samples + (batches_taken - self.batches) * self.batch_size * self.ranks
+        return min(given, self.order.length)
+
+    def go_on(self, then: Share, batches_taken: int) -> Share:
+        """This rank's share of what `then` had left after so many batches."""
+        return replace(self, order=then.order, samples=then.given(batches_taken), batches=batches_taken)
+
+    @property
+    def own_samples(self) -> int:
+        """Samples that this rank gives of what was left when the ranks divided it: as many as each other."""
+        assert self.order is not None
+        left = max(0, self.order.length - self.samples)
+        return left // self.ranks if self.even else math.ceil(left / self.ranks)
+
+    @property
+    def all_batches(self) -> int:
+        """Batches of the epoch on this rank, those before the division included."""
+        assert self.batch_size is not None
+        own, size = self.own_samples, self.batch_size
+        return self.batches + (own // size if self.whole else math.ceil(own / size))
+
+
+class Rest(Sampler[int]):
+    """What was left of an epoch's order when ranks divided it, for one of them: every `ranks`-th entry. Each
+    rank gives as many. Where that takes more samples than there are, those that the order begins with are
+    given once more, as by DistributedSampler."""
+
+    def __init__(self, share: Share) -> None:
+        self._share = share
+
+    def __iter__(self) -> Iterator[int]:
+        share, count = self._share, len(self)
+        assert share.order is not None
+        indices, length = share.order.indices(), share.order.length
+        stop = min(length, share.samples + count * share.ranks)
+        own = list(indices[share.samples + share.rank : stop : share.ranks])
+        for number in range(len(own), count):
+            beyond = share.samples + share.rank + number * share.ranks - length
+            own.append(indices[beyond % length])
+        return iter(own)
+
+    def __len__(self) -> int:
+        return self._share.own_samples
+
+
+def share_of(loader: Any, generators: rng.Generators | None = None) -> Share | None:
+    """How a loader's samples are divided among ranks: as its sampler says, or whatever else of it names
+    `num_replicas` (or `world_size`) and `rank`; None where nothing does. generators: those of its parts."""
+    batches = getattr(loader, "batch_sampler", None)
+    batch_size = getattr(batches, "batch_size", None) if batches is not None else 1
+    if batches is None or _is_batch_sampler(batches):
+        sampler = getattr(loader if batches is None else batches, "sampler", None)
+        whole = bool(getattr(batches, "drop_last", False))
+        found = _share_of_sampler(sampler, loader, generators)
+        if found is not None:
+            return replace(found, batch_size=batch_size, whole=whole)
+    size = batch_size if type(batch_size) is int and batches is not None else None
+    dataset = getattr(loader, "dataset", None)
+    parts = (batches, getattr(batches, "sampler", None), getattr(loader, "sampler", None), dataset)
+    for part in (*parts, getattr(dataset, "_distributed", None), loader):
+        ranks, rank = _number(part, "num_replicas", "world_size"), _number(part, "rank")
+        if ranks is not None and rank is not None and 0 <= rank < ranks:
+            return Share(ranks, rank, batch_size=size)
+    return None
+
+
+def _is_batch_sampler(batches: object) -> bool:
+    known = (BatchSampler.__iter__, *_torchdata_s("BatchSampler"))
+    return isinstance(batches, BatchSampler) and type(batches).__iter__ in known
+
+
+def _torchdata_s(name: str) -> list[Any]:
+    """torchdata's own `__iter__` of a sampler that gives what torch's gives."""
+    import sys
+
+    module = sys.modules.get("torchdata.stateful_dataloader.sampler")
+    return [getattr(module, name).__iter__] if hasattr(module, name) else []
+
+
+def _share_of_sampler(sampler: object, loader: Any, generators: rng.Generators | None) -> Share | None:
+    """Of the samplers of torch whose order is known."""
+    if isinstance(sampler, DistributedSampler):
+        order: Order | None = None
+        if type(sampler).__iter__ is DistributedSampler.__iter__:
+            length = len(sampler.dataset)  # type: ignore[arg-type]
+            seed = sampler.seed + sampler.epoch
+            order = Order("seeded", length, seed) if sampler.shuffle else Order("sequential", length)
+        return Share(sampler.num_replicas, sampler.rank, even=sampler.drop_last, order=order)
+    if type(sampler) is SequentialSampler:
+        return Share(1, 0, order=Order("sequential", len(sampler.data_source)))
+    if type(sampler) is not RandomSampler:
+        return None
+    if sampler.replacement or sampler.num_samples != len(sampler.data_source):
+        return Share(1, 0)
+    paths = [_path_of(generators, each) for each in (sampler.generator, getattr(loader, "generator", None))]
+    known = None not in paths
+    drawn = Order("drawn", len(sampler.data_source), None, *(path or None for path in paths))
+    return Share(1, 0, order=drawn if known else None)
+
+
+def _path_of(generators: rng.Generators | None, generator: object) -> str | None:
+    """ "" for none of its own; None for one whose state is not saved under a path."""
+    if generator is None:
+        return ""
+    return generators.path_of(generator) if generators is not None else None
+
+
+def _number(part: object, *names: str) -> int | None:
+    values = (getattr(part, name, None) for name in names)
+    return next((value for value in values if type(value) is int), None)
+
+
+# Going on with a position
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A position that was taken on another layout. ranks, world: how many ranks there were, and are. alike:
+    whether the old ranks' loaders gave the same, as far as it can be seen."""
+
+    ranks: int
+    world: int
+    alike: bool
+
+    @classmethod
+    def read(cls, saved: Any) -> Moved | None:
+        """None for None. Raises ValueError for anything but the attributes of one."""
+        if saved is None:
+            return None
+        try:
+            moved = cls(**saved)
+        except TypeError as error:
+            raise ValueError(f"it cannot be read from which ranks it is: {error}") from error
+        if type(moved.ranks) is not int or type(moved.world) is not int or type(moved.alike) is not bool:
+            raise ValueError(f"it cannot be from such ranks: {moved}")
+        return moved
+
+    @property
+    def is_resized(self) -> bool:
+        return self.ranks != self.world
+
+
+@dataclass(frozen=True)
+class LiveLoader:
+    """What a loader is, for a position to go on with.
+
+    name: its class. share: in an epoch of its own. divides: it can be given any order. is_global: the
+    position means the same on any rank, of any number of them.
+    """
+
+    name: str
+    share: Share | None
+    divides: bool
+    is_global: bool
+
+    def keeps(self, position: Position) -> bool:
+        """Whether what a position keeps beside the place in the epoch (the numbers inside workers, a loader's
+        own state) is that of the rank which has it now."""
+        then, moved = _read(position)
+        if then is not None and self.share is not None:
+            return (then.ranks, then.rank) == (self.share.ranks, self.share.rank)
+        return moved is None or not moved.is_resized or self.is_global
+
+    def goes_on(self, position: Position) -> tuple[Share | None, bool]:
+        """How it goes on from a position in the middle of an epoch: its share, and whether that divides anew
+        what was left. Raises MismatchError where a sample would be given twice or left out."""
+        (then, moved), now = _read(position), self.share
+        resized = moved is not None and moved.is_resized
+        if then is not None and now is not None:
+            if then.divides_as(now) and (then.batches or then.order == now.order):
+                return self._as_before(replace(then, whole=now.whole), resized), False
+            if then.ranks == now.ranks == 1 and not then.batches:
+                return self._as_before(now, resized), False
+            if self.divides and _is_one_order(then, now):
+                return now.go_on(then, position.batches_taken), True
+            if (then.ranks, then.rank) == (now.ranks, now.rank) and not then.batches and not resized:
+                return now, False  # what differs is said, as ever
+        elif (then is None or not then.batches) and self._may_go_on(moved):
+            return now, False
+        raise self._refused(position, then, moved)
+
+    def _as_before(self, share: Share, resized: bool) -> Share:
+        if resized and share.ranks == 1:
+            log.warning(
+                "%s divides nothing among the ranks (it has no DistributedSampler): each goes over all of "
+                "its data, and a rank that is new goes on at the batch and in the order of an old one.",
+                self.name,
+            )
+        return share
+
+    def _may_go_on(self, moved: Moved | None) -> bool:
+        """Where it is not known which part of the data the ranks give."""
+        if moved is None or (self.is_global and moved.alike):
+            return True
+        if not moved.is_resized:
+            log.warning(
+                "Not exact if the data are divided otherwise than before: the checkpoint is of another "
+                "layout, and %s does not say which part of the data it gives (by num_replicas and rank).",
+                self.name,
+            )
+        return not moved.is_resized
+
+    def _refused(self, position: Position, then: Share | None, moved: Moved | None) -> MismatchError:
+        before = _shown(then, None if moved is None else moved.ranks)
+        here = _shown(self.share, None if moved is None else moved.world)
+        return MismatchError(
+            f"The checkpoint was taken after {position.batches_taken} batches of an epoch, with the data "
+            f"divided among {before}, and {self.name} divides them among {here}: what is left cannot be "
+            "divided anew, so samples would be given twice or left out. The model and all else were put "
+            "back; no batch was drawn. Go on with the ranks and the data of before, or from a step at an "
+            "epoch's end (flashckpt branch). A DataLoader with torch's DistributedSampler goes on on any "
+            "number of ranks; a loader whose position means the same on every rank says so by "
+            "position_is_global = True.",
+            differences=(("loader", before, here),),
+        )
+
+
+def _read(position: Position) -> tuple[Share | None, Moved | None]:
+    made_of = position.made_of
+    return Share.read(made_of.get("share")), Moved.read(made_of.get("moved"))
+
+
+def says_global(loader: object) -> bool:
+    """Whether the program says that a loader's position means the same on any rank."""
+    names = ("dataset", "sampler", "batch_sampler")
+    parts = (loader, *(getattr(loader, name, None) for name in names))
+    return any(getattr(part, "position_is_global", False) is True for part in parts)
+
+
+def _is_one_order(then: Share, now: Share) -> bool:
+    lengths = [s.order.length for s in (then, now) if s.order is not None and s.batch_size is not None]
+    return len(lengths) == 2 and lengths[0] == lengths[1]
+
+
+def _shown(share: Share | None, world: int | None) -> str:
+    if share is None:
+        return "ranks that it does not name" if world is None else f"{world} ranks in a way it does not name"
+    samples = f" ({share.order.length} samples)" if share.order is not None else ""
+    return f"{share.ranks} data-parallel rank{'s' if share.ranks > 1 else ''}{samples}"

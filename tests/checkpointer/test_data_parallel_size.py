@@ -1,0 +1,455 @@
+"""The data-parallel size changes in the middle of an epoch: no sample is given twice or missed, all ranks
+have as many batches, and what cannot be carried is refused by name."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
+
+from flashckpt.checkpointer.progress import Progress
+from flashckpt.errors import DamagedError, MismatchError
+from flashckpt.state import rng
+from flashckpt.state.loader.other_ranks import merged_progress, merged_rng
+from tests.checkpointer.data_parallel import Division, Ranks, Values, go_through, order_of
+
+divisions = st.builds(
+    Division, ranks=st.integers(1, 9), batch=st.integers(1, 5), even=st.booleans(), whole=st.booleans()
+)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    chain=st.lists(divisions, min_size=1, max_size=4),
+    cuts=st.lists(st.integers(0, 7), min_size=3, max_size=3),
+    samples=st.integers(1, 130),
+    epoch=st.integers(0, 2),
+    shuffle=st.booleans(),
+)
+def test_no_sample_is_given_twice_or_missed(
+    chain: list[Division], cuts: list[int], samples: int, epoch: int, shuffle: bool
+) -> None:
+    go_through(chain, cuts[: len(chain) - 1], samples, epoch=epoch, shuffle=shuffle)
+
+
+def test_eight_ranks_then_six_then_three() -> None:
+    seen = go_through([Division(8, 4), Division(6, 4), Division(3, 8)], [3, 2], 500, epoch=4)
+    assert seen[: 8 * 4 * 3 + 6 * 4 * 2] != sorted(seen)[:144]
+    assert set(seen[:144]) == set(order_of(500, 4)[:144])
+
+
+def test_each_rank_goes_on_as_the_division_says() -> None:
+    """Entry by entry: rank r of 3 gets every third sample of what 2 ranks have left."""
+    order = order_of(24, 0)
+    ranks = Ranks(lambda rank, _: Division(2, 2).loader(24, rank), 2)
+    assert ranks.take(2) == 2
+    rest = order[8:] + order[:2]  # padded, to 6 for each
+    ranks = Ranks(lambda rank, _: Division(3, 2).loader(24, rank), 3, values=ranks.saved())
+    assert ranks.lengths == [2 + 3] * 3
+    assert ranks.take(9) == 3
+    for rank, batches in enumerate(ranks.by_rank):
+        assert batches == [rest[rank::3][i : i + 2] for i in range(0, len(rest[rank::3]), 2)]
+
+
+def test_positions_and_the_epoch_after() -> None:
+    """Batches are counted on from where the old ranks stood, and the next epoch is one of the new ranks'."""
+    ranks = Ranks(lambda rank, _: Division(4, 3).loader(60, rank), 4)
+    ranks.take(2)
+    ranks = Ranks(lambda rank, _: Division(2, 3).loader(60, rank), 2, values=ranks.saved())
+    [source, _] = ranks.sources
+    assert source is not None
+    assert source.batches_taken == 2
+    assert ranks.take(99) == 6
+    assert source.batches_taken == len(source) == 8
+    for progress in ranks.progresses:
+        assert progress.step == 8
+        progress.close_phase()
+        progress.next_epoch()
+    ranks.seen.clear()
+    ranks.sources = [p.open_phase(each) for p, each in zip(ranks.progresses, ranks.loaders, strict=True)]
+    assert ranks.take(99) == 10
+    assert ranks.seen == [
+        *torch.tensor(order_of(60, 1)).reshape(10, 3, 2).transpose(1, 2).reshape(-1).tolist()
+    ]
+
+
+def test_a_restart_on_as_many_ranks_goes_on_in_the_divided_epoch() -> None:
+    """A second stop, within an epoch that was divided anew, on the same ranks: nothing is merged."""
+    ranks = Ranks(lambda rank, _: Division(5, 2).loader(83, rank), 5)
+    ranks.take(3)
+    values = ranks.saved()
+    whole = Ranks(lambda rank, _: Division(4, 3).loader(83, rank), 4, values=values)
+    whole.take(99)
+    cut = Ranks(lambda rank, _: Division(4, 3).loader(83, rank), 4, values=values)
+    cut.take(2)
+    saved = cut.saved()
+    for rank in range(4):
+        progress = Progress()
+        progress.manages_epochs = True
+        progress.restore(saved[rank])
+        source = progress.open_phase(Division(4, 3).loader(83, rank))
+        assert source is not None
+        got = list(map(torch.Tensor.tolist, iter_of(source)))
+        assert cut.by_rank[rank] + got == whole.by_rank[rank]
+        assert len(source) == whole.lengths[rank]
+
+
+def iter_of(source: Any) -> Iterator[Any]:
+    while True:
+        try:
+            yield source.next()
+        except StopIteration:
+            return
+
+
+def plain(samples: int, batch: int, *, shuffle: bool, seed: int | None = None, workers: int = 0) -> Any:
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    data: Any = range(samples)
+    return DataLoader(data, batch, shuffle=shuffle, generator=generator, num_workers=workers)
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("seed", [None, 11])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_one_process_without_a_distributed_sampler_and_back(
+    seed: int | None, shuffle: bool, own: bool
+) -> None:
+    """A plain loader's epoch goes on on three ranks, and that of the three in one process again."""
+
+    def make() -> Any:
+        return own_sampler(50, 4, shuffle, seed) if own else plain(50, 4, shuffle=shuffle, seed=seed)
+
+    torch.manual_seed(3)
+    alone = Ranks(lambda rank, ranks: make(), 1)
+    alone.take(2)
+    three = Ranks(lambda rank, _: Division(3, 2).loader(50, rank), 3, values=alone.saved())
+    three.take(3)
+    again = Ranks(lambda rank, ranks: plain(50, 5, shuffle=True), 1, values=three.saved())
+    again.take(99)
+    torch.manual_seed(3)
+    whole = [index for batch in make() for index in batch.tolist()]
+    assert alone.seen == whole[:8]
+    assert sorted(three.seen) == sorted(whole[8:26])
+    assert again.seen == whole[26:]
+
+
+def own_sampler(samples: int, batch: int, shuffle: bool, seed: int | None) -> Any:
+    """With a batch sampler and a generator that the sampler alone owns."""
+    data: Any = range(samples)
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    sampler: Any = RandomSampler(data, generator=generator) if shuffle else SequentialSampler(data)
+    return DataLoader(data, batch_sampler=BatchSampler(sampler, batch, drop_last=False))
+
+
+def test_another_seed_counts_from_the_next_epoch_on() -> None:
+    first = Ranks(lambda rank, _: Division(2, 3).loader(40, rank), 2)
+    first.take(2)
+    then = Ranks(lambda rank, _: Division(4, 3).loader(40, rank, seed=99), 4, values=first.saved())
+    then.take(99)
+    assert sorted(first.seen + then.seen) == list(range(40))
+
+
+# ---- what is refused
+
+
+class ByRank(Sampler[list[int]]):
+    """A batch sampler of a program's own, which takes rank and size."""
+
+    def __init__(self, samples: int, batch: int, rank: int, world_size: int) -> None:
+        self.samples, self.batch, self.rank, self.world_size = samples, batch, rank, world_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        own = list(range(self.rank, self.samples, self.world_size))
+        return iter([own[at : at + self.batch] for at in range(0, len(own), self.batch)])
+
+
+class Nameless(ByRank):
+    """One that does not say which rank it is for."""
+
+    def __init__(self, samples: int, batch: int, rank: int, world_size: int) -> None:
+        super().__init__(samples, batch, rank, world_size)
+        self._mine = (rank, world_size)
+        del self.rank, self.world_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.rank, self.world_size = self._mine
+        batches = super().__iter__()
+        del self.rank, self.world_size
+        return batches
+
+
+class Stream(IterableDataset[int]):
+    def __init__(self, samples: int, rank: int, ranks: int) -> None:
+        self.samples, self.part = samples, slice(rank, None, ranks)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.samples)[self.part])
+
+
+class Keeping:
+    """A loader with a state of its own."""
+
+    def __init__(self, samples: int, rank: int, ranks: int) -> None:
+        self.own, self.taken = list(range(rank, samples, ranks)), 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.taken < len(self.own):
+            self.taken += 1
+            yield self.own[self.taken - 1]
+        self.taken = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.taken = state["taken"]
+
+
+MAKE: dict[str, Any] = {
+    "batch sampler": lambda rank, ranks: DataLoader(range(36), batch_sampler=ByRank(36, 2, rank, ranks)),  # type: ignore[arg-type]
+    "nameless sampler": lambda rank, ranks: DataLoader(range(36), batch_sampler=Nameless(36, 2, rank, ranks)),  # type: ignore[arg-type]
+    "iterable data set": lambda rank, ranks: DataLoader(Stream(36, rank, ranks), 2),
+    "own state": lambda rank, ranks: Keeping(36, rank, ranks),
+    "list": lambda rank, ranks: [
+        list(range(36))[rank::ranks][at : at + 2] for at in range(0, 36 // ranks, 2)
+    ],
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", MAKE)
+def test_what_is_divided_by_code_that_is_not_known_is_refused(name: str) -> None:
+    ranks = Ranks(MAKE[name], 2)
+    ranks.take(3)
+    values = ranks.saved()
+    for rank in range(3):
+        progress = taken_up(values, rank, 3)
+        with pytest.raises(MismatchError, match=r"cannot be divided anew.*DistributedSampler") as caught:
+            progress.open_phase(MAKE[name](rank, 3))
+        assert caught.value.differences[0][0] == "loader"
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_the_same_between_two_epochs_begins_with_the_next(name: str) -> None:
+    """Nothing is left of an epoch that has ended: the next one is the new ranks'."""
+    ranks = Ranks(MAKE[name], 2)
+    ranks.take(99)
+    for progress in ranks.progresses:
+        progress.close_phase()
+        progress.next_epoch()
+    values = ranks.saved()
+    now = Ranks(MAKE[name], 3, epoch=1, values=values)
+    now.take(99)
+    assert sorted(now.seen) == list(range(36))
+
+
+def taken_up(values: Values, rank: int, ranks: int) -> Progress:
+    progress = Progress()
+    progress.manages_epochs = True
+    progress.restore(merged_progress(values, rank, ranks, len(values)))
+    return progress
+
+
+def test_a_loader_may_say_that_its_position_means_the_same_on_every_rank() -> None:
+    class Global(Keeping):
+        position_is_global = True
+
+    ranks = Ranks(lambda rank, _: Global(12, 0, 1), 2)
+    ranks.take(5)
+    values = ranks.saved()
+    now = Ranks(lambda rank, _: Global(12, 0, 1), 3, values=values)
+    now.take(99)
+    assert now.by_rank == [[[5], [6], [7], [8], [9], [10], [11]]] * 3
+
+    # Said, and not so: the states differ.
+    values[1]["sources"][0]["position"]["parts"]["state"] = {"taken": 4}
+    with pytest.raises(MismatchError):
+        taken_up(values, 0, 3).open_phase(Global(12, 0, 1))
+
+
+def test_a_data_set_of_another_length_is_refused() -> None:
+    ranks = Ranks(lambda rank, _: Division(2, 2).loader(30, rank), 2)
+    ranks.take(3)
+    with pytest.raises(
+        MismatchError, match=r"2 data-parallel ranks \(30 samples\).*3 data-parallel ranks \(31"
+    ):
+        taken_up(ranks.saved(), 0, 3).open_phase(Division(3, 2).loader(31, 0))
+
+
+def test_each_in_an_order_of_its_own_is_not_divided(caplog: pytest.LogCaptureFixture) -> None:
+    """Plain shuffled loaders on two ranks: each goes over everything."""
+    caplog.set_level(logging.WARNING, logger="flashckpt")
+
+    def make(rank: int, ranks: int) -> Any:
+        return plain(20, 2, shuffle=True, seed=rank)
+
+    ranks = Ranks(make, 2)
+    ranks.take(4)
+    values = ranks.saved()
+    with pytest.raises(MismatchError):
+        taken_up(values, 0, 3).open_phase(Division(3, 2).loader(20, 0))
+    now = Ranks(make, 1, values=values)
+    now.take(99)
+    assert sorted(ranks.by_rank[0] + now.by_rank[0]) == sorted(now.by_rank[0] + ranks.by_rank[0])
+    assert sorted(sum(ranks.by_rank[0] + now.by_rank[0], [])) == list(range(20))
+    assert "divides nothing among the ranks" in caplog.text
+
+
+# ---- ranks that share data
+
+
+def test_the_size_is_the_samplers_and_not_the_worlds() -> None:
+    """Four processes, two of tensor parallelism for each of two data-parallel ranks; then eight, 2 x 4."""
+    ranks = Ranks(lambda rank, _: Division(2, 3).loader(60, rank // 2), 4)
+    ranks.take(3)
+    now = Ranks(lambda rank, _: Division(2, 3).loader(60, rank // 4), 8, values=ranks.saved())
+    now.take(99)
+    for rank in range(8):
+        assert ranks.by_rank[rank // 4 * 2] + now.by_rank[rank] == expected(rank // 4)
+
+
+def expected(data_rank: int) -> list[list[int]]:
+    sampler = Division(2, 3).loader(60, data_rank)
+    return [batch.tolist() for batch in sampler]
+
+
+def test_ranks_that_share_a_plain_loader() -> None:
+    """Tensor parallelism alone, all seeded alike: more ranks go on with the same batches."""
+
+    def make(rank: int, ranks: int) -> Any:
+        return plain(20, 2, shuffle=True, seed=4)
+
+    ranks = Ranks(make, 2)
+    ranks.take(4)
+    now = Ranks(make, 4, values=ranks.saved())
+    now.take(99)
+    assert now.by_rank[0] == now.by_rank[3]
+    assert sorted(sum(ranks.by_rank[0] + now.by_rank[0], [])) == list(range(20))
+
+
+# ---- what is merged
+
+
+def two_ranks(batches: int = 2) -> Values:
+    ranks = Ranks(lambda rank, _: Division(2, 2).loader(30, rank), 2)
+    ranks.take(batches)
+    return ranks.saved()
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("step",), 3),
+        (("epoch",), 1),
+        (("open",), False),
+        (("sources", 0, "position", "batches_taken"), 1),
+        (("sources", 0, "position", "made_of", "share", "batch_size"), 3),
+        (("sources", 0, "position", "made_of", "share", "order", "seed"), 6),
+    ],
+)
+def test_ranks_at_different_places_are_refused(path: tuple[Any, ...], value: object) -> None:
+    values = two_ranks()
+    put(values[1], path, value)
+    for rank in range(3):
+        with pytest.raises(MismatchError, match=r"rank 0.*rank 1|rank 1.*rank 0"):
+            merged_progress(values, rank, 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("sources",), None),
+        (("sources", 0), {}),
+        (("sources", 0, "position"), []),
+        (("sources", 0, "position", "made_of"), None),
+        (("sources", 0, "position", "now"), {}),
+    ],
+)
+def test_what_cannot_be_read_is_refused(path: tuple[Any, ...], value: object) -> None:
+    values = two_ranks()
+    for each in values.values():
+        put(each, path, value)
+    with pytest.raises(DamagedError):
+        taken_up(values, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("share",), {"ranks": 2}),
+        (("share", "ranks"), 0),
+        (("share", "rank"), 2),
+        (("share", "batch_size"), 0),
+        (("share", "order", "how"), "by dice"),
+        (("share", "order", "length"), -1),
+        (("share", "samples"), True),
+        (("moved",), {"ranks": "2", "world": 3, "alike": True}),
+    ],
+)
+def test_a_share_that_cannot_be_is_refused(path: tuple[Any, ...], value: object) -> None:
+    progress = taken_up(two_ranks(), 0, 3)
+    saved = progress.value()
+    put(saved["sources"][0]["position"]["made_of"], path, value)
+    progress = Progress()
+    progress.restore(saved)
+    with pytest.raises(DamagedError):
+        progress.open_phase(Division(3, 2).loader(30, 0))
+
+
+def put(value: Any, path: tuple[Any, ...], new: object) -> None:
+    for key in path[:-1]:
+        value = value[key]
+    value[path[-1]] = new
+
+
+def test_random_numbers_of_a_rank_that_is_new() -> None:
+    states = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        states.append(rng.capture())
+    values = dict(enumerate(states))
+    assert merged_rng(values, 0) == states[0]
+    assert merged_rng(values, 1) == states[1]
+    new = [merged_rng(values, rank) for rank in (2, 3, 4)]
+    assert new[0] == merged_rng(values, 2)
+    for name in states[0]:
+        common = states[0][name] == states[1][name]
+        found = [each[name] for each in (*states, *new)]
+        assert len({str(each) for each in found}) == (1 if common else 5), name
+    before = rng.capture()
+    rng.restore(new[0])
+    drawn = torch.rand(3)
+    rng.restore(new[0])
+    assert torch.equal(torch.rand(3), drawn)
+    rng.restore(before)
+    devices = {rank: {**state, "cuda": [bytes([rank]) * 16]} for rank, state in values.items()}
+    [device] = merged_rng(devices, 2)["cuda"]
+    assert device not in (bytes(16), bytes([1]) * 16)
+    assert device[8:] == bytes(8)
+
+
+def test_a_position_that_was_moved_and_not_taken_up_is_moved_again() -> None:
+    """Two restarts in a row before any batch: the first move counts."""
+    values = two_ranks(3)
+    seen = order_of(30, 0)[:12]
+    progresses = {rank: taken_up(values, rank, 3) for rank in range(3)}
+    again = {rank: copy.deepcopy(progress.value()) for rank, progress in progresses.items()}
+    now = Ranks(lambda rank, _: Division(5, 1).loader(30, rank), 5, values=again)
+    now.take(99)
+    assert sorted(seen + now.seen[:18]) == list(range(30))
+    [moved] = {str(each["sources"][0]["position"]["made_of"]["moved"]) for each in again.values()}
+    assert moved == str({"ranks": 2, "world": 3, "alike": True})
