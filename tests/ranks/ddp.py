@@ -1,16 +1,20 @@
 """What the ranks of these tests train: DDP on gloo, with dropout, BatchNorm and a DistributedSampler.
 
 `python -m tests.ranks.rank tests.ranks.ddp RUN ORDERS-JSON`. Each step prints "step N LOSS BATCH", the end
-"state HASH". Orders, all optional: `options` of the loop, `epochs`, and `hold_at`: in that iteration a rank
-prints "held N" and stands still, to be killed.
+"state HASH". Orders, all optional: `options` of the loop, `epochs`, `save_at`: a step that is persisted,
+`hold_at`: in that iteration a rank
+prints "held N" and stands still, to be killed; and `deaths`: of each incarnation of the group the rank that
+dies in it, and at which of the package's crash points.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import signal
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import flashckpt
+from flashckpt import crashpoints
 from tests.waiting import until_room, until_slots
 
 SAMPLES, BATCH, EPOCHS = 48, 4, 3
@@ -65,11 +70,13 @@ def state_of(*objects: Any) -> str:
 
 def train(run: str, orders: dict[str, Any]) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
-    net = DistributedDataParallel(model())
+    # Without it DDP orders its buckets anew after the first backward of a process, so that what several ranks
+    # add up there is added in another order than in a process that had gone on: exact for two ranks alone.
+    net = DistributedDataParallel(model(), find_unused_parameters=True)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     data = loader(rank, world)
     torch.manual_seed(100 + rank)  # each drops others
-    options = {"every": 1, "persist_every": 4} | orders.get("options", {})
+    options = {"every": 1, "persist_every": None} | orders.get("options", {})
     looped = flashckpt.loop(
         data, run, epochs=orders.get("epochs", EPOCHS), model=net, optimizer=optimizer, **options
     )
@@ -82,6 +89,8 @@ def train(run: str, orders: dict[str, Any]) -> None:
         if looped.completed == orders.get("hold_at"):
             print(f"held {looped.completed}", flush=True)
             signal.pause()
+        if looped.completed + 1 == orders.get("save_at"):
+            looped.checkpointer.save()
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(net(x), y)
         loss.backward()
@@ -91,11 +100,20 @@ def train(run: str, orders: dict[str, Any]) -> None:
     print(f"state {state_of(net, optimizer)}", flush=True)
 
 
+def die(deaths: Sequence[tuple[int, str]]) -> None:
+    """Arm what kills this rank, if it is its turn."""
+    restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if restart < len(deaths) and deaths[restart][0] == int(os.environ["RANK"]):
+        crashpoints.arm(deaths[restart][1])
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    orders = json.loads(sys.argv[2])
+    die(orders.get("deaths", []))
     try:
-        train(sys.argv[1], json.loads(sys.argv[2]) if len(sys.argv) > 2 else {})
+        train(sys.argv[1], orders)
     finally:
         dist.destroy_process_group()
 

@@ -100,6 +100,12 @@ class Launch:
             self._until(lambda said=said: line in said() or not self.is_running(), f"{line!r} of rank {rank}")
             assert line in said(), self.told()
 
+    def until_died(self, rank: int) -> None:
+        """Wait until a forked rank was killed, by itself or by another."""
+        process = self.forked[rank]
+        self._until(lambda: process.poll() is not None, f"the death of rank {rank}")
+        assert process.poll() == -signal.SIGKILL, self.told()
+
     def is_running(self) -> bool:
         processes = [*self.launchers, *self.forked.values()]
         return any(each.poll() is None for each in processes)
@@ -184,6 +190,8 @@ class Launcher:
             f"--max-restarts={max_restarts}", "--monitor-interval=0.1", "-m", "tests.ranks.rank", program,
             *map(str, arguments),
         ]  # fmt: skip
+        # Else a node that is started again because of another finds that one's addresses of before.
+        more = {**(environment or {}), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         for node in which:
             with open(self._folder / f"{launch.name}-node-{node}.log", "wb") as log:
                 launcher = subprocess.Popen(
@@ -192,7 +200,7 @@ class Launcher:
                     stdout=log,
                     stderr=log,
                     cwd=zygote.ROOT,
-                    env=self._environment(launch, node, environment),
+                    env=self._environment(launch, node, more),
                     start_new_session=True,
                 )
             launch.launchers.append(launcher)

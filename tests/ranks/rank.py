@@ -3,6 +3,7 @@ own for what it prints, for its log, and for how it ended. To be started by `lau
 
 from __future__ import annotations
 
+import itertools
 import os
 import runpy
 import sys
@@ -12,16 +13,21 @@ from pathlib import Path
 FOLDER, LAUNCH = "FLASHCKPT_TEST_FOLDER", "FLASHCKPT_TEST_LAUNCH"
 
 
-def stem() -> str:
-    """Of this rank's files in this incarnation of the group."""
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return f"{os.environ[LAUNCH]}-rank-{os.environ['RANK']}-restart-{restart}"
+def stem(folder: Path) -> Path:
+    """Of the files of this rank's process: its launcher may have started it before. Not by the launcher's own
+    count, which stands still where another node's rank had died."""
+    launch, rank = os.environ[LAUNCH], os.environ["RANK"]
+    for restart in itertools.count():
+        found = folder / f"{launch}-rank-{rank}-restart-{restart}"
+        if not found.with_suffix(".out").exists():
+            return found
+    raise AssertionError
 
 
 def main() -> None:
-    folder = Path(os.environ[FOLDER])
-    for number, suffix in ((1, "out"), (2, "err")):
-        file = os.open(folder / f"{stem()}.{suffix}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    files = stem(Path(os.environ[FOLDER]))
+    for number, suffix in ((1, ".out"), (2, ".err")):
+        file = os.open(files.with_suffix(suffix), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(file, number)
         os.close(file)
     sys.argv = sys.argv[1:]
@@ -37,7 +43,7 @@ def main() -> None:
         raise
     finally:
         # Not there for one that was killed.
-        (folder / f"{stem()}.status").write_text(str(status))
+        files.with_suffix(".status").write_text(str(status))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import pytest
 
 import flashckpt
 from tests.ranks.launch import Ended, Launch, Launcher
+from tests.waiting import until
 
 pytestmark = pytest.mark.dist
 PROGRAM = "tests.ranks.ddp"
@@ -24,9 +25,9 @@ def start(launcher: Launcher, run: Path, ranks: int, **orders: object) -> Launch
     return launcher.fork(PROGRAM, run, json.dumps(orders), ranks=ranks)
 
 
-def undisturbed(launcher: Launcher, run: Path, ranks: int) -> list[Ended]:
+def undisturbed(launcher: Launcher, run: Path, ranks: int, **orders: object) -> list[Ended]:
     """A run that nobody kills and nothing saves."""
-    return start(launcher, run, ranks, options={"enabled": False}).finished()
+    return start(launcher, run, ranks, options={"enabled": False}, **orders).finished()
 
 
 def assert_went_on(whole: Ended, before: Sequence[str], after: Sequence[str], step: int) -> None:
@@ -38,20 +39,45 @@ def assert_went_on(whole: Ended, before: Sequence[str], after: Sequence[str], st
     assert after[-1] == whole.out[-1], "the state at the end"
 
 
-@pytest.mark.parametrize("ranks", [2])
-@pytest.mark.parametrize("tier", ["memory", "local"])
+SAVED, HELD = 8, 10
+
+
+@pytest.mark.parametrize(("ranks", "tier"), [(2, "memory"), (2, "local"), (4, "memory")])
 def test_killed_ranks_go_on_bit_for_bit(launcher: Launcher, tmp_path: Path, ranks: int, tier: str) -> None:
     whole = undisturbed(launcher, tmp_path / "whole", ranks)
-    run, held = tmp_path / "run", 10
-    killed = start(launcher, run, ranks, hold_at=held)
+    run, held = tmp_path / "run", HELD if ranks == 2 else HELD // 2
+    killed = start(launcher, run, ranks, hold_at=held, save_at=SAVED)
     killed.until_said(f"held {held}")
+    if tier == "local":
+        until(lambda: SAVED in flashckpt.steps(run), "a commit")
+        launcher.freeze_keepers(0)
     killed.kill()
     before = [killed.said(rank) for rank in range(ranks)]
     if tier == "local":
         launcher.kill_keepers(remove_regions=True)
     ended = start(launcher, run, ranks).finished()
-    step = {"memory": held, "local": 8}[tier]
+    step = held if tier == "memory" else SAVED
     for rank in range(ranks):
         assert ended[rank].out[0] == f"resumed {step} {tier}"
         assert_went_on(whole[rank], before[rank], ended[rank].out, step)
     assert flashckpt.steps(run)[-1] == max(steps_of(whole[0].out))
+
+
+def test_a_node_that_lost_its_memory_goes_on_from_storage_and_the_other_from_memory(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    """Both from one step, each with its own bits of it."""
+    whole = undisturbed(launcher, tmp_path / "whole", 2)
+    run = tmp_path / "run"
+    orders = {"hold_at": SAVED, "save_at": SAVED}
+    killed = launcher.fork(PROGRAM, run, json.dumps(orders), ranks=1, nodes=2)
+    killed.until_said(f"held {SAVED}")
+    until(lambda: SAVED in flashckpt.steps(run), "a commit")
+    launcher.freeze_keepers(0, 1)
+    killed.kill()
+    launcher.kill_keepers(1, remove_regions=True)
+    launcher.kill_keepers(0)
+    ended = launcher.fork(PROGRAM, run, "{}", ranks=1, nodes=2, restart=1).finished()
+    for rank, tier in enumerate(("memory", "local")):
+        assert ended[rank].out[0] == f"resumed {SAVED} {tier}"
+        assert_went_on(whole[rank], killed.said(rank), ended[rank].out, SAVED)
