@@ -221,4 +221,4 @@ def _num_bytes(live: LiveLeaf) -> int:
 
 
 def _leaf(live: LiveLeaf) -> Leaf:
-    return leaf_of(live.name, local(live.tensor), tuple(live.aliases))
+    return leaf_of(live.name, local(live.tensor), tuple(live.aliases), live.box)

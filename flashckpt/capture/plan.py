@@ -75,7 +75,9 @@ class Plan:
     ) -> None:
         lives = [live for live in walk.leaves if only is None or live.name in only]
         by_name = {live.name: live for live in lives}
-        ordinary = (leaf_of(e.name, local(e.tensor), tuple(e.aliases)) for e in lives if e.name not in used)
+        ordinary = (
+            leaf_of(e.name, local(e.tensor), tuple(e.aliases), e.box) for e in lives if e.name not in used
+        )
         self.image = SlotImage(Layout.of(ordinary), region.layout if region is not None else None)
         self.region = region
         self.leaves = self.image.leaves

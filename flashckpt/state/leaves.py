@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 from flashckpt import _native
 from flashckpt.errors import DamagedError
-from flashckpt.format.layout import Leaf
+from flashckpt.format.layout import Box, Leaf
 from flashckpt.format.typed import LeafRef
+from flashckpt.state.sharding import Meshes, Piece, Ranks, assembled, own_placements
 from flashckpt.state.tensors import (
     assemble,
     check,
@@ -32,6 +33,7 @@ from flashckpt.state.tensors import (
     fill,
     fits,
     flatten,
+    is_sharded,
     is_wrapper,
     kind_of,
     make,
@@ -58,20 +60,26 @@ class Restructured(Exception):
 
 class Place(NamedTuple):
     """Where a tensor was found: `container[key]` or `getattr(container, key)`, None where it is made
-    anew each time it is asked for. `home` is the device a tensor here is on if nothing is recorded."""
+    anew each time it is asked for. `home` is the device a tensor here is on if nothing is recorded;
+    `parameter` is the one that an optimizer's state belongs to; `piece` is what is known of what the tensor
+    is a part of."""
 
     kind: Kind
     owner: object
     container: object = None
     key: object = None
     home: torch.device = CPU
+    parameter: Tensor | None = None
+    piece: Piece = Piece(None, ())
 
 
 @dataclass(slots=True)
 class LiveLeaf:
     """One tensor of the live state. `aliases` are its further names, `tied` the objects found under those
     that have a place of their own: it, or other tensors over its memory. Where `container` is None the
-    tensor is made anew by its owner, and `Tree.values` puts the newest one here."""
+    tensor is made anew by its owner, and `Tree.values` puts the newest one here. `box` says where in a larger
+    tensor this lies, None where it is the whole. `replicas` are the global ranks, this one among them, that
+    hold the very same by declaration, in order; empty where no other does: the leaf is kept by rank."""
 
     name: str
     tensor: Tensor
@@ -81,6 +89,8 @@ class LiveLeaf:
     key: object
     aliases: tuple[str, ...] = ()
     tied: tuple[Tensor, ...] = ()
+    box: Box | None = None
+    replicas: Ranks = ()
 
 
 class Sink:
@@ -104,13 +114,17 @@ class Walk(Sink):
     """One walk of the state: its leaves in the order in which they were found, and its value, for
     `encode_json` at once: it may hold live containers. `asked` are the names of leaves that stand among
     values, and are asked for again with them. `owners`: which module or optimizer owns a parameter, and under
-    which key: the first that was found. A plan of it stands while every guard's container has its
-    length, every anchor (container, key, object) holds that very object, and every leaf is where it was."""
+    which key: the first that was found. `replicas`: the ranks that hold a parameter too because it was
+    declared so (DDP), of parameters that are no DTensors. A plan of it stands while every guard's container
+    has its length, every anchor (container, key, object) holds that very object, and every leaf is where it
+    was."""
 
     def __init__(self) -> None:
         self.leaves: list[LiveLeaf] = []
         self.value: dict[str, Any] = {}
         self.owners: dict[Tensor, tuple[str, str]] = {}
+        self.replicas: dict[Tensor, Ranks] = {}
+        self.meshes = Meshes()
         self.guards: list[tuple[Sized, int]] = []
         self.anchors: list[tuple[object, object, object]] = []
         self.named: dict[str, LiveLeaf] = {}
@@ -161,6 +175,7 @@ class Walk(Sink):
             known = ties[0] if ties else None
             if known is None:
                 known = LiveLeaf(name, tensor, place.kind, place.owner, place.container, place.key)
+                known.box, known.replicas = self._piece(tensor, place)
                 self.leaves.append(known)
                 there.append(known)
                 self._by_id[id(tensor)] = self.named[name] = known
@@ -172,14 +187,31 @@ class Walk(Sink):
         self.named[name] = known
         return LeafRef(name, about)
 
+    def _piece(self, tensor: Tensor, place: Place) -> Piece:
+        """What a plain tensor is a part of, and who has it too. A gradient that is still to be used is
+        declared to be nobody else's."""
+        parameter = place.parameter
+        if parameter is None or place.piece != Piece(None, ()):
+            return place.piece if place.kind != "gradient" else Piece(place.piece.box, ())
+        if not is_sharded(parameter):
+            return Piece(None, self.replicas.get(parameter, ()))
+        # Of a DTensor's state what is no DTensor itself may be made for the part that is here; a counter of
+        # steps, which has no dimension, is the same wherever a part is.
+        return Piece(None, self.meshes.ranks(parameter) if tensor.ndim == 0 else ())
+
     def _add_wrapper(self, name: str, tensor: Tensor, place: Place) -> LeafRef:
         parts, context = flatten(tensor, name)
         self.anchor(place.container, place.key, tensor)
         container = None if place.container is None else tensor
         for attribute in parts:
-            where = place._replace(container=container, key=attribute)
-            self.add(part_name(name, attribute), getattr(tensor, attribute), where)
-        return LeafRef(name, wrapper_facts(tensor, parts, context, place))
+            inner = getattr(tensor, attribute)
+            # Parts of a part have sizes of their own.
+            piece = Piece(None, place.piece.replicas)
+            if is_sharded(tensor):
+                piece = self.meshes.piece(tensor, inner, name)
+            where = place._replace(container=container, key=attribute, piece=piece)
+            self.add(part_name(name, attribute), inner, where)
+        return LeafRef(name, wrapper_facts(name, tensor, parts, context, place))
 
     def check_shared_memory(self) -> None:
         """Refuse tensors that would have to be made anew and that share part of their memory with
@@ -219,6 +251,7 @@ class Refresh(Sink):
             return ref
         if leaf.container is None and leaf.name == name:
             same = leaf.tensor.shape == tensor.shape and leaf.tensor.dtype == tensor.dtype
+            same = same and leaf.box == place.piece.box
             if not same or leaf.tensor.device != tensor.device or strides(leaf.tensor) != strides(tensor):
                 raise Restructured(name)
             check(tensor, name)
@@ -229,10 +262,13 @@ class Refresh(Sink):
 
     def _refresh_wrapper(self, ref: LeafRef, tensor: Tensor, place: Place) -> LeafRef:
         parts, context = flatten(tensor, ref.name)
-        if dict(ref.about) != wrapper_facts(tensor, parts, context, place):
+        if dict(ref.about) != wrapper_facts(ref.name, tensor, parts, context, place):
             raise Restructured(ref.name)
         for attribute in parts:
-            self.add(part_name(ref.name, attribute), getattr(tensor, attribute), place)
+            inner = getattr(tensor, attribute)
+            if is_sharded(tensor) and place.container is None:
+                place = place._replace(piece=self._walk.meshes.piece(tensor, inner, ref.name))
+            self.add(part_name(ref.name, attribute), inner, place)
         return ref
 
 
@@ -248,9 +284,13 @@ def facts(tensor: Tensor, place: Place) -> dict[str, object]:
     return about
 
 
-def wrapper_facts(tensor: Tensor, parts: list[str], context: object, place: Place) -> dict[str, object]:
+def wrapper_facts(
+    name: str, tensor: Tensor, parts: list[str], context: object, place: Place
+) -> dict[str, object]:
     """The same for a subclass that wraps others: its class, its parts, and how they go together."""
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+    if is_sharded(tensor):
+        context = own_placements(tensor, place.parameter, name)
     return facts(tensor, place) | {"parts": list(parts), "context": context, "shape": shape, "stride": stride}
 
 
@@ -326,6 +366,7 @@ class Filling:
         self._taken: dict[int, list[Tensor]] = {}
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._puts_off = True
+        self._meshes = Meshes()
         self.filled: list[tuple[str, Tensor]] = []
 
     def make_copies(self) -> None:
@@ -372,10 +413,17 @@ class Filling:
         self.filled.append((leaf.name, live))
 
     def place(
-        self, ref: LeafRef, name: str, live: object, home: torch.device, like: Tensor | None = None
+        self,
+        ref: LeafRef,
+        name: str,
+        live: object,
+        home: torch.device,
+        like: Tensor | None = None,
+        box: Box | None = None,
     ) -> Tensor:
         """The tensor that belongs where `ref` stands: `live`, filled, if it can be; the tensor that the
-        leaf has become already; or a new one, as recorded, on `home` or the device class recorded."""
+        leaf has become already; or a new one, as recorded, on `home` or the device class recorded. `box` is
+        that of `live`."""
         about = ref.about
         if "parts" in about:
             return self._place_wrapper(ref, name, live, home, like)
@@ -387,7 +435,7 @@ class Filling:
             return known.detach()
         recorded = about.get("device")
         device = home if recorded in (None, home.type) else torch.device(str(recorded))
-        if isinstance(live, Tensor) and self._usable(live, leaf, device, str(about.get("class", ""))):
+        if isinstance(live, Tensor) and self._usable(live, box, leaf, device, str(about.get("class", ""))):
             self.fill(name, live)
             return live
         plain = make(leaf, device)
@@ -396,8 +444,10 @@ class Filling:
         self._becomes(leaf, made)
         return made
 
-    def _usable(self, live: Tensor, leaf: Leaf, device: torch.device, recorded_class: str) -> bool:
-        if is_wrapper(live) or live.layout is not torch.strided or not fits(leaf, live):
+    def _usable(
+        self, live: Tensor, box: Box | None, leaf: Leaf, device: torch.device, recorded_class: str
+    ) -> bool:
+        if is_wrapper(live) or live.layout is not torch.strided or not fits(leaf, live, box):
             return False
         if kind_of(live) != (recorded_class or "torch.Tensor"):
             return False
@@ -413,9 +463,15 @@ class Filling:
         same = isinstance(live, Tensor) and kind_of(live) == about.get("class")
         same = same and tuple(live.shape) == about.get("shape")  # type: ignore[attr-defined]
         for attribute in part_names(about):
-            inner = getattr(live, attribute, None) if same else None
-            parts[attribute] = self.place(LeafRef(attribute), part_name(name, attribute), inner, home)
+            inner, box = getattr(live, attribute, None) if same else None, None
+            if same and isinstance(live, Tensor) and isinstance(inner, Tensor) and is_sharded(live):
+                box = self._meshes.piece(live, inner, name).box
+            parts[attribute] = self.place(
+                LeafRef(attribute), part_name(name, attribute), inner, home, box=box
+            )
             same = same and parts[attribute] is inner
         if same and isinstance(live, Tensor):
             return live
+        if like is not None and is_sharded(like):
+            return assembled(about, parts["_local_tensor"], like, name)
         return assemble(about, parts, like)

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from flashckpt.events import log
@@ -31,7 +32,8 @@ from flashckpt.state.leaves import (
     leaf_names,
     step_name,
 )
-from flashckpt.state.objects import MISSING, Row, StateEntry
+from flashckpt.state.objects import MISSING, Row, StateEntry, misfit
+from flashckpt.state.sharding import Piece, Ranks
 from flashckpt.state.tensors import DTYPE_NAMES, described, fits, is_sharded, is_wrapper, refuse, span
 from flashckpt.state.values import Settling, join, references, survey
 
@@ -41,6 +43,40 @@ _REMEDY = (
     "Make it a buffer, give the module get_extra_state and set_extra_state, or name what holds it as an "
     "object of its own beside the module (anything with state_dict and load_state_dict)."
 )
+
+
+class _Around(NamedTuple):
+    """What the modules around a module say of it: the sharded parameters of the last walk (None: this is the
+    first), which modules they are, whether FSDP2 shards it, which ranks have its parameters too (DDP), and of
+    which that is not true."""
+
+    sharded: Mapping[nn.Module, Mapping[str, Tensor]] | None
+    ids: tuple[int, ...] = ()
+    fsdp: bool = False
+    replicas: Ranks = ()
+    ignored: Set[Tensor] = frozenset()
+
+    def inside(self, module: nn.Module) -> _Around:
+        """The same for what is inside of a module."""
+        around = self._replace(ids=(*self.ids, id(module)))
+        if _is_torchs_own(module, "FSDPModule"):
+            if self.sharded is None:
+                module.reshard()  # type: ignore[operator]  # frees what it had gathered; no collective
+            around = around._replace(fsdp=True)
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            names = module.parameters_to_ignore
+            # torch looks for parameters of the module itself with a dot in front, too.
+            ignored = {p for n, p in module.module.named_parameters() if n in names or f".{n}" in names}
+            ranks = tuple(sorted(dist.get_process_group_ranks(module.process_group)))
+            around = around._replace(replicas=ranks if len(ranks) > 1 else (), ignored=ignored)
+        return around
+
+    def sharded_one(self, module: nn.Module, key: str, shown: Tensor) -> Tensor:
+        """The parameter that a module has, where FSDP2 may show another in its place."""
+        known = (self.sharded or {}).get(module, {}).get(key)
+        if known is None or (is_sharded(shown) and shown.device_mesh == known.device_mesh):  # type: ignore[attr-defined]
+            return shown
+        return known
 
 
 class ModuleEntry(StateEntry):
@@ -55,12 +91,16 @@ class ModuleEntry(StateEntry):
         self._transient: list[str] = []
         self._shapes: dict[str, torch.Size] = {}  # of persistent buffers, when they were seen first
         self._resized: set[str] = set()
+        # FSDP2's parameters as they are sharded. After a forward pass without a backward one a module shows
+        # others in their places: whole ones, or ones of a smaller mesh.
+        self._sharded: dict[nn.Module, dict[str, Tensor]] | None = None
         self._frozen: list[str] = []
         self._frozen_record = Encoded(self._frozen)
 
     def take(self, walk: Walk) -> None:
         self.modules, self.extras, self._transient, self.parameters = {}, [], [], []
-        self._visit(self.target, self.name, walk, ())
+        before, self._sharded = self._sharded, {}
+        self._visit(self.target, self.name, walk, _Around(before))
 
     def values(self, sink: Sink) -> dict[str, Any]:
         value: dict[str, Any] = {"kind": self.kind, "frozen": self._frozen_now()}
@@ -82,14 +122,15 @@ class ModuleEntry(StateEntry):
             self._frozen, self._frozen_record = frozen, Encoded(frozen)
         return self._frozen_record
 
-    def _visit(self, module: nn.Module, path: str, walk: Walk, above: tuple[int, ...]) -> None:
-        if id(module) in above:
+    def _visit(self, module: nn.Module, path: str, walk: Walk, around: _Around) -> None:
+        if id(module) in around.ids:
             refuse(path, "is a module inside itself", "Hold the outer module in a list or a weak reference.")
         self.modules.setdefault(path, module)
-        for name, _, parameter in self._take("parameter", module, module._parameters, path, walk):
+        around = around.inside(module)
+        for name, _, parameter in self._take("parameter", module, path, walk, around):
             walk.owners.setdefault(parameter, (self.name, name.removeprefix(self.name + ".")))
             self.parameters.append((name, parameter))
-        for name, key, buffer in self._take("buffer", module, module._buffers, path, walk):
+        for name, key, buffer in self._take("buffer", module, path, walk, around):
             if key in module._non_persistent_buffers_set:
                 self._transient.append(name)
             elif self._shapes.setdefault(name, buffer.shape) != buffer.shape:
@@ -100,20 +141,36 @@ class ModuleEntry(StateEntry):
         for child_name, child in module._modules.items():
             walk.anchor(module._modules, child_name, child)
             if child is not None:
-                below = join(path, step_name(module, child_name))
-                self._visit(child, below, walk, (*above, id(module)))
+                self._visit(child, join(path, step_name(module, child_name)), walk, around)
+
+    def _keep(self, module: nn.Module, key: str, parameter: Tensor) -> Mapping[str, Tensor]:
+        """Note a sharded parameter; the dict that it is in."""
+        assert self._sharded is not None
+        mine = self._sharded.setdefault(module, {})
+        mine[key] = parameter
+        return mine
 
     def _take(
-        self, kind: Kind, module: nn.Module, held: Mapping[str, Tensor | None], path: str, walk: Walk
+        self, kind: Kind, module: nn.Module, path: str, walk: Walk, around: _Around
     ) -> Iterator[tuple[str, str, Tensor]]:
-        """Hand over what a module holds; (name, key, tensor) of each."""
+        """Hand over the parameters or buffers that a module holds; (name, key, tensor) of each."""
+        held: Mapping[str, Tensor | None] = module._parameters if kind == "parameter" else module._buffers
         walk.guard(held)
-        for key, tensor in held.items():
-            if tensor is None:
+        for key, shown in held.items():
+            if shown is None:
                 walk.anchor(held, key, None)
-            else:
-                walk.add(join(path, key), tensor, Place(kind, module, held, key))
-                yield join(path, key), key, tensor
+                continue
+            place, tensor = Place(kind, module, held, key), shown
+            if kind == "parameter":
+                tensor = around.sharded_one(module, key, shown)
+                if around.fsdp and is_sharded(tensor):
+                    walk.anchor(held, key, shown)
+                    place = place._replace(container=self._keep(module, key, tensor))
+                elif around.replicas and tensor not in around.ignored:
+                    walk.replicas[tensor] = around.replicas
+                    place = place._replace(piece=Piece(None, around.replicas))
+            walk.add(join(path, key), tensor, place)
+            yield join(path, key), key, tensor
 
     def structure(self) -> dict[str, object]:
         return {name: tuple(parameter.shape) for name, parameter in self.parameters}
@@ -125,13 +182,14 @@ class ModuleEntry(StateEntry):
     def differences(self, value: dict[str, Any], saved: Saved, live: Walk) -> list[Row]:
         in_extra = self._extra_leaves(value)
         recorded = {n: saved.leaves[leaf] for n, leaf in saved.names.items() if self._is_mine(n, in_extra)}
-        here = {n: leaf.tensor for n, leaf in live.named.items() if self._is_mine(n, live.asked)}
+        mine = {n: leaf for n, leaf in live.named.items() if self._is_mine(n, live.asked)}
         rows: list[Row] = []
         for name, leaf in recorded.items():
-            if (name not in here or not fits(leaf, here[name])) and not self._may_make(leaf, name, value):
-                rows.append((name, described(leaf), described(here[name]) if name in here else MISSING))
-        for name in here.keys() - recorded.keys() - set(self._transient):
-            rows.append((name, MISSING, described(here[name])))
+            wrong = misfit(leaf, mine.get(name))
+            if wrong and not self._may_make(leaf, name, value):
+                rows += [(name, recorded, here) for _, recorded, here in wrong]
+        for name in mine.keys() - recorded.keys() - set(self._transient):
+            rows.append((name, MISSING, described(mine[name].tensor, mine[name].box)))
         recorded_extra, live_extra = set(value.get("extra", {})), {path for path, _ in self.extras}
         for path in sorted(recorded_extra ^ live_extra):
             sides = ("extra state", MISSING) if path in recorded_extra else (MISSING, "extra state")
@@ -162,7 +220,7 @@ class ModuleEntry(StateEntry):
         in_extra = self._extra_leaves(value)
         for name in [name for name in filling.saved.names if self._is_mine(name, in_extra)]:
             leaf = live.named.get(name)
-            if leaf is not None and fits(filling.leaf(name), leaf.tensor):
+            if leaf is not None and fits(filling.leaf(name), leaf.tensor, leaf.box):
                 filling.fill(name, leaf.tensor)
             else:
                 self._make(name, name in value.get("transient", ()), filling)
@@ -258,9 +316,12 @@ def _is_torchs(function: Any) -> bool:
 
 def _is_gathered(module: nn.Module) -> bool:
     """FSDP1: its state_dict is made of all ranks' parts, and no tensor in it is one of ours."""
-    return any(
-        kind.__name__ == "FullyShardedDataParallel" and _is_torchs(kind) for kind in type(module).__mro__
-    )
+    return _is_torchs_own(module, "FullyShardedDataParallel")
+
+
+def _is_torchs_own(module: nn.Module, name: str) -> bool:
+    """Whether a module is of a class that torch has under this name: to import it costs a second."""
+    return any(kind.__name__ == name and _is_torchs(kind) for kind in type(module).__mro__)
 
 
 def _state_of(module: nn.Module, path: str) -> Mapping[Any, Any]:

@@ -18,9 +18,10 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from flashckpt.format.layout import Leaf
 from flashckpt.format.typed import SEQUENCES, LeafRef, children, encode_json
 from flashckpt.state import rng
-from flashckpt.state.leaves import Filling, Place, Saved, Sink, Walk, unowned
+from flashckpt.state.leaves import Filling, LiveLeaf, Place, Saved, Sink, Walk, unowned
 from flashckpt.state.tensors import can_make, described, fits
 from flashckpt.state.values import Settling, join, references, survey
 
@@ -107,9 +108,7 @@ class ContainerEntry(StateEntry):
             return [(self.name, recorded, here)]
         rows: list[Row] = []
         if isinstance(self.target, Tensor) and self.name in saved.leaves:
-            leaf = saved.leaves[self.name]
-            if not fits(leaf, self.target):
-                rows.append((self.name, described(leaf), described(self.target)))
+            rows += misfit(saved.leaves[self.name], live.named.get(self.name))
         return rows + unknown_classes(self.references(value), None, live)
 
     def restore(self, value: dict[str, Any], filling: Filling, live: Walk) -> None:
@@ -206,9 +205,9 @@ class ObjectEntry(StateEntry):
             changing = changed_values(now, self.values(Walk())["state"], self.name)
             wrong += [f"{path} is {found}" for path, found in changed.items() if path not in changing]
         known = [leaf for leaf in held.leaves if leaf.name in saved.names]
-        pairs = [(saved.leaves[saved.names[leaf.name]], leaf.tensor) for leaf in known]
-        misfits = [(leaf, tensor) for leaf, tensor in pairs if not fits(leaf, tensor)]
-        wrong += [f"{leaf.name} was {described(leaf)} and is {described(here)}" for leaf, here in misfits]
+        pairs = [(saved.leaves[saved.names[leaf.name]], leaf) for leaf in known]
+        misfits = [row for leaf, here in pairs for row in misfit(leaf, here)]
+        wrong += [f"{name} was {recorded} and is {here}" for name, recorded, here in misfits]
         if wrong:
             more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
             raise ValueError(
@@ -216,7 +215,16 @@ class ObjectEntry(StateEntry):
                 "Let state_dict and load_state_dict keep every value as it is (a torch optimizer without its "
                 "own keeps dtypes), and leave out what belongs to one process"
             )
-        return [(leaf.name, tensor) for leaf, tensor in pairs]
+        return [(leaf.name, here.tensor) for leaf, here in pairs]
+
+
+def misfit(leaf: Leaf, live: LiveLeaf | None) -> list[Row]:
+    """The row of a live leaf that a saved one cannot fill, and of one that is not there."""
+    if live is None:
+        return [(leaf.name, described(leaf), MISSING)]
+    if fits(leaf, live.tensor, live.box):
+        return []
+    return [(leaf.name, described(leaf), described(live.tensor, live.box))]
 
 
 def unknown_classes(refs: Iterable[tuple[str, LeafRef]], like: Tensor | None, live: Walk) -> list[Row]:

@@ -26,11 +26,12 @@ from flashckpt.state.objects import (
     Row,
     StateEntry,
     fill_unowned,
+    misfit,
     saves_as_torch,
     take_unowned,
     unknown_classes,
 )
-from flashckpt.state.tensors import described, fits
+from flashckpt.state.tensors import described, is_sharded, refuse
 from flashckpt.state.values import (
     CONTAINERS,
     SIMPLE,
@@ -61,10 +62,19 @@ class OptimizerEntry(StateEntry):
         self._full_names: list[list[str]] = []
         self._short_names: list[list[str]] = []
 
+    @property
+    def inner(self) -> Any:
+        """The optimizer that has the state of the parameters."""
+        return self.target
+
+    def _declared(self, parameter: Tensor) -> Tensor | None:
+        """The parameter whose ranks have its state too; None where its state is one rank's."""
+        return parameter
+
     def take(self, walk: Walk) -> None:
         groups = self.target.param_groups
         walk.anchor(self.target, "param_groups", groups)
-        walk.anchor(self.target, "state", self.target.state)
+        walk.anchor(self.inner, "state", self.inner.state)
         walk.guard(groups)
         for number, group in enumerate(groups):
             walk.guard(group)
@@ -84,7 +94,7 @@ class OptimizerEntry(StateEntry):
             for g, group in enumerate(owners)
         ]
         self.parameters = take_unowned(self.name, self.target, walk)
-        self._shared_keys = [key for key in self.target.state if not isinstance(key, Tensor)]
+        self._shared_keys = [key for key in self.inner.state if not isinstance(key, Tensor)]
         self._holes = []
         self._record = {
             "kind": self.kind,
@@ -113,7 +123,7 @@ class OptimizerEntry(StateEntry):
             ],
             # State that belongs to no parameter.
             "shared": {
-                key: self._held(self.target.state, key, join(f"{self.name}.shared", key), sink)
+                key: self._held(self.inner.state, key, join(f"{self.name}.shared", key), sink)
                 for key in self._shared_keys
             },
             "scalars": scalars,
@@ -132,7 +142,7 @@ class OptimizerEntry(StateEntry):
 
     def _take_state(self, walk: Walk) -> dict[str, Any]:
         """The state by parameter: which of a few schemas each has, and the places of what is no tensor."""
-        state = self.target.state
+        state = self.inner.state
         walk.guard(state)
         schemas: dict[object, object] = {}
         states: list[tuple[int, object]] = []
@@ -165,15 +175,16 @@ class OptimizerEntry(StateEntry):
                 yield f"{self.name}.state.{name}", parameter, group
 
     def _schema(self, state: Any, name: str, parameter: Tensor, walk: Walk) -> tuple[object, object]:
-        home = parameter.device
+        home, like = parameter.device, self._declared(parameter)
         if type(state) is dict and all(type(value) is Tensor for value in state.values()):
             walk.guard(state)
             refs = {}
             for key, tensor in state.items():
-                ref = walk.add(join(name, key), tensor, Place("optimizer", self.target, state, key, home))
+                place = Place("optimizer", self.target, state, key, home, like)
+                ref = walk.add(join(name, key), tensor, place)
                 refs[key] = LeafRef("", ref.about)
             return tuple((key, tuple(ref.about.items())) for key, ref in refs.items()), refs
-        place = Place("optimizer", self.target, self.target.state, parameter, home)
+        place = Place("optimizer", self.target, self.inner.state, parameter, home, like)
         schema = _nameless(survey(state, name, place, walk, lambda c, k: self._holes.append((c, k))))
         return encode_json(schema), schema
 
@@ -200,12 +211,15 @@ class OptimizerEntry(StateEntry):
             return rows
         for number, (names, live_names) in enumerate(zip(recorded, here, strict=True)):
             rows += _name_rows(f"{self.name}.groups.{number}", names, live_names)
-        for name, parameter in self.parameters:
-            if name in saved.leaves and not fits(saved.leaves[name], parameter):
-                rows.append((name, described(saved.leaves[name]), described(parameter)))
+        for name, _ in self.parameters:
+            if name in saved.leaves:
+                rows += misfit(saved.leaves[name], live.named.get(name))
         for schema, name, parameter, _ in self._saved_states(value) if not rows else ():
-            if unknown := unknown_classes(references(schema, name), parameter, live):
+            refs = list(references(schema, name))
+            if unknown := unknown_classes(refs, parameter, live):
                 return unknown[:1]
+            if is_sharded(parameter):
+                rows += _misplaced(refs, parameter, saved, live)
         return rows
 
     def restore(self, value: dict[str, Any], filling: Filling, live: Walk) -> None:
@@ -219,7 +233,7 @@ class OptimizerEntry(StateEntry):
         self._restore_state(value, filling, home)
 
     def _restore_state(self, value: dict[str, Any], filling: Filling, home: torch.device) -> None:
-        state, holes, restored = self.target.state, iter(value["scalars"]), dict[Any, Any]()
+        state, holes, restored = self.inner.state, iter(value["scalars"]), dict[Any, Any]()
         for schema, name, parameter, group in self._saved_states(value):
             moved = value["device"] == "cpu" and not (group.get("capturable") or group.get("fused"))
             settling = Settling(filling, parameter.device, like=parameter, holes=holes, scalars_on_cpu=moved)
@@ -233,6 +247,42 @@ class OptimizerEntry(StateEntry):
             restored[key] = Settling(filling, home).settle(shared, state.get(key), name)
         state.clear()
         state.update(restored)
+
+
+class ZeroEntry(OptimizerEntry):
+    """One named ZeroRedundancyOptimizer: its own groups, and the state of those parameters that this rank
+    steps, which is in an optimizer inside of it. Its `state_dict` gathers all ranks' on one."""
+
+    def __init__(self, name: str, target: Optimizer) -> None:
+        if getattr(target, "_overlap_with_ddp", False):
+            why = "is a ZeroRedundancyOptimizer that steps inside of DDP's backward (overlap_with_ddp)"
+            refuse(name, why, "Leave overlap_with_ddp out.")
+        super().__init__(name, target)
+
+    @property
+    def inner(self) -> Any:
+        return self.target.optim
+
+    def _declared(self, parameter: Tensor) -> Tensor | None:
+        return None
+
+    def take(self, walk: Walk) -> None:
+        walk.anchor(self.target, "optim", self.target.optim)
+        super().take(walk)
+
+    def differences(self, value: dict[str, Any], saved: Saved, live: Walk) -> list[Row]:
+        rows = super().differences(value, saved, live)
+        mine = {parameter for group in self.inner.param_groups for parameter in group["params"]}
+        for _, name, parameter, _ in self._saved_states(value) if not rows else ():
+            if parameter not in mine:
+                rows.append((name, "stepped by this rank", "stepped by another rank"))
+        return rows
+
+
+def is_zero(target: object) -> bool:
+    """Whether this is torch's ZeroRedundancyOptimizer, with the methods that it has there."""
+    home = "torch.distributed.optim.zero_redundancy_optimizer"
+    return (type(target).__module__, type(target).__name__) == (home, "ZeroRedundancyOptimizer")
 
 
 def _home(groups: list[dict[str, Any]]) -> torch.device:
@@ -257,6 +307,19 @@ def _nameless(schema: Any) -> Any:
     if kind in CONTAINERS:
         return rebuild(schema, [(key, _nameless(item)) for key, item in children(schema)])
     return schema
+
+
+def _misplaced(
+    refs: Iterable[tuple[str, LeafRef]], parameter: Tensor, saved: Saved, live: Walk
+) -> Iterator[Row]:
+    """DTensors of a parameter's state that would have to be made, and of which other parts would be here."""
+    for name, ref in refs:
+        leaf = saved.leaves.get(saved.names.get(name, ""))
+        if name in live.refs or leaf is None or "parts" not in ref.about:
+            continue
+        here = live.meshes.to_make(ref.about, leaf, parameter, name)
+        if (here.shape, here.box) != (leaf.shape, leaf.box):
+            yield name, described(leaf), described(here)
 
 
 def _name_rows(group: str, recorded: list[str], live: list[str]) -> list[Row]:

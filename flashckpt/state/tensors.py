@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flashckpt.errors import DamagedError, StateError
-from flashckpt.format.layout import DTYPES, Leaf
+from flashckpt.format.layout import DTYPES, Box, Leaf
 from flashckpt.format.typed import check_roundtrip
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES if hasattr(torch, name)}
@@ -133,22 +133,24 @@ def span(tensor: Tensor) -> tuple[int, int]:
     return start, start + _reach(tensor) * tensor.element_size()
 
 
-def leaf_of(name: str, tensor: Tensor, aliases: tuple[str, ...] = ()) -> Leaf:
+def leaf_of(name: str, tensor: Tensor, aliases: tuple[str, ...] = (), box: Box | None = None) -> Leaf:
     """The record of a tensor, not placed in an image yet."""
-    dtype = DTYPE_NAMES[tensor.dtype]
-    return Leaf(name=name, dtype=dtype, shape=tuple(tensor.shape), stride=strides(tensor), aliases=aliases)
+    dtype, stride = DTYPE_NAMES[tensor.dtype], strides(tensor)
+    return Leaf(name=name, dtype=dtype, shape=tuple(tensor.shape), stride=stride, aliases=aliases, box=box)
 
 
-def described(thing: Tensor | Leaf) -> str:
-    """A tensor in a table of differences: `float32 (3, 4)`."""
+def described(thing: Tensor | Leaf, box: Box | None = None) -> str:
+    """A tensor in a table of differences: `float32 (3, 4)`, or `float32 (3, 4), from (6, 0) of (9, 4)`;
+    `box` is that of a tensor."""
     dtype = thing.dtype if isinstance(thing, Leaf) else DTYPE_NAMES[thing.dtype]
-    piece = f", a box of {thing.box.shape}" if isinstance(thing, Leaf) and thing.box is not None else ""
+    box = thing.box if isinstance(thing, Leaf) else box
+    piece = f", from {box.start} of {box.shape}" if box is not None else ""
     return f"{dtype} {tuple(thing.shape)}{piece}"
 
 
-def fits(leaf: Leaf, tensor: Tensor) -> bool:
-    """Whether a leaf's bytes can fill the tensor in place."""
-    if leaf.box is not None or tuple(tensor.shape) != leaf.shape:
+def fits(leaf: Leaf, tensor: Tensor, box: Box | None = None) -> bool:
+    """Whether a leaf's bytes can fill the tensor in place, which is that box of a larger one."""
+    if leaf.box != box or tuple(tensor.shape) != leaf.shape:
         return False
     recorded = leaf.stride or (1,) * len(leaf.shape)
     expanded = [s == 0 and size > 1 for s, size in zip(tensor.stride(), tensor.shape, strict=True)]
@@ -240,11 +242,6 @@ def can_make(about: Mapping[str, object], like: Tensor | None) -> bool:
 def assemble(about: Mapping[str, Any], parts: dict[str, Tensor], like: Tensor | None) -> Tensor:
     """A tensor of a wrapping class, made of its parts, which it keeps. Raises DamagedError when the
     class of the live state cannot be what was recorded."""
-    if like is not None and is_sharded(like):
-        # What holds a DTensor together (mesh, placements) is that of the parameter it belongs to.
-        made = torch.empty_like(like, dtype=next(iter(parts.values())).dtype)
-        made._local_tensor = parts["_local_tensor"]  # type: ignore[attr-defined]
-        return made.detach()
     kind = _class_of(about, like)
     size, stride = torch.Size(about["shape"]), tuple(about["stride"])
     return kind.__tensor_unflatten__(parts, about["context"], size, stride)  # type: ignore[attr-defined, no-any-return]

@@ -43,12 +43,14 @@ from flashckpt.state.objects import (
 )
 from flashckpt.state.optimizers import (
     OptimizerEntry,
+    ZeroEntry,
     check_drivers,
     has_own_saving,
+    is_zero,
     unwrapped,
     warn_of_attributes,
 )
-from flashckpt.state.tensors import DTYPE_NAMES, make, strides
+from flashckpt.state.tensors import DTYPE_NAMES, described, make, strides
 
 __all__ = ["LiveLeaf", "Saved", "Tree", "Walk"]
 
@@ -184,6 +186,7 @@ class Tree:
             else:
                 rows += self._entries[name].differences(recorded[name], saved, live)
         rows += tie_differences(saved, live)
+        rows += _other_boxes(saved, live) if not rows else []
         if not rows:
             rows += self._gradients.differences(saved.value[NAMESPACE])
         for name, entry in self._entries.items() if not rows else ():
@@ -262,6 +265,20 @@ class Tree:
         ]
 
 
+def _other_boxes(saved: Saved, live: Walk) -> list[Row]:
+    """Tensors of which the snapshot has another part than is here."""
+    both = [
+        (name, saved.leaves[saved.names[name]], here)
+        for name, here in live.named.items()
+        if name in saved.names
+    ]
+    return [
+        (name, described(leaf), described(here.tensor, here.box))
+        for name, leaf, here in both
+        if leaf.box != here.box
+    ]
+
+
 def _all_used_up(parameter: object, gradient: Tensor) -> bool:
     return True
 
@@ -269,6 +286,8 @@ def _all_used_up(parameter: object, gradient: Tensor) -> bool:
 def _entry(name: str, target: Any) -> StateEntry:
     if isinstance(target, nn.Module):
         return ModuleEntry(name, target)
+    if is_zero(target):
+        return ZeroEntry(name, target)
     if isinstance(target, Optimizer) and not has_own_saving(target):
         return OptimizerEntry(name, target)
     if is_torch_scaler(target):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flashckpt import _native
 from flashckpt.capture import Capture
-from flashckpt.format.layout import PAGE, Leaf
+from flashckpt.format.layout import PAGE, Box, Leaf
 from flashckpt.memory.control_page import SlotHeader, SlotSize, round_up
 from flashckpt.memory.slot import Slot, SlotRing
 
@@ -117,6 +117,7 @@ class Live:
     key: Any = None
     aliases: list[str] = field(default_factory=list)
     tied: list[Tensor] = field(default_factory=list)
+    box: Box | None = None
 
 
 @dataclass

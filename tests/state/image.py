@@ -39,7 +39,7 @@ class Image:
 
     @classmethod
     def of(cls, walk: Walk, values: dict[str, Any] | None = None) -> Image:
-        layout = Layout.of(leaf_of(leaf.name, leaf.tensor, leaf.aliases) for leaf in walk.leaves)
+        layout = Layout.of(leaf_of(leaf.name, leaf.tensor, leaf.aliases, leaf.box) for leaf in walk.leaves)
         tensors = {leaf.name: leaf.tensor for leaf in walk.leaves}
         data = b"".join(raw_bytes(tensors[leaf.name]) for leaf in layout.leaves)
         return cls(layout, data, encode_json(walk.value if values is None else values))

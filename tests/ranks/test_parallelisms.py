@@ -1,0 +1,112 @@
+"""Under each parallelism a rank's snapshot holds its own part, says which it is, and goes back to the bit."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashckpt.format.coverage import check_coverage
+from flashckpt.format.layout import Box, Leaf
+from tests.ranks.launch import Launcher
+
+pytestmark = [pytest.mark.dist, pytest.mark.process]
+PROGRAM = "tests.ranks.parallelisms"
+# With two dimensions of a mesh, or a part for each of more ranks than two.
+OF_FOUR = ("hsdp", "fsdp2_and_tp")
+CASES = (
+    "ddp", "ddp_with_experts", "zero1", "zero1_of_buckets",
+    "fsdp2", "fsdp2_kept_whole", "fsdp2_of_columns", "fsdp2_offloaded", "fsdp2_mixed", "fsdp2_tied",
+    "fsdp2_evaluated", "fsdp2_evaluated_on_fewer", "fsdp2_unsharded", "fsdp2_partly_frozen",
+    "tp", "tp_uneven", "pipeline", "expert_parallel",
+    "fused", "single_tensors", "momentum", "muon", "unlike_its_parameter",
+    "fsdp1", "fsdp1_flat",
+)  # fmt: skip
+
+Rows = dict[str, dict[int, dict[str, Leaf]]]  # case -> rank -> name -> leaf
+Replicas = dict[str, dict[int, dict[str, tuple[int, ...]]]]
+
+
+def told(launcher: Launcher, ranks: int, *cases: str) -> tuple[Rows, Replicas]:
+    """Run the cases on so many ranks; what each rank said of its leaves."""
+    ended = launcher.fork(PROGRAM, *cases, ranks=ranks).finished()
+    leaves: Rows = {case: {} for case in cases}
+    replicas: Replicas = {case: {} for case in cases}
+    for each in ended:
+        assert [line for line in each.out if line.startswith("same ")] == [f"same {case}" for case in cases]
+        for line in each.out:
+            kind, case, text = (line + "  ").split(" ", 2)
+            if kind == "leaves":
+                rows = json.loads(text)
+                leaves[case][each.rank] = {row[0]: leaf_of(row) for row in rows}
+                replicas[case][each.rank] = {row[0]: tuple(row[4]) for row in rows}
+    return leaves, replicas
+
+
+def leaf_of(row: list[Any]) -> Leaf:
+    name, dtype, shape, box, _ = row
+    where = Box(shape=tuple(box[0]), start=tuple(box[1])) if box else None
+    return Leaf(name=name, dtype=dtype, shape=tuple(shape), box=where)
+
+
+def check_whole(leaves: Rows, replicas: Replicas) -> None:
+    """The boxes of all ranks are whole tensors, and each replica names the same ones."""
+    for case, by_rank in leaves.items():
+        assert check_coverage({rank: held.values() for rank, held in by_rank.items()}) == [], case
+        for rank, names in replicas[case].items():
+            for name, ranks in names.items():
+                assert not ranks or (rank in ranks and len(ranks) > 1 and sorted(ranks) == list(ranks))
+                for other in ranks:
+                    assert replicas[case][other][name] == ranks, (case, name)
+                    assert by_rank[other][name] == by_rank[rank][name], (case, name)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_each_parallelism_goes_back_to_the_bit(launcher: Launcher, ranks: int) -> None:
+    cases = CASES + (OF_FOUR if ranks == 4 else ())
+    leaves, replicas = told(launcher, ranks, *cases)
+    check_whole(leaves, replicas)
+    every = tuple(range(ranks))
+
+    def of(case: str, name: str, rank: int = 0) -> tuple[int, ...]:
+        return replicas[case][rank][name]
+
+    assert of("ddp", "model.0.up.weight") == of("ddp", "optimizer.state.0.up.weight.exp_avg") == every
+    assert of("ddp", "model.0.down.bias") == every
+    assert of("ddp", "model.1.running_mean") == of("ddp", "model.1.num_batches_tracked") == ()
+    assert of("ddp_with_experts", "model.1.weight") == ()
+    assert of("ddp_with_experts", "optimizer.state.1.weight.exp_avg") == ()
+    assert of("ddp_with_experts", "model.1.bias") == every
+    for zero in ("zero1", "zero1_of_buckets"):
+        states = [n for r in every for n in replicas[zero][r] if n.startswith("optimizer.state")]
+        assert len(states) == len(set(states)) == 3 * 6, "each state is on one rank"
+        assert all(of(zero, n, r) == () for r in every for n in replicas[zero][r] if n in states)
+    assert of("fsdp2", "model.up.weight") == of("fsdp2", "optimizer.state.up.weight.exp_avg") == ()
+    assert of("fsdp2", "optimizer.state.up.weight.step") == every
+    assert of("tp", "model.norm.weight") == of("tp", "optimizer.state.norm.weight.exp_avg") == every
+    assert of("tp", "model.up.weight") == ()
+    assert of("unlike_its_parameter", "optimizer.state.up.weight.rows") == every
+    assert of("unlike_its_parameter", "optimizer.state.up.weight.local") == ()
+    assert {of("pipeline", n) for n in replicas["pipeline"][0]} == {()}
+    layers = [n for r in every for n in leaves["pipeline"][r] if n.startswith("model.")]
+    assert len(layers) == len(set(layers)) == 4 * ranks
+    if ranks == 4:
+        assert of("hsdp", "model.up.weight", 1) == (1, 3)
+        assert of("fsdp2_and_tp", "model.norm.weight", 3) == (2, 3)
+    # Whatever a module shows in the place of a parameter, the leaves are the same.
+    plain = {r: {n: leaf for n, leaf in held.items()} for r, held in leaves["fsdp2"].items()}
+    for shown in ("fsdp2_kept_whole", "fsdp2_evaluated", "fsdp2_unsharded"):
+        assert leaves[shown] == plain, shown
+
+
+def test_every_case_is_asked() -> None:
+    assert set(cases_of_the_program()) == {*CASES, *OF_FOUR}
+
+
+@cache
+def cases_of_the_program() -> tuple[str, ...]:
+    text = Path(__file__).with_name("parallelisms.py").read_text()
+    return tuple(part.split("(")[0] for part in text.split("@case\ndef ")[1:])
