@@ -156,10 +156,12 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """What the environment says of this process: its place in the job, and the job's name."""
+    """What the environment says of this process: its place in the job and on its machine, the job's name."""
 
     rank: int = 0
     world: int = 1
+    local_rank: int = 0
+    local_world: int = 1
     job_id: str = ""
     restart_count: int = 0
     runtime_folder: str | None = None
@@ -173,6 +175,8 @@ class Environment:
         return cls(
             rank=_number("RANK", 0),
             world=_number("WORLD_SIZE", 1),
+            local_rank=_number("LOCAL_RANK", 0),
+            local_world=_number("LOCAL_WORLD_SIZE", 1),
             job_id=get("TORCHELASTIC_RUN_ID") or get("SLURM_JOB_ID") or "",
             restart_count=_number("TORCHELASTIC_RESTART_COUNT", _number("SLURM_RESTART_COUNT", 0)),
             runtime_folder=get("FLASHCKPT_RUNTIME") or None,

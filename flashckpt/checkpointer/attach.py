@@ -53,7 +53,7 @@ def attach(
         from flashckpt.checkpointer.disabled import DisabledCheckpointer
 
         return DisabledCheckpointer(path, by_environment=enabled)  # type: ignore[return-value]
-    early = _begin_early(path, options)
+    early = _begin_early(path, options) if isinstance(options, Options) else None
     try:
         from flashckpt.checkpointer import resume
 
@@ -135,9 +135,9 @@ def _begin_early(path: str | os.PathLike[str], options: Options) -> EarlyRead | 
     from flashckpt.store import open_store
 
     environment = Environment.read()
-    if environment.world > 1:  # who starts the keeper, and what is read, is agreed on with the others
-        return None
-    is_new, in_memory = "flashckpt.checkpointer.resume" not in sys.modules, False
+    # Of a machine's ranks one starts the keeper that all of them find.
+    is_new = "flashckpt.checkpointer.resume" not in sys.modules and environment.local_rank == 0
+    in_memory = False
     with suppress(FlashckptError, OSError, RuntimeError):  # the last where there are no more threads
         store = open_store(path)
         identity = identity_of(open_run(store, create=False).run_id, store.place())
@@ -149,6 +149,8 @@ def _begin_early(path: str | os.PathLike[str], options: Options) -> EarlyRead | 
             else:
                 runtime.close()
         if not in_memory:
-            threads = options.threads or len(os.sched_getaffinity(0))
-            return EarlyRead(store, environment.rank, threads)
+            threads = options.threads or max(
+                1, len(os.sched_getaffinity(0)) // max(1, environment.local_world)
+            )
+            return EarlyRead(store, environment.rank, threads, environment.world)
     return None

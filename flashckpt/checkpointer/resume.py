@@ -74,6 +74,7 @@ def attach(
 
         tree, url = group.together("the state and the options", prepared)
         group.check_alike(_alike(url, tree, every, persist_every, keep, options))
+        group.check_replicas(partial(_replicas, tree))
         session = _open(path, keep, options, group)
     except BaseException:
         group.close()
@@ -124,6 +125,18 @@ def _alike(
     said = {name: repr(value) for name, value in call.items()}
     said |= {f"Options({name})": repr(value) for name, value in own.items()}
     return said | {"names of the state": ", ".join(tree.names)}
+
+
+def _replicas(tree: Tree) -> dict[tuple[int, ...], dict[str, str]]:
+    """Of each set of ranks that hold leaves alike by declaration those leaves, in words."""
+    found: dict[tuple[int, ...], dict[str, str]] = {}
+    for leaf in tree.walk(_nothing_used_up).leaves:
+        if leaf.replicas:
+            tensor = local(leaf.tensor)
+            where = f" at {list(leaf.box.start)} of {list(leaf.box.shape)}" if leaf.box is not None else ""
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            found.setdefault(leaf.replicas, {})[leaf.name] = f"{dtype} {list(tensor.shape)}{where}"
+    return found
 
 
 def _open(path: str | os.PathLike[str], keep: Keep, options: Options, group: Group) -> Session:

@@ -16,8 +16,10 @@ from flashckpt.format.names import AttemptName
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.memory.slot import SlotRing
 from flashckpt.options import Environment, Options
+from flashckpt.ranks import replicas
 from flashckpt.ranks.candidates import RanksVoter
 from flashckpt.ranks.job import LOADING_PATIENCE_S, Job, KeyValues, meet, placed
+from flashckpt.ranks.replicas import Tables
 from flashckpt.restore.step_choice import AloneVoter, Voter
 
 T = TypeVar("T")
@@ -93,6 +95,9 @@ class Group(Protocol):
     def check_alike(self, mine: Mapping[str, str]) -> None:
         """Raises OptionError, on all ranks, where one gives another value for a name than most do."""
 
+    def check_replicas(self, tables: Callable[[], Tables]) -> None:
+        """Raises StateError, on all ranks, where two that are declared replicas hold different leaves."""
+
     def voter(self) -> Voter:
         """Who has a say in which step is gone on from."""
 
@@ -138,6 +143,9 @@ class Alone:
     def check_alike(self, mine: Mapping[str, str]) -> None:
         pass
 
+    def check_replicas(self, tables: Callable[[], Tables]) -> None:
+        pass
+
     def voter(self) -> Voter:
         return AloneVoter()
 
@@ -173,6 +181,9 @@ class Ranks:
 
     def check_alike(self, mine: Mapping[str, str]) -> None:
         self.job.agree("whether all ranks call alike", dict(mine), _check_alike)
+
+    def check_replicas(self, tables: Callable[[], Tables]) -> None:
+        replicas.check(self.job, self.together("the leaves of replicas", tables))
 
     def voter(self) -> Voter:
         return RanksVoter(self.job)

@@ -132,12 +132,12 @@ class EarlyRead:
     raises nothing: whatever is wrong, the resume comes to it by itself. What is read is a copy of a step that
     was whole; whether it is the one to go on from is decided later, by who takes it."""
 
-    def __init__(self, store: Store, rank: int, threads: int) -> None:
+    def __init__(self, store: Store, rank: int, threads: int, world: int = 1) -> None:
         self._cancel = array("Q", [0])
         self._record: StepRecord | None = None
         self._image: StepImage | None = None
         self._thread = threading.Thread(
-            target=self._run, args=(store, rank, threads), name="flashckpt-read", daemon=True
+            target=self._run, args=(store, rank, threads, world), name="flashckpt-read", daemon=True
         )
         self._thread.start()
 
@@ -159,10 +159,13 @@ class EarlyRead:
         if image is not None:
             image.discard()
 
-    def _run(self, store: Store, rank: int, threads: int) -> None:
+    def _run(self, store: Store, rank: int, threads: int, world: int) -> None:
         try:
             for each in sources(store, {}, says=False)[:1]:
-                self._record = read_step(store, each.step, each.attempt, {rank})
+                record = read_step(store, each.step, each.attempt, {rank})
+                if record.world != world:
+                    return  # a rank's own files are not what this one takes of it
+                self._record = record
                 self._image = read_image(self._record, rank, threads, _native.address_of(self._cancel))
         except Exception as error:
             log.debug("no step was read early: %s", error)

@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import flashckpt
 from flashckpt.memory import room
@@ -86,6 +87,13 @@ def bad_state(run: Path, rank: int) -> None:
     attached(run, own={"function": (lambda: 1) if rank == 1 else 1})
 
 
+def other_replica(run: Path, rank: int) -> None:
+    model = DistributedDataParallel(net())
+    if rank == 1:
+        model.module.extra = nn.Parameter(torch.zeros(3))
+    attached(run, model=model)
+
+
 def other_model(run: Path, rank: int) -> None:
     trained(run, 2)
     model = net(4 + rank)
@@ -145,8 +153,8 @@ def without_memory(run: Path) -> Iterator[None]:
 CASES: dict[str, Case] = {
     each.__name__: each
     for each in (
-        other_path, other_options, other_names, bad_option, bad_state, other_model, no_runtime,
-        damaged_on_one, damaged_everywhere, no_memory,
+        other_path, other_options, other_names, other_replica, bad_option, bad_state, other_model,
+        no_runtime, damaged_on_one, damaged_everywhere, no_memory,
     )
 }  # fmt: skip
 

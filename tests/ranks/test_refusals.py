@@ -17,6 +17,7 @@ EXPECTED = {
     "other_path": ("OptionError", "path: ", "on rank 0", "on rank 1"),
     "other_options": ("OptionError", "every: 1 on rank 0, 2 on rank 1", "Keep(last=4", "Options(slots): 2"),
     "other_names": ("OptionError", "names of the state: model on rank 0, model, ema on rank 1"),
+    "other_replica": ("StateError", "extra: not there on rank 0, float32 [3] on rank 1"),
     "bad_option": ("OptionError", "rank 1 of 2: every='often'"),
     "bad_state": ("StateError", "rank 1 of 2: ", "own"),
     "other_model": ("MismatchError", "rank 1 of 2: ", "weight"),
@@ -51,6 +52,14 @@ def test_all_ranks_are_refused_alike(told: list[list[str]], tmp_path: Path) -> N
     assert "went on 2 12.0" in told[1]
     starts = list((tmp_path / "runs").glob("*/attempts/*/start.json"))
     begun = [each.parts[-4] for each in starts]
-    for name in ("other_path", "other_options", "other_names", "bad_option", "bad_state", "no_runtime"):
+    for name in (
+        "other_path",
+        "other_options",
+        "other_names",
+        "other_replica",
+        "bad_option",
+        "bad_state",
+        "no_runtime",
+    ):
         assert name not in begun, f"{name}: refused before an attempt had started"
     assert begun.count("other_model") == begun.count("no_memory") == 1
