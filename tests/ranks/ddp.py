@@ -1,10 +1,10 @@
 """What the ranks of these tests train: DDP on gloo, with dropout, BatchNorm and a DistributedSampler.
 
 `python -m tests.ranks.rank tests.ranks.ddp RUN ORDERS-JSON`. Each step prints "step N LOSS BATCH", the end
-"state HASH". Orders, all optional: `options` of the loop, `epochs`, `save_at`: a step that is persisted,
-`hold_at`: in that iteration a rank
-prints "held N" and stands still, to be killed; and `deaths`: of each incarnation of the group the rank that
-dies in it, and at which of the package's crash points.
+"state HASH". Orders, all optional: `options` of the loop, `epochs`, `workers` of the loader, `save_at`: a
+step that is persisted, `hold_at`: in that iteration a rank prints "held N" and stands still, to be killed;
+and `deaths`: of each incarnation of the group the rank that dies in it, and at which of the package's crash
+points.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, default_collate
 
 import flashckpt
 from flashckpt import crashpoints
@@ -35,13 +35,21 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
 
 
-def loader(rank: int, world: int) -> DataLoader[Any]:
-    """Samples that say which they are."""
+def noisy(samples: list[Any]) -> list[Any]:
+    """A batch with noise that is drawn where it is made: in a worker, if there are any."""
+    x, y, which = default_collate(samples)
+    return [x + 0.1 * torch.randn_like(x), y, which]
+
+
+def loader(rank: int, world: int, workers: int = 0) -> DataLoader[Any]:
+    """Samples that say which they are. Workers live from epoch to epoch."""
     torch.manual_seed(11)
     numbers = torch.arange(SAMPLES, dtype=torch.float32)
     data = TensorDataset(torch.randn(SAMPLES, 6), torch.randint(0, 3, (SAMPLES,)), numbers)
     sampler = DistributedSampler(data, num_replicas=world, rank=rank, shuffle=True)
-    return DataLoader(data, batch_size=BATCH, sampler=sampler)
+    return DataLoader(
+        data, BATCH, sampler=sampler, num_workers=workers, persistent_workers=workers > 0, collate_fn=noisy
+    )
 
 
 def state_of(*objects: Any) -> str:
@@ -74,7 +82,7 @@ def train(run: str, orders: dict[str, Any]) -> None:
     # add up there is added in another order than in a process that had gone on: exact for two ranks alone.
     net = DistributedDataParallel(model(), find_unused_parameters=True)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    data = loader(rank, world)
+    data = loader(rank, world, orders.get("workers", 0))
     torch.manual_seed(100 + rank)  # each drops others
     options = {"every": 1, "persist_every": None} | orders.get("options", {})
     looped = flashckpt.loop(

@@ -42,11 +42,13 @@ def assert_went_on(whole: Ended, before: Sequence[str], after: Sequence[str], st
 SAVED, HELD = 8, 10
 
 
-@pytest.mark.parametrize(("ranks", "tier"), [(2, "memory"), (2, "local"), (4, "memory")])
-def test_killed_ranks_go_on_bit_for_bit(launcher: Launcher, tmp_path: Path, ranks: int, tier: str) -> None:
-    whole = undisturbed(launcher, tmp_path / "whole", ranks)
+@pytest.mark.parametrize(("ranks", "tier", "workers"), [(2, "memory", 2), (2, "local", 0), (4, "memory", 0)])
+def test_killed_ranks_go_on_bit_for_bit(
+    launcher: Launcher, tmp_path: Path, ranks: int, tier: str, workers: int
+) -> None:
+    whole = undisturbed(launcher, tmp_path / "whole", ranks, workers=workers)
     run, held = tmp_path / "run", HELD if ranks == 2 else HELD // 2
-    killed = start(launcher, run, ranks, hold_at=held, save_at=SAVED)
+    killed = start(launcher, run, ranks, hold_at=held, save_at=SAVED, workers=workers)
     killed.until_said(f"held {held}")
     if tier == "local":
         until(lambda: SAVED in flashckpt.steps(run), "a commit")
@@ -55,7 +57,7 @@ def test_killed_ranks_go_on_bit_for_bit(launcher: Launcher, tmp_path: Path, rank
     before = [killed.said(rank) for rank in range(ranks)]
     if tier == "local":
         launcher.kill_keepers(remove_regions=True)
-    ended = start(launcher, run, ranks).finished()
+    ended = start(launcher, run, ranks, workers=workers).finished()
     step = held if tier == "memory" else SAVED
     for rank in range(ranks):
         assert ended[rank].out[0] == f"resumed {step} {tier}"
