@@ -31,7 +31,7 @@ from flashckpt.checkpointer.progress import Content, Progress, Use
 from flashckpt.checkpointer.run_log import limits_s
 from flashckpt.checkpointer.session import Session, log_differences, open_session
 from flashckpt.checkpointer.signals import Signals
-from flashckpt.errors import DamagedError, FlashckptError, FormatError, MismatchError, OptionError
+from flashckpt.errors import DamagedError, FlashckptError, FormatError, OptionError
 from flashckpt.events import Event, log
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper.client import SlotGrant
@@ -40,6 +40,7 @@ from flashckpt.options import Environment, Keep, Options, check_call
 from flashckpt.ranks.group import Cadence, Group, join
 from flashckpt.restore.filling import check_fits, fill
 from flashckpt.restore.memory_tier import Held
+from flashckpt.restore.other_layout import LiveLayout
 from flashckpt.restore.snapshot import Snapshot
 from flashckpt.restore.step_choice import Loaded, StepChoice
 from flashckpt.restore.step_image import EarlyRead
@@ -222,8 +223,9 @@ def _resume(
     def chosen() -> None:
         nonlocal mapped, regions, refused, loaded
         mapped, regions = _survived(session)
-        fits = partial(_check, tree, session.environment.world)
-        choice = StepChoice(session.store, mapped, rank, fits, threads, group.voter(), early)
+        layout = LiveLayout(tree, rank, session.environment.world)
+        fits = partial(_check, tree)
+        choice = StepChoice(session.store, mapped, rank, fits, threads, group.voter(), early, layout)
         refused = choice.refused
         loaded = choice.choose()
 
@@ -279,9 +281,8 @@ def _kept(session: Session, loaded: Loaded) -> ConstantsRegion | None:
     return ConstantsRegion(region.name, region.header.nonce, constants, tuple(digests))
 
 
-def _check(tree: Tree, world: int, snapshot: Snapshot) -> None:
+def _check(tree: Tree, snapshot: Snapshot) -> None:
     """Whether all of a snapshot can be taken up. Changes nothing; DamagedError, MismatchError."""
-    _check_world(snapshot, world)
     Progress().restore(snapshot.section("progress"))
     check_fits(tree, snapshot)
     # Last: of what is read here, only this is put in its place for a moment.
@@ -290,19 +291,6 @@ def _check(tree: Tree, world: int, snapshot: Snapshot) -> None:
         rng.restore(snapshot.section("rng"))
     finally:
         rng.restore(before)
-
-
-def _check_world(snapshot: Snapshot, world: int) -> None:
-    """A rank's snapshot is all of it only among as many ranks as made it."""
-    environment = snapshot.values.get("environment")
-    made_by = environment.get("world", 1) if isinstance(environment, dict) else 1
-    if made_by != world:
-        raise MismatchError(
-            f"Step {snapshot.step} was made by {made_by} ranks, and this job has {world}. Nothing was "
-            "loaded, the live "
-            f"state is as it was. Start {made_by} ranks.",
-            step=snapshot.step,
-        )
 
 
 def _take_up(

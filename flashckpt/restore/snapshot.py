@@ -59,6 +59,13 @@ class Snapshot:
         if self.at_rest is not None:
             self.at_rest.discard()
 
+    @property
+    def world(self) -> int:
+        """How many ranks made it."""
+        environment = self.values.get("environment")
+        found = environment.get("world", 1) if isinstance(environment, dict) else 1
+        return found if type(found) is int else 1
+
     def section(self, name: str) -> dict[str, Any]:
         """One part of the values. Raises DamagedError where there is none."""
         section = self.values.get(name)

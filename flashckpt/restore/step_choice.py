@@ -20,14 +20,16 @@ from typing import Protocol, TypeVar
 from flashckpt import crashpoints
 from flashckpt.commit import lineage
 from flashckpt.commit.lineage import VisibleStep
-from flashckpt.commit.steps import StepRecord, read_step
+from flashckpt.commit.steps import StepRecord, read_manifest, read_step
 from flashckpt.errors import DamagedError, OutOfRoomError, RunError, UnusableRunError
 from flashckpt.events import log
+from flashckpt.format.layout import Leaf
 from flashckpt.format.names import AttemptName
+from flashckpt.format.records import Manifest
 from flashckpt.restore import memory_tier
 from flashckpt.restore.memory_tier import Held
 from flashckpt.restore.snapshot import Snapshot
-from flashckpt.restore.step_image import EarlyRead, StepImage, UnreadableShardError, read_image
+from flashckpt.restore.step_image import EarlyRead, UnreadableShardError, read_image
 from flashckpt.store.base import Store
 
 Fits = Callable[[Snapshot], None]
@@ -106,12 +108,39 @@ class AloneVoter:
         return ballot.could
 
 
+class Layouts(Protocol):
+    """How the live state is divided among ranks."""
+
+    def is_of(self, world: int, leaves: Sequence[Leaf]) -> bool:
+        """Whether what a rank of `world` ranks has, these leaves, is what this one needs."""
+
+    def has(self, record: StepRecord) -> bool:
+        """Whether what this rank has of a step is what it needs now."""
+
+    def read(self, record: StepRecord, threads: int) -> Snapshot:
+        """A step of another layout, put together for this rank. `record` may lack parts. Raises as
+        `read_image` does, and MismatchError."""
+
+
+class AsItWas:
+    """The layout of whatever step it is."""
+
+    def is_of(self, world: int, leaves: Sequence[Leaf]) -> bool:
+        return True
+
+    def has(self, record: StepRecord) -> bool:
+        return True
+
+    def read(self, record: StepRecord, threads: int) -> Snapshot:
+        raise AssertionError("it has that of every step")
+
+
 class StepChoice:
     """The candidates of one run, and the reasons why some were passed over.
 
     `survived` are the slots in which this node's keeper found sealed snapshots. `refused` gathers one
     sentence for each candidate that could not be used. `fits` is asked of each that is whole, `voter` of
-    every content that was tried. `early` may have read a step already.
+    every content that was tried. `early` may have read a step already. `layout` is that of the live state.
     """
 
     def __init__(
@@ -123,8 +152,10 @@ class StepChoice:
         threads: int,
         voter: Voter | None = None,
         early: EarlyRead | None = None,
+        layout: Layouts | None = None,
     ) -> None:
         self._store, self._survived, self._rank = store, survived, rank
+        self._layout = layout or AsItWas()
         self._fits, self._threads, self._early = fits, threads, early
         self._voter = voter or AloneVoter()
         self._tried: Candidate | None = None
@@ -213,11 +244,21 @@ class StepChoice:
         if candidate.held is not None:
             if self._early is not None:
                 self._early.close()
-            return Loaded(memory_tier.load(candidate.held, self._threads), candidate.held)
-        record = read_step(self._store, candidate.step, candidate.attempt, {self._rank})
+            loaded = Loaded(memory_tier.load(candidate.held, self._threads), candidate.held)
+            try:
+                self._check_layout(loaded.snapshot)
+            except BaseException:
+                loaded.drop()
+                raise
+            return loaded
+        record = self._record(candidate)
+        if not self._layout.has(record):
+            if self._early is not None:
+                self._early.close()
+            return Loaded(self._roomy(lambda: self._layout.read(record, self._threads)), None)
         image = self._early.take(record) if self._early is not None else None
         if image is None:
-            image = self._image_of(record)
+            image = self._roomy(lambda: read_image(record, self._rank, self._threads))
         crashpoints.point("resume.read")
         try:
             return Loaded(Snapshot.of(image), None)
@@ -225,9 +266,16 @@ class StepChoice:
             image.discard()
             raise
 
-    def _image_of(self, record: StepRecord) -> StepImage:
+    def _record(self, candidate: Candidate) -> StepRecord:
+        """Of the records of a step the manifest and the part of the rank whose things this one takes."""
+        manifest = read_manifest(self._store, candidate.step, candidate.attempt)
+        world = manifest.world if isinstance(manifest, Manifest) else 1
+        return read_step(self._store, candidate.step, candidate.attempt, {self._rank % world})
+
+    def _roomy(self, read: Callable[[], _Found]) -> _Found:
+        """What `read` gives; where there is no memory for it, also said what takes some."""
         try:
-            return read_image(record, self._rank, self._threads)
+            return read()
         except OutOfRoomError as error:
             num_bytes = sum(held.slot.header.num_bytes for held in self._survived)
             if not num_bytes:
@@ -239,6 +287,17 @@ class StepChoice:
                 needed=error.needed,
                 available=error.available,
             ) from error
+
+    def _check_layout(self, snapshot: Snapshot) -> None:
+        """DamagedError for a snapshot in memory that is no use alone: it is passed over, and neither marked
+        nor lost. Of another layout a rank has only its own part in memory; storage has all."""
+        if not self._layout.is_of(snapshot.world, snapshot.layout.leaves):
+            raise DamagedError(
+                f"it was made by {snapshot.world} ranks, or with another mesh, and of such a step a rank "
+                "reads what it needs from storage, not from memory. Keepers save what is in memory once its "
+                "trainers have ended.",
+                step=snapshot.step,
+            )
 
     def _check(self, loaded: Loaded) -> None:
         try:
@@ -274,8 +333,7 @@ class StepChoice:
     def _see_that_records_are_there(self, candidate: Candidate) -> None:
         """RunError where the fault is not one file's but the storage's: then the resume waits for that."""
         self._patiently("its attempts", partial(lineage.check_records, self._store))
-        read = partial(read_step, self._store, candidate.step, candidate.attempt, {self._rank})
-        self._patiently(_named(candidate), read)
+        self._patiently(_named(candidate), partial(self._record, candidate))
 
     def _leave_behind(self, candidate: Candidate, error: Exception) -> None:
         """Not marked: the fault may be this host's. Said with the way back: what goes on from an older step

@@ -57,7 +57,7 @@ class StepRanks:
         missing = set(ranks) - self._records.keys()
         if missing:
             record = self.record
-            self._add(read_step(record.store, record.step, record.attempt))
+            self._add(read_step(record.store, record.step, record.attempt, missing))
 
     def _add(self, record: StepRecord) -> None:
         ranks = [rank for part in record.parts for rank in part.ranks]

@@ -26,13 +26,15 @@ CHUNK_BYTES = 4096
 
 @dataclass
 class Held:
-    """What one rank has of a tensor. `writer`: of a declared replica, the rank whose file has it."""
+    """What one rank has of a tensor. `writer`: of a declared replica, the rank whose file has it, and
+    `members` the ranks that have it too: without them, all that have the same box."""
 
     name: str
     whole: np.ndarray
     region: Region
     aliases: tuple[str, ...] = ()
     writer: int | None = None
+    members: tuple[int, ...] = ()
 
     @property
     def data(self) -> bytes:
@@ -128,7 +130,7 @@ def tables_of(rank: int, ranks: Sequence[Sequence[Held]]) -> tuple[Replicas, ...
     tables: dict[tuple[int, ...], list[Held]] = {}
     for one in ranks[rank]:
         if one.writer is not None:
-            tables.setdefault(tuple(held[one.name, one.region]), []).append(one)
+            tables.setdefault(one.members or tuple(held[one.name, one.region]), []).append(one)
     return tuple(table_of(members, shared) for members, shared in tables.items())
 
 

@@ -1,0 +1,236 @@
+"""One state on many layouts, made in this process rank by rank: torch's process group that talks to nobody,
+real modules, real DTensors. Every tensor is filled from one truth by its name and box, so that any rank of
+any layout knows what it must hold.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from flashckpt.capture.plan import local
+from flashckpt.commit.steps import StepRecord
+from flashckpt.format.typed import encode_json
+from flashckpt.restore.step_leaves import Region
+from flashckpt.state import rng
+from flashckpt.state.leaves import LiveLeaf
+from flashckpt.state.tensors import bits
+from flashckpt.state.tree import Tree
+from flashckpt.store.base import Store
+from tests.restore.sharded import Held, committed
+
+
+class Net(nn.Module):
+    """Rows that no number of ranks divides, a tied weight, a buffer."""
+
+    def __init__(self, *, is_tied: bool = True) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.first = nn.Linear(6, 10)
+        self.second = nn.Linear(10, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.head = nn.Linear(6, 11, bias=False)
+        if is_tied:
+            self.head.weight = self.embed.weight
+
+
+@dataclass
+class Live:
+    """The state of one rank, as it is built."""
+
+    tree: Tree
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    counters: dict[str, Any]
+
+
+@contextmanager
+def one_of(world: int, rank: int) -> Iterator[None]:
+    """This process is that rank, for a while."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        # torch keeps the meshes of DTensors that it has seen, and with them which rank this was.
+        _clear_sharding_prop_cache()
+
+
+STAGES = [["embed", "first"], ["second", "norm", "head"]]
+
+
+def built(kind: str, world: int, *, is_tied: bool = True) -> Live:
+    """A state whose tensors hold nothing yet. kind: "whole", "fsdp", "tp", "hsdp", "fsdp+tp" or "pp"."""
+    model = Net(is_tied=is_tied)
+    if kind == "fsdp":
+        mesh = init_device_mesh("cpu", (world,))
+        fully_shard(model.first, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    elif kind == "tp":
+        _in_columns(model, init_device_mesh("cpu", (world,)))
+    elif kind == "hsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("r", "s")))
+    elif kind == "fsdp+tp":
+        mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+        _in_columns(model, mesh["tp"])
+        fully_shard(model, mesh=mesh["dp"])
+    elif kind == "pp":
+        for name in STAGES[1 - dist.get_rank()]:
+            model._modules[name] = None
+    return live_of(model)
+
+
+def live_of(model: nn.Module) -> Live:
+    """A model with an optimizer of its stages and counters of its own."""
+    optimizer = torch.optim.AdamW(_groups(model), lr=0.1)
+    counters: dict[str, Any] = {"rank": -1, "seen": 0}
+    return Live(Tree({"model": model, "optimizer": optimizer, "own": counters}), model, optimizer, counters)
+
+
+def _groups(model: nn.Module) -> list[dict[str, Any]]:
+    """One for each stage, also where it is on another rank."""
+    groups: list[dict[str, Any]] = [{"params": []}, {"params": [], "lr": 0.5}]
+    seen: set[int] = set()
+    for group, names in zip(groups, STAGES, strict=True):
+        modules = [model._modules[name] for name in names]
+        for parameter in (each for module in modules if module is not None for each in module.parameters()):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                group["params"].append(parameter)
+    return groups
+
+
+def _in_columns(model: nn.Module, mesh: Any) -> None:
+    plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
+    parallelize_module(model, mesh, plan)
+
+
+def stepped(live: Live) -> None:
+    """Make the optimizer's state, as its first step does."""
+    for group in live.optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    live.optimizer.step()
+    live.optimizer.zero_grad()
+
+
+def truth_of(name: str, shape: tuple[int, ...], dtype: torch.dtype, salt: str = "") -> torch.Tensor:
+    """What a tensor of this name holds, whole."""
+    seed = np.random.default_rng(zlib.crc32(f"{salt}{name}".encode()))
+    return torch.from_numpy(np.asarray(seed.integers(0, 100, shape))).to(dtype)
+
+
+def region_of(leaf: LiveLeaf) -> Region:
+    shape = tuple(local(leaf.tensor).shape)
+    return Region(leaf.box.start if leaf.box is not None else (0,) * len(shape), shape)
+
+
+def whole_shape(leaf: LiveLeaf) -> tuple[int, ...]:
+    return leaf.box.shape if leaf.box is not None else tuple(local(leaf.tensor).shape)
+
+
+def due(leaf: LiveLeaf, rank: int) -> torch.Tensor:
+    """What a leaf of a rank must hold. Buffers are each rank's own."""
+    salt = str(rank) if leaf.kind == "buffer" else ""
+    whole = truth_of(leaf.name, whole_shape(leaf), leaf.tensor.dtype, salt)
+    region = region_of(leaf)
+    index = tuple(slice(at, at + n) for at, n in zip(region.start, region.shape, strict=True))
+    return whole[index]
+
+
+def fill(live: Live, rank: int) -> None:
+    with torch.no_grad():
+        for leaf in _walk(live).leaves:
+            local(leaf.tensor).copy_(due(leaf, rank))
+    live.counters.update(rank=rank, seen=7)
+
+
+def _walk(live: Live) -> Any:
+    return live.tree.walk(lambda parameter, gradient: True)
+
+
+def saved(store: Store, kind: str, world: int, *, shares: bool = True, is_tied: bool = True) -> StepRecord:
+    """A committed step of that layout. shares: what is declared to be alike is written once."""
+    ranks, values = [], []
+    for rank in range(world):
+        with one_of(world, rank):
+            live = built(kind, world, is_tied=is_tied)
+            stepped(live)
+            fill(live, rank)
+            ranks.append([held for leaf in _walk(live).leaves if (held := _held(leaf, shares))])
+            values.append(_values(live, rank, world))
+    return committed(store, ranks, values=values)
+
+
+def _held(leaf: LiveLeaf, shares: bool) -> Held:
+    here, region = local(leaf.tensor).detach(), region_of(leaf)
+    whole = np.zeros(whole_shape(leaf), here.numpy().dtype)
+    index = tuple(slice(at, at + n) for at, n in zip(region.start, region.shape, strict=True))
+    whole[index] = here.numpy()
+    writer = None
+    if shares and leaf.replicas:
+        writer = leaf.replicas[zlib.crc32(leaf.name.encode()) % len(leaf.replicas)]
+    return Held(leaf.name, whole, region, tuple(leaf.aliases), writer, leaf.replicas if shares else ())
+
+
+def held_by(live: Live) -> dict[str, bytes]:
+    """All bytes of a live state, by name."""
+    return {leaf.name: local(leaf.tensor).detach().numpy().tobytes() for leaf in _walk(live).leaves}
+
+
+def _values(live: Live, rank: int, world: int) -> Mapping[str, Any]:
+    torch.manual_seed(rank)
+    return _encoded(live.tree.values(lambda parameter, gradient: True), world)
+
+
+def values_of(entries: Mapping[str, Any], world: int = 2) -> Mapping[str, Any]:
+    """The values of a rank of a state that has these parts and no gradients."""
+    return _encoded({"entries": entries, "gradients": {"names": [], "kinds": "", "exceptions": {}}}, world)
+
+
+def _encoded(state: object, world: int) -> Mapping[str, Any]:
+    values = {
+        "state": state,
+        "rng": rng.capture(),
+        "progress": {
+            "step": 7, "epoch": 1, "phase": 0, "open": False, "iterated": True, "sources": []
+        },
+        "environment": {"world": world},
+    }  # fmt: skip
+    found: Mapping[str, Any] = json.loads(encode_json(values))
+    return found
+
+
+def check(live: Live, source: int, rank: int, world: int, buffers: int | None = None) -> None:
+    """Whether a rank holds what it must, bit for bit. source: the old rank whose own things it has taken,
+    buffers: the one whose buffers, where they are another's."""
+    walk = _walk(live)
+    for leaf in walk.leaves:
+        here = local(leaf.tensor).detach()
+        expected = due(leaf, source if buffers is None else buffers)
+        assert torch.equal(bits(here), bits(expected.contiguous())), (leaf.name, rank, world)
+    assert "optimizer" in {leaf.kind for leaf in walk.leaves}
+    for group in live.optimizer.param_groups:
+        for parameter in group["params"]:
+            held = live.optimizer.state[parameter]
+            assert held.keys() == {"step", "exp_avg", "exp_avg_sq"}
+            assert type(held["exp_avg"]) is type(torch.zeros_like(parameter))
+            assert held["exp_avg"].shape == parameter.shape
+            placements = [getattr(each, "placements", None) for each in (held["exp_avg"], parameter)]
+            assert placements[0] == placements[1]
+    assert [group["lr"] for group in live.optimizer.param_groups] == [0.1, 0.5]
+    assert live.counters == {"rank": source, "seen": 7}

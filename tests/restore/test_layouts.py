@@ -1,0 +1,152 @@
+"""A step of one layout, taken up on another: every rank holds what it must, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from flashckpt.commit.steps import StepRecord, read_step
+from flashckpt.errors import MismatchError
+from flashckpt.restore.filling import check_fits, fill
+from flashckpt.restore.other_layout import LiveLayout
+from flashckpt.restore.step_leaves import Region
+from flashckpt.state import rng
+from flashckpt.state.tree import Tree
+from flashckpt.store.base import Store
+from tests.commit.runs import new_run
+from tests.restore import layouts
+from tests.restore.sharded import Held, committed
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+FEW = [("whole", 1), ("whole", 3), ("fsdp", 3), ("tp", 2), ("hsdp", 4), ("fsdp+tp", 4)]
+ALL = [
+    *(("whole", world) for world in (1, 2, 3, 4, 8)),
+    *(("fsdp", world) for world in (1, 2, 3, 4, 8)),
+    *(("tp", world) for world in (1, 2, 3, 4, 8)),
+    *((kind, world) for kind in ("hsdp", "fsdp+tp") for world in (2, 4, 8)),
+]
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield new_run(os.path.join(folder, "run"))
+
+
+def taken_up(
+    record: StepRecord, kind: str, world: int, *, is_tied: bool = True, buffers: int | None = None
+) -> None:
+    for rank in range(world):
+        with layouts.one_of(world, rank):
+            live = layouts.built(kind, world, is_tied=is_tied)
+            snapshot = LiveLayout(live.tree, rank, world).read(record, 2)
+            check_fits(live.tree, snapshot)
+            fill(live.tree, snapshot, 2)
+            layouts.check(live, rank % record.world, rank, world, buffers)
+            snapshot.discard()
+
+
+@pytest.mark.parametrize(("kind", "world"), FEW, ids=str)
+def test_a_layout_goes_on_from_every_other(store: Store, kind: str, world: int) -> None:
+    record = layouts.saved(store, kind, world)
+    for other, ranks in FEW:
+        taken_up(record, other, ranks)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "world"), ALL, ids=str)
+def test_each_of_all_layouts_goes_on_from_every_other(store: Store, kind: str, world: int) -> None:
+    record = layouts.saved(store, kind, world)
+    for other, ranks in ALL:
+        taken_up(record, other, ranks)
+
+
+def test_stages_of_a_pipeline_are_put_together_and_taken_apart(store: Store) -> None:
+    staged = layouts.saved(store, "pp", 2, is_tied=False)
+    for kind, world in (("whole", 1), ("fsdp", 3), ("pp", 2)):
+        taken_up(staged, kind, world, is_tied=False, buffers=1)  # only the last stage has any
+
+
+def test_a_pipeline_goes_on_from_a_model_that_was_whole(store: Store) -> None:
+    taken_up(layouts.saved(store, "fsdp", 3, is_tied=False), "pp", 2, is_tied=False)
+
+
+def refused(record: StepRecord, live: layouts.Live, world: int, *rows: str) -> None:
+    before = layouts.held_by(live)
+    with pytest.raises(MismatchError) as raised:
+        LiveLayout(live.tree, 0, world).read(record, 2)
+    assert sorted(name for name, _, _ in raised.value.differences) == sorted(rows)
+    assert layouts.held_by(live) == before
+
+
+def test_another_model_is_refused_with_what_differs(store: Store) -> None:
+    """Names that one side lacks, and other shapes; before a byte of a tensor is read."""
+    record = layouts.saved(store, "fsdp", 2)
+    for path in range(2):
+        os.unlink(os.path.join(store.url, record.shard_path(path)))
+    with layouts.one_of(1, 0):
+        live = layouts.built("whole", 1)
+        live.model.register_parameter("more", nn.Parameter(torch.zeros(2)))
+        refused(record, live, 1, "model.more")
+        other = layouts.Net()
+        other.register_buffer("average", torch.zeros(2))
+        other.norm = nn.Identity()
+        gone = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+        lacking = [f"model.norm.{name}" for name in gone]
+        refused(record, layouts.live_of(other), 1, "model.average", "optimizer.groups.1", *lacking)
+    with layouts.one_of(3, 0):
+        live = layouts.built("fsdp", 3)
+        other = layouts.Net()
+        other.first = nn.Linear(6, 12)
+        fully_shard(other, mesh=init_device_mesh("cpu", (3,)))
+        refused(record, layouts.live_of(other), 3, "model.first.weight", "model.first.bias")
+
+
+def test_parameters_that_differ_by_rank_go_on_on_as_many_ranks_alone(store: Store) -> None:
+    """Tensors divided by the program's own hand: each rank's is whole, as far as anybody knows."""
+    ranks = [[Held("model.w", np.full(3, rank, "float32"), Region((0,), (3,)))] for rank in range(2)]
+    values = layouts.values_of({"model": {"kind": "module", "frozen": []}})
+    record = committed(store, ranks, values=[values] * 2)
+    model = nn.Module()
+    model.w = nn.Parameter(torch.zeros(3))
+    tree = Tree({"model": model})
+    with pytest.raises(MismatchError, match=r"model\.w is whole on ranks 0, 1"):
+        LiveLayout(tree, 0, 1).read(record, 2)
+    assert LiveLayout(tree, 1, 2).has(record)
+
+
+def test_a_rank_of_the_same_layout_needs_nothing_of_others(store: Store) -> None:
+    record = layouts.saved(store, "fsdp", 3)
+    other = layouts.saved(store, "hsdp", 4)
+    for rank in range(3):
+        mine = read_step(store, record.step, record.attempt, {rank})
+        with layouts.one_of(3, rank):
+            assert LiveLayout(layouts.built("fsdp", 3).tree, rank, 3).has(mine)
+            assert not LiveLayout(layouts.built("fsdp", 3).tree, rank, 4).has(mine)
+    with layouts.one_of(4, 3):
+        assert LiveLayout(layouts.built("hsdp", 4).tree, 3, 4).has(other)
+        assert not LiveLayout(layouts.built("fsdp", 4).tree, 3, 4).has(other)
+        assert not LiveLayout(layouts.built("fsdp+tp", 4).tree, 3, 4).has(other)
+
+
+def test_new_ranks_have_random_numbers_of_their_own_and_the_same_ones_each_time(store: Store) -> None:
+    record = layouts.saved(store, "whole", 2)
+    found = {}
+    for rank in range(4):
+        with layouts.one_of(4, rank):
+            tree = layouts.built("whole", 4).tree
+            states = [LiveLayout(tree, rank, 4).read(record, 1).values["rng"] for _ in range(2)]
+            assert states[0] == states[1]
+            rng.restore(states[0])
+            found[rank] = torch.rand(3).tolist()
+    assert len({str(each) for each in found.values()}) == 4
+    torch.manual_seed(1)
+    assert found[1] == torch.rand(3).tolist(), "a rank that was there goes on with its own"
