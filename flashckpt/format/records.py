@@ -4,6 +4,7 @@ What a step holds is in parts.py. See docs/format.md."""
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -21,13 +22,13 @@ from flashckpt.format.names import (
 from flashckpt.format.parts import (
     CHECKSUM,
     CHUNK_BYTES,
+    MAX_SHARD_BYTES,
     Contents,
     FileRecord,
     Part,
     PartHead,
     RankRecord,
     ShardRecord,
-    file_record,
 )
 
 __all__ = [
@@ -53,7 +54,6 @@ __all__ = [
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
 _ENDED = re.compile(r"|closed|dead")
 _MAX_RESTARTS = 10**9
-_PART_ROW = ("file", "num_bytes", "checksum")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,7 +219,7 @@ class Manifest(JsonRecord):
             step=fields.integer("step", 0, MAX_STEP),
             attempt=attempt_of(fields, "attempt"),
             world=fields.integer("world", 1, MAX_RANK),
-            parts=tuple(map(_part_row, fields.rows("parts", *_PART_ROW, max_items=MAX_RANK))),
+            parts=_part_rows(fields),
             shards=_file_rows(fields, "shards", SHARD),
             constants=_file_rows(fields, "constants", CONSTANTS),
             format=fields.version,
@@ -290,14 +290,40 @@ def _before(fields: Fields) -> tuple[tuple[AttemptName, int], ...]:
     return tuple(found)
 
 
-def _part_row(row: Fields) -> PartRecord:
-    return PartRecord(
-        file=row.text("file", pattern=PART),
-        num_bytes=row.integer("num_bytes", 1, Part.MAX_BYTES),
-        checksum=row.text("checksum", pattern=CHECKSUM),
-    )
+# A manifest of many ranks is read by each of them: a row costs a microsecond or two, and no object besides.
+
+
+def _columns(fields: Fields, key: str, count: int) -> list[tuple[Any, ...]]:
+    """The columns of a list of rows, each `count` long."""
+    rows = fields.items(key, MAX_RANK)
+    if any(type(row) is not list or len(row) != count for row in rows):
+        fields.refuse(f"a row of {key!r} has not {count} items")
+    return list(zip(*rows, strict=True)) if rows else [()] * count
+
+
+def _check_texts(fields: Fields, key: str, texts: Sequence[Any], pattern: re.Pattern[str]) -> None:
+    matches = pattern.fullmatch
+    for text in texts:
+        if type(text) is not str or matches(text) is None:
+            fields.refuse(f"{key!r} has {str(text)[:80]!r}, which is no such name")
+
+
+def _check_sizes(fields: Fields, key: str, sizes: Sequence[Any], high: int) -> None:
+    if any(type(size) is not int or not 1 <= size <= high for size in sizes):
+        fields.refuse(f"a length in {key!r} is not a whole number from 1 to {high}")
+
+
+def _part_rows(fields: Fields) -> tuple[PartRecord, ...]:
+    files, sizes, checksums = _columns(fields, "parts", 3)
+    _check_texts(fields, "parts", files, PART)
+    _check_sizes(fields, "parts", sizes, Part.MAX_BYTES)
+    _check_texts(fields, "parts", checksums, CHECKSUM)
+    rows = zip(files, sizes, checksums, strict=True)
+    return tuple(PartRecord(file=file, num_bytes=size, checksum=checksum) for file, size, checksum in rows)
 
 
 def _file_rows(fields: Fields, key: str, pattern: re.Pattern[str]) -> tuple[FileRecord, ...]:
-    rows = fields.rows(key, "file", "num_bytes", max_items=MAX_RANK)
-    return tuple(file_record(row, "file", "num_bytes", pattern) for row in rows)
+    files, sizes = _columns(fields, key, 2)
+    _check_texts(fields, key, files, pattern)
+    _check_sizes(fields, key, sizes, MAX_SHARD_BYTES)
+    return tuple(FileRecord(file=file, num_bytes=size) for file, size in zip(files, sizes, strict=True))
