@@ -66,9 +66,7 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would go.
 Verified = Annotated[
     str | None, typer.Argument(metavar="STEP[@ATTEMPT]", help="Every visible one if left out.")
 ]
-Out = Annotated[
-    str, typer.Argument(metavar="OUT", help="The file to write; a folder where the step has several ranks.")
-]
+Out = Annotated[str, typer.Argument(metavar="OUT", help="The file to write; with --by-rank a folder.")]
 Exported = Annotated[
     str | None,
     typer.Option("--step", metavar="STEP[@ATTEMPT]", help="The one a resume would take if left out."),
@@ -77,6 +75,9 @@ Only = Annotated[
     list[str] | None, typer.Option("--only", metavar="NAME", help="A part of the state (model), or a leaf.")
 ]
 As = Annotated[Format, typer.Option("--format", help="torch is a pickle, for torch.load(weights_only=True).")]
+ByRank = Annotated[
+    bool, typer.Option("--by-rank", help="A folder with a file for what each rank's own files hold.")
+]
 Force = Annotated[bool, typer.Option("--force", help="Replace OUT if it is there.")]
 
 
@@ -290,10 +291,12 @@ def export(
     format: As = Format.SAFETENSORS,
     step: Exported = None,
     only: Only = None,
+    by_rank: ByRank = False,
     force: Force = False,
     as_json: AsJson = False,
 ) -> ExitCode:
-    """Write the tensors of a step to a file. Every byte is verified before anything is written."""
+    """Write the tensors of a step to a file, each whole, whatever number of ranks made it. Every byte is
+    verified before the file is put in place."""
     number, attempt = step_name(step) if step is not None else (None, None)
     with Bar(notices(), "verifying") as bar:
         done = take_out(
@@ -303,6 +306,7 @@ def export(
             step=number,
             attempt=attempt,
             only=only or (),
+            by_rank=by_rank,
             force=force,
             progress=bar.progress,
         )

@@ -11,41 +11,88 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from flashckpt import _native
 from flashckpt.commit.steps import StepRecord
 from flashckpt.errors import DamagedError
 from flashckpt.format.layout import DTYPES, Leaf
 from flashckpt.restore.box_reading import BoxReader
+from flashckpt.restore.whole_tensors import WholeTensors
 
+Progress = Callable[[int, int], None]
 _ALIGNMENT = 8
+_THREADS = 2
+
+
+class SelectedLeaf(Protocol):
+    """One leaf to take out: `leaf` has the names that were asked for."""
+
+    @property
+    def leaf(self) -> Leaf: ...
+
+    def pieces(self) -> Iterator[memoryview]:
+        """Its bytes, row-major, in pieces of which every one is verified by itself."""
+
+    def whole(self) -> memoryview:
+        """The same in one piece, writable."""
+
+    @property
+    def digest(self) -> int:
+        """Of its bytes, once all pieces were given."""
 
 
 @dataclass(frozen=True, slots=True)
-class SelectedLeaf:
-    """One leaf to take out, under the names that were asked for. `stored` is how the shard of `reader` has
-    it."""
+class StoredLeaf:
+    """A leaf of one rank's shard, which has it as `stored`."""
 
     reader: BoxReader
     leaf: Leaf
     stored: Leaf
     digest: int
 
+    def pieces(self) -> Iterator[memoryview]:
+        return self.reader.pieces(self.stored)
 
-def write_safetensors(path: str, record: StepRecord, rank: int, sources: Sequence[SelectedLeaf]) -> int:
-    """Write the file and digest it again as it stands. Returns its bytes. DamagedError where a leaf did not
-    arrive as it was captured."""
+    def whole(self) -> memoryview:
+        return memoryview(self.reader.leaf(self.stored))
+
+
+@dataclass(slots=True)
+class WholeLeaf:
+    """A tensor that is put together out of what several ranks have of it, which has it as `stored`."""
+
+    tensors: WholeTensors
+    leaf: Leaf
+    stored: Leaf
+    digest: int = 0
+
+    def pieces(self) -> Iterator[memoryview]:
+        yield self.whole()
+
+    def whole(self) -> memoryview:
+        data = self.tensors.leaf(self.stored, _THREADS)[: self.leaf.num_bytes]
+        self.digest = _native.digest(_native.address_of(data), len(data)) if data else 0
+        return data
+
+
+def write_safetensors(
+    path: str, record: StepRecord, rank: int, sources: Sequence[SelectedLeaf], progress: Progress
+) -> int:
+    """Write the file, a leaf or less of it in memory at a time, and digest it again as it stands. Returns its
+    bytes. DamagedError where a leaf did not arrive as it was captured."""
     ordered = sorted(sources, key=lambda each: (-DTYPES[each.leaf.dtype][0], each.leaf.name))
-    header = _header(record, rank, ordered)
+    header, total = _header(record, rank, ordered), sum(each.leaf.num_bytes for each in ordered)
     with open(path, "xb") as file:
         file.write(header)
         for each in ordered:
-            for piece in each.reader.pieces(each.stored):
+            for piece in each.pieces():
                 file.write(piece)
+            progress(file.tell() - len(header), total)
     _check(path, len(header), ordered, record.step)
-    return len(header) + sum(each.leaf.num_bytes for each in ordered)
+    return len(header) + total
 
 
 def _header(record: StepRecord, rank: int, ordered: Sequence[SelectedLeaf]) -> bytes:
@@ -62,6 +109,7 @@ def _header(record: StepRecord, rank: int, ordered: Sequence[SelectedLeaf]) -> b
             "flashckpt.step": str(record.step),
             "flashckpt.attempt": str(record.attempt),
             "flashckpt.rank": str(rank),
+            "flashckpt.world": str(record.world),
             "flashckpt.aliases": json.dumps(aliases),
             "flashckpt.dtypes": json.dumps(odd),
         }
@@ -109,7 +157,7 @@ def write_torch(path: str, sources: Sequence[SelectedLeaf]) -> int:
     tensors: dict[str, torch.Tensor] = {}
     for each in sources:
         leaf = each.leaf
-        tensor = leaf_view(memoryview(each.reader.leaf(each.stored)), leaf, 0)
+        tensor = leaf_view(each.whole(), leaf, 0)
         tensors.update(dict.fromkeys((leaf.name, *leaf.aliases), tensor))
     torch.save(tensors, path)
     return os.path.getsize(path)

@@ -1,10 +1,11 @@
-"""The export of a step. Owns the order: choose, verify, write beside, rename. One rank gives one file,
-several ranks a folder with one file each."""
+"""The export of a step. Owns the order: choose, verify, write beside, rename. One file with whole tensors,
+put together out of what ranks have of them; or a folder with a file for what the files of each rank hold.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flashckpt.commit.attempts import open_run
@@ -13,12 +14,20 @@ from flashckpt.commit.steps import StepRecord
 from flashckpt.commit.verification import verify_file
 from flashckpt.errors import DamagedError, NoSuchStepError, OptionError
 from flashckpt.export.destination import check_free, put_in_place, rank_file
-from flashckpt.export.formats import SelectedLeaf, write_safetensors, write_torch
+from flashckpt.export.formats import (
+    Progress,
+    SelectedLeaf,
+    StoredLeaf,
+    WholeLeaf,
+    write_safetensors,
+    write_torch,
+)
+from flashckpt.format.layout import Leaf
 from flashckpt.format.names import AttemptName
 from flashckpt.restore.box_reading import BoxReader
+from flashckpt.restore.whole_tensors import WholeTensors
 from flashckpt.store.base import Store
 
-Progress = Callable[[int, int], None]
 SUFFIXES = {"safetensors": "safetensors", "torch": "pt"}
 
 
@@ -43,24 +52,34 @@ def export(
     step: int | None = None,
     attempt: AttemptName | None = None,
     only: Sequence[str] = (),
+    by_rank: bool = False,
     force: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> Exported:
     """Write the tensors of a committed step (the one that a resume would take, if none is named) to `out`.
 
-    only: names of parts of the state, or of leaves. Raises OptionError where `out` is there already and not
-    `force`, where it is a folder with anything but an earlier export in it, or the run, in it or above it;
-    NoSuchStepError, DamagedError. Then nothing is left behind, and what stood there stands.
+    Of a step of several ranks each tensor is whole, and those that differ from rank to rank (buffers,
+    counters) are rank 0's. by_rank: a folder instead, with a file for what each rank's own files hold, boxes
+    as they are. only: names of parts of the state, or of leaves.
+
+    Raises OptionError where `out` is there already and not `force`, where it is a folder with anything but an
+    earlier export in it, or the run, in it or above it; MismatchError where the boxes of a tensor do not make
+    it up; NoSuchStepError, DamagedError. Then nothing is left behind, and what stood there stands.
     """
     if format not in SUFFIXES:
         raise OptionError(f"format={format!r}: one of {', '.join(SUFFIXES)}. Nothing was written.")
     open_run(store, create=False)
     check_free(out, store.url, force=force)
     record = resolve(store, step, attempt)
-    ranks = sorted(rank.rank for part in record.parts for rank in part.ranks)
-    chosen = {rank: _selected(record, rank, only) for rank in ranks}
-    _check_whole(record, ranks, progress)
-    files = _written(out, record, chosen, format, force=force)
+    chosen: Mapping[int, Sequence[SelectedLeaf]]
+    if record.world > 1 and not by_rank:
+        # Every byte is verified as a tensor is put together: nothing is read twice.
+        chosen, told = {0: _put_together(record, only)}, progress
+    else:
+        ranks = sorted(rank.rank for part in record.parts for rank in part.ranks)
+        chosen, told = {rank: _selected(record, rank, only) for rank in ranks}, _nobody
+        _check_whole(record, ranks, progress)
+    files = _written(out, record, chosen, format, told, force=force)
     return Exported(
         run=store.url,
         step=record.step,
@@ -72,7 +91,39 @@ def export(
     )
 
 
-def _selected(record: StepRecord, rank: int, only: Sequence[str]) -> list[SelectedLeaf]:
+def _nobody(done: int, total: int) -> None:
+    """Progress was told of the verification."""
+
+
+def _put_together(record: StepRecord, only: Sequence[str]) -> list[WholeLeaf]:
+    """The tensors of several ranks; `only` as for `_selected`."""
+    tensors = WholeTensors(record)
+    pairs = [(_under(leaf, only), leaf) for leaf in tensors.layout().leaves]
+    found = [WholeLeaf(tensors, taken, leaf) for taken, leaf in pairs if taken is not None]
+    if not found:
+        raise _no_leaf(record, only, tensors.leaves)
+    return found
+
+
+def _under(leaf: Leaf, only: Sequence[str]) -> Leaf | None:
+    """A leaf under the names that were asked for: a tie may have some of its names elsewhere. None where it
+    has none of them."""
+    names = [name for name in (leaf.name, *leaf.aliases) if _is_chosen(name, only)]
+    if not names:
+        return None
+    return replace(leaf, name=names[0], aliases=tuple(names[1:]), box=None, offset=-1)
+
+
+def _no_leaf(record: StepRecord, only: Sequence[str], leaves: Iterable[Leaf]) -> NoSuchStepError:
+    there = sorted({leaf.name.partition(".")[0] for leaf in leaves})
+    return NoSuchStepError(
+        f"step {record.step} has no leaf under {' or '.join(only) or 'any name'}. Nothing was written. "
+        f"It has: {', '.join(there)}.",
+        step=record.step,
+    )
+
+
+def _selected(record: StepRecord, rank: int, only: Sequence[str]) -> list[StoredLeaf]:
     """The leaves of a rank; with `only`, those under one of these names (`model` takes `model.weight`).
 
     NoSuchStepError where the step has none of that name.
@@ -82,18 +133,10 @@ def _selected(record: StepRecord, rank: int, only: Sequence[str]) -> list[Select
         contents.shard.file: BoxReader(record.store, path, contents) for path, contents in record.files(rank)
     }
     for file, leaf, digest in record.rank(rank).counted():
-        names = [name for name in (leaf.name, *leaf.aliases) if _is_chosen(name, only)]
-        if names:
-            # Under the names that were asked for: a tie may have some of its names elsewhere.
-            taken = replace(leaf, name=names[0], aliases=tuple(names[1:]), box=None, offset=-1)
-            sources.append(SelectedLeaf(readers[file], taken, leaf, digest))
+        if (taken := _under(leaf, only)) is not None:
+            sources.append(StoredLeaf(readers[file], taken, leaf, digest))
     if not sources:
-        there = sorted({leaf.name.partition(".")[0] for _, c in record.files(rank) for leaf in c.leaves})
-        raise NoSuchStepError(
-            f"step {record.step} has no leaf under {' or '.join(only) or 'any name'}. Nothing was written. "
-            f"It has: {', '.join(there)}.",
-            step=record.step,
-        )
+        raise _no_leaf(record, only, (leaf for _, c in record.files(rank) for leaf in c.leaves))
     return sorted(sources, key=lambda each: each.leaf.name)
 
 
@@ -120,12 +163,18 @@ def _is_chosen(name: str, only: Sequence[str]) -> bool:
 
 
 def _written(
-    out: str, record: StepRecord, chosen: Mapping[int, list[SelectedLeaf]], format: str, *, force: bool
+    out: str,
+    record: StepRecord,
+    chosen: Mapping[int, Sequence[SelectedLeaf]],
+    format: str,
+    progress: Progress,
+    *,
+    force: bool,
 ) -> list[tuple[str, int]]:
     def write(path: str, rank: int) -> int:
         if format == "torch":
             return write_torch(path, chosen[rank])
-        return write_safetensors(path, record, rank, chosen[rank])
+        return write_safetensors(path, record, rank, chosen[rank], progress)
 
     with put_in_place(out, force=force) as temporary:
         if len(chosen) == 1:

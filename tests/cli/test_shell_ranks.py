@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 from made_runs import Ended, MadeRun, leaves_of, tensors_of
+from safetensors.numpy import load_file
 
+import flashckpt
 from flashckpt.format.names import AttemptName
 from flashckpt.persist.ledger import FOLDER, file_names
 
@@ -119,6 +121,21 @@ def test_the_ranks_that_a_step_waits_for_are_named(made: tuple[MadeRun, AttemptN
     run.publish(attempt, 90, NODES[1], WORLD)
     run.commit_nodes(attempt, 300, *NODES)
     assert shell("ls", run.folder, "--json").json["waiting"] == []
+
+
+def test_weights_of_many_ranks_are_exported_and_loaded_by_one(
+    made: tuple[MadeRun, AttemptName], shell: Shell, tmp_path: Path
+) -> None:
+    run, _ = made
+    ended = shell("export", run.folder, tmp_path / "out", "--only", "model", "--json")
+    assert (ended.code, ended.json["leaves"]) == (0, 4)
+    found, loaded = load_file(tmp_path / "out"), flashckpt.load(run.folder, 100)
+    for name in ("model.weight", "model.head", "model.bias"):
+        expected = tensors_of(100)[name]
+        assert found[name].tobytes() == loaded[name].numpy().tobytes() == expected.tobytes()
+    assert found["model.seen"].tolist() == loaded["model.seen"].tolist() == [100, 0]
+    assert shell("export", run.folder, tmp_path / "folder", "--by-rank").code == 0
+    assert len(list((tmp_path / "folder").iterdir())) == WORLD
 
 
 def test_every_file_of_every_rank_is_verified(made: tuple[MadeRun, AttemptName], shell: Shell) -> None:

@@ -180,11 +180,11 @@ def several_ranks(folder: Path) -> LocalStore:
 
 
 @pytest.mark.parametrize("format", ["safetensors", "torch"])
-def test_several_ranks_give_a_folder(tmp_path: Path, format: str) -> None:
+def test_several_ranks_give_a_folder_by_rank(tmp_path: Path, format: str) -> None:
     store = several_ranks(tmp_path / "run")
     out = tmp_path / "out"
     for force in (False, True):
-        done = export(store, str(out), format=format, force=force)
+        done = export(store, str(out), format=format, force=force, by_rank=True)
         suffix = "safetensors" if format == "safetensors" else "pt"
         assert [name for name, _ in done.files] == [f"rank-0000{rank}.{suffix}" for rank in (0, 1)]
         assert sorted(os.listdir(out)) == [name for name, _ in done.files]
@@ -225,7 +225,7 @@ def test_killed_while_a_folder_is_replaced_loses_none_of_both(tmp_path: Path, is
     store = several_ranks(tmp_path / "run")
     home = tmp_path / "home"
     home.mkdir()
-    export(store, str(home / "out"))
+    export(store, str(home / "out"), by_rank=True)
     program = """
 import os, sys
 from flashckpt.export import step as step_export
@@ -238,7 +238,7 @@ def dying(old, new, **how):
         os.kill(os.getpid(), 9)
     return rename(old, new, **how)
 os.rename = os.replace = dying
-step_export.export(open_store(sys.argv[1]), sys.argv[2], force=True)
+step_export.export(open_store(sys.argv[1]), sys.argv[2], by_rank=True, force=True)
 """
     command = [sys.executable, "-c", program, str(tmp_path / "run"), str(home / "out"), str(is_first)]
     assert subprocess.run(command, cwd=ROOT).returncode == -signal.SIGKILL

@@ -1,0 +1,144 @@
+"""What several ranks have of a step, taken out as whole tensors: bit for bit, and one at a time in memory."""
+
+from __future__ import annotations
+
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+import flashckpt
+from flashckpt.errors import DamagedError, MismatchError, NoSuchStepError
+from flashckpt.export.step import export
+from flashckpt.restore.step_leaves import Region
+from flashckpt.store.local import LocalStore
+from tests.commit.runs import new_run
+from tests.restore.sharded import Held, committed
+
+WORLD = 4
+MIB = 1 << 20
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return new_run(tmp_path / "run")
+
+
+def rows(whole: np.ndarray, rank: int, world: int = WORLD) -> Region:
+    each = -(-whole.shape[0] // world)
+    first = min(rank * each, whole.shape[0])
+    return Region(
+        (first, *(0 for _ in whole.shape[1:])), (min(each, whole.shape[0] - first), *whole.shape[1:])
+    )
+
+
+def whole(array: np.ndarray) -> Region:
+    return Region((0,) * array.ndim, array.shape)
+
+
+def numbers(shape: tuple[int, ...], seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype("float32")
+
+
+def state() -> tuple[dict[str, np.ndarray], list[list[Held]]]:
+    """The tensors, and what each rank has: rows, columns, a replica that rank 2 has written, a scalar, and a
+    counter that is each rank's own."""
+    tensors = {
+        "model.rows": numbers((10, 3), 1),
+        "model.columns": numbers((4, 8), 2),
+        "model.bias": numbers((5,), 3),
+        "optimizer.step": np.array(7, "float32"),
+        "model.seen": np.array([0], "int64"),
+    }
+    ranks = []
+    for rank in range(WORLD):
+        columns = Region((0, 2 * rank), (4, 2))
+        ranks.append(
+            [
+                Held("model.rows", tensors["model.rows"], rows(tensors["model.rows"], rank), ("model.tied",)),
+                Held("model.columns", tensors["model.columns"], columns),
+                Held("model.bias", tensors["model.bias"], whole(tensors["model.bias"]), writer=2),
+                Held("optimizer.step", tensors["optimizer.step"], whole(tensors["optimizer.step"])),
+                Held("model.seen", np.array([rank], "int64"), Region((0,), (1,))),
+            ]
+        )
+    return tensors, ranks
+
+
+def is_same(found: torch.Tensor, expected: np.ndarray) -> bool:
+    return tuple(found.shape) == expected.shape and found.numpy().tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("format", ["safetensors", "torch"])
+def test_tensors_come_out_whole_under_the_names_of_the_state(
+    store: LocalStore, tmp_path: Path, format: str
+) -> None:
+    tensors, ranks = state()
+    committed(store, ranks)
+    done = export(store, str(tmp_path / "out"), format=format)
+    assert [name for name, _ in done.files] == ["out"]
+    if format == "torch":
+        found = torch.load(tmp_path / "out", weights_only=True)
+        assert found.pop("model.tied") is not None
+    else:
+        found = load_file(tmp_path / "out")
+        with safe_open(tmp_path / "out", "pt") as file:
+            assert '"model.tied": "model.rows"' in file.metadata()["flashckpt.aliases"]
+            assert file.metadata()["flashckpt.world"] == str(WORLD)
+    assert found.keys() == tensors.keys()
+    assert all(is_same(found[name], each) for name, each in tensors.items())
+    loaded = flashckpt.load(store.url)
+    assert all(is_same(loaded[name], each) for name, each in tensors.items())
+
+
+def test_only_a_part_of_the_state(store: LocalStore, tmp_path: Path) -> None:
+    tensors, ranks = state()
+    committed(store, ranks)
+    export(store, str(tmp_path / "out"), only=["optimizer", "model.tied"])
+    found = load_file(tmp_path / "out")
+    assert found.keys() == {"optimizer.step", "model.tied"}
+    assert is_same(found["model.tied"], tensors["model.rows"])
+    with pytest.raises(NoSuchStepError, match="It has: model, optimizer"):
+        export(store, str(tmp_path / "other"), only=["modle"])
+
+
+def test_a_flipped_byte_of_any_rank_leaves_no_file(store: LocalStore, tmp_path: Path) -> None:
+    _, ranks = state()
+    record = committed(store, ranks)
+    path = Path(store.local_path(record.shard_path(3)))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(DamagedError, match=path.name):
+        export(store, str(tmp_path / "out"))
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_boxes_with_a_hole_are_refused_by_name(store: LocalStore, tmp_path: Path) -> None:
+    _, ranks = state()
+    del ranks[1][0]
+    committed(store, ranks)
+    with pytest.raises(MismatchError, match=r"model\.rows"):
+        export(store, str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_more_than_a_tensor_is_in_memory_at_a_time(store: LocalStore, tmp_path: Path) -> None:
+    count, num_bytes = 12, 4 * MIB
+    tensors = {f"model.{i}": numbers((num_bytes // 4096, 1024), i) for i in range(count)}
+    held = [[Held(name, each, rows(each, rank)) for name, each in tensors.items()] for rank in range(WORLD)]
+    committed(store, held)
+    tracemalloc.start()
+    try:
+        export(store, str(tmp_path / "out"))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    # The tensor, what it is put together from, and records; not three of them, and far from all.
+    assert peak < 3 * num_bytes < count * num_bytes / 3
+    assert (tmp_path / "out").stat().st_size > count * num_bytes
