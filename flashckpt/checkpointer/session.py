@@ -58,7 +58,9 @@ _idle_signals: list[int] = []
 class Session:
     """One rank's place in a claimed attempt, with a keeper that knows it. `identity` names the run on this
     node, `leads` says who writes for all ranks where the attempt goes on from, `group` are those.
-    `surroundings`, of which each snapshot has a copy, is what around this process can change numbers."""
+    `surroundings`, of which each snapshot has a copy, is what around this process can change numbers.
+    `complete` is the snapshot that all ranks have when the attempt starts (number of the attempt, boundary);
+    zeros for a rank alone."""
 
     store: Store
     identity: str
@@ -71,6 +73,7 @@ class Session:
     group: Group
     stacks: Stacks | None = None
     closed: bool = False
+    complete: tuple[int, int] = (0, 0)
     surroundings: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -107,6 +110,8 @@ class Session:
         else:
             self._check_start(parent, step, boundary)
         crashpoints.point("start.written")
+        if self.environment.world > 1:
+            self.complete = (self.attempt.number, 0) if parent is None else (parent.number, boundary)
         if parent is not None and from_memory:
             self.keeper.started(parent, step, boundary)
 

@@ -166,9 +166,12 @@ class Slots:
         if self.empty_region is not None:
             self._capture.fill_region(*self.empty_region)
             self.empty_region = None
+        complete = max((slot.complete for slot in old.slots), default=None) if old is not None else None
         if old is not None and request.adds:
             slots, old = [*old.slots, *slots], None
         ring = SlotRing(slots, is_single=self.is_single)
+        if complete is not None:
+            ring.set_complete(*complete)  # it has moved on since these were made
         self._capture.set_slots(ring, self._owners)  # waits for the copies into the old ones
         newest = self._own(old.newest_sealed()) if old is not None else None
         if newest is not None:
@@ -319,6 +322,8 @@ class Slots:
             return
         try:
             slots = made_usable(grants, self._capture)
+            # Whatever job had them before.
+            SlotRing(slots).begin(self._session.complete, self._session.attempt.number)
         except Exception as error:
             self._release(names)
             words = f"Slots could not be made usable: {error!r}. No snapshot is taken."
@@ -488,7 +493,6 @@ def made_usable(grants: Sequence[SlotGrant], capture: Capture) -> list[Slot]:
         for grant in grants:
             left.pop(0)  # from here on that of `open`, whatever becomes of it
             slots.append(grant.open())
-            slots[-1].set_complete(0, 0)  # this rank has no others, whatever job had the slot before
         for slot in slots:
             slot.populate()
         capture.register(slots)

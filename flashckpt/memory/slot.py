@@ -104,6 +104,11 @@ class Sealed:
         return self.attempt, self.step, self.boundary
 
     @property
+    def order(self) -> tuple[int, int]:
+        """(number of the attempt, boundary): sorts snapshots of all ranks, newest last."""
+        return self.record.attempt_number, self.record.boundary
+
+    @property
     def age(self) -> tuple[int, int, int]:
         """Sorts snapshots of one rank, newest last."""
         return self.record.attempt_number, self.record.step, self.record.captured_ns
@@ -467,7 +472,7 @@ def must_stay(sealed: Sealed, held: Sequence[Sealed]) -> bool:
     complete = newest_complete(held)
     if complete is None:
         return sealed.age == max((each.age for each in held), default=sealed.age)
-    return (sealed.record.attempt_number, sealed.boundary) >= complete
+    return sealed.order >= complete
 
 
 class SlotRing:
@@ -510,6 +515,21 @@ class SlotRing:
             elif self.is_single and slot.persisted == each.generation:
                 choices.append(((0, each.age), slot))
         return min(choices, key=lambda choice: choice[0])[1] if choices else None
+
+    def begin(self, complete: tuple[int, int], attempt_number: int) -> None:
+        """Say in slots that an attempt was given what stays: among ranks what they went on from, until all
+        have a newer one. What an earlier attempt had beyond that is nobody's any more, and in the way of what
+        comes. `complete` is (0, 0) for a rank alone."""
+        self.set_complete(*complete)
+        for slot, sealed in self._sealed() if any(complete) else ():
+            is_left = sealed is not None and complete < sealed.order < (attempt_number, 0)
+            if sealed is not None and is_left and sealed.word.state is SlotState.SEALED:
+                slot.free(sealed.word)
+
+    def set_complete(self, attempt_number: int, boundary: int) -> None:
+        """Say in every slot that all ranks have sealed this boundary, or went on from it."""
+        for slot in self.slots:
+            slot.set_complete(attempt_number, boundary)
 
     def make_room(self) -> None:
         """Nothing can be taken: where that is so until the only snapshot is committed, ask for that."""
