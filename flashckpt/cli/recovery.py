@@ -26,7 +26,7 @@ from flashckpt.cli.command import (
 from flashckpt.recovery import keepers as node
 from flashckpt.recovery.keepers import KeeperRow
 from flashckpt.recovery.recover import recover as save_what_survived
-from flashckpt.recovery.report import Fate, Finding, Kind, RecoveryReport
+from flashckpt.recovery.report import Fate, Finding, Kind, RecoveryReport, ranges_of
 from flashckpt.store import open_store
 
 _MOST_DEBRIS = 8
@@ -93,6 +93,9 @@ def _print(report: RecoveryReport) -> None:
     out.print(f"at rest: {command.count(report.whole, 'step')} whole{read}")
     if report.keeper is not None:
         out.print(f"a keeper still lives (process {report.keeper}); it keeps the newest step in memory")
+    if report.unseen:
+        names = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in ranges_of(report.unseen))
+        out.print(f"ranks {names} have nothing in this node's memory: run this on their nodes, too")
     if report.resume is not None:
         tier = "this node's memory" if report.resume.tier == "memory" else "storage"
         at = f"step {report.resume.step} of attempt {report.resume.attempt}, from {tier}"

@@ -374,7 +374,7 @@ def _remove_empty_steps(store: Store, busy: Collection[int], errors: list[OSErro
 
 @dataclass(frozen=True, kw_only=True)
 class Survivor:
-    """A sealed snapshot as a survey sees it."""
+    """A sealed snapshot as a survey sees it. `complete` is what its slot says all ranks of the job have."""
 
     slot: str
     rank: int
@@ -382,6 +382,7 @@ class Survivor:
     step: int
     boundary: int
     is_committed: bool = False
+    complete: tuple[int, int] = (0, 0)
 
 
 def needed(store: Store, survivors: Sequence[Survivor]) -> set[str]:
@@ -417,5 +418,10 @@ def _newest_whole(survivors: Sequence[Survivor]) -> list[Survivor]:
     holders: dict[tuple[int, int], set[int]] = {}
     for each in survivors:
         holders.setdefault((each.step, each.boundary), set()).add(each.rank)
-    whole = max((content for content, those in holders.items() if those == ranks), default=None)
-    return left if whole is None else [each for each in left if (each.step, each.boundary) == whole]
+    whole = sorted(content for content, those in holders.items() if those == ranks)
+    number, boundary = max(each.complete for each in survivors)
+    if number != survivors[0].attempt.number or whole and boundary > whole[-1][1]:
+        boundary = whole[-1][1] if whole else 0
+    # Other nodes may have nothing newer than the complete one.
+    stays = {content for content in whole if content[1] >= boundary}
+    return [each for each in left if not whole or (each.step, each.boundary) in stays]

@@ -38,7 +38,15 @@ from flashckpt.recovery.node import (
 )
 from flashckpt.recovery.report import Fate, Finding, Kind, RecoveryReport, Watcher
 from flashckpt.recovery.storage import Examined, clear, debris_found, examine, mark, parts_found
-from flashckpt.recovery.survey import Seen, job_of, lacks_region, resume_of, slots_in, torn_leaves
+from flashckpt.recovery.survey import (
+    Seen,
+    job_of,
+    lacks_region,
+    resume_of,
+    slots_in,
+    torn_leaves,
+    unseen_ranks,
+)
 from flashckpt.store.base import Store
 
 _SHOWN = 8
@@ -67,18 +75,20 @@ def recover(
     if dry_run:
         with runtime_of(store, run) as runtime:
             refuse_if_held(store, runtime)
+            unseen = unseen_ranks(store, runtime)
             found = _look(store, runtime, told, discard=discard, read=read)
-            return _report(store, run, runtime, told, *found, dry_run=True, read=read)
+            return _report(store, run, runtime, told, unseen, *found, dry_run=True, read=read)
     with hold(store, run) as held, closing(Ledger(store)) as ledger:
+        unseen = unseen_ranks(store, held.runtime)
         found = _save(held, told, ledger, discard=discard, read=read)
-        done = _report(store, run, held.runtime, told, *found, dry_run=False, read=read)
+        done = _report(store, run, held.runtime, told, unseen, *found, dry_run=False, read=read)
         resume = None if done.resume is None else done.resume.step
         ledger.add(None, Event.RECOVER, resume=resume, problem=done.resume_problem or None)
         return done
 
 
 def _report(
-    store: Store, run: Run, runtime: RuntimeFolder | None, watcher: Watcher,
+    store: Store, run: Run, runtime: RuntimeFolder | None, watcher: Watcher, unseen: tuple[int, ...],
     keeper: int | None, findings: list[Finding], examined: Examined, *, dry_run: bool, read: bool,
 ) -> RecoveryReport:  # fmt: skip
     watcher.stage("resume")
@@ -94,6 +104,7 @@ def _report(
         num_bytes=examined.num_bytes,
         resume=resume,
         resume_problem=problem,
+        unseen=unseen,
     )
 
 

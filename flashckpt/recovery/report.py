@@ -5,7 +5,7 @@ The words are a promise to scripts: pinned by tests/contracts/test_recover_contr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -92,7 +92,8 @@ class Resume:
 class RecoveryReport:
     """All of a recovery. `keeper` is the pid of a keeper that still lives, 0 where it has none here;
     `resume_problem` says why there is no `resume` though the run has steps. `num_bytes` were read of the
-    `whole` steps at rest and of damaged ones; 0 where nothing was verified."""
+    `whole` steps at rest and of damaged ones; 0 where nothing was verified. `unseen` are ranks of the newest
+    attempt that have nothing in this node's memory: what they have in another's was not looked at."""
 
     run: str
     run_id: str
@@ -104,6 +105,7 @@ class RecoveryReport:
     num_bytes: int
     resume: Resume | None
     resume_problem: str
+    unseen: tuple[int, ...] = ()
 
     @property
     def failed(self) -> bool:
@@ -126,7 +128,19 @@ class RecoveryReport:
             "num_bytes_read": self.num_bytes,
             "resume": None if self.resume is None else self.resume.to_dict(),
             "resume_problem": self.resume_problem or None,
+            "unseen_ranks": [list(row) for row in ranges_of(self.unseen)],
         }
+
+
+def ranges_of(ranks: Sequence[int]) -> list[tuple[int, int]]:
+    """Ascending ranks as (first, last) of each run of neighbours."""
+    found: list[tuple[int, int]] = []
+    for rank in ranks:
+        if found and rank == found[-1][1] + 1:
+            found[-1] = found[-1][0], rank
+        else:
+            found.append((rank, rank))
+    return found
 
 
 class Watcher:

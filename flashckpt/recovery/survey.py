@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from flashckpt.commit import lineage
+from flashckpt.commit import attempts, lineage
 from flashckpt.commit.lineage import VisibleStep
 from flashckpt.errors import DamagedError, FlashckptError, UnusableRunError
 from flashckpt.format.metadata import Metadata
 from flashckpt.format.names import AttemptName
-from flashckpt.memory.region import is_region_name, open_named, region_name
+from flashckpt.memory.region import is_region_name, open_named, rank_of, region_name
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.memory.slot import Slot
 from flashckpt.persist.audit import Torn, check_header, differing
@@ -137,15 +137,15 @@ def resume_of(
     what is in memory is audited here."""
     try:
         lineage.check_records(store)
-        survived = {}
-        for each in slots_in(runtime) if runtime is not None else []:
-            if each.step is not None and each.attempt is not None:
-                survived[each.slot] = VisibleStep(each.step, each.attempt)
+        whole = _whole(slots_in(runtime)) if runtime is not None else {}
+        survived = {slots[0]: VisibleStep(step, attempt) for (attempt, step, _), slots in whole.items()}
+        slots_of = {slots[0]: slots for slots in whole.values()}
         sources = lineage.sources(store, survived)
         for source in sources:
             if source.slot is None and VisibleStep(source.step, source.attempt) not in damaged:
                 return Resume(step=source.step, attempt=source.attempt, tier="local"), ""
-            if source.slot is not None and runtime is not None and _is_sound(runtime, source.slot):
+            slots = slots_of.get(source.slot or "", [])
+            if slots and runtime is not None and all(_is_sound(runtime, each) for each in slots):
                 return Resume(step=source.step, attempt=source.attempt, tier="memory"), ""
         if sources:
             return None, "the run has steps and none of them can be used: training would refuse to start"
@@ -153,6 +153,34 @@ def resume_of(
     except UnusableRunError as error:
         return None, str(error)
     return None, ""
+
+
+_Content = tuple[AttemptName, int, int]
+
+
+def _whole(seen: Sequence[Seen]) -> dict[_Content, list[str]]:
+    """What all ranks of an attempt that have anything here hold, newest first, each with its slots: the ranks
+    of a node resume from one boundary together."""
+    ranks: dict[AttemptName, set[int]] = {}
+    slots: dict[_Content, dict[int, str]] = {}
+    for each in seen:
+        if each.step is not None and each.attempt is not None:
+            rank = rank_of(each.slot)
+            ranks.setdefault(each.attempt, set()).add(rank)
+            slots.setdefault((each.attempt, each.step, each.boundary), {})[rank] = each.slot
+    return {content: list(of.values()) for content, of in slots.items() if of.keys() == ranks[content[0]]}
+
+
+def unseen_ranks(store: Store, runtime: RuntimeFolder | None) -> tuple[int, ...]:
+    """The ranks of the newest attempt, where it did not end in order, of which this node has no memory: what
+    theirs have is saved by the same deed on their nodes."""
+    started = [each for each in attempts.attempts(store) if each.start is not None]
+    newest = started[-1] if started else None
+    if newest is None or newest.start is None or newest.closed:
+        return ()
+    names = runtime.names() if runtime is not None else []
+    here = {rank_of(name) for name in filter(is_region_name, names)}
+    return tuple(rank for rank in range(newest.start.world) if newest.start.world > 1 and rank not in here)
 
 
 def _is_sound(runtime: RuntimeFolder, name: str) -> bool:

@@ -56,6 +56,9 @@ def test_the_newest_step_that_all_ranks_of_the_node_hold_is_saved(
     node = died(store, runtime, tuple(range(world)), world)
     said = recovered(tmp_path / "run", dry_run=True)
     assert {each.outcome.value for each in said.findings} == {"sound"}
+    assert said.resume is not None
+    assert said.resume.step == 5, "not all ranks have step 6"
+    assert said.unseen == ()
     report = recovered(tmp_path / "run")
     saved = [row for row in rows(report) if row == ("snapshot", "committed", 5)]
     assert len(saved) == world
@@ -79,6 +82,7 @@ def test_each_node_saves_its_part_and_the_last_one_commits(
     report = recovered(run)
     assert {row for row in rows(report) if row[2] == 5} == {("snapshot", "kept", 5), ("parts", "kept", 5)}
     assert not report.failed
+    assert report.unseen == (2, 3)
     assert not is_committed(store, 5, first.attempt)
     assert sorted(regions_of(first.folder)) == sorted(before)
     assert files(store, 5, first.attempt) == ["part-00000.json", "shard-00000", "shard-00001"]
