@@ -49,6 +49,15 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture
+def other_node() -> Iterator[Path]:
+    """The runtime folder of another node."""
+    folder = Path(tempfile.mkdtemp(prefix="flashckpt-test-", dir="/dev/shm"))
+    yield folder
+    end(keepers_of(folder))
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
 def kill_keepers(runtime: Path) -> Callable[..., None]:
     """Kill the keepers of this test; with remove_regions, what they held in memory goes too."""
 

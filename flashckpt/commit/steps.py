@@ -164,6 +164,14 @@ def commit(store: Store, step: int, attempt: AttemptName, world: int) -> Committ
     return Committed.WAITING if found is None else _judge(store, found)
 
 
+def look(store: Store, step: int, attempt: AttemptName) -> Committed:
+    """Whether another has committed the step, by its manifest alone: who wrote it has seen all files."""
+    found = read_manifest(store, step, attempt)
+    if isinstance(found, Manifest):
+        return Committed.YES
+    return Committed.WAITING if found is None else Committed.BURIED
+
+
 def _stands(store: Store, manifest: Manifest) -> Committed:
     """Judges the manifest that was just created. Its name was free also where the step was buried meanwhile
     and its tombstone has gone: all that the step had went before that, and this manifest goes as well."""

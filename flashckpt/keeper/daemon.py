@@ -85,6 +85,8 @@ class Keeper:
         requests = Requests(*held, self._allocation, *done, run_folder, self.exit)
         self._server = Server(folder, requests.answer)
         self._ended: dict[AttemptName, End] = {}
+        # Those of them that have ranks on other nodes, too.
+        self._elsewhere: set[AttemptName] = set()
         self._swept_at = self._round_at = 0.0
         self._ended_pidfds: set[int] = set()
 
@@ -187,7 +189,9 @@ class Keeper:
         self.queue.rescue(trainer.rank)
         crashpoints.point("rescue.asked")
         if trainer.attempt and not any(each.attempt == trainer.attempt for each in self.roster.all()):
-            self._ended[trainer.attempt] = "closed" if trainer.closing else "dead"
+            self._ended[trainer.attempt] = "dead" if self.exit.has_died(trainer.attempt) else "closed"
+            if len(trainer.ranks) < trainer.world:
+                self._elsewhere.add(trainer.attempt)
             self._round_at = 0.0
 
     def _told(self, job: StepJob, outcome: StepOutcome) -> None:
@@ -205,12 +209,19 @@ class Keeper:
         known = self.queue.known(attempt)
         if known is not None and known.keep is not None:
             # After the commit was told, and beside the next one: nobody waits for deletions.
-            self.deletions.committed(attempt, known.keep, known.world)
+            self.deletions.committed(attempt, known.keep, is_here=known.world == len(known.ranks))
 
     def _tidy(self) -> None:
-        """Remove retired slots that hold nothing which is still to be persisted or the newest."""
+        """Remove retired slots that hold nothing which is still to be persisted or the newest, and the empty
+        ones of ranks that this node has no more."""
         for held in [each for each in self.regions.slots() if each.retired]:
             self.regions.remove_spent(held, self.queue.is_needed)
+        trainers = self.roster.all()
+        if ranks := {rank for each in trainers if each.attempt for rank in each.ranks}:
+            ranks |= {each.rank for each in trainers}
+            for held in [each for each in self.regions.slots() if each.slot.rank not in ranks]:
+                if held.state() is SlotState.FREE:
+                    self.regions.remove(held)
         self.regions.drop_constants()
 
     # What the run's folder is told
@@ -229,11 +240,13 @@ class Keeper:
             self.exit.saw(look)
             for attempt in look.marked:
                 self._ended.pop(attempt, None)
+                self._elsewhere.discard(attempt)
             self.outcomes.superseded_by = _newer(look.claimed, living)
             if look.problem:
                 self.outcomes.count("rounds_failed")
 
-        self._round_worker.submit(lambda: self._run_folder.round(living, saved), done)
+        elsewhere = frozenset(self._elsewhere)
+        self._round_worker.submit(lambda: self._run_folder.round(living, saved, elsewhere), done)
 
     def _leave(self) -> None:
         """Regions go, but those that hold what is committed nowhere; then the names, the lock last: a

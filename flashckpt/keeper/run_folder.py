@@ -11,13 +11,15 @@ import contextlib
 import ctypes
 import os
 import struct
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from flashckpt import crashpoints
 from flashckpt.commit import attempts
 from flashckpt.commit.attempts import open_run
+from flashckpt.commit.holder import BEAT_S
 from flashckpt.errors import DamagedError, FlashckptError, FormatError, NoSuchStepError, UnusableRunError
 from flashckpt.events import log
 from flashckpt.format.names import AttemptName, attempt_folder
@@ -28,6 +30,8 @@ from flashckpt.store.base import Store
 _EVENT = struct.Struct("iIII")
 _DELETE_SELF = 0x400
 _READ_BYTES = 4096
+# A few beats: a keeper on a busy machine is late by one.
+_STILL_S = 3 * BEAT_S
 
 End = Literal["closed", "dead"]
 
@@ -50,6 +54,8 @@ class RunFolder:
         self._run_id: str | None = None
         self._told: str | None = None
         self._counts: dict[AttemptName, int] = {}
+        # Counters of attempts that have ended here: as each was first seen, and when.
+        self._still: dict[AttemptName, tuple[int, float]] = {}
 
     @property
     def url(self) -> str:
@@ -85,8 +91,15 @@ class RunFolder:
             self._run_id = found
         return found == self._run_id
 
-    def round(self, living: Sequence[AttemptName], ended: Sequence[tuple[AttemptName, End]]) -> Look:
-        """Move the counters of living attempts on and write down the end of the others."""
+    def round(
+        self,
+        living: Sequence[AttemptName],
+        ended: Sequence[tuple[AttemptName, End]],
+        elsewhere: Collection[AttemptName] = (),
+    ) -> Look:
+        """Move the counters of living attempts on and write down the end of the others: of those `elsewhere`,
+        which have ranks on other nodes, once their counters stand still. One that moves is left to the keeper
+        that moves it, which counts as written down here."""
         marked: list[AttemptName] = []
         claimed, problem = None, ""
         try:
@@ -96,9 +109,13 @@ class RunFolder:
                 with self._unless_swept(attempt):
                     attempts.beat(self._store, attempt, self._next_count(attempt))
             for attempt, how in ended:
+                moves = self._moves(attempt) if attempt in elsewhere else False
+                if moves is None:
+                    continue
                 crashpoints.point("end.marking")
                 with self._unless_swept(attempt):
-                    attempts.mark_ended(self._store, attempt, how)
+                    if not moves:
+                        attempts.mark_ended(self._store, attempt, how)
                 marked.append(attempt)
             claimed = attempts.newest_claimed(self._store)
         except (OSError, FlashckptError) as error:
@@ -113,6 +130,15 @@ class RunFolder:
         except FileNotFoundError:
             if self._store.list(attempt_folder(attempt)):
                 raise
+
+    def _moves(self, attempt: AttemptName) -> bool | None:
+        """Whether another node's keeper moves a counter on; None while that cannot be told yet."""
+        found, now = attempts.alive(self._store, attempt), time.monotonic()
+        count = -1 if found is None else found.count
+        before, since_s = self._still.setdefault(attempt, (count, now))
+        if count != before:
+            return True
+        return False if now - since_s >= _STILL_S else None
 
     def _next_count(self, attempt: AttemptName) -> int:
         """On from where an earlier keeper's counter stood: it must never stand still or come back."""

@@ -135,6 +135,7 @@ class ExitRule:
         self._asked_after = self._discarded_after = -1
         self._watch = DeletionWatch(store.url)
         self._looks_without_run = 0
+        self._died: AttemptName | None = None
 
     def ask(self) -> None:
         """Go once everything is saved, without lingering; unless another trainer comes."""
@@ -155,9 +156,17 @@ class ExitRule:
         return self._looks_without_run >= _MOST_LOOKS_WITHOUT_RUN
 
     def saw_end(self, trainer: Trainer) -> None:
-        """A trainer has ended. The latest end decides how long to wait for another attempt."""
+        """A trainer has ended. The latest end decides how long to wait for another attempt; where a rank of
+        it has died, the ranks that end in order after it were only stopped."""
+        if not trainer.closing:
+            self._died = trainer.attempt
+        lingers = not trainer.closing or (len(trainer.ranks) > 1 and trainer.attempt == self._died)
         self._gone_until = time.monotonic() + trainer.linger_s
-        self._until = time.monotonic() if trainer.closing else self._gone_until
+        self._until = self._gone_until if lingers else time.monotonic()
+
+    def has_died(self, attempt: AttemptName) -> bool:
+        """Whether one of its ranks on this node ended without having closed."""
+        return attempt == self._died
 
     def saw(self, look: Look) -> None:
         """Whether the run stands. Where its folder was deleted before, a copy was put in its place: of that
@@ -201,6 +210,7 @@ class ExitRule:
                 step=each.step,
                 boundary=each.boundary,
                 is_committed=each.is_persisted,
+                complete=each.slot.complete,
             )
             for each in self._regions.sealed()
         ]

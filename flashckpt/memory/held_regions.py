@@ -19,7 +19,14 @@ from flashckpt.events import log
 from flashckpt.memory import region, room
 from flashckpt.memory.control_page import SlotHeader, SlotSize, round_up
 from flashckpt.memory.region import MEMFD, NAMED, Region
-from flashckpt.memory.runtime import LifeLock, RuntimeFolder, TrainerLocks, is_alive, is_trainer_lock
+from flashckpt.memory.runtime import (
+    LifeLock,
+    RuntimeFolder,
+    TrainerLocks,
+    is_alive,
+    is_trainer_lock,
+    rank_of_lock,
+)
 from flashckpt.memory.slot import Sealed, Slot, SlotState, Word
 
 MAX_REGIONS = 64  # of one rank
@@ -208,6 +215,12 @@ class Regions:
         keepers go once what they left half written has gone."""
         for name in filter(is_trainer_lock, self._folder.names()):
             self._living.remove_dead(name)
+
+    def living_ranks(self) -> set[int]:
+        """The ranks of the trainers that live here, those that nobody heard of included."""
+        locks = filter(is_trainer_lock, self._folder.names())
+        ranks = {rank_of_lock(lock) for lock in locks if self._lives(lock)}
+        return {rank for rank in ranks if rank is not None}
 
     def other_keepers(self) -> dict[str, bool]:
         """As `keeper_locks`, but for this keeper's."""

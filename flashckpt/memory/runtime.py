@@ -30,6 +30,7 @@ _UNBORN = "unborn-"
 _CLOSED = b"closed"
 _JOIN_TRIES = 20
 _IDENTITY = re.compile(r"[0-9a-f]{32}")
+_TRAINER_LOCK = re.compile(r"trainer-([0-9]{5,9})-[0-9]+-[0-9a-f]{8}\.lock")
 # struct flock of 64-bit Linux: l_type, l_whence, l_start, l_len, l_pid, padding to 32 bytes.
 _FLOCK = struct.Struct("@hhqqi4x")
 
@@ -320,6 +321,12 @@ def is_trainer_lock(name: str) -> bool:
 def trainer_lock_name(rank: int) -> str:
     """A name for this process's life lock that no other process has or had."""
     return f"trainer-{rank:05d}-{os.getpid()}-{secrets.token_hex(4)}.lock"
+
+
+def rank_of_lock(lock: str) -> int | None:
+    """The rank in the name of a trainer's life lock, None where it has none."""
+    found = _TRAINER_LOCK.fullmatch(lock)
+    return int(found[1]) if found else None
 
 
 def stacks_name(lock: str) -> str:

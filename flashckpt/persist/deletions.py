@@ -65,7 +65,7 @@ class Deletions:
     ) -> None:
         self._store, self._regions, self._ledger, self.worker = store, regions, ledger, worker
         self._in_hand, self._count = in_hand, count
-        self._wanted: tuple[AttemptName, Keep, int | None] | None = None
+        self._wanted: tuple[AttemptName, Keep, bool] | None = None
         self._looked_at = 0.0
         self._seen_dead: set[str] = set()
         self._dead: set[str] = set()
@@ -76,9 +76,10 @@ class Deletions:
     def is_pending(self) -> bool:
         return self.worker.busy or self._wanted is not None or bool(self._seen_dead)
 
-    def committed(self, attempt: AttemptName, keep: Keep, world: int | None) -> None:
-        """A step of this attempt is committed: what `keep` lets go may go."""
-        self._wanted = attempt, keep, world
+    def committed(self, attempt: AttemptName, keep: Keep, *, is_here: bool) -> None:
+        """A step of this attempt is committed: what `keep` lets go may go. `is_here`: all its ranks are on
+        this node."""
+        self._wanted = attempt, keep, is_here
 
     def next(self, now: float) -> None:
         """Begin the next deletion, if none is under way and there is one."""
@@ -96,10 +97,10 @@ class Deletions:
             wanted, self._wanted = self._wanted, None
             self._prune(*wanted)
 
-    def _prune(self, attempt: AttemptName, keep: Keep, world: int | None) -> None:
-        # With one rank, and no other keeper on the node of the only trainer, nobody else commits steps of its
-        # attempt; and what it captures later is newer.
-        in_hand = self._in_hand() if world == 1 and not self._regions.other_keepers() else None
+    def _prune(self, attempt: AttemptName, keep: Keep, is_here: bool) -> None:
+        # With all ranks on one node, and no other keeper there, nobody else commits steps of the attempt; and
+        # what they capture later is newer.
+        in_hand = self._in_hand() if is_here and not self._regions.other_keepers() else None
 
         def done(gone: list[VisibleStep] | BaseException) -> None:
             if isinstance(gone, BaseException):

@@ -17,6 +17,7 @@ from flashckpt.errors import DamagedError
 from flashckpt.events import Event, log
 from flashckpt.format.names import AttemptName
 from flashckpt.memory.held_regions import HeldRegion, Regions
+from flashckpt.memory.region import rank_of
 from flashckpt.memory.slot import Sealed, SlotState, must_stay, newest_complete
 from flashckpt.persist.audit import Torn, audit, discard
 from flashckpt.persist.job import (
@@ -43,7 +44,6 @@ _AUDIT_SHARE = 0.05
 _LEAST_AUDIT_PAUSE_S = 1.0
 _LOOK_PAUSE_S = 0.2
 _MOST_NAMED = 100
-_NOT_ALL = "a rank of this node does not have it"
 
 # A slot and the generation in it.
 _Key = tuple[str, int]
@@ -99,6 +99,9 @@ class Queue:
                     keep=trainer.keep,
                     environment=trainer.environment,
                 )
+        for job in self._jobs if self._living != before else ():
+            if job.state is JobState.GATHERING and job.snapshots:
+                job.node = self._node(job.attempt, min(job.snapshots))
 
     def known(self, attempt: AttemptName | None) -> NodeRanks | None:
         """What a trainer of an attempt has said, if one has."""
@@ -122,15 +125,15 @@ class Queue:
             rows for rows in self._complete(rank) if not any(self._is_given_up(each.key) for each in rows)
         ]
         node = self._node(found[0][0].attempt, rank) if found else NodeRanks(ranks=())
-        # Of a job on several nodes nobody here may know which step all of them hold: it is one of these.
-        is_alone = node.world is None or node.world == len(node.ranks)
         complete = newest_complete(self._regions.sealed(rank))
+        # Of a job on several nodes nobody here may know which step all of them hold: it is one of these.
+        is_alone = complete is None if node.world is None else node.world == len(node.ranks)
         for rows in found[: 1 if is_alone else None]:
-            order = [(each.record.attempt_number, each.boundary) for each in rows]
-            if complete is not None and not is_alone and min(order) < complete:
+            order = rows[0].order
+            if complete is not None and not is_alone and order < complete:
                 continue  # all nodes have a newer one
             for each in rows:
-                self._save(each, before, urgently=complete in (None, *order))
+                self._save(each, before, urgently=complete in (None, order))
 
     def _save(self, sealed: Sealed, before: Mapping[str, int], *, urgently: bool) -> None:
         if sealed.is_persisted:
@@ -269,13 +272,20 @@ class Queue:
         return job is not None and job.given_up
 
     def _node(self, attempt: AttemptName, rank: int) -> NodeRanks:
-        known = self._known.get((attempt, rank))
-        if known is not None:
+        said = (known for (of, _), known in self._known.items() if of == attempt and rank in known.ranks)
+        if (known := next(said, None)) is not None:
             return known
         # Nobody has said it: those that have something of the attempt here, and who lives and may yet say it.
+        # A part without one of them would stand in the way of the whole one.
         ranks = {each.slot.rank for each in self._regions.sealed() if each.attempt == attempt}
-        ranks |= {rank, *(of for said, of in self._living if said is None)}
+        ranks |= {rank, *self._living_of(attempt)}
         return NodeRanks(ranks=tuple(sorted(ranks)), world=self._world_of(attempt))
+
+    def _living_of(self, attempt: AttemptName) -> set[int]:
+        """The ranks on this node that live and are, or may be, of an attempt."""
+        heard = {of for said, of in self._living if said in (None, attempt)}
+        elsewhere = {of for said, of in self._living if said not in (None, attempt)}
+        return heard | (self._regions.living_ranks() - elsewhere)
 
     # The jobs
 
@@ -338,22 +348,30 @@ class Queue:
         """Pin what is sealed of a step that several ranks have, until all have it or one never will."""
         if job.state is not JobState.GATHERING or len(job.node.ranks) < 2:
             return
-        for rank in [rank for rank in job.snapshots if (job.attempt, rank) in self._known]:
-            job.node = self._node(job.attempt, rank)
-        if any(self._has_passed(job, rank) for rank in job.missing):
-            self._give_up(job, str(job.attempt), "void", _NOT_ALL)
-            why = StepOutcome(JobState.VOID, Void.SUPERSEDED, str(job.attempt), message=_NOT_ALL)
-            self._told(job, why)
+        absent = {rank for rank in job.missing if not self._has(job, rank)}
+        if passed := {rank for rank in absent if self._has_passed(job, rank)}:
+            self._void(job, f"{_ranks(passed)} of this node passed its boundary without a snapshot of it")
+        elif absent and (lost := absent - self._living_of(job.attempt)):
+            self._void(job, f"{_ranks(lost)} of this node ended before a snapshot of it was sealed")
         elif self._may_come(job):
             for each in job.members():
                 each.take()
         else:
             job.release()
 
+    def _void(self, job: StepJob, why: str) -> None:
+        """What this node has of it will never be whole, and is in nobody's way."""
+        self._give_up(job, str(job.attempt), "void", why)
+        self._told(job, StepOutcome(JobState.VOID, Void.SUPERSEDED, str(job.attempt), message=why))
+
     def _has_passed(self, job: StepJob, rank: int) -> bool:
-        """Whether a rank has sealed a later boundary and does not hold this one: it never will."""
+        """Whether a rank that does not hold it has sealed a later boundary: it never will."""
         held = [each.boundary for each in self._regions.sealed(rank) if each.attempt == job.attempt]
-        return job.boundary not in held and any(boundary > job.boundary for boundary in held)
+        return any(boundary > job.boundary for boundary in held)
+
+    def _has(self, job: StepJob, rank: int) -> bool:
+        """Whether a rank holds it, asked for or not."""
+        return any(each.content == job.content for each in self._regions.sealed(rank))
 
     def _give_up(self, job: StepJob, attempt: str | None, what: str, why: str) -> None:
         job.release()
@@ -506,7 +524,7 @@ class Queue:
         job.snapshots = {each.rank: each for each in job.members() if each.slot.name != outcome.slot}
         if job.snapshots and outcome.void is Void.TORN:
             # What the other ranks have of it will never be whole, and is in nobody's way.
-            self._give_up(job, str(job.attempt), "void", _NOT_ALL)
+            self._void(job, f"what {_ranks([rank_of(outcome.slot)])} has of it is torn")
         else:
             self._drop(job)
         self._rescue_dead(ranks)
@@ -564,6 +582,13 @@ class Queue:
         if len(ranks) > 1:
             named |= {"ranks": ranks}
         self._ledger.add(attempt, event, **(named | self._by | fields))
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    """In words."""
+    names = [str(rank) for rank in sorted(ranks)]
+    shown = ", ".join(names[:_MOST_NAMED])
+    return f"rank {shown}" if len(names) == 1 else f"ranks {shown}"
 
 
 _NOBODY = AttemptName(0, "0" * 8)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from flashckpt import _native, crashpoints
 from flashckpt.commit import attempts, constants, lineage, steps
+from flashckpt.commit.turns import looks_before
 from flashckpt.errors import DamagedError, FlashckptError, KeeperError, SupersededError
 from flashckpt.events import log
 from flashckpt.format.checked_json import strict_loads
@@ -102,18 +103,20 @@ class _Try:
 class Writer:
     """Writes steps to a store. `nonce` is this process's: with it no two ever write one file. `stands` says
     whether the run is still in the store; `guard` is asked before anything is published, and raises where
-    this process may not any more."""
+    this process may not any more. `gathers`: it looks for the parts of other nodes whoever's turn it is."""
 
     def __init__(
         self,
         store: Store,
         nonce: str,
         *,
+        gathers: bool = False,
         stands: Callable[[], bool] | None = None,
         guard: Callable[[], None] = lambda: None,
         threads: int = 2,
     ) -> None:
         self._store, self._nonce, self._threads, self._guard = store, nonce, threads, guard
+        self._gathers = gathers
         self._stands = stands or (lambda: store.exists(RUN))
         self._files, self._progress = 0, array("Q", [0])
         self._constants = _ConstantsShards(store, threads, _native.address_of(self._progress))
@@ -256,19 +259,29 @@ class Writer:
 
     def _commit(self, job: StepJob, attempt: AttemptName) -> StepOutcome:
         self._guard()
-        found = steps.commit(self._store, job.step, attempt, self._world(job, attempt))
+        world = self._world(job, attempt)
+        gathers = self._gathers or job.stored is not None
+        if not gathers and job.looks < looks_before(job.step, job.node.ranks, world):
+            found = steps.look(self._store, job.step, attempt)
+        else:
+            found = steps.commit(self._store, job.step, attempt, world)
         if found is steps.Committed.BURIED:
             raise SupersededError(f"step {job.step} of attempt {attempt} was pruned meanwhile.")
         return StepOutcome(JobState.COMMITTED if found else JobState.PART_WRITTEN, attempt=str(attempt))
 
     def _world(self, job: StepJob, attempt: AttemptName) -> int:
-        """As many ranks as the attempt has. Of one whose trainers are dead only its start.json says it."""
+        """As many ranks as the attempt has that captured it, which a later one that went on from it may not
+        have. Where its trainers are dead only its start.json says it."""
         if job.stored is not None:
             return job.stored.parts[0].world
-        if job.node.world is not None and attempt == job.attempt:
+        if job.node.world is not None:
             return job.node.world
-        start = attempts.read_start(self._store, attempt)
-        return start.world if start is not None else job.node.world or 1
+        start = None
+        # Where it is damaged, the attempt that went on from it says it as well, unless their worlds differ.
+        with contextlib.suppress(*([DamagedError] if attempt != job.attempt else [])):
+            start = attempts.read_start(self._store, job.attempt)
+        start = start or attempts.read_start(self._store, attempt)
+        return start.world if start is not None else 1
 
     def _is_settled(self, tried: _Try) -> bool:
         """Whether these very contents are committed. SupersededError where they cannot be any more: the

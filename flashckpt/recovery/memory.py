@@ -50,7 +50,7 @@ class MemoryRecovery:
         self._life = life
         self._regions = Regions(self._runtime, life)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._writer = Writer(self._store, nonce, guard=hold.guard)
+        self._writer = Writer(self._store, nonce, guard=hold.guard, gathers=True)
         self._queue = Queue(
             self._regions,
             self._writer,

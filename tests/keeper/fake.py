@@ -11,13 +11,15 @@ import sys
 import threading
 import time
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from flashckpt import _native
-from flashckpt.commit import attempts, holder
+from flashckpt.commit import attempts, holder, lineage
 from flashckpt.commit.attempts import open_run
+from flashckpt.commit.steps import read_step
+from flashckpt.commit.verification import verify_file
 from flashckpt.format import metadata
 from flashckpt.format.layout import Layout, Leaf, SlotImage
 from flashckpt.format.names import AttemptName
@@ -31,8 +33,10 @@ from flashckpt.memory.runtime import (
     is_alive,
     trainer_lock_name,
 )
-from flashckpt.memory.slot import Slot, SlotRing
+from flashckpt.memory.slot import Slot, SlotRing, SlotState, Word
 from flashckpt.options import Keep
+from flashckpt.persist.audit import audit
+from flashckpt.persist.job import SealedSnapshot
 from flashckpt.store import open_store
 from tests.keeper.region import write_constants
 
@@ -90,26 +94,33 @@ class FakeTrainer:
         patience_s: float = 30,
         constants_kib: int = 0,
         world: int = 1,
+        rank: int = 0,
+        ranks: Sequence[int] = (),
+        join: str = "",
     ) -> None:
-        self.world = world
+        """`join`: the attempt that another rank has claimed."""
+        self.world, self.rank = world, rank
         self.run, self.layout = run, layout_for(kib)
         self.constants = constants_for(constants_kib)
         self.image = SlotImage(self.layout, self.constants)
         self.store, identity = open_runtime(run, base)
         self.folder: RuntimeFolder
         self.life: LifeLock
-        self.folder, self.life = enter(str(base), identity, trainer_lock_name(0))
+        self.folder, self.life = enter(str(base), identity, trainer_lock_name(rank))
         self.keep, self.linger_s = Keep(last=keep), linger_s
-        self.attempt = attempts.claim(self.store, holder.here(self.folder.path, self.life.name))
+        joined = AttemptName.parse(join) if join else None
+        self.attempt = joined or attempts.claim(self.store, holder.here(self.folder.path, self.life.name))
         self.client: KeeperClient = connect_or_start(str(run), self.folder, self.life, patience_s=patience_s)
         self.client.hello(
-            rank=0,
+            rank=rank,
             world=world,
             attempt=str(self.attempt),
             keep=self.keep,
             linger_s=linger_s,
             environment={"fake": 1},
+            ranks=ranks,
         )
+        self.complete = self.attempt.number, 0
         self.sealer = _native.Sealer()
         self.slots: list[Slot] = []
         self.grants: list[SlotGrant] = []
@@ -130,8 +141,43 @@ class FakeTrainer:
             slot.close()
         return found
 
+    def candidates(self) -> list[tuple[int, int, str, str]]:
+        """What this rank can read, every byte of it: (step, number of the attempt, its name, slot or
+        nothing), newest first, memory before storage."""
+        survived = {}
+        for grant in self.client.surviving():
+            slot = grant.open(map_image=False)
+            sealed = slot.sealed() if not grant.holds_constants else None
+            if sealed is not None and audit(SealedSnapshot(slot, sealed.generation, grant.owner)) is True:
+                survived[grant.name] = lineage.VisibleStep(sealed.step, sealed.attempt)
+            slot.close()
+        return [
+            (each.step, each.attempt.number, str(each.attempt), each.slot or "")
+            for each in lineage.sources(self.store, survived)
+            if each.slot is not None or self._is_whole(each.step, each.attempt)
+        ]
+
+    def _is_whole(self, step: int, attempt: AttemptName) -> bool:
+        files = read_step(self.store, step, attempt).files(self.rank)
+        return all(verify_file(self.store, path, of)[0] == "ok" for path, of in files)
+
+    def void(self, step: int) -> None:
+        """Not all ranks have it: it is not persisted, and in nobody's way."""
+        until = time.monotonic() + 240
+        for slot in self.slots:
+            sealed = slot.sealed()
+            if sealed is None or (sealed.attempt, sealed.step) != (self.attempt, step):
+                continue
+            slot.request_persist(0)
+            while not slot.free(Word(SlotState.SEALED, 0, sealed.generation)):
+                assert time.monotonic() < until, "the keeper holds what nobody asks for"
+                time.sleep(0.001)
+
     def start(self, parent: AttemptName | None = None, step: int = 0, loaded: str | None = None) -> None:
-        attempts.start(self.store, self.attempt, parent, step, self.world, step)
+        if attempts.read_start(self.store, self.attempt) is None:
+            attempts.start(self.store, self.attempt, parent, step, self.world, step)
+        if parent is not None:
+            self.complete = parent.number, step
         if parent is not None and loaded is not None:
             self.client.started(parent, step, step)
 
@@ -152,6 +198,8 @@ class FakeTrainer:
         self.slots = [grant.open() for grant in self.grants]
         self.owners = {grant.name: grant.owner for grant in self.grants}
         self.ring = SlotRing(self.slots)
+        if self.world > 1:
+            self.ring.begin(self.complete, self.attempt.number)
 
     # What all slots name
 
@@ -284,7 +332,7 @@ class FakeTrainer:
         self.life.release(self.folder)
 
 
-def main(lines: Iterable[str]) -> None:
+def main(lines: Iterable[str], out: TextIO = sys.stdout) -> None:
     """Commands on stdin, one JSON list a line; each is answered when it is done."""
     trainer: FakeTrainer | None = None
     pending: tuple[Slot, int] | None = None
@@ -325,6 +373,19 @@ def main(lines: Iterable[str]) -> None:
             answer = [pending[0].name, pending[1]]
         elif command == "seal":
             trainer.seal(*pending)
+        elif command == "candidates":
+            answer = trainer.candidates()
+        elif command == "try":
+            found = trainer.write(rest[0])
+            if found is not None:
+                if rest[1]:
+                    found[0].request_persist(found[1])
+                trainer.seal(*found)
+            answer = found is not None
+        elif command == "void":
+            trainer.void(rest[0])
+        elif command == "complete":
+            trainer.ring.set_complete(*rest)
         elif command == "committed":
             trainer.wait_committed(rest[0])
         elif command == "status":
@@ -333,7 +394,7 @@ def main(lines: Iterable[str]) -> None:
             answer = trainer.client.tend()
         elif command == "end":
             trainer.end()
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(answer), file=out, flush=True)
 
 
 def keeper_pid(folder: RuntimeFolder) -> int | None:

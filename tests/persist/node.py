@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 
 from flashckpt import _native
+from flashckpt.commit import attempts
+from flashckpt.commit.holder import here
 from flashckpt.commit.steps import read_step
 from flashckpt.format import metadata
 from flashckpt.format.layout import SlotImage
@@ -69,6 +72,7 @@ class Node:
         self.life, self.regions = life, Regions(self.folder, life)
         self.ranks = {rank: Rank(self.regions, rank, attempt) for rank in ranks}
         self.told: list[tuple[int, JobState]] = []
+        self.whys: list[str] = []
         self.ledger = Ledger(store)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.queue = Queue(
@@ -87,6 +91,7 @@ class Node:
 
     def _told(self, job: StepJob, outcome: StepOutcome) -> None:
         self.told.append((job.step, outcome.state))
+        self.whys.append(outcome.message)
 
     def seal(self, step: int, *ranks: int, persist: bool = True, boundary: int | None = None) -> list[Slot]:
         """The step in a slot of each rank (of all, if none is named). A boundary has the step's number unless
@@ -109,6 +114,21 @@ class Node:
         self.life.release(self.folder)
         self.folder.close()
         os.close(self._wake)
+
+
+MakeNode = Callable[..., Node]
+
+
+def begun(store: Store, world: int) -> AttemptName:
+    """An attempt that is trained."""
+    name = attempts.claim(store, here())
+    attempts.start(store, name, None, 0, world)
+    return name
+
+
+def until_told(node: Node, row: tuple[int, JobState]) -> None:
+    while row not in node.told:
+        node.run()
 
 
 def files(store: Store, step: int, attempt: AttemptName) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,16 +16,9 @@ from flashckpt.persist.job import JobState
 from flashckpt.store.base import Entry
 from flashckpt.store.local import LocalStore
 from tests.keeper.jobs import failing_for
-from tests.persist.node import Node, files, is_whole
-from tests.persist.test_many_ranks import (  # noqa: F401  (fixtures)
-    nodes,
-    other_content,
-    parts,
-    store,
-    until_told,
-)
+from tests.persist.node import MakeNode, Node, files, is_whole, until_told
+from tests.persist.test_many_ranks import other_content, parts
 
-MakeNode = Callable[..., Node]
 _LONG_S = 60.0
 
 

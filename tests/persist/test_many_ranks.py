@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,38 +15,9 @@ from flashckpt.format.names import AttemptName
 from flashckpt.memory.slot import Sealed, Slot, SlotState
 from flashckpt.persist.job import JobState
 from flashckpt.store.local import LocalStore
-from tests.commit.runs import new_run
 from tests.keeper.fake import layout_for
 from tests.keeper.jobs import failing_for
-from tests.persist.node import Node, files, is_whole
-
-MakeNode = Callable[..., Node]
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return new_run(tmp_path / "run")
-
-
-@pytest.fixture
-def nodes(tmp_path: Path, store: LocalStore) -> Iterator[MakeNode]:
-    """Makes nodes of one attempt, which is started with the first."""
-    made: list[Node] = []
-
-    def make(ranks: tuple[int, ...], world: int, attempt: AttemptName | None = None) -> Node:
-        name = attempt or (made[0].attempt if made else begun(store, world))
-        made.append(Node(store, tmp_path / f"memory-{len(made)}", name, ranks, world))
-        return made[-1]
-
-    yield make
-    for node in made:
-        node.close()
-
-
-def begun(store: LocalStore, world: int) -> AttemptName:
-    name = attempts.claim(store, here())
-    attempts.start(store, name, None, 0, world)
-    return name
+from tests.persist.node import MakeNode, Node, files, is_whole, until_told
 
 
 def parts(node: Node, step: int) -> list[str]:
@@ -190,11 +160,6 @@ def test_a_second_nodes_part_is_waited_for_and_that_is_no_failure(nodes: MakeNod
     for rank, seconds, num_bytes in (row for rows in written for row in rows):
         assert 0 <= seconds < 60
         assert num_bytes == layout_for(16 + rank).num_bytes
-
-
-def until_told(node: Node, row: tuple[int, JobState]) -> None:
-    while row not in node.told:
-        node.run()
 
 
 def test_slots_are_not_needed_for_what_waits(

@@ -1,0 +1,217 @@
+"""Several ranks of one node, each a process, with the one keeper that serves them all."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashckpt.commit import attempts
+from flashckpt.commit.holder import here
+from flashckpt.commit.steps import read_step
+from flashckpt.format.names import AttemptName
+from flashckpt.memory.region import is_region_name, rank_of
+from flashckpt.store.base import Store
+from tests.keeper.driver import Process, eventually, kill_keeper, runtime_of, told
+from tests.keeper.fake import keeper_pid, open_runtime
+from tests.persist.node import files, is_whole
+from tests.processes import keepers_of
+
+
+def open_store_of(run: Path, base: Path) -> Store:
+    store: Store = open_runtime(run, base)[0]
+    return store
+
+
+class Ranks:
+    """The ranks of one node and attempt, started at once. Each has its state of `tests.persist.node`."""
+
+    def __init__(
+        self, run: Path, base: Path, ranks: Sequence[int], world: int, attempt: AttemptName | None = None
+    ) -> None:
+        self.store = open_store_of(run, base)
+        self.attempt = attempt or attempts.claim(self.store, here())
+        self.ranks, self.folder = tuple(ranks), runtime_of(run, base)
+
+        def begin(rank: int) -> Process:
+            about: dict[str, Any] = {"kib": 16 + rank, "rank": rank, "world": world}
+            return Process(run, base, **about, ranks=list(ranks), join=str(self.attempt))
+
+        with ThreadPoolExecutor(len(ranks)) as threads:
+            self.processes = dict(zip(ranks, threads.map(begin, ranks), strict=True))
+
+    def do(self, *command: Any, only: Sequence[int] = ()) -> list[Any]:
+        """What each rank answers; all are asked at once."""
+        asked = [self.processes[rank] for rank in only or self.ranks]
+        with ThreadPoolExecutor(len(asked)) as threads:
+            return list(threads.map(lambda process: process.do(*command), asked))
+
+    def begin(self, parent: AttemptName | None = None, step: int = 0) -> Ranks:
+        """With slots, and where the attempt goes on from written down."""
+        before = None if parent is None else str(parent)
+        self.do("start", before, step, None if parent is None else "slot", only=self.ranks[:1])
+        if len(self.ranks) > 1:
+            self.do("start", before, step, None if parent is None else "slot", only=self.ranks[1:])
+        self.do("slots", 0)
+        return self
+
+    def slots(self) -> dict[int, int]:
+        """How many regions there are of each rank."""
+        names = [rank_of(name) for name in self.folder.names() if is_region_name(name)]
+        return {rank: names.count(rank) for rank in sorted(set(names))}
+
+    def failures(self, rank: int) -> set[str]:
+        status = self.processes[rank].do("status")
+        return {each["message"] for each in status["failures"]}
+
+    def kill(self, *ranks: int) -> None:
+        for rank in ranks or list(self.processes):
+            self.processes.pop(rank).kill()
+
+
+@pytest.fixture
+def ranks(tmp_path: Path, runtime: Path) -> Any:
+    made: list[Ranks] = []
+
+    def make(ranks: Sequence[int], world: int, attempt: AttemptName | None = None) -> Ranks:
+        made.append(Ranks(tmp_path / "run", runtime, ranks, world, attempt))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.kill()
+
+
+MakeRanks = Callable[..., Ranks]
+
+
+def test_ranks_that_start_at_once_have_one_keeper_and_write_one_part(
+    ranks: MakeRanks, runtime: Path, tmp_path: Path
+) -> None:
+    node = ranks(range(4), 4).begin()
+    eventually(lambda: len(keepers_of(runtime)) == 1)
+    assert node.slots() == dict.fromkeys(range(4), 4)
+    for step in (1, 2):
+        node.do("snapshot", step, True)
+    node.do("committed", 2)
+    shards = [f"shard-{rank:05d}" for rank in range(4)]
+    assert files(node.store, 2, node.attempt) == ["manifest.json", "part-00000.json", *shards]
+    assert is_whole(node.store, 1, node.attempt, 4)
+    assert is_whole(node.store, 2, node.attempt, 4)
+    assert {tuple(line["ranks"]) for line in told(tmp_path / "run", "commit", 2)} == {(0, 1, 2, 3)}
+
+
+def test_a_keeper_that_dies_is_replaced_by_one_that_waits_for_all_ranks(ranks: MakeRanks) -> None:
+    """The one that comes knows the ranks that have not spoken to it by their locks."""
+    node = ranks(range(2), 2)
+    node.do("start", None, 0, None, only=[0])
+    node.do("slots", 0, only=[0])
+    node.do("snapshot", 1, True, only=[0])
+    kill_keeper(node.folder)
+    node.do("tend", only=[0])
+    assert files(node.store, 1, node.attempt) == [], "rank 1 lives, and has not sealed it yet"
+    node.do("slots", 0, only=[1])
+    node.do("snapshot", 1, True, only=[1])
+    node.do("committed", 1)
+    assert is_whole(node.store, 1, node.attempt, 2)
+
+
+def test_who_waits_for_a_rank_that_dies_is_told_which(ranks: MakeRanks) -> None:
+    node = ranks(range(3), 3).begin()
+    node.do("snapshot", 1, True)
+    node.do("committed", 1)
+    node.do("snapshot", 2, True, only=[0, 2])
+    assert node.failures(0) == set()
+    node.kill(1)
+    why = "rank 1 of this node ended before a snapshot of it was sealed"
+    eventually(lambda: node.failures(0) == node.failures(2) == {why})
+    assert 2 not in node.processes[0].do("status")["waiting"], "nobody tries it again"
+    assert files(node.store, 2, node.attempt) == []
+
+
+def test_of_ranks_that_are_killed_the_newest_that_all_have_is_saved(ranks: MakeRanks) -> None:
+    node = ranks(range(2), 2).begin()
+    node.do("snapshot", 1, False)
+    node.do("snapshot", 2, False)
+    node.do("snapshot", 3, False, only=[0])
+    node.kill()
+    eventually(lambda: files(node.store, 2, node.attempt)[:1] == ["manifest.json"])
+    assert is_whole(node.store, 2, node.attempt, 2)
+    assert files(node.store, 3, node.attempt) == []
+
+
+def test_slots_of_a_rank_that_the_node_has_no_more_go_once_a_newer_step_is_committed(
+    ranks: MakeRanks,
+) -> None:
+    before = ranks(range(2), 2).begin()
+    before.do("snapshot", 3, False)
+    before.kill()
+    eventually(lambda: files(before.store, 3, before.attempt)[:1] == ["manifest.json"])
+    after = ranks([0], 1).begin(before.attempt, 3)
+    assert after.slots()[1] == 1, "what it had sealed stays, and of the empty ones nothing"
+    after.do("snapshot", 4, True)
+    after.do("committed", 4)
+    eventually(lambda: 1 not in after.slots())
+    assert read_step(after.store, 4, after.attempt).world == 1
+
+
+def test_a_keeper_stays_for_a_restart_where_only_one_rank_has_died(ranks: MakeRanks, tmp_path: Path) -> None:
+    """The launcher stops the others, which end in order: their slots are what all of them go on from."""
+    node = ranks(range(2), 2).begin()
+    node.do("snapshot", 1, True)
+    node.do("committed", 1)
+    before = keeper_pid(node.folder)
+    node.kill(1)
+    told(tmp_path / "run", "death", 1)
+    node.do("end", only=[0])
+    node.processes.pop(0).gone()
+    told(tmp_path / "run", "close", 1)
+    attempt = f"attempts/{node.attempt}/alive"
+    eventually(lambda: json.loads(node.store.read(attempt, 4096))["ended"] == "dead")
+    again = ranks(range(2), 2)
+    assert [[step for _, step in each] for each in again.do("survivors")] == [[1], [1]]
+    assert keeper_pid(node.folder) == before
+
+
+def test_the_end_of_an_attempt_is_written_down_once_no_node_has_a_trainer(
+    ranks: MakeRanks, tmp_path: Path, runtime: Path, other_node: Path
+) -> None:
+    run = tmp_path / "run"
+    here = ranks([0], 2).begin()
+    there = Ranks(run, other_node, [1], 2, here.attempt).begin()
+    here.do("snapshot", 1, True)
+    there.do("snapshot", 1, True)
+    here.do("committed", 1)
+    path = f"attempts/{here.attempt}/alive"
+
+    def ended() -> str:
+        found: str = json.loads(here.store.read(path, 4096))["ended"]
+        return found
+
+    here.kill()
+    told(run, "death", 1)
+    until = time.monotonic() + 1
+    while time.monotonic() < until:
+        assert ended() == "", "rank 1 trains"
+    there.kill()
+    eventually(lambda: ended() == "dead")
+
+
+def test_two_nodes_commit_and_each_hears_of_it(ranks: MakeRanks, tmp_path: Path, other_node: Path) -> None:
+    here = ranks([0, 1], 4).begin()
+    there = Ranks(tmp_path / "run", other_node, [2, 3], 4, here.attempt).begin()
+    for step in (1, 2, 3):
+        for node in (here, there):
+            node.do("snapshot", step, True)
+    for node in (here, there):
+        node.do("committed", 3)
+    assert keeper_pid(here.folder) != keeper_pid(there.folder)
+    for step in (1, 2, 3):
+        assert is_whole(here.store, step, here.attempt, 4)
+    assert files(here.store, 3, here.attempt)[1:3] == ["part-00000.json", "part-00002.json"]
+    there.kill()

@@ -1,0 +1,35 @@
+"""A run, and nodes of a job on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flashckpt.format.names import AttemptName
+from flashckpt.store.local import LocalStore
+from tests.commit.runs import new_run
+from tests.persist.node import MakeNode, Node, begun
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return new_run(tmp_path / "run")
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, store: LocalStore) -> Iterator[MakeNode]:
+    """Makes nodes of one attempt, which is started with the first."""
+    made: list[Node] = []
+
+    def make(
+        ranks: tuple[int, ...], world: int, attempt: AttemptName | None = None, *, known: bool = True
+    ) -> Node:
+        name = attempt or (made[0].attempt if made else begun(store, world))
+        made.append(Node(store, tmp_path / f"memory-{len(made)}", name, ranks, world, known=known))
+        return made[-1]
+
+    yield make
+    for node in made:
+        node.close()

@@ -1,0 +1,182 @@
+"""Which ranks of a node a step waits for, and what becomes of it where one of them never comes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flashckpt.commit import attempts
+from flashckpt.commit.holder import here
+from flashckpt.commit.steps import is_committed, read_step
+from flashckpt.keeper import run_folder
+from flashckpt.keeper.run_folder import RunFolder
+from flashckpt.keeper.trainers import ExitRule, Roster, Trainer
+from flashckpt.memory.runtime import LifeLock, TrainerLocks, trainer_lock_name
+from flashckpt.memory.slot import Slot, SlotState
+from flashckpt.persist.job import JobState
+from flashckpt.store.local import LocalStore
+from tests.persist.node import MakeNode, Node, begun, files, is_whole, until_told
+
+
+@pytest.fixture
+def alive(nodes: MakeNode) -> Iterator[Node]:
+    """A node whose keeper has just come: nobody has spoken to it, and rank 1 lives."""
+    node = nodes((0, 1), 2, known=False)
+    lock = LifeLock.acquire(node.folder, trainer_lock_name(1))
+    assert lock is not None
+    yield node
+    lock.release(node.folder)
+
+
+def test_a_rank_that_lives_and_has_not_spoken_is_waited_for(alive: Node) -> None:
+    alive.seal(5, 0)
+    alive.run()
+    assert files(alive.store, 5, alive.attempt) == [], "a part of rank 0 alone would stand for the node's"
+    alive.queue.know(alive.trainers)
+    alive.seal(5, 1)
+    alive.run()
+    assert is_whole(alive.store, 5, alive.attempt, 2)
+
+
+def test_a_rank_that_lives_in_another_attempt_is_not_waited_for(alive: Node) -> None:
+    alive.seal(5, 0)
+    alive.queue.next()
+    later = attempts.claim(alive.store, here())
+    alive.queue.know([Trainer(lock="later", rank=1, world=1, attempt=later)])
+    alive.run()
+    assert files(alive.store, 5, alive.attempt) == ["part-00000.json", "shard-00000"]
+
+
+def test_who_waits_is_told_which_rank_has_ended(nodes: MakeNode) -> None:
+    node = nodes((0, 1), 2)
+    [slot] = node.seal(5, 0)
+    node.queue.next()
+    node.queue.know(node.trainers[:1])
+    node.run()
+    assert node.told == [(5, JobState.VOID)]
+    assert node.whys == ["rank 1 of this node ended before a snapshot of it was sealed"]
+    assert slot.state().state is SlotState.SEALED
+    assert slot.failed[0] == slot.state().generation, "it may be overwritten"
+
+
+def test_what_a_dead_rank_had_sealed_and_not_asked_for_is_not_lost(nodes: MakeNode) -> None:
+    node = nodes((0, 1), 2)
+    node.seal(5, 0)
+    node.seal(5, 1, persist=False)
+    node.queue.know(node.trainers[:1])
+    node.queue.next()
+    node.queue.rescue(1)
+    node.run()
+    assert is_whole(node.store, 5, node.attempt, 2)
+
+
+def void(slots: list[Slot]) -> None:
+    """As trainers do that learn of it."""
+    for slot in slots:
+        slot.request_persist(0)
+        if slot.state().state is SlotState.SEALED:
+            assert slot.free(slot.state())
+
+
+def test_a_void_step_ends_whatever_is_at_rest_of_it(nodes: MakeNode, store: LocalStore) -> None:
+    first, second = nodes((0, 1), 4), nodes((2, 3), 4)
+    slots = first.seal(5)
+    first.run()
+    assert first.told[-1] == (5, JobState.PART_WRITTEN)
+    late = second.seal(5, 2)
+    second.queue.next()
+    void(slots)
+    void(late)
+    second.queue.next()
+    assert late[0].state().state is SlotState.SEALED, "not pinned any more"
+    void(late)
+    for node in (first, second):
+        node.seal(6)
+        node.run()
+    until_told(first, (6, JobState.COMMITTED))
+    assert is_whole(store, 6, first.attempt, 4)
+    assert not is_committed(store, 5, first.attempt)
+    for node in (first, second):
+        assert node.queue.waiting() == []
+        assert not node.queue.is_pending()
+
+
+def test_the_complete_one_goes_first_where_nobody_ever_spoke_to_the_keeper(nodes: MakeNode) -> None:
+    """Keeper and trainers died together: of the world only start.json knows, which is not read for this."""
+    node = nodes((0, 1), 4, known=False)
+    for step in (4, 5, 6):
+        node.seal(step, persist=False)
+    for rank in node.ranks.values():
+        rank.ring.set_complete(node.attempt.number, 5)
+    for each in node.ranks:
+        node.queue.rescue(each)
+    node.run()
+    assert node.told[:2] == [(5, JobState.PART_WRITTEN), (6, JobState.PART_WRITTEN)]
+    assert files(node.store, 4, node.attempt) == []
+
+
+def test_what_fewer_ranks_went_on_from_keeps_the_ranks_that_made_it(
+    nodes: MakeNode, store: LocalStore
+) -> None:
+    node = nodes((0, 1), 2)
+    node.seal(5, persist=False, boundary=8)
+    later = attempts.claim(store, here())
+    attempts.start(store, later, node.attempt, 5, 1, 8)
+    node.queue.taken_up(node.attempt, 5, 8)
+    node.run()
+    assert is_whole(store, 5, later, 2)
+    assert read_step(store, 5, later).world == 2
+
+
+# The end of an attempt
+
+
+def exit_rule(node: Node) -> ExitRule:
+    return ExitRule(node.store, Roster(TrainerLocks(node.folder)), node.queue, node.regions)
+
+
+@pytest.mark.parametrize("died_first", [True, False])
+def test_a_rank_that_died_is_waited_for_whatever_the_others_did(nodes: MakeNode, died_first: bool) -> None:
+    node = nodes((0, 1), 2)
+    rule, (first, second) = exit_rule(node), node.trainers
+    (first if died_first else second).closing = False
+    (second if died_first else first).closing = True
+    rule.saw_end(first)
+    rule.saw_end(second)
+    assert rule.lingers_s > 0
+    assert rule.has_died(node.attempt)
+
+
+def test_where_all_ranks_have_closed_nobody_is_waited_for(nodes: MakeNode) -> None:
+    node = nodes((0, 1), 2)
+    rule = exit_rule(node)
+    for trainer in node.trainers:
+        trainer.closing = True
+        rule.saw_end(trainer)
+    assert rule.lingers_s == 0
+
+
+def test_an_attempt_on_several_nodes_has_ended_once_no_keeper_moves_its_counter(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = begun(store, 2)
+    here, there = RunFolder(store, ""), RunFolder(store, "")
+    monkeypatch.setattr(RunFolder, "stands", lambda _: True)
+    ended, living = [(attempt, "dead")], [attempt]
+
+    def end() -> str:
+        found = attempts.alive(store, attempt)
+        assert found is not None
+        return found.ended
+
+    assert here.round([], ended, {attempt}).marked == ()
+    there.round(living, [])
+    assert here.round([], ended, {attempt}).marked == (attempt,), "it is the other's to say"
+    assert end() == ""
+    assert there.round([], ended, {attempt}).marked == ()
+    assert end() == ""
+    monkeypatch.setattr(run_folder, "_STILL_S", 0.0)
+    assert there.round([], ended, {attempt}).marked == (attempt,)
+    assert end() == "dead"
