@@ -23,6 +23,7 @@ from rich.table import Table
 
 import flashckpt
 from flashckpt.errors import NoSuchStepError
+from tests.crash import ranks_torture
 from tests.crash.job import Job, reference_of
 from tests.crash.tiny import TIERS
 from tests.processes import end, keepers_of
@@ -252,7 +253,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
     parser.add_argument("--steps", type=int, default=STEPS, help="length of each run")
     parser.add_argument("--json", type=Path, default=None, help="write what happened here")
+    parser.add_argument("--nodes", type=int, default=1, help="a job on so many nodes, without a model")
+    parser.add_argument("--ranks", type=int, default=1, help="processes on each node of it")
     chosen = parser.parse_args(arguments)
+    if chosen.nodes * chosen.ranks > 1:
+        return ranks_torture.main(chosen.nodes, chosen.ranks, chosen.kills, chosen.seed, chosen.json)
     zygote, console = Zygote(), Console()
     with tempfile.TemporaryDirectory(prefix="flashckpt-torture-") as folder, console.status("") as status:
         torture = Torture(zygote, Path(folder), chosen.seed, steps=chosen.steps)
