@@ -478,9 +478,9 @@ def must_stay(sealed: Sealed, held: Sequence[Sealed]) -> bool:
 class SlotRing:
     """The slots of one rank, and the order in which they are written. A snapshot that `must_stay` is never
     given away, nor one that is still to be persisted and whose try has not failed. `is_single`: there is to
-    be one slot, whose snapshot is given away once it is committed. `void`: snapshots, as (number of the attempt,
-    boundary), that other ranks have missed: they are given away however new they are, or ranks that miss
-    different ones would fill up with what nobody else has. Changes no state."""
+    be one slot, whose snapshot is given away once it is committed. `void`: snapshots, by their `order`, that
+    other ranks have missed: they are given away however new they are, or ranks that miss different ones would
+    fill up with what nobody else has."""
 
     def __init__(self, slots: Sequence[Slot], *, is_single: bool = False) -> None:
         self.slots, self.is_single = tuple(slots), is_single
@@ -508,7 +508,7 @@ class SlotRing:
                 choices.append(((0, (0, 0, 0)), slot))
             elif each.word.state is not SlotState.SEALED:
                 continue
-            elif not must_stay(each, held) or (each.record.attempt_number, each.boundary) in self.void:
+            elif not must_stay(each, held) or each.order in self.void:
                 waits = slot.wants_persist(each.generation)
                 if not waits or slot.failed[0] == each.generation:
                     choices.append(((1 if waits else 0, each.age), slot))
