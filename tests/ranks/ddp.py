@@ -2,9 +2,9 @@
 
 `python -m tests.ranks.rank tests.ranks.ddp RUN ORDERS-JSON`. Each step prints "step N LOSS BATCH", the end
 "state HASH". Orders, all optional: `options` of the loop, `epochs`, `workers` of the loader, `save_at`: a
-step that is persisted, `hold_at`: in that iteration a rank prints "held N" and stands still, to be killed;
-and `deaths`: of each incarnation of the group the rank that dies in it, and at which of the package's crash
-points.
+step that is persisted, or "each": then none is left out, `hold_at`: in that iteration a rank prints "held N"
+and stands still, to be killed; and `deaths`: of each incarnation of the group the rank that dies in it, and
+at which of the package's crash points.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def train(run: str, orders: dict[str, Any]) -> None:
         if looped.completed == orders.get("hold_at"):
             print(f"held {looped.completed}", flush=True)
             signal.pause()
-        if looped.completed + 1 == orders.get("save_at"):
+        if orders.get("save_at") in ("each", looped.completed + 1):
             looped.checkpointer.save()
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(net(x), y)

@@ -48,7 +48,8 @@ def test_killed_ranks_go_on_bit_for_bit(
 ) -> None:
     whole = undisturbed(launcher, tmp_path / "whole", ranks, workers=workers)
     run, held = tmp_path / "run", HELD if ranks == 2 else HELD // 2
-    killed = start(launcher, run, ranks, hold_at=held, save_at=SAVED, workers=workers)
+    save_at = "each" if tier == "memory" else SAVED
+    killed = start(launcher, run, ranks, hold_at=held, save_at=save_at, workers=workers)
     killed.until_said(f"held {held}")
     if tier == "local":
         until(lambda: SAVED in flashckpt.steps(run), "a commit")

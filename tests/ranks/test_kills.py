@@ -67,7 +67,7 @@ def assert_whole(
 
 def test_ranks_are_killed_at_any_point_and_go_on(launcher: Launcher, tmp_path: Path) -> None:
     run, ranks, times = tmp_path / "run", 2, 6
-    orders = {"epochs": times, "deaths": deaths(times, ranks)}
+    orders = {"epochs": times, "save_at": "each", "deaths": deaths(times, ranks)}
     whole = undisturbed(launcher, tmp_path / "whole", ranks, epochs=times)
     said = []
     for restart in range(times + 1):
@@ -83,7 +83,7 @@ def test_ranks_are_killed_at_any_point_and_go_on(launcher: Launcher, tmp_path: P
 
 def test_torchrun_starts_the_group_again(launcher: Launcher, tmp_path: Path) -> None:
     run, ranks = tmp_path / "run", 2
-    orders = {"epochs": KILLS + 2, "deaths": deaths(KILLS, ranks)}
+    orders = {"epochs": KILLS + 2, "save_at": "each", "deaths": deaths(KILLS, ranks)}
     whole = undisturbed(launcher, tmp_path / "whole", ranks, epochs=KILLS + 2)
     job = launcher.torchrun(PROGRAM, run, json.dumps(orders), ranks=ranks, max_restarts=KILLS)
     last = job.finished(restart=KILLS, limit_s=60.0 * (KILLS + 4))
