@@ -89,8 +89,10 @@ class Snapshots:
             sealed = held.sealed[ordinal]
             sealed.slot.request_persist_after(sealed.generation, 0)
         self.void = frozenset((self._attempt, each) for each in void)
-        self.complete = (self._attempt, announced.newest_complete)
-        for slot in slots:
+        newest = announced.newest_complete
+        self.complete = (self._attempt, newest)
+        # While there is none, what all ranks went on from stays: slots say that since they were given.
+        for slot in slots if newest else ():
             if slot.complete != self.complete:
                 slot.set_complete(*self.complete)
         self._follow_persists(slots)

@@ -32,7 +32,7 @@ class PlayedSlot:
         self.word = Word(SlotState.FREE, 0, 0)
         self.boundary = self.asked = self.persisted = 0
         self.failed = (0, 0)
-        self.complete = (0, 0)
+        self.complete = (ATTEMPT, 0)
 
     def state(self) -> Word:
         return self.word
