@@ -33,7 +33,7 @@ from flashckpt.state.leaves import (
     step_name,
 )
 from flashckpt.state.objects import MISSING, Row, StateEntry, misfit
-from flashckpt.state.sharding import Piece, Ranks
+from flashckpt.state.sharding import Piece, Ranks, has_unreduced_gradients
 from flashckpt.state.tensors import DTYPE_NAMES, described, fits, is_sharded, is_wrapper, refuse, span
 from flashckpt.state.values import Settling, join, references, survey
 
@@ -94,15 +94,20 @@ class ModuleEntry(StateEntry):
         # FSDP2's parameters as they are sharded. After a forward pass without a backward one a module shows
         # others in their places: whole ones, or ones of a smaller mesh.
         self._sharded: dict[nn.Module, dict[str, Tensor]] | None = None
+        self._fsdp: list[tuple[str, nn.Module]] = []
         self._frozen: list[str] = []
         self._frozen_record = Encoded(self._frozen)
 
     def take(self, walk: Walk) -> None:
         self.modules, self.extras, self._transient, self.parameters = {}, [], [], []
-        before, self._sharded = self._sharded, {}
+        before, self._sharded, self._fsdp = self._sharded, {}, []
         self._visit(self.target, self.name, walk, _Around(before))
 
     def values(self, sink: Sink) -> dict[str, Any]:
+        for path, module in self._fsdp:
+            if has_unreduced_gradients(module):
+                why = "has gradients that FSDP2 has accumulated and not reduced yet"
+                refuse(path, why, "It can be saved after the optimizer's step.")
         value: dict[str, Any] = {"kind": self.kind, "frozen": self._frozen_now()}
         if self._transient:
             value["transient"] = self._transient
@@ -127,6 +132,8 @@ class ModuleEntry(StateEntry):
             refuse(path, "is a module inside itself", "Hold the outer module in a list or a weak reference.")
         self.modules.setdefault(path, module)
         around = around.inside(module)
+        if _is_torchs_own(module, "FSDPModule"):
+            self._fsdp.append((path, module))
         for name, _, parameter in self._take("parameter", module, path, walk, around):
             walk.owners.setdefault(parameter, (self.name, name.removeprefix(self.name + ".")))
             self.parameters.append((name, parameter))

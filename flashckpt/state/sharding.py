@@ -211,3 +211,23 @@ def _placement(code: object, dimensions: int, name: str) -> Any:
     if found[2] is None:
         return Shard(int(found[1]))
     return _StridedShard(int(found[1]), split_factor=int(found[2]))
+
+
+# FSDP2
+
+
+def has_unreduced_gradients(module: Any) -> bool:
+    """Whether an FSDPModule holds gradients of its whole parameters, or of those of one replica, that its
+    sharded parameters do not show: between two backward passes without `set_requires_gradient_sync`."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    for group in groups:
+        if getattr(group, "_partial_reduce_output", None) is not None:
+            return True
+        for parameter in getattr(group, "fsdp_params", ()):
+            whole = getattr(parameter, "_unsharded_param", None)
+            if getattr(parameter, "unsharded_accumulated_grad", None) is not None:
+                return True
+            if whole is not None and whole.grad is not None:
+                return True
+    return False

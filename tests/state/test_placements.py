@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -17,10 +18,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from flashckpt.errors import StateError
+from flashckpt.errors import DamagedError, MismatchError, StateError
 from flashckpt.format.coverage import check_coverage
+from flashckpt.format.layout import Box
 from flashckpt.state.sharding import Meshes, Piece
 from flashckpt.state.tensors import leaf_of
+from flashckpt.state.tree import Tree
+from tests.state.image import capture, contents
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -36,7 +40,9 @@ def rank_of(rank: int, world: int) -> Iterator[None]:
 
 
 def mesh_of(shape: Sequence[int]) -> Any:
-    return init_device_mesh("cpu", tuple(shape), mesh_dim_names=tuple("abc"[: len(shape)]))
+    """torch keeps what it has found out for a mesh: one of another rank has another name."""
+    names = tuple(f"{letter}{dist.get_rank()}" for letter in "abc"[: len(shape)])
+    return init_device_mesh("cpu", tuple(shape), mesh_dim_names=names)
 
 
 def numbered(*shape: int) -> Tensor:
@@ -110,14 +116,10 @@ def test_of_what_tensor_parallelism_has_split_fsdp_has_a_box(data: int, tensor: 
         with rank_of(rank, data * tensor):
             mesh = mesh_of((data, tensor))
             net = nn.Linear(4, rows, bias=False)
-            part = distribute_tensor(whole, mesh["b"], [Shard(0)], src_data_rank=None)
-            net.weight = nn.Parameter(part)
-            fully_shard(net, mesh=mesh["a"])
+            outer, inner = (mesh[name] for name in mesh.mesh_dim_names)
+            net.weight = nn.Parameter(distribute_tensor(whole, inner, [Shard(0)], src_data_rank=None))
+            fully_shard(net, mesh=outer)
             cut = net.weight.detach()
-            # torch keeps the mesh that it joined of both, with the coordinate of the first rank here.
-            cut = DTensor.from_local(
-                cut._local_tensor, mesh, cut.placements, run_check=False, shape=cut.shape, stride=cut.stride()
-            )
             piece = Meshes().piece(cut, cut._local_tensor, "w")
             check_cut(whole, cut, piece)
             leaves[rank] = [leaf_of("w", cut._local_tensor, box=piece.box)]
@@ -164,5 +166,72 @@ def test_the_ranks_of_a_mesh() -> None:
             tensor = distribute_tensor(whole, mesh, [Shard(0)] * mesh.ndim, src_data_rank=None)
             assert Meshes().ranks(tensor) == (0, 1, 2, 3)
             if mesh.ndim == 2:
-                inner = distribute_tensor(whole, mesh["b"], [Shard(0)], src_data_rank=None)
+                inner = distribute_tensor(whole, mesh[mesh.mesh_dim_names[1]], [Shard(0)], src_data_rank=None)
                 assert Meshes().ranks(inner) == (rank // 2 * 2, rank // 2 * 2 + 1)
+
+
+# What another part of a tensor is taken for
+
+
+def stepped(rank: int, world: int) -> Tree:
+    """FSDP2's state on one rank, after a step of its optimizer; what it holds is not asked here."""
+    from torch.distributed.fsdp import fully_shard
+
+    net = nn.Linear(4, 5)
+    fully_shard(net, mesh=mesh_of((world,)))
+    optimizer = torch.optim.AdamW(net.parameters())
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return Tree({"net": net, "optimizer": optimizer})
+
+
+def test_another_rank_s_part_does_not_fit() -> None:
+    with rank_of(0, 2):
+        image = capture(stepped(0, 2))
+        same = stepped(0, 2)
+        assert same.differences(image.saved()) == []
+    with rank_of(1, 2):
+        rows = stepped(1, 2).differences(image.saved())
+    assert sorted(rows) == [
+        ("net.bias", "float32 (3,), from (0,) of (5,)", "float32 (2,), from (3,) of (5,)"),
+        ("net.weight", "float32 (3, 4), from (0, 0) of (5, 4)", "float32 (2, 4), from (3, 0) of (5, 4)"),
+    ]
+    with rank_of(0, 4):  # three rows are none of these
+        rows = stepped(0, 4).differences(image.saved())
+    assert dict(row[::2] for row in rows)["net.weight"] == "float32 (2, 4), from (0, 0) of (5, 4)"
+    plain = nn.Linear(4, 5)
+    rows = Tree({"net": plain, "optimizer": torch.optim.AdamW(plain.parameters())}).differences(image.saved())
+    assert ("net.weight", "float32 (3, 4), from (0, 0) of (5, 4)", "float32 (5, 4)") in rows
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_state_of_another_part_than_its_parameter_does_not_fit(is_there: bool) -> None:
+    """The parameter fits; its momentum is that of other rows. Nothing is changed."""
+    name = "optimizer.state.weight.exp_avg"
+    with rank_of(0, 2):
+        saved = capture(stepped(0, 2)).saved()
+        leaf = saved.leaves[name]
+        moved = replace(leaf, box=Box(shape=(5, 4), start=(1, 0)))
+        saved = replace(saved, leaves={**saved.leaves, name: moved})
+        tree = stepped(0, 2)
+        if not is_there:
+            tree.optimizers[0].state.clear()
+        before = contents(tree)
+        expected = [(name, "float32 (3, 4), from (1, 0) of (5, 4)", "float32 (3, 4), from (0, 0) of (5, 4)")]
+        assert tree.differences(saved) == expected
+        with pytest.raises(MismatchError):
+            tree.restore(saved)
+        assert contents(tree) == before
+
+
+def test_placements_of_a_snapshot_that_cannot_be_are_refused() -> None:
+    name = "optimizer.state.weight.exp_avg"
+    for codes in (["S7"], ["S0", "R"], ["X"], [3], "S0", ["S0/0/1"]):
+        with rank_of(0, 2):
+            tree = stepped(0, 2)
+            parameter = tree.optimizers[0].param_groups[0]["params"][0]
+            leaf = capture(tree).saved().leaves[name]
+            about = {"shape": (5, 4), "stride": (4, 1), "context": codes}
+            with pytest.raises(DamagedError):
+                Meshes().to_make(about, leaf, parameter, name)

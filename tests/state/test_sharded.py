@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from flashckpt.capture.plan import Plan
+from flashckpt.errors import StateError
 from flashckpt.state.tree import Tree
-from tests.state.image import assert_same, capture, restore
+from tests.state.image import all_used_up, assert_same, capture, restore
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.dist]
 
@@ -53,3 +55,42 @@ def test_sharded_parameters_and_their_state(mesh: Any) -> None:
     restore(again, image)
     train(model2, optimizer2, range(3, 5))
     assert_same(tree, again)
+
+
+def test_gradients_that_are_not_reduced_yet_are_not_lost(mesh: Any) -> None:
+    """Between two backward passes of an accumulation no parameter of the state shows them."""
+    model, optimizer, tree = build(mesh, 0)
+    train(model, optimizer, range(2))
+    optimizer.zero_grad()
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(2, 3)).sum().backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    with pytest.raises(StateError, match="model has gradients that FSDP2 has accumulated"):
+        tree.values()
+    with pytest.raises(StateError):
+        capture(tree)
+    model.set_requires_gradient_sync(True)
+    model(torch.ones(2, 3)).sum().backward()
+    capture(tree)
+    optimizer.step()
+    capture(tree)
+
+
+def test_a_local_tensor_in_the_place_of_another_is_seen(mesh: Any) -> None:
+    """As after a reshard into other memory: the parameter is the same object."""
+    model, optimizer, tree = build(mesh, 0)
+    train(model, optimizer, range(2))
+    plan = Plan(tree.walk(all_used_up))
+    index = next(i for i, leaf in enumerate(plan.leaves) if leaf.name == "model.0.weight")
+    assert plan.tensors[index] is model[0].weight._local_tensor
+    assert plan.update() == []
+    model[0].weight._local_tensor = model[0].weight._local_tensor.clone()
+    assert plan.update() == [index]
+    assert plan.tensors[index] is model[0].weight._local_tensor
+    assert int(plan.addresses[index]) == model[0].weight._local_tensor.data_ptr()
+    with torch.no_grad():
+        model(torch.ones(2, 3))  # the modules may show others now: a plan of the same leaves is made
+    again = Plan(tree.walk(all_used_up))
+    assert again.plan_id == plan.plan_id
+    plan.release()
+    again.release()
