@@ -366,7 +366,7 @@ class MergedState:
         scalars: list[Any] = []
         places = [place for group in entry.places() for place in group]
         for index, (full, prefix, parameter) in enumerate(places):
-            found = self._state_of(entry.name, full)
+            found = self._state_of(entry.name, full) if entry.steps(parameter) else None
             if found is None:
                 continue
             saved, state = found
@@ -385,9 +385,14 @@ class MergedState:
         rank = self._holder.get(full)
         if rank is None:
             return None
-        saved = self.saved(rank)
-        state = saved.states.get((optimizer, full))
-        return None if state is None else (saved, state)
+        ranks = [rank]
+        if self.saved(rank).entries.get(optimizer, {}).get("partitioned"):
+            ranks += range(self._ranks.record.world)  # one of them has stepped it
+        for each in ranks:
+            state = self.saved(each).states.get((optimizer, full))
+            if state is not None:
+                return self.saved(each), state
+        return None
 
     def _as_here(
         self, saved: SavedRank, state: _SavedState, prefix: str, full: str, optimizer: str, parameter: Tensor

@@ -67,6 +67,10 @@ class OptimizerEntry(StateEntry):
         """The optimizer that has the state of the parameters."""
         return self.target
 
+    def steps(self, parameter: Tensor) -> bool:
+        """Whether this rank steps a parameter, and so has its state."""
+        return True
+
     def _declared(self, parameter: Tensor) -> Tensor | None:
         """The parameter whose ranks have its state too; None where its state is one rank's."""
         return parameter
@@ -98,7 +102,7 @@ class OptimizerEntry(StateEntry):
         self._holes = []
         self._record = {
             "kind": self.kind,
-            "class": type(self.target).__qualname__,
+            "class": type(self.inner).__qualname__,
             "device": _home(groups).type,
             "params": Encoded(self._full_names),
             **self._take_state(walk),
@@ -203,8 +207,8 @@ class OptimizerEntry(StateEntry):
 
     def differences(self, value: dict[str, Any], saved: Saved, live: Walk) -> list[Row]:
         rows: list[Row] = []
-        if value["class"] != type(self.target).__qualname__:
-            rows.append((self.name, value["class"], type(self.target).__qualname__))
+        if value["class"] != type(self.inner).__qualname__:
+            rows.append((self.name, value["class"], type(self.inner).__qualname__))
         recorded, here = value["params"], self._full_names
         if len(recorded) != len(here):
             rows.append((f"{self.name}.groups", f"{len(recorded)} groups", f"{len(here)} groups"))
@@ -263,18 +267,21 @@ class ZeroEntry(OptimizerEntry):
     def inner(self) -> Any:
         return self.target.optim
 
+    def steps(self, parameter: Tensor) -> bool:
+        return any(parameter is mine for group in self.inner.param_groups for mine in group["params"])
+
     def _declared(self, parameter: Tensor) -> Tensor | None:
         return None
 
     def take(self, walk: Walk) -> None:
         walk.anchor(self.target, "optim", self.target.optim)
         super().take(walk)
+        self._record["partitioned"] = True  # state of other parameters is other ranks'
 
     def differences(self, value: dict[str, Any], saved: Saved, live: Walk) -> list[Row]:
         rows = super().differences(value, saved, live)
-        mine = {parameter for group in self.inner.param_groups for parameter in group["params"]}
         for _, name, parameter, _ in self._saved_states(value) if not rows else ():
-            if parameter not in mine:
+            if not self.steps(parameter):
                 rows.append((name, "stepped by this rank", "stepped by another rank"))
         return rows
 

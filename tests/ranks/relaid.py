@@ -1,4 +1,4 @@
-"""What the ranks train whose layout changes from one start to the next: FSDP2, tensor parallel, or neither.
+"""What the ranks train whose layout changes from one start to the next: FSDP2, tensor parallel, ZeRO-1, none.
 
 `python -m tests.ranks.rank tests.ranks.relaid RUN LAYOUT EPOCHS`. Each rank prints "begins HASH" before its
 first batch and "ends HASH" after the last, over all that the state holds, whole; and "samples N-N-…".
@@ -33,14 +33,24 @@ def model(layout: str, world: int) -> nn.Module:
     elif layout == "tp":
         mesh = init_device_mesh("cpu", (world,))
         parallelize_module(net, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    elif layout == "zero":
+        return nn.parallel.DistributedDataParallel(net)
     return net
+
+
+def optimizer_of(layout: str, net: nn.Module) -> torch.optim.Optimizer:
+    if layout == "zero":
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        return ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=1e-2)
+    return torch.optim.AdamW(net.parameters(), lr=1e-2)
 
 
 def loader(layout: str, rank: int, world: int) -> DataLoader[Any]:
     torch.manual_seed(11)
     data = TensorDataset(torch.randn(SAMPLES, 6), torch.randint(0, 3, (SAMPLES,)), torch.arange(SAMPLES))
     # Ranks that share one model's tensors are given the same.
-    replicas, mine = (world, rank) if layout == "fsdp" else (1, 0)
+    replicas, mine = (world, rank) if layout in ("fsdp", "zero") else (1, 0)
     sampler = DistributedSampler(data, num_replicas=replicas, rank=mine, shuffle=True)
     return DataLoader(data, batch_size=SAMPLES // replicas // 2, sampler=sampler)
 
@@ -49,11 +59,23 @@ def whole(value: object) -> object:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
+def states_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, object]]:
+    """By parameter; of one that another rank steps, what that one has."""
+    if not hasattr(optimizer, "optim"):
+        return {name: optimizer.state.get(parameter, {}) for name, parameter in net.named_parameters()}
+    state = optimizer.optim.state
+    mine = {name: state[parameter] for name, parameter in net.named_parameters() if parameter in state}
+    all_: list[dict[str, dict[str, object]]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(all_, mine)
+    assert sum(map(len, all_)) == len({name for each in all_ for name in each}), "each on one rank"
+    return {name: {} for name, _ in net.named_parameters()} | {n: s for each in all_ for n, s in each.items()}
+
+
 def hash_of(net: nn.Module, optimizer: torch.optim.Optimizer, counters: dict[str, int]) -> str:
     """Over every tensor, whole; all ranks call it."""
-    digest = hashlib.sha256(repr(counters).encode())
+    digest, states = hashlib.sha256(repr(counters).encode()), states_of(net, optimizer)
     for name, parameter in net.named_parameters():
-        held = {"": parameter, **optimizer.state.get(parameter, {})}
+        held, name = {"": parameter, **states[name]}, name.removeprefix("module.")
         for key in held:
             tensor = whole(held[key])
             assert isinstance(tensor, torch.Tensor)
@@ -68,7 +90,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     net = model(layout, world)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    optimizer = optimizer_of(layout, net)
     counters = {"batches": 0}
     looped = flashckpt.loop(
         loader(layout, rank, world), run, epochs=epochs, every=1, persist_every=100, model=net,

@@ -11,7 +11,7 @@ from tests.ranks.relaid import SAMPLES
 
 pytestmark = pytest.mark.dist
 PROGRAM = "tests.ranks.relaid"
-LAYOUTS = [("fsdp", 4), ("fsdp", 2), ("one", 1), ("tp", 2), ("fsdp", 3)]
+LAYOUTS = [("fsdp", 4), ("fsdp", 2), ("one", 1), ("tp", 2), ("zero", 2), ("zero", 3), ("fsdp", 3)]
 
 
 def said(ended: Ended, word: str) -> str:
@@ -30,6 +30,6 @@ def test_a_run_goes_on_with_other_ranks_and_meshes(launcher: Launcher, tmp_path:
                 assert said(rank, "begins") == ends, (layout, ranks)
         [ends] = {said(rank, "ends") for rank in ended}
         steps += 2
-        shares = ended if layout == "fsdp" else ended[:1]
+        shares = ended if layout in ("fsdp", "zero") else ended[:1]
         seen = [int(number) for rank in shares for number in said(rank, "samples").split("-")]
         assert sorted(seen) == list(range(SAMPLES)), "each sample once in the epoch"
