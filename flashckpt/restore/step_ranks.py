@@ -16,7 +16,6 @@ from flashckpt.restore.step_leaves import Index, Parts, Region, StepFile, StepLe
 
 # A step whose parts have no more bytes is read whole: that takes a second or two.
 _SMALL_BYTES = 16 << 20
-_MOST_STRIDE = 1 << 20
 _AT_ONCE = 4
 
 Wanted = tuple[str, Region]
@@ -33,40 +32,40 @@ class StepRanks:
         self.source = rank % record.world
         self.leaves = StepLeaves()
         self.renamed: dict[int, dict[str, str]] = {}
-        self._records: dict[int, RankRecord] = {}
-        self._add(record)
+        self._records: dict[int, tuple[StepRecord, RankRecord]] = {}
+        self._keep(record)
         small = sum(part.num_bytes for part in record.manifest.parts) <= small_bytes
         self.read(range(record.world) if small else [self.source])
 
     def __getitem__(self, rank: int) -> RankRecord:
         """What a rank has; read where it was not yet."""
         self.read([rank])
-        return self._records[rank]
+        return self._records[rank][1]
 
     @property
     def known(self) -> list[int]:
         """The ranks that have been read."""
-        return sorted(self._records)
+        return sorted(self.renamed)
 
     @property
     def is_complete(self) -> bool:
-        return len(self._records) == self.record.world
+        return len(self.renamed) == self.record.world
 
     def read(self, ranks: Iterable[int]) -> None:
-        """Know these ranks too, and those that share a part with them."""
-        missing = set(ranks) - self._records.keys()
-        if missing:
+        """Know these ranks too."""
+        new = set(ranks) - self.renamed.keys()
+        if missing := new - self._records.keys():
             record = self.record
-            self._add(read_step(record.store, record.step, record.attempt, missing))
+            self._keep(read_step(record.store, record.step, record.attempt, missing))
+        for rank in sorted(new):
+            record, each = self._records[rank]
+            files = [StepFile(path, contents) for path, contents in record.files(rank)]
+            self.renamed[rank] = full_names(each)
+            self.leaves.add(each, files, self.renamed[rank])
 
-    def _add(self, record: StepRecord) -> None:
-        ranks = [rank for part in record.parts for rank in part.ranks]
-        for each in ranks:
-            if each.rank not in self._records:
-                self._records[each.rank] = each
-                self.renamed[each.rank] = full_names(each)
-                files = [StepFile(path, contents) for path, contents in record.files(each.rank)]
-                self.leaves.add(each, files, self.renamed[each.rank])
+    def _keep(self, record: StepRecord) -> None:
+        """The records of all ranks of these parts; most of them nobody will ask for."""
+        self._records.update((rank.rank, (record, rank)) for part in record.parts for rank in part.ranks)
 
     # ---- tensors
 
@@ -77,7 +76,7 @@ class StepRanks:
     def find(self, wanted: Sequence[Wanted]) -> list[Parts]:
         """The pieces that make up each of these boxes, of tensors that are there. MismatchError where they
         do not."""
-        open_, tried = list(range(len(wanted))), set[int]()
+        open_ = list(range(len(wanted)))
         found: list[Parts] = [()] * len(wanted)
         while open_:
             left = []
@@ -91,7 +90,8 @@ class StepRanks:
             if left and self.is_complete:
                 name, region = wanted[left[0]]
                 raise self._known(name).holes(region)
-            self._read_more((self._guesses(wanted[index]) for index in left), tried)
+            if left:
+                self._read_more(self._guesses(wanted[index]) for index in left)
             open_ = left
         return found
 
@@ -105,22 +105,20 @@ class StepRanks:
         return tensor
 
     def _tensors(self, names: Sequence[str]) -> list[StepTensor | None]:
-        tried = set[int]()
         while not self.is_complete and any(self.leaves.get(name) is None for name in names):
-            self._read_more([self._stages()], tried)
+            self._read_more([self._stages()])
         return [self.leaves.get(name) for name in names]
 
-    def _read_more(self, guesses: Iterable[Iterable[int]], tried: set[int]) -> None:
+    def _read_more(self, guesses: Iterable[Iterable[int]]) -> None:
         """Read the first of each of the guesses that is not known; where there is none, a few of all."""
         new: set[int] = set()
         for each in guesses:
-            rank = next((rank for rank in each if rank not in self._records), None)
+            rank = next((rank for rank in each if rank not in self.renamed), None)
             if rank is not None:
                 new.add(rank)
         if not new:
-            order = (rank for rank in _spread(self.record.world) if rank not in self._records)
+            order = (rank for rank in _spread(self.record.world) if rank not in self.renamed)
             new.update(rank for rank, _ in zip(order, range(_AT_ONCE), strict=False))
-        tried |= new
         self.read(new)
 
     def _stages(self) -> Iterator[int]:
@@ -142,21 +140,8 @@ class StepRanks:
         sizes = tuple(max(column) for column in zip(*(box.shape for _, box in held), strict=True))
         places = {_place(box.start, sizes): rank for rank, box in reversed(held)}
         goal = _place(missing, sizes)
-        steps = _steps(places, len(sizes))
-        for place, rank in sorted(places.items(), key=lambda item: _distance(item[0], goal)):
-            guess, unknown = rank, 0
-            for dimension, (here, there) in enumerate(zip(place, goal, strict=True)):
-                if here != there and steps[dimension] is None:
-                    unknown += there - here
-                elif here != there:
-                    guess += (there - here) * (steps[dimension] or 0)
-            stride = 1
-            while stride < _MOST_STRIDE and stride < world:
-                if 0 <= guess + unknown * stride < world:
-                    yield guess + unknown * stride
-                stride *= 2
-                if not unknown:
-                    break
+        for place in sorted(places, key=lambda each: _distance(each, goal)):
+            yield from _beside(places, place, goal, world)
 
 
 def _place(start: Index, sizes: Index) -> Index:
@@ -168,15 +153,36 @@ def _distance(one: Index, other: Index) -> int:
     return sum(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
-def _steps(places: dict[Index, int], dimensions: int) -> list[int | None]:
-    """By how much the rank grows from one box to the next in each dimension; None where none are known."""
-    found: list[int | None] = [None] * dimensions
-    for place, rank in places.items():
-        for dimension in range(dimensions):
-            beside = (*place[:dimension], place[dimension] + 1, *place[dimension + 1 :])
-            if found[dimension] is None and beside in places:
-                found[dimension] = places[beside] - rank
-    return found
+def _beside(places: dict[Index, int], place: Index, goal: Index, world: int) -> Iterator[int]:
+    """Which ranks may have the box at `goal`, going from the one at `place` in steps as others are apart; in
+    steps of powers of two along a dimension in which none are known to be."""
+    guess, unknown = float(places[place]), 0
+    for dimension, (here, there) in enumerate(zip(place, goal, strict=True)):
+        if here != there:
+            step = _step(places, place, dimension)
+            guess += 0 if step is None else step * (there - here)
+            unknown += there - here if step is None else 0
+    stride = 1
+    while stride < world:
+        rank = round(guess) + unknown * stride
+        if 0 <= rank < world:
+            yield rank
+        stride = 2 * stride if unknown else world
+
+
+def _step(places: dict[Index, int], place: Index, dimension: int) -> float | None:
+    """By how much the rank grows from one box to the next in a dimension, on average to the farthest known
+    one that differs in it alone. None where there is none."""
+    others = [
+        (each[dimension] - place[dimension], rank - places[place])
+        for each, rank in places.items()
+        if each != place
+        and (*each[:dimension], *each[dimension + 1 :]) == (*place[:dimension], *place[dimension + 1 :])
+    ]
+    if not others:
+        return None
+    boxes, ranks = max(others, key=lambda other: abs(other[0]))
+    return ranks / boxes
 
 
 def _spread(count: int) -> Iterator[int]:

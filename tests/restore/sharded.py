@@ -147,16 +147,21 @@ def table_of(members: Sequence[int], shared: Sequence[Held]) -> Replicas:
 
 @dataclass
 class Counted:
-    """A store that notes what is read of shards: path, first byte, bytes."""
+    """A store that notes what is read of shards (path, first byte, bytes), and which parts."""
 
     store: Store
-    read: list[tuple[str, int, int]] = field(default_factory=list)
+    shards: list[tuple[str, int, int]] = field(default_factory=list)
+    parts: list[str] = field(default_factory=list)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.store, name)
 
+    def read(self, path: str, max_bytes: int) -> bytes:
+        self.parts += [path] if "/part-" in path else []
+        return self.store.read(path, max_bytes)
+
     def read_bytes(self, path: str, offset: int, num_bytes: int) -> bytes:
-        self.read.append((path, offset, num_bytes))
+        self.shards.append((path, offset, num_bytes))
         return self.store.read_bytes(path, offset, num_bytes)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashckpt.commit.steps import StepRecord
+from flashckpt.commit.steps import StepRecord, read_step
 from flashckpt.errors import DamagedError, MismatchError
 from flashckpt.format.layout import Box, Layout, Leaf
 from flashckpt.restore.box_copies import copy_of, cut
@@ -28,8 +29,8 @@ WHOLE = np.arange(6 * 4000, dtype="float32").reshape(6, 4000)
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return new_run(tmp_path / "run")
+def store(scratch: str) -> LocalStore:
+    return new_run(f"{scratch}/run")
 
 
 def rows(first: int, behind: int, whole: np.ndarray = WHOLE) -> Region:
@@ -41,11 +42,24 @@ def wanted_leaf(name: str, dtype: str, shape: tuple[int, ...], region: Region) -
     return Leaf(name=name, dtype=dtype, shape=region.shape, box=box)
 
 
+def of_one_rank(record: StepRecord, rank: int) -> StepRecord:
+    """As a rank begins: with the part that holds its number."""
+    return read_step(record.store, record.step, record.attempt, {rank % record.world})
+
+
 def read(
-    record: StepRecord, wanted: dict[str, Region], store: Store | None = None, rank: int = 0, world: int = 1
+    record: StepRecord,
+    wanted: dict[str, Region],
+    store: Store | None = None,
+    rank: int = 0,
+    world: int = 1,
+    *,
+    is_large: bool = False,
 ) -> dict[str, bytes]:
-    """The bytes of these boxes, by name, as a rank of another layout reads them."""
-    ranks = StepRanks(record, rank, world)
+    """The bytes of these boxes, by name, as a rank of another layout reads them. is_large: of a step whose
+    parts are read as they are needed."""
+    begins = of_one_rank(record, rank) if is_large else record
+    ranks = StepRanks(begins, rank, world, **({"small_bytes": 0} if is_large else {}))
     leaves = []
     for name, region in wanted.items():
         tensor = ranks.tensor(name)
@@ -80,7 +94,7 @@ def test_any_tensors_cut_in_any_way_are_read_in_any_other(data: st.DataObject) -
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         record = committed(new_run(f"{folder}/run"), ranks)
         for rank, mine in enumerate(wanted):
-            found = read(record, mine, rank=rank, world=now)
+            found = read(record, mine, rank=rank, world=now, is_large=data.draw(st.booleans()))
             for name, region in mine.items():
                 assert found[name] == taken(named[name], region), (name, region)
 
@@ -131,10 +145,10 @@ def test_only_the_chunks_that_hold_a_box_are_read_and_each_once(store: LocalStor
         path = record.shard_path(rank)
         begin = record.rank(rank).shard.data_start + row * 16000
         chunks = {at // CHUNK_BYTES for at in range(begin, begin + 16000)}
-        mine = [(offset, size) for file, offset, size in counted.read if file == path]
+        mine = [(offset, size) for file, offset, size in counted.shards if file == path]
         touched = [offset // CHUNK_BYTES + i for offset, size in mine for i in range(-(-size // CHUNK_BYTES))]
         assert sorted(touched) == sorted(chunks)
-    assert {path for path, _, _ in counted.read} == {record.shard_path(1), record.shard_path(2)}
+    assert {path for path, _, _ in counted.shards} == {record.shard_path(1), record.shard_path(2)}
 
 
 def test_columns_leave_out_the_chunks_between_them(store: LocalStore) -> None:
@@ -143,7 +157,7 @@ def test_columns_leave_out_the_chunks_between_them(store: LocalStore) -> None:
     counted = Counted(store)
     column = Region((0, 100), (5, 3))
     assert read(record, {"w": column}, counted)["w"] == taken(wide, column)  # type: ignore[arg-type]
-    assert [size for _, _, size in counted.read] == [CHUNK_BYTES] * 5
+    assert [size for _, _, size in counted.shards] == [CHUNK_BYTES] * 5
 
 
 def test_a_flipped_bit_is_found_where_its_chunk_is_needed_and_there_alone(store: LocalStore) -> None:
@@ -231,7 +245,7 @@ def test_replicas_are_read_from_the_own_number_else_from_the_first(store: LocalS
         counted = Counted(store)
         found = read(record, {"w": rows(0, 6)}, counted, rank=rank, world=4)  # type: ignore[arg-type]
         assert found["w"] == WHOLE.tobytes()
-        assert {path for path, _, _ in counted.read} == {record.shard_path(from_rank)}
+        assert {path for path, _, _ in counted.shards} == {record.shard_path(from_rank)}
 
 
 def test_a_replica_that_another_rank_wrote_is_found_in_its_file(store: LocalStore) -> None:
@@ -283,6 +297,64 @@ def test_overlaps_are_found_whatever_the_boxes(data: st.DataObject) -> None:
     ]
     found = overlapping(regions)
     assert (set(found) in pairs) if found else not pairs
+
+
+# Steps of so many ranks that not all parts are read
+
+Mesh = tuple[int, ...]
+"""Sizes: of replicas, and of what divides rows and columns."""
+
+
+def on_mesh(rank: int, mesh: Mesh, order: tuple[int, ...], shape: tuple[int, int]) -> Region:
+    """The box of a rank of a mesh whose dimensions stand in this order, the last one innermost."""
+    at = dict.fromkeys(range(3), 0)
+    for dimension in reversed(order):
+        rank, at[dimension] = divmod(rank, mesh[dimension])
+    sizes = [-(-n // parts) for n, parts in zip(shape, mesh[1:], strict=True)]
+    start = [min(at[1 + d] * sizes[d], shape[d]) for d in range(2)]
+    return Region(tuple(start), tuple(min(sizes[d], shape[d] - start[d]) for d in range(2)))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "now"),
+    [((1, 64, 1), (1, 32, 1)), ((1, 16, 4), (1, 8, 4)), ((4, 16, 1), (2, 16, 1)), ((1, 64, 1), (1, 1, 8)),
+     ((4, 16, 1), (1, 32, 1)), ((2, 8, 4), (1, 4, 2))],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 0, 1)], ids=str)
+def test_a_rank_reads_the_parts_that_it_needs_and_few_others(
+    store: LocalStore, mesh: Mesh, now: Mesh, order: tuple[int, ...]
+) -> None:
+    world, shape = int(np.prod(mesh)), (130, 12)
+    tensors = {name: np.arange(130 * 12, dtype="int32").reshape(shape) + i for i, name in enumerate("wv")}
+    ranks = [
+        [Held(name, whole, on_mesh(rank, mesh, order, shape)) for name, whole in tensors.items()]
+        for rank in range(world)
+    ]
+    record = committed(store, ranks, ranks_a_part=2)
+    counts = []
+    for rank in range(0, int(np.prod(now)), 5):
+        region = on_mesh(rank, now, (0, 1, 2), shape)
+        counted = Counted(store)
+        begins = replace(of_one_rank(record, rank), store=counted)
+        ranks_ = StepRanks(begins, rank, int(np.prod(now)), small_bytes=0)
+        found = ranks_.find([(name, region) for name in tensors])
+        taken_from = {piece.rank // 2 for parts in found for piece, _ in parts}
+        counts.append(len(counted.parts) - len(taken_from))
+        assert sum(common.num_elements for _, common in found[0]) == region.num_elements
+    # Of 32 parts: at most as many as it takes to find out how boxes go with ranks.
+    assert max(counts) <= 8, counts
+    assert sum(counts) / len(counts) <= 5, counts
+
+
+def test_a_tensor_of_which_the_own_number_has_nothing_is_found(store: LocalStore) -> None:
+    """A stage of a pipeline that only the last ranks have."""
+    ranks = [[Held(f"stage{r // 3}.w", WHOLE, rows(r % 3 * 2, r % 3 * 2 + 2))] for r in range(12)]
+    record = committed(store, ranks, ranks_a_part=1)
+    for stage in range(4):
+        found = read(record, {f"stage{stage}.w": rows(1, 6)}, rank=0, world=5, is_large=True)
+        assert found[f"stage{stage}.w"] == WHOLE[1:].tobytes()
+    assert StepRanks(of_one_rank(record, 0), 0, 5, small_bytes=0).tensor("none") is None
 
 
 # Whole tensors, for a machine that has no ranks
