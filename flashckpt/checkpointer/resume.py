@@ -49,6 +49,9 @@ from flashckpt.state.objects import is_container
 from flashckpt.state.tree import Tree
 from flashckpt.store import open_store
 
+# How long a keeper that writes nothing is waited for where something newer is in memory than all ranks can
+# read.
+_SAVING_PATIENCE_S, _LOOK_S = 10.0, 0.05
 # What each rank may have its own of: its devices, its machine.
 _OWN_OPTIONS = {"device_memory", "streams", "notice_file", "threads"}
 
@@ -225,7 +228,8 @@ def _resume(
         mapped, regions = _survived(session)
         layout = LiveLayout(tree, rank, session.environment.world)
         fits = partial(_check, tree)
-        choice = StepChoice(session.store, mapped, rank, fits, threads, group.voter(), early, layout)
+        save = partial(_saved_by_keeper, session)
+        choice = StepChoice(session.store, mapped, rank, fits, threads, group.voter(), early, layout, save)
         refused = choice.refused
         loaded = choice.choose()
 
@@ -255,6 +259,22 @@ def _start(session: Session, *begins: Any, from_memory: bool = False) -> None:
     for leads in (True, False):
         start = partial(session.start, *begins, from_memory=from_memory)
         session.group.together("where the attempt begins", start if session.leads is leads else _nothing)
+
+
+def _saved_by_keeper(session: Session) -> None:
+    """Wait until this node's keeper has saved what it can of what dead trainers left: ranks that are others
+    now, or elsewhere, find it in storage. Not for one that makes no progress."""
+    moved_s, before = time.monotonic(), (-1, 0)
+    while True:
+        status = session.keeper.status(awaited=True)
+        if status.persisting is None and not set(status.waiting) - set(status.for_others):
+            return
+        now, progress = time.monotonic(), (status.progress_bytes, len(status.committed))
+        moved_s, before = (now, progress) if progress != before else (moved_s, before)
+        if now - moved_s > _SAVING_PATIENCE_S:
+            log.warning("steps %s are still only in memory, and are not waited for", status.waiting)
+            return
+        time.sleep(_LOOK_S)
 
 
 def _survived(session: Session) -> tuple[list[Held], list[Slot]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from flashckpt.errors import UnusableRunError
@@ -87,6 +88,13 @@ def lacking(rows: Sequence[Sequence[Readable]], found: Sequence[Content]) -> str
     return f"step {newest.step} of attempt {newest.attempt} cannot be read by rank {shown}{more}"
 
 
+def is_behind(rows: Sequence[Sequence[Readable]]) -> bool:
+    """Whether some rank has something in memory that is newer than all that every rank can read: its keeper
+    may still save it for all of them."""
+    newest = max((_age(each) for row in rows for each in row if each.boundary is not None), default=None)
+    return newest is not None and all((each.step, _number(each.attempt)) < newest for each in common(rows))
+
+
 def _age(each: Readable) -> tuple[int, int]:
     return each.step, _number(each.attempt)
 
@@ -128,10 +136,16 @@ class RanksVoter:
         self._job = job
         self.why = ""
 
-    def common(self, own: Sequence[Candidate]) -> list[list[Candidate]]:
-        """Of each content that all can read this rank's candidates, nearest first."""
-        mine = [_row(each) for each in own[:MOST_CANDIDATES]]
-        found, said = self._job.agree("which steps all ranks can read", mine, _decide)
+    def common(
+        self, own: Sequence[Candidate], *, has_more: bool, is_saved: bool
+    ) -> list[list[Candidate]] | None:
+        """Of each content that all can read this rank's candidates, nearest first. None, once, where memory
+        has something newer."""
+        mine = [has_more, [_row(each) for each in own[:MOST_CANDIDATES]]]
+        decide = partial(_decide, is_saved=is_saved)
+        found, said = self._job.agree("which steps all ranks can read", mine, decide)
+        if found is None:
+            return None
         if said:
             log.warning("%s: an older step is gone on from, or none", said)
         contents = [Content(*each) for each in found]
@@ -146,8 +160,11 @@ class RanksVoter:
         return not self.why
 
 
-def _decide(rows: list[Any]) -> tuple[list[list[Any]], str]:
-    found, said = decide([[Readable(*each) for each in row] for row in rows])
+def _decide(said_by: list[Any], *, is_saved: bool) -> tuple[list[list[Any]] | None, str]:
+    rows = [[Readable(*each) for each in row] for _, row in said_by]
+    if not is_saved and (any(has_more for has_more, _ in said_by) or is_behind(rows)):
+        return None, ""
+    found, said = decide(rows)
     return [[each.step, each.attempt, each.boundary] for each in found], said
 
 

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from flashckpt import crashpoints
-from flashckpt.commit import lineage
+from flashckpt.commit import attempts, lineage
 from flashckpt.commit.lineage import VisibleStep
 from flashckpt.commit.steps import StepRecord, read_manifest, read_step
 from flashckpt.errors import DamagedError, OutOfRoomError, RunError, UnusableRunError
@@ -90,9 +90,15 @@ class Ballot:
 class Voter(Protocol):
     """Who goes on with this run: this rank, and the others where there are any."""
 
-    def common(self, own: Sequence[Candidate]) -> Sequence[Sequence[Candidate]]:
+    def common(
+        self, own: Sequence[Candidate], *, has_more: bool, is_saved: bool
+    ) -> Sequence[Sequence[Candidate]] | None:
         """Takes what this rank can read, in its order. What all can, in the order in which all try it: of
-        each content the candidates that this rank has of it, nearest first."""
+        each content the candidates that this rank has of it, nearest first.
+
+        `has_more`: this node's memory has snapshots that are no use there, but would be in storage. None
+        where some node has such, unless keepers have saved what they can (`is_saved`): once they have, all
+        are asked again."""
 
     def vote(self, ballot: Ballot) -> bool:
         """Told of each content that was tried here; whether all could load it."""
@@ -101,8 +107,10 @@ class Voter(Protocol):
 class AloneVoter:
     """A rank that has no others."""
 
-    def common(self, own: Sequence[Candidate]) -> Sequence[Sequence[Candidate]]:
-        return [[each] for each in own]
+    def common(
+        self, own: Sequence[Candidate], *, has_more: bool, is_saved: bool
+    ) -> Sequence[Sequence[Candidate]] | None:
+        return None if has_more and not is_saved else [[each] for each in own]
 
     def vote(self, ballot: Ballot) -> bool:
         return ballot.could
@@ -141,6 +149,7 @@ class StepChoice:
     `survived` are the slots in which this node's keeper found sealed snapshots. `refused` gathers one
     sentence for each candidate that could not be used. `fits` is asked of each that is whole, `voter` of
     every content that was tried. `early` may have read a step already. `layout` is that of the live state.
+    `save` has the keeper save what dead trainers left in memory, as far as it can.
     """
 
     def __init__(
@@ -153,9 +162,10 @@ class StepChoice:
         voter: Voter | None = None,
         early: EarlyRead | None = None,
         layout: Layouts | None = None,
+        save: Callable[[], None] = lambda: None,
     ) -> None:
         self._store, self._survived, self._rank = store, survived, rank
-        self._layout = layout or AsItWas()
+        self._layout, self._save = layout or AsItWas(), save
         self._fits, self._threads, self._early = fits, threads, early
         self._voter = voter or AloneVoter()
         self._tried: Candidate | None = None
@@ -178,7 +188,10 @@ class StepChoice:
 
     def _choose(self) -> Loaded | None:
         self._patiently("its attempts", partial(lineage.check_records, self._store))
-        contents = self._voter.common(self._patiently("its steps", self.candidates))
+        contents = self._contents(is_saved=False)
+        if contents is None:
+            self._save()
+            contents = self._contents(is_saved=True) or ()
         for content in contents:
             if (taken := self._try(content)) is not None:
                 return taken
@@ -192,6 +205,23 @@ class StepChoice:
             )
         self._patiently("its steps", partial(lineage.check_usable, self._store))
         return None
+
+    def _contents(self, *, is_saved: bool) -> Sequence[Sequence[Candidate]] | None:
+        own = self._patiently("its steps", self.candidates)
+        return self._voter.common(own, has_more=len(self._usable()) < len(self._survived), is_saved=is_saved)
+
+    def _usable(self) -> list[Held]:
+        """The snapshots in memory of which this rank needs nothing but what it has of them itself."""
+        return [each for each in self._survived if each.sealed is not None and self._is_of_layout(each)]
+
+    def _is_of_layout(self, held: Held) -> bool:
+        assert held.sealed is not None
+        try:
+            start = attempts.read_start(self._store, held.attempt)
+            leaves = held.slot.metadata(held.sealed).leaves
+        except DamagedError:
+            return True  # it is passed over, and said, when it is loaded
+        return start is None or self._layout.is_of(start.world, leaves)
 
     def _try(self, content: Sequence[Candidate]) -> Loaded | None:
         """Load one content, from the nearest tier that can give it. None where one who votes could not."""
@@ -216,7 +246,7 @@ class StepChoice:
     def candidates(self) -> list[Candidate]:
         """Newest step first, memory before local; steps that this machine has marked come last."""
         # Of two snapshots of one step, the later one is of the end of the epoch that this step ends.
-        by_age = sorted((e for e in self._survived if e.sealed), key=lambda e: e.age, reverse=True)
+        by_age = sorted(self._usable(), key=lambda e: e.age, reverse=True)
         held = {each.slot.name: each for each in by_age}
         survived = {name: VisibleStep(each.step, each.attempt) for name, each in held.items()}
         sources = lineage.sources(self._store, survived)

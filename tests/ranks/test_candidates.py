@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashckpt.errors import UnusableRunError
-from flashckpt.ranks.candidates import Content, Readable, common, decide, verdict
+from flashckpt.ranks.candidates import Content, Readable, common, decide, is_behind, verdict
 
 A, B = "000001-aaaaaaaa", "000002-bbbbbbbb"
 
@@ -59,6 +59,14 @@ def test_nothing_anywhere_is_a_fresh_run_and_so_is_memory_alone_that_not_all_hav
     found, said = decide([[memory(1, 1)], []])
     assert found == []
     assert "rank 1" in said
+
+
+def test_memory_that_is_newer_than_what_all_can_read_is_waited_for_once_to_be_saved() -> None:
+    assert is_behind([[memory(7, 7), stored(4)], [stored(4)]])
+    assert is_behind([[memory(1, 1)], []])
+    assert not is_behind([[memory(7, 7), stored(4)], [memory(7, 7), stored(4)]])
+    assert not is_behind([[memory(7, 7)], [stored(7)]])
+    assert not is_behind([[stored(7)], [stored(6)]]), "storage is as it is"
 
 
 def test_committed_steps_that_not_all_can_read_are_no_fresh_run() -> None:

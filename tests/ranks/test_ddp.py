@@ -84,3 +84,29 @@ def test_a_node_that_lost_its_memory_goes_on_from_storage_and_the_other_from_mem
     for rank, tier in enumerate(("memory", "local")):
         assert ended[rank].out[0] == f"resumed {SAVED} {tier}"
         assert_went_on(whole[rank], killed.said(rank), ended[rank].out, SAVED)
+
+
+def test_a_smaller_group_goes_on_from_what_only_memory_had(launcher: Launcher, tmp_path: Path) -> None:
+    """One of two nodes has no trainers any more. Its keeper saves what they had, as does that of the
+    other."""
+    run, held = tmp_path / "run", 5
+    killed = launcher.fork(PROGRAM, run, json.dumps({"hold_at": held, "save_at": "each"}), ranks=2, nodes=2)
+    killed.until_said(f"held {held}")
+    killed.kill()
+    ended = launcher.fork(PROGRAM, run, "{}", ranks=2, restart=1).finished()
+    for each in ended:
+        assert each.out[0] == f"resumed {held} local"
+
+
+def test_ranks_that_were_started_on_other_nodes_go_on_from_the_same_step(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    whole = undisturbed(launcher, tmp_path / "whole", 2)
+    run, held = tmp_path / "run", 7
+    orders = {"hold_at": held, "save_at": "each"}
+    killed = launcher.fork(PROGRAM, run, json.dumps(orders), ranks=1, nodes=[0, 1])
+    killed.until_said(f"held {held}")
+    killed.kill()
+    ended = launcher.fork(PROGRAM, run, "{}", ranks=1, nodes=[1, 0], restart=1).finished()
+    for rank in range(2):
+        assert_went_on(whole[rank], killed.said(rank), ended[rank].out, held)
