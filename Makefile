@@ -6,6 +6,7 @@
 #   make bench           measure against the peers           ARGS="--gib 1" goes to the benchmark
 #   make gpu             all that only a GPU can say, in 9 minutes: see docs/benchmarks.md
 #   make torture         kill a training at random         ARGS="--kills 1000 --seed 1 --json out.json"
+#   make rank-kills      kill a rank under torchrun, again and again    KILLS=50
 #   make fuzz            read hostile bytes                ARGS="--minutes 60 --seed 1"
 #   make sanitize        tests of native code under sanitizers   WHICH=address or thread; ARGS="tests/native -x"
 #   make lint            ruff, mypy, import-linter, clang-format: look only
@@ -26,6 +27,7 @@ VENV ?= .venv
 TORCH ?=
 JOBS ?= 3
 ARGS ?=
+KILLS ?= 50
 WHICH ?= address thread
 WHEELS ?=
 OUT ?= bench-output/gpu
@@ -34,11 +36,11 @@ export PYTHON VENV TORCH WHEELS
 RUN := $(VENV)/bin
 CPP = $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name '*.cu' | grep -v third_party)
 
-.PHONY: help test test-fast demo bench gpu torture fuzz sanitize lint format ptx build clean distclean
+.PHONY: help test test-fast demo bench gpu torture rank-kills fuzz sanitize lint format ptx build clean distclean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n '3,23s/^# \{0,1\}//p' Makefile
+	@sed -n '3,24s/^# \{0,1\}//p' Makefile
 
 test:
 	@scripts/environment test,demo
@@ -62,6 +64,10 @@ gpu:
 torture:
 	@scripts/environment test,demo
 	@$(RUN)/python -m tests.crash.torture $(ARGS)
+
+rank-kills:
+	@scripts/environment test,demo
+	@FLASHCKPT_TEST_KILLS=$(KILLS) $(RUN)/python -m pytest -n 0 tests/ranks/test_kills.py -k torchrun $(ARGS)
 
 fuzz:
 	@scripts/environment test,demo

@@ -3,13 +3,16 @@ own for what it prints, for its log, and for how it ended. To be started by `lau
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import runpy
+import signal
 import sys
 import traceback
 from pathlib import Path
 
+_PR_SET_PDEATHSIG = 1
 FOLDER, LAUNCH = "FLASHCKPT_TEST_FOLDER", "FLASHCKPT_TEST_LAUNCH"
 
 
@@ -24,7 +27,14 @@ def stem(folder: Path) -> Path:
     raise AssertionError
 
 
+def end_with_parent() -> None:
+    """Its launcher is what ends it, and that may be killed: as when a run of the tests is cut short."""
+    if ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0 or os.getppid() == 1:
+        sys.exit(1)
+
+
 def main() -> None:
+    end_with_parent()
     files = stem(Path(os.environ[FOLDER]))
     for number, suffix in ((1, ".out"), (2, ".err")):
         file = os.open(files.with_suffix(suffix), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

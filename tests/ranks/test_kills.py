@@ -1,7 +1,7 @@
 """One rank after another is killed, at any point of its way, and the group is started again: the run goes on
 from the newest step that all ranks have, and ends with the bits of one that nobody has killed.
 
-`FLASHCKPT_TEST_KILLS=50` says how often under torchrun (`make rank-kills`).
+`make rank-kills KILLS=50` says how often under torchrun.
 """
 
 from __future__ import annotations

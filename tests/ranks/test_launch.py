@@ -39,6 +39,7 @@ def test_how_each_rank_ended_is_told(launcher: Launcher) -> None:
     assert [each.status for each in launcher.fork(PROGRAM, "3").ended()] == [3, 3]
 
 
+@pytest.mark.long  # tests/ranks/test_kills.py has one launcher in the ordinary run
 def test_one_rank_of_two_launchers_is_killed_and_the_group_is_started_again(launcher: Launcher) -> None:
     job = launcher.torchrun(PROGRAM, "stand", ranks=1, nodes=2, max_restarts=1)
     job.until_said("all here")
