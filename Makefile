@@ -6,6 +6,7 @@
 #   make bench           measure against the peers           ARGS="--gib 1" goes to the benchmark
 #   make gpu             all that only a GPU can say, in 9 minutes: see docs/benchmarks.md
 #   make torture         kill a training at random         ARGS="--kills 1000 --seed 1 --json out.json"
+#                        ranks, keepers and nodes of a job: ARGS="--nodes 2 --ranks 2 --kills 500"
 #   make rank-kills      kill a rank under torchrun, again and again    KILLS=50
 #   make fuzz            read hostile bytes                ARGS="--minutes 60 --seed 1"
 #   make sanitize        tests of native code under sanitizers   WHICH=address or thread; ARGS="tests/native -x"

@@ -15,7 +15,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ class Rank:
                 os._exit(1)
         os.close(asked)
         os.close(answers)
-        self._answers = os.fdopen(self._answering, "rb", 0)
+        self._read = b""
 
     def _live(self, asked: int, answers: int, base: Path, said: Path, armed: str, keeper_armed: str) -> None:
         os.setsid()
@@ -77,20 +77,20 @@ class Rank:
 
     def answer(self) -> Any:
         until_s = time.monotonic() + LIMIT_S
-        line = b""
-        while not line.endswith(b"\n"):
+        while b"\n" not in self._read:
             if not select.select([self._answering], [], [], max(0.0, until_s - time.monotonic()))[0]:
                 raise AssertionError(f"rank process {self.pid} does not answer")
             if not (more := os.read(self._answering, 1 << 16)):
                 raise Dead
-            line += more
+            self._read += more
+        line, _, self._read = self._read.partition(b"\n")
         return json.loads(line)
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
-        self._answers.close()
+        os.close(self._answering)
         os.close(self._asking)
 
 
@@ -108,6 +108,7 @@ class RanksJob:
         self.floor = self.ceiling = 0
         self.attempt, self.number, self.lives = "", 0, 0
         self.resumed_tiers: list[str] = []
+        self.void: set[int] = set()
         self.readable: list[Any] = []
 
     # ---- lives
@@ -138,6 +139,7 @@ class RanksJob:
                 self.ranks[rank].ask("start", parent, step, tiers[rank] or None)
             self._answers(some)
         self.step = self.complete = self.sealed = step
+        self.void.clear()
         self._all("slots", 0)
         return faults
 
@@ -192,33 +194,41 @@ class RanksJob:
         *,
         persist: bool,
         missing: Collection[int] = (),
-        late: Sequence[int] = (),
+        late: Collection[int] = (),
+        ahead: int = 0,
         strike: Callable[[], None] = lambda: None,
     ) -> None:
-        """One step; ranks that are `missing` take no snapshot of it: it is void. `late` are asked once all
-        others have answered. `strike` is called while they are at it. Raises Dead."""
-        self.step = self.sealed = self.step + 1
-        first = [rank for rank in range(self.world) if rank not in (*missing, *late)]
-        for rank in first:
-            self.ranks[rank].ask("try", self.step, persist)
-        strike()
-        sealed = self._answers(first)
-        for rank in late:
-            if rank not in missing and rank in self.ranks:
-                self.ranks[rank].ask("try", self.step, persist)
-            sealed += self._answers([rank] if rank not in missing else [])
-        if missing or not all(sealed):
-            self._all("void", self.step)
-            return
-        self.complete = self.step
-        self._all("complete", self.number, self.step)
+        """One step, and so many more that are taken `ahead` of what is known to be complete. Ranks that are
+        `missing` take no snapshot of the first, which is to be persisted or not; `late` ones take theirs once
+        all others have taken all of theirs. `strike` is called while these are at it. Raises Dead."""
+        steps = range(self.step + 1, self.step + 2 + ahead)
+        self.sealed = steps[-1]
+        has = {(rank, steps[0]): False for rank in missing}
+        first = [rank for rank in range(self.world) if rank not in late]
+        for some in (first, late):
+            asked = [(rank, step) for step in steps for rank in some if (rank, step) not in has]
+            for rank, step in asked:
+                if rank in self.ranks:
+                    self.ranks[rank].ask("try", step, persist and step == steps[0])
+            if some is first:
+                strike()
+            for rank, step in asked:
+                [has[rank, step]] = self._answers([rank])
+        for self.step in steps:
+            if all(has[rank, self.step] for rank in range(self.world)):
+                self.complete = self.step
+                self._all("complete", self.number, self.step)
+            else:
+                self.void.add(self.step)
+                self._all("void", self.step)
 
     def look(self) -> None:
         """What keepers tell of commits. Raises Dead."""
         for status in self._all("status"):
             self.committed = max([self.committed, *status["committed"]])
-            if status["failures"]:
-                raise AssertionError(f"what nothing is wrong with could not be saved: {status['failures']}")
+            failed = [each for each in status["failures"] if each["step"] not in self.void]
+            if failed:
+                raise AssertionError(f"what nothing is wrong with could not be saved: {failed}")
 
     # ---- deaths
 
@@ -249,8 +259,9 @@ class RanksJob:
 
     def expect(self, *, lost: Collection[int] = ()) -> None:
         """All ranks are dead; nodes that are `lost` have nothing in memory any more."""
-        self.floor = max(self.floor, self.committed) if lost else max(self.floor, self.complete)
-        self.ceiling = max(self.sealed, self.floor)
+        if lost:
+            self.complete = self.committed
+        self.floor, self.ceiling = self.complete, max(self.sealed, self.complete)
 
     def forget(self, node: int) -> None:
         """A node's memory is gone, its keeper is dead."""
@@ -258,13 +269,16 @@ class RanksJob:
             shutil.rmtree(entry)
 
     def settle(self) -> None:
-        """Wait until the keepers have saved what all ranks that died had."""
+        """Wait until the keepers, if each node has one, have saved what all ranks that died had."""
         store = open_store(str(self.run))
 
         def newest() -> int:
             return max((each.step for each in lineage.visible(store)), default=0)
 
-        until(lambda: newest() >= self.floor, f"step {self.floor} to be committed", LIMIT_S)
+        def is_saved() -> bool:
+            return newest() >= self.floor or not all(map(self.keepers, range(len(self.bases))))
+
+        until(is_saved, f"step {self.floor} to be committed", LIMIT_S)
 
     # ---- what must hold
 

@@ -123,10 +123,12 @@ class RanksTorture:
     def _step(self, job: RanksJob, strike: Callable[[], None] = lambda: None) -> None:
         luck = self._luck
         missing = [luck.randrange(job.world)] if luck.random() < 0.1 else []
-        late = [luck.randrange(job.world)] if luck.random() < 0.3 else []
+        late = luck.sample(range(job.world), luck.randrange(1, job.world)) if luck.random() < 0.4 else []
+        ahead = luck.randrange(1, 4) if luck.random() < 0.4 else 0
         self.tally.steps += 1
         self.tally.void += bool(missing)
-        job.train(persist=luck.random() < 0.4, missing=missing, late=late, strike=strike)
+        persist = luck.random() < 0.4
+        job.train(persist=persist, missing=missing, late=late, ahead=ahead, strike=strike)
 
     def _strike(self, job: RanksJob, victim: str) -> set[int]:
         """Somewhere in a step. The nodes whose memory is gone. Raises Dead where a rank had died before."""
