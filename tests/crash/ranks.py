@@ -278,7 +278,10 @@ class RanksJob:
         def is_saved() -> bool:
             return newest() >= self.floor or not all(map(self.keepers, range(len(self.bases))))
 
-        until(is_saved, f"step {self.floor} to be committed", LIMIT_S)
+        try:
+            until(is_saved, f"step {self.floor} to be committed", LIMIT_S)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; {self.told()}") from error
 
     # ---- what must hold
 

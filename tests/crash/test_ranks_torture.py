@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
-from tests.crash.job import none
-from tests.crash.ranks_torture import RanksTorture
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.process
 def test_nothing_is_lost_on_two_nodes(tmp_path: Path) -> None:
-    tally = RanksTorture(tmp_path, seed=20261122, nodes=2, each=2).kill(12)
-    none(tally.faults)
-    assert tally.killed >= 12
-    assert tally.tiers["memory"] > 0
+    """A process of its own, which forks ranks: this one may have threads."""
+    out = tmp_path / "out.json"
+    program = [sys.executable, "-m", "tests.crash.ranks_torture", "12", "20261122", str(out)]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    assert found["killed"] >= 12
+    assert found["tiers"]["memory"] > 0
