@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from flashckpt.errors import FlashckptError, OptionError
@@ -46,30 +47,7 @@ def attach(
     changed), UnusableRunError, OutOfRoomError, FormatError, KeeperError, RunError. Unless the message says
     otherwise (storage or the keeper failed after the state was restored), the live state is as it was.
     """
-    is_off = not enabled or is_switched_off()
-    if is_off or Environment.read().world == 1:
-        check_call(every, persist_every, keep, options)  # else all ranks are told of it, once they have met
-    if is_off:
-        from flashckpt.checkpointer.disabled import DisabledCheckpointer
-
-        return DisabledCheckpointer(path, by_environment=enabled)  # type: ignore[return-value]
-    early = _begin_early(path, options) if isinstance(options, Options) else None
-    try:
-        from flashckpt.checkpointer import resume
-
-        return resume.attach(
-            path,
-            every=every,
-            persist_every=persist_every,
-            keep=keep,
-            options=options,
-            state=state,
-            named=named,
-            early=early,
-        )
-    finally:
-        if early is not None:
-            early.close()
+    return _attach(path, every, persist_every, keep, options, enabled, state, named, _no_loop)
 
 
 def loop(
@@ -99,26 +77,76 @@ def loop(
     The normal end captures the last boundary and waits until it is committed (PersistError if it could
     not be). `break` and exceptions capture nothing; what was sealed before is persisted.
     """
+    if epochs is None and steps is None:
+        epochs = 1
+    check = partial(_check_loop, loader, epochs, steps)
+    checkpointer = _attach(path, every, persist_every, keep, options, enabled, state, named, check)
+    return checkpointer._whole_run(loader, epochs, steps)
+
+
+def _attach(
+    path: str | os.PathLike[str],
+    every: int | Literal["auto"] | None,
+    persist_every: str | int | None,
+    keep: Keep,
+    options: Options,
+    enabled: bool,
+    state: Mapping[str, object] | None,
+    named: Mapping[str, object],
+    check: Callable[[bool], Mapping[str, str]],
+) -> Checkpointer:
+    """`check`, which is told whether all is switched off, raises what is wrong with the loop, and gives what
+    ranks must have alike of it. Several ranks are told of an error once they have met, and raise it all."""
+    is_off = not enabled or is_switched_off()
+    alone = is_off or Environment.read().world == 1
+    if alone:
+        check(is_off)
+        check_call(every, persist_every, keep, options)
+    if is_off:
+        from flashckpt.checkpointer.disabled import DisabledCheckpointer
+
+        return DisabledCheckpointer(path, by_environment=enabled)  # type: ignore[return-value]
+    early = _begin_early(path, options) if isinstance(options, Options) else None
+    try:
+        from flashckpt.checkpointer import resume
+
+        return resume.attach(
+            path,
+            every=every,
+            persist_every=persist_every,
+            keep=keep,
+            options=options,
+            state=state,
+            named=named,
+            check_loop=dict if alone else partial(check, False),
+            early=early,
+        )
+    finally:
+        if early is not None:
+            early.close()
+
+
+def _no_loop(is_off: bool) -> dict[str, str]:
+    return {}
+
+
+def _check_loop(loader: object, epochs: int | None, steps: int | None, is_off: bool) -> dict[str, str]:
+    """As `check` of `_attach`. Ranks whose loaders have other numbers of batches would end at other
+    boundaries, and wait for each other there."""
     for name, value in (("epochs", epochs), ("steps", steps)):
         if value is not None and (type(value) is not int or value < 0):
             raise OptionError(f"{name}={value!r}: a number of {name}, 0 or more. Nothing was started.")
-    if epochs is None and steps is None:
-        epochs = 1
-    if enabled and not is_switched_off():
-        from flashckpt.state.loader.sources import check_loader
+    if is_off:
+        return {}
+    from flashckpt.state.loader.base import length_of
+    from flashckpt.state.loader.sources import check_loader
 
-        check_loader(loader)
-    checkpointer = attach(
-        path,
-        every=every,
-        persist_every=persist_every,
-        keep=keep,
-        options=options,
-        enabled=enabled,
-        state=state,
-        **named,
+    check_loader(loader)
+    length = length_of(loader) if epochs is not None else None
+    counts = {"epochs": epochs, "steps": steps} | (
+        {} if length is None else {"batches of the loader": length}
     )
-    return checkpointer._whole_run(loader, epochs, steps)
+    return {name: str(count) for name, count in counts.items()}
 
 
 def _begin_early(path: str | os.PathLike[str], options: Options) -> EarlyRead | None:

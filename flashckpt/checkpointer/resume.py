@@ -65,19 +65,22 @@ def attach(
     options: Options,
     state: Mapping[str, object] | None,
     named: Mapping[str, object],
+    check_loop: Callable[[], Mapping[str, str]] = dict,
     early: EarlyRead | None = None,
 ) -> Checkpointer:
-    """`flashckpt.attach`, switched on: its words and errors stand in attach.py, which closes `early`."""
+    """`flashckpt.attach`, switched on: its words and errors stand in attach.py, which closes `early`.
+    `check_loop` raises what is wrong with the loop, and gives what ranks must have alike of it."""
     began = time.perf_counter()
     group = join(Environment.read())
     try:
 
-        def prepared() -> tuple[Tree, str]:
+        def prepared() -> tuple[Tree, str, Mapping[str, str]]:
+            looped = check_loop()
             check_call(every, persist_every, keep, options)
-            return Tree(_state_of(state, named)), open_store(path).url
+            return Tree(_state_of(state, named)), open_store(path).url, looped
 
-        tree, url = group.together("the state and the options", prepared)
-        group.check_alike(_alike(url, tree, every, persist_every, keep, options))
+        tree, url, looped = group.together("the state and the options", prepared)
+        group.check_alike({**_alike(url, tree, every, persist_every, keep, options), **looped})
         group.check_replicas(partial(_replicas, tree))
         session = _open(path, keep, options, group)
     except BaseException:

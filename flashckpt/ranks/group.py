@@ -214,12 +214,14 @@ def join(environment: Environment) -> Group:
 
 
 def _check_alike(rows: list[Any]) -> None:
-    """Raises OptionError where ranks differ, with the names that they differ in."""
+    """Raises OptionError where ranks differ, with the names that they differ in. A rank that does not know
+    something says nothing of it."""
     found: list[str] = []
     for name in dict.fromkeys(name for row in rows for name in row):
         ranks: dict[str, list[int]] = {}
         for rank, row in enumerate(rows):
-            ranks.setdefault(row.get(name, "nothing"), []).append(rank)
+            if name in row:
+                ranks.setdefault(row[name], []).append(rank)
         if len(ranks) > 1:
             said = [f"{value} on {_of(those)}" for value, those in ranks.items()]
             found.append(f"{name}: {', '.join(said[:_MOST_NAMED])}{', …' * (len(said) > _MOST_NAMED)}")
@@ -227,7 +229,8 @@ def _check_alike(rows: list[Any]) -> None:
         raise OptionError(
             "The ranks of this job do not call alike:\n"
             + "\n".join(f"  {each}" for each in found)
-            + "\nNothing was started. Give all ranks the same path, options and names of state."
+            + "\nNothing was started. Give all ranks the same path, options and names of state, and "
+            "loaders of as many batches (a DistributedSampler does)."
         )
 
 

@@ -155,6 +155,18 @@ def own_sampler(samples: int, batch: int, shuffle: bool, seed: int | None) -> An
     return DataLoader(data, batch_sampler=BatchSampler(sampler, batch, drop_last=False))
 
 
+def test_an_epoch_that_the_old_ranks_have_ended_is_over_for_the_new_ones() -> None:
+    """Also at the boundary of its last batch, where nobody has asked for another yet; what `drop_last` leaves
+    out stays out."""
+    ranks = Ranks(lambda rank, _: Division(2, 2, even=True, whole=True).loader(11, rank), 2)
+    assert ranks.lengths == [2, 2]
+    assert ranks.take(2) == 2
+    now = Ranks(lambda rank, _: Division(3, 1).loader(11, rank), 3, values=ranks.saved())
+    assert now.lengths == [2, 2, 2]
+    assert now.take(1) == 0
+    assert all(source is not None and source.was_over and len(source) == 2 for source in now.sources)
+
+
 def test_another_seed_counts_from_the_next_epoch_on() -> None:
     first = Ranks(lambda rank, _: Division(2, 3).loader(40, rank), 2)
     first.take(2)

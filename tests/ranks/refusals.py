@@ -79,6 +79,20 @@ def other_names(run: Path, rank: int) -> None:
     attached(run, **({"ema": net()} if rank == 1 else {}))
 
 
+def other_lengths(run: Path, rank: int) -> None:
+    """One batch less on rank 1: it would end a boundary before the other. Unknown on neither."""
+    flashckpt.loop([0] * (5 - rank), run, epochs=2, every=1, persist_every=None, model=net())
+
+
+def bad_loader(run: Path, rank: int) -> None:
+    batches: Any = 7 if rank == 1 else [0]
+    flashckpt.loop(batches, run, every=1, persist_every=None, model=net())
+
+
+def other_epochs(run: Path, rank: int) -> None:
+    flashckpt.loop([0], run, epochs=2 + rank, every=1, persist_every=None, model=net())
+
+
 def bad_option(run: Path, rank: int) -> None:
     attached(run, every="often" if rank == 1 else 1)
 
@@ -153,7 +167,8 @@ def without_memory(run: Path) -> Iterator[None]:
 CASES: dict[str, Case] = {
     each.__name__: each
     for each in (
-        other_path, other_options, other_names, other_replica, bad_option, bad_state, other_model,
+        other_path, other_options, other_names, other_replica, other_lengths, other_epochs, bad_loader,
+        bad_option, bad_state, other_model,
         no_runtime, damaged_on_one, damaged_everywhere, no_memory,
     )
 }  # fmt: skip
