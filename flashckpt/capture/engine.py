@@ -221,12 +221,13 @@ class Capture:
         """
         self._enter(step)
         ordered = ordered or self._ordered
-        is_due = self.schedule.due(step)
+        is_due = self.schedule.due(step, self.ordinal)
         if not ordered and not (is_due if due is None else due):
             return BoundaryResult(Verdict.NOT_DUE, step)
         if not ordered and not self._hooks.qualifies:
             why = "no optimizer has stepped since the last boundary"
             return BoundaryResult(Verdict.NOT_QUALIFIED, step, why)
+        self.schedule.qualifies()
         if ordered:
             self._in_flight.wait()
         reason = self._capture(step, values, ordered)
@@ -242,7 +243,7 @@ class Capture:
         """A boundary that is counted, and captured later if at all, by another call with its step. What falls
         due on it stays due."""
         self._enter(step)
-        self.schedule.due(step)
+        self.schedule.due(step, self.ordinal)
 
     def _enter(self, step: int) -> None:
         self._graph = any(device.capturing() for device in self._devices)
@@ -308,6 +309,7 @@ class Capture:
             copies, data = self._planner.prepare(values)
             # The first plan is made once in a run: it says nothing of what the next snapshot costs.
             once_s = 0.0 if self._call_s else time.perf_counter() - began_s
+            self.schedule.begins(self.ordinal)
             target = self._writers.begin(copies.plan, len(data))
             if isinstance(target, str):
                 return target

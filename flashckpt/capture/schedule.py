@@ -1,6 +1,6 @@
 """Which boundaries are taken, which snapshots are persisted, and what snapshots may cost.
 
-`Pace` answers for a rank alone; among several, a `Schedule` may answer what one rank has published for all.
+`Pace` answers for a rank alone; among several, a `Schedule` answers what rank 0 has announced to all.
 `Budget` and `Pace` take no snapshot and read no device: all times are given to them, in seconds, so that
 their decisions are a function of their input. `Intervals` measures those times, on devices where there are
 any; nothing waits for it.
@@ -49,8 +49,15 @@ class Schedule(Protocol):
     is_automatic: bool
     every_step: bool
 
-    def due(self, step: int) -> bool:
-        """Whether the boundary of this step is to be taken. Asked at each boundary, in their order."""
+    def due(self, step: int, ordinal: int) -> bool:
+        """Whether the boundary of this step, and of this number among all of the attempt, is to be taken.
+        Asked at each boundary, in their order."""
+
+    def qualifies(self) -> None:
+        """The boundary that was due can be taken, as far as the state goes."""
+
+    def begins(self, ordinal: int) -> None:
+        """A snapshot of this boundary is about to be begun."""
 
     def persist_due(self, step: int) -> bool:
         """Whether the snapshot of this step, if there is one, is to be persisted."""
@@ -197,7 +204,7 @@ class Pace:
         self._asked = False
         self._asked_at_s = clock()
 
-    def due(self, step: int) -> bool:
+    def due(self, step: int, ordinal: int = 0) -> bool:
         """Ask once at each boundary: an order that falls on this step is noted by asking."""
         if isinstance(self._every, int) and step % self._every == 0:
             self._due = True
@@ -205,6 +212,12 @@ class Pace:
         if self._every is None:
             return persists
         return self._due or persists or (self.is_automatic and self.budget.allows())
+
+    def qualifies(self) -> None:
+        pass
+
+    def begins(self, ordinal: int) -> None:
+        pass
 
     def persist_due(self, step: int) -> bool:
         if self._persist_steps is not None and step % self._persist_steps == 0:

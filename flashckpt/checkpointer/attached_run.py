@@ -18,7 +18,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from flashckpt.checkpointer.boundaries import Boundaries, StopPolicy
+from flashckpt.checkpointer.boundaries import Boundaries
 from flashckpt.errors import BoundaryError, FlashckptError
 from flashckpt.events import Event, log
 from flashckpt.state import rng
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from flashckpt.checkpointer.progress import Progress, Use
     from flashckpt.checkpointer.session import Session
     from flashckpt.checkpointer.signals import Signals
+    from flashckpt.ranks.pacing import Pacing
     from flashckpt.state.tree import Tree
 
 # How long the interpreter's end may wait for a keeper that is silent, in seconds.
@@ -64,13 +65,16 @@ class AttachedRun:
         attendant: Attendant,
         use: Use,
         signals: Signals,
-        stop: StopPolicy,
+        pacing: Pacing,
         resumed: Resumed | None,
     ) -> None:
         self._progress, self._capture, self._session = progress, capture, session
         self._attendant, self._use, self._signals = attendant, use, signals
-        self._stop = stop
-        self._boundaries = Boundaries(tree, progress, capture, attendant, use, session.surroundings, stop)
+        self._pacing, self._stop = pacing, pacing.stop_policy(signals)
+        surroundings = session.surroundings
+        self._boundaries = Boundaries(
+            tree, progress, capture, attendant, use, surroundings, self._stop, pacing
+        )
         self.resumed = resumed
         self._in_iteration = self._marked = self._stop_told = self._closed = False
         # The newest boundary was marked by `step()`; save() was put off to a boundary outside of `.batches`.
@@ -115,6 +119,9 @@ class AttachedRun:
             self._put_off = False
             self._or_commit(self._boundaries.capture_outside)
         self._wait_committed()
+        refusal = self._pacing.refusal()
+        if refusal is not None:
+            raise refusal
         unsaved, ordered_at = self._boundaries.unsaved, self._boundaries.ordered_at
         if unsaved is not None:
             raise unsaved
@@ -142,13 +149,15 @@ class AttachedRun:
     # ---- stopping
 
     def stop(self) -> None:
-        """End the loop at the next boundary; that boundary is captured and committed."""
+        """End the loop at the next boundary; that boundary is captured and committed. On several ranks, all
+        of which it ends, at one a few boundaries ahead."""
         self._stop.ask()
 
     @property
     def stopping(self) -> bool:
-        """Whether the loop ends at its next boundary: code between epochs asks it after a stop."""
-        return self._stop.is_asked
+        """Whether the loop ends at its next boundary: code between epochs asks it after a stop. On several
+        ranks it becomes so on all at one boundary."""
+        return self._stop.is_near
 
     @property
     def stop_reason(self) -> str | None:
@@ -185,7 +194,8 @@ class AttachedRun:
             self._attendant.event(Event.STOP, step=self.completed, reason=signals.reason)
         try:
             close()
-            if at_boundary and signals.pending and not self._closed and self.completed > 0:
+            is_end = at_boundary and signals.pending and self._stop.stops_at(self._capture.ordinal)
+            if is_end and not self._closed and self.completed > 0:
                 with self._capture.heartbeat.resting():  # it may have to wait for a slot, or for storage
                     self._boundaries.capture_now(persist=True)
                     self.wait()
@@ -207,7 +217,9 @@ class AttachedRun:
 
     def _capture_marked(self) -> None:
         """The end of a loop whose boundaries are marked by hand: only here is it known to be one."""
-        if not self._by_hand or self._in_iteration or self.completed == self._attendant.newest_sealed_step():
+        if not self._by_hand or self._in_iteration:
+            return
+        if self._pacing.is_alone and self.completed == self._attendant.newest_sealed_step():
             return
         if self._use.trained_since_boundary:
             log.warning(

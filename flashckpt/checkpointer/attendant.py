@@ -27,11 +27,14 @@ from flashckpt.events import Event, log
 from flashckpt.format.names import step_attempt_folder
 from flashckpt.keeper import start
 from flashckpt.keeper.protocol import Failure, Status
+from flashckpt.memory.slot import Sealed
 from flashckpt.options import MOST_SLOTS, Options
-from flashckpt.ranks.group import Pacing
+from flashckpt.ranks.pacing import Pacing
 
 _TICK_S = 0.5
 _WAITING_TICK_S = 0.005
+# How often it is looked whether all ranks have what this one has: the outcome of a snapshot waits for that.
+_RANKS_TICK_S = 0.05
 _CLAIM_LOOK_S = 2.0
 _SLOWEST_BYTES_PER_S = 1 << 28
 _EVENTS_KEPT = _MOST_SAID = 1000
@@ -62,6 +65,8 @@ class Attendant:
         self.status = Status()
         self.superseded_by: str | None = None
         self.slots = Slots(session, capture, options, self._say_once, self.wake)
+        if not pacing.is_alone:
+            self.slots.mark((session.attempt.number, 0), ())
         self._events: deque[dict[str, Any]] = deque(maxlen=_EVENTS_KEPT)
         self._answered = threading.Condition()
         self._rounds = 0
@@ -155,17 +160,28 @@ class Attendant:
         Raises PersistError where the snapshot was torn or given up, where the keeper goes on failing for the
         grace period, or makes no progress for as long.
         """
-        newest = self.slots.newest_own()
+        newest = self._newest_of_all()
         if newest is None:
             self._wait_loaded()
             return
-        self.slots.request_persist()
+        self.slots.request_persist_of(newest)
         # Another snapshot may have been committed under its number: the one that was loaded, for one.
         self._wait_for(
             newest.step,
             newest.generation,
             lambda: self._is_committed(newest.step) and self.slots.is_persisted(newest),
         )
+
+    def _newest_of_all(self) -> Sealed | None:
+        """The newest snapshot of this attempt: among ranks, where the present boundary was not captured on
+        all of them at once, the newest that all have. All ranks that wait here wait for the same one."""
+        ordinal, pacing = self._capture.ordinal, self._pacing
+        if not pacing.is_settled(ordinal):
+            return self.slots.newest_own()
+        outcome = pacing.outcome(ordinal, min(time.monotonic() + self.patience_s, self.deadline_s))
+        if not outcome.is_known:
+            return self.slots.newest_own()
+        return self.slots.of_boundary(outcome.newest) if outcome.newest else None
 
     def _is_committed(self, step: int) -> bool:
         newest = self.status.newest_committed
@@ -264,12 +280,22 @@ class Attendant:
         while not self._ended:
             self._tended = self._tried(self._round, "the keeper cannot be asked")
             self._tried(self._look_at_attempts, "the run's attempts cannot be looked at")
-            self._tried(partial(self._pacing.look, self.slots), "the other ranks cannot be heard")
+            self._look_at_ranks()
             with self._answered:
                 self._rounds += 1
                 self._answered.notify_all()
-            self._woken.wait(_WAITING_TICK_S if self._waiting else _TICK_S)
+            self._rest(_WAITING_TICK_S if self._waiting else _TICK_S)
             self._woken.clear()
+
+    def _rest(self, seconds: float) -> None:
+        """Until the next round, or until it is woken."""
+        until_s = time.monotonic() + seconds
+        tick_s = _TICK_S if self._pacing.is_alone else _RANKS_TICK_S
+        while (left_s := until_s - time.monotonic()) > 0 and not self._woken.wait(min(left_s, tick_s)):
+            self._look_at_ranks()
+
+    def _look_at_ranks(self) -> None:
+        self._tried(partial(self._pacing.look, self.slots), "the other ranks cannot be heard")
 
     def _tried(self, deed: Callable[[], None], failed: str) -> bool:
         """Whether it was done. What keeps it from being done is said, and tried again in the next round."""

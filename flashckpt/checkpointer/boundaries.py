@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from flashckpt.capture.engine import BoundaryResult
     from flashckpt.checkpointer.attendant import Attendant
     from flashckpt.checkpointer.progress import Progress, Use
-    from flashckpt.checkpointer.signals import Signals
     from flashckpt.memory.slot import Sealed, Slot
+    from flashckpt.ranks.pacing import Pacing
+    from flashckpt.ranks.stop import StopPolicy
     from flashckpt.state.tree import Tree
 
 # Captures of one boundary that are found torn before it is given up: each finds a safer way.
@@ -33,40 +34,6 @@ _FIRST_BOUNDARIES = 32
 # So many boundaries in a row are skipped for want of room before one waits: larger slots are usually there by
 # then, and a state that grows in every step would outgrow those, too, if none ever waited.
 _SKIPPED = 2
-
-
-class StopPolicy:
-    """Whether a loop ends at a boundary, and why. A rank alone stops at the first boundary after a signal, a
-    notice, or a call of `stop()`. From its first yes on, the answer is yes."""
-
-    def __init__(self, signals: Signals) -> None:
-        self._signals = signals
-        self._is_called = self._is_told = False
-
-    @property
-    def reason(self) -> str | None:
-        """Why the loop is to end: a signal's name, "notice file", "stop"; None while it is not."""
-        return self._signals.reason or ("stop" if self._is_called else None)
-
-    @property
-    def is_asked(self) -> bool:
-        """Whether the loop is to end at a boundary to come, or has: from now on nothing waits for memory."""
-        return self.reason is not None
-
-    def ask(self) -> None:
-        """The program asks for it."""
-        self._is_called, self._is_told = True, False
-
-    def stops_at(self, step: int) -> bool:
-        """Whether the loop ends at the boundary of this step."""
-        return self.is_asked
-
-    def begins_at(self, step: int) -> bool:
-        """The same, once: the boundary at which it begins to be so is the one to capture. A loop whose end is
-        the program's own may go on after it."""
-        begins = self.stops_at(step) and not self._is_told
-        self._is_told = self._is_told or begins
-        return begins
 
 
 class Boundaries:
@@ -83,9 +50,10 @@ class Boundaries:
         use: Use,
         surroundings: dict[str, Any],
         stop: StopPolicy,
+        pacing: Pacing,
     ) -> None:
         self._tree, self._progress, self._capture = tree, progress, capture
-        self._attendant, self._use = attendant, use
+        self._attendant, self._use, self._stop, self._pacing = attendant, use, stop, pacing
         self._slots, self._surroundings = attendant.slots, surroundings
         self._growth = Growth(capture, attendant, stop)
         self.waited = 0
@@ -95,6 +63,9 @@ class Boundaries:
         self._in_code = False  # the newest capture was made in the code after an epoch's batches
         self._next_ordered = False
         self._left = False  # an iteration was left by `break` after something was trained in it
+        # Whose number a snapshot may have had, on any rank: that of the step that the run goes on from is
+        # one.
+        self._taken_step = progress.step or -1
 
     def check(self) -> None:
         """Raises what must end this run now: SupersededError where a newer attempt has claimed it, and what
@@ -125,10 +96,22 @@ class Boundaries:
             with contextlib.suppress(Exception):
                 self._capture.look()
 
+    def enter(self, step: int) -> int:
+        """The next boundary is entered, after that many steps: its ordinal. Waits, among ranks, where they
+        may all have to end."""
+        ordinal = self._capture.ordinal + 1
+        self._stop.enter(ordinal, step)
+        return ordinal
+
+    def settle(self) -> None:
+        """The program goes on: what is captured from now on is of a boundary to come."""
+        self._pacing.settle(self._capture.ordinal)
+
     def order(self) -> None:
         """The next boundary is to be captured and persisted."""
         self.ordered_at = self._progress.step
         self._capture.order()
+        self._pacing.save_inside(self._capture.ordinal + 1)
 
     def pass_one(self, *, held: bool) -> None:
         """Count the step and let the capture decide whether this boundary is taken. Whatever goes wrong with
@@ -158,7 +141,7 @@ class Boundaries:
         self._capture.wait()
         self._slots.adopt()  # first: what the smaller ones hold is asked for as they change hands
         if self._is_given_away(last):
-            if self._in_code or (last and not self._is_as_captured()):
+            if self._in_code or (last and not (self._pacing.is_alone and self._is_as_captured())):
                 self._progress.step += 1
             elif last:
                 self._saved()
@@ -204,7 +187,10 @@ class Boundaries:
 
     def _is_given_away(self, last: bool) -> bool:
         """Whether another snapshot of this attempt has the number of the present step, on disk or on its way
-        there. One that is nowhere but in memory, and that nobody asked for, is superseded by a newer one."""
+        there. One that is nowhere but in memory, and that nobody asked for, is superseded by a newer one.
+        Among ranks what one has, or has not, decides nothing: all give the same answer."""
+        if not self._pacing.is_alone:
+            return self._taken_step == self._progress.step
         newest = self._newest_here()
         if newest is not None:
             return self._slots.is_asked_for(newest)
@@ -216,6 +202,7 @@ class Boundaries:
         return newest if newest is not None and newest.step == self._progress.step else None
 
     def _capture_here(self, *, ordered: bool) -> None:
+        self._taken_step = self._progress.step
         if self._capture.schedule.every_step and self._slots.ring is None and not self._asked_first:
             # Every step is to be captured, so the first one is. Waited for once: a keeper that does not give
             # slots must not hold up every boundary after it.
@@ -225,6 +212,7 @@ class Boundaries:
             except FlashckptError as error:
                 self.not_saved(error)
         self._slots.adopt()
+        is_ordered = self._capture.is_ordered
         try:
             outcome = self._capture.boundary(self._progress.step, self.values, ordered=ordered)
             if self._growth.waits_after(outcome):
@@ -232,6 +220,11 @@ class Boundaries:
             self._growth.saw(outcome)
             if outcome.captured:
                 self._saved()
+            elif (ordered or is_ordered) and not self._pacing.is_alone:
+                # Here or never: the other ranks take it.
+                self.capture_now(persist=is_ordered)
+            if is_ordered:
+                self._pacing.expect(self._capture.ordinal)
         except Exception as error:
             self.not_saved(error)
         self._growth.ask()
@@ -254,6 +247,9 @@ class Boundaries:
         """A snapshot outside of an iteration, persisted. It is a boundary of its own, with a step of its own,
         unless it is the present one: nothing has come since, or that one is still to be captured. Raises as
         `capture_now`."""
+        if not self._pacing.is_alone:
+            self._capture_apart()
+            return
         self._capture.ordinal += 1
         with self._capture.heartbeat.resting():
             self._capture.wait()
@@ -265,6 +261,40 @@ class Boundaries:
             self.capture_now(persist=True)
             self._in_code = self._progress.is_after_batches
 
+    def _capture_apart(self) -> None:
+        """The same where all ranks do it: a boundary of its own on each of them, or on none. Its step is
+        one of its own unless no snapshot can have had the number. Raises BoundaryError where not all ranks
+        come."""
+        with self._capture.heartbeat.resting():
+            self._capture.wait()
+            until_s = min(time.monotonic() + self._attendant.patience_s, self._attendant.deadline_s)
+            self._pacing.save_outside(self._capture.ordinal + 1, until_s)
+            self._add_boundary()
+            self.capture_now(persist=True)
+            self._in_code = self._progress.is_after_batches
+        self.settle()
+
+    def _add_boundary(self) -> None:
+        self._progress.step += self._taken_step == self._progress.step
+        self._capture.ordinal = self.enter(self._progress.step)
+
+    def _is_to_capture(self, *, persist: bool) -> bool:
+        """Among ranks, whether the present boundary is still to be captured. One that is over is, as one of
+        its own, where not all have it: which they all know, and not what each of them has."""
+        ordinal = self._capture.ordinal
+        if not self._pacing.is_settled(ordinal):
+            return True
+        if ordinal == 0:
+            return False  # nothing has come since the step that the run goes on from
+        until_s = min(time.monotonic() + self._attendant.patience_s, self._attendant.deadline_s)
+        if self._pacing.outcome(ordinal, until_s).newest == ordinal:
+            found = self._slots.of_boundary(ordinal) if persist else None
+            if found is not None:
+                self._slots.request_persist_of(found)
+            return False
+        self._add_boundary()
+        return True
+
     def capture_now(self, *, persist: bool, anew: bool = False, may_count: bool = True) -> bool:
         """Capture the present boundary, whatever the pace, and see it sealed, unless it is already. `anew`:
         also where a snapshot of it is: the state has changed since. Where that one has to be persisted, so
@@ -274,6 +304,9 @@ class Boundaries:
         StateError where it holds what cannot be saved.
         """
         self._capture.wait()
+        if not self._is_to_capture(persist=persist):
+            return True
+        self._taken_step = self._progress.step
         step, slots, attendant, outgrown = self._progress.step, self._slots, self._attendant, False
         before = slots.newest_own() if anew else None
 
@@ -438,7 +471,9 @@ class Growth:
         self._capture.wait()  # the newest may be on its way
         newest = slots.newest_sealed()
         others = [slot for slot in slots.ring.slots if newest is None or slot is not newest[0]]
-        if others or slots.is_single:
+        if slots.complete[0]:
+            others = [slot for slot in others if not slots.is_needed(slot)]
+        elif others or slots.is_single:
             self._attendant.persist_newest(stopped)
             crashpoints.point("growth.persisted")
         if slots.is_single and newest is not None and newest[0].persisted == newest[1].generation:

@@ -85,6 +85,7 @@ class Checkpointer(AttachedRun):
         self._by_hand, self._put_off = True, False
         if not self._in_iteration:
             self._stop_at_marked()
+            self._boundaries.settle()
         self._capture.heartbeat.expect()
 
     def save(self) -> None:
@@ -178,13 +179,14 @@ class Checkpointer(AttachedRun):
         except FlashckptError:
             self._release()
             raise
-        if self._stop.begins_at(step):
+        ordinal = self._boundaries.enter(step)
+        if self._stop.begins_at(ordinal):
             self._capture.order()
-        return self._stop.stops_at(step)
+        return self._stop.stops_at(ordinal)
 
     def _stops_here(self) -> bool:
         """Whether the loop ends at the boundary that was entered last."""
-        return self._stop.stops_at(self._progress.step)
+        return self._stop.stops_at(self._capture.ordinal)
 
 
 class Batches(Iterator[Any]):
@@ -265,6 +267,8 @@ class Batches(Iterator[Any]):
             # A notebook keeps the traceback, and with it this frame: the run must not be held by it.
             self._leave()
             raise
+        finally:
+            self.checkpointer._boundaries.settle()
         return (self.checkpointer._progress.batches_taken - 1, batch) if self._with_positions else batch
 
     def _next(self) -> Any:
@@ -423,6 +427,12 @@ class Epochs(Iterator[int]):
         return max(0, self._epochs - self._checkpointer._progress.epoch - self._in_body)
 
     def __next__(self) -> int:
+        try:
+            return self._next()
+        finally:
+            self._checkpointer._boundaries.settle()
+
+    def _next(self) -> int:
         checkpointer, progress = self._checkpointer, self._checkpointer._progress
         if not self._entered:
             self._entered = True

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
@@ -25,7 +25,6 @@ from flashckpt.capture.plan import ConstantsRegion, local
 from flashckpt.capture.schedule import Every
 from flashckpt.checkpointer.attached_run import Resumed
 from flashckpt.checkpointer.attendant import Attendant
-from flashckpt.checkpointer.boundaries import StopPolicy
 from flashckpt.checkpointer.checkpointer import Checkpointer
 from flashckpt.checkpointer.progress import Content, Progress, Use
 from flashckpt.checkpointer.run_log import limits_s
@@ -97,11 +96,10 @@ def attach_to(
     persist_every: str | int | None,
     *,
     began: float,
-    stop: Callable[[Signals], StopPolicy] = StopPolicy,
     early: EarlyRead | None = None,
 ) -> Checkpointer:
-    """Restore the newest step that the session's group agrees to and start all that runs beside the loop,
-    which ends where `stop` says. `began`: when the resume did, by `time.perf_counter`; `early`: what may have
+    """Restore the newest step that the session's group agrees to and start all that runs beside the loop.
+    `began`: when the resume did, by `time.perf_counter`; `early`: what may have
     been read of it since. The Checkpointer closes the session; it is closed here when this raises."""
     progress, group = Progress(), session.group
     made: list[Checkpointer] = []
@@ -109,7 +107,7 @@ def attach_to(
         taken = _resume(session, tree, progress, options, began, early)
 
         def make() -> None:
-            made.append(_checkpointer(session, tree, progress, options, every, persist_every, taken, stop))
+            made.append(_checkpointer(session, tree, progress, options, every, persist_every, taken))
 
         group.together("what runs beside the loop", make)
         group.attached()
@@ -402,7 +400,6 @@ def _checkpointer(
     every: Every,
     persist_every: str | int | None,
     taken: _Taken,
-    stop: Callable[[Signals], StopPolicy],
 ) -> Checkpointer:
     """Everything that runs beside the loop, started."""
     attempt, resumed = session.attempt, taken.resumed
@@ -444,7 +441,7 @@ def _checkpointer(
         attendant=attendant,
         use=use,
         signals=signals,
-        stop=stop(signals),
+        pacing=pacing,
         resumed=resumed,
     )
     try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from flashckpt import crashpoints
@@ -61,6 +61,8 @@ class Slots:
         self._fewest = min(self._count or _FEWEST, _FEWEST)
         self.is_single = self._count == 1  # what stands in it is on disk before it is written again
         self.ring: SlotRing | None = None
+        # Among ranks, by their `order`: the newest that all have, and those that not all have.
+        self.complete, self.void = session.complete, frozenset[tuple[int, int]]()
         self.were_had = False
         self.asked: Request | None = None
         self.error: FlashckptError | None = None
@@ -170,12 +172,14 @@ class Slots:
         if old is not None and request.adds:
             slots, old = [*old.slots, *slots], None
         ring = SlotRing(slots, is_single=self.is_single)
+        ring.void = self.void
         if complete is not None:
             ring.set_complete(*complete)  # it has moved on since these were made
         self._capture.set_slots(ring, self._owners)  # waits for the copies into the old ones
         newest = self._own(old.newest_sealed()) if old is not None else None
         if newest is not None:
-            newest[0].request_persist(newest[1].generation)
+            if not self.complete[0]:  # else what all ranks have stays where it is
+                newest[0].request_persist(newest[1].generation)
             self._carried = newest[1]
         with self._handover:
             self.ring, self._given, self.were_had = ring, None, True
@@ -184,6 +188,39 @@ class Slots:
             crashpoints.point("growth.taken-up")
 
     # ---- what stands in them
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[list[Slot]]:
+        """All that this trainer has, none of which is unmapped meanwhile. For the attendant's thread."""
+        with self._reading:
+            yield self._slots()
+
+    @property
+    def writable(self) -> int:
+        """How many captures are written to."""
+        ring = self.ring
+        return 0 if ring is None else len(ring.slots)
+
+    def mark(self, complete: tuple[int, int], void: Collection[tuple[int, int]]) -> None:
+        """Among ranks, as (number of the attempt, boundary): the newest snapshot that all have, and those
+        that not all have, which may be overwritten."""
+        self.complete, self.void = complete, frozenset(void)
+        ring = self.ring
+        if ring is not None:
+            ring.void = self.void
+
+    def is_among_all(self, sealed: Sealed) -> bool:
+        """Whether all ranks have this snapshot, or may have it yet, and no newer one."""
+        return bool(self.complete[0]) and sealed.order >= self.complete and sealed.order not in self.void
+
+    def of_boundary(self, boundary: int) -> Sealed | None:
+        """This attempt's snapshot of a boundary."""
+        for slot in self._slots():
+            with contextlib.suppress(DamagedError):
+                found = self._own((slot, sealed)) if (sealed := slot.sealed()) is not None else None
+                if found is not None and found[1].boundary == boundary:
+                    return found[1]
+        return None
 
     def newest_own(self) -> Sealed | None:
         """The newest sealed snapshot of this attempt, also where its slot is let go."""
@@ -230,6 +267,12 @@ class Slots:
         if newest is not None:
             newest[0].request_persist(newest[1].generation)
 
+    def request_persist_of(self, sealed: Sealed) -> None:
+        """The same of one, unless its slot was let go: then it was asked for."""
+        slot = self._slot_of(sealed)
+        if slot is not None:
+            slot.request_persist(sealed.generation)
+
     # ---- called by the attendant's thread
 
     def tend(self) -> None:
@@ -237,7 +280,7 @@ class Slots:
         own."""
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         with self._handover:  # until nothing in them is needed: what is in a memfd would die with its keeper
-            gone = [slot for slot in self._outgrown if not self._is_needed(slot)]
+            gone = [slot for slot in self._outgrown if not self.is_needed(slot)]
             self._outgrown = [slot for slot in self._outgrown if slot not in gone]
         if gone:
             self._start("flashckpt-let-go", lambda: self._let_go(gone))
@@ -323,7 +366,7 @@ class Slots:
         try:
             slots = made_usable(grants, self._capture)
             # Whatever job had them before.
-            SlotRing(slots).begin(self._session.complete, self._session.attempt.number)
+            SlotRing(slots).begin(self.complete, self._session.attempt.number)
         except Exception as error:
             self._release(names)
             words = f"Slots could not be made usable: {error!r}. No snapshot is taken."
@@ -441,7 +484,7 @@ class Slots:
             return False
         return True
 
-    def _is_needed(self, slot: Slot) -> bool:
+    def is_needed(self, slot: Slot) -> bool:
         """Whether an outgrown slot holds the newest snapshot, or one that is still to be persisted."""
         try:
             sealed = slot.sealed()
@@ -449,8 +492,10 @@ class Slots:
             return False
         if sealed is None:
             return False
+        if self.is_among_all(sealed):
+            return True
         newest = self._own(self.ring.newest_sealed()) if self.ring is not None else None
-        if newest is None or newest[1].age <= sealed.age:
+        if not self.complete[0] and (newest is None or newest[1].age <= sealed.age):
             return self._own((slot, sealed)) is not None
         return slot.wants_persist(sealed.generation) and slot.failed[0] != sealed.generation
 
@@ -481,8 +526,10 @@ class Slots:
             slot.close()
 
 
-def made_usable(grants: Sequence[SlotGrant], capture: Capture) -> list[Slot]:
-    """The granted slots, ready to be written. Whatever is raised, nothing of them stays open.
+def made_usable(
+) -> list[Slot]:
+    """The granted slots, ready to be written. Whatever is raised, nothing of them stays open. complete: as in
+    `Slots`; zeros where this rank has no others, whatever job had the slot before.
 
     Faulted in and registered here, beside the loop: a first touch by a capture would cost it twenty times
     a copy.

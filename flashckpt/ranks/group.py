@@ -10,15 +10,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from flashckpt.capture.schedule import Every, Pace, Schedule
+from flashckpt.capture.schedule import Every
 from flashckpt.errors import OptionError
 from flashckpt.format.names import AttemptName
 from flashckpt.memory.runtime import RuntimeFolder
-from flashckpt.memory.slot import SlotRing
 from flashckpt.options import Environment, Options
-from flashckpt.ranks import replicas
+from flashckpt.ranks import pacing, replicas
 from flashckpt.ranks.candidates import RanksVoter
 from flashckpt.ranks.job import LOADING_PATIENCE_S, Job, KeyValues, meet, placed
+from flashckpt.ranks.pacing import OwnPace, Pacing
 from flashckpt.ranks.replicas import Tables
 from flashckpt.restore.step_choice import AloneVoter, Voter
 
@@ -59,25 +59,6 @@ class Place:
     led: Together
 
 
-class SnapshotSlots(Protocol):
-    """The slots of this rank, asked by any thread."""
-
-    @property
-    def ring(self) -> SlotRing | None: ...
-
-
-class Pacing(Protocol):
-    """What decides beside the loop, alike on all ranks."""
-
-    schedule: Schedule
-
-    def look(self, slots: SnapshotSlots) -> None:
-        """A round of the background thread: what has become of the snapshots in these slots. Never blocks."""
-
-    def close(self) -> None:
-        """The run is let go. A second call does nothing."""
-
-
 class Group(Protocol):
     """The ranks of a job. The methods that agree are called by all ranks, in one order, while they attach; an
     error of one is raised on all, with its rank named. `node` are the ranks of this node, ascending."""
@@ -109,20 +90,6 @@ class Group(Protocol):
 
     def close(self) -> None:
         """The run is let go, or attaching has failed. A second call does nothing."""
-
-
-class OwnPace:
-    """The pace of a rank that no other has to follow."""
-
-    def __init__(self, cadence: Cadence) -> None:
-        overhead = cadence.options.overhead
-        self.schedule: Schedule = Pace(cadence.every, cadence.persist_every, overhead=overhead)
-
-    def look(self, slots: SnapshotSlots) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class Alone:
@@ -189,14 +156,20 @@ class Ranks:
         return RanksVoter(self.job)
 
     def begin(self, runtime: RuntimeFolder, attempt: AttemptName, cadence: Cadence) -> Pacing:
-        """Every N steps, and at the steps that are persisted, all ranks decide the same by themselves."""
-        for option, value in (("every", cadence.every), ("persist_every", cadence.persist_every)):
-            if isinstance(value, str):
-                raise OptionError(
-                    f"{option}={value!r}: a run of several ranks takes a number of steps, or None. Nothing "
-                    f"was started. Say {option}=100, or another number."
-                )
-        return OwnPace(cadence)
+        return pacing.begin(
+            Place(
+                rank=self.environment.rank,
+                world=self.environment.world,
+                node=self.node,
+                nodes=self.job.nodes,
+                store=self.store,
+                runtime=runtime,
+                attempt=attempt,
+                cadence=cadence,
+                together=self.together,
+                led=self.led,
+            )
+        )
 
     def attached(self) -> None:
         self._job = None

@@ -1,4 +1,4 @@
-"""A loop that is to end at a step ahead, as several ranks agree on one: it ends there and nowhere else."""
+"""A loop that is to end at a boundary ahead, as ranks agree on one: it ends there and nowhere else."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from pathlib import Path
 import pytest
 
 import flashckpt
-from flashckpt.checkpointer.boundaries import StopPolicy
 from flashckpt.checkpointer.resume import attach_to
 from flashckpt.checkpointer.session import open_session
 from flashckpt.checkpointer.signals import Signals
+from flashckpt.format.names import AttemptName
+from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.options import Environment, Options
+from flashckpt.ranks.group import Alone, Cadence
+from flashckpt.ranks.pacing import OwnPace, Pacing
+from flashckpt.ranks.stop import Asked, StopPolicy
 from flashckpt.state.tree import Tree
 from tests.checkpointer.test_loop import Job, loader
 from tests.waiting import until_slots
@@ -21,19 +25,29 @@ STOP_AT = 4
 
 
 class StopAhead(StopPolicy):
-    """Whenever it is asked for, all ranks end at the same step."""
+    """Whenever it is asked for, all ranks end at the same boundary."""
 
-    def stops_at(self, step: int) -> bool:
-        return self.is_asked and step >= STOP_AT
+    def stops_at(self, ordinal: int) -> bool:
+        return self.is_asked and ordinal >= STOP_AT
+
+
+class PaceAhead(OwnPace):
+    def stop_policy(self, signals: Asked) -> StopPolicy:
+        return StopAhead(signals)
+
+
+class AloneAhead(Alone):
+    def begin(self, runtime: RuntimeFolder, attempt: AttemptName, cadence: Cadence) -> Pacing:
+        return PaceAhead(cadence)
 
 
 def attached(run: Path, job: Job) -> flashckpt.Checkpointer:
-    options = Options()
-    session = open_session(run, flashckpt.Keep(), options, Environment.read())
-    return attach_to(session, Tree(job.named), options, None, None, began=0.0, stop=StopAhead)
+    options, environment = Options(), Environment.read()
+    session = open_session(run, flashckpt.Keep(), options, environment, group=AloneAhead(environment))
+    return attach_to(session, Tree(job.named), options, None, None, began=0.0)
 
 
-def test_batches_end_at_the_step_of_the_policy(tmp_path: Path) -> None:
+def test_batches_end_at_the_boundary_of_the_policy(tmp_path: Path) -> None:
     job, run = Job(), tmp_path / "run"
     with attached(run, job) as checkpointer:
         for x in checkpointer.batches(loader(8)):
@@ -58,16 +72,16 @@ def test_the_boundary_of_a_stop_is_captured_once(tmp_path: Path) -> None:
         assert checkpointer.stop_reason == "stop"
 
 
-def test_an_epochs_end_before_the_step_of_the_policy_is_no_stop(tmp_path: Path) -> None:
+def test_an_epochs_end_before_the_boundary_of_the_policy_is_no_stop(tmp_path: Path) -> None:
     job, run, ends = Job(), tmp_path / "run", []
     with attached(run, job) as checkpointer:
         checkpointer.stop()
         for epoch in checkpointer.epochs(4):
-            for x in checkpointer.batches(loader(3)):
+            for x in checkpointer.batches(loader(2)):
                 job.train(x)
             ends.append((epoch, checkpointer.completed))
-    assert ends == [(0, 3), (1, STOP_AT)]
-    assert flashckpt.steps(run) == [STOP_AT]
+    assert ends == [(0, 2), (1, 3)], "the end of an epoch is a boundary as well"
+    assert flashckpt.steps(run) == [3]
 
 
 def test_signals_are_asked_by_the_policy_alone() -> None:

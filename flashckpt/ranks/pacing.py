@@ -1,0 +1,319 @@
+"""What decides beside the loop, alike on all ranks: which boundaries are captured, where the loop ends, what
+became of a boundary. `OwnPace` is that of a process that trains by itself; `JointPace` of one of several.
+
+The training thread only reads and writes words in memory here, but where its program waits: in `wait()`, in a
+`save()` outside of an iteration, at a promised boundary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from flashckpt import _native
+from flashckpt.capture.schedule import Pace, Schedule
+from flashckpt.errors import BoundaryError, FlashckptError, OptionError, PersistError
+from flashckpt.events import log
+from flashckpt.memory.slot import Slot
+from flashckpt.ranks.board import MOST_RANKS, Board
+from flashckpt.ranks.decisions import Decider
+from flashckpt.ranks.exchange import Exchange
+from flashckpt.ranks.messages import NONE, Announcement, Call, Refused
+from flashckpt.ranks.schedule import Followed
+from flashckpt.ranks.snapshots import Snapshots
+from flashckpt.ranks.stop import Asked, JointStop, StopPolicy
+
+if TYPE_CHECKING:
+    from flashckpt.ranks.group import Cadence, Place
+
+_PAUSE_S = 0.002
+# A call that is withdrawn is decided within a few rounds, unless rank 0 is gone.
+_WITHDRAWAL_S = 10.0
+_BOARD = "board-"
+
+
+class SnapshotSlots(Protocol):
+    """The slots of this rank."""
+
+    def held(self) -> contextlib.AbstractContextManager[Sequence[Slot]]:
+        """All that it has, none of which is unmapped meanwhile."""
+
+    @property
+    def writable(self) -> int:
+        """How many of them captures are written to."""
+
+    def mark(self, complete: tuple[int, int], void: Collection[tuple[int, int]]) -> None:
+        """The newest snapshot that all ranks have, and those that not all have: (number of the attempt,
+        boundary)."""
+
+
+class Outcome(NamedTuple):
+    """What became of a boundary: `is_known`, and the newest up to it that all ranks have, 0 where none is."""
+
+    is_known: bool
+    newest: int
+
+
+class Pacing(Protocol):
+    """Boundaries are named by their ordinals, which are the same on all ranks."""
+
+    schedule: Schedule
+    is_alone: bool
+
+    def stop_policy(self, signals: Asked) -> StopPolicy:
+        """Where the loop ends. Made once."""
+
+    def look(self, slots: SnapshotSlots) -> None:
+        """A round of the background thread: what has become of the snapshots in these slots. Never blocks."""
+
+    def settle(self, ordinal: int) -> None:
+        """Nothing is captured of this boundary, or of one before it, from now on."""
+
+    def is_settled(self, ordinal: int) -> bool: ...
+
+    def save_inside(self, ordinal: int) -> None:
+        """save() was called for this boundary, which is to come."""
+
+    def save_outside(self, ordinal: int, until_s: float) -> None:
+        """save() was called as a boundary of its own: returns once all ranks have. Raises BoundaryError, and
+        nothing has changed, where a rank has not by the monotonic time `until_s`."""
+
+    def expect(self, ordinal: int) -> None:
+        """A snapshot of this boundary was ordered, and begun."""
+
+    def refusal(self) -> FlashckptError | None:
+        """Why one that was ordered is not persisted, once."""
+
+    def outcome(self, ordinal: int, until_s: float) -> Outcome:
+        """Waits for it until this monotonic time."""
+
+    def close(self) -> None:
+        """The run is let go. A second call does nothing."""
+
+
+class OwnPace:
+    """The pace of a rank that no other has to follow."""
+
+    is_alone = True
+
+    def __init__(self, cadence: Cadence) -> None:
+        overhead = cadence.options.overhead
+        self.schedule: Schedule = Pace(cadence.every, cadence.persist_every, overhead=overhead)
+
+    def stop_policy(self, signals: Asked) -> StopPolicy:
+        return StopPolicy(signals)
+
+    def look(self, slots: SnapshotSlots) -> None:
+        pass
+
+    def settle(self, ordinal: int) -> None:
+        pass
+
+    def is_settled(self, ordinal: int) -> bool:
+        return False
+
+    def save_inside(self, ordinal: int) -> None:
+        pass
+
+    def save_outside(self, ordinal: int, until_s: float) -> None:
+        pass
+
+    def expect(self, ordinal: int) -> None:
+        pass
+
+    def refusal(self) -> FlashckptError | None:
+        return None
+
+    def outcome(self, ordinal: int, until_s: float) -> Outcome:
+        return Outcome(is_known=False, newest=0)
+
+    def close(self) -> None:
+        pass
+
+
+class JointPace:
+    """Of one of several ranks. `exchange` is its node's, on the leader."""
+
+    is_alone = False
+
+    def __init__(self, memory: _native.Mapping, place: Place, exchange: Exchange | None) -> None:
+        options = place.cadence.options
+        self._memory, self._node, self._rank = memory, place.node, place.rank
+        self._grace_s, self._exchange = max(options.grace_s, 1.0), exchange
+        # One for each thread that reads it: the background thread, and below the training thread.
+        self._heard, self._board = Board(memory, place.node), Board(memory, place.node)
+        self._row = self._board.row_of(place.rank)
+        self._followed = Followed(self._row, options.overhead, is_automatic=place.cadence.every == "auto")
+        self.schedule: Schedule = self._followed
+        self._snapshots = Snapshots(self._heard, self._row, place.attempt.number, self._followed.budget)
+        self._stop: JointStop | None = None
+        self._called: set[int] = set()
+        self._expected: set[int] = set()
+        self._refusals: list[FlashckptError] = []
+        self._closed = False
+        if exchange is not None:
+            exchange.start()
+
+    def stop_policy(self, signals: Asked) -> StopPolicy:
+        self._stop = JointStop(signals, Board(self._memory, self._node), self._row, self._grace_s)
+        return self._stop
+
+    # ---- the background thread
+
+    def look(self, slots: SnapshotSlots) -> None:
+        if self._stop is not None:
+            self._stop.look()
+        announced = self._heard.announced
+        self._followed.follow(announced.terms)
+        with slots.held() as held:
+            self._snapshots.look(held, slots.writable)
+        slots.mark(self._snapshots.complete, self._snapshots.void)
+        self._judge_own(announced)
+
+    def _judge_own(self, announced: Announcement) -> None:
+        for refused in announced.refused:
+            if refused.ordinal in self._called:
+                self._called.discard(refused.ordinal)
+                self._expected.discard(refused.ordinal)
+                self._refuse(_not_alike(refused))
+        for ordinal in [each for each in self._expected if each <= announced.decided]:
+            self._expected.discard(ordinal)
+            if announced.is_void(ordinal):
+                who = announced.missed[1] if announced.missed[0] == ordinal else NONE
+                self._refuse(PersistError(_not_taken(who)))
+
+    def _refuse(self, error: FlashckptError) -> None:
+        log.error("%s", error)
+        self._refusals.append(error)
+
+    # ---- the training thread
+
+    def settle(self, ordinal: int) -> None:
+        self._row.settle(ordinal)
+
+    def is_settled(self, ordinal: int) -> bool:
+        return self._row.settled >= ordinal
+
+    def save_inside(self, ordinal: int) -> None:
+        if ordinal not in self._called:
+            self._called.add(ordinal)
+            self._row.call_save(ordinal, Call.INSIDE)
+
+    def save_outside(self, ordinal: int, until_s: float) -> None:
+        self._row.call_save(ordinal, Call.OUTSIDE)
+        until_s, is_withdrawn = min(until_s, time.monotonic() + self._grace_s), False
+        while (announced := self._board.announced).agreed < ordinal:
+            refused = next((each for each in announced.refused if each.ordinal == ordinal), None)
+            if refused is not None:
+                raise _not_alike(refused)
+            if time.monotonic() > until_s or self._board.is_lost:
+                if is_withdrawn or self._board.is_lost:
+                    raise _not_alike(Refused(ordinal, self._rank, NONE))
+                # It may be agreed on in this very moment: rank 0 says which came first.
+                self._row.withdraw(ordinal)
+                is_withdrawn, until_s = True, time.monotonic() + _WITHDRAWAL_S
+            time.sleep(_PAUSE_S)
+
+    def expect(self, ordinal: int) -> None:
+        self._expected.add(ordinal)
+
+    def refusal(self) -> FlashckptError | None:
+        return self._refusals.pop(0) if self._refusals else None
+
+    def outcome(self, ordinal: int, until_s: float) -> Outcome:
+        while (announced := self._board.announced).decided < ordinal:
+            if time.monotonic() > until_s or self._board.is_lost:
+                return Outcome(is_known=False, newest=0)
+            time.sleep(_PAUSE_S)
+        return Outcome(True, max((each for each in announced.complete if each <= ordinal), default=0))
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._row.end()
+            if self._exchange is not None:
+                self._exchange.close()
+
+
+def begin(place: Place) -> Pacing:
+    """What decides beside the loops of several ranks. All of them call it, at the end of `attach`."""
+    leads = place.rank == place.node[0]
+    name = f"{_BOARD}{place.attempt}-{place.node[0]:05d}"
+
+    def make() -> None:
+        if len(place.node) > MOST_RANKS:
+            raise OptionError(
+                f"{len(place.node)} ranks share a node; {MOST_RANKS} are the most that can. Nothing was "
+                "started. Start fewer ranks on each node."
+            )
+        if leads:
+            _make_board(place, name)
+
+    place.together("the words that the ranks of a node share", make)
+    memory = place.together("the words that the ranks of a node share", lambda: _mapped(place, name))
+    exchange: Exchange | None = None
+
+    def ready() -> None:
+        nonlocal exchange
+        if leads:
+            place.runtime.remove(name)
+            exchange = _exchange(place, Board(memory, place.node))
+
+    # What rank 0 has announced stands in the store before anybody reads it.
+    place.together("what rank 0 announces", ready)
+    return JointPace(memory, place, exchange)
+
+
+def _make_board(place: Place, name: str) -> None:
+    for old in place.runtime.names():
+        if old.startswith(_BOARD):  # of a leader that was killed while it attached
+            place.runtime.remove(old)
+    descriptor = place.runtime.open_file(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    try:
+        # Every byte is there: a touch can never be SIGBUS.
+        os.posix_fallocate(descriptor, 0, Board.num_bytes(len(place.node)))
+        Board(_native.Mapping(descriptor, Board.num_bytes(len(place.node))), place.node).format()
+    finally:
+        os.close(descriptor)
+
+
+def _mapped(place: Place, name: str) -> _native.Mapping:
+    descriptor = place.runtime.open_file(name)
+    try:
+        return _native.Mapping(descriptor, Board.num_bytes(len(place.node)))
+    finally:
+        os.close(descriptor)
+
+
+def _exchange(place: Place, board: Board) -> Exchange:
+    cadence, decider = place.cadence, None
+    if place.rank == 0:
+        decider = Decider(place.nodes, cadence.every, cadence.persist_every, cadence.options.overhead)
+    is_one = len(place.node) == place.world
+    exchange = Exchange(board, None if is_one else place.store, place.node[0], decider, place.nodes)
+    if decider is not None:
+        exchange.publish_first()
+    return exchange
+
+
+def _not_alike(refused: Refused) -> BoundaryError:
+    return BoundaryError(
+        f"save() was called by rank {refused.caller} and not by {_rank(refused.absent)} at the same place "
+        "of the program. Nothing of it is persisted, and all ranks go on alike: a step counts where all have "
+        "it. Call save() on every rank, or on none."
+    )
+
+
+def _not_taken(rank: int) -> str:
+    return (
+        f"A snapshot that save() ordered is not persisted: {_rank(rank)} could not take it, and a step "
+        "counts where all ranks have it. Training was not touched, and earlier steps stand. Call save() on all "
+        "ranks again."
+    )
+
+
+def _rank(number: int) -> str:
+    return "another rank" if number == NONE else f"rank {number}"
