@@ -81,9 +81,8 @@ class Decider:
             before = self._heard[index]
             if new is not None and (before is None or new.follows(before)):
                 self._heard[index] = new
-        known = [each for each in self._heard if each is not None]
-        if len(known) < len(self._nodes):
-            return self.announced
+        # Who has not said anything has done nothing, as far as is known.
+        known = [each if each is not None else NodeMessage() for each in self._heard]
         self._timing.saw(known, self.announced.number, now_s)
         self._saves.look(known)
         found = self._verdicts.look(known)
@@ -391,26 +390,20 @@ class Saves:
 
     def _judge(self, ordinal: int, known: Sequence[NodeMessage]) -> None:
         rows = [self._of_node(ordinal, *pair) for pair in zip(self._nodes, known, strict=True)]
-        found = [each for each in rows if each is not None]
-        caller = next(each.caller for each in found if each.caller != NONE)
-        absent = next((each.absent for each in found if each.absent != NONE), NONE)
-        calls = {each.call for each in found if each.caller != NONE}
-        is_withdrawn = any(each.withdrawn[0] == ordinal for each in known)
-        if absent == NONE and len(found) == len(known) and all(each.by_all for each in found):
-            if len(calls) == 1 and Call.MIXED not in calls:
-                self.ordered.append(ordinal)
-                self.agreed = ordinal if calls == {Call.OUTSIDE} else self.agreed
-                return
-        elif absent == NONE and not is_withdrawn:
+        caller = next(each.caller for each in rows if each.caller != NONE)
+        calls = {each.call for each in rows if each.caller != NONE}
+        without = [(not each.is_over, each.absent) for each in rows if each.absent != NONE]
+        if not without and len(calls) == 1 and Call.MIXED not in calls:
+            self.ordered.append(ordinal)
+            self.agreed = ordinal if calls == {Call.OUTSIDE} else self.agreed
             return
-        self.refused.append(Refused(ordinal, caller, absent))
-        self._refused_until = ordinal
+        to_come, absent = min(without, default=(False, NONE))
+        if not to_come or any(each.withdrawn[0] == ordinal for each in known):
+            self.refused.append(Refused(ordinal, caller, absent))
+            self._refused_until = ordinal
 
-    def _of_node(self, ordinal: int, ranks: tuple[int, ...], message: NodeMessage) -> Save | None:
-        """None where nothing is known of it yet."""
+    def _of_node(self, ordinal: int, ranks: tuple[int, ...], message: NodeMessage) -> Save:
         for save in message.saves:
             if save.ordinal == ordinal:
                 return save
-        if message.entered_high >= ordinal:
-            return Save(ordinal, Call.INSIDE, NONE, ranks[0], False)
-        return None
+        return Save(ordinal, Call.INSIDE, NONE, ranks[0], message.entered_high >= ordinal)

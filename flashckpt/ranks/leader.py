@@ -111,20 +111,17 @@ def _missed(rows: Sequence[Row], sealed: Sequence[set[int]], judged: int) -> tup
 def _saves(
     rows: Sequence[Row], entered: Sequence[int], saves: Sequence[dict[int, Call]]
 ) -> tuple[tuple[Save, ...], int]:
-    """The newest boundaries for which a rank has called save(), and the newest of those that are left out. A
-    rank that has entered one without a call certainly did not."""
+    """The newest boundaries for which a rank has called save(), and the newest of those that are left out."""
     found, called = [], sorted(set().union(*saves))
     for ordinal in called[-MOST_SAVES:]:
         calls = {of[ordinal] for of in saves if ordinal in of}
         caller = next(row.rank for row, of in zip(rows, saves, strict=True) if ordinal in of)
-        absent = next(
-            (
-                row.rank
-                for row, of, at in zip(rows, saves, entered, strict=True)
-                if ordinal not in of and at >= ordinal
-            ),
-            NONE,
-        )
+        without = [
+            (at < ordinal, row.rank)
+            for row, of, at in zip(rows, saves, entered, strict=True)
+            if ordinal not in of
+        ]
+        to_come, absent = min(without, default=(True, NONE))
         call = calls.pop() if len(calls) == 1 else Call.MIXED
-        found.append(Save(ordinal, call, caller, absent, all(ordinal in of for of in saves)))
+        found.append(Save(ordinal, call, caller, absent, not to_come))
     return tuple(found), max(called[:-MOST_SAVES], default=-1)

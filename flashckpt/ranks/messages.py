@@ -97,14 +97,14 @@ class Call(IntEnum):
 
 
 class Save(NamedTuple):
-    """A call of save() for the boundary `ordinal` on ranks of one node. `caller` is one that called,
-    `absent` one that certainly did not, or NONE; `by_all`: every rank of the node did."""
+    """A call of save() for the boundary `ordinal` on ranks of one node. `caller` is one that called, `absent`
+    one that has not, or NONE; `is_over`: it has entered that boundary, so that it never will."""
 
     ordinal: int
     call: Call
     caller: int
     absent: int
-    by_all: bool
+    is_over: bool
 
 
 class Refused(NamedTuple):
@@ -191,8 +191,8 @@ class NodeMessage:
             is_ended=bool(slots >> 16),
             sealed=tuple(ordinal for (ordinal,) in reader.rows(_ORDINAL, MOST_OPEN)),
             saves=tuple(
-                Save(ordinal, _enum(Call, call), caller, absent, bool(by_all))
-                for ordinal, call, caller, absent, by_all in reader.rows(_SAVE, MOST_SAVES)
+                Save(ordinal, _enum(Call, call), caller, absent, bool(is_over))
+                for ordinal, call, caller, absent, is_over in reader.rows(_SAVE, MOST_SAVES)
             ),
         )
         reader.end()

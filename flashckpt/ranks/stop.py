@@ -16,7 +16,8 @@ from flashckpt.events import log
 from flashckpt.ranks.board import Board, Row
 
 _PAUSE_S = 0.001
-_CALLED, _NOTICE = 1 << 8, 1 << 9
+# Beside the numbers of signals, which are below 65.
+_CALLED, _NOTICE = 100, 101
 _CALLED_WORD, _NOTICE_WORD = "stop", "notice file"
 
 

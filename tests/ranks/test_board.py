@@ -92,10 +92,10 @@ def test_calls_of_save_are_known_or_known_not_to_be() -> None:
     said = Leader(board).say()
     assert said.saves_since == 4
     assert said.saves == (
-        Save(4, Call.INSIDE, 0, 1, False),
-        Save(5, Call.INSIDE, 0, 1, False),
-        Save(6, Call.INSIDE, 0, 1, False),
-        Save(7, Call.MIXED, 0, NONE, True),
+        Save(4, Call.INSIDE, 0, 1, True),
+        Save(5, Call.INSIDE, 0, 1, True),
+        Save(6, Call.INSIDE, 0, 1, True),
+        Save(7, Call.MIXED, 0, NONE, False),
     )
 
 

@@ -1,0 +1,105 @@
+"""What the ranks of the tests of the pace train: a tiny model whose gradients all ranks share in each step.
+
+`python -m tests.ranks.rank tests.ranks.paced RUN ORDERS-JSON`. Prints "resumed N" or "began", "step N HASH"
+after each step, "ended N REASON" and "committed [...]" at the end. Orders, all optional: `steps`, `step_s` (by
+rank), `options` of the loop, `more` of Options; `stop_at`: [rank, step] that calls stop(); `save_at`: {rank:
+steps}, save() in the iteration after; `apart`: they share nothing; `save_outside`: ranks that call it before
+the loop; `skips`: {rank: share} of the boundaries that find no slot there; `late`: {rank: step} until which it
+hears of no schedule; `die_at`: [rank, step], in the iteration after which it dies.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import flashckpt
+from flashckpt.memory.slot import SlotRing
+from tests.ranks.ddp import state_of
+
+
+def arrange(rank: int, orders: dict[str, Any]) -> None:
+    """What goes wrong on this rank."""
+    skips = orders.get("skips", {}).get(str(rank), 0.0)
+    if skips:
+        chance, take = random.Random(rank), SlotRing.take SlotRing.take = lambda ring: None if
+        chance.random() < skips else take(ring)  # type: ignore[method-assign]
+
+
+def deaf_until(checkpointer: flashckpt.Checkpointer, step: int) -> None:
+    pacing = checkpointer._pacing look = pacing.look pacing.look = lambda slots: look(slots) if
+    checkpointer.completed >= step else None  # type: ignore[method-assign]
+
+
+def train(run: str, orders: dict[str, Any]) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    arrange(rank, orders)
+    torch.manual_seed(3)
+    net = nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    torch.manual_seed(100 + rank)
+    options = {"every": 1, "persist_every": None} | orders.get("options", {})
+    more = {"options": flashckpt.Options(**orders["more"])} if "more" in orders else {}
+    checkpointer = flashckpt.attach(run, model=net, optimizer=optimizer, **options, **more)
+    if str(rank) in orders.get("late", {}):
+        deaf_until(checkpointer, orders["late"][str(rank)])
+    resumed = checkpointer.resumed
+    print(f"resumed {resumed.step} {resumed.tier}" if resumed is not None else "began", flush=True)
+    if orders.get("save_outside"):
+        outside(checkpointer, rank, orders)
+    step_s = orders.get("step_s", [0.02] * world)[rank]
+    for x in checkpointer.batches([torch.tensor([float(each)]) for each in range(orders.get("steps", 200))]):
+        time.sleep(step_s)
+        if [rank, checkpointer.completed] == orders.get("stop_at"):
+            checkpointer.stop()
+        if [rank, checkpointer.completed] == orders.get("die_at"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if checkpointer.completed in orders.get("save_at", {}).get(str(rank), ()):
+            checkpointer.save()
+        loss = (net(torch.randn(4, 8)) * x).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        for parameter in () if "apart" in orders else net.parameters():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+        print(f"step {checkpointer.completed + 1} {state_of(net, optimizer)}", flush=True)
+    print(f"ended {checkpointer.completed} {checkpointer.stop_reason}", flush=True)
+    try:
+        checkpointer.wait()
+    except flashckpt.FlashckptError as error:
+        print(f"waited {type(error).__name__} {error}", flush=True)
+    if "apart" not in orders:
+        dist.barrier()
+    checkpointer.close()
+    print(f"committed {flashckpt.steps(run)}", flush=True)
+
+
+def outside(checkpointer: flashckpt.Checkpointer, rank: int, orders: dict[str, Any]) -> None:
+    if rank in orders["save_outside"]:
+        try:
+            checkpointer.save()
+            print(f"saved {checkpointer.completed}", flush=True)
+        except flashckpt.FlashckptError as error:
+            print(f"not saved {type(error).__name__} {error}", flush=True)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    orders = json.loads(sys.argv[2])
+    train(sys.argv[1], orders)
+    if "apart" not in orders:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
