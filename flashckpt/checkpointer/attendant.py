@@ -65,8 +65,6 @@ class Attendant:
         self.status = Status()
         self.superseded_by: str | None = None
         self.slots = Slots(session, capture, options, self._say_once, self.wake)
-        if not pacing.is_alone:
-            self.slots.mark((session.attempt.number, 0), ())
         self._events: deque[dict[str, Any]] = deque(maxlen=_EVENTS_KEPT)
         self._answered = threading.Condition()
         self._rounds = 0
@@ -140,7 +138,10 @@ class Attendant:
             lambda: self._rounds > rounds and (self.slots.ready or ring is None or ring.take() is not None),
             self.patience_s,
         ):
-            raise self._failed("every slot is still to be persisted, and the keeper makes no progress")
+            why = "every slot is still to be persisted, and the keeper makes no progress"
+            if not self._pacing.is_alone:
+                why = "every slot holds what other ranks may have, too, and not all of them answer"
+            raise self._failed(why)
 
     def not_captured(self, step: int, reason: str) -> PersistError:
         """The error for a boundary that was to be captured and could not be."""

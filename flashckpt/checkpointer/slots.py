@@ -204,7 +204,7 @@ class Slots:
     def mark(self, complete: tuple[int, int], void: Collection[tuple[int, int]]) -> None:
         """Among ranks, as (number of the attempt, boundary): the newest snapshot that all have, and those
         that not all have, which may be overwritten."""
-        self.complete, self.void = complete, frozenset(void)
+        self.complete, self.void = complete if complete[1] else self.complete, frozenset(void)
         ring = self.ring
         if ring is not None:
             ring.void = self.void
@@ -526,10 +526,8 @@ class Slots:
             slot.close()
 
 
-def made_usable(
-) -> list[Slot]:
-    """The granted slots, ready to be written. Whatever is raised, nothing of them stays open. complete: as in
-    `Slots`; zeros where this rank has no others, whatever job had the slot before.
+def made_usable(grants: Sequence[SlotGrant], capture: Capture) -> list[Slot]:
+    """The granted slots, ready to be written. Whatever is raised, nothing of them stays open.
 
     Faulted in and registered here, beside the loop: a first touch by a capture would cost it twenty times
     a copy.

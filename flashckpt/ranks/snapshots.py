@@ -48,9 +48,8 @@ def judged_until(settled: int, begun: int, *, is_writing: bool) -> int:
 
 
 class Snapshots:
-    """Of the rank that the row is of. `complete` is (number of the attempt, boundary) of the newest that all
-    ranks have, as the pages of new slots have to say it; `void` are those of its snapshots, in the same form,
-    that not all have, so that they may be overwritten."""
+    """Of the rank that the row is of. By their `order`: `complete` is the newest that all ranks have, if one
+    of this attempt is; `void` are those that not all have, so that they may be overwritten."""
 
     def __init__(
         self,

@@ -1,11 +1,11 @@
 """What the ranks of the tests of the pace train: a tiny model whose gradients all ranks share in each step.
 
 `python -m tests.ranks.rank tests.ranks.paced RUN ORDERS-JSON`. Prints "resumed N" or "began", "step N HASH"
-after each step, "ended N REASON" and "committed [...]" at the end. Orders, all optional: `steps`, `step_s` (by
-rank), `options` of the loop, `more` of Options; `stop_at`: [rank, step] that calls stop(); `save_at`: {rank:
-steps}, save() in the iteration after; `apart`: they share nothing; `save_outside`: ranks that call it before
-the loop; `skips`: {rank: share} of the boundaries that find no slot there; `late`: {rank: step} until which it
-hears of no schedule; `die_at`: [rank, step], in the iteration after which it dies.
+after each step, "ended N REASON" and "committed [...]" at the end. Orders, all optional: `steps`; `step_s`,
+by rank; `options` of the loop, `more` of Options; `stop_at`: [rank, step] that calls stop(); `save_at`:
+{rank: steps}, save() in the iteration after; `apart`: they share nothing; `save_outside`: ranks that call it
+before the loop; `skips`: {rank: share} of the boundaries that find no slot there; `late`: {rank: step} until
+which it hears of no schedule; `die_at`: [rank, step], in the iteration after which it dies.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch import nn
 
 import flashckpt
-from flashckpt.memory.slot import SlotRing
+from flashckpt.memory.slot import Slot, SlotRing
+from flashckpt.ranks.pacing import SnapshotSlots
 from tests.ranks.ddp import state_of
 
 
@@ -31,13 +32,23 @@ def arrange(rank: int, orders: dict[str, Any]) -> None:
     """What goes wrong on this rank."""
     skips = orders.get("skips", {}).get(str(rank), 0.0)
     if skips:
-        chance, take = random.Random(rank), SlotRing.take SlotRing.take = lambda ring: None if
-        chance.random() < skips else take(ring)  # type: ignore[method-assign]
+        chance, take = random.Random(rank), SlotRing.take
+
+        def taken(ring: SlotRing) -> Slot | None:
+            return None if chance.random() < skips else take(ring)
+
+        SlotRing.take = taken  # type: ignore[method-assign]
 
 
 def deaf_until(checkpointer: flashckpt.Checkpointer, step: int) -> None:
-    pacing = checkpointer._pacing look = pacing.look pacing.look = lambda slots: look(slots) if
-    checkpointer.completed >= step else None  # type: ignore[method-assign]
+    pacing = checkpointer._pacing
+    look = pacing.look
+
+    def looks(slots: SnapshotSlots) -> None:
+        if checkpointer.completed >= step:
+            look(slots)
+
+    pacing.look = looks  # type: ignore[method-assign]
 
 
 def train(run: str, orders: dict[str, Any]) -> None:

@@ -93,7 +93,9 @@ def test_a_rank_that_died_costs_a_stop_no_more_than_the_grace_period(
 ) -> None:
     """Its node does not answer: who has promised ends there, and not later, and never goes on alone."""
     orders = {"steps": 100_000, "apart": True, "more": {"grace": "2s"}, "die_at": [1, 40], "stop_at": [0, 80]}
-    alone, dead = start(launcher, tmp_path / "run", ranks=1, nodes=2, **orders).ended()
+    alone, dead = start(
+        launcher, tmp_path / "run", ranks=1, nodes=2, options={"every": None}, **orders
+    ).ended()
     assert dead.status is None
     assert word(alone, "ended").endswith("stop")
     assert "never goes on alone" in alone.err
