@@ -8,7 +8,7 @@ import logging
 import os
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -355,3 +355,26 @@ def test_who_raises_has_told_the_others(run: Path, fault: str) -> None:
     [ballot] = told
     assert (ballot.ends, ballot.could, ballot.reason) == (True, False, str(raised.value))
     assert (ballot.candidate is None) is (fault == "records")
+
+
+def test_what_a_keeper_saves_while_it_is_waited_for_is_found(run: Path) -> None:
+    """Ranks that are others now, or elsewhere, cannot read it out of the memory that had it."""
+    path, asked = run / manifest_path(4, newest(run).attempt), list[list[int]]()
+    data = path.read_bytes()
+    path.unlink()
+
+    class Waiting(step_choice.AloneVoter):
+        def common(
+            self, own: Sequence[step_choice.Candidate], *, has_more: bool, is_saved: bool
+        ) -> Sequence[Sequence[step_choice.Candidate]] | None:
+            asked.append([each.step for each in own])
+            return super().common(own, has_more=True, is_saved=is_saved)
+
+    choice = step_choice.StepChoice(
+        open_store(run), [], 0, lambda snapshot: None, 1, Waiting(), save=lambda: path.write_bytes(data)
+    )
+    loaded = choice.choose()
+    assert loaded is not None
+    assert loaded.snapshot.step == 4
+    assert asked == [[2], [4, 2]]
+    loaded.drop()

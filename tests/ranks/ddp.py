@@ -2,7 +2,8 @@
 
 `python -m tests.ranks.rank tests.ranks.ddp RUN ORDERS-JSON`. Each step prints "step N LOSS BATCH", the end
 "state HASH". Orders, all optional: `options` of the loop, `epochs`, `workers` of the loader, `save_at`: a
-step that is persisted, or "each": then none is left out, `hold_at`: in that iteration a rank prints "held N"
+step that is persisted, or "each": then none is left out, `freeze_at`: in that iteration the
+node's keeper is stopped, `hold_at`: in that iteration a rank prints "held N"
 and stands still, to be killed; and `deaths`: of each incarnation of the group the rank that dies in it, and
 at which of the package's crash points.
 """
@@ -15,6 +16,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, defa
 
 import flashckpt
 from flashckpt import crashpoints
+from tests.processes import keepers_of
 from tests.waiting import until_room, until_slots
 
 SAMPLES, BATCH, EPOCHS = 48, 4, 3
@@ -94,6 +97,9 @@ def train(run: str, orders: dict[str, Any]) -> None:
         if options.get("enabled", True):
             until_slots(looped.checkpointer)
             until_room(looped.checkpointer)
+        if looped.completed == orders.get("freeze_at"):
+            for pid in keepers_of(Path(os.environ["FLASHCKPT_RUNTIME"])):
+                os.kill(pid, signal.SIGSTOP)
         if looped.completed == orders.get("hold_at"):
             print(f"held {looped.completed}", flush=True)
             signal.pause()

@@ -250,6 +250,22 @@ class Launcher:
             for pid in keepers_of(self.runtime(node)):
                 os.kill(pid, signal.SIGSTOP)
 
+    def thaw_keepers(self, *nodes: int) -> None:
+        """Let those that were stopped go on."""
+        for node in nodes:
+            for pid in keepers_of(self.runtime(node)):
+                os.kill(pid, signal.SIGCONT)
+
+    def until_arrived(self, launch: Launch, rank: int, node: int) -> None:
+        """Wait until a forked rank has come to this node's runtime folder, whether or not a keeper
+        answers."""
+        mark = f"-{launch.pid_of(rank)}-"
+        until(
+            lambda: any(mark in each.name for each in self.runtime(node).rglob("trainer-*")),
+            "a rank",
+            LIMIT_S,
+        )
+
     def kill_keepers(self, node: int = 0, *, remove_regions: bool = False) -> None:
         """Kill a node's keepers; with remove_regions, what it has in memory goes too."""
         runtime = self.runtime(node)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,15 +87,26 @@ def test_a_node_that_lost_its_memory_goes_on_from_storage_and_the_other_from_mem
         assert_went_on(whole[rank], killed.said(rank), ended[rank].out, SAVED)
 
 
-def test_a_smaller_group_goes_on_from_what_only_memory_had(launcher: Launcher, tmp_path: Path) -> None:
-    """One of two nodes has no trainers any more. Its keeper saves what they had, as does that of the
-    other."""
-    run, held = tmp_path / "run", 5
-    killed = launcher.fork(PROGRAM, run, json.dumps({"hold_at": held, "save_at": "each"}), ranks=2, nodes=2)
-    killed.until_said(f"held {held}")
+def held_in_memory(launcher: Launcher, run: Path, step: int, **places: Any) -> Launch:
+    """Ranks that are killed at a step that is nowhere but in memory: their keepers were stopped before."""
+    orders = {"options": {"every": None}, "freeze_at": step - 1, "save_at": step, "hold_at": step}
+    killed = launcher.fork(PROGRAM, run, json.dumps(orders), **places)
+    killed.until_said(f"held {step}")
     killed.kill()
-    ended = launcher.fork(PROGRAM, run, "{}", ranks=2, restart=1).finished()
-    for each in ended:
+    assert flashckpt.steps(run) == []
+    return killed
+
+
+def test_a_smaller_group_goes_on_from_what_only_memory_had(launcher: Launcher, tmp_path: Path) -> None:
+    """One of two nodes has no trainers any more. Its keeper saves what they had, as that of the other
+    does."""
+    run, held = tmp_path / "run", 5
+    held_in_memory(launcher, run, held, ranks=2, nodes=2)
+    launcher.thaw_keepers(1)
+    job = launcher.fork(PROGRAM, run, "{}", ranks=2, restart=1)
+    launcher.until_arrived(job, 0, node=0)
+    launcher.thaw_keepers(0)
+    for each in job.finished():
         assert each.out[0] == f"resumed {held} local"
 
 
@@ -103,10 +115,10 @@ def test_ranks_that_were_started_on_other_nodes_go_on_from_the_same_step(
 ) -> None:
     whole = undisturbed(launcher, tmp_path / "whole", 2)
     run, held = tmp_path / "run", 7
-    orders = {"hold_at": held, "save_at": "each"}
-    killed = launcher.fork(PROGRAM, run, json.dumps(orders), ranks=1, nodes=[0, 1])
-    killed.until_said(f"held {held}")
-    killed.kill()
-    ended = launcher.fork(PROGRAM, run, "{}", ranks=1, nodes=[1, 0], restart=1).finished()
+    killed = held_in_memory(launcher, run, held, ranks=1, nodes=[0, 1])
+    job = launcher.fork(PROGRAM, run, "{}", ranks=1, nodes=[1, 0], restart=1)
+    launcher.until_arrived(job, 0, node=1)
+    launcher.thaw_keepers(0, 1)
+    ended = job.finished()
     for rank in range(2):
         assert_went_on(whole[rank], killed.said(rank), ended[rank].out, held)
