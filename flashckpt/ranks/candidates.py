@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from flashckpt.errors import UnusableRunError
+from flashckpt._native import xxh3_64
+from flashckpt.errors import MismatchError, UnusableRunError
 from flashckpt.events import log
+from flashckpt.format.checked_json import compact
 from flashckpt.format.names import AttemptName
 from flashckpt.ranks.job import LOADING_PATIENCE_S, Job
 from flashckpt.restore.step_choice import Ballot, Candidate
@@ -115,7 +117,8 @@ def decide(rows: Sequence[Sequence[Readable]]) -> tuple[list[Content], str]:
 
 
 def verdict(ballots: Sequence[dict[str, Any]]) -> str:
-    """Why a content is not taken; empty where all ranks have loaded the same one."""
+    """Why a content is not taken; empty where all ranks have loaded the same one. MismatchError where leaves
+    of it have a place on none."""
     without = [(rank, each["reason"]) for rank, each in enumerate(ballots) if each["boundary"] is None]
     if without:
         rank, reason = without[0]
@@ -126,7 +129,21 @@ def verdict(ballots: Sequence[dict[str, Any]]) -> str:
         return (
             f"what the ranks have of it are different boundaries ({', '.join(map(str, sorted(boundaries)))})"
         )
+    _check_taken([each["untaken"] for each in ballots])
     return ""
+
+
+def _check_taken(untaken: Sequence[Sequence[Any]]) -> None:
+    """Raises MismatchError where all ranks leave the very same leaves of a step: the model has lost them.
+    What one rank leaves and another does not is divided among them, as stages of a pipeline are."""
+    count, digest, names = untaken[0]
+    if count and all(each[1] == digest for each in untaken):
+        shown = ", ".join(names) + (", …" if count > len(names) else "")
+        raise MismatchError(
+            f"The step is of another model: {count} of its leaves have no place on any rank ({shown}). "
+            "Nothing was loaded, the live model is as it was, and no older step is tried. Make the program "
+            "build what was saved, or give this model a run folder of its own."
+        )
 
 
 class RanksVoter:
@@ -155,7 +172,8 @@ class RanksVoter:
         """Whether all ranks could load it. One that ends says so by raising, to all of them."""
         if ballot.ends:
             return False
-        mine = {"boundary": ballot.boundary, "reason": ballot.reason}
+        untaken = [len(ballot.untaken), xxh3_64(compact(ballot.untaken)), ballot.untaken[:_MOST_NAMED]]
+        mine = {"boundary": ballot.boundary, "reason": ballot.reason, "untaken": untaken}
         self.why = self._job.agree("the vote on a step", mine, verdict, patience_s=LOADING_PATIENCE_S)
         return not self.why
 

@@ -100,6 +100,7 @@ class MergedState:
         self._saved: dict[int, SavedRank] = {}
         self._wanted: list[tuple[Leaf, StepTensor, Region]] = []
         self._names: set[str] = set()
+        self._used: set[str] = set()
         self._holder: dict[str, int] = {}
         self.leaves: list[TakenLeaf] = []
         self.value: dict[str, Any] = {}
@@ -212,6 +213,7 @@ class MergedState:
         tensor = self._ranks.leaves.get(self.saved(rank).renamed.get(name, name))
         if tensor is None:
             return  # the comparison says that it is missing
+        self._used.add(tensor.name)
         piece = tensor.of_rank(rank)
         if piece is None:
             self._want(here, tensor, Region((0,) * len(tensor.shape), tensor.shape), tensor.leaf.stride)
@@ -235,6 +237,7 @@ class MergedState:
     ) -> None:
         if name in self._names:
             return
+        self._used.add(tensor.name)
         self._names.update((name, *aliases))
         box = None if region.shape == tensor.shape else Box(shape=tensor.shape, start=region.start)
         leaf = Leaf(
@@ -256,6 +259,18 @@ class MergedState:
         found = self._ranks.find([(tensor.name, region) for _, tensor, region in self._wanted])
         pairs = zip(self._wanted, found, strict=True)
         self.leaves += [TakenLeaf(leaf, parts) for (leaf, _, _), parts in pairs]
+
+    def untaken(self) -> tuple[str, ...]:
+        """Leaves of modules and optimizers, of the ranks that are known, that have no place here. On another
+        rank they may have one: another stage of a pipeline."""
+        kinds = ("module", "optimizer")
+        parts = tuple(f"{name}." for name, value in self.source.entries.items() if value["kind"] in kinds)
+        left = [name for name in self._ranks.leaves if name.startswith(parts) and name not in self._used]
+        return tuple(sorted(name for name in left if self._used.isdisjoint(self._also_called(name))))
+
+    def _also_called(self, name: str) -> tuple[str, ...]:
+        tensor = self._ranks.leaves.get(name)
+        return () if tensor is None else (tensor.leaf.name, *tensor.leaf.aliases)
 
     # ---- values
 

@@ -100,6 +100,7 @@ def read_for_layout(tree: Tree, record: StepRecord, rank: int, world: int, threa
         values=values,
         image=into,
         at_rest=image,
+        untaken=merged.untaken(),
     )
 
 

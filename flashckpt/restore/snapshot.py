@@ -23,7 +23,7 @@ class Snapshot:
     """One rank's state at one step, which is a `boundary` of `attempt`. `image` is a writable buffer that
     holds what `layout` says, but for constants: those are in `constants_image`. `digests` are those of
     `layout.leaves`; `values` is what is not a tensor, decoded; `at_rest` is where the images are of one that
-    was read from disk."""
+    was read from disk; `untaken` names what a step of another layout has besides."""
 
     step: int
     attempt: AttemptName
@@ -35,6 +35,7 @@ class Snapshot:
     image: memoryview = field(repr=False)
     constants_image: memoryview | None = field(default=None, repr=False)
     at_rest: StepImage | None = field(default=None, repr=False)
+    untaken: tuple[str, ...] = field(default=(), repr=False)
 
     @classmethod
     def of(cls, found: StepImage) -> Snapshot:

@@ -75,12 +75,13 @@ class Loaded:
 class Ballot:
     """What this rank says of a candidate: which boundary it has loaded of it, by which ranks see that theirs
     is one content; or None and the reason. `ends`: this rank raises over it, and nobody need wait for another
-    word of it; there may be no candidate yet."""
+    word of it; there may be no candidate yet. `untaken`: leaves of it that have no place on this rank."""
 
     candidate: Candidate | None
     boundary: int | None = None
     reason: str = ""
     ends: bool = False
+    untaken: tuple[str, ...] = ()
 
     @property
     def could(self) -> bool:
@@ -231,7 +232,8 @@ class StepChoice:
             if (loaded := self.load(candidate)) is not None:
                 break
         said = (loaded.snapshot.boundary, "") if loaded is not None else (None, self.refused[-1])
-        ballot = Ballot(candidate=candidate, boundary=said[0], reason=said[1])
+        untaken = loaded.snapshot.untaken if loaded is not None else ()
+        ballot = Ballot(candidate=candidate, boundary=said[0], reason=said[1], untaken=untaken)
         with contextlib.ExitStack() as undo:
             if loaded is not None:
                 undo.callback(loaded.drop)

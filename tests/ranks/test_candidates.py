@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashckpt.errors import UnusableRunError
+from flashckpt.errors import MismatchError, UnusableRunError
 from flashckpt.ranks.candidates import Content, Readable, common, decide, is_behind, verdict
 
 A, B = "000001-aaaaaaaa", "000002-bbbbbbbb"
@@ -78,12 +78,26 @@ def test_committed_steps_that_not_all_can_read_are_no_fresh_run() -> None:
 
 def test_a_step_is_taken_where_all_have_loaded_the_same_boundary_of_it() -> None:
     def ballots(*boundaries: int | None) -> list[dict[str, object]]:
-        return [{"boundary": each, "reason": "" if each is not None else "damaged"} for each in boundaries]
+        return [
+            {"boundary": each, "reason": "" if each is not None else "damaged", "untaken": [0, 1, []]}
+            for each in boundaries
+        ]
 
     assert verdict(ballots(5, 5, 5)) == ""
     assert verdict(ballots(5, None, 5)) == "rank 1 could not load it: damaged"
     assert "2 ranks" in verdict(ballots(None, None, 5))
     assert "4, 5" in verdict(ballots(5, 4, 5))
+
+
+def test_leaves_that_no_rank_has_a_place_for_are_another_models() -> None:
+    def ballots(*untaken: list[object]) -> list[dict[str, object]]:
+        return [{"boundary": 5, "reason": "", "untaken": each} for each in untaken]
+
+    lost: list[object] = [2, 77, ["model.b", "model.w"]]
+    with pytest.raises(MismatchError, match=r"2 of its leaves .* \(model\.b, model\.w\)"):
+        verdict(ballots(lost, lost))
+    assert verdict(ballots(lost, [2, 78, ["model.c"]])) == "", "what one leaves another takes: stages"
+    assert verdict(ballots(lost, [0, 1, []])) == ""
 
 
 _READABLE = st.builds(

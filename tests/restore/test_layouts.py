@@ -49,6 +49,7 @@ def taken_up(
             live = layouts.built(kind, world, is_tied=is_tied)
             snapshot = LiveLayout(live.tree, rank, world).read(record, 2)
             check_fits(live.tree, snapshot)
+            assert ("pp" in kind) == bool(snapshot.untaken), snapshot.untaken
             fill(live.tree, snapshot, 2)
             layouts.check(live, rank % record.world, rank, world, buffers)
             snapshot.discard()
@@ -108,6 +109,22 @@ def test_another_model_is_refused_with_what_differs(store: Store) -> None:
         other.first = nn.Linear(6, 12)
         fully_shard(other, mesh=init_device_mesh("cpu", (3,)))
         refused(record, layouts.live_of(other), 3, "model.first.weight", "model.first.bias")
+
+
+def test_leaves_that_have_no_place_are_named_for_all_to_compare(store: Store) -> None:
+    """A layer that the model has lost: each rank of several would take it for another's."""
+    record = layouts.saved(store, "fsdp", 2)
+    with layouts.one_of(3, 0):
+        other = layouts.Net()
+        other.second = nn.Identity()
+        fully_shard(other, mesh=init_device_mesh("cpu", (3,)))
+        live = layouts.live_of(other)
+        snapshot = LiveLayout(live.tree, 0, 3).read(record, 2)
+        names = [f"{of}.second.{name}" for of in ("model",) for name in ("bias", "weight")]
+        names += [f"optimizer.state.model.second.{name}.{key}" for name in ("bias", "weight")
+                  for key in ("exp_avg", "exp_avg_sq", "step")]  # fmt: skip
+        assert snapshot.untaken == tuple(names)
+        snapshot.discard()
 
 
 def test_parameters_that_differ_by_rank_go_on_on_as_many_ranks_alone(store: Store) -> None:
