@@ -20,6 +20,8 @@ from flashckpt.restore.step_leaves import Parts, Piece, Region, StepFile
 from flashckpt.store.base import LengthError, Store
 
 _BLOCK_CHUNKS = 4
+# Each has a block in memory; more than these seldom read any faster.
+_MOST_THREADS = 8
 _HASH_BYTES = _native.BLOCK_BYTES
 
 
@@ -34,7 +36,7 @@ def gather(store: Store, layout: Layout, parts: Sequence[Parts], into: memoryvie
     for leaf, made_of in zip(layout.leaves, parts, strict=True):
         blocks.take(leaf, layout.data_start + leaf.offset, made_of)
     # Whatever fails, nothing writes to the memory any more once this is left.
-    pool = ThreadPoolExecutor(max(1, threads), "flashckpt-gather")
+    pool = ThreadPoolExecutor(max(1, min(threads, _MOST_THREADS)), "flashckpt-gather")
     try:
         read = list(pool.map(lambda block: block.run(store, into), blocks.in_order()))
     finally:
