@@ -22,6 +22,7 @@ from flashckpt.checkpointer.signals import Signals
 from flashckpt.checkpointer.slots import Slots
 from flashckpt.commit import lineage
 from flashckpt.commit.attempts import beat_on, newest_claimed
+from flashckpt.commit.steps import missing_ranks
 from flashckpt.errors import FlashckptError, KeeperError, PersistError
 from flashckpt.events import Event, log
 from flashckpt.format.names import step_attempt_folder
@@ -43,6 +44,9 @@ _LEAST_JOIN_S = 1.0
 _FRESH_ROUNDS = 2
 # Keepers that one commit may cost before what they write counts for nothing.
 _MOST_KEEPERS = 4
+# For the parts of other nodes, whose keepers nobody here sees at work.
+_OTHERS_S = 600.0
+_MOST_RANKS = 20
 
 
 class Attendant:
@@ -221,11 +225,23 @@ class Attendant:
         def refusal() -> str | None:
             return awaited.refusal(self.status, self._rounds - began)
 
-        answered = self._wait_until(lambda: done() or refusal() is not None, self.patience_s, hurried=True)
+        answered = self._wait_until(
+            lambda: done() or refusal() is not None, self.patience_s, hurried=True, step=step
+        )
         if not answered or not done():
             failure = awaited.failure(self.status)
-            reason = refusal() or (failure.message if failure is not None else "the keeper makes no progress")
+            reason = refusal() or (failure.message if failure is not None else self._what_is_missing(step))
             raise self._failed(reason, step)
+
+    def _what_is_missing(self, step: int) -> str:
+        """Of a step with which nothing goes on."""
+        if step in self.status.for_others:
+            session = self._session
+            with contextlib.suppress(FlashckptError, OSError):
+                ranks = missing_ranks(session.store, step, session.attempt, session.environment.world)
+                shown = ", ".join(map(str, ranks[:_MOST_RANKS])) + (", …" if ranks[_MOST_RANKS:] else "")
+                return f"this node's part of it is written, and none of ranks {shown}"
+        return "the keeper makes no progress"
 
     def report(self) -> dict[str, float]:
         newest = self.status.newest_committed
@@ -370,14 +386,16 @@ class Attendant:
             path=self._session.store.url,
         )
 
-    def _wait_until(self, done: Callable[[], bool], patience_s: float, *, hurried: bool = False) -> bool:
+    def _wait_until(
+        self, done: Callable[[], bool], patience_s: float, *, hurried: bool = False, step: int | None = None
+    ) -> bool:
         """Wait for the thread's rounds until `done`. False after `patience_s` in which no keeper wrote or
-        committed anything."""
+        committed anything; for parts of `step` on other nodes it waits longer."""
         self._waiting += 1
         self._hurried = hurried
         self._woken.set()
         try:
-            moved_s, advance = time.monotonic(), Advance(self.status)
+            moved_s, advance = time.monotonic(), Advance(self.status, step)
             with self._answered:
                 while not done():
                     self._answered.wait(min(_TICK_S, max(0.0, self.deadline_s - time.monotonic())))
@@ -445,10 +463,15 @@ class Advance:
     """Whether keepers get on with what is waited for: they write, or commit.
 
     One that is killed at each try (no memory left for it) writes as well before it is, and so does the next
-    one: after a few of them without a commit only a commit counts, or the wait would never end.
+    one: after a few of them without a commit only a commit counts, or the wait would never end. Keepers of
+    other nodes write unseen: where only their parts of `step` are missing, they are given some minutes.
     """
 
-    def __init__(self, status: Status) -> None:
+    def __init__(
+        self, status: Status, step: int | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._step, self._clock = step, clock
+        self._others_since_s: float | None = None
         self._newest = status.newest_committed
         self._keepers = {status.keeper}
         self._seen = self._seen_of(status)
@@ -461,7 +484,14 @@ class Advance:
             self._keepers.clear()
         self._keepers.add(status.keeper)
         before, self._seen = self._seen, self._seen_of(status)
-        return before != self._seen
+        return before != self._seen or self._are_others_at_it(status)
+
+    def _are_others_at_it(self, status: Status) -> bool:
+        if self._step not in status.for_others:
+            return False
+        if self._others_since_s is None:
+            self._others_since_s = self._clock()
+        return self._clock() - self._others_since_s < _OTHERS_S
 
     def _seen_of(self, status: Status) -> object:
         if len(self._keepers) > _MOST_KEEPERS:

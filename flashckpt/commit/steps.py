@@ -172,6 +172,13 @@ def look(store: Store, step: int, attempt: AttemptName) -> Committed:
     return Committed.WAITING if found is None else Committed.BURIED
 
 
+def missing_ranks(store: Store, step: int, attempt: AttemptName, world: int) -> list[int]:
+    """The ranks of which no part of a step is at rest."""
+    _, heads = _read_heads(store, step_attempt_folder(step, attempt), step, attempt, world)
+    there = {rank.rank for head in heads for rank in head.ranks}
+    return [rank for rank in range(world) if rank not in there]
+
+
 def _stands(store: Store, manifest: Manifest) -> Committed:
     """Judges the manifest that was just created. Its name was free also where the step was buried meanwhile
     and its tombstone has gone: all that the step had went before that, and this manifest goes as well."""

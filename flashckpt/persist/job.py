@@ -166,7 +166,8 @@ class StepJob:
     a job without snapshots, the parts that want their manifest; `reads_stored`, with every byte of them read
     first, so that no damaged step becomes the newest. `tries` counts those that failed, `looks` those that
     found no parts of other nodes. `given_up`: it is not tried again. `is_noted`: the ledger says how it was
-    written."""
+    written. `lacks`: why not all ranks of this node will ever have it; then it is only looked whether it was
+    committed before."""
 
     attempt: AttemptName
     step: int
@@ -186,6 +187,7 @@ class StepJob:
     part_of: AttemptName | None = None
     stored: StoredStep | None = None
     reads_stored: bool = True
+    lacks: str = ""
 
     @property
     def content(self) -> tuple[AttemptName, int, int]:
@@ -204,8 +206,9 @@ class StepJob:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether all ranks of this node have sealed it, or what they had is at rest."""
-        return self.part_of is not None or self.stored is not None or not self.missing
+        """Whether all ranks of this node have sealed it that ever will, or what they had is at rest."""
+        is_at_rest = self.part_of is not None or self.stored is not None
+        return is_at_rest or not self.missing or bool(self.lacks)
 
     @property
     def is_over(self) -> bool:

@@ -348,11 +348,14 @@ class Queue:
         """Pin what is sealed of a step that several ranks have, until all have it or one never will."""
         if job.state is not JobState.GATHERING or len(job.node.ranks) < 2:
             return
-        absent = {rank for rank in job.missing if not self._has(job, rank)}
-        if passed := {rank for rank in absent if self._has_passed(job, rank)}:
-            self._void(job, f"{_ranks(passed)} of this node passed its boundary without a snapshot of it")
+        held = {each.slot.rank: each for each in self._regions.sealed() if each.content == job.content}
+        absent = job.missing - held.keys()
+        if any(held[rank].is_persisted for rank in job.missing - absent):
+            job.lacks = "another rank of this node was told that it is committed, and it is not there"
+        elif passed := {rank for rank in absent if self._has_passed(job, rank)}:
+            job.lacks = f"{_ranks(passed)} of this node passed its boundary without a snapshot of it"
         elif absent and (lost := absent - self._living_of(job.attempt)):
-            self._void(job, f"{_ranks(lost)} of this node ended before a snapshot of it was sealed")
+            job.lacks = f"{_ranks(lost)} of this node ended before a snapshot of it was sealed"
         elif self._may_come(job):
             for each in job.members():
                 each.take()
@@ -369,10 +372,6 @@ class Queue:
         held = [each.boundary for each in self._regions.sealed(rank) if each.attempt == job.attempt]
         return any(boundary > job.boundary for boundary in held)
 
-    def _has(self, job: StepJob, rank: int) -> bool:
-        """Whether a rank holds it, asked for or not."""
-        return any(each.content == job.content for each in self._regions.sealed(rank))
-
     def _give_up(self, job: StepJob, attempt: str | None, what: str, why: str) -> None:
         job.release()
         job.state, job.given_up = JobState.VOID, True
@@ -383,7 +382,7 @@ class Queue:
         self._note(job, Event.ERROR, attempt, what=what, message=why)
 
     def _is_to_come(self, job: StepJob) -> bool:
-        if job.is_over or job.state is JobState.PART_WRITTEN:
+        if job.is_over or job.lacks or job.state is JobState.PART_WRITTEN:
             return False
         if job.is_gathered or job.state is JobState.WRITING:
             return job.retry_at < math.inf

@@ -143,7 +143,7 @@ class Writer:
             job.release()
             return StepOutcome(JobState.VOID, Void.GONE)
         crashpoints.point("audit.pinned")
-        outcome = self._tried(lambda: self._persist_pinned(job), job)
+        outcome = self._tried(lambda: self._settled(job) if job.lacks else self._persist_pinned(job), job)
         if outcome.state is JobState.COMMITTED and all(each.holds() for each in job.members()):
             # Before the pins go: a trainer that sees the slot sealed must see that it is done with.
             for each in job.members():
@@ -219,6 +219,15 @@ class Writer:
                 errno=error.errno or 0 if isinstance(error, OSError) else 0,
                 lacks_region=isinstance(error, RegionGone),
             )
+
+    def _settled(self, job: StepJob) -> StepOutcome:
+        """Of a step that not all ranks of this node have any more: that it was committed before. A keeper may
+        have died before it told all of them."""
+        contents = [_checked(each) for each in job.members()]
+        tried = _Try(job, contents, *self.attempt_for(job))
+        if not self._is_settled(tried):
+            raise SupersededError(job.lacks, step=job.step)
+        return StepOutcome(JobState.COMMITTED, attempt=str(tried.attempt))
 
     def _persist_pinned(self, job: StepJob) -> StepOutcome:
         contents = [_checked(each) for each in job.members()]

@@ -267,6 +267,18 @@ def test_a_keeper_that_is_started_again_may_begin_anew() -> None:
     assert not advance.has_come(Status(keeper="b", progress_bytes=5))
 
 
+def test_the_parts_of_other_nodes_are_waited_for_some_minutes(clock: Clock) -> None:
+    """Nobody here sees their keepers write."""
+    mine = Status(keeper="a", waiting=(5,), for_others=(5,))
+    advance = Advance(mine, 5, clock)
+    assert advance.has_come(mine)
+    clock.now += 599
+    assert advance.has_come(mine)
+    clock.now += 2
+    assert not advance.has_come(mine), "nobody waits for ever"
+    assert not Advance(mine, 6, clock).has_come(mine), "another step waits for them"
+
+
 def test_of_keepers_that_die_and_die_only_commits_count() -> None:
     advance, keepers = Advance(Status()), (Status(keeper=str(i), progress_bytes=i) for i in range(1000))
     assert sum(advance.has_come(each) for each in keepers) < 10

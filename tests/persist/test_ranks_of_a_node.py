@@ -9,7 +9,7 @@ import pytest
 
 from flashckpt.commit import attempts
 from flashckpt.commit.holder import here
-from flashckpt.commit.steps import is_committed, read_step
+from flashckpt.commit.steps import is_committed, missing_ranks, read_step
 from flashckpt.keeper import run_folder
 from flashckpt.keeper.run_folder import RunFolder
 from flashckpt.keeper.trainers import ExitRule, Roster, Trainer
@@ -72,6 +72,23 @@ def test_what_a_dead_rank_had_sealed_and_not_asked_for_is_not_lost(nodes: MakeNo
     assert is_whole(node.store, 5, node.attempt, 2)
 
 
+@pytest.mark.parametrize("is_overwritten", [False, True])
+def test_a_commit_that_only_one_rank_was_told_of_is_told_to_the_others(
+    nodes: MakeNode, is_overwritten: bool
+) -> None:
+    """The keeper was killed in between, and a rank that was told may write its slot again."""
+    node = nodes((0, 1), 2)
+    first, second = node.seal(5)
+    node.run()
+    first.set_persisted(0)
+    if is_overwritten:
+        assert second.free(second.state())
+        node.seal(6, 1, persist=False)
+    node.run()
+    assert node.told == [(5, JobState.COMMITTED)] * 2
+    assert first.persisted == first.state().generation
+
+
 def void(slots: list[Slot]) -> None:
     """As trainers do that learn of it."""
     for slot in slots:
@@ -128,6 +145,15 @@ def test_what_fewer_ranks_went_on_from_keeps_the_ranks_that_made_it(
     node.run()
     assert is_whole(store, 5, later, 2)
     assert read_step(store, 5, later).world == 2
+
+
+def test_whose_part_a_step_waits_for(nodes: MakeNode, store: LocalStore) -> None:
+    first, second = nodes((0, 3), 5), nodes((2,), 5)
+    assert missing_ranks(store, 5, first.attempt, 5) == [0, 1, 2, 3, 4]
+    for node in (first, second):
+        node.seal(5)
+        node.run()
+    assert missing_ranks(store, 5, first.attempt, 5) == [1, 4]
 
 
 # The end of an attempt
