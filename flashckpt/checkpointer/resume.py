@@ -133,14 +133,14 @@ def _alike(
 
 
 def _replicas(tree: Tree) -> dict[tuple[int, ...], dict[str, str]]:
-    """Of each set of ranks that hold leaves alike by declaration those leaves, in words."""
+    """Of each set of ranks that hold leaves alike by declaration, or parts of them, these, in words."""
     found: dict[tuple[int, ...], dict[str, str]] = {}
     for leaf in tree.walk(_nothing_used_up).leaves:
-        if leaf.replicas:
-            tensor = local(leaf.tensor)
-            where = f" at {list(leaf.box.start)} of {list(leaf.box.shape)}" if leaf.box is not None else ""
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            found.setdefault(leaf.replicas, {})[leaf.name] = f"{dtype} {list(tensor.shape)}{where}"
+        dtype = str(leaf.tensor.dtype).removeprefix("torch.")
+        if leaf.whole is not None:
+            found.setdefault(leaf.whole.ranks, {})[leaf.name] = f"{dtype} {leaf.whole.words}"
+        elif leaf.replicas:
+            found.setdefault(leaf.replicas, {})[leaf.name] = f"{dtype} {list(leaf.tensor.shape)}"
     return found
 
 

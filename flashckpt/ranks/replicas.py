@@ -1,5 +1,5 @@
-"""Whether the ranks that say they hold the same leaves do: alike in names, dtypes, shapes and boxes, before
-anything is claimed.
+"""Whether the ranks that say they hold the same leaves, or parts of the same, do: alike in names, dtypes,
+shapes and placements, before anything is claimed.
 
 Pure but for `check`. What a rank says does not grow with the number of ranks: a digest for each set of ranks
 that it is one of. Only two that differ are asked for their leaves. Bytes are compared where they are
@@ -55,7 +55,7 @@ def refuse(pair: Sequence[int], tables: Sequence[Mapping[str, str]]) -> None:
     ]
     more = f"\n  … and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
     raise StateError(
-        f"Ranks {pair[0]} and {pair[1]} are declared to hold the same (data-parallel replicas), and do not:\n"
+        f"Ranks {pair[0]} and {pair[1]} are declared to hold the same, or parts of it, and do not:\n"
         + "\n".join(rows)
         + f"{more}\nNothing was started. Build the same model and the same optimizer on both.",
         location=wrong[0] if wrong else "",

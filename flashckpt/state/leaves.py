@@ -25,7 +25,7 @@ from flashckpt import _native
 from flashckpt.errors import DamagedError
 from flashckpt.format.layout import Box, Leaf
 from flashckpt.format.typed import LeafRef
-from flashckpt.state.sharding import Meshes, Piece, Ranks, assembled, own_placements
+from flashckpt.state.sharding import Meshes, Piece, Ranks, Whole, assembled, own_placements
 from flashckpt.state.tensors import (
     assemble,
     check,
@@ -79,7 +79,8 @@ class LiveLeaf:
     that have a place of their own: it, or other tensors over its memory. Where `container` is None the
     tensor is made anew by its owner, and `Tree.values` puts the newest one here. `box` says where in a larger
     tensor this lies, None where it is the whole. `replicas` are the global ranks, this one among them, that
-    hold the very same by declaration, in order; empty where no other does: the leaf is kept by rank."""
+    hold the very same by declaration, in order; empty where no other does: the leaf is kept by rank. `whole`
+    is what ranks that have other parts of the tensor must say alike of it."""
 
     name: str
     tensor: Tensor
@@ -91,6 +92,7 @@ class LiveLeaf:
     tied: tuple[Tensor, ...] = ()
     box: Box | None = None
     replicas: Ranks = ()
+    whole: Whole | None = None
 
 
 class Sink:
@@ -175,7 +177,7 @@ class Walk(Sink):
             known = ties[0] if ties else None
             if known is None:
                 known = LiveLeaf(name, tensor, place.kind, place.owner, place.container, place.key)
-                known.box, known.replicas = self._piece(tensor, place)
+                known.box, known.replicas, known.whole = self._piece(tensor, place)
                 self.leaves.append(known)
                 there.append(known)
                 self._by_id[id(tensor)] = self.named[name] = known

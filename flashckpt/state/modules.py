@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -47,12 +47,12 @@ _REMEDY = (
 
 class _Around(NamedTuple):
     """What the modules around a module say of it: the sharded parameters of the last walk (None: this is the
-    first), which modules they are, whether FSDP2 shards it, which ranks have its parameters too (DDP), and of
+    first), which modules they are, which FSDP shards it, which ranks have its parameters too (DDP), and of
     which that is not true."""
 
     sharded: Mapping[nn.Module, Mapping[str, Tensor]] | None
     ids: tuple[int, ...] = ()
-    fsdp: bool = False
+    fsdp: Literal[0, 1, 2] = 0
     replicas: Ranks = ()
     ignored: Set[Tensor] = frozenset()
 
@@ -62,7 +62,9 @@ class _Around(NamedTuple):
         if _is_torchs_own(module, "FSDPModule"):
             if self.sharded is None:
                 module.reshard()  # type: ignore[operator]  # frees what it had gathered; no collective
-            around = around._replace(fsdp=True)
+            around = around._replace(fsdp=2)
+        elif _is_gathered(module):
+            around = around._replace(fsdp=1)
         if isinstance(module, nn.parallel.DistributedDataParallel):
             names = module.parameters_to_ignore
             # torch looks for parameters of the module itself with a dot in front, too.
@@ -71,12 +73,18 @@ class _Around(NamedTuple):
             around = around._replace(replicas=ranks if len(ranks) > 1 else (), ignored=ignored)
         return around
 
-    def sharded_one(self, module: nn.Module, key: str, shown: Tensor) -> Tensor:
-        """The parameter that a module has, where FSDP2 may show another in its place."""
+    def sharded_one(self, module: nn.Module, key: str, shown: Tensor, name: str) -> Tensor:
+        """The parameter that a module has, where FSDP may show another in its place."""
         known = (self.sharded or {}).get(module, {}).get(key)
-        if known is None or (is_sharded(shown) and shown.device_mesh == known.device_mesh):  # type: ignore[attr-defined]
+        if self.fsdp == 1 and not isinstance(shown, nn.Parameter):
+            if known is None:
+                why = "is shown whole: FSDP waits for a backward pass"
+                refuse(name, why, "Attach before the first forward pass, or after a backward one.")
+            return known
+        if self.fsdp == 1 or known is None:
             return shown
-        return known
+        same = is_sharded(shown) and shown.device_mesh == known.device_mesh  # type: ignore[attr-defined]
+        return shown if same else known
 
 
 class ModuleEntry(StateEntry):
@@ -91,7 +99,7 @@ class ModuleEntry(StateEntry):
         self._transient: list[str] = []
         self._shapes: dict[str, torch.Size] = {}  # of persistent buffers, when they were seen first
         self._resized: set[str] = set()
-        # FSDP2's parameters as they are sharded. After a forward pass without a backward one a module shows
+        # FSDP's parameters as they are sharded. After a forward pass without a backward one a module shows
         # others in their places: whole ones, or ones of a smaller mesh.
         self._sharded: dict[nn.Module, dict[str, Tensor]] | None = None
         self._fsdp: list[tuple[str, nn.Module]] = []
@@ -169,8 +177,8 @@ class ModuleEntry(StateEntry):
                 continue
             place, tensor = Place(kind, module, held, key), shown
             if kind == "parameter":
-                tensor = around.sharded_one(module, key, shown)
-                if around.fsdp and is_sharded(tensor):
+                tensor = around.sharded_one(module, key, shown, join(path, key))
+                if around.fsdp == 1 or (around.fsdp == 2 and is_sharded(tensor)):
                     walk.anchor(held, key, shown)
                     place = place._replace(container=self._keep(module, key, tensor))
                 elif around.replicas and tensor not in around.ignored:

@@ -7,9 +7,11 @@ way is refused by name. Never reads a tensor's bytes.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -23,12 +25,22 @@ Ranks = tuple[int, ...]
 _CODE = re.compile(r"S(\d{1,2})(?:/(\d{1,9}))?")
 
 
+class Whole(NamedTuple):
+    """What all ranks of a mesh must say alike of a DTensor, for their parts to be one tensor: those ranks, in
+    order, and its shape, mesh and placements in words. That each part is then the right one is arithmetic."""
+
+    ranks: Ranks
+    words: str
+
+
 class Piece(NamedTuple):
     """The part of a tensor that is here. `box` is None where it is the whole; `replicas` are the global ranks
-    that hold it too, in order and this one among them, empty where no other does."""
+    that hold it too, in order and this one among them, empty where no other does; `whole` is None for what is
+    no DTensor of several ranks."""
 
     box: Box | None
     replicas: Ranks
+    whole: Whole | None = None
 
 
 class _Split(NamedTuple):
@@ -48,6 +60,12 @@ class _Mesh:
     shape: tuple[int, ...]
     coordinate: tuple[int, ...] | None
     ranks: Tensor
+
+    @cached_property
+    def words(self) -> str:
+        """Its shape, and which rank is where in it."""
+        listed = hashlib.sha256(repr(self.ranks.tolist()).encode()).hexdigest()
+        return f"a mesh of {list(self.shape)} ({listed[:8]})"
 
 
 class Meshes:
@@ -69,7 +87,9 @@ class Meshes:
             remedy = "Let DTensor distribute it: distribute_tensor()."
             refuse(name, f"{why}, where its placements {tensor.placements} say {shape}", remedy)
         replicated = tuple(d for d, each in enumerate(tensor.placements) if each.is_replicate())
-        return Piece(box, self._holders(mesh, replicated))
+        every = self.ranks(tensor)
+        said = f"{list(tensor.shape)} {' '.join(map(_code, tensor.placements))} on {mesh.words}"
+        return Piece(box, self._holders(mesh, replicated), Whole(every, said) if every else None)
 
     def to_make(self, about: Mapping[str, Any], leaf: Leaf, parameter: Any, name: str) -> Leaf:
         """A saved leaf as it would be here, were it made like the parameter that it belongs to. Raises as

@@ -408,6 +408,22 @@ def fsdp1_flat(seed: int) -> Job:
     return flat(seed, use_orig_params=False)
 
 
+@case
+def fsdp1_evaluated(seed: int) -> Job:
+    """After each step the modules show views of what was gathered, in the place of their parameters."""
+    from torch.distributed.fsdp import ShardingStrategy
+
+    made = flat(seed, use_orig_params=True, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+    net: Any = made.state["model"]
+
+    def step(number: int) -> None:
+        made.step(number)
+        net(batch(99, number))
+        assert not isinstance(net.module.up.weight, nn.Parameter)
+
+    return made._replace(step=step)
+
+
 # What is done with each
 
 

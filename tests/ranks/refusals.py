@@ -108,6 +108,14 @@ def other_replica(run: Path, rank: int) -> None:
     attached(run, model=model)
 
 
+def other_shards(run: Path, rank: int) -> None:
+    """Parts that leave a hole in one tensor, and overlap in another."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(4, 4 + rank), nn.Linear(6 - rank, 4))
+    attached(run, model=fully_shard(model))
+
+
 def other_model(run: Path, rank: int) -> None:
     trained(run, 2)
     model = net(4 + rank)
@@ -167,8 +175,8 @@ def without_memory(run: Path) -> Iterator[None]:
 CASES: dict[str, Case] = {
     each.__name__: each
     for each in (
-        other_path, other_options, other_names, other_replica, other_lengths, other_epochs, bad_loader,
-        bad_option, bad_state, other_model,
+        other_path, other_options, other_names, other_replica, other_shards, other_lengths, other_epochs,
+        bad_loader, bad_option, bad_state, other_model,
         no_runtime, damaged_on_one, damaged_everywhere, no_memory,
     )
 }  # fmt: skip

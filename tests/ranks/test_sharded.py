@@ -21,9 +21,7 @@ SAVED, HELD = 3, 5
     ("case", "ranks", "tier"),
     [
         ("fsdp2_evaluated", 2, "memory"),
-        ("fsdp2", 2, "local"),
         ("zero1", 2, "local"),
-        ("tp", 2, "memory"),
         ("pipeline", 2, "local"),
         ("fsdp2_and_tp", 4, "local"),
     ],

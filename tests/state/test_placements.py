@@ -19,11 +19,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from flashckpt.errors import DamagedError, MismatchError, StateError
-from flashckpt.format.coverage import check_coverage
 from flashckpt.format.layout import Box
 from flashckpt.state.sharding import Meshes, Piece
 from flashckpt.state.tensors import leaf_of
 from flashckpt.state.tree import Tree
+from tests.coverage_of_boxes import check_coverage
 from tests.state.image import capture, contents
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from flashckpt.format.coverage import check_coverage
 from flashckpt.format.layout import Box, Leaf
+from tests.coverage_of_boxes import check_coverage
 
 
 def leaf(shape: tuple[int, ...], ranges: list[tuple[int, int]] | None = None, dtype: str = "float32") -> Leaf:
