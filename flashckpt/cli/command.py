@@ -29,7 +29,7 @@ from rich.progress import (
 )
 from rich.table import Column, Table
 
-from flashckpt.errors import DamagedError, FlashckptError, RunError, UsageError
+from flashckpt.errors import DamagedError, DivergedError, FlashckptError, RunError, UsageError
 from flashckpt.format.names import MAX_STEP, AttemptName
 from flashckpt.recovery.report import Watcher
 
@@ -84,6 +84,7 @@ def exit_code(error: BaseException) -> ExitCode:
     """The code with which a command ends that `error` ended."""
     for kind, code in (
         (DamagedError, ExitCode.DAMAGED),
+        (DivergedError, ExitCode.DAMAGED),
         (UsageError, ExitCode.USAGE),
         (RunError, ExitCode.UNUSABLE_RUN),
         (KeyboardInterrupt, ExitCode.INTERRUPTED),

@@ -24,6 +24,7 @@ CODES = {
     "FormatError": 3,
     "NoSuchStepError": 3,
     "UnusableRunError": 3,
+    "DivergedError": 1,
     "DamagedError": 1,
     "OutOfRoomError": 4,
     "KeeperError": 4,
