@@ -1,14 +1,22 @@
 """Which rank writes which replica, and which one holds it in its node's memory: by bytes, a leaf at a time.
 
-Every rank of a set comes to the same division without asking the others: it follows from the set, its leaves
-and, for memory, from who shares the node. Owns this rule alone.
+Every rank of a set comes to the same division without asking the others: it follows from the set, its
+leaves and, for memory, from who shares the node. Owns this rule, and what a rank has learned of leaves that
+are said to be alike and are not. Ranks that have not learned it yet divide otherwise: who commits sees that.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from flashckpt.events import log
+from flashckpt.format.layout import Leaf
+from flashckpt.format.replicas import EVERY
+
+if TYPE_CHECKING:
+    from flashckpt.state.leaves import LiveLeaf
 
 # A rank has a file of its own anyway; with less than a chunk of it nothing is won by dividing further.
 LEAST_BYTES = 4 << 20
@@ -52,3 +60,48 @@ def _balanced(sizes: Mapping[str, int], loads: Mapping[int, int]) -> dict[str, i
         heapq.heapreplace(heap, (load + sizes[name], rank))
         found[name] = rank
     return found
+
+
+class SharedLeaves(NamedTuple):
+    """Leaves that `ranks` hold: by name the rank that writes each, None where each of them does."""
+
+    ranks: tuple[int, ...]
+    writers: Mapping[str, int | None]
+
+
+class Sharing:
+    """What `rank` does about leaves that others hold too. `is_divided`: one rank writes each, and all that
+    read it must be able to reach its files; else each does. `by_rank` names those that have diverged, EVERY
+    all that there are."""
+
+    def __init__(self, rank: int, *, is_divided: bool, least_bytes: int = LEAST_BYTES) -> None:
+        self.rank, self.is_divided, self._least_bytes = rank, is_divided, least_bytes
+        self.by_rank: frozenset[str] = frozenset()
+
+    def keep_by_rank(self, names: Iterable[str]) -> None:
+        """These are not alike: from the next capture on each rank writes its own. Any thread."""
+        fresh = frozenset(names) - self.by_rank
+        if fresh:
+            self.by_rank |= fresh
+            log.warning("%d leaves are not alike on all ranks: each keeps its own from now on", len(fresh))
+
+    def sets(self, lives: Sequence[LiveLeaf], copied: Sequence[Leaf]) -> list[SharedLeaves]:
+        """The leaves of a plan by the ranks that hold them. `copied` are those that stand in the slot: what
+        is left to a region of constants is written by each rank."""
+        names: dict[tuple[int, ...], list[str]] = {}
+        for live in lives:
+            if self._is_shared(live):
+                names.setdefault(live.replicas, []).append(live.name)
+        sizes = {leaf.name: leaf.num_bytes for leaf in copied}
+        return [self._shared(ranks, names[ranks], sizes) for ranks in sorted(names)]
+
+    def _is_shared(self, live: LiveLeaf) -> bool:
+        is_alike = self.by_rank.isdisjoint((EVERY, live.name))
+        return is_alike and len(live.replicas) > 1 and self.rank in live.replicas
+
+    def _shared(self, ranks: tuple[int, ...], names: Sequence[str], sizes: Mapping[str, int]) -> SharedLeaves:
+        found: dict[str, int | None] = dict.fromkeys(names)
+        if self.is_divided:
+            copied = {name: sizes[name] for name in names if name in sizes}
+            found |= divide(copied, ranks, ranks, self._least_bytes).writers
+        return SharedLeaves(ranks, found)

@@ -21,6 +21,7 @@ from flashckpt.capture.constants import Constants, ConstantsChanged, region_size
 from flashckpt.capture.copies import PreparedCopies
 from flashckpt.capture.copy_policy import CopyPolicy, describe
 from flashckpt.capture.devices import Device
+from flashckpt.capture.division import Sharing
 from flashckpt.capture.hooks import StepHooks, unwrapped
 from flashckpt.capture.in_flight import InFlight, PendingSnapshot, RegionCopy
 from flashckpt.capture.plan import ConstantsRegion
@@ -63,7 +64,8 @@ class Capture:
     schedule says which boundaries are taken; attempt is (number, nonce) of this attempt; optimizers are those
     of the state, wrapped or not; known are the digests, by name, of the snapshot that the state was restored
     from, constants names those of it that were, region is the one that it names. ordinal is that of the
-    boundary, counted by who passes them, alike on all ranks: it stands in each snapshot.
+    boundary, counted by who passes them, alike on all ranks: it stands in each snapshot. sharing says
+    what is done about leaves that other ranks hold too.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Capture:
         known: Mapping[str, int] = MappingProxyType({}),
         constants: Collection[str] = (),
         region: ConstantsRegion | None = None,
+        sharing: Sharing | None = None,
     ) -> None:
         self._sealer, self._devices, self._attempt = sealer, devices, attempt
         inner = [unwrapped(optimizer) for optimizer in optimizers]
@@ -90,6 +93,7 @@ class Capture:
         threads = options.threads or torch.get_num_threads()
         self._constants = Constants(self._optimizers, devices, threads, known, constants, region)
         self._copy: RegionCopy | None = None
+        self._sharing = sharing
         self._policy = CopyPolicy(self._optimizers, self._constants)
         self._intervals = Intervals(self.schedule.budget, devices)
         self._skipped, self._skipped_step = 0, -1
@@ -98,7 +102,7 @@ class Capture:
         self.heartbeat = HeartbeatWriter(self._writers.by_name)
         self._planner = Planner(
             tree, self._policy, self.hooks, self._constants, self.heartbeat, devices,
-            options.device_memory, threads,
+            options.device_memory, threads, sharing,
         )  # fmt: skip
         self._in_flight = InFlight(self._planner, self._policy, self._constants, sealer, self._lost)
         self._ordered = False
@@ -154,6 +158,12 @@ class Capture:
         needed = self._writers.room_for(plan)
         plan.release()
         return needed
+
+    def keep_by_rank(self, names: Collection[str]) -> None:
+        """These leaves are not alike on the ranks that hold them: each writes its own from the next capture
+        on. Any thread."""
+        if self._sharing is not None and names:
+            self._sharing.keep_by_rank(names)
 
     # ---- constants
 

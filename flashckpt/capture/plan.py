@@ -6,6 +6,7 @@ addresses that native code reads. Decides nothing about ways, copies nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flashckpt import _native
+from flashckpt.capture.division import SharedLeaves, Sharing
 from flashckpt.format.layout import Layout, Leaf, SlotImage
-from flashckpt.format.metadata import geometry, plan_bytes
+from flashckpt.format.metadata import ReplicaSet, geometry, plan_bytes, replicas_bytes
+from flashckpt.format.replicas import ranks_of
 from flashckpt.memory.control_page import SlotSize
 
 if TYPE_CHECKING:
@@ -64,7 +67,8 @@ class Plan:
     from the first byte of the image that has it, and addresses are those of the live tensors.
 
     `used` names the leaves that are left to the region. Others of it are `outdated`: they have an entry with
-    the region's digest, and no tensor. `only` names what of a walk is planned, None for all."""
+    the region's digest, and no tensor. `only` names what of a walk is planned, None for all. `sharing` says
+    which leaves other ranks hold too, and which of these write them."""
 
     def __init__(
         self,
@@ -72,22 +76,29 @@ class Plan:
         region: ConstantsRegion | None = None,
         used: frozenset[str] = frozenset(),
         only: frozenset[str] | None = None,
+        sharing: Sharing | None = None,
     ) -> None:
         lives = [live for live in walk.leaves if only is None or live.name in only]
         by_name = {live.name: live for live in lives}
-        ordinary = (
+        ordinary = [
             leaf_of(e.name, local(e.tensor), tuple(e.aliases), e.box) for e in lives if e.name not in used
-        )
-        self.image = SlotImage(Layout.of(ordinary), region.layout if region is not None else None)
+        ]
+        sets = sharing.sets(lives, ordinary) if sharing is not None else []
+        mine = (None, sharing.rank if sharing is not None else None)
+        elsewhere = {name for each in sets for name, by in each.writers.items() if by not in mine}
+        kept = Layout.of(each for each in ordinary if each.name in elsewhere) if elsewhere else None
+        shard = Layout.of(each for each in ordinary if each.name not in elsewhere)
+        self.image = SlotImage(shard, region.layout if region is not None else None, kept)
         self.region = region
         self.leaves = self.image.leaves
         self.outdated = self.image.outdated
-        self.first_constant = len(self.image.shard.leaves)
+        self.first_constant = self.image.first_constant
         self.constants_bytes = self.image.constants_bytes
         self.json = plan_bytes(self.image.shard)
         self.constants_json = plan_bytes(self.image.constants) if self.image.constants is not None else b""
+        self.replicas_json = self._said_of_replicas(sets)
         nonce = b"" if region is None else region.nonce.to_bytes(8, "little")
-        self.plan_id = _native.xxh3_64(self.json + self.constants_json + nonce)
+        self.plan_id = _native.xxh3_64(self.json + self.constants_json + self.replicas_json + nonce)
         self.lives = [
             _NOTHING if index in self.outdated else by_name[leaf.name]
             for index, leaf in enumerate(self.leaves)
@@ -107,13 +118,23 @@ class Plan:
         self._watch: _native.Watch | None = None
         self._arm()
 
-    def metadata_sizes(self, values_bytes: int) -> tuple[int, int, int, int]:
+    def _said_of_replicas(self, sets: Sequence[SharedLeaves]) -> bytes:
+        index = {leaf.name: i for i, leaf in enumerate(self.leaves) if i not in self.outdated}
+        rows = []
+        for each in sets:
+            names = sorted(each.writers, key=index.__getitem__)
+            indexes, writers = (index[name] for name in names), (each.writers[name] for name in names)
+            rows.append(ReplicaSet(ranks_of(each.ranks), tuple(indexes), tuple(writers)))
+        return replicas_bytes(self.image.kept, rows)
+
+    def metadata_sizes(self, values_bytes: int) -> tuple[int, int, int, int, int]:
         """Of the parts of a slot's metadata, as `format.metadata` takes them."""
-        return len(self.json), len(self.leaves), values_bytes, len(self.constants_json)
+        constants, replicas = len(self.constants_json), len(self.replicas_json)
+        return len(self.json), len(self.leaves), values_bytes, constants, replicas
 
     def room(self, values_bytes: int) -> SlotSize:
         """What a slot has to have room for."""
-        return SlotSize(geometry(*self.metadata_sizes(values_bytes)).num_bytes, self.image.shard.num_bytes)
+        return SlotSize(geometry(*self.metadata_sizes(values_bytes)).num_bytes, self.image.num_bytes)
 
     def update(self) -> list[int] | None:
         """Compare the live state with the plan; take over new memory of the same leaves. Which gradients are

@@ -15,6 +15,7 @@ from flashckpt.capture.constants import Constants
 from flashckpt.capture.copies import PreparedCopies
 from flashckpt.capture.copy_policy import CopyPolicy
 from flashckpt.capture.devices import Device
+from flashckpt.capture.division import Sharing
 from flashckpt.capture.hooks import StepHooks
 from flashckpt.capture.plan import Plan
 from flashckpt.capture.slot_writer import HeartbeatWriter
@@ -55,11 +56,12 @@ class Planner:
         devices: Sequence[Device],
         device_memory: int | None,
         threads: int,
+        sharing: Sharing | None = None,
     ) -> None:
         self.current: PreparedCopies | None = None
         self._tree, self._policy, self._hooks, self._constants = tree, policy, hooks, constants
         self._heartbeat, self._devices = heartbeat, devices
-        self._limit, self._threads = device_memory, threads
+        self._limit, self._threads, self._sharing = device_memory, threads, sharing
         self._walk: Walk | None = None
         self._chosen = self._ground()
 
@@ -81,7 +83,9 @@ class Planner:
                     return copies, data
             self.drop()
             self._walk = self.walk()
-            plan, self._chosen = self.plan(self._walk), self._ground()
+            # First what it is made by: what is learned of replicas meanwhile is for the next plan.
+            self._chosen = self._ground()
+            plan = self.plan(self._walk)
             self.current = self._prepared(plan, self._room())
         raise StateError(
             "The state has other tensors each time it is asked. Nothing was captured: values and bytes would "
@@ -93,7 +97,7 @@ class Planner:
 
     def plan(self, walk: Walk) -> Plan:
         """A plan of one walk, with what is constant left to the region."""
-        return Plan(walk, *self._constants.parts(walk.leaves))
+        return Plan(walk, *self._constants.parts(walk.leaves), sharing=self._sharing)
 
     def of_constants(self) -> PreparedCopies:
         """The copies of what a region is made for."""
@@ -122,9 +126,12 @@ class Planner:
         ways = self._policy.choose(plan, owners, self._hooks.fired, room)
         return PreparedCopies(plan, owners, ways, self._policy.torn, self._devices, self._threads)
 
-    def _ground(self) -> tuple[frozenset[int], bool]:
-        """What ways were chosen by, beside the plan: whose hooks fire, and whether room is known."""
-        return self._hooks.fired, not self._devices or self._heartbeat.boundaries >= _WARM_BOUNDARIES
+    def _ground(self) -> tuple[frozenset[int], bool, frozenset[str]]:
+        """What ways were chosen by, beside the plan: whose hooks fire, whether room is known, and what is not
+        shared any more."""
+        is_warm = not self._devices or self._heartbeat.boundaries >= _WARM_BOUNDARIES
+        by_rank = self._sharing.by_rank if self._sharing is not None else frozenset[str]()
+        return self._hooks.fired, is_warm, by_rank
 
     def _room(self) -> dict[str, int]:
         """Bytes that arenas may take, by device: at most half of what is free, or what the user set."""

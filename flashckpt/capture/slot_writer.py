@@ -46,7 +46,7 @@ class SlotWriter:
         self._plan_id: int | None = None
         self._metadata = slot.metadata_view
         self._image: Tensor = torch.frombuffer(slot.image_view, dtype=torch.uint8)
-        self._places = Geometry(0, 0, 0, 0, 0)
+        self._places = Geometry(0, 0, 0, 0, 0, 0)
         self._odd_views: dict[int, Tensor] = {}
 
     def begin(self) -> bool:
@@ -70,6 +70,7 @@ class SlotWriter:
             self._plan_id = None
             data[places.plan : places.plan + len(plan.json)] = plan.json
             data[places.constants : places.constants + len(plan.constants_json)] = plan.constants_json
+            data[places.replicas : places.replicas + len(plan.replicas_json)] = plan.replicas_json
             header_bytes = plan.image.shard.header
             self._image.numpy()[: len(header_bytes)] = np.frombuffer(header_bytes, dtype=np.uint8)
             self.table = np.frombuffer(data[places.table : places.values], dtype=np.uint64)
@@ -122,7 +123,7 @@ class SlotWriter:
                 table_count=len(plan.leaves),
                 values_bytes=places.num_bytes - places.values,
                 metadata_bytes=places.num_bytes,
-                image_bytes=plan.image.shard.num_bytes,
+                image_bytes=plan.image.num_bytes,
                 data_start=plan.image.shard.data_start,
                 captured_ns=time.monotonic_ns(),
                 constants_bytes=plan.constants_bytes,

@@ -339,6 +339,7 @@ class Attendant:
         for event, fields in self._snapshots.look(sealed, committed):
             self.event(event, **fields)
         self._send_events()
+        self._capture.keep_by_rank(self.status.diverged)
         for failure in self.status.failures:
             self._say_once(f"step {failure.step} could not be persisted: {failure.message}; training goes on")
         self.slots.tend()

@@ -21,6 +21,7 @@ from flashckpt import _native, crashpoints
 from flashckpt.capture import Capture
 from flashckpt.capture.devices import devices_of
 from flashckpt.capture.digests import digest_tensors
+from flashckpt.capture.division import Sharing
 from flashckpt.capture.plan import ConstantsRegion, local
 from flashckpt.capture.schedule import Every
 from flashckpt.checkpointer.attached_run import Resumed
@@ -417,6 +418,8 @@ def _checkpointer(
         known=taken.known,
         constants=taken.constants,
         region=taken.region,
+        # Its declarations decide: alone, no other rank holds a leaf.
+        sharing=Sharing(session.environment.rank, is_divided=True),
     )
     threads = options.threads or torch.get_num_threads()
 

@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from flashckpt import crashpoints
 from flashckpt._native import xxh3_128
@@ -18,6 +19,7 @@ from flashckpt.commit.attempts import started_after
 from flashckpt.commit.replicas import check_alike, unlike
 from flashckpt.errors import DamagedError, NoSuchStepError, SupersededError
 from flashckpt.format.checked_json import TAIL_BYTES, checksum_in
+from flashckpt.format.layout import Leaf
 from flashckpt.format.names import (
     PART,
     AttemptName,
@@ -54,6 +56,15 @@ class Committed(Enum):
 
     def __bool__(self) -> bool:
         return self is Committed.YES
+
+
+class FileLeaf(NamedTuple):
+    """A leaf with its place in a file, and its digest."""
+
+    path: str
+    contents: Contents
+    leaf: Leaf
+    digest: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +116,27 @@ class StepRecord:
         if constants is not None and mine.constants is not None:
             files.append((constants, mine.constants))
         return files
+
+    def leaves(self, rank: int) -> list[FileLeaf]:
+        """All leaves of a rank's state: those in its own files, then those that other ranks wrote for it.
+        DamagedError where these have not written them."""
+        found = self._written(rank)
+        theirs: dict[int, dict[str, FileLeaf]] = {}
+        for writer, leaf, digest in self.rank(rank).elsewhere():
+            if writer not in theirs:
+                theirs[writer] = {each.leaf.name: each for each in self._written(writer)}
+            there = theirs[writer].get(leaf.name)
+            if there is None or (there.leaf.content, there.digest) != (leaf.content, digest):
+                path = step_attempt_folder(self.step, self.attempt)
+                raise _damaged(
+                    path, f"rank {writer} has not written {leaf.name} as {rank} holds it", self.step
+                )
+            found.append(there)
+        return found
+
+    def _written(self, rank: int) -> list[FileLeaf]:
+        files = {contents.shard.file: (path, contents) for path, contents in self.files(rank)}
+        return [FileLeaf(*files[file], leaf, digest) for file, leaf, digest in self.rank(rank).counted()]
 
 
 def publish_part(store: Store, part: Part) -> bool:
@@ -242,10 +274,16 @@ def missing_files(store: Store, manifest: Manifest) -> list[str]:
 
 
 def read_step(
-    store: Store, step: int, attempt: AttemptName, ranks: Collection[int] | None = None
+    store: Store,
+    step: int,
+    attempt: AttemptName,
+    ranks: Collection[int] | None = None,
+    *,
+    with_writers: bool = False,
 ) -> StepRecord:
     """A committed step with all its parts, validated against its manifest; with `ranks` only with those parts
-    that hold one of these, however many others there are.
+    that hold one of these, however many others there are; `with_writers`: and with those of the ranks that
+    wrote replicas for them.
 
     NoSuchStepError where it is not committed or has no such rank, DamagedError where a part is not what the
     manifest says.
@@ -262,7 +300,7 @@ def read_step(
     if ranks is None:
         parts = tuple(_read_part(store, folder, row, manifest) for row in manifest.parts)
     else:
-        parts = _parts_of(store, folder, manifest, ranks)
+        parts = _parts_of(store, folder, manifest, ranks, with_writers=with_writers)
     heads = [part.head() for part in parts]
     if not _are_named(heads, manifest, all_parts=ranks is None):
         raise _damaged(f"{folder}/manifest.json", "it names other shards than its parts", step)
@@ -272,26 +310,35 @@ def read_step(
     return StepRecord(step=step, attempt=attempt, manifest=manifest, parts=parts, store=store)
 
 
-def _parts_of(store: Store, folder: str, manifest: Manifest, ranks: Collection[int]) -> tuple[Part, ...]:
+def _parts_of(
+    store: Store, folder: str, manifest: Manifest, ranks: Collection[int], *, with_writers: bool
+) -> tuple[Part, ...]:
     """The parts that hold these ranks. A part is named by the lowest of its ranks, and a node's mostly follow
     one another: the last part that begins at or before a rank is looked at first."""
     rows = sorted(manifest.parts, key=lambda row: part_keeper(row.file))
     found: dict[str, Part] = {}
-    held: set[int] = set()
-    for wanted in sorted(ranks):
+    held: dict[int, RankRecord] = {}
+
+    def find(wanted: int) -> None:
         if wanted >= manifest.world:
             raise _no_rank(manifest, wanted)
-        if wanted in held:
-            continue
         behind = bisect_right(rows, wanted, key=lambda row: part_keeper(row.file))
         for row in rows[:behind][::-1] + rows[behind:]:
-            part = found.get(row.file) or _read_part(store, folder, row, manifest)
-            if any(rank.rank == wanted for rank in part.ranks):
-                found[row.file] = part
-                held |= {rank.rank for rank in part.ranks}
-                break
-        else:
-            raise _no_rank(manifest, wanted)
+            if row.file not in found:
+                part = _read_part(store, folder, row, manifest)
+                if any(rank.rank == wanted for rank in part.ranks):
+                    found[row.file] = part
+                    held.update((rank.rank, rank) for rank in part.ranks)
+                    return
+        raise _no_rank(manifest, wanted)
+
+    for wanted in sorted(ranks):
+        if wanted not in held:
+            find(wanted)
+    writers = {by for rank in ranks for by, _, _ in held[rank].elsewhere()} if with_writers else set()
+    for wanted in sorted(writers):
+        if wanted not in held:
+            find(wanted)
     return tuple(found.values())
 
 
@@ -344,12 +391,14 @@ def _read_heads(
 
 def _read_head(store: Store, path: str, num_bytes: int, *, whole: bool) -> tuple[PartHead, str]:
     """The head of a part, and the checksum that ends it. `whole`: every byte is read, and checked."""
-    if not whole and num_bytes > _HEAD_BYTES:
+    if not whole:
         try:
-            head = PartHead.from_prefix(store.read_bytes(path, 0, _HEAD_BYTES), path)
+            first = store.read_bytes(path, 0, min(num_bytes, _HEAD_BYTES))
+            head = PartHead.from_prefix(first, path)
+            if head is not None and len(first) < num_bytes:
+                first = store.read_bytes(path, num_bytes - TAIL_BYTES, TAIL_BYTES)
             if head is not None:
-                tail = store.read_bytes(path, num_bytes - TAIL_BYTES, TAIL_BYTES)
-                return head, checksum_in(tail, what=path)
+                return head, checksum_in(first, what=path)
         except LengthError as error:
             raise DamagedError(str(error), path=path) from error
     data = store.read(path, Part.MAX_BYTES)

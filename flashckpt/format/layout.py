@@ -75,6 +75,11 @@ class Leaf:
         return self.name, self.dtype, self.shape, self.stride, self.aliases, self.box
 
 
+def image_order(leaf: Leaf) -> tuple[int, str]:
+    """Sorts the leaves of an image: those of the largest elements first."""
+    return -DTYPES[leaf.dtype][0], leaf.name
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The geometry of one image: leaves in image order, header bytes, sizes in bytes."""
@@ -87,7 +92,7 @@ class Layout:
     @classmethod
     def of(cls, leaves: Iterable[Leaf]) -> Layout:
         """Order the leaves, give each its offset, write the header. Names must be unique."""
-        ordered = sorted(leaves, key=lambda leaf: (-DTYPES[leaf.dtype][0], leaf.name))
+        ordered = sorted(leaves, key=image_order)
         placed, offset = [], 0
         for leaf in ordered:
             placed.append(replace(leaf, offset=offset))
@@ -98,27 +103,48 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class SlotImage:
-    """Where a snapshot's leaves stand: those of the shard in its slot's image and, where there are constants,
-    those in the image of a region that all slots share. Starts are in bytes from the image that has them.
+    """Where a snapshot's leaves stand: those of the shard in its slot's image; behind it, from a page on,
+    those that are `kept` and that another rank writes; and, where there are constants, those in the image of
+    a region that all slots share. Starts are in bytes from the image that has them.
 
-    A constant whose name the shard has too has changed since its region, or its file, was written: the
-    shard's bytes count, those of the region are `outdated`, and only dead weight."""
+    A constant whose name the slot has too has changed since its region, or its file, was written: the
+    slot's bytes count, those of the region are `outdated`, and only dead weight."""
 
     shard: Layout
     constants: Layout | None = None
+    kept: Layout | None = None
+
+    @property
+    def own(self) -> tuple[Leaf, ...]:
+        """The leaves in the slot: the shard's, then those that are kept."""
+        return self.shard.leaves + (self.kept.leaves if self.kept is not None else ())
+
+    @property
+    def first_constant(self) -> int:
+        """How many leaves the slot has, and so the index among `leaves` of the first constant."""
+        return len(self.shard.leaves) + (len(self.kept.leaves) if self.kept is not None else 0)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the slot's image."""
+        return self._kept_start + (self.kept.num_bytes if self.kept is not None else 0)
+
+    @property
+    def _kept_start(self) -> int:
+        return self.shard.num_bytes if self.kept is None else -(-self.shard.num_bytes // PAGE) * PAGE
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
-        """In the order of the digest table: the shard's, then the constants', outdated ones too."""
-        return self.shard.leaves + (self.constants.leaves if self.constants is not None else ())
+        """In the order of the digest table: the slot's, then the constants', outdated ones too."""
+        return self.own + (self.constants.leaves if self.constants is not None else ())
 
     @property
     def outdated(self) -> frozenset[int]:
         """Indexes among `leaves` of those that count no more."""
         if self.constants is None:
             return frozenset()
-        first = len(self.shard.leaves)
-        return frozenset(first + i for i in outdated(self.shard.leaves, self.constants.leaves))
+        first = self.first_constant
+        return frozenset(first + i for i in outdated(self.own, self.constants.leaves))
 
     @property
     def constants_bytes(self) -> int:
@@ -127,8 +153,9 @@ class SlotImage:
 
     def starts(self) -> list[int]:
         """Where each leaf begins, in the order of `leaves`."""
-        layouts = [self.shard] if self.constants is None else [self.shard, self.constants]
-        return [layout.data_start + leaf.offset for layout in layouts for leaf in layout.leaves]
+        layouts = [(0, self.shard), (self._kept_start, self.kept), (0, self.constants)]
+        found = [(start + layout.data_start, layout) for start, layout in layouts if layout is not None]
+        return [start + leaf.offset for start, layout in found for leaf in layout.leaves]
 
 
 def outdated(shard: Iterable[Leaf], constants: Iterable[Leaf]) -> frozenset[int]:

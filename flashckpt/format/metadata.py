@@ -1,4 +1,4 @@
-"""A slot's metadata: plan JSON | constants JSON | digest table | values JSON, in one contiguous block.
+"""A slot's metadata: plan JSON | constants JSON | replicas JSON | digest table | values JSON, one block.
 
 Owns the block's geometry and the plan's encoding. Never touches a region: it works on bytes that it is
 given, and believes none of them. See docs/memory.md.
@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import struct
 from array import array
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple, NoReturn
 
 from flashckpt.errors import DamagedError, FormatError
-from flashckpt.format.checked_json import Fields, strict_loads
+from flashckpt.format.checked_json import Fields, compact, strict_loads
 from flashckpt.format.layout import (
     MAX_LEAVES,
     Layout,
@@ -21,13 +22,16 @@ from flashckpt.format.layout import (
     SlotImage,
     contradiction,
     header_bytes,
+    image_order,
     leaf_columns,
     leaves_from_columns,
 )
+from flashckpt.format.names import MAX_RANK
+from flashckpt.format.replicas import Ranks, Replicas, has_rank, ranks_from_json, ranks_to_json
 
 MAGIC = b"FLCKMETA"
-VERSION = 1
-HEADER = struct.Struct("<8sIIQQQQ16x")
+VERSION = 2
+HEADER = struct.Struct("<8sIIQQQQQ8x")
 ALIGNMENT = 64
 MAX_PLAN_BYTES = 1 << 30
 
@@ -40,23 +44,30 @@ class Geometry(NamedTuple):
 
     plan: int
     constants: int
+    replicas: int
     table: int
     values: int
     num_bytes: int
 
 
-def geometry(plan_len: int, count: int, values_len: int, constants_len: int = 0) -> Geometry:
+def geometry(
+    plan_len: int, count: int, values_len: int, constants_len: int = 0, replicas_len: int = 0
+) -> Geometry:
     """Offsets in a block with `plan_len` bytes of plan, `count` digests (those of constants included),
-    `values_len` bytes of values and `constants_len` bytes of the constants' plan."""
+    `values_len` bytes of values, `constants_len` bytes of the constants' plan and `replicas_len` bytes of
+    what is said of replicas."""
     constants = HEADER.size + _aligned(plan_len)
-    table = constants + _aligned(constants_len)
+    replicas = constants + _aligned(constants_len)
+    table = replicas + _aligned(replicas_len)
     values = table + 8 * count
-    return Geometry(HEADER.size, constants, table, values, values + values_len)
+    return Geometry(HEADER.size, constants, replicas, table, values, values + values_len)
 
 
-def header(plan_len: int, count: int, values_len: int, constants_len: int = 0) -> bytes:
+def header(
+    plan_len: int, count: int, values_len: int, constants_len: int = 0, replicas_len: int = 0
+) -> bytes:
     """The 64 bytes that a block begins with."""
-    return HEADER.pack(MAGIC, VERSION, 0, plan_len, count, values_len, constants_len)
+    return HEADER.pack(MAGIC, VERSION, 0, plan_len, count, values_len, constants_len, replicas_len)
 
 
 def _aligned(num_bytes: int) -> int:
@@ -76,23 +87,61 @@ def layout_of(data: Buffer) -> Layout:
     return Layout(leaves, text, len(text), len(text) + end)
 
 
+class ReplicaSet(NamedTuple):
+    """Leaves of a snapshot that `ranks` hold alike by declaration: by their indexes in its digest table, and
+    the one rank that writes each, or None where each of `ranks` does."""
+
+    ranks: Ranks
+    indexes: tuple[int, ...]
+    writers: tuple[int | None, ...]
+
+
+def replicas_bytes(kept: Layout | None, sets: Sequence[ReplicaSet]) -> bytes:
+    """What a slot says of replicas: the leaves in it that another rank writes, and all sets. Nothing where
+    there are none."""
+    if not sets:
+        return b""
+    columns = leaf_columns(kept.leaves if kept is not None else ())
+    rows = [[ranks_to_json(each.ranks), each.indexes, each.writers] for each in sets]
+    return compact({"kept": columns, "sets": rows})
+
+
 @dataclass(slots=True)
 class Metadata:
     """One block, unpacked: copies, which stay valid when the slot is written again. `digests` are those
-    of `leaves`: the layout's, then the constants', whose bytes stand in another region."""
+    of `leaves`: the layout's, those that are `kept` beside it, then the constants', whose bytes stand in
+    another region."""
 
     layout: Layout
     digests: array[int]
     values: bytes
     constants: Layout | None = None
+    kept: Layout | None = None
+    sets: tuple[ReplicaSet, ...] = ()
 
     @property
     def image(self) -> SlotImage:
-        return SlotImage(self.layout, self.constants)
+        return SlotImage(self.layout, self.constants, self.kept)
 
     @property
     def constants_digests(self) -> array[int]:
-        return self.digests[len(self.layout.leaves) :]
+        return self.digests[self.image.first_constant :]
+
+    def replicas(self) -> tuple[Replicas, ...]:
+        """The tables of replicas as a part has them."""
+        return tuple(self._table(each) for each in self.sets)
+
+    def _table(self, each: ReplicaSet) -> Replicas:
+        leaves = self.leaves
+        pairs = zip(each.indexes, each.writers, strict=True)
+        rows = [(leaves[index], self.digests[index], writer) for index, writer in pairs]
+        rows.sort(key=lambda row: image_order(row[0]))
+        return Replicas(
+            ranks=each.ranks,
+            leaves=tuple(replace(leaf, offset=-1) for leaf, _, _ in rows),
+            digests=tuple(digest for _, digest, _ in rows),
+            writers=tuple(writer for _, _, writer in rows),
+        )
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
@@ -110,7 +159,9 @@ class Metadata:
         view = memoryview(buffer).cast("B")
         if len(view) < HEADER.size:
             _damaged("it is shorter than its header")
-        magic, version, flags, plan_len, count, values_len, constants_len = HEADER.unpack_from(view)
+        magic, version, flags, plan_len, count, values_len, constants_len, replicas_len = HEADER.unpack_from(
+            view
+        )
         if magic != MAGIC:
             _damaged("it does not begin as metadata does")
         if version != VERSION:
@@ -120,28 +171,67 @@ class Metadata:
             )
         if flags:
             _damaged("it has flags, and none is known")
-        if max(plan_len, constants_len) > MAX_PLAN_BYTES or count > MAX_LEAVES or values_len > len(view):
+        longest = max(plan_len, constants_len, replicas_len)
+        if longest > MAX_PLAN_BYTES or count > MAX_LEAVES or values_len > len(view):
             _damaged("its lengths are out of bounds")
-        places = geometry(plan_len, count, values_len, constants_len)
+        places = geometry(plan_len, count, values_len, constants_len, replicas_len)
         if places.num_bytes > len(view):
             _damaged("it is longer than the room it has")
         layout = layout_of(view[places.plan : places.plan + plan_len])
+        said = _said_of_replicas(view[places.replicas : places.replicas + replicas_len])
+        kept = None if said is None else _kept_of(said, layout)
         constants = None
         if constants_len:
-            constants = _constants_of(view[places.constants : places.constants + constants_len], layout)
+            own = SlotImage(layout, None, kept).own
+            constants = _constants_of(view[places.constants : places.constants + constants_len], own)
         digests = array("Q", bytes(view[places.table : places.values]))
         values = bytes(view[places.values : places.num_bytes])
-        found = cls(layout, digests, values, constants)
+        found = cls(layout, digests, values, constants, kept)
+        found.sets = () if said is None else _sets_of(said, found.image)
         if count != len(found.leaves):
             _damaged(f"it has {count} digests for {len(found.leaves)} leaves")
         return found
 
 
-def _constants_of(data: Buffer, layout: Layout) -> Layout:
+def _constants_of(data: Buffer, own: tuple[Leaf, ...]) -> Layout:
     constants = layout_of(data)
-    if why := contradiction(layout.leaves, constants.leaves):
+    if why := contradiction(own, constants.leaves):
         _damaged(why)
     return constants
+
+
+def _said_of_replicas(data: Buffer) -> Fields | None:
+    return Fields(strict_loads(bytes(data), what=_WHAT), _WHAT) if len(data) else None
+
+
+def _kept_of(said: Fields, layout: Layout) -> Layout | None:
+    leaves = leaves_from_columns(said.within("kept"))
+    names = {name for leaf in layout.leaves for name in (leaf.name, *leaf.aliases)}
+    if any(not names.isdisjoint((leaf.name, *leaf.aliases)) for leaf in leaves):
+        _damaged("a leaf that another rank writes stands in its own shard, too")
+    return Layout.of(leaves) if leaves else None
+
+
+def _sets_of(said: Fields, image: SlotImage) -> tuple[ReplicaSet, ...]:
+    leaves, shard, first = image.leaves, len(image.shard.leaves), image.first_constant
+    seen, found = set(image.outdated), []
+    for row in said.rows("sets", "ranks", "indexes", "writers", max_items=MAX_LEAVES):
+        ranks = ranks_from_json(row, "ranks", MAX_RANK)
+        indexes, writers = row.items("indexes", MAX_LEAVES), row.items("writers", MAX_LEAVES)
+        if not indexes or len(indexes) != len(writers):
+            _damaged("a set of replicas is empty, or its columns are of different lengths")
+        for index, writer in zip(indexes, writers, strict=True):
+            if type(index) is not int or not 0 <= index < len(leaves) or index in seen:
+                _damaged("a replica is no leaf of it, or stands twice")
+            if writer is not None and (type(writer) is not int or not has_rank(ranks, writer)):
+                _damaged("a replica is written by a rank that does not hold it")
+            if writer is None and shard <= index < first:
+                _damaged("a leaf is left to a rank that has no name")
+            seen.add(index)
+        found.append(ReplicaSet(ranks, tuple(indexes), tuple(writers)))
+    if not seen.issuperset(range(shard, first)):
+        _damaged("a leaf is left to another rank, and is no replica")
+    return tuple(found)
 
 
 def _damaged(reason: str) -> NoReturn:

@@ -13,6 +13,8 @@ from flashckpt._native import xxh3_128
 from flashckpt.format.checked_json import Fields, compact
 from flashckpt.format.layout import Leaf, digests_of, digests_to_hex, leaf_columns, leaves_from_columns
 
+# In the place of names of leaves where they are too many: no leaf has this one.
+EVERY = ""
 Ranks = tuple[range, ...]
 """A set of ranks as runs of equal distance, ascending, each behind the one before it."""
 

@@ -64,7 +64,8 @@ class Status:
     """What the keeper has done for the attempt of who asks. Steps in `committed` are the newest 64, oldest
     first; `persisting` is being written now; `waiting` were asked for and are not done (failed ones included,
     and those in `for_others`, of which only parts of other nodes are missing). `progress_bytes` only grows:
-    as long as it does, the keeper is writing. `counts` are of all attempts."""
+    as long as it does, the keeper is writing. `diverged` names leaves that ranks were to hold alike and do
+    not; where they are too many, `EVERY` alone stands for all. `counts` are of all attempts."""
 
     keeper: str = ""
     committed: tuple[int, ...] = ()
@@ -74,6 +75,7 @@ class Status:
     for_others: tuple[int, ...] = ()
     failures: tuple[Failure, ...] = ()
     torn: tuple[TornSnapshot, ...] = ()
+    diverged: tuple[str, ...] = ()
     superseded_by: str | None = None
     progress_bytes: int = 0
     counts: dict[str, int] = field(default_factory=dict)
@@ -88,7 +90,8 @@ class Status:
             steps = {key: tuple(map(int, data[key])) for key in ("committed", "waiting", "for_others")}
             failures = tuple(Failure(**each) for each in data["failures"])
             torn = [TornSnapshot(**{**each, "leaves": tuple(each["leaves"])}) for each in data["torn"]]
-            return cls(**{**data, **steps, "failures": failures, "torn": tuple(torn)})
+            named = {"diverged": tuple(map(str, data["diverged"])), "torn": tuple(torn)}
+            return cls(**{**data, **steps, **named, "failures": failures})
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"The keeper's status cannot be read: {error}") from error
 

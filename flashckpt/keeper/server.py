@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import select
 import socket
@@ -20,6 +21,7 @@ from typing import Any
 from flashckpt.errors import DamagedError, FlashckptError, FormatError, KeeperError
 from flashckpt.events import Event, log
 from flashckpt.format.names import MAX_BOUNDARY, MAX_RANK, MAX_STEP, AttemptName
+from flashckpt.format.replicas import EVERY
 from flashckpt.keeper.allocation import Allocation
 from flashckpt.keeper.protocol import (
     MAX_DESCRIPTORS,
@@ -58,6 +60,7 @@ _MOST_FAILURES = 16
 _MOST_TORN = 4
 _MOST_TEXT = 400
 _MOST_LEAVES = 22
+_MOST_NAMES_BYTES = 4096
 
 Answer = tuple[dict[str, Any], Sequence[int]]
 # Takes a connection, a message and its descriptors (which it must close or keep); returns the answer and the
@@ -388,6 +391,7 @@ class Outcomes:
         self._committed: list[tuple[str, int]] = []
         self._failures: dict[tuple[str, int], tuple[str, Failure]] = {}
         self._torn: list[tuple[str, TornSnapshot]] = []
+        self._diverged: dict[str, tuple[str, ...]] = {}
         self._counts: Counter[str] = Counter()
         self.superseded_by: str | None = None
 
@@ -400,8 +404,9 @@ class Outcomes:
             self._commit(job, outcome)
         elif outcome.void is Void.TORN:
             self._tear(job, outcome)
-        elif outcome.state is JobState.FAILED or outcome.void is Void.SUPERSEDED:
+        elif outcome.state is JobState.FAILED or outcome.void in (Void.SUPERSEDED, Void.DIVERGED):
             self._fail(job, outcome)
+            self._diverge(outcome)
 
     def _commit(self, job: StepJob, outcome: StepOutcome) -> None:
         """A committed step settles its attempt's failures of all steps up to it."""
@@ -425,6 +430,13 @@ class Outcomes:
             self._failures[each.slot.name, each.generation] = (outcome.attempt, failure)
         while len(self._failures) > _MOST_FAILURES:
             del self._failures[next(iter(self._failures))]
+
+    def _diverge(self, outcome: StepOutcome) -> None:
+        if outcome.diverged:
+            names = {*self._diverged.pop(outcome.attempt, ()), *outcome.diverged}
+            if EVERY in names or len(json.dumps(list(names))) > _MOST_NAMES_BYTES:
+                names = {EVERY}
+            self._diverged = {outcome.attempt: tuple(sorted(names))}
 
     def _tear(self, job: StepJob, outcome: StepOutcome) -> None:
         self.count("torn")
@@ -455,6 +467,7 @@ class Outcomes:
             for_others=tuple(sorted(queue.waiting(for_others=True))[:_MOST_COMMITTED]),
             failures=tuple(each for owner, each in self._failures.values() if concerns(owner)),
             torn=tuple(each for owner, each in self._torn if concerns(owner)),
+            diverged=tuple(name for of, each in self._diverged.items() if concerns(of) for name in each),
             superseded_by=self.superseded_by,
             progress_bytes=queue.progress_bytes,
             counts=dict(self._counts + Counter(audited=queue.sound)),

@@ -167,8 +167,8 @@ class SlotHeader:
 @dataclass(frozen=True, kw_only=True)
 class Record:
     """What a trainer writes about a snapshot before the sealer checksums and seals it. `image_bytes` are
-    those of the shard; `constants_nonce` names the region that holds the constants, `constants_bytes` are
-    those of its image: both are 0 where there are none. `boundary` is the boundary's ordinal in the attempt,
+    those of the slot's image; `constants_nonce` names the region that holds the constants, `constants_bytes`
+    are those of its image: both are 0 where there are none. `boundary` is its ordinal in the attempt,
     which is the same on all ranks: attempt and boundary say which content it is, and a step's number alone
     does not."""
 

@@ -317,8 +317,8 @@ class Slot(forks.OwnDescriptor):
                 "A slot's metadata does not match its checksum. The snapshot is not used.", step=sealed.step
             )
         metadata = Metadata.unpack(data)
-        layout, record = metadata.layout, sealed.record
-        found = layout.data_start, layout.num_bytes, metadata.image.constants_bytes
+        image, record = metadata.image, sealed.record
+        found = image.shard.data_start, image.num_bytes, image.constants_bytes
         if found != (record.data_start, record.image_bytes, record.constants_bytes):
             raise DamagedError("A slot's plan contradicts its record. It is not used.", step=sealed.step)
         return metadata
@@ -327,7 +327,7 @@ class Slot(forks.OwnDescriptor):
         """Of a region of constants: indexes, among the leaves of a snapshot that names it, of those that it
         was not sealed with; all of them where it was sealed with other leaves, or is damaged: then it was
         never this snapshot's. Whether its bytes still have their digests is for an audit to say."""
-        first = len(metadata.layout.leaves)
+        first = metadata.image.first_constant
         try:
             sealed = self.sealed()
             held = self.metadata(sealed) if sealed is not None else None

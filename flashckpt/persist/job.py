@@ -50,6 +50,8 @@ class Void(Enum):
     """A newer attempt has started, or another content stands under this number."""
     GONE = "gone"
     """A slot was written anew meanwhile."""
+    DIVERGED = "diverged"
+    """What ranks hold alike by declaration is not alike."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +126,7 @@ class SealedSnapshot:
 
     def sources(self, metadata: Metadata) -> list[LeafSource]:
         """Where the leaves of the snapshot stand, as far as they are here."""
-        own = len(metadata.layout.leaves)
+        own = metadata.image.first_constant
         rest = range(own, len(metadata.leaves))
         shared = [LeafSource(region, rest) for region in self.regions if rest]
         return [LeafSource(self.slot, range(own)), *shared]
@@ -142,8 +144,8 @@ class RankWrite(NamedTuple):
 class StepOutcome:
     """What became of a step in one try. Sizes in bytes, times in seconds. `written`: what this try wrote of
     each rank. Of one that is torn, `slot` is the slot and `leaves` are (index, name) of those that differed;
-    `errno` is 0 where the system gave none. `lacks_region`: without the region that a snapshot names it can
-    never be persisted."""
+    `diverged` are the names of replicas that are not alike; `errno` is 0 where the system gave none.
+    `lacks_region`: without the region that a snapshot names it can never be persisted."""
 
     state: JobState
     void: Void | None = None
@@ -154,6 +156,7 @@ class StepOutcome:
     written: tuple[RankWrite, ...] = ()
     slot: str = ""
     leaves: tuple[tuple[int, str], ...] = ()
+    diverged: tuple[str, ...] = ()
     message: str = ""
     errno: int = 0
     lacks_region: bool = False

@@ -476,7 +476,7 @@ class Queue:
                 self._failed(job, outcome)
             case _, Void.GONE if job.part_of is not None:
                 job.state = JobState.PART_WRITTEN
-            case _, Void.SUPERSEDED if job.stored is None:
+            case _, Void.SUPERSEDED | Void.DIVERGED if job.stored is None:
                 self._superseded(job, outcome)
             case _, Void.TORN if job.stored is None:
                 self._torn(job, outcome)
@@ -550,7 +550,8 @@ class Queue:
                 self.rescue(rank)
 
     def _superseded(self, job: StepJob, outcome: StepOutcome) -> None:
-        self._give_up(job, outcome.attempt or None, "superseded", outcome.message)
+        assert outcome.void is not None
+        self._give_up(job, outcome.attempt or None, outcome.void.value, outcome.message)
         self._told(job, outcome)
         if not job.snapshots:
             self._drop(job)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from flashckpt import _native, crashpoints
 from flashckpt.commit import attempts, constants, lineage, steps
 from flashckpt.commit.turns import looks_before
-from flashckpt.errors import DamagedError, FlashckptError, KeeperError, SupersededError
+from flashckpt.errors import DamagedError, DivergedError, FlashckptError, KeeperError, SupersededError
 from flashckpt.events import log
 from flashckpt.format.checked_json import strict_loads
 from flashckpt.format.layout import Layout
@@ -65,7 +65,8 @@ class _PinnedContent:
         found = next((each for each in part.ranks if each.rank == self.rank), None)
         if found is None or found.values != self.values:
             return False
-        then = {leaf.name: digest for _, leaf, digest in found.counted()}
+        rows = [(leaf, digest) for _, leaf, digest in [*found.counted(), *found.elsewhere()]]
+        then = {leaf.name: digest for leaf, digest in rows}
         return then == {leaf.name: digest for leaf, digest in self.metadata.counted()}
 
 
@@ -210,6 +211,10 @@ class Writer:
             return discard(snapshot.slot, pin, found, attempt)
         except SupersededError as error:
             return StepOutcome(JobState.VOID, Void.SUPERSEDED, attempt=attempt, message=str(error))
+        except DivergedError as error:
+            return StepOutcome(
+                JobState.VOID, Void.DIVERGED, attempt=attempt, message=str(error), diverged=error.leaves
+            )
         except (OSError, FlashckptError, ValueError) as error:
             log.debug("persisting failed", exc_info=True)
             return StepOutcome(
@@ -373,7 +378,7 @@ class Writer:
         digests = tuple(metadata.digests[: len(layout.leaves)])
         return RankRecord(
             rank=content.rank, shard=shard, leaves=layout.leaves, digests=digests, values=content.values,
-            constants=shared,
+            constants=shared, replicas=metadata.replicas(),
         )  # fmt: skip
 
     def _remove_shards(self, tried: _Try) -> None:
@@ -478,7 +483,7 @@ class _ConstantsShards:
 
     def _written(self, content: _PinnedContent, layout: Layout, attempt: AttemptName) -> Contents:
         snapshot, metadata = content.snapshot, content.metadata
-        first = len(metadata.layout.leaves)
+        first = metadata.image.first_constant
         region = next((each.region for each in snapshot.sources(metadata) if first in each.leaves), None)
         if region is None:
             raise RegionGone(REGION_IS_GONE)

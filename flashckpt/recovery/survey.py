@@ -111,7 +111,7 @@ def torn_leaves(snapshot: SealedSnapshot, on_storage: OnStorage = lambda metadat
         torn = differing(metadata, snapshot.sources(metadata))
     except (DamagedError, Torn):
         return None
-    own = len(metadata.layout.leaves)
+    own = metadata.image.first_constant
     if any(index >= own for index in torn) and on_storage(metadata):
         torn = [index for index in torn if index < own]
     return [metadata.leaves[index].name for index in torn]

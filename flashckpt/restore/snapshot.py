@@ -14,7 +14,7 @@ from flashckpt.errors import DamagedError
 from flashckpt.format.layout import Leaf, SlotImage
 from flashckpt.format.names import AttemptName
 from flashckpt.format.typed import decode
-from flashckpt.restore.step_image import StepImage
+from flashckpt.restore.step_image import StepImage, image_of
 from flashckpt.state.tree import Saved
 
 
@@ -41,15 +41,15 @@ class Snapshot:
     def of(cls, found: StepImage) -> Snapshot:
         """The snapshot that was read from disk. Raises DamagedError where its values are not whole."""
         record, [image, *constants] = found.record, found.images
-        mine = record.rank(found.rank)
+        layout, digests = image_of(record, found.rank)
         return cls(
             step=record.step,
             attempt=record.attempt,
             boundary=record.boundary,
             tier="local",
-            layout=SlotImage(*(contents.layout() for _, contents in record.files(found.rank))),
-            digests=mine.digests + (mine.constants.digests if mine.constants is not None else ()),
-            values=decode(dict(mine.values)),
+            layout=layout,
+            digests=digests,
+            values=decode(dict(record.rank(found.rank).values)),
             image=image,
             constants_image=constants[0] if constants else None,
             at_rest=found,
@@ -92,7 +92,7 @@ class Snapshot:
     @property
     def constants(self) -> frozenset[str]:
         """Names of the leaves that were constants when it was captured."""
-        first, gone = len(self.layout.shard.leaves), self.layout.outdated
+        first, gone = self.layout.first_constant, self.layout.outdated
         rows = enumerate(self.layout.leaves)
         return frozenset(leaf.name for i, leaf in rows if i >= first and i not in gone)
 
@@ -110,7 +110,7 @@ class Snapshot:
 
     def places(self) -> list[tuple[memoryview, Leaf, int]]:
         """Where each of `layout.leaves` begins: in which buffer, and at which byte of it."""
-        own = len(self.layout.shard.leaves)
+        own = self.layout.first_constant
         found = []
         for index, (leaf, start) in enumerate(zip(self.layout.leaves, self.layout.starts(), strict=True)):
             image = self.image if index < own else self.constants_image

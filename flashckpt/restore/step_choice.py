@@ -299,10 +299,12 @@ class StepChoice:
             raise
 
     def _record(self, candidate: Candidate) -> StepRecord:
-        """Of the records of a step the manifest and the part of the rank whose things this one takes."""
+        """Of the records of a step the manifest, and the parts of the rank whose things this one takes and of
+        those that wrote for it."""
         manifest = read_manifest(self._store, candidate.step, candidate.attempt)
         world = manifest.world if isinstance(manifest, Manifest) else 1
-        return read_step(self._store, candidate.step, candidate.attempt, {self._rank % world})
+        ranks = {self._rank % world}
+        return read_step(self._store, candidate.step, candidate.attempt, ranks, with_writers=True)
 
     def _roomy(self, read: Callable[[], _Found]) -> _Found:
         """What `read` gives; where there is no memory for it, also said what takes some."""

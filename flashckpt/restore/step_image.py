@@ -7,10 +7,11 @@ are asked for. Changes nothing in the store; imports no torch.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import threading
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flashckpt import _native
@@ -18,9 +19,11 @@ from flashckpt.commit.lineage import sources
 from flashckpt.commit.steps import StepRecord, read_step
 from flashckpt.errors import DamagedError, OutOfRoomError
 from flashckpt.events import log
+from flashckpt.format.layout import Layout, Leaf, SlotImage
 from flashckpt.format.records import Contents
 from flashckpt.memory import room
 from flashckpt.memory.control_page import round_up
+from flashckpt.restore.box_reading import BoxReader
 from flashckpt.store.base import Read, Store
 
 # What a file system answers for a sector, a block or a tree of a file that it cannot give any more. A server
@@ -34,7 +37,8 @@ class UnreadableShardError(OSError):
 
 @dataclass(frozen=True)
 class StepImage:
-    """The files of one rank, verified: `images` holds its shard and, where it has any, its constants."""
+    """What one rank has of a step, verified: `images` holds its shard, with what other ranks wrote for it
+    behind, and its constants, where it has any."""
 
     record: StepRecord
     rank: int
@@ -48,27 +52,57 @@ class StepImage:
 
 
 def read_image(record: StepRecord, rank: int, threads: int, cancel: int = 0) -> StepImage:
-    """Read one rank's files of a committed step. `cancel`: see `Store.read_ranges`.
+    """Read one rank's files of a committed step, and of those of others what they wrote for it. `cancel`: see
+    `Store.read_ranges`.
 
     Raises DamagedError where a byte is not what was committed, UnreadableShardError where the disk does not
     give it, OSError where it cannot be read for another reason, OutOfRoomError where there is no memory for
     it. Nothing is kept then.
     """
-    files = record.files(rank)
-    memory = private_memory(record.step, [round_up(contents.shard.num_bytes) for _, contents in files])
+    files = [_ShardFile(record, path, contents) for path, contents in record.files(rank)]
+    borrowed = _borrowed(record, rank)
+    layout, _ = image_of(record, rank)
+    sizes = [round_up(layout.num_bytes), *(each.room for each in files[1:])]
+    more = max((each.file.room for each in borrowed if each.is_most), default=0)
+    memory = private_memory(record.step, sizes, more)
     image = StepImage(record, rank, [memoryview(each) for each in memory], memory)
     try:
-        for into, (path, contents) in zip(image.images, files, strict=True):
-            _ShardFile(record, path, contents).read(into, threads, cancel)
+        for into, file in zip(image.images, files, strict=True):
+            file.read(into[: file.room], threads, cancel)
+        starts = {leaf.name: start for leaf, start in zip(layout.leaves, layout.starts(), strict=True)}
+        for each in borrowed:
+            each.read(image.images[0], starts, threads, cancel)
     except BaseException:
         image.discard()  # whoever keeps the error keeps what was read into, too
         raise
     return image
 
 
-def private_memory(step: int, sizes: Sequence[int]) -> list[_native.Mapping]:
-    """Memory for images of these bytes, of this process's own. OutOfRoomError where there is none."""
-    needed, available = sum(sizes), room.available_bytes()
+def image_of(record: StepRecord, rank: int) -> tuple[SlotImage, tuple[int, ...]]:
+    """Where `read_image` puts the leaves of a rank, and their digests."""
+    mine = record.rank(rank)
+    others = {leaf.name: digest for _, leaf, digest in mine.elsewhere()}
+    kept = Layout.of(leaf for _, leaf, _ in mine.elsewhere()) if others else None
+    constants = mine.constants
+    layout = SlotImage(mine.layout(), constants.layout() if constants is not None else None, kept)
+    digests = mine.digests + tuple(others[leaf.name] for leaf in (kept.leaves if kept is not None else ()))
+    return layout, digests + (constants.digests if constants is not None else ())
+
+
+def _borrowed(record: StepRecord, rank: int) -> list[_Borrowed]:
+    """The files of other ranks that have leaves of this one."""
+    own = {path for path, _ in record.files(rank)}
+    found: dict[str, _Borrowed] = {}
+    for path, contents, leaf, _ in record.leaves(rank):
+        if path not in own:
+            found.setdefault(path, _Borrowed(_ShardFile(record, path, contents), [])).leaves.append(leaf)
+    return list(found.values())
+
+
+def private_memory(step: int, sizes: Sequence[int], more: int = 0) -> list[_native.Mapping]:
+    """Memory for images of these bytes, of this process's own. OutOfRoomError where there is none, or not so
+    many bytes `more`."""
+    needed, available = sum(sizes) + more, room.available_bytes()
     error = None
     if needed <= available:
         try:
@@ -92,17 +126,42 @@ class _ShardFile:
         self._step, self._store = record.step, record.store
         self._path, self._contents = path, contents
 
+    @property
+    def room(self) -> int:
+        """Bytes of memory that it is read into."""
+        return round_up(self._contents.shard.num_bytes)
+
+    @property
+    def data_start(self) -> int:
+        return self._contents.shard.data_start
+
     def read(self, into: memoryview, threads: int, cancel: int) -> None:
         """Read it whole and verified; raises as `read_image` does."""
-        try:
+        with self._told():
             found = self._store.read_ranges(self._path, self._contents, into, threads=threads, cancel=cancel)
+        self._check(found, into)
+
+    def read_leaves(
+        self, leaves: Sequence[Leaf], put: Callable[[Leaf, bytearray], None], cancel: int
+    ) -> None:
+        """Read a few of its leaves, in the order of their places in it; raises as `read_image` does."""
+        reader = BoxReader(self._store, self._path, self._contents)
+        for leaf in sorted(leaves, key=lambda each: each.offset):
+            if cancel and _native.load(cancel):
+                raise OSError(errno.ECANCELED, "nobody wants it any more")
+            with self._told():
+                put(leaf, reader.leaf(leaf))
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
         except DamagedError as error:
             raise self._damaged(f"{error}. Nothing of it was loaded.") from error
         except OSError as error:
             if error.errno in LOST_BYTES:
                 raise UnreadableShardError(error.errno, error.strerror, self._named) from error
             raise
-        self._check(found, into)
 
     def _check(self, found: Read, image: memoryview) -> None:
         layout, wrong = self._contents.layout(), found.wrong_leaves(self._contents)
@@ -125,6 +184,38 @@ class _ShardFile:
     @property
     def _named(self) -> str:
         return f"{self._store.url}/{self._path}"
+
+
+@dataclass(frozen=True)
+class _Borrowed:
+    """Leaves in a file of another rank, with their places in that file."""
+
+    file: _ShardFile
+    leaves: list[Leaf]
+
+    @property
+    def is_most(self) -> bool:
+        """Whether they are most of the file: then it is read in one pass."""
+        return 2 * sum(leaf.num_bytes for leaf in self.leaves) > self.file.room
+
+    def read(self, image: memoryview, starts: Mapping[str, int], threads: int, cancel: int) -> None:
+        """Put them where they stand in the image. Raises as `read_image` does."""
+
+        def put(leaf: Leaf, data: memoryview | bytearray) -> None:
+            start = starts[leaf.name]
+            image[start : start + leaf.num_bytes] = memoryview(data)[: leaf.num_bytes]
+
+        if not self.is_most:
+            self.file.read_leaves(self.leaves, put, cancel)
+            return
+        memory = _native.Mapping(num_bytes=self.file.room)
+        try:
+            whole = memoryview(memory)
+            self.file.read(whole, threads, cancel)
+            for leaf in self.leaves:
+                put(leaf, whole[self.file.data_start + leaf.offset :])
+        finally:
+            memory.discard()
 
 
 class EarlyRead:
@@ -162,7 +253,7 @@ class EarlyRead:
     def _run(self, store: Store, rank: int, threads: int, world: int) -> None:
         try:
             for each in sources(store, {}, says=False)[:1]:
-                record = read_step(store, each.step, each.attempt, {rank})
+                record = read_step(store, each.step, each.attempt, {rank}, with_writers=True)
                 if record.world != world:
                     return  # a rank's own files are not what this one takes of it
                 self._record = record

@@ -60,12 +60,12 @@ class Content:
         assert sealed is not None, "nothing is sealed in the slot"
         metadata = slot.metadata(sealed)
         self.step, self.values = sealed.step, metadata.values
-        image = bytes(slot.image_view[: metadata.layout.num_bytes])
+        image = bytes(slot.image_view[: metadata.image.num_bytes])
         self.image, self.layout, self.digests = image, metadata.image, tuple(metadata.digests)
         self.leaves: dict[str, bytes] = {}
         self.torn: list[str] = []
         self.constants_nonce = sealed.record.constants_nonce
-        own, outdated = len(self.layout.shard.leaves), self.layout.outdated
+        own, outdated = self.layout.first_constant, self.layout.outdated
         region = REGIONS[self.constants_nonce] if self.constants_nonce else slot
         assert not (self.constants_nonce and region.not_held(metadata)), "no region was sealed with these"
         placed = zip(self.layout.leaves, self.layout.starts(), metadata.digests, strict=True)
@@ -80,7 +80,7 @@ class Content:
     @property
     def constants(self) -> list[str]:
         """Names of the leaves that stand in the region."""
-        own, outdated = len(self.layout.shard.leaves), self.layout.outdated
+        own, outdated = self.layout.first_constant, self.layout.outdated
         rows = enumerate(self.layout.leaves)
         return [leaf.name for index, leaf in rows if index >= own and index not in outdated]
 

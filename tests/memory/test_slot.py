@@ -372,7 +372,7 @@ class TestMetadata:
         with pytest.raises(DamagedError, match="1 digests for 2 leaves"):
             metadata.Metadata.unpack(block)
         block = self.block()
-        block[8] = 2
+        block[8] = metadata.VERSION + 1
         with pytest.raises(FormatError):
             metadata.Metadata.unpack(block)
         with pytest.raises(DamagedError):

@@ -62,6 +62,7 @@ class Node:
         identity: str = IDENTITY,
         *,
         known: bool = True,
+        make: Callable[[Regions, int, AttemptName], Rank] = Rank,
     ) -> None:
         base.mkdir(exist_ok=True)
         self.store, self.attempt = store, attempt
@@ -70,9 +71,10 @@ class Node:
         life = LifeLock.acquire(self.folder, f"keeper-{nonce}.lock")
         assert life is not None
         self.life, self.regions = life, Regions(self.folder, life)
-        self.ranks = {rank: Rank(self.regions, rank, attempt) for rank in ranks}
+        self.ranks = {rank: make(self.regions, rank, attempt) for rank in ranks}
         self.told: list[tuple[int, JobState]] = []
         self.whys: list[str] = []
+        self.outcomes: list[StepOutcome] = []
         self.ledger = Ledger(store)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.queue = Queue(
@@ -92,6 +94,7 @@ class Node:
     def _told(self, job: StepJob, outcome: StepOutcome) -> None:
         self.told.append((job.step, outcome.state))
         self.whys.append(outcome.message)
+        self.outcomes.append(outcome)
 
     def seal(self, step: int, *ranks: int, persist: bool = True, boundary: int | None = None) -> list[Slot]:
         """The step in a slot of each rank (of all, if none is named). A boundary has the step's number unless

@@ -1,0 +1,264 @@
+"""What ranks hold alike is written once, and each rank gets all of its state back, from memory and disk."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from flashckpt.commit import attempts
+from flashckpt.commit.attempts import open_run
+from flashckpt.commit.holder import here
+from flashckpt.commit.steps import StepRecord, is_committed, read_step
+from flashckpt.commit.verification import verify
+from flashckpt.errors import DamagedError
+from flashckpt.export.step import export
+from flashckpt.memory.runtime import identity_of
+from flashckpt.persist.audit import differing
+from flashckpt.persist.job import JobState, SealedSnapshot
+from flashckpt.restore.filling import audit
+from flashckpt.restore.memory_tier import Held, load
+from flashckpt.restore.snapshot import Snapshot
+from flashckpt.restore.step_image import read_image
+from flashckpt.store.local import LocalStore
+from tests.commit.runs import new_run
+from tests.persist.node import Node, begun
+from tests.persist.sharing import SharingRank, bytes_of
+from tests.recovery.scene import recovered
+
+WORLD = 4
+STEP = 5
+NODES = ((0, 1), (2, 3))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return new_run(tmp_path / "run")
+
+
+Make = Callable[..., list[Node]]
+
+
+@pytest.fixture
+def make_nodes(tmp_path: Path, store: LocalStore) -> Iterator[Make]:
+    made: list[Node] = []
+
+    def make(of: tuple[tuple[int, ...], ...] = NODES, *, is_divided: bool = True) -> list[Node]:
+        world = sum(map(len, of))
+        attempt = begun(store, world)
+        rank = partial(SharingRank, world=world, is_divided=is_divided)
+        for ranks in of:
+            memory = tmp_path / f"memory-{len(made)}"
+            made.append(Node(store, memory, attempt, ranks, world, make=rank))
+        return made
+
+    yield make
+    for node in made:
+        node.close()
+
+
+def ranks_of(nodes: list[Node]) -> list[SharingRank]:
+    found = [rank for node in nodes for rank in node.ranks.values()]
+    assert all(isinstance(rank, SharingRank) for rank in found)
+    return found  # type: ignore[return-value]
+
+
+def persist(nodes: list[Node], step: int = STEP) -> None:
+    for node in nodes:
+        node.seal(step)
+    for node in nodes:
+        node.run()
+
+
+def record_of(nodes: list[Node], step: int = STEP) -> StepRecord:
+    return read_step(nodes[0].store, step, nodes[0].attempt)
+
+
+def content(snapshot: Snapshot) -> dict[str, bytes]:
+    assert audit(snapshot, 1) == []
+    return {name: bytes_of(snapshot.tensor(name)) for name in snapshot.digests_by_name}
+
+
+def at_rest(record: StepRecord, rank: int) -> dict[str, bytes]:
+    image = read_image(record, rank, 1)
+    try:
+        return content(Snapshot.of(image))
+    finally:
+        image.discard()
+
+
+@pytest.mark.parametrize("of", [NODES, ((0, 1, 2, 3),), ((0,), (1,), (2,)), ((0, 2), (1, 3))])
+def test_each_rank_gets_all_of_its_state_back(make_nodes: Make, of: tuple[tuple[int, ...], ...]) -> None:
+    nodes = make_nodes(of)
+    persist(nodes)
+    record, ranks = record_of(nodes), ranks_of(nodes)
+    for rank in ranks:
+        assert at_rest(record, rank.rank) == rank.live()
+        parts = read_step(record.store, STEP, record.attempt, {rank.rank}, with_writers=True)
+        assert at_rest(parts, rank.rank) == rank.live()
+    assert verify(nodes[0].store).ok
+    # Memory: each slot has all of its rank, however little that rank wrote.
+    for rank in ranks:
+        found = rank.ring.newest_sealed()
+        assert found is not None
+        slot, sealed = found
+        held = Held(slot, rank.owners[slot.name], sealed)
+        assert content(load(held, 1)) == rank.live()
+        held.unpin()
+
+
+def test_what_is_alike_is_written_once(make_nodes: Make) -> None:
+    nodes = make_nodes()
+    persist(nodes)
+    record, ranks = record_of(nodes), ranks_of(nodes)
+    written = Counter(leaf.name for rank in range(WORLD) for _, leaf, _ in record.rank(rank).counted())
+    buffers = {f"model.norm.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
+    assert written.keys() == ranks[0].live().keys()
+    assert {name: count for name, count in written.items() if count != 1} == dict.fromkeys(buffers, WORLD)
+    sizes = [sum(leaf.num_bytes for leaf in record.rank(rank).leaves) for rank in range(WORLD)]
+    largest = max(leaf.num_bytes for rank in range(WORLD) for leaf in record.rank(rank).leaves)
+    assert max(sizes) - min(sizes) <= 2 * largest
+    [table] = {rank.replicas for part in record.parts for rank in part.ranks}
+    assert len(table[0].leaves) == len(written) - len(buffers)
+
+
+def test_undivided_each_writes_its_own_and_they_are_compared_all_the_same(make_nodes: Make) -> None:
+    nodes = make_nodes(is_divided=False)
+    persist(nodes)
+    record = record_of(nodes)
+    for rank in ranks_of(nodes):
+        assert record.rank(rank.rank).elsewhere() == []
+        assert at_rest(record, rank.rank) == rank.live()
+    with torch.no_grad():
+        ranks_of(nodes)[2].net.first.bias[0] += 1
+    persist(nodes, STEP + 1)
+    assert not is_committed(nodes[0].store, STEP + 1, nodes[0].attempt)
+
+
+def test_a_replica_that_diverged_is_named_and_kept_by_rank_from_then_on(make_nodes: Make) -> None:
+    nodes = make_nodes()
+    persist(nodes)
+    harmed = ranks_of(nodes)[3]
+    with torch.no_grad():
+        harmed.net.first.bias[0] += 1
+    persist(nodes, STEP + 1)
+    store, attempt = nodes[0].store, nodes[0].attempt
+    assert not is_committed(store, STEP + 1, attempt)
+    # The moments are alike: the gradients were. Whose part came first could not know it yet.
+    nodes[0].queue.try_again()
+    nodes[0].run()
+    outcomes = [node.outcomes[-1] for node in nodes]
+    assert [outcome.diverged for outcome in outcomes] == [("model.first.bias",)] * 2
+    assert all("rank 3: model.first.bias" in outcome.message for outcome in outcomes)
+    assert [state for step, state in nodes[1].told if step == STEP + 1] == [JobState.VOID]
+    # One node learns of it before the other: until both know, no step is one.
+    for rank in ranks_of(nodes)[:2]:
+        rank.capture.keep_by_rank(outcomes[0].diverged)
+    persist(nodes, STEP + 2)
+    assert not is_committed(store, STEP + 2, attempt)
+    for rank in ranks_of(nodes)[2:]:
+        rank.capture.keep_by_rank(outcomes[1].diverged)
+    persist(nodes, STEP + 3)
+    record = record_of(nodes, STEP + 3)
+    for rank in ranks_of(nodes):
+        assert at_rest(record, rank.rank) == rank.live()
+    assert at_rest(record, 3)["model.first.bias"] != at_rest(record, 0)["model.first.bias"]
+    assert at_rest(record_of(nodes), 0).keys() == at_rest(record, 0).keys()
+
+
+def test_what_is_learned_while_a_plan_is_made_is_not_missed(
+    make_nodes: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread hears of it: a rank that overheard it would make every further step void."""
+    rank, _ = ranks_of(make_nodes(((0,), (1,))))
+    sets = rank.sharing.sets
+
+    def learned(*how: Any) -> Any:
+        found = sets(*how)
+        rank.capture.keep_by_rank(["model.first.bias"])
+        return found
+
+    monkeypatch.setattr(rank.sharing, "sets", learned)
+    for step in (STEP, STEP + 1):
+        slot, _ = rank.snapshot(step)
+    sealed = slot.sealed()
+    assert sealed is not None
+    [table] = slot.metadata(sealed).replicas()
+    assert "model.first.bias" not in {leaf.name for leaf in table.leaves}
+
+
+def test_a_tear_in_what_another_rank_writes_is_seen_in_memory(make_nodes: Make) -> None:
+    nodes = make_nodes()
+    rank = ranks_of(nodes)[0]
+    slot, generation = rank.snapshot(STEP)
+    sealed = slot.sealed()
+    assert sealed is not None
+    metadata = slot.metadata(sealed)
+    snapshot = SealedSnapshot(slot, generation, rank.owners[slot.name])
+    assert differing(metadata, snapshot.sources(metadata)) == []
+    kept = metadata.image.first_constant - 1
+    assert kept >= len(metadata.layout.leaves), "a leaf that another rank writes"
+    slot.image_view[metadata.image.starts()[kept]] ^= 1
+    assert differing(metadata, snapshot.sources(metadata)) == [kept]
+    with pytest.raises(DamagedError, match="not what was captured"):
+        load(Held(slot, rank.owners[slot.name], sealed), 1)
+
+
+def test_damage_in_the_shard_of_another_rank_is_damage_of_the_step(
+    make_nodes: Make, store: LocalStore
+) -> None:
+    nodes = make_nodes()
+    persist(nodes)
+    record = record_of(nodes)
+    [writer, *_] = [by for by, _, _ in record.rank(0).elsewhere()]
+    path = Path(store.local_path(record.shard_path(writer)))
+    data = bytearray(path.read_bytes())
+    data[record.rank(writer).shard.data_start] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DamagedError, match=path.name):
+        read_image(record, 0, 1)
+
+
+def test_an_export_has_every_leaf_once(make_nodes: Make, tmp_path: Path) -> None:
+    nodes = make_nodes()
+    persist(nodes)
+    export(nodes[0].store, str(tmp_path / "out.safetensors"))
+    live, found = ranks_of(nodes)[0].live(), load_file(tmp_path / "out.safetensors")
+    assert {name: bytes_of(found[name]) for name in live} == live
+
+
+def test_what_a_dead_job_left_in_memory_is_recovered(
+    store: LocalStore, tmp_path: Path, runtime: Path
+) -> None:
+    attempt = attempts.claim(store, here())
+    attempts.start(store, attempt, None, 0, 2)
+    attempts.mark_ended(store, attempt, "dead")
+    identity = identity_of(open_run(store, create=False).run_id, store.place())
+    node = Node(store, runtime, attempt, (0, 1), 2, identity, make=partial(SharingRank, world=2))
+    node.seal(STEP, persist=False)
+    live = {rank.rank: rank.live() for rank in ranks_of([node])}
+    node.close(leaves_memory=True)
+    report = recovered(tmp_path / "run")
+    assert {each.outcome.value for each in report.findings} == {"committed"}
+    record = read_step(store, STEP, attempt)
+    assert {rank: at_rest(record, rank) for rank in live} == live
+    assert any(record.rank(rank).elsewhere() for rank in live)
+
+
+def test_a_rank_that_dies_before_its_part_leaves_no_step(make_nodes: Make) -> None:
+    """The others' parts name leaves that only it would have written."""
+    nodes = make_nodes()
+    for node in nodes:
+        node.seal(STEP)
+    nodes[0].run()
+    assert not is_committed(nodes[0].store, STEP, nodes[0].attempt)
+    nodes[1].run()
+    nodes[0].run()
+    assert is_committed(nodes[0].store, STEP, nodes[0].attempt)
+    assert at_rest(record_of(nodes), 0) == ranks_of(nodes)[0].live()
