@@ -257,7 +257,7 @@ class Attendant:
     def close(self, *, closed: bool) -> None:
         """End the thread. In order (`closed`), the keeper is told that nothing more comes."""
         self._ended = True
-        self._pacing.close()
+        self._pacing.close(closed=closed)
         self._session.keeper.longest_pause_s = start.NO_PAUSE_S
         self.slots.end()
         self._woken.set()

@@ -56,7 +56,7 @@ class Exchange:
         self._round_s = _ROUND_S if store is not None else _ALONE_ROUND_S
         self._silent_since_s: float | None = None
         self._ended = threading.Event()
-        self._failures = 0
+        self._failures, self._parting_s = 0, 0.0
         self._thread = threading.Thread(target=self._run, name="flashckpt-ranks", daemon=True)
 
     def publish_first(self) -> None:
@@ -69,9 +69,10 @@ class Exchange:
     def start(self) -> None:
         self._thread.start()
 
-    def close(self) -> None:
-        """One more round, so that the others hear that this node has ended; rank 0's stays a little for
-        theirs."""
+    def close(self, *, in_order: bool) -> None:
+        """One more round, so that the others hear that this node has ended. At the end of a run that is
+        `in_order`, rank 0's stays a little for theirs."""
+        self._parting_s = _PARTING_S if in_order and self._decider is not None else 0.0
         self._ended.set()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=2 * _PARTING_S)
@@ -81,7 +82,7 @@ class Exchange:
     def _run(self) -> None:
         while not self._ended.wait(self._pause_s()):
             self.round()
-        until_s = self._clock() + (_PARTING_S if self._decider is not None else 0.0)
+        until_s = self._clock() + self._parting_s
         self.round()
         while self._clock() < until_s and not self._all_have_ended():
             time.sleep(_HURRIED_ROUND_S)

@@ -90,8 +90,8 @@ class Pacing(Protocol):
     def outcome(self, ordinal: int, until_s: float) -> Outcome:
         """Waits for it until this monotonic time."""
 
-    def close(self) -> None:
-        """The run is let go. A second call does nothing."""
+    def close(self, *, closed: bool) -> None:
+        """The run is let go, in order (`closed`) or not. A second call does nothing."""
 
 
 class OwnPace:
@@ -130,7 +130,7 @@ class OwnPace:
     def outcome(self, ordinal: int, until_s: float) -> Outcome:
         return Outcome(is_known=False, newest=0)
 
-    def close(self) -> None:
+    def close(self, *, closed: bool) -> None:
         pass
 
 
@@ -154,6 +154,7 @@ class JointPace:
         self._expected: set[int] = set()
         self._refusals: list[FlashckptError] = []
         self._closed = False
+        self._every = place.cadence.every
         if exchange is not None:
             exchange.start()
 
@@ -172,6 +173,20 @@ class JointPace:
             self._snapshots.look(held, slots.writable)
         slots.mark(self._snapshots.complete, self._snapshots.void)
         self._judge_own(announced)
+        self._say_spacing(announced)
+
+    def _say_spacing(self, announced: Announcement) -> None:
+        """Once, where an order cannot be kept: the outcome of a snapshot takes longer than that."""
+        if self._rank or not announced.terms or not isinstance(self._every, int):
+            return
+        if self._every < announced.terms[-1].every:
+            log.info(
+                "every=%d: all ranks take a snapshot every %d steps. Until all know that all have one it keeps a "
+                "slot, and here that takes longer than so many steps",
+                self._every,
+                announced.terms[-1].every,
+            )
+            self._every = None
 
     def _judge_own(self, announced: Announcement) -> None:
         for refused in announced.refused:
@@ -230,12 +245,12 @@ class JointPace:
             time.sleep(_PAUSE_S)
         return Outcome(True, max((each for each in announced.complete if each <= ordinal), default=0))
 
-    def close(self) -> None:
+    def close(self, *, closed: bool) -> None:
         if not self._closed:
             self._closed = True
             self._row.end()
             if self._exchange is not None:
-                self._exchange.close()
+                self._exchange.close(in_order=closed)
 
 
 def begin(place: Place) -> Pacing:
