@@ -181,8 +181,8 @@ class JointPace:
             return
         if self._every < announced.terms[-1].every:
             log.info(
-                "every=%d: all ranks take a snapshot every %d steps. Until all know that all have one it keeps a "
-                "slot, and here that takes longer than so many steps",
+                "every=%d: all ranks take a snapshot every %d steps. Until all know that all have one it "
+                "keeps a slot, and here that takes longer than so many steps",
                 self._every,
                 announced.terms[-1].every,
             )

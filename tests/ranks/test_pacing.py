@@ -61,6 +61,7 @@ def test_ranks_that_are_slow_that_skip_and_that_learn_late_commit_steps_and_go_o
     run, orders = tmp_path / "run", {"steps": 300, "options": {"every": 1, "persist_every": 20}}
     troubles = {"step_s": [0.01, 0.03, 0.01, 0.01], "skips": {1: 0.1}, "late": {3: 40}}
     launch = start(launcher, run, ranks=4, **orders, **troubles)
+    launch.until_said("began")
     until(lambda: len(flashckpt.steps(run)) > 1, f"two commits: {launch.told()}", 120)
     launch.kill()
     before = [launch.said(rank) for rank in range(4)]
