@@ -229,7 +229,8 @@ class RanksJob:
             passed = self.void | set(range(self.committed))  # of what is older than these nobody needs more
             failed = [each for each in status["failures"] if each["step"] not in passed]
             if failed:
-                raise AssertionError(f"what nothing is wrong with could not be saved: {failed}")
+                why = f"what nothing is wrong with could not be saved: {failed}"
+                raise AssertionError(f"{why}; {self.told()}")
 
     # ---- deaths
 
