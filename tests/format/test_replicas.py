@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashckpt.errors import DamagedError
@@ -33,6 +33,7 @@ def two_ranks(of: Replicas = TABLE) -> Part:
     return part_of(rank_of(0, of), rank_of(1, of), world=4)
 
 
+@settings(deadline=None)
 @given(st.sets(st.integers(0, 40), min_size=2))
 def test_a_set_of_ranks_there_and_back(members: set[int]) -> None:
     ranks = ranks_of(members)
