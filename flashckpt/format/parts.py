@@ -102,11 +102,12 @@ class RankRecord:
 
     def counted(self) -> list[tuple[str, Leaf, int]]:
         """The leaves of the state that stand in files of this rank, each once, with its file and its digest.
-        A constant that the shard has too has changed since its file was written: that file's bytes of it
-        count no more."""
+        A constant that the shard has too, or that another rank writes now, has changed since its file was
+        written: that file's bytes of it count no more."""
         rows = [(self.shard.file, *pair) for pair in zip(self.layout().leaves, self.digests, strict=True)]
         if self.constants is not None:
-            gone = outdated(self.leaves, self.constants.leaves)
+            anew = [*self.leaves, *(leaf for _, leaf, _ in self.elsewhere())]
+            gone = outdated(anew, self.constants.leaves)
             pairs = enumerate(zip(self.constants.layout().leaves, self.constants.digests, strict=True))
             rows += [(self.constants.shard.file, *pair) for i, pair in pairs if i not in gone]
         return rows

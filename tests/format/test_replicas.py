@@ -94,6 +94,18 @@ def test_a_replica_may_be_a_constant_and_may_be_written_by_each() -> None:
     assert len(found.ranks[1].counted()) == len(SHARED)
 
 
+def test_a_constant_that_changed_may_be_written_by_another_rank() -> None:
+    """Its file still has the bytes of before: they count no more, though the rank's own shard lacks it."""
+    changed_since = table((0, 1), {"model.weight": 1}, {"model.weight": 99})
+    before = rank_of(0, table((0, 1), {}), frozen=["model.weight", "model.rows"])
+    now = rank_of(0, changed_since, frozen=["model.rows"])
+    part = part_of(replace(now, constants=before.constants), world=2)
+    found = Part.from_bytes(part.to_bytes(), "file").ranks[0]
+    digests = {leaf.name: digest for _, leaf, digest in found.counted()}
+    assert digests.keys() == {"model.buffer", "model.tied", "optimizer.step", "model.rows"}
+    assert [(by, leaf.name, digest) for by, leaf, digest in found.elsewhere()] == [(1, "model.weight", 99)]
+
+
 def test_the_head_alone_has_what_a_committer_needs() -> None:
     part = two_ranks()
     data = part.to_bytes()
