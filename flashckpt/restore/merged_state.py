@@ -165,7 +165,11 @@ class MergedState:
     def _check_shared(self, tensor: StepTensor) -> None:
         """MismatchError for a parameter of which each rank has another, where ranks are not those of
         before."""
-        if tensor.is_by_rank and self._world != self._ranks.record.world:
+        if self._world == self._ranks.record.world:
+            return
+        if not tensor.is_one:
+            self._ranks.read(range(self._ranks.record.world))  # any may have other bytes of it
+        if tensor.is_by_rank:
             raise MismatchError(
                 f"{tensor.name} is whole on ranks {_some(tensor.ranks)} and has other bytes on each: with "
                 f"{self._world} ranks where there were {self._ranks.record.world}, nothing says which one "

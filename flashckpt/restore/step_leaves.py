@@ -132,10 +132,16 @@ class StepTensor:
     @property
     def is_by_rank(self) -> bool:
         """Whether each rank has one of its own: whole, and with other bytes, or another shape."""
-        pieces = self._by_rank.values()
-        if self._is_declared or any(piece.leaf.box is not None for piece in pieces):
+        if self.is_one:
             return False
+        pieces = self._by_rank.values()
         return len({(piece.leaf.dtype, piece.leaf.shape, piece.digest) for piece in pieces}) > 1
+
+    @property
+    def is_one(self) -> bool:
+        """Whether it is one tensor for certain, whatever ranks have of it that were not read: in boxes, or
+        alike by declaration."""
+        return self._is_declared or any(leaf.box is not None for leaf in self._leaves.values())
 
     def of_rank(self, rank: int) -> Piece | None:
         """What this rank's own files have of it."""

@@ -16,8 +16,10 @@ from torch.distributed.fsdp import fully_shard
 from flashckpt.commit.steps import StepRecord, read_step
 from flashckpt.errors import MismatchError
 from flashckpt.restore.filling import check_fits, fill
+from flashckpt.restore.merged_state import MergedState
 from flashckpt.restore.other_layout import LiveLayout
 from flashckpt.restore.step_leaves import Region
+from flashckpt.restore.step_ranks import StepRanks
 from flashckpt.state import rng
 from flashckpt.state.tree import Tree
 from flashckpt.store.base import Store
@@ -138,6 +140,35 @@ def test_parameters_that_differ_by_rank_go_on_on_as_many_ranks_alone(store: Stor
     with pytest.raises(MismatchError, match=r"model\.w is whole on ranks 0, 1"):
         LiveLayout(tree, 0, 1).read(record, 2)
     assert LiveLayout(tree, 1, 2).has(record)
+
+
+def test_that_ranks_have_other_parameters_is_seen_of_a_large_step_too(store: Store) -> None:
+    """Experts by the program's own hand: no rank that reads its own part alone knows of the others'."""
+    whole = Region((0,), (3,))
+    ranks = [[Held("model.w", np.full(3, rank, "float32"), whole)] for rank in range(8)]
+    alike = [[Held("model.w", np.ones(3, "float32"), whole)] for _ in range(8)]
+    values = [layouts.values_of({"model": {"kind": "module", "frozen": []}}, 8)] * 8
+    model = nn.Module()
+    model.w = nn.Parameter(torch.zeros(3))
+    tree = Tree({"model": model})
+
+    def merged(held: list[list[Held]], step: int, world: int) -> MergedState:
+        record = committed(store, held, values=values, ranks_a_part=1, step=step)
+        begins = read_step(store, record.step, record.attempt, {1})
+        state = MergedState(
+            tree,
+            tree.walk(lambda parameter, gradient: True),
+            StepRanks(begins, 1, world, small_bytes=0),
+            1,
+            world,
+        )
+        state.merge()
+        return state
+
+    with pytest.raises(MismatchError, match=r"model\.w is whole on ranks 0, 1"):
+        merged(ranks, 7, 4)
+    assert [leaf.leaf.name for leaf in merged(alike, 8, 4).leaves] == ["model.w"]
+    assert [leaf.parts[0][0].rank for leaf in merged(ranks, 9, 8).leaves] == [1], "on as many ranks: its own"
 
 
 def test_a_rank_of_the_same_layout_needs_nothing_of_others(store: Store) -> None:
