@@ -168,9 +168,9 @@ class StepJob:
     could write for it. `part_of` is the attempt as whose this node's part stands, once it does. `stored`: of
     a job without snapshots, the parts that want their manifest; `reads_stored`, with every byte of them read
     first, so that no damaged step becomes the newest. `tries` counts those that failed, `looks` those that
-    found no parts of other nodes. `given_up`: it is not tried again. `is_noted`: the ledger says how it was
-    written. `lacks`: why not all ranks of this node will ever have it; then it is only looked whether it was
-    committed before."""
+    found no parts of other nodes, `rests_since` is when the first of these was. `given_up`: it is not tried
+    again. `is_noted`: the ledger says how it was written. `lacks`: why not all ranks of this node will ever
+    have it; then it is only looked whether it was committed before."""
 
     attempt: AttemptName
     step: int
@@ -186,6 +186,7 @@ class StepJob:
     looks: int = 0
     tried_at: float = 0.0
     retry_at: float = 0.0
+    rests_since: float = 0.0
     outcome: StepOutcome | None = None
     part_of: AttemptName | None = None
     stored: StoredStep | None = None

@@ -43,6 +43,7 @@ _AWAITED_RETRY_S = 1.0
 _AUDIT_SHARE = 0.05
 _LEAST_AUDIT_PAUSE_S = 1.0
 _LOOK_PAUSE_S = 0.2
+_OTHERS_S = 60.0  # so long parts of other nodes, which may never come, keep a slot of what is at rest here
 _MOST_NAMED = 100
 
 # A slot and the generation in it.
@@ -129,6 +130,8 @@ class Queue:
         # Of a job on several nodes nobody here may know which step all of them hold: it is one of these.
         is_alone = complete is None if node.world is None else node.world == len(node.ranks)
         for rows in found[: 1 if is_alone else None]:
+            if all(each.is_persisted for each in rows):
+                return  # it is committed, and what is older is not needed
             order = rows[0].order
             if complete is not None and not is_alone and order < complete:
                 continue  # all nodes have a newer one
@@ -487,6 +490,9 @@ class Queue:
     def _waits(self, job: StepJob, outcome: StepOutcome) -> None:
         job.looks += 1
         job.retry_at = job.tried_at + look_again_s(job.looks)
+        job.rests_since = job.rests_since or job.tried_at
+        for each in job.members() if job.tried_at - job.rests_since > _OTHERS_S else ():
+            each.slot.set_failed(each.generation, errno.ETIMEDOUT)
         self._note_written(job, outcome)
         if job.stored is not None:
             self._drop(job)

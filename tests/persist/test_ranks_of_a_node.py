@@ -15,6 +15,7 @@ from flashckpt.keeper.run_folder import RunFolder
 from flashckpt.keeper.trainers import ExitRule, Roster, Trainer
 from flashckpt.memory.runtime import LifeLock, TrainerLocks, trainer_lock_name
 from flashckpt.memory.slot import Slot, SlotState
+from flashckpt.persist import queue
 from flashckpt.persist.job import JobState
 from flashckpt.store.local import LocalStore
 from tests.persist.node import MakeNode, Node, begun, files, is_whole, until_told
@@ -118,6 +119,41 @@ def test_a_void_step_ends_whatever_is_at_rest_of_it(nodes: MakeNode, store: Loca
     for node in (first, second):
         assert node.queue.waiting() == []
         assert not node.queue.is_pending()
+
+
+def test_a_part_that_waits_for_ever_takes_no_slot_away(
+    nodes: MakeNode, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other node has lost its snapshot of it (torn, or overwritten after a failure): what is at rest here
+    does not need its slot, and where there are two of them, nothing could ever be captured again."""
+    first, second = nodes((0,), 2), nodes((1,), 2)
+    [slot] = first.seal(5)
+    first.run()
+    until_told(first, (5, JobState.PART_WRITTEN))
+    assert slot.failed[0] != slot.state().generation, "the other nodes may be slower"
+    monkeypatch.setattr(queue, "_OTHERS_S", 0.0)
+    while slot.failed[0] != slot.state().generation:
+        first.run()
+    for step in (6, 7, 8):
+        first.seal(step, persist=False)
+    assert first.queue.waiting(for_others=True) == [5]
+    second.seal(5)
+    second.run()
+    until_told(first, (5, JobState.COMMITTED))
+    assert is_whole(store, 5, first.attempt, 2)
+
+
+def test_nothing_older_than_what_is_committed_is_saved_of_the_dead(nodes: MakeNode) -> None:
+    """Also at the end of a run in order: each node would write what others lack."""
+    node = nodes((0,), 2)
+    for step in (4, 5):
+        node.seal(step, persist=False)
+    [slot] = node.seal(6, persist=False)
+    slot.set_persisted(slot.state().generation)
+    node.ranks[0].ring.set_complete(node.attempt.number, 4)
+    node.queue.rescue(0)
+    node.run()
+    assert node.told == []
 
 
 def test_the_complete_one_goes_first_where_nobody_ever_spoke_to_the_keeper(nodes: MakeNode) -> None:
