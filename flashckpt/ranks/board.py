@@ -179,8 +179,9 @@ class Row:
 
     @property
     def saves(self) -> dict[int, Call]:
-        """The newest calls of save(), by boundary."""
-        words = [self._load(_Of.SAVES + _WORD * index) for index in range(MOST_SAVES)]
+        """The newest calls of save(), by boundary. One that was put off to its boundary may be waited for
+        before: then that call holds."""
+        words = sorted(self._load(_Of.SAVES + _WORD * index) for index in range(MOST_SAVES))
         return {word >> 2: Call(word & 3) for word in words if word}
 
     @property

@@ -221,7 +221,7 @@ class Persists:
     def __init__(self, pace: Pace, steps: int) -> None:
         self._pace, self._steps = pace, steps
         self.asked: deque[int] = deque(maxlen=MOST_OPEN)
-        self._awaited = self._noted = 0
+        self._awaited = self._noted = self._forgotten = 0
 
     def look(self, found: Found, own: NodeMessage, saves: Saves) -> None:
         """own: of rank 0's node, which says what was persisted: a step is, once it is on all ranks."""
@@ -235,7 +235,10 @@ class Persists:
                 self._noted = ordered
                 self._pace.persist_due(ordered)
             is_due = self._pace.persist_due(-1)
+            # For saves that came too fast to be told apart: the newest that all have, one after the other.
+            is_due = is_due or (saves.forgotten > self._forgotten and not self._awaited)
             if is_due or ordinal in saves.ordered:
+                self._forgotten = saves.forgotten
                 self.asked.append(ordinal)
                 self._awaited = ordinal
                 self._pace.persist_asked()
@@ -372,32 +375,44 @@ class Stops:
 class Saves:
     """Whether save() was called on all ranks alike. `agreed`: the newest boundary that all are at because all
     called it outside of an iteration; `ordered`: the newest that are to be persisted once they are complete;
-    `refused`: the newest at which some called and others did not."""
+    `refused`: the newest at which some called and others did not; `forgotten`: the newest of which not all
+    calls are known any more, since they came faster than messages."""
 
     def __init__(self, nodes: Sequence[tuple[int, ...]]) -> None:
         self._nodes = nodes
-        self.agreed = 0
+        self.agreed = self.forgotten = 0
         self.ordered: deque[int] = deque(maxlen=MOST_OPEN)
         self.refused: deque[Refused] = deque(maxlen=MOST_SAVES)
         self._refused_until = 0
 
     def look(self, known: Sequence[NodeMessage]) -> None:
-        called = {save.ordinal for each in known for save in each.saves}
-        for ordinal in sorted(called):
-            is_known = all(each.saves_since <= ordinal for each in known)
-            if ordinal > self._refused_until and ordinal not in self.ordered and is_known:
+        saves = [save for each in known for save in each.saves]
+        outside = {save.ordinal for save in saves if save.call is Call.OUTSIDE}
+        for ordinal in sorted({save.ordinal for save in saves}):
+            is_answered = ordinal in self.ordered and (ordinal not in outside or ordinal <= self.agreed)
+            if ordinal <= self._refused_until or is_answered:
+                continue
+            if all(each.saves_since <= ordinal for each in known):
                 self._judge(ordinal, known)
+            else:
+                self.forgotten = max(self.forgotten, ordinal)
 
     def _judge(self, ordinal: int, known: Sequence[NodeMessage]) -> None:
         rows = [self._of_node(ordinal, *pair) for pair in zip(self._nodes, known, strict=True)]
-        caller = next(each.caller for each in rows if each.caller != NONE)
-        calls = {each.call for each in rows if each.caller != NONE}
+        call = max(each.call for each in rows if each.caller != NONE)
+        caller = next(each.caller for each in rows if each.caller != NONE and each.call is call)
         without = [(not each.is_over, each.absent) for each in rows if each.absent != NONE]
-        if not without and len(calls) == 1 and Call.MIXED not in calls:
-            self.ordered.append(ordinal)
-            self.agreed = ordinal if calls == {Call.OUTSIDE} else self.agreed
+        without += [  # they may yet wait for what they have called for
+            (message.entered_high < ordinal, each.caller)
+            for each, message in zip(rows, known, strict=True)
+            if each.caller != NONE and each.call is not call
+        ]
+        if not without:
+            if ordinal not in self.ordered:
+                self.ordered.append(ordinal)
+            self.agreed = max(self.agreed, ordinal if call is Call.OUTSIDE else 0)
             return
-        to_come, absent = min(without, default=(False, NONE))
+        to_come, absent = min(without)
         if not to_come or any(each.withdrawn[0] == ordinal for each in known):
             self.refused.append(Refused(ordinal, caller, absent))
             self._refused_until = ordinal

@@ -114,14 +114,14 @@ def _saves(
     """The newest boundaries for which a rank has called save(), and the newest of those that are left out."""
     found, called = [], sorted(set().union(*saves))
     for ordinal in called[-MOST_SAVES:]:
-        calls = {of[ordinal] for of in saves if ordinal in of}
-        caller = next(row.rank for row, of in zip(rows, saves, strict=True) if ordinal in of)
+        # Who has called it in an iteration may yet wait for it, as others do.
+        call = max(of[ordinal] for of in saves if ordinal in of)
+        caller = next(row.rank for row, of in zip(rows, saves, strict=True) if of.get(ordinal) == call)
         without = [
             (at < ordinal, row.rank)
             for row, of, at in zip(rows, saves, entered, strict=True)
-            if ordinal not in of
+            if of.get(ordinal) != call
         ]
         to_come, absent = min(without, default=(True, NONE))
-        call = calls.pop() if len(calls) == 1 else Call.MIXED
         found.append(Save(ordinal, call, caller, absent, not to_come))
     return tuple(found), max(called[:-MOST_SAVES], default=-1)

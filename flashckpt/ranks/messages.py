@@ -89,16 +89,16 @@ class Answer(IntEnum):
 
 
 class Call(IntEnum):
-    """Where save() was called: for the next boundary, or as one of its own. MIXED: ranks differ in it."""
+    """Where save() was called: for the next boundary, or as one of its own. The second may follow the first,
+    and then takes its place."""
 
     INSIDE = 1
     OUTSIDE = 2
-    MIXED = 3
 
 
 class Save(NamedTuple):
-    """A call of save() for the boundary `ordinal` on ranks of one node. `caller` is one that called, `absent`
-    one that has not, or NONE; `is_over`: it has entered that boundary, so that it never will."""
+    """A call of save() for the boundary `ordinal` on ranks of one node. `caller` is one that called so,
+    `absent` one that has not, or NONE; `is_over`: it has entered that boundary, so that it never will."""
 
     ordinal: int
     call: Call

@@ -8,7 +8,7 @@ import threading
 
 from flashckpt.ranks.board import Board, Row
 from flashckpt.ranks.leader import Leader
-from flashckpt.ranks.messages import NONE, Announcement, Call, Save
+from flashckpt.ranks.messages import Announcement, Call, Save
 from flashckpt.ranks.snapshots import judged_until
 
 RACES = 20_000
@@ -95,7 +95,7 @@ def test_calls_of_save_are_known_or_known_not_to_be() -> None:
         Save(4, Call.INSIDE, 0, 1, True),
         Save(5, Call.INSIDE, 0, 1, True),
         Save(6, Call.INSIDE, 0, 1, True),
-        Save(7, Call.MIXED, 0, NONE, False),
+        Save(7, Call.OUTSIDE, 1, 0, False),
     )
 
 
