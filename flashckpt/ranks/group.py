@@ -175,6 +175,8 @@ class Ranks:
         self._job = None
 
     def close(self) -> None:
+        if self._job is not None:
+            self._job.leave()
         self._job = self.store = None
 
 

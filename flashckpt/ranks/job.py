@@ -112,6 +112,25 @@ class Job:
         told: T = self.agree(what, done, lambda rows: rows[0])
         return told
 
+    def leave(self) -> None:
+        """This rank ends and waits for nobody, as at an interrupt: the others hear of it where they wait for
+        it. Nothing where all have been told of an error."""
+        if self.failed:
+            return
+        self.failed = True
+        why = "it has left attach before all ranks had attached: it was interrupted, or lost the others."
+        failed = ["RunError", why]
+        # Also of the round before: it may not be decided yet.
+        numbers = range(max(0, self._asked - 1), self._asked + 1)
+        said = {f"{number}/{self.rank}": {"failed": failed} for number in numbers}
+        decided = {f"{number}/decided": {"failed": [[self.rank, *failed]]} for number in numbers}
+        try:
+            self._store_all(said | (decided if self.rank == 0 else {}))
+            for number in numbers:
+                self.store.add(f"{number}/heard", 1)  # rank 0 does not stay for this one
+        except RuntimeError as error:
+            log.debug("the ranks' store is gone: %s", error)
+
     def _fail(self, what: str, error: Exception, patience_s: float | None) -> None:
         """Tell all that this rank ends. Where others ended with another error, that is raised."""
         told = {"failed": [type(error).__name__, str(error)]}
@@ -151,7 +170,7 @@ class Job:
             rows = [json.loads(each) for each in self._awaited(keys, what, patience_s)]
             failures = [Failure(rank, *row["failed"]) for rank, row in enumerate(rows) if "failed" in row]
             if not failures:
-                told = decide([row["said"] for row in rows])
+                told = _decided(what, decide, [row["said"] for row in rows])
         except FlashckptError as error:
             failures = [Failure(None, type(error).__name__, str(error))]
         answer: dict[str, Any] = {"decided": told}
@@ -264,6 +283,20 @@ def _node_key(environment: Environment, rank: int) -> str:
 
 def _node_path(key: str) -> str:
     return f"node/{key}"
+
+
+def _decided(what: str, decide: Decide, said: list[Any]) -> Any:
+    try:
+        return decide(said)
+    except FlashckptError:
+        raise
+    except Exception as error:
+        log.exception("%s", what)
+        raise RunError(
+            f"What the ranks said could not be judged ({what}: {type(error).__name__}: {error}). Nothing was "
+            "loaded or changed by that. This is a fault of flashckpt: please report it, with the traceback "
+            "that rank 0 has logged."
+        ) from error
 
 
 def _raised(failures: list[Failure], world: int) -> FlashckptError:

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from flashckpt.errors import MismatchError, OptionError, OutOfRoomError, RunError
+from flashckpt.options import Environment
 from flashckpt.ranks import job
+from flashckpt.ranks.group import Ranks
 from flashckpt.ranks.job import Job
 from tests.ranks.together import each_rank
 
@@ -120,3 +122,40 @@ def test_rank_0_that_is_gone_is_said() -> None:
     alone = Job(1, 2, Gone())  # type: ignore[arg-type]
     with pytest.raises(RunError, match="rank 0 serves"):
         alone.agree("a sum", 1, sum)
+
+
+def test_a_fault_in_what_rank_0_decides_is_told_to_all_at_once() -> None:
+    def deed(job: Job) -> Any:
+        return job.together("loading", lambda: job.agree("a sum", "word", sum))
+
+    for error in each_rank(WORLD, deed, patience_s=30.0):
+        assert type(error) is RunError
+        assert "could not be judged (a sum: TypeError" in str(error)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("rank", range(WORLD))
+def test_an_interrupted_rank_is_waited_for_by_nobody(rank: int, inside: bool) -> None:
+    """Before it has said a word in a round, or in the middle of what the others agree on."""
+
+    def deed(job: Job) -> Any:
+        group = Ranks(Environment(rank=job.rank, world=WORLD), job)
+
+        def mine() -> None:
+            if inside:
+                job.agree("a sum", 1, sum)
+            if job.rank == rank:
+                raise KeyboardInterrupt
+            job.agree("another sum", 1, sum)
+
+        try:
+            return group.together("loading", mine)
+        except KeyboardInterrupt:
+            group.close()
+            return "interrupted"
+
+    found = each_rank(WORLD, deed)
+    assert found.pop(rank) == "interrupted"
+    for error in found:
+        assert type(error) is RunError
+        assert f"rank {rank} of {WORLD}: it has left attach" in str(error)
