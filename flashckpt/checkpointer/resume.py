@@ -49,9 +49,10 @@ from flashckpt.state.objects import is_container
 from flashckpt.state.tree import Tree
 from flashckpt.store import open_store
 
-# How long a keeper that writes nothing is waited for where something newer is in memory than all ranks can
-# read.
-_SAVING_PATIENCE_S, _LOOK_S = 10.0, 0.05
+# How long a keeper is waited for where something newer is in memory than all ranks can read: one whose file
+# makes no progress (it may be synced), one that writes nothing, one that has written all but for the parts of
+# other nodes.
+_WRITING_PATIENCE_S, _SAVING_PATIENCE_S, _OTHERS_PATIENCE_S, _LOOK_S = 120.0, 10.0, 5.0, 0.05
 # What each rank may have its own of: its devices, its machine.
 _OWN_OPTIONS = {"device_memory", "streams", "notice_file", "threads"}
 
@@ -231,7 +232,10 @@ def _resume(
         layout = LiveLayout(tree, rank, session.environment.world)
         fits = partial(_check, tree)
         save = partial(_saved_by_keeper, session)
-        choice = StepChoice(session.store, mapped, rank, fits, threads, group.voter(), early, layout, save)
+        is_unsaved = partial(_is_unsaved, session, mapped)
+        choice = StepChoice(
+            session.store, mapped, rank, fits, threads, group.voter(), early, layout, save, is_unsaved
+        )
         refused = choice.refused
         loaded = choice.choose()
 
@@ -263,18 +267,30 @@ def _start(session: Session, *begins: Any, from_memory: bool = False) -> None:
         session.group.together("where the attempt begins", start if session.leads is leads else _nothing)
 
 
+def _is_unsaved(session: Session, survived: list[Held]) -> bool:
+    """Whether this node's keeper is to save something newer than all that this rank has in memory: it may be
+    of ranks that are on other nodes now."""
+    if session.environment.world == 1:
+        return False
+    own = max((held.step for held in survived), default=-1)
+    return any(step > own for step in session.keeper.status().waiting)
+
+
 def _saved_by_keeper(session: Session) -> None:
     """Wait until this node's keeper has saved what it can of what dead trainers left: ranks that are others
     now, or elsewhere, find it in storage. Not for one that makes no progress."""
     moved_s, before = time.monotonic(), (-1, 0)
     while True:
         status = session.keeper.status(awaited=True)
-        if status.persisting is None and not set(status.waiting) - set(status.for_others):
+        if not status.waiting:
             return
         now, progress = time.monotonic(), (status.progress_bytes, len(status.committed))
         moved_s, before = (now, progress) if progress != before else (moved_s, before)
-        if now - moved_s > _SAVING_PATIENCE_S:
-            log.warning("steps %s are still only in memory, and are not waited for", status.waiting)
+        patience_s = (
+            _SAVING_PATIENCE_S if set(status.waiting) - set(status.for_others) else _OTHERS_PATIENCE_S
+        )
+        if now - moved_s > (patience_s if status.persisting is None else _WRITING_PATIENCE_S):
+            log.warning("steps %s are not all in storage yet, and are waited for no longer", status.waiting)
             return
         time.sleep(_LOOK_S)
 

@@ -160,7 +160,9 @@ class RanksVoter:
         has something newer."""
         mine = [has_more, [_row(each) for each in own[:MOST_CANDIDATES]]]
         decide = partial(_decide, is_saved=is_saved)
-        found, said = self._job.agree("which steps all ranks can read", mine, decide)
+        # The other nodes' keepers may have had as much to save as storage takes time for.
+        patience_s = LOADING_PATIENCE_S if is_saved else None
+        found, said = self._job.agree("which steps all ranks can read", mine, decide, patience_s=patience_s)
         if found is None:
             return None
         if said:

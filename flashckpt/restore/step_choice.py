@@ -150,7 +150,8 @@ class StepChoice:
     `survived` are the slots in which this node's keeper found sealed snapshots. `refused` gathers one
     sentence for each candidate that could not be used. `fits` is asked of each that is whole, `voter` of
     every content that was tried. `early` may have read a step already. `layout` is that of the live state.
-    `save` has the keeper save what dead trainers left in memory, as far as it can.
+    `save` has the keeper save what dead trainers left in memory, as far as it can; `is_unsaved` is whether
+    there is something newer of that than what survived.
     """
 
     def __init__(
@@ -164,9 +165,10 @@ class StepChoice:
         early: EarlyRead | None = None,
         layout: Layouts | None = None,
         save: Callable[[], None] = lambda: None,
+        is_unsaved: Callable[[], bool] = lambda: False,
     ) -> None:
         self._store, self._survived, self._rank = store, survived, rank
-        self._layout, self._save = layout or AsItWas(), save
+        self._layout, self._save, self._is_unsaved = layout or AsItWas(), save, is_unsaved
         self._fits, self._threads, self._early = fits, threads, early
         self._voter = voter or AloneVoter()
         self._tried: Candidate | None = None
@@ -209,7 +211,8 @@ class StepChoice:
 
     def _contents(self, *, is_saved: bool) -> Sequence[Sequence[Candidate]] | None:
         own = self._patiently("its steps", self.candidates)
-        return self._voter.common(own, has_more=len(self._usable()) < len(self._survived), is_saved=is_saved)
+        has_more = not is_saved and (len(self._usable()) < len(self._survived) or self._is_unsaved())
+        return self._voter.common(own, has_more=has_more, is_saved=is_saved)
 
     def _usable(self) -> list[Held]:
         """The snapshots in memory of which this rank needs nothing but what it has of them itself."""

@@ -378,3 +378,17 @@ def test_what_a_keeper_saves_while_it_is_waited_for_is_found(run: Path) -> None:
     assert loaded.snapshot.step == 4
     assert asked == [[2], [4, 2]]
     loaded.drop()
+
+
+def test_what_a_keeper_saves_for_other_ranks_is_waited_for(run: Path) -> None:
+    path = run / manifest_path(4, newest(run).attempt)
+    data = path.read_bytes()
+    path.unlink()
+    choice = step_choice.StepChoice(
+        open_store(run), [], 0, lambda snapshot: None, 1,
+        save=lambda: path.write_bytes(data), is_unsaved=lambda: True,
+    )  # fmt: skip
+    loaded = choice.choose()
+    assert loaded is not None
+    assert loaded.snapshot.step == 4
+    loaded.drop()

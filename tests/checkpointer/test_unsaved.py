@@ -1,0 +1,69 @@
+"""What only the memory of dead ranks has, and who waits until it is in storage. The keeper's words are a
+test's; what is made of them is the resume's."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flashckpt.checkpointer import resume
+from flashckpt.keeper.protocol import Status
+from flashckpt.options import Environment
+
+
+class Saying:
+    """A session whose keeper says these, one after the other, and the last one from then on."""
+
+    def __init__(self, *said: Status, world: int = 2) -> None:
+        self.keeper, self.environment = self, Environment(world=world)
+        self._said, self.asked = list(said), 0
+
+    def status(self, *, awaited: bool = False) -> Status:
+        self.asked += 1
+        return self._said.pop(0) if len(self._said) > 1 else self._said[0]
+
+
+def held(*steps: int) -> list[Any]:
+    return [SimpleNamespace(step=step) for step in steps]
+
+
+@pytest.mark.parametrize(
+    ("waiting", "own", "world", "is_unsaved"),
+    [
+        ((7,), (), 2, True),
+        ((7,), (4,), 2, True),
+        ((7,), (7,), 2, False),
+        ((4,), (7,), 2, False),
+        ((), (), 2, False),
+        ((7,), (), 1, False),
+    ],
+)
+def test_what_a_keeper_is_to_save_for_ranks_that_are_elsewhere_now_is_no_ranks_own(
+    waiting: tuple[int, ...], own: tuple[int, ...], world: int, is_unsaved: bool
+) -> None:
+    session: Any = Saying(Status(waiting=waiting), world=world)
+    assert resume._is_unsaved(session, held(*own)) is is_unsaved
+
+
+def test_the_parts_of_other_nodes_are_waited_for() -> None:
+    """The last of them may be written a moment later, or by a keeper of a node without trainers."""
+    session: Any = Saying(Status(persisting=7, waiting=(7,)), Status(waiting=(7,), for_others=(7,)), Status())
+    resume._saved_by_keeper(session)
+    assert session.asked == 3
+
+
+def test_a_part_that_never_comes_is_waited_for_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resume, "_OTHERS_PATIENCE_S", 0.1)
+    session: Any = Saying(Status(waiting=(7,), for_others=(7,)))
+    resume._saved_by_keeper(session)
+    assert session.asked > 1
+
+
+def test_a_file_that_is_synced_is_no_keeper_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resume, "_SAVING_PATIENCE_S", 0.0)
+    writing = [Status(persisting=7, waiting=(7,), progress_bytes=1)] * 4
+    session: Any = Saying(*writing, Status(committed=(7,)))
+    resume._saved_by_keeper(session)
+    assert session.asked == 5
