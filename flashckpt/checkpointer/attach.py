@@ -98,7 +98,7 @@ def _attach(
     """`check`, which is told whether all is switched off, raises what is wrong with the loop, and gives what
     ranks must have alike of it. Several ranks are told of an error once they have met, and raise it all."""
     is_off = not enabled or is_switched_off()
-    alone = is_off or Environment.read().world == 1
+    alone = is_off or not _is_one_of_several()
     if alone:
         check(is_off)
         check_call(every, persist_every, keep, options)
@@ -124,6 +124,13 @@ def _attach(
     finally:
         if early is not None:
             early.close()
+
+
+def _is_one_of_several() -> bool:
+    """By the launcher's word, or by that of a process group; imports nothing for that."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    is_there = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    return Environment.read().world > 1 or (is_there and distributed.get_world_size() > 1)
 
 
 def _no_loop(is_off: bool) -> dict[str, str]:
