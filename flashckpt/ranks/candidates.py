@@ -170,6 +170,12 @@ class RanksVoter:
         contents = [Content(*each) for each in found]
         return [[each for each in own if _is_of(each, content)] for content in contents]
 
+    def saved(self) -> None:
+        """This node's keeper has saved what it can. Returns when all have: who lists the steps before that
+        may lack one that others find."""
+        what = "what only memory has, saved"
+        self._job.agree(what, None, lambda rows: None, patience_s=LOADING_PATIENCE_S)
+
     def vote(self, ballot: Ballot) -> bool:
         """Whether all ranks could load it. One that ends says so by raising, to all of them."""
         if ballot.ends:

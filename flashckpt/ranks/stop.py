@@ -28,6 +28,9 @@ class Asked(Protocol):
     reason: str | None
     deadline_s: float
 
+    def hurry(self, patience_s: float, /) -> None:
+        """From now on nothing waits longer than this, in seconds."""
+
 
 class StopPolicy:
     """Whether a loop ends at a boundary, and why. A rank alone stops at the first boundary after a signal, a
@@ -138,6 +141,8 @@ class JointStop(StopPolicy):
                     "goes on alone. What is sealed is whole; a step counts if all ranks have it",
                     "rank 0 is gone" if self._board.is_lost else "not all have answered in time",
                 )
+                # Who did not answer may write no part any more: the end of the loop does not wait for it.
+                self._signals.hurry(self._grace_s)
                 return True
             self._sleep(_PAUSE_S)
             until_s = min(until_s, self._signals.deadline_s)  # a signal may come meanwhile

@@ -101,6 +101,9 @@ class Voter(Protocol):
         where some node has such, unless keepers have saved what they can (`is_saved`): once they have, all
         are asked again."""
 
+    def saved(self) -> None:
+        """This node's keeper has saved what it can. Returns when those of all nodes have."""
+
     def vote(self, ballot: Ballot) -> bool:
         """Told of each content that was tried here; whether all could load it."""
 
@@ -112,6 +115,9 @@ class AloneVoter:
         self, own: Sequence[Candidate], *, has_more: bool, is_saved: bool
     ) -> Sequence[Sequence[Candidate]] | None:
         return None if has_more and not is_saved else [[each] for each in own]
+
+    def saved(self) -> None:
+        pass
 
     def vote(self, ballot: Ballot) -> bool:
         return ballot.could
@@ -194,6 +200,7 @@ class StepChoice:
         contents = self._contents(is_saved=False)
         if contents is None:
             self._save()
+            self._voter.saved()
             contents = self._contents(is_saved=True) or ()
         for content in contents:
             if (taken := self._try(content)) is not None:

@@ -147,7 +147,7 @@ def test_a_rank_that_died_is_promised_for_by_its_node() -> None:
 
 def test_a_thousand_ranks() -> None:
     job = SimulatedJob(7, Conditions(nodes=128, ranks=8, iteration_s=1.0, look_s=0.8, misses=0.0001))
-    job.run(14.0)
+    job.run(26.0)
     assert len(job.complete) > 1
     job.by_rank[777].row.ask_stop(15)
     job.run(60.0, lambda: job.all_ended)

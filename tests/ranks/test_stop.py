@@ -18,6 +18,10 @@ from flashckpt.ranks.stop import JointStop
 class Asked:
     reason: str | None = None
     deadline_s = math.inf
+    patience_s = math.inf
+
+    def hurry(self, patience_s: float) -> None:
+        self.patience_s = patience_s
 
 
 class Rank:
