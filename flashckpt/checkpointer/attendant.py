@@ -396,7 +396,9 @@ class Attendant:
         self._hurried = hurried
         self._woken.set()
         try:
-            moved_s, advance = time.monotonic(), Advance(self.status, step)
+            # Parts of ranks that are gone never come: they are not given minutes.
+            others = step if self._pacing.awaits_others else None
+            moved_s, advance = time.monotonic(), Advance(self.status, others)
             with self._answered:
                 while not done():
                     self._answered.wait(min(_TICK_S, max(0.0, self.deadline_s - time.monotonic())))

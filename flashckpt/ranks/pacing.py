@@ -90,6 +90,10 @@ class Pacing(Protocol):
     def outcome(self, ordinal: int, until_s: float) -> Outcome:
         """Waits for it until this monotonic time."""
 
+    @property
+    def awaits_others(self) -> bool:
+        """Whether the other ranks live, as far as is known, and may still write their parts."""
+
     def close(self, *, closed: bool) -> None:
         """The run is let go, in order (`closed`) or not. A second call does nothing."""
 
@@ -129,6 +133,10 @@ class OwnPace:
 
     def outcome(self, ordinal: int, until_s: float) -> Outcome:
         return Outcome(is_known=False, newest=0)
+
+    @property
+    def awaits_others(self) -> bool:
+        return True
 
     def close(self, *, closed: bool) -> None:
         pass
@@ -244,6 +252,11 @@ class JointPace:
                 return Outcome(is_known=False, newest=0)
             time.sleep(_PAUSE_S)
         return Outcome(True, max((each for each in announced.complete if each <= ordinal), default=0))
+
+    @property
+    def awaits_others(self) -> bool:
+        is_unconfirmed = self._stop is not None and self._stop.is_unconfirmed
+        return not (is_unconfirmed or self._board.is_lost)
 
     def close(self, *, closed: bool) -> None:
         if not self._closed:

@@ -93,6 +93,7 @@ class JointStop(StopPolicy):
         self._board, self._row, self._grace_s = board, row, grace_s
         self._clock, self._sleep = clock, sleep
         self._ends_at: int | None = None
+        self.is_unconfirmed = False  # it ended without an answer: who did not give one may be dead
 
     @property
     def reason(self) -> str | None:
@@ -141,7 +142,7 @@ class JointStop(StopPolicy):
                     "goes on alone. What is sealed is whole; a step counts if all ranks have it",
                     "rank 0 is gone" if self._board.is_lost else "not all have answered in time",
                 )
-                # Who did not answer may write no part any more: the end of the loop does not wait for it.
+                self.is_unconfirmed = True
                 self._signals.hurry(self._grace_s)
                 return True
             self._sleep(_PAUSE_S)

@@ -88,6 +88,8 @@ def test_it_never_goes_on_alone(rank: Rank) -> None:
     """Nobody answers: at the end of the grace period it ends where it has promised to."""
     assert promised(rank, 3, lambda: None) == [False, False, True]
     assert 60.0 <= rank.now_s < 63.0
+    assert rank.policy.is_unconfirmed
+    assert rank.asked.patience_s == 60.0
 
 
 def test_it_waits_no_longer_than_a_signal_that_comes_meanwhile_allows(rank: Rank) -> None:
