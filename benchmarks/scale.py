@@ -40,7 +40,7 @@ from flashckpt.format.names import (
 )
 from flashckpt.format.parts import CHUNK_BYTES, Part, PartHead, RankRecord, ShardRecord
 from flashckpt.options import Keep
-from flashckpt.restore.step_leaves import Region
+from flashckpt.restore.step_leaves import BoxRegion
 from flashckpt.restore.step_ranks import StepRanks
 from flashckpt.store.local import LocalStore
 
@@ -252,7 +252,7 @@ def reshard(run: Simulation) -> Callable[[], object]:
     """What a rank of half as many does to know what to read of whom: the pieces of all its boxes."""
     attempt, world, rank = run.attempt, run.world // 2, run.world // 4 - 3
     leaves = [leaf for leaf in leaves_of(rank, world) if leaf.num_bytes]
-    wanted = [(leaf.name, Region.of(leaf)) for leaf in leaves]
+    wanted = [(leaf.name, BoxRegion.of(leaf)) for leaf in leaves]
 
     def deed() -> None:
         record = steps.read_step(run.store, STEPS[-1], attempt, {rank})

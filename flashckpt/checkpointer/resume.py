@@ -37,7 +37,8 @@ from flashckpt.format.names import AttemptName
 from flashckpt.keeper.client import SlotGrant
 from flashckpt.memory.slot import Slot
 from flashckpt.options import Environment, Keep, Options, check_call
-from flashckpt.ranks.group import Cadence, Group, join
+from flashckpt.ranks.group import Group, join
+from flashckpt.ranks.pacing import Cadence
 from flashckpt.restore.filling import check_fits, fill
 from flashckpt.restore.memory_tier import Held
 from flashckpt.restore.other_layout import LiveLayout

@@ -57,14 +57,14 @@ class _Of(IntEnum):
     SEALED = 320
 
 
-class Progress(NamedTuple):
+class LoopProgress(NamedTuple):
     """The newest boundary that a rank has entered, and the one that it has promised not to pass, or NONE."""
 
     entered: int
     limit: int
 
 
-class Row:
+class RankRow:
     """The words of one rank."""
 
     def __init__(self, memory: memoryview, offset: int, rank: int) -> None:
@@ -74,9 +74,9 @@ class Row:
     # ---- progress and limit
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> LoopProgress:
         word = self._load(_Of.PROGRESS)
-        return Progress(word & _MASK, word >> 32)
+        return LoopProgress(word & _MASK, word >> 32)
 
     def enter(self, ordinal: int, step: int) -> bool:
         """The training thread enters a boundary. False where a promise keeps it from that."""
@@ -85,7 +85,7 @@ class Row:
             found = self.progress
             if ordinal > found.limit:
                 return False
-            if self._change(found, Progress(ordinal, found.limit)):
+            if self._change(found, LoopProgress(ordinal, found.limit)):
                 return True
 
     def promise(self, limit: int) -> bool:
@@ -95,16 +95,16 @@ class Row:
             found = self.progress
             if found.entered >= limit:
                 return False
-            if self._change(found, Progress(found.entered, limit)):
+            if self._change(found, LoopProgress(found.entered, limit)):
                 return True
 
     def lift(self, limit: int) -> None:
         """The promise is taken back, if it is still this one."""
         while (found := self.progress).limit == limit:
-            if self._change(found, Progress(found.entered, NONE)):
+            if self._change(found, LoopProgress(found.entered, NONE)):
                 return
 
-    def _change(self, found: Progress, desired: Progress) -> bool:
+    def _change(self, found: LoopProgress, desired: LoopProgress) -> bool:
         address = self._address + _Of.PROGRESS
         return _native.compare_exchange(address, _packed(found), _packed(desired))
 
@@ -254,7 +254,7 @@ class Board:
         assert len(view) >= self.num_bytes(len(ranks)), "a board that is too short"
         self._view, self._address = view, _native.address_of(view)
         self.ranks = tuple(ranks)
-        self.rows = [Row(view, _PAGE + _ROW_BYTES * index, rank) for index, rank in enumerate(self.ranks)]
+        self.rows = [RankRow(view, _PAGE + _ROW_BYTES * index, rank) for index, rank in enumerate(self.ranks)]
         self._read = 0
         self._announced = Announcement()
 
@@ -266,9 +266,9 @@ class Board:
     def format(self) -> None:
         """The leader, before anybody else maps it: nobody has promised anything."""
         for row in self.rows:
-            _native.store(row._address + _Of.PROGRESS, _packed(Progress(0, NONE)))
+            _native.store(row._address + _Of.PROGRESS, _packed(LoopProgress(0, NONE)))
 
-    def row_of(self, rank: int) -> Row:
+    def row_of(self, rank: int) -> RankRow:
         return self.rows[self.ranks.index(rank)]
 
     # ---- what was announced
@@ -328,5 +328,5 @@ class Board:
         _native.store(self._address + offset, value)
 
 
-def _packed(progress: Progress) -> int:
+def _packed(progress: LoopProgress) -> int:
     return progress.limit << 32 | progress.entered

@@ -28,7 +28,7 @@ _PARTING_S = 5.0
 _TOLD = "pace/announced"
 
 
-class KeyValues(Protocol):
+class MessageStore(Protocol):
     """What is needed of a `TCPStore`."""
 
     def multi_get(self, keys: list[str], /) -> list[bytes]: ...
@@ -43,7 +43,7 @@ class Exchange:
     def __init__(
         self,
         board: Board,
-        store: KeyValues | None,
+        store: MessageStore | None,
         leader: int,
         decider: Decider | None,
         nodes: Sequence[tuple[int, ...]] = (),

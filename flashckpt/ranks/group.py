@@ -7,56 +7,21 @@ attach; what decides beside the loop (which boundaries are taken) is a `Pacing`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from flashckpt.capture.schedule import Every
 from flashckpt.errors import OptionError
 from flashckpt.format.names import AttemptName
 from flashckpt.memory.runtime import RuntimeFolder
-from flashckpt.options import Environment, Options
+from flashckpt.options import Environment
 from flashckpt.ranks import pacing, replicas
 from flashckpt.ranks.candidates import RanksVoter
 from flashckpt.ranks.job import LOADING_PATIENCE_S, Job, KeyValues, meet, placed
-from flashckpt.ranks.pacing import OwnPace, Pacing
+from flashckpt.ranks.pacing import Cadence, JobPlace, OwnPace, Pacing
 from flashckpt.ranks.replicas import Tables
 from flashckpt.restore.step_choice import AloneVoter, Voter
 
 T = TypeVar("T")
 _MOST_NAMED = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cadence:
-    """What the program asks for: see `flashckpt.attach`."""
-
-    every: Every
-    persist_every: str | int | None
-    options: Options
-
-
-class Together(Protocol):
-    """Each rank does something, and all know that all could."""
-
-    def __call__(self, what: str, deed: Callable[[], T], /) -> T: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """What a Pacing of several ranks is made of. `node` are the ranks of this node, the first of them its
-    leader; `nodes` those of all nodes, on rank 0 alone. `store` is the job's, on leaders alone, for as long
-    as rank 0 has the run; `runtime` the run's folder on this node. `together` and `led` are the group's."""
-
-    rank: int
-    world: int
-    node: tuple[int, ...]
-    nodes: tuple[tuple[int, ...], ...]
-    store: KeyValues | None
-    runtime: RuntimeFolder
-    attempt: AttemptName
-    cadence: Cadence
-    together: Together
-    led: Together
 
 
 class Group(Protocol):
@@ -157,7 +122,7 @@ class Ranks:
 
     def begin(self, runtime: RuntimeFolder, attempt: AttemptName, cadence: Cadence) -> Pacing:
         return pacing.begin(
-            Place(
+            JobPlace(
                 rank=self.environment.rank,
                 world=self.environment.world,
                 node=self.node,

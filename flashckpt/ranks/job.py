@@ -40,7 +40,7 @@ _MOST_NAMED = 8
 
 
 @dataclass(frozen=True)
-class Failure:
+class RankFailure:
     """Why a rank ends: `rank` is None for what is nobody's own fault."""
 
     rank: int | None
@@ -161,18 +161,18 @@ class Job:
             return decided["decided"]
         self.failed = True
         self._part(number)
-        raise _raised([Failure(*row) for row in decided["failed"]], self.world)
+        raise _raised([RankFailure(*row) for row in decided["failed"]], self.world)
 
     def _decide(self, number: int, what: str, decide: Decide, patience_s: float) -> None:
         failures, told = [], None
         try:
             keys = [f"{number}/{rank}" for rank in range(self.world)]
             rows = [json.loads(each) for each in self._awaited(keys, what, patience_s)]
-            failures = [Failure(rank, *row["failed"]) for rank, row in enumerate(rows) if "failed" in row]
+            failures = [RankFailure(rank, *row["failed"]) for rank, row in enumerate(rows) if "failed" in row]
             if not failures:
                 told = _decided(what, decide, [row["said"] for row in rows])
         except FlashckptError as error:
-            failures = [Failure(None, type(error).__name__, str(error))]
+            failures = [RankFailure(None, type(error).__name__, str(error))]
         answer: dict[str, Any] = {"decided": told}
         if failures:
             answer = {"failed": [[each.rank, each.kind, each.message] for each in failures[:_MOST_NAMED]]}
@@ -299,7 +299,7 @@ def _decided(what: str, decide: Decide, said: list[Any]) -> Any:
         ) from error
 
 
-def _raised(failures: list[Failure], world: int) -> FlashckptError:
+def _raised(failures: list[RankFailure], world: int) -> FlashckptError:
     """The error that all ranks raise. Of several, the first one's kind."""
     own = [each for each in failures if each.rank is not None]
     first = failures[0]

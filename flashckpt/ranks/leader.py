@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flashckpt.ranks.board import Board, Row
+from flashckpt.ranks.board import Board, RankRow
 from flashckpt.ranks.messages import (
     MOST_OPEN,
     MOST_SAVES,
@@ -99,7 +99,7 @@ class Leader:
         )
 
 
-def _missed(rows: Sequence[Row], sealed: Sequence[set[int]], judged: int) -> tuple[int, int]:
+def _missed(rows: Sequence[RankRow], sealed: Sequence[set[int]], judged: int) -> tuple[int, int]:
     """The newest boundary that some ranks have sealed and one has missed, and that one."""
     for ordinal in sorted(set().union(*sealed), reverse=True):
         without = next((row.rank for row, of in zip(rows, sealed, strict=True) if ordinal not in of), None)
@@ -109,7 +109,7 @@ def _missed(rows: Sequence[Row], sealed: Sequence[set[int]], judged: int) -> tup
 
 
 def _saves(
-    rows: Sequence[Row], entered: Sequence[int], saves: Sequence[dict[int, Call]]
+    rows: Sequence[RankRow], entered: Sequence[int], saves: Sequence[dict[int, Call]]
 ) -> tuple[tuple[Save, ...], int]:
     """The newest boundaries for which a rank has called save(), and the newest of those that are left out."""
     found, called = [], sorted(set().union(*saves))

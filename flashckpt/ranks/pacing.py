@@ -10,29 +10,66 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeVar
 
 from flashckpt import _native
-from flashckpt.capture.schedule import Pace, Schedule
+from flashckpt.capture.schedule import Every, Pace, Schedule
 from flashckpt.errors import BoundaryError, FlashckptError, OptionError, PersistError
 from flashckpt.events import log
+from flashckpt.format.names import AttemptName
+from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.memory.slot import Slot
+from flashckpt.options import Options
 from flashckpt.ranks.board import MOST_RANKS, Board
 from flashckpt.ranks.decisions import Decider
 from flashckpt.ranks.exchange import Exchange
+from flashckpt.ranks.job import KeyValues
 from flashckpt.ranks.messages import NONE, Announcement, Call, Refused
 from flashckpt.ranks.schedule import Followed
 from flashckpt.ranks.snapshots import Snapshots
 from flashckpt.ranks.stop import Asked, JointStop, StopPolicy
 
-if TYPE_CHECKING:
-    from flashckpt.ranks.group import Cadence, Place
+T = TypeVar("T")
 
 _PAUSE_S = 0.002
 # A call that is withdrawn is decided within a few rounds, unless rank 0 is gone.
 _WITHDRAWAL_S = 10.0
 _BOARD = "board-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cadence:
+    """What the program asks for: see `flashckpt.attach`."""
+
+    every: Every
+    persist_every: str | int | None
+    options: Options
+
+
+class Together(Protocol):
+    """Each rank does something, and all know that all could."""
+
+    def __call__(self, what: str, deed: Callable[[], T], /) -> T: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobPlace:
+    """What a Pacing of several ranks is made of. `node` are the ranks of this node, the first of them its
+    leader; `nodes` those of all nodes, on rank 0 alone. `store` is the job's, on leaders alone, for as long
+    as rank 0 has the run; `runtime` the run's folder on this node. `together` and `led` are the group's."""
+
+    rank: int
+    world: int
+    node: tuple[int, ...]
+    nodes: tuple[tuple[int, ...], ...]
+    store: KeyValues | None
+    runtime: RuntimeFolder
+    attempt: AttemptName
+    cadence: Cadence
+    together: Together
+    led: Together
 
 
 class SnapshotSlots(Protocol):
@@ -147,7 +184,7 @@ class JointPace:
 
     is_alone = False
 
-    def __init__(self, memory: _native.Mapping, place: Place, exchange: Exchange | None) -> None:
+    def __init__(self, memory: _native.Mapping, place: JobPlace, exchange: Exchange | None) -> None:
         options = place.cadence.options
         self._memory, self._node, self._rank = memory, place.node, place.rank
         self._grace_s, self._exchange = max(options.grace_s, 1.0), exchange
@@ -266,7 +303,7 @@ class JointPace:
                 self._exchange.close(in_order=closed)
 
 
-def begin(place: Place) -> Pacing:
+def begin(place: JobPlace) -> Pacing:
     """What decides beside the loops of several ranks. All of them call it, at the end of `attach`."""
     leads = place.rank == place.node[0]
     name = f"{_BOARD}{place.attempt}-{place.node[0]:05d}"
@@ -295,7 +332,7 @@ def begin(place: Place) -> Pacing:
     return JointPace(memory, place, exchange)
 
 
-def _make_board(place: Place, name: str) -> None:
+def _make_board(place: JobPlace, name: str) -> None:
     for old in place.runtime.names():
         if old.startswith(_BOARD):  # of a leader that was killed while it attached
             place.runtime.remove(old)
@@ -308,7 +345,7 @@ def _make_board(place: Place, name: str) -> None:
         os.close(descriptor)
 
 
-def _mapped(place: Place, name: str) -> _native.Mapping:
+def _mapped(place: JobPlace, name: str) -> _native.Mapping:
     descriptor = place.runtime.open_file(name)
     try:
         return _native.Mapping(descriptor, Board.num_bytes(len(place.node)))
@@ -316,7 +353,7 @@ def _mapped(place: Place, name: str) -> _native.Mapping:
         os.close(descriptor)
 
 
-def _exchange(place: Place, board: Board) -> Exchange:
+def _exchange(place: JobPlace, board: Board) -> Exchange:
     cadence, decider = place.cadence, None
     if place.rank == 0:
         decider = Decider(place.nodes, cadence.every, cadence.persist_every, cadence.options.overhead)

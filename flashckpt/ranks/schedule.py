@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flashckpt.capture.schedule import Budget
-from flashckpt.ranks.board import Row
+from flashckpt.ranks.board import RankRow
 from flashckpt.ranks.messages import Terms
 
 
@@ -14,7 +14,7 @@ class Followed:
     boundary qualifies: one that this rank could not take is missed, and void for all. Nothing is persisted
     before all have it, so no answer of this class asks for that."""
 
-    def __init__(self, row: Row, overhead: float, *, is_automatic: bool) -> None:
+    def __init__(self, row: RankRow, overhead: float, *, is_automatic: bool) -> None:
         self._row = row
         self.is_automatic, self.every_step = is_automatic, False
         self.budget = Budget(overhead)

@@ -14,19 +14,19 @@ from dataclasses import dataclass, field
 from flashckpt.capture.schedule import Budget
 from flashckpt.errors import DamagedError
 from flashckpt.memory.slot import Sealed, Slot, SlotState
-from flashckpt.ranks.board import Board, Row
+from flashckpt.ranks.board import Board, RankRow
 from flashckpt.ranks.messages import Announcement
 
 
 @dataclass
-class Held:
+class HeldBoundaries:
     """What stands in a rank's slots: snapshots of this attempt by boundary; whether one is being written."""
 
     sealed: dict[int, Sealed] = field(default_factory=dict)
     is_writing: bool = False
 
     @classmethod
-    def of(cls, slots: Iterable[Slot], attempt_number: int) -> Held:
+    def of(cls, slots: Iterable[Slot], attempt_number: int) -> HeldBoundaries:
         found = cls()
         for slot in slots:
             try:
@@ -54,7 +54,7 @@ class Snapshots:
     def __init__(
         self,
         board: Board,
-        row: Row,
+        row: RankRow,
         attempt_number: int,
         budget: Budget,
         clock: Callable[[], float] = time.monotonic,
@@ -69,7 +69,7 @@ class Snapshots:
     def look(self, slots: Sequence[Slot], writable: int) -> None:
         """One round. slots: all that the rank has; writable: how many of them captures may be written to."""
         settled, begun = self._row.settled, self._row.begun
-        held = Held.of(slots, self._attempt)
+        held = HeldBoundaries.of(slots, self._attempt)
         announced = self._board.announced
         self._time(begun, held)
         self._apply(announced, slots, held)
@@ -79,7 +79,7 @@ class Snapshots:
         self._row.publish(judged, {each for each in held.sealed if each > announced.decided})
         self._row.hear(announced.number)
 
-    def _apply(self, announced: Announcement, slots: Sequence[Slot], held: Held) -> None:
+    def _apply(self, announced: Announcement, slots: Sequence[Slot], held: HeldBoundaries) -> None:
         # Before the word that lets others be overwritten: what is to be persisted is not given away.
         for ordinal in announced.persist:
             self._ask(ordinal, held)
@@ -96,7 +96,7 @@ class Snapshots:
                 slot.set_complete(*self.complete)
         self._follow_persists(slots)
 
-    def _ask(self, ordinal: int, held: Held) -> None:
+    def _ask(self, ordinal: int, held: HeldBoundaries) -> None:
         sealed = held.sealed.get(ordinal)
         if sealed is None:
             return
@@ -116,7 +116,7 @@ class Snapshots:
                 continue
             del self._asked[ordinal]
 
-    def _time(self, begun: int, held: Held) -> None:
+    def _time(self, begun: int, held: HeldBoundaries) -> None:
         """How long the newest snapshot takes from its beginning to its seal, to the accuracy of a round."""
         if begun != self._begun:
             self._begun, self._begun_s = begun, self._clock()

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from flashckpt.events import log
-from flashckpt.ranks.board import Board, Row
+from flashckpt.ranks.board import Board, RankRow
 
 _PAUSE_S = 0.001
 # Beside the numbers of signals, which are below 65.
@@ -83,7 +83,7 @@ class JointStop(StopPolicy):
         self,
         signals: Asked,
         board: Board,
-        row: Row,
+        row: RankRow,
         grace_s: float,
         *,
         clock: Callable[[], float] = time.monotonic,

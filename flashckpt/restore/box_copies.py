@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from flashckpt.format.layout import DTYPES, Leaf
-from flashckpt.restore.step_leaves import Index, Region
+from flashckpt.restore.step_leaves import BoxRegion, Index
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,9 @@ class BoxCopy:
         np.copyto(np.ndarray(shape, kind, into, self.target, to_strides), taken)
 
 
-def copy_of(stored: Leaf, begin: int, held: Region, wanted: Region, target: int, common: Region) -> BoxCopy:
+def copy_of(
+    stored: Leaf, begin: int, held: BoxRegion, wanted: BoxRegion, target: int, common: BoxRegion
+) -> BoxCopy:
     """The copy of `common` from a leaf whose bytes begin at `begin` of a file, and which has the box `held`,
     to where the box `wanted` begins at `target` of a buffer. Both are row-major."""
     item = DTYPES[stored.dtype][0]

@@ -16,7 +16,7 @@ from flashckpt.errors import DamagedError
 from flashckpt.format.layout import Layout, Leaf
 from flashckpt.restore.box_copies import BoxCopy, copy_of, cut
 from flashckpt.restore.step_image import LOST_BYTES, UnreadableShardError
-from flashckpt.restore.step_leaves import Parts, Piece, Region, StepFile
+from flashckpt.restore.step_leaves import BoxRegion, Parts, Piece, StepFile
 from flashckpt.store.base import LengthError, Store
 
 _BLOCK_CHUNKS = 4
@@ -54,7 +54,7 @@ class _Blocks:
         self.digests: list[PieceDigest] = []
 
     def take(self, leaf: Leaf, target: int, parts: Parts) -> None:
-        wanted = Region.of(leaf)
+        wanted = BoxRegion.of(leaf)
         for piece, common in parts:
             shard = piece.file.contents.shard
             begin, block_bytes = shard.data_start + piece.leaf.offset, _BLOCK_CHUNKS * shard.chunk_bytes

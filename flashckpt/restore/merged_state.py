@@ -22,7 +22,7 @@ from flashckpt.events import log
 from flashckpt.format.layout import Box, Leaf
 from flashckpt.format.typed import Hole, LeafRef, children, decode, encode_json
 from flashckpt.restore.state_names import short_names, state_name
-from flashckpt.restore.step_leaves import Parts, Region, StepTensor
+from flashckpt.restore.step_leaves import BoxRegion, Parts, StepTensor
 from flashckpt.restore.step_ranks import StepRanks
 from flashckpt.state.leaves import LiveLeaf, leaf_names
 from flashckpt.state.modules import ModuleEntry
@@ -98,7 +98,7 @@ class MergedState:
     def __init__(self, tree: Tree, live: Walk, ranks: StepRanks, rank: int, world: int) -> None:
         self._tree, self._live, self._ranks, self._rank, self._world = tree, live, ranks, rank, world
         self._saved: dict[int, SavedRank] = {}
-        self._wanted: list[tuple[Leaf, StepTensor, Region]] = []
+        self._wanted: list[tuple[Leaf, StepTensor, BoxRegion]] = []
         self._names: set[str] = set()
         self._used: set[str] = set()
         self._holder: dict[str, int] = {}
@@ -155,9 +155,9 @@ class MergedState:
         if live.kind == "parameter":
             self._check_shared(tensor)
         self._holder.update(dict.fromkeys(names, self._nearest(tensor)))
-        region = Region((0,) * len(tensor.shape), tensor.shape)
+        region = BoxRegion((0,) * len(tensor.shape), tensor.shape)
         if live.box is not None and live.box.shape == tensor.shape:
-            region = Region(live.box.start, tuple(local(live.tensor).shape))
+            region = BoxRegion(live.box.start, tuple(local(live.tensor).shape))
         stored = tensor.leaf
         stride = stored.stride if region.shape == stored.shape else None
         self._want(names[0], tensor, region, stride, tuple(names[1:]))
@@ -220,7 +220,7 @@ class MergedState:
         self._used.add(tensor.name)
         piece = tensor.of_rank(rank)
         if piece is None:
-            self._want(here, tensor, Region((0,) * len(tensor.shape), tensor.shape), tensor.leaf.stride)
+            self._want(here, tensor, BoxRegion((0,) * len(tensor.shape), tensor.shape), tensor.leaf.stride)
             return
         self._names.add(here)
         leaf = replace(piece.leaf, name=here, aliases=self._aliases(piece.leaf, name), offset=-1)
@@ -235,7 +235,7 @@ class MergedState:
         self,
         name: str,
         tensor: StepTensor,
-        region: Region,
+        region: BoxRegion,
         stride: tuple[int, ...] | None,
         aliases: tuple[str, ...] = (),
     ) -> None:
@@ -435,14 +435,14 @@ class MergedState:
         has its shape or was one, and else plain."""
         self._check_shared(tensor)
         was_sharded, stored = ref.about.get("parts") == _DTENSOR, tensor.leaf
-        whole = Region((0,) * len(tensor.shape), tensor.shape)
+        whole = BoxRegion((0,) * len(tensor.shape), tensor.shape)
         if is_sharded(like) and (was_sharded or tensor.shape == tuple(like.shape)):
             about = self._sharded(ref, tensor, like)
             wanted = replace(stored, name=name, shape=tensor.shape, box=None)
             here = self._to_make(about, wanted, like, name)
             start = here.box.start if here.box is not None else whole.start
             stride = stored.stride if here.shape == stored.shape else None
-            self._want(name, tensor, Region(start, here.shape), stride)
+            self._want(name, tensor, BoxRegion(start, here.shape), stride)
             return LeafRef("", about)
         stride = stored.stride if stored.box is None else None
         self._want(name, tensor, whole, stride)

@@ -22,14 +22,14 @@ _SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class BoxRegion:
     """A box in a tensor: its first index in each dimension, and its sizes."""
 
     start: Index
     shape: Index
 
     @classmethod
-    def of(cls, leaf: Leaf) -> Region:
+    def of(cls, leaf: Leaf) -> BoxRegion:
         """The box of a leaf, the whole of one that has none."""
         return cls(leaf.box.start if leaf.box is not None else (0,) * len(leaf.shape), leaf.shape)
 
@@ -37,7 +37,7 @@ class Region:
     def num_elements(self) -> int:
         return math.prod(self.shape)
 
-    def common(self, other: Region) -> Region | None:
+    def common(self, other: BoxRegion) -> BoxRegion | None:
         """What both have, None where that is nothing."""
         start = tuple(map(max, self.start, other.start))
         stop = [
@@ -46,7 +46,7 @@ class Region:
         ]
         if any(low >= high for low, high in zip(start, stop, strict=True)):
             return None
-        return Region(start, tuple(high - low for low, high in zip(start, stop, strict=True)))
+        return BoxRegion(start, tuple(high - low for low, high in zip(start, stop, strict=True)))
 
     def __str__(self) -> str:
         pairs = zip(self.start, self.shape, strict=True)
@@ -65,14 +65,14 @@ class StepFile:
 class Piece:
     """What one file has of a tensor. `leaf` has its offset in the file; `rank` is whose state it was."""
 
-    region: Region
+    region: BoxRegion
     rank: int
     file: StepFile
     leaf: Leaf
     digest: int
 
 
-Parts = Sequence[tuple[Piece, Region]]
+Parts = Sequence[tuple[Piece, BoxRegion]]
 """Pieces that make up a box, and what of each belongs to it."""
 
 
@@ -87,17 +87,17 @@ class StepTensor:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._holders: dict[Region, list[Piece]] = {}
+        self._holders: dict[BoxRegion, list[Piece]] = {}
         self._by_rank: dict[int, Piece] = {}
         self._leaves: dict[int, Leaf] = {}
-        self._writers: dict[Region, int] = {}
+        self._writers: dict[BoxRegion, int] = {}
         self._is_declared = False
         self._order: _Order | None = None
 
     def add_replica(self, rank: int, leaf: Leaf, writer: int) -> None:
         """Something that a rank has like others, and that is in the files of `writer`."""
         self._leaves[rank] = leaf
-        self._writers[Region.of(leaf)] = writer
+        self._writers[BoxRegion.of(leaf)] = writer
         self._is_declared = True
 
     def declare(self) -> None:
@@ -151,29 +151,29 @@ class StepTensor:
         """How this rank, one of `ranks`, had it."""
         return self._leaves[rank]
 
-    def boxes(self) -> Iterator[tuple[int, Region]]:
+    def boxes(self) -> Iterator[tuple[int, BoxRegion]]:
         """The box of each rank that is known to have one."""
         for rank, leaf in self._leaves.items():
-            yield rank, Region.of(leaf)
+            yield rank, BoxRegion.of(leaf)
 
-    def writers(self, wanted: Region) -> Iterator[int]:
+    def writers(self, wanted: BoxRegion) -> Iterator[int]:
         """The ranks in whose files a replica is, of those of which it is known and that are not read."""
         for region, writer in self._writers.items():
             if region not in self._holders and region.common(wanted) is not None:
                 yield writer
 
-    def regions(self) -> list[Region]:
+    def regions(self) -> list[BoxRegion]:
         """The boxes that there are, each once."""
         return list(self._holders)
 
-    def missing(self, wanted: Region) -> Index | None:
+    def missing(self, wanted: BoxRegion) -> Index | None:
         """The first index of a box of which no piece is known; None where there is none."""
         left = [wanted]
         for region in self._near(wanted):
             left = [rest for each in left for rest in without(each, region)]
         return min((each.start for each in left), default=None)
 
-    def parts_of(self, wanted: Region, rank: int) -> Parts | None:
+    def parts_of(self, wanted: BoxRegion, rank: int) -> Parts | None:
         """The pieces that make up a box, and what of each; `rank`'s own where replicas are to be chosen from.
         None where they do not (yet) make up all of it.
 
@@ -203,9 +203,9 @@ class StepTensor:
         self._check_disjoint(self.regions())
         held, needed = sum(region.num_elements for region in self._holders), math.prod(self.shape)
         if held != needed:
-            raise self.holes(Region((0,) * len(self.shape), self.shape))
+            raise self.holes(BoxRegion((0,) * len(self.shape), self.shape))
 
-    def holes(self, wanted: Region) -> MismatchError:
+    def holes(self, wanted: BoxRegion) -> MismatchError:
         """What is said of a box that pieces do not make up."""
         found = [common for region in self._near(wanted) if (common := region.common(wanted))]
         held = sum(common.num_elements for common in found)
@@ -218,12 +218,12 @@ class StepTensor:
             f"rank (there are {there or 'none'}{more})"
         )
 
-    def _near(self, wanted: Region) -> Sequence[Region]:
+    def _near(self, wanted: BoxRegion) -> Sequence[BoxRegion]:
         if self._order is None:
             self._order = _Order(list(self._holders))
         return self._order.near(wanted)
 
-    def _held(self, region: Region, rank: int) -> Piece:
+    def _held(self, region: BoxRegion, rank: int) -> Piece:
         pieces = self._holders[region]
         differ = next((each for each in pieces if each.digest != pieces[0].digest), None)
         if differ is not None:
@@ -233,7 +233,7 @@ class StepTensor:
             )
         return next((each for each in pieces if each.rank == rank), pieces[0])
 
-    def _check_disjoint(self, regions: Sequence[Region]) -> None:
+    def _check_disjoint(self, regions: Sequence[BoxRegion]) -> None:
         pair = overlapping(regions)
         if pair is not None:
             one, other = (self._holders[region][0] for region in pair)
@@ -252,7 +252,7 @@ class StepTensor:
 class _Order:
     """Boxes of one tensor, in order along the dimension in which there are most."""
 
-    def __init__(self, regions: list[Region]) -> None:
+    def __init__(self, regions: list[BoxRegion]) -> None:
         dimensions = len(regions[0].shape) if regions else 0
         counts = [len({region.start[d] for region in regions}) for d in range(dimensions)]
         self._dimension = counts.index(max(counts)) if counts else -1
@@ -264,7 +264,7 @@ class _Order:
             max((region.shape[self._dimension] for region in regions), default=0) if dimensions else 0
         )
 
-    def near(self, wanted: Region) -> Sequence[Region]:
+    def near(self, wanted: BoxRegion) -> Sequence[BoxRegion]:
         """All that have something of a box; there may be others among them."""
         if self._dimension < 0:
             return self._regions
@@ -273,7 +273,7 @@ class _Order:
         return self._regions[first : bisect_left(self._starts, start + wanted.shape[self._dimension])]
 
 
-def overlapping(regions: Sequence[Region]) -> tuple[Region, Region] | None:
+def overlapping(regions: Sequence[BoxRegion]) -> tuple[BoxRegion, BoxRegion] | None:
     """Two different boxes of one tensor that have elements in common."""
     order = _Order(list(regions))
     for region in regions:
@@ -283,7 +283,7 @@ def overlapping(regions: Sequence[Region]) -> tuple[Region, Region] | None:
     return None
 
 
-def without(region: Region, other: Region) -> Iterator[Region]:
+def without(region: BoxRegion, other: BoxRegion) -> Iterator[BoxRegion]:
     """What is left of a box without another, in boxes."""
     common = region.common(other)
     if common is None:
@@ -293,7 +293,7 @@ def without(region: Region, other: Region) -> Iterator[Region]:
     for d, (low, size) in enumerate(zip(common.start, common.shape, strict=True)):
         for first, behind in ((start[d], low), (low + size, start[d] + shape[d])):
             if first < behind:
-                yield Region(
+                yield BoxRegion(
                     (*start[:d], first, *start[d + 1 :]), (*shape[:d], behind - first, *shape[d + 1 :])
                 )
         start[d], shape[d] = low, size
@@ -311,7 +311,7 @@ class StepLeaves:
         the record."""
         by_name = {file.contents.shard.file: file for file in files}
         for file, leaf, digest in record.counted():
-            piece = Piece(Region.of(leaf), record.rank, by_name[file], leaf, digest)
+            piece = Piece(BoxRegion.of(leaf), record.rank, by_name[file], leaf, digest)
             for tensor in self._of(leaf, renamed):
                 tensor.add(piece)
         for writer, leaf, _ in record.elsewhere():

@@ -12,13 +12,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from flashckpt.commit.steps import StepRecord, read_step
 from flashckpt.format.records import RankRecord
 from flashckpt.restore.state_names import full_names
-from flashckpt.restore.step_leaves import Index, Parts, Region, StepFile, StepLeaves, StepTensor
+from flashckpt.restore.step_leaves import BoxRegion, Index, Parts, StepFile, StepLeaves, StepTensor
 
 # A step whose parts have no more bytes is read whole: that takes a second or two.
 _SMALL_BYTES = 16 << 20
 _AT_ONCE = 4
 
-Wanted = tuple[str, Region]
+Wanted = tuple[str, BoxRegion]
 """A tensor's name, and the box of it that is wanted."""
 
 

@@ -13,7 +13,7 @@ from flashckpt.commit.steps import StepRecord
 from flashckpt.events import log
 from flashckpt.format.layout import Layout, Leaf
 from flashckpt.restore.box_gathering import gather
-from flashckpt.restore.step_leaves import Parts, Region, StepTensor, shape_of
+from flashckpt.restore.step_leaves import BoxRegion, Parts, StepTensor, shape_of
 from flashckpt.restore.step_ranks import StepRanks
 
 _ALL = 1 << 62
@@ -82,7 +82,7 @@ class WholeTensors:
             parts: Parts = [(own, own.region)]
         else:
             tensor.check_covered()
-            whole = Region((0,) * len(tensor.shape), tensor.shape)
+            whole = BoxRegion((0,) * len(tensor.shape), tensor.shape)
             [parts] = self._ranks.find([(tensor.name, whole)])
         first = min(names, key=lambda name: (name != stored.name, name))
         aliases = tuple(name for name in names if name != first)

@@ -25,7 +25,7 @@ from flashckpt import _native
 from flashckpt.errors import DamagedError
 from flashckpt.format.layout import Box, Leaf
 from flashckpt.format.typed import LeafRef
-from flashckpt.state.sharding import Meshes, Piece, Ranks, Whole, assembled, own_placements
+from flashckpt.state.sharding import Meshes, Ranks, TensorBox, Whole, assembled, own_placements
 from flashckpt.state.tensors import (
     assemble,
     check,
@@ -70,7 +70,7 @@ class Place(NamedTuple):
     key: object = None
     home: torch.device = CPU
     parameter: Tensor | None = None
-    piece: Piece = Piece(None, ())
+    piece: TensorBox = TensorBox(None, ())
 
 
 @dataclass(slots=True)
@@ -189,17 +189,17 @@ class Walk(Sink):
         self.named[name] = known
         return LeafRef(name, about)
 
-    def _piece(self, tensor: Tensor, place: Place) -> Piece:
+    def _piece(self, tensor: Tensor, place: Place) -> TensorBox:
         """What a plain tensor is a part of, and who has it too. A gradient that is still to be used is
         declared to be nobody else's."""
         parameter = place.parameter
-        if parameter is None or place.piece != Piece(None, ()):
-            return place.piece if place.kind != "gradient" else Piece(place.piece.box, ())
+        if parameter is None or place.piece != TensorBox(None, ()):
+            return place.piece if place.kind != "gradient" else TensorBox(place.piece.box, ())
         if not is_sharded(parameter):
-            return Piece(None, self.replicas.get(parameter, ()))
+            return TensorBox(None, self.replicas.get(parameter, ()))
         # Of a DTensor's state what is no DTensor itself may be made for the part that is here; a counter of
         # steps, which has no dimension, is the same wherever a part is.
-        return Piece(None, self.meshes.ranks(parameter) if tensor.ndim == 0 else ())
+        return TensorBox(None, self.meshes.ranks(parameter) if tensor.ndim == 0 else ())
 
     def _add_wrapper(self, name: str, tensor: Tensor, place: Place) -> LeafRef:
         parts, context = flatten(tensor, name)
@@ -208,7 +208,7 @@ class Walk(Sink):
         for attribute in parts:
             inner = getattr(tensor, attribute)
             # Parts of a part have sizes of their own.
-            piece = Piece(None, place.piece.replicas)
+            piece = TensorBox(None, place.piece.replicas)
             if is_sharded(tensor):
                 piece = self.meshes.piece(tensor, inner, name)
             where = place._replace(container=container, key=attribute, piece=piece)

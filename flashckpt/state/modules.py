@@ -33,7 +33,7 @@ from flashckpt.state.leaves import (
     step_name,
 )
 from flashckpt.state.objects import MISSING, Row, StateEntry, misfit
-from flashckpt.state.sharding import Piece, Ranks, has_unreduced_gradients
+from flashckpt.state.sharding import Ranks, TensorBox, has_unreduced_gradients
 from flashckpt.state.tensors import DTYPE_NAMES, described, fits, is_sharded, is_wrapper, refuse, span
 from flashckpt.state.values import Settling, join, references, survey
 
@@ -183,7 +183,7 @@ class ModuleEntry(StateEntry):
                     place = place._replace(container=self._keep(module, key, tensor))
                 elif around.replicas and tensor not in around.ignored:
                     walk.replicas[tensor] = around.replicas
-                    place = place._replace(piece=Piece(None, around.replicas))
+                    place = place._replace(piece=TensorBox(None, around.replicas))
             walk.add(join(path, key), tensor, place)
             yield join(path, key), key, tensor
 

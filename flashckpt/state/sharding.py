@@ -33,7 +33,7 @@ class Whole(NamedTuple):
     words: str
 
 
-class Piece(NamedTuple):
+class TensorBox(NamedTuple):
     """The part of a tensor that is here. `box` is None where it is the whole; `replicas` are the global ranks
     that hold it too, in order and this one among them, empty where no other does; `whole` is None for what is
     no DTensor of several ranks."""
@@ -75,12 +75,12 @@ class Meshes:
         self._known: dict[int, _Mesh] = {}
         self._replicas: dict[tuple[int, tuple[int, ...]], Ranks] = {}
 
-    def piece(self, tensor: Any, local: Tensor, name: str) -> Piece:
+    def piece(self, tensor: Any, local: Tensor, name: str) -> TensorBox:
         """The piece of a DTensor that `local` is. Raises StateError, by name, for one that is a part of a
         sum, lies in several boxes, or is not of the size that its placements say."""
         mesh = self._mesh(tensor)
         if mesh.coordinate is None:
-            return Piece(None, ())  # an empty tensor: the mesh is that of other ranks
+            return TensorBox(None, ())  # an empty tensor: the mesh is that of other ranks
         shape, box = self._box(mesh, tensor.shape, tensor.placements, name)
         if tuple(local.shape) != shape:
             why = f"is a DTensor of {tuple(tensor.shape)} whose local part is {tuple(local.shape)}"
@@ -89,7 +89,7 @@ class Meshes:
         replicated = tuple(d for d, each in enumerate(tensor.placements) if each.is_replicate())
         every = self.ranks(tensor)
         said = f"{list(tensor.shape)} {' '.join(map(_code, tensor.placements))} on {mesh.words}"
-        return Piece(box, self._holders(mesh, replicated), Whole(every, said) if every else None)
+        return TensorBox(box, self._holders(mesh, replicated), Whole(every, said) if every else None)
 
     def to_make(self, about: Mapping[str, Any], leaf: Leaf, parameter: Any, name: str) -> Leaf:
         """A saved leaf as it would be here, were it made like the parameter that it belongs to. Raises as

@@ -13,8 +13,8 @@ from flashckpt.checkpointer.signals import Signals
 from flashckpt.format.names import AttemptName
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.options import Environment, Options
-from flashckpt.ranks.group import Alone, Cadence
-from flashckpt.ranks.pacing import OwnPace, Pacing
+from flashckpt.ranks.group import Alone
+from flashckpt.ranks.pacing import Cadence, OwnPace, Pacing
 from flashckpt.ranks.stop import Asked, StopPolicy
 from flashckpt.state.tree import Tree
 from tests.checkpointer.test_loop import Job, loader

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import flashckpt
 from flashckpt.errors import DamagedError, MismatchError, NoSuchStepError
 from flashckpt.export.step import export
-from flashckpt.restore.step_leaves import Region
+from flashckpt.restore.step_leaves import BoxRegion
 from flashckpt.store.local import LocalStore
 from tests.commit.runs import new_run
 from tests.restore.sharded import Held, committed
@@ -28,16 +28,16 @@ def store(tmp_path: Path) -> LocalStore:
     return new_run(tmp_path / "run")
 
 
-def rows(whole: np.ndarray, rank: int, world: int = WORLD) -> Region:
+def rows(whole: np.ndarray, rank: int, world: int = WORLD) -> BoxRegion:
     each = -(-whole.shape[0] // world)
     first = min(rank * each, whole.shape[0])
-    return Region(
+    return BoxRegion(
         (first, *(0 for _ in whole.shape[1:])), (min(each, whole.shape[0] - first), *whole.shape[1:])
     )
 
 
-def whole(array: np.ndarray) -> Region:
-    return Region((0,) * array.ndim, array.shape)
+def whole(array: np.ndarray) -> BoxRegion:
+    return BoxRegion((0,) * array.ndim, array.shape)
 
 
 def numbers(shape: tuple[int, ...], seed: int) -> np.ndarray:
@@ -56,14 +56,14 @@ def state() -> tuple[dict[str, np.ndarray], list[list[Held]]]:
     }
     ranks = []
     for rank in range(WORLD):
-        columns = Region((0, 2 * rank), (4, 2))
+        columns = BoxRegion((0, 2 * rank), (4, 2))
         ranks.append(
             [
                 Held("model.rows", tensors["model.rows"], rows(tensors["model.rows"], rank), ("model.tied",)),
                 Held("model.columns", tensors["model.columns"], columns),
                 Held("model.bias", tensors["model.bias"], whole(tensors["model.bias"]), writer=2),
                 Held("optimizer.step", tensors["optimizer.step"], whole(tensors["optimizer.step"])),
-                Held("model.seen", np.array([rank], "int64"), Region((0,), (1,))),
+                Held("model.seen", np.array([rank], "int64"), BoxRegion((0,), (1,))),
             ]
         )
     return tensors, ranks

@@ -6,7 +6,7 @@ import random
 import sys
 import threading
 
-from flashckpt.ranks.board import Board, Row
+from flashckpt.ranks.board import Board, RankRow
 from flashckpt.ranks.leader import Leader
 from flashckpt.ranks.messages import Announcement, Call, Save
 from flashckpt.ranks.snapshots import judged_until
@@ -20,7 +20,7 @@ def board_of(*ranks: int) -> Board:
     return board
 
 
-def broken_promises(row: Row, races: int) -> int:
+def broken_promises(row: RankRow, races: int) -> int:
     """One thread passes boundaries, the other promises for it, a few ahead, that it does not pass one. How
     often it did."""
     done, chance, broken = threading.Event(), random.Random(1), 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flashckpt.ranks.board import Row
+from flashckpt.ranks.board import RankRow
 from flashckpt.ranks.decisions import Decider
 from flashckpt.ranks.leader import Leader
 from flashckpt.ranks.messages import Announcement, Call
@@ -22,7 +22,7 @@ class Job:
         self._now_s = 0.0
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[RankRow]:
         return [row for board in self.boards for row in board.rows]
 
     def round(self) -> Announcement:

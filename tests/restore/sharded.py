@@ -17,7 +17,7 @@ from flashckpt.format.layout import Box, Layout, Leaf
 from flashckpt.format.names import AttemptName, shard_name, step_attempt_folder
 from flashckpt.format.records import Contents, Part, RankRecord, ShardRecord
 from flashckpt.format.replicas import Replicas, ranks_of
-from flashckpt.restore.step_leaves import Region
+from flashckpt.restore.step_leaves import BoxRegion
 from flashckpt.store.base import Store
 from tests.commit.runs import HOLDER, write_shard
 
@@ -31,7 +31,7 @@ class Held:
 
     name: str
     whole: np.ndarray
-    region: Region
+    region: BoxRegion
     aliases: tuple[str, ...] = ()
     writer: int | None = None
     members: tuple[int, ...] = ()
@@ -41,7 +41,7 @@ class Held:
         return taken(self.whole, self.region)
 
 
-def taken(whole: np.ndarray, region: Region) -> bytes:
+def taken(whole: np.ndarray, region: BoxRegion) -> bytes:
     """The bytes of a box of a tensor, row-major."""
     index = tuple(slice(at, at + size) for at, size in zip(region.start, region.shape, strict=True))
     return np.ascontiguousarray(whole[index]).tobytes()
@@ -122,7 +122,7 @@ def committed(
 
 def tables_of(rank: int, ranks: Sequence[Sequence[Held]]) -> tuple[Replicas, ...]:
     """What a rank holds like others by declaration."""
-    held: dict[tuple[str, Region], list[int]] = {}
+    held: dict[tuple[str, BoxRegion], list[int]] = {}
     for number, each in enumerate(ranks):
         for one in each:
             if one.writer is not None:
@@ -193,19 +193,19 @@ def tensors(draw: st.DrawFn) -> np.ndarray:
     return (raw[..., 0] & 1).astype("bool") if dtype == "bool" else raw.view(dtype)[..., 0].copy()
 
 
-def partitions(shape: tuple[int, ...], count: int) -> st.SearchStrategy[list[Region]]:
+def partitions(shape: tuple[int, ...], count: int) -> st.SearchStrategy[list[BoxRegion]]:
     """Boxes, some of which may be empty, that together are a tensor of this shape."""
 
     @st.composite
-    def cut(draw: st.DrawFn) -> list[Region]:
-        boxes = [Region((0,) * len(shape), shape)]
+    def cut(draw: st.DrawFn) -> list[BoxRegion]:
+        boxes = [BoxRegion((0,) * len(shape), shape)]
         while len(boxes) < count and shape:
             box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
             d = draw(st.integers(0, len(shape) - 1))
             at = draw(st.integers(0, box.shape[d]))
-            low = Region(box.start, (*box.shape[:d], at, *box.shape[d + 1 :]))
+            low = BoxRegion(box.start, (*box.shape[:d], at, *box.shape[d + 1 :]))
             start = (*box.start[:d], box.start[d] + at, *box.start[d + 1 :])
-            boxes += [low, Region(start, (*box.shape[:d], box.shape[d] - at, *box.shape[d + 1 :]))]
+            boxes += [low, BoxRegion(start, (*box.shape[:d], box.shape[d] - at, *box.shape[d + 1 :]))]
         return boxes
 
     return cut()

@@ -18,7 +18,7 @@ from flashckpt.errors import MismatchError
 from flashckpt.restore.filling import check_fits, fill
 from flashckpt.restore.merged_state import MergedState
 from flashckpt.restore.other_layout import LiveLayout
-from flashckpt.restore.step_leaves import Region
+from flashckpt.restore.step_leaves import BoxRegion
 from flashckpt.restore.step_ranks import StepRanks
 from flashckpt.state import rng
 from flashckpt.state.tree import Tree
@@ -131,7 +131,7 @@ def test_leaves_that_have_no_place_are_named_for_all_to_compare(store: Store) ->
 
 def test_parameters_that_differ_by_rank_go_on_on_as_many_ranks_alone(store: Store) -> None:
     """Tensors divided by the program's own hand: each rank's is whole, as far as anybody knows."""
-    ranks = [[Held("model.w", np.full(3, rank, "float32"), Region((0,), (3,)))] for rank in range(2)]
+    ranks = [[Held("model.w", np.full(3, rank, "float32"), BoxRegion((0,), (3,)))] for rank in range(2)]
     values = layouts.values_of({"model": {"kind": "module", "frozen": []}})
     record = committed(store, ranks, values=[values] * 2)
     model = nn.Module()
@@ -144,7 +144,7 @@ def test_parameters_that_differ_by_rank_go_on_on_as_many_ranks_alone(store: Stor
 
 def test_that_ranks_have_other_parameters_is_seen_of_a_large_step_too(store: Store) -> None:
     """Experts by the program's own hand: no rank that reads its own part alone knows of the others'."""
-    whole = Region((0,), (3,))
+    whole = BoxRegion((0,), (3,))
     ranks = [[Held("model.w", np.full(3, rank, "float32"), whole)] for rank in range(8)]
     alike = [[Held("model.w", np.ones(3, "float32"), whole)] for _ in range(8)]
     values = [layouts.values_of({"model": {"kind": "module", "frozen": []}}, 8)] * 8

@@ -16,7 +16,7 @@ from flashckpt.errors import DamagedError, MismatchError
 from flashckpt.format.layout import Box, Layout, Leaf
 from flashckpt.restore.box_copies import copy_of, cut
 from flashckpt.restore.box_gathering import gather
-from flashckpt.restore.step_leaves import Region, overlapping
+from flashckpt.restore.step_leaves import BoxRegion, overlapping
 from flashckpt.restore.step_ranks import StepRanks
 from flashckpt.restore.whole_tensors import WholeTensors
 from flashckpt.runs import load
@@ -33,11 +33,11 @@ def store(scratch: str) -> LocalStore:
     return new_run(f"{scratch}/run")
 
 
-def rows(first: int, behind: int, whole: np.ndarray = WHOLE) -> Region:
-    return Region((first, *(0 for _ in whole.shape[1:])), (behind - first, *whole.shape[1:]))
+def rows(first: int, behind: int, whole: np.ndarray = WHOLE) -> BoxRegion:
+    return BoxRegion((first, *(0 for _ in whole.shape[1:])), (behind - first, *whole.shape[1:]))
 
 
-def wanted_leaf(name: str, dtype: str, shape: tuple[int, ...], region: Region) -> Leaf:
+def wanted_leaf(name: str, dtype: str, shape: tuple[int, ...], region: BoxRegion) -> Leaf:
     box = None if region.shape == shape else Box(shape=shape, start=region.start)
     return Leaf(name=name, dtype=dtype, shape=region.shape, box=box)
 
@@ -49,7 +49,7 @@ def of_one_rank(record: StepRecord, rank: int) -> StepRecord:
 
 def read(
     record: StepRecord,
-    wanted: dict[str, Region],
+    wanted: dict[str, BoxRegion],
     store: Store | None = None,
     rank: int = 0,
     world: int = 1,
@@ -81,7 +81,7 @@ def test_any_tensors_cut_in_any_way_are_read_in_any_other(data: st.DataObject) -
     world, now = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
     named = {f"t{i}": whole for i, whole in enumerate(data.draw(st.lists(tensors(), min_size=1, max_size=4)))}
     ranks: list[list[Held]] = [[] for _ in range(world)]
-    wanted: list[dict[str, Region]] = [{} for _ in range(now)]
+    wanted: list[dict[str, BoxRegion]] = [{} for _ in range(now)]
     for name, whole in named.items():
         boxes = data.draw(partitions(whole.shape, world))
         order = data.draw(st.permutations(range(world)))
@@ -108,9 +108,9 @@ def test_any_box_is_copied_out_of_any_other(data: st.DataObject) -> None:
     held_shape, wanted_shape = data.draw(st.tuples(*sizes)), data.draw(st.tuples(*sizes))
     wanted_shape = data.draw(st.sampled_from([held_shape, wanted_shape]))
 
-    def box(of: tuple[int, ...]) -> Region:
+    def box(of: tuple[int, ...]) -> BoxRegion:
         starts = [st.integers(0, size - n) for size, n in zip(shape, of, strict=True)]
-        return Region(data.draw(st.tuples(*starts)), of)
+        return BoxRegion(data.draw(st.tuples(*starts)), of)
 
     held, wanted = box(held_shape), box(wanted_shape)
     common = held.common(wanted)
@@ -155,7 +155,7 @@ def test_columns_leave_out_the_chunks_between_them(store: LocalStore) -> None:
     wide = np.arange(5 * 4096, dtype="uint16").reshape(5, 4096)
     record = committed(store, [[Held("w", wide, rows(0, 5, wide))]])
     counted = Counted(store)
-    column = Region((0, 100), (5, 3))
+    column = BoxRegion((0, 100), (5, 3))
     assert read(record, {"w": column}, counted)["w"] == taken(wide, column)  # type: ignore[arg-type]
     assert [size for _, _, size in counted.shards] == [CHUNK_BYTES] * 5
 
@@ -194,9 +194,9 @@ def test_a_piece_that_is_taken_whole_has_its_digest(data: st.DataObject) -> None
     """The checksums are right, and what was captured was something else."""
     whole = data.draw(tensors().filter(lambda each: each.size > 0))
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        region = Region((0,) * whole.ndim, whole.shape)
-        before = Held("a", np.zeros(data.draw(st.integers(0, 5000)), "complex128"), Region((0,), (0,)))
-        before.region = Region((0,), before.whole.shape)
+        region = BoxRegion((0,) * whole.ndim, whole.shape)
+        before = Held("a", np.zeros(data.draw(st.integers(0, 5000)), "complex128"), BoxRegion((0,), (0,)))
+        before.region = BoxRegion((0,), before.whole.shape)
         record = committed(new_run(f"{folder}/run"), [[before, Held("w", whole, region)]])
         assert read(record, {"w": region})["w"] == whole.tobytes()
         rank = record.rank(0)
@@ -208,7 +208,7 @@ def test_a_piece_that_is_taken_whole_has_its_digest(data: st.DataObject) -> None
             read(record, {"w": region})
 
 
-def cannot(record: StepRecord, region: Region, *words: str) -> None:
+def cannot(record: StepRecord, region: BoxRegion, *words: str) -> None:
     with pytest.raises(MismatchError) as raised:
         read(record, {"w": region})
     for word in words:
@@ -250,7 +250,7 @@ def test_replicas_are_read_from_the_own_number_else_from_the_first(store: LocalS
 
 def test_a_replica_that_another_rank_wrote_is_found_in_its_file(store: LocalStore) -> None:
     """Two groups that hold the same halves, each half written once; and a tensor that all hold."""
-    small, whole = np.arange(5.0), Region((0,), (5,))
+    small, whole = np.arange(5.0), BoxRegion((0,), (5,))
     ranks = [
         [
             Held("w", WHOLE, rows(3 * half, 3 * half + 3), writer=2 if half else 0),
@@ -275,7 +275,7 @@ def test_other_shapes_or_dtypes_on_other_ranks_are_refused(store: LocalStore) ->
 
 
 def test_whole_tensors_with_other_bytes_are_each_ranks_own(store: LocalStore) -> None:
-    record = committed(store, [[Held("b", np.full(3, rank), Region((0,), (3,)))] for rank in range(2)])
+    record = committed(store, [[Held("b", np.full(3, rank), BoxRegion((0,), (3,)))] for rank in range(2)])
     tensor = StepRanks(record, 1, 4).tensor("b")
     assert tensor is not None
     assert tensor.is_by_rank
@@ -288,7 +288,7 @@ def test_overlaps_are_found_whatever_the_boxes(data: st.DataObject) -> None:
     dimensions = data.draw(st.integers(0, 3))
     sizes = st.tuples(*[st.integers(1, 4)] * dimensions)
     starts = st.tuples(*[st.integers(0, 6)] * dimensions)
-    regions = data.draw(st.lists(st.builds(Region, starts, sizes), max_size=8, unique=True))
+    regions = data.draw(st.lists(st.builds(BoxRegion, starts, sizes), max_size=8, unique=True))
     pairs = [
         {one, other}
         for i, one in enumerate(regions)
@@ -305,14 +305,14 @@ Mesh = tuple[int, ...]
 """Sizes: of replicas, and of what divides rows and columns."""
 
 
-def on_mesh(rank: int, mesh: Mesh, order: tuple[int, ...], shape: tuple[int, int]) -> Region:
+def on_mesh(rank: int, mesh: Mesh, order: tuple[int, ...], shape: tuple[int, int]) -> BoxRegion:
     """The box of a rank of a mesh whose dimensions stand in this order, the last one innermost."""
     at = dict.fromkeys(range(3), 0)
     for dimension in reversed(order):
         rank, at[dimension] = divmod(rank, mesh[dimension])
     sizes = [-(-n // parts) for n, parts in zip(shape, mesh[1:], strict=True)]
     start = [min(at[1 + d] * sizes[d], shape[d]) for d in range(2)]
-    return Region(tuple(start), tuple(min(sizes[d], shape[d] - start[d]) for d in range(2)))
+    return BoxRegion(tuple(start), tuple(min(sizes[d], shape[d] - start[d]) for d in range(2)))
 
 
 @pytest.mark.parametrize(
@@ -376,8 +376,8 @@ def test_load_gives_whole_tensors_of_a_step_of_several_ranks(store: LocalStore) 
         [
             [
                 Held("model.w", WHOLE, rows(2 * rank, 2 * rank + 2)),
-                Held("model.b", own[rank], Region((0,), (3,))),
-                Held("model.same", np.ones(2), Region((0,), (2,)), aliases=("model.tied",)),
+                Held("model.b", own[rank], BoxRegion((0,), (3,))),
+                Held("model.same", np.ones(2), BoxRegion((0,), (2,)), aliases=("model.tied",)),
             ]
             for rank in range(3)
         ],
@@ -395,7 +395,7 @@ def test_load_gives_whole_tensors_of_a_step_of_several_ranks(store: LocalStore) 
 
 def test_names_that_mean_other_parameters_on_other_ranks_are_written_in_full(store: LocalStore) -> None:
     """Two stages of a pipeline: each rank's only module owns all parameters of its optimizer."""
-    state, whole = "optimizer.state.w.exp_avg", Region((0,), (3,))
+    state, whole = "optimizer.state.w.exp_avg", BoxRegion((0,), (3,))
     ranks = [[Held(state, np.full(3, rank), whole)] for rank in range(2)]
     values = [optimizer_values([f"{name}.w"]) for name in ("one", "two")]
     record = committed(store, ranks, values=values)

@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from flashckpt.errors import DamagedError, MismatchError, StateError
 from flashckpt.format.layout import Box
-from flashckpt.state.sharding import Meshes, Piece
+from flashckpt.state.sharding import Meshes, TensorBox
 from flashckpt.state.tensors import leaf_of
 from flashckpt.state.tree import Tree
 from tests.coverage_of_boxes import check_coverage
@@ -50,7 +50,7 @@ def numbered(*shape: int) -> Tensor:
     return torch.arange(math.prod(shape), dtype=torch.int64).reshape(shape)
 
 
-def check_cut(whole: Tensor, tensor: Any, piece: Piece) -> None:
+def check_cut(whole: Tensor, tensor: Any, piece: TensorBox) -> None:
     """The local part is what the box says."""
     for dimension, size in enumerate(tensor._local_tensor.shape):
         start = piece.box.start[dimension] if piece.box is not None else 0
@@ -155,7 +155,7 @@ def test_a_rank_that_is_not_in_the_mesh_has_nothing() -> None:
         tensor = DTensor.from_local(
             torch.empty(0), mesh, [Shard(0)], run_check=False, shape=(4,), stride=(1,)
         )
-        assert Meshes().piece(tensor, tensor._local_tensor, "w") == Piece(None, ())
+        assert Meshes().piece(tensor, tensor._local_tensor, "w") == TensorBox(None, ())
 
 
 def test_the_ranks_of_a_mesh() -> None:
