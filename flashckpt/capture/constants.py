@@ -9,6 +9,7 @@ nothing.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,6 @@ from torch import Tensor
 from flashckpt.capture.devices import Device
 from flashckpt.capture.digests import digest_tensors
 from flashckpt.capture.plan import ConstantsRegion, is_plain, local
-from flashckpt.events import log
 from flashckpt.format.layout import Layout, Leaf
 from flashckpt.format.metadata import geometry, plan_bytes
 from flashckpt.memory.control_page import SlotSize
@@ -25,6 +25,8 @@ from flashckpt.state.tensors import leaf_of
 
 if TYPE_CHECKING:
     from flashckpt.state.leaves import LiveLeaf
+
+log = logging.getLogger(__name__)
 
 LEAST_BYTES = 1 << 20
 # What a region has in the place of what is not a tensor.

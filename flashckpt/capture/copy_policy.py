@@ -5,6 +5,7 @@ Learned things outlive plans, since a leaf that was torn once is not tried again
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any
@@ -12,7 +13,8 @@ from typing import Any
 from flashckpt.capture.constants import Constants, parameters_of
 from flashckpt.capture.devices import Device
 from flashckpt.capture.plan import Plan
-from flashckpt.events import log
+
+log = logging.getLogger(__name__)
 
 SMALL_BYTES = 1 << 20
 

@@ -12,6 +12,7 @@ broken by them.
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +25,8 @@ from torch import Tensor
 from flashckpt import _native
 from flashckpt.capture.digests import CudaTable, why_not_in_one_launch
 from flashckpt.capture.plan import Addresses
-from flashckpt.events import log
+
+log = logging.getLogger(__name__)
 
 # Copies in larger pieces would queue the loop's own small reads (`loss.item()`) behind gigabytes.
 PIECE_BYTES = 32 << 20

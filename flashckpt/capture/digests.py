@@ -8,6 +8,7 @@ wraps, so it is exact modulo 2**64.
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from torch import Tensor
 
 from flashckpt import _native
 from flashckpt.capture.plan import Addresses, local
-from flashckpt.events import log
+
+log = logging.getLogger(__name__)
 
 WORKSPACE_BYTES = 64 << 20
 _BLOCK = _native.BLOCK_BYTES

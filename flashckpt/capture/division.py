@@ -8,15 +8,17 @@ are said to be alike and are not. Ranks that have not learned it yet divide othe
 from __future__ import annotations
 
 import heapq
+import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from flashckpt.events import log
 from flashckpt.format.layout import Leaf
 from flashckpt.format.replicas import EVERY
 
 if TYPE_CHECKING:
     from flashckpt.state.leaves import LiveLeaf
+
+log = logging.getLogger(__name__)
 
 # A rank has a file of its own anyway; with less than a chunk of it nothing is won by dividing further.
 LEAST_BYTES = 4 << 20

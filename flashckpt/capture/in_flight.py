@@ -6,6 +6,7 @@ Never waits but where `wait` is called, at the end of runs.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 
 from flashckpt import _native, crashpoints
@@ -16,8 +17,9 @@ from flashckpt.capture.plan import ConstantsRegion
 from flashckpt.capture.planner import Planner
 from flashckpt.capture.slot_writer import SlotWriter
 from flashckpt.errors import KeeperError
-from flashckpt.events import log
 from flashckpt.memory.slot import Slot, SlotState
+
+log = logging.getLogger(__name__)
 
 _WAIT_SLICE_S = 60.0
 _REGION_TRIES = 3

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import sys
 import time
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from flashckpt.checkpointer.boundaries import Boundaries
 from flashckpt.errors import BoundaryError, FlashckptError
-from flashckpt.events import Event, log
+from flashckpt.persist.ledger import Event
 from flashckpt.state import rng
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from flashckpt.checkpointer.signals import Signals
     from flashckpt.ranks.pacing import Pacing
     from flashckpt.state.tree import Tree
+
+log = logging.getLogger(__name__)
 
 # How long the interpreter's end may wait for a keeper that is silent, in seconds.
 _EXIT_PATIENCE_S = 5.0

@@ -8,6 +8,7 @@ the Checkpointer: a loop that is left by `break` must be able to let go of it.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections import deque
@@ -24,13 +25,15 @@ from flashckpt.commit import lineage
 from flashckpt.commit.attempts import beat_on, newest_claimed
 from flashckpt.commit.steps import missing_ranks
 from flashckpt.errors import FlashckptError, KeeperError, PersistError
-from flashckpt.events import Event, log
 from flashckpt.format.names import step_attempt_folder
 from flashckpt.keeper import start
 from flashckpt.keeper.protocol import Failure, Status
 from flashckpt.memory.slot import Sealed
 from flashckpt.options import MOST_SLOTS, Options
+from flashckpt.persist.ledger import Event
 from flashckpt.ranks.pacing import Pacing
+
+log = logging.getLogger(__name__)
 
 _TICK_S = 0.5
 _WAITING_TICK_S = 0.005

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from flashckpt import crashpoints
 from flashckpt.capture import Verdict
 from flashckpt.errors import DamagedError, FlashckptError, OutOfRoomError, StateError, SupersededError
-from flashckpt.events import log
 from flashckpt.format.typed import check_roundtrip, encode_json
 from flashckpt.state import rng
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from flashckpt.ranks.pacing import Pacing
     from flashckpt.ranks.stop import StopPolicy
     from flashckpt.state.tree import Tree
+
+log = logging.getLogger(__name__)
 
 # Captures of one boundary that are found torn before it is given up: each finds a safer way.
 _TRIES = 4

@@ -12,6 +12,7 @@ the normal end of a loop and a `.save()` outside of one wait for storage, becaus
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import sys
@@ -21,9 +22,10 @@ from typing import Any, NoReturn
 
 from flashckpt.checkpointer.attached_run import AttachedRun
 from flashckpt.errors import BoundaryError, FlashckptError
-from flashckpt.events import log
 from flashckpt.state import rng
 from flashckpt.state.loader.base import reference_to
+
+log = logging.getLogger(__name__)
 
 # Loaders that are remembered as looped over: what has no weak references (a list of batches) is held by it.
 _LOOPED_KEPT = 8

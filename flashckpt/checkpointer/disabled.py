@@ -6,11 +6,12 @@ signal. Imports neither torch nor what captures.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from flashckpt.events import log
+log = logging.getLogger(__name__)
 
 
 class DisabledCheckpointer:

@@ -8,6 +8,7 @@ cannot, none goes on.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -32,11 +33,11 @@ from flashckpt.checkpointer.run_log import limits_s
 from flashckpt.checkpointer.session import Session, log_differences, open_session
 from flashckpt.checkpointer.signals import Signals
 from flashckpt.errors import DamagedError, FlashckptError, FormatError, OptionError
-from flashckpt.events import Event, log
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper.client import SlotGrant
 from flashckpt.memory.slot import Slot
 from flashckpt.options import Environment, Keep, Options, check_call
+from flashckpt.persist.ledger import Event
 from flashckpt.ranks.group import Group, join
 from flashckpt.ranks.pacing import Cadence
 from flashckpt.restore.filling import check_fits, fill
@@ -49,6 +50,8 @@ from flashckpt.state import rng
 from flashckpt.state.objects import is_container
 from flashckpt.state.tree import Tree
 from flashckpt.store import open_store
+
+log = logging.getLogger(__name__)
 
 # How long a keeper is waited for where something newer is in memory than all ranks can read: one whose file
 # makes no progress (it may be synced), one that writes nothing, one that has written all but for the parts of

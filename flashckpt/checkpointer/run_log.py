@@ -8,6 +8,7 @@ never decides when a snapshot is taken, and stops nothing.
 from __future__ import annotations
 
 import heapq
+import logging
 import math
 import socket
 import time
@@ -18,8 +19,10 @@ from typing import Any, NamedTuple
 
 from flashckpt.capture import Capture
 from flashckpt.capture.slot_writer import HeartbeatWriter
-from flashckpt.events import Event, log
 from flashckpt.options import Options, duration_s
+from flashckpt.persist.ledger import Event
+
+log = logging.getLogger(__name__)
 
 _COUNTED = (
     (Event.SNAPSHOT, "snapshots"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import logging
 import os
 import platform
 import signal
@@ -25,7 +26,6 @@ from flashckpt.commit import attempts, retention
 from flashckpt.commit.attempts import open_run
 from flashckpt.commit.holder import check, here
 from flashckpt.errors import DamagedError, FlashckptError, KeeperError, RunError, RunHeldError
-from flashckpt.events import log
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper.client import KeeperClient, connect_or_start
 from flashckpt.keeper.start import end_early, survival_warnings
@@ -44,6 +44,8 @@ from flashckpt.options import Environment, Keep, Options
 from flashckpt.ranks.group import Alone, Group
 from flashckpt.store import open_store
 from flashckpt.store.base import Store
+
+log = logging.getLogger(__name__)
 
 Connect = Callable[[str, RuntimeFolder, LifeLock], KeeperClient]
 """Takes the run, its runtime folder and this process's life lock there; gives the link to the keeper."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import math
 import os
 import queue
@@ -22,8 +23,9 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from flashckpt.events import log
 from flashckpt.options import Environment, Options, signal_numbers
+
+log = logging.getLogger(__name__)
 
 Frame = FrameType | None
 

@@ -8,6 +8,7 @@ copy. The attendant's thread only begins what is due (`tend`): it takes no memor
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -17,12 +18,13 @@ from flashckpt import crashpoints
 from flashckpt.capture import Capture
 from flashckpt.checkpointer.session import Session
 from flashckpt.errors import DamagedError, FlashckptError, KeeperError, OutOfRoomError
-from flashckpt.events import log
 from flashckpt.keeper.client import SlotGrant
 from flashckpt.keeper.protocol import Refusal, close_all
 from flashckpt.memory.control_page import SlotSize
 from flashckpt.memory.slot import Sealed, Slot, SlotRing, SlotState
 from flashckpt.options import Options
+
+log = logging.getLogger(__name__)
 
 _RETRY_S, _SOON_S = 5.0, 0.5
 _FEWEST = 2

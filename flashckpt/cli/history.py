@@ -15,10 +15,9 @@ from flashckpt.commit.attempts import alive, attempts, bounds
 from flashckpt.commit.lineage import VisibleStep, check_records, everything, in_lineage, marks, visible
 from flashckpt.commit.steps import StepRecord, missing_files, read_manifest, read_step
 from flashckpt.errors import DamagedError, UnusableRunError
-from flashckpt.events import Event
 from flashckpt.format.names import MANIFEST, AttemptName, step_attempt_folder
 from flashckpt.format.records import Manifest, Mark
-from flashckpt.persist.ledger import lines_of
+from flashckpt.persist.ledger import Event, lines_of
 from flashckpt.store.base import Store
 
 _MOST_ATTEMPTS = 64

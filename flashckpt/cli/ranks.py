@@ -16,10 +16,9 @@ from flashckpt.commit.attempts import bounds, newest_started
 from flashckpt.commit.lineage import in_lineage, newest_first
 from flashckpt.commit.steps import StepRecord
 from flashckpt.errors import DamagedError
-from flashckpt.events import Event
 from flashckpt.format.layout import DTYPES, Leaf
 from flashckpt.format.names import AttemptName
-from flashckpt.persist.ledger import lines_of
+from flashckpt.persist.ledger import Event, lines_of
 from flashckpt.persist.stored_steps import Completeness, stored_step
 from flashckpt.store.base import Store
 

@@ -6,6 +6,7 @@ bytes, deletes nothing, and publishes no part: see steps.py. The order is number
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
@@ -13,7 +14,6 @@ from flashckpt.commit import lineage
 from flashckpt.commit.steps import constants_of_parts, read_manifest, read_step
 from flashckpt.commit.verification import verify_file
 from flashckpt.errors import DamagedError, FlashckptError
-from flashckpt.events import log
 from flashckpt.format.layout import Layout
 from flashckpt.format.names import (
     CONSTANTS,
@@ -24,6 +24,8 @@ from flashckpt.format.names import (
 )
 from flashckpt.format.records import Contents, Manifest
 from flashckpt.store.base import Store
+
+log = logging.getLogger(__name__)
 
 # Of one attempt and of the one before it the newest step is asked; no other can be meant.
 _MOST_ATTEMPTS = 2

@@ -7,6 +7,7 @@ and deletes nothing. To go back is a deed of its own (`branch`), not an option, 
 
 from __future__ import annotations
 
+import logging
 import secrets
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +27,6 @@ from flashckpt.commit.attempts import (
 from flashckpt.commit.holder import WATCH_S, Probe, check, here
 from flashckpt.commit.steps import StepRecord, is_committed, missing_files, read_manifest, read_step
 from flashckpt.errors import DamagedError, FlashckptError, NoSuchStepError, UnusableRunError
-from flashckpt.events import log
 from flashckpt.format.names import (
     ATTEMPTS,
     MARK,
@@ -39,6 +39,8 @@ from flashckpt.format.names import (
 )
 from flashckpt.format.records import Holder, Manifest, Mark
 from flashckpt.store.base import Store
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, order=True)

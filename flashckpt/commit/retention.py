@@ -9,6 +9,7 @@ cannot be removed keeps nothing else.
 from __future__ import annotations
 
 import errno
+import logging
 import secrets
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,7 +35,6 @@ from flashckpt.commit.lineage import (
 )
 from flashckpt.commit.steps import is_committed, read_manifest
 from flashckpt.errors import DamagedError
-from flashckpt.events import log
 from flashckpt.format.names import (
     ATTEMPTS,
     MANIFEST,
@@ -50,6 +50,8 @@ from flashckpt.format.names import (
 from flashckpt.format.records import Manifest, Tombstone
 from flashckpt.options import Keep
 from flashckpt.store.base import Store
+
+log = logging.getLogger(__name__)
 
 ALWAYS_KEPT = 2
 _LAST_UNSTARTED = 8

@@ -45,6 +45,13 @@ from flashckpt.store.base import Entry, LengthError, Store
 _FEW_BYTES = 16 << 20
 # The head of a part of eight ranks is a few KiB.
 _HEAD_BYTES = 64 << 10
+# Where a few nodes make a step, all of them gather its parts: who writes the last one commits. Of many, four
+# are picked by the step's number, so that no keeper is asked more than others: the first gathers at once,
+# each further one after more looks that found no manifest. In the end everybody does: keepers that died hold
+# no step up.
+_LOOKS_BEFORE = (0, 3, 5, 7)
+_LOOKS_OF_ALL = 12
+_MASK = (1 << 64) - 1
 
 
 class Committed(Enum):
@@ -476,3 +483,22 @@ def _damaged(path: str, why: str, step: int) -> DamagedError:
         step=step,
         path=path,
     )
+
+
+def looks_before(step: int, ranks: Collection[int], world: int) -> int:
+    """How often the keeper of these ranks, of `world`, looks for the manifest of a step in vain before it
+    gathers the parts itself. 0: it does so at once."""
+    if world <= len(_LOOKS_BEFORE) * len(ranks):
+        return 0
+    for turn, looks in enumerate(_LOOKS_BEFORE):
+        if _mix(step * len(_LOOKS_BEFORE) + turn) % world in ranks:
+            return looks
+    return _LOOKS_OF_ALL
+
+
+def _mix(number: int) -> int:
+    """64 bits that depend on all of a number's (splitmix64 of Steele, Lea and Flood, 2014)."""
+    mixed = (number + 0x9E3779B97F4A7C15) & _MASK
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _MASK
+    return mixed ^ mixed >> 31

@@ -15,6 +15,7 @@ import signal
 import site
 import sys
 
+log = logging.getLogger("flashckpt.keeper")
 _NICENESS = 5
 _MOST_CPUS = 4096
 
@@ -22,7 +23,6 @@ _MOST_CPUS = 4096
 def run(run_path: str, runtime_path: str, starter: int = 0) -> None:
     """Be the keeper of a run until it is time to go; return at once if the run has one. `starter` is the
     trainer's process."""
-    from flashckpt.events import log
     from flashckpt.keeper.daemon import Keeper
     from flashckpt.memory.runtime import RuntimeFolder
 

@@ -7,6 +7,7 @@ is handed, and the memory of what it is told again. What is asked, and what an a
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import socket
@@ -17,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from flashckpt.errors import KeeperError, OutOfRoomError
-from flashckpt.events import log
 from flashckpt.keeper import start
 from flashckpt.keeper.protocol import (
     ELECTION_LOCK,
@@ -35,6 +35,8 @@ from flashckpt.memory import forks
 from flashckpt.memory.region import MEMFD
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder, is_alive
 from flashckpt.memory.slot import Slot
+
+log = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 60.0
 _START_AGAIN_S = 5.0

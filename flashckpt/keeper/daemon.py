@@ -6,6 +6,7 @@ storage itself: a worker does, so that requests are served while bytes flow.
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import select
@@ -13,7 +14,6 @@ import time
 
 from flashckpt import crashpoints
 from flashckpt.errors import KeeperError
-from flashckpt.events import Event, log
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper.allocation import Allocation
 from flashckpt.keeper.protocol import ELECTION_LOCK, remove_names
@@ -27,11 +27,13 @@ from flashckpt.memory.runtime import LifeLock, RuntimeFolder, TrainerLocks
 from flashckpt.memory.slot import SlotState
 from flashckpt.persist.deletions import Deletions
 from flashckpt.persist.job import JobState, StepJob, StepOutcome
-from flashckpt.persist.ledger import Ledger
+from flashckpt.persist.ledger import Event, Ledger
 from flashckpt.persist.queue import Queue
 from flashckpt.persist.worker import Worker
 from flashckpt.persist.writer import Writer
 from flashckpt.store import open_store
+
+log = logging.getLogger(__name__)
 
 _TICK_MS = 20
 _IDLE_TICK_MS = 100

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import struct
 import time
@@ -21,11 +22,12 @@ from flashckpt.commit import attempts
 from flashckpt.commit.attempts import open_run
 from flashckpt.commit.holder import BEAT_S
 from flashckpt.errors import DamagedError, FlashckptError, FormatError, NoSuchStepError, UnusableRunError
-from flashckpt.events import log
 from flashckpt.format.names import AttemptName, attempt_folder
 from flashckpt.memory.runtime import identity_of
 from flashckpt.store import open_store
 from flashckpt.store.base import Store
+
+log = logging.getLogger(__name__)
 
 _EVENT = struct.Struct("iIII")
 _DELETE_SELF = 0x400

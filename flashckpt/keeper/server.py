@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import logging
 import os
 import select
 import socket
@@ -19,7 +20,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from flashckpt.errors import DamagedError, FlashckptError, FormatError, KeeperError
-from flashckpt.events import Event, log
 from flashckpt.format.names import MAX_BOUNDARY, MAX_RANK, MAX_STEP, AttemptName
 from flashckpt.format.replicas import EVERY
 from flashckpt.keeper.allocation import Allocation
@@ -48,8 +48,10 @@ from flashckpt.memory.held_regions import HeldRegion, Regions
 from flashckpt.memory.runtime import RuntimeFolder, check_name
 from flashckpt.options import Keep
 from flashckpt.persist.job import JobState, StepJob, StepOutcome, Void
-from flashckpt.persist.ledger import Ledger
+from flashckpt.persist.ledger import Event, Ledger
 from flashckpt.persist.queue import Queue
+
+log = logging.getLogger(__name__)
 
 _MOST_CONNECTIONS = 256
 _BACKLOG = 128

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import select
 import subprocess
@@ -17,9 +18,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from flashckpt.errors import FlashckptError, KeeperError
-from flashckpt.events import log as logger
 from flashckpt.keeper.protocol import LOG_NAME, close_all
 from flashckpt.memory.runtime import RuntimeFolder
+
+logger = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 60.0
 _MAX_LOG_BYTES = 1 << 20

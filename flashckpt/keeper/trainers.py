@@ -7,6 +7,7 @@ wakes the loop early: it may be of another process. A closed connection says not
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Collection, Mapping
@@ -15,7 +16,6 @@ from typing import Any
 
 from flashckpt.commit.retention import Survivor, needed
 from flashckpt.errors import FlashckptError
-from flashckpt.events import log
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper.run_folder import DeletionWatch, Look
 from flashckpt.memory.held_regions import Regions
@@ -23,6 +23,8 @@ from flashckpt.memory.runtime import TrainerLocks
 from flashckpt.options import Keep
 from flashckpt.persist.queue import Queue
 from flashckpt.store.base import Store
+
+log = logging.getLogger(__name__)
 
 # How long a keeper that nobody has spoken to waits for the trainer that started it.
 _FIRST_TRAINER_S = 60.0

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 import signal
@@ -22,14 +23,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from flashckpt.errors import KeeperError
-from flashckpt.events import Event, log
 from flashckpt.keeper.trainers import Roster, Trainer
 from flashckpt.memory.held_regions import Regions
 from flashckpt.memory.runtime import RuntimeFolder, holder_of, stacks_name
 from flashckpt.memory.slot import Heartbeat, Slot
-from flashckpt.persist.ledger import Ledger
+from flashckpt.persist.ledger import Event, Ledger
 from flashckpt.persist.queue import Queue
 from flashckpt.persist.worker import Worker
+
+log = logging.getLogger(__name__)
 
 # More than this between two looks is time in which this process did not run itself.
 _LONGEST_GAP_S = 2.0

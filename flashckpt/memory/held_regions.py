@@ -6,6 +6,7 @@ looks at an image.
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +16,6 @@ from typing import Any
 
 from flashckpt import crashpoints
 from flashckpt.errors import DamagedError, FormatError, KeeperError, OutOfRoomError
-from flashckpt.events import log
 from flashckpt.memory import region, room
 from flashckpt.memory.control_page import SlotHeader, SlotSize, round_up
 from flashckpt.memory.region import MEMFD, NAMED, Region
@@ -28,6 +28,8 @@ from flashckpt.memory.runtime import (
     rank_of_lock,
 )
 from flashckpt.memory.slot import Sealed, Slot, SlotState, Word
+
+log = logging.getLogger(__name__)
 
 MAX_REGIONS = 64  # of one rank
 

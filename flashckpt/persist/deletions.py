@@ -8,6 +8,7 @@ somewhere.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ from flashckpt.commit.lineage import VisibleStep, everything
 from flashckpt.commit.retention import noted
 from flashckpt.commit.steps import read_manifest
 from flashckpt.errors import DamagedError
-from flashckpt.events import Event, log
 from flashckpt.format.names import (
     ATTEMPTS,
     CONSTANTS,
@@ -38,10 +38,12 @@ from flashckpt.format.names import (
 from flashckpt.format.records import Manifest
 from flashckpt.memory.held_regions import Regions
 from flashckpt.options import Keep
-from flashckpt.persist.ledger import Ledger
+from flashckpt.persist.ledger import Event, Ledger
 from flashckpt.persist.stored_steps import Completeness, StoredStep, parts_of, stored_step
 from flashckpt.persist.worker import Worker
 from flashckpt.store.base import Entry, Store
+
+log = logging.getLogger(__name__)
 
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.tmp")
 _CUT_OFF = "its write was cut off"

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from enum import Enum
 from typing import Any
 
 from flashckpt.errors import FlashckptError
-from flashckpt.events import Event, log
 from flashckpt.format.names import RUN
 from flashckpt.store.base import Store
+
+log = logging.getLogger(__name__)
 
 FOLDER = "events"
 MAX_LINE_BYTES = 32 << 10
@@ -27,6 +30,32 @@ FILE_BYTES = 8 << 20
 # Keepers that append at once each find room for their own line: a file may be a little longer than its bound.
 _READ_BYTES = 2 * FILE_BYTES
 _MOST_WAITING = 10_000
+
+
+class Event(str, Enum):
+    """What can happen to a run: one line of the ledger each."""
+
+    ATTACH = "attach"
+    PLAN = "plan"
+    SNAPSHOT = "snapshot"
+    SKIP = "skip"
+    TORN = "torn"
+    PERSIST = "persist"
+    COMMIT = "commit"
+    PRUNE = "prune"
+    DEATH = "death"
+    ADOPT = "adopt"
+    RESUME = "resume"
+    ERROR = "error"
+    RECOVER = "recover"
+    TIMES = "times"
+    SLOW = "slow"
+    STUCK = "stuck"
+    STOPPED = "stopped"
+    GOES_ON = "goes-on"
+    KILL = "kill"
+    STOP = "stop"
+    CLOSE = "close"
 
 
 def lines_of(store: Store, attempt: str) -> Iterator[dict[str, Any]]:

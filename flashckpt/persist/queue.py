@@ -7,6 +7,7 @@ trainer left. The bytes are the writer's. For one thread, but for the deeds that
 from __future__ import annotations
 
 import errno
+import logging
 import math
 import threading
 import time
@@ -14,7 +15,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 
 from flashckpt.errors import DamagedError
-from flashckpt.events import Event, log
 from flashckpt.format.names import AttemptName
 from flashckpt.memory.held_regions import HeldRegion, Regions
 from flashckpt.memory.region import rank_of
@@ -33,10 +33,12 @@ from flashckpt.persist.job import (
     look_again_s,
     pause_s,
 )
-from flashckpt.persist.ledger import Ledger
+from flashckpt.persist.ledger import Event, Ledger
 from flashckpt.persist.stored_steps import StoredStep
 from flashckpt.persist.worker import Worker
 from flashckpt.persist.writer import Writer
+
+log = logging.getLogger(__name__)
 
 _AWAITED_RETRY_S = 1.0
 # An audit may take this share of the time, so that idle means idle for the trainer too.

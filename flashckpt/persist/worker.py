@@ -6,6 +6,7 @@ what the keeper knows.
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import select
@@ -13,7 +14,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from flashckpt.events import log
+log = logging.getLogger(__name__)
+
 
 Done = Callable[[Any], None]
 

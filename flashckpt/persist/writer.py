@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -15,9 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from flashckpt import _native, crashpoints
 from flashckpt.commit import attempts, constants, lineage, steps
-from flashckpt.commit.turns import looks_before
 from flashckpt.errors import DamagedError, DivergedError, FlashckptError, KeeperError, SupersededError
-from flashckpt.events import log
 from flashckpt.format.checked_json import strict_loads
 from flashckpt.format.layout import Layout
 from flashckpt.format.metadata import Metadata
@@ -35,6 +34,8 @@ from flashckpt.persist.audit import Torn, check_header, discard, torn, unlike
 from flashckpt.persist.job import JobState, RankWrite, SealedSnapshot, StepJob, StepOutcome, Void
 from flashckpt.persist.stored_steps import refusal
 from flashckpt.store.base import MemoryRange, Store, Written
+
+log = logging.getLogger(__name__)
 
 _NAMES_TRIED = 8
 REGION_IS_GONE = (
@@ -275,7 +276,7 @@ class Writer:
         self._guard()
         world = self._world(job, attempt)
         gathers = self._gathers or job.stored is not None
-        if not gathers and job.looks < looks_before(job.step, job.node.ranks, world):
+        if not gathers and job.looks < steps.looks_before(job.step, job.node.ranks, world):
             found = steps.look(self._store, job.step, attempt)
         else:
             found = steps.commit(self._store, job.step, attempt, world)

@@ -7,6 +7,7 @@ store) is its own affair: one may take it from memory and another from storage. 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,11 +15,12 @@ from typing import Any
 
 from flashckpt._native import xxh3_64
 from flashckpt.errors import MismatchError, UnusableRunError
-from flashckpt.events import log
 from flashckpt.format.checked_json import compact
 from flashckpt.format.names import AttemptName
 from flashckpt.ranks.job import LOADING_PATIENCE_S, Job
 from flashckpt.restore.step_choice import Ballot, Candidate
+
+log = logging.getLogger(__name__)
 
 # Of what one rank says. All that a node has in memory is far fewer; of steps at rest the newest count.
 MOST_CANDIDATES = 64

@@ -7,17 +7,19 @@ died) stops no training and raises nothing: the schedule stays as it was, and th
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from flashckpt.errors import DamagedError
-from flashckpt.events import log
 from flashckpt.ranks.board import Board
 from flashckpt.ranks.decisions import Decider
 from flashckpt.ranks.leader import Leader
 from flashckpt.ranks.messages import Announcement, NodeMessage
+
+log = logging.getLogger(__name__)
 
 _ROUND_S, _ALONE_ROUND_S, _HURRIED_ROUND_S = 0.5, 0.05, 0.02
 # Rank 0 does not come back in the same attempt; a network may.

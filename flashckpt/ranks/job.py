@@ -8,6 +8,7 @@ loop. What is said is JSON, from processes that are trusted as far as the job is
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import sys
@@ -20,9 +21,10 @@ from typing import Any, Protocol, TypeVar
 from flashckpt import errors
 from flashckpt.commit.holder import here
 from flashckpt.errors import FlashckptError, KeeperError, OptionError, RunError
-from flashckpt.events import log
 from flashckpt.memory.runtime import base_folder
 from flashckpt.options import Environment
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Decide = Callable[[list[Any]], Any]

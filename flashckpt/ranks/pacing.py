@@ -8,6 +8,7 @@ The training thread only reads and writes words in memory here, but where its pr
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -17,7 +18,6 @@ from typing import NamedTuple, Protocol, TypeVar
 from flashckpt import _native
 from flashckpt.capture.schedule import Every, Pace, Schedule
 from flashckpt.errors import BoundaryError, FlashckptError, OptionError, PersistError
-from flashckpt.events import log
 from flashckpt.format.names import AttemptName
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.memory.slot import Slot
@@ -30,6 +30,8 @@ from flashckpt.ranks.messages import NONE, Announcement, Call, Refused
 from flashckpt.ranks.schedule import Followed
 from flashckpt.ranks.snapshots import Snapshots
 from flashckpt.ranks.stop import Asked, JointStop, StopPolicy
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 

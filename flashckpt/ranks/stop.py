@@ -7,13 +7,15 @@ never goes on alone. Owns the waiting; the promises are the node's leader's.
 
 from __future__ import annotations
 
+import logging
 import signal
 import time
 from collections.abc import Callable
 from typing import Protocol
 
-from flashckpt.events import log
 from flashckpt.ranks.board import Board, RankRow
+
+log = logging.getLogger(__name__)
 
 _PAUSE_S = 0.001
 # Beside the numbers of signals, which are below 65.

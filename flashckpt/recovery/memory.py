@@ -16,14 +16,13 @@ from flashckpt.commit import attempts, steps
 from flashckpt.commit.lineage import VisibleStep
 from flashckpt.commit.retention import Survivor, needed
 from flashckpt.errors import DamagedError, FlashckptError
-from flashckpt.events import Event
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper.protocol import remove_names
 from flashckpt.memory.held_regions import Regions
 from flashckpt.memory.region import rank_of
 from flashckpt.memory.runtime import LifeLock
 from flashckpt.persist.job import JobState, StepJob, StepOutcome, Void, alone, few_pauses_s
-from flashckpt.persist.ledger import Ledger
+from flashckpt.persist.ledger import Event, Ledger
 from flashckpt.persist.queue import Queue
 from flashckpt.persist.stored_steps import unfinished
 from flashckpt.persist.worker import Worker

@@ -8,13 +8,13 @@ known to be whole at rest.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 from contextlib import closing
 
 from flashckpt.commit import attempts, constants
 from flashckpt.commit.attempts import open_run
 from flashckpt.commit.lineage import VisibleStep
-from flashckpt.events import Event, log
 from flashckpt.format.metadata import Metadata
 from flashckpt.format.names import AttemptName
 from flashckpt.format.records import Run
@@ -22,7 +22,7 @@ from flashckpt.keeper.protocol import Status
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.persist.deletions import unused_files
 from flashckpt.persist.job import JobState, StepJob
-from flashckpt.persist.ledger import Ledger
+from flashckpt.persist.ledger import Event, Ledger
 from flashckpt.persist.stored_steps import refusal, unfinished
 from flashckpt.persist.writer import REGION_IS_GONE, Writer
 from flashckpt.recovery import keepers
@@ -48,6 +48,8 @@ from flashckpt.recovery.survey import (
     unseen_ranks,
 )
 from flashckpt.store.base import Store
+
+log = logging.getLogger(__name__)
 
 _SHOWN = 8
 

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field, replace
 from flashckpt.commit import attempts, lineage, steps
 from flashckpt.commit.lineage import VisibleStep
 from flashckpt.commit.verification import Row, verify
-from flashckpt.events import Event
 from flashckpt.format.names import AttemptName, step_attempt_folder
 from flashckpt.persist.deletions import Unused, remove, unused_files
-from flashckpt.persist.ledger import Ledger
+from flashckpt.persist.ledger import Event, Ledger
 from flashckpt.persist.stored_steps import Completeness, StoredStep, stored_step
 from flashckpt.recovery.node import Hold
 from flashckpt.recovery.report import Fate, Finding, Kind, Watcher

@@ -9,6 +9,7 @@ live.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,7 +19,6 @@ from torch import Tensor
 
 from flashckpt.capture.plan import local
 from flashckpt.errors import DamagedError, MismatchError, StateError
-from flashckpt.events import log
 from flashckpt.format.layout import Box, Leaf
 from flashckpt.format.typed import Hole, LeafRef, children, decode, encode_json
 from flashckpt.restore.state_names import short_names, state_name
@@ -31,6 +31,8 @@ from flashckpt.state.optimizers import OptimizerEntry
 from flashckpt.state.tensors import is_sharded, kind_of
 from flashckpt.state.tree import NAMESPACE, Tree, Walk
 from flashckpt.state.values import CONTAINERS, join, rebuild, references
+
+log = logging.getLogger(__name__)
 
 _DTENSOR = ["_local_tensor"]
 _SPARSE = ("S", "C")

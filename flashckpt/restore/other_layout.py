@@ -6,6 +6,7 @@ it gives is like one that this rank had made itself, in memory of this process's
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,7 +15,6 @@ from typing import Any
 from flashckpt import _native
 from flashckpt.capture.plan import local
 from flashckpt.commit.steps import StepRecord
-from flashckpt.events import log
 from flashckpt.format.layout import Layout, Leaf, SlotImage
 from flashckpt.memory.control_page import round_up
 from flashckpt.restore.box_gathering import gather
@@ -26,6 +26,8 @@ from flashckpt.restore.step_ranks import StepRanks
 from flashckpt.state.leaves import LiveLeaf, Saved, Walk
 from flashckpt.state.loader.other_ranks import merged_progress, merged_rng
 from flashckpt.state.tree import Tree
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ older one would leave it behind. A run whose steps cannot be used is never taken
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ from flashckpt.commit import attempts, lineage
 from flashckpt.commit.lineage import VisibleStep
 from flashckpt.commit.steps import StepRecord, read_manifest, read_step
 from flashckpt.errors import DamagedError, OutOfRoomError, RunError, UnusableRunError
-from flashckpt.events import log
 from flashckpt.format.layout import Leaf
 from flashckpt.format.names import AttemptName
 from flashckpt.format.records import Manifest
@@ -31,6 +31,8 @@ from flashckpt.restore.memory_tier import Held
 from flashckpt.restore.snapshot import Snapshot
 from flashckpt.restore.step_image import EarlyRead, UnreadableShardError, read_image
 from flashckpt.store.base import Store
+
+log = logging.getLogger(__name__)
 
 Fits = Callable[[Snapshot], None]
 """Raises DamagedError for a snapshot that is none, MismatchError for one that is of another model; changes

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import threading
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,13 +19,14 @@ from flashckpt import _native
 from flashckpt.commit.lineage import sources
 from flashckpt.commit.steps import StepRecord, read_step
 from flashckpt.errors import DamagedError, OutOfRoomError
-from flashckpt.events import log
 from flashckpt.format.layout import Layout, Leaf, SlotImage
 from flashckpt.format.records import Contents
 from flashckpt.memory import room
 from flashckpt.memory.control_page import round_up
 from flashckpt.restore.box_reading import BoxReader
 from flashckpt.store.base import Read, Store
+
+log = logging.getLogger(__name__)
 
 # What a file system answers for a sector, a block or a tree of a file that it cannot give any more. A server
 # that is away, a permission, a time-out are others: those say nothing of the file.

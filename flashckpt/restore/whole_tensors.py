@@ -6,15 +6,17 @@ Of a tensor that differs from rank to rank (a buffer, a counter) it is one rank'
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 
 from flashckpt.commit.steps import StepRecord
-from flashckpt.events import log
 from flashckpt.format.layout import Layout, Leaf
 from flashckpt.restore.box_gathering import gather
 from flashckpt.restore.step_leaves import BoxRegion, Parts, StepTensor, shape_of
 from flashckpt.restore.step_ranks import StepRanks
+
+log = logging.getLogger(__name__)
 
 _ALL = 1 << 62
 

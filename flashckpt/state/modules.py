@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, Literal, NamedTuple
 
@@ -18,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flashckpt.events import log
 from flashckpt.format.layout import Leaf
 from flashckpt.format.typed import Encoded, LeafRef, children
 from flashckpt.state.leaves import (
@@ -36,6 +36,8 @@ from flashckpt.state.objects import MISSING, Row, StateEntry, misfit
 from flashckpt.state.sharding import Ranks, TensorBox, has_unreduced_gradients
 from flashckpt.state.tensors import DTYPE_NAMES, described, fits, is_sharded, is_wrapper, refuse, span
 from flashckpt.state.values import Settling, join, references, survey
+
+log = logging.getLogger(__name__)
 
 _EXTRA = "_extra_state"
 _HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")

@@ -9,6 +9,7 @@ backward): its position would be lost without a word. Never steps, never touches
 from __future__ import annotations
 
 import gc
+import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -19,7 +20,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from flashckpt.errors import DamagedError, StateError
-from flashckpt.events import log
 from flashckpt.format.typed import Encoded, LeafRef, children, encode_json
 from flashckpt.state.leaves import Filling, Place, Restructured, Saved, Sink, Walk, unowned
 from flashckpt.state.objects import (
@@ -42,6 +42,8 @@ from flashckpt.state.values import (
     references,
     survey,
 )
+
+log = logging.getLogger(__name__)
 
 _TORCHS_ATTRIBUTES = ("defaults", "state", "param_groups")
 _MAY_CHANGE = (int, float, list, dict, set, deque, Tensor)

@@ -8,6 +8,7 @@ character a parameter. Never copies a leaf.
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flashckpt.errors import DamagedError, MismatchError, StateError
-from flashckpt.events import log
 from flashckpt.format.layout import Leaf
 from flashckpt.format.typed import Encoded, LeafRef, check_roundtrip
 from flashckpt.state.leaves import (
@@ -51,6 +51,8 @@ from flashckpt.state.optimizers import (
     warn_of_attributes,
 )
 from flashckpt.state.tensors import DTYPE_NAMES, described, make, strides
+
+log = logging.getLogger(__name__)
 
 __all__ = ["LiveLeaf", "Saved", "Tree", "Walk"]
 

@@ -10,6 +10,7 @@ there. With CGROUP, the run's keeper, which takes the memory of the slots, may t
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -21,7 +22,6 @@ import torch
 from torch import nn
 
 import flashckpt
-from flashckpt.events import log as library_log
 from tests.processes import keepers_of
 from tests.waiting import until_slots
 
@@ -112,7 +112,7 @@ def main() -> None:
     kind, path, log_path, every, steps, hold_at = sys.argv[1:7]
     torch.set_num_threads(1)
     torch.manual_seed(1)
-    library_log.setLevel("INFO")
+    logging.getLogger("flashckpt").setLevel("INFO")
     with open(log_path, "a", buffering=1) as log:
         {"replay": replay, "lbfgs": lbfgs}[kind](
             int(steps),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flashckpt.checkpointer.run_log import RankTimes
-from flashckpt.events import Event
+from flashckpt.persist.ledger import Event
 
 
 class Told:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import flashckpt
-from flashckpt.events import Event
+from flashckpt.persist.ledger import Event
 from tests.checkpointer.test_bad_input import trained
 from tests.checkpointer.test_loop import Job
 from tests.keeper.driver import ledger

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flashckpt.checkpointer.run_log import SnapshotLog, Spacing, limits_s
-from flashckpt.events import Event
+from flashckpt.persist.ledger import Event
 
 
 def test_the_spacing_is_said_once_and_again_where_it_is_another() -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.events import Event
 from flashckpt.keeper import watchdog
 from flashckpt.keeper.daemon import Keeper
 from flashckpt.keeper.trainers import Trainer
@@ -22,7 +21,7 @@ from flashckpt.memory.control_page import SlotSize
 from flashckpt.memory.held_regions import HeldRegion
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder, is_alive, stacks_name
 from flashckpt.memory.slot import Heartbeat
-from flashckpt.persist.ledger import MAX_LINE_BYTES
+from flashckpt.persist.ledger import MAX_LINE_BYTES, Event
 from tests.keeper.driver import Process, eventually, runtime_of
 from tests.keeper.fake import open_runtime
 

@@ -7,7 +7,7 @@ import pytest
 from flashckpt import OptionError, Options
 from flashckpt.capture.slot_writer import HeartbeatWriter
 from flashckpt.checkpointer.run_log import StepTimes, Watch
-from flashckpt.events import Event
+from flashckpt.persist.ledger import Event
 
 
 def steps(*lengths: float, first: int = 1) -> list[tuple[int, float]]:

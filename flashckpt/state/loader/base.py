@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import itertools
+import logging
 import time
 import weakref
 from collections import deque
@@ -19,10 +20,11 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from flashckpt.errors import BoundaryError, DamagedError, MismatchError
-from flashckpt.events import log
 from flashckpt.format.typed import check_roundtrip, encode_json
 from flashckpt.state import rng
 from flashckpt.state.loader.share import LiveLoader, Moved, Share, says_global, share_of
+
+log = logging.getLogger(__name__)
 
 _EXPLAINED = {
     "dataloader": "a torch DataLoader",

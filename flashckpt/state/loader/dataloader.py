@@ -12,6 +12,7 @@ Works on a private shallow copy of the loader. What it relies on in torch's Data
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,10 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import BatchSampler
 
-from flashckpt.events import log
 from flashckpt.state import rng
 from flashckpt.state.loader.base import Position, Source, samplers_of
 from flashckpt.state.loader.share import Rest
+
+log = logging.getLogger(__name__)
 
 
 class DataLoaderSource(Source):

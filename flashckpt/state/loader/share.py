@@ -11,6 +11,7 @@ Owns that arithmetic. Draws nothing but from copies of generators.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,11 +21,12 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 from flashckpt.errors import MismatchError
-from flashckpt.events import log
 from flashckpt.state import rng
 
 if TYPE_CHECKING:
     from flashckpt.state.loader.base import Position
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

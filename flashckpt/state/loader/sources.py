@@ -6,6 +6,7 @@ for long. Positions are kept by source: two phases over one loader have one posi
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,11 +15,12 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from flashckpt.errors import BoundaryError, OptionError
-from flashckpt.events import log
 from flashckpt.state.loader.base import ReplayedSource, Source, mark_of, reference_to
 from flashckpt.state.loader.dataloader import DataLoaderSource
 from flashckpt.state.loader.share import Share, share_of
 from flashckpt.state.loader.stateful import DatasetState, StatefulSource
+
+log = logging.getLogger(__name__)
 
 _IDLE_PHASES = 8
 _KEYS = {"phases", "position", "seeding", "renewed"}

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,12 +23,13 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from flashckpt.errors import BoundaryError, FlashckptError, StateError
-from flashckpt.events import log
 from flashckpt.format.typed import SEQUENCES, Encoded, checked, children, decode_json
 from flashckpt.state import rng
 from flashckpt.state.leaves import Place, Sink
 from flashckpt.state.loader.base import Position, Source, mark_of
 from flashckpt.state.values import SIMPLE, StoredTensor, rebuild, survey
+
+log = logging.getLogger(__name__)
 
 Mark = str | None
 
