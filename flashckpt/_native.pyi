@@ -211,15 +211,16 @@ class Sealer:
         table_count: int,
         on_done_word: int = 0,
         moves: Buffer | None = None,
+        held: Buffer | None = None,
     ) -> None:
         """Seals a slot as soon as all of `waits` have happened. Never blocks.
 
         Then: bytes are put in their places (`moves`: u64 triples of source, destination and bytes, flat); the
-        digest table (u64[table_count] at `table`) must hold no EMPTY_DIGEST; XXH3-128 of the
-        metadata goes to record[0:16] and of record[0:240] to record[240:256]; the u64 at `word` goes from
-        `expected` to `desired`. Where a wait failed or a digest is empty the word goes to `expected` with
-        state and owner 0 instead, and `failures` has the reason. The u64 at `on_done_word`, unless that is
-        0, grows by one when the seal is decided either way.
+        digest table (u64[table_count] at `table`) must hold no EMPTY_DIGEST and end with the u64s of `held`;
+        XXH3-128 of the metadata goes to record[0:16] and of record[0:240] to record[240:256]; the u64 at
+        `word` goes from `expected` to `desired`. Where a wait failed or a digest is empty or another than is
+        held the word goes to `expected` with state and owner 0 instead, and `failures` has the reason. The
+        u64 at `on_done_word`, unless that is 0, grows by one when the seal is decided either way.
 
         Errors: ValueError for an unknown handle, or after `close`.
         """

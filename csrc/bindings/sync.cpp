@@ -71,16 +71,25 @@ std::vector<Move> moves_of(nb::handle flat) {
     return moves;
 }
 
+std::vector<std::uint64_t> numbers_of(nb::handle flat) {
+    if (flat.is_none()) return {};
+    U64View view(flat);
+    return {view.data(), view.data() + view.size()};
+}
+
 void submit(Sealer& sealer, nb::handle waits, std::uint64_t word, std::uint64_t expected,
             std::uint64_t desired, std::uint64_t record, std::uint64_t metadata, std::uint64_t metadata_bytes,
-            std::uint64_t table, std::uint64_t table_count, std::uint64_t on_done_word, nb::handle moves) {
+            std::uint64_t table, std::uint64_t table_count, std::uint64_t on_done_word, nb::handle moves,
+            nb::handle held) {
     u64_pointer(word);
     if (record == 0) raise_value("record must be an address");
     if (metadata_bytes > 0 && metadata == 0) raise_value("metadata must be an address");
     if (table_count > 0) u64_pointer(table);
     if (on_done_word != 0) u64_pointer(on_done_word);
+    std::vector<std::uint64_t> last = numbers_of(held);
+    if (last.size() > table_count) raise_value("more digests are held than the table has");
     raise_if(sealer.submit({handles_of(waits), word, expected, desired, record, metadata, metadata_bytes,
-                            table, table_count, on_done_word, moves_of(moves)}));
+                            table, table_count, on_done_word, moves_of(moves), std::move(last)}));
 }
 
 nb::list take_failures(Sealer& sealer) {
@@ -117,7 +126,7 @@ void bind_sync(nb::module_& module) {
         .def("submit", submit, nb::kw_only(), nb::arg("waits"), nb::arg("word"), nb::arg("expected"),
              nb::arg("desired"), nb::arg("record"), nb::arg("metadata"), nb::arg("metadata_bytes"),
              nb::arg("table"), nb::arg("table_count"), nb::arg("on_done_word") = 0,
-             nb::arg("moves") = nb::none())
+             nb::arg("moves") = nb::none(), nb::arg("held") = nb::none())
         .def(
             "drain",
             [](Sealer& self, double timeout_s) {

@@ -49,6 +49,13 @@ Outcome seal_slot(const Seal& seal) {
                     true, true};
         }
     }
+    // Before anybody can see it: a snapshot that is sealed is one that others may let go of theirs for.
+    for (std::uint64_t i = 0; i < seal.held.size(); ++i) {
+        std::uint64_t entry = seal.table_count - seal.held.size() + i;
+        if (u64_at(seal.table)[entry] != seal.held[i])
+            return {"leaf " + std::to_string(entry) + " is not what the region of constants holds", true,
+                    true};
+    }
     auto* record = reinterpret_cast<std::uint8_t*>(seal.record);
     Checksum first = xxh3_128(reinterpret_cast<const void*>(seal.metadata), seal.metadata_bytes);
     std::memcpy(record, first.data(), first.size());

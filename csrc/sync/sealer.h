@@ -38,6 +38,8 @@ struct Seal {
     std::uint64_t table_count = 0;
     std::uint64_t on_done_word = 0; // 0, or an address whose u64 grows by one when this seal is decided
     std::vector<Move> moves;
+    // What the last entries of the table must be: digests of bytes that stand elsewhere.
+    std::vector<std::uint64_t> held;
 };
 
 struct SealFailure {

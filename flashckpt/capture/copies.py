@@ -92,7 +92,7 @@ class PreparedCopies:
             if persist:
                 target.slot.request_persist(target.generation)
             moves = [self.host.moves(target), *(each.moves(target) for each in self.on_devices)]
-            target.seal(sealer, handles, np.concatenate(moves), step, attempt, boundary)
+            target.seal(sealer, handles, np.concatenate(moves), step, attempt, boundary, held=self._held)
         except BaseException:
             target.forget()
             try:

@@ -74,7 +74,7 @@ class InFlight:
             assert copies is not None
             copies.landed()
             if state is SlotState.SEALED:
-                self._was_sealed(snapshot, copies)
+                self._was_sealed(snapshot)
             else:
                 self._was_refused(snapshot, copies)
         for snapshot in list(self._sealed.values()):
@@ -103,16 +103,8 @@ class InFlight:
         """Nothing is under way to this slot, and nothing is to be heard of it any more."""
         self._sealed.pop(target.slot.name, None)
 
-    def _was_sealed(self, snapshot: PendingSnapshot, copies: PreparedCopies) -> None:
+    def _was_sealed(self, snapshot: PendingSnapshot) -> None:
         target = snapshot.target
-        if self._constants_changed(snapshot, copies):
-            # The region holds other bytes of them: the digests would have it discarded, later.
-            word = target.slot.state()
-            if word.generation == snapshot.generation:
-                target.slot.free(word)
-            target.forget()
-            self._lose(snapshot)
-            return
         self.sealed += 1
         if target.generation == snapshot.generation:  # else it was written again already
             self._sealed[target.slot.name] = snapshot
@@ -126,10 +118,10 @@ class InFlight:
         if reason:
             # Without its copies the table is empty: no leaf is to blame.
             torn = target.empty_entries() if copied else []
-        if reason and not torn:
+        changed = self._constants_changed(snapshot, copies)
+        if reason and not torn and not changed:
             log.error("The snapshot of step %d was not sealed: %s.", snapshot.step, reason)
         target.forget()
-        changed = self._constants_changed(snapshot, copies)
         self._tear(snapshot, [leaf for leaf in torn if leaf not in changed])
         self._lose(snapshot)
 

@@ -106,9 +106,12 @@ class SlotWriter:
         step: int,
         attempt: tuple[int, int],
         boundary: int = 0,
+        *,
+        held: Addresses,
     ) -> None:
         """Hand the slot to the native thread: it seals once every wait is over, what comes late has been
-        put in its place (moves: rows of source, destination and bytes) and every digest is there."""
+        put in its place (moves: rows of source, destination and bytes) and every digest is there, those of
+        constants as they are `held` by their region."""
         assert self.plan is not None
         crashpoints.point("capture.copied")
         plan, places = self.plan, self._places
@@ -133,7 +136,9 @@ class SlotWriter:
         )
         crashpoints.point("seal.submitting")
         count, late = len(plan.leaves), moves.reshape(-1).data
-        self.slot.submit(sealer, self.owner, self.generation, places, count, waits=waits, moves=late)
+        self.slot.submit(
+            sealer, self.owner, self.generation, places, count, waits=waits, moves=late, held=held.data
+        )
         crashpoints.point("seal.submitted")
 
     def state(self, generation: int) -> SlotState:

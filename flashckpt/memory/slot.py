@@ -279,10 +279,12 @@ class Slot(forks.OwnDescriptor):
         *,
         waits: Sequence[int] = (),
         moves: memoryview | None = None,
+        held: memoryview | None = None,
     ) -> None:
         """Hand a slot whose metadata, but for the `count` digests, and record are written to the thread that
         seals it: once every wait is over, what comes late has been put in its place (moves: u64 triples of
-        source, destination and bytes) and every digest is there."""
+        source, destination and bytes) and every digest is there, the last ones as they are `held` elsewhere
+        (u64)."""
         sealer.submit(
             waits=waits,
             word=self.word_address,
@@ -294,6 +296,7 @@ class Slot(forks.OwnDescriptor):
             table=self.metadata_address + places.table,
             table_count=count,
             moves=moves,
+            held=held,
         )
 
     def sealed(self) -> Sealed | None:
