@@ -51,7 +51,9 @@ class ConstantsChanged(Exception):
 class Constants:
     """`known` are the digests, by name, of the snapshot that the state was restored from, `were` names its
     constants, `region` is the one that it names. `devices` are those that a capture reaches. `region` is None
-    until it is sealed, and once nothing of it is constant any more."""
+    until it is sealed, and once nothing of it is constant any more. `names` are those of all that were
+    found to be constant, and whether they still are: also where there is no region for them, so that ranks
+    which hold them alike have the same names."""
 
     def __init__(
         self,
@@ -68,6 +70,7 @@ class Constants:
         self._region_before: ConstantsRegion | None = None
         self._is_decided = False
         self._ordinary: set[str] = set()
+        self.names: dict[str, bool] = {}
 
     # ---- the decision
 
@@ -93,6 +96,7 @@ class Constants:
             )
             before.update((name, now[name]) for name in were)
         constants = [each for each in candidates if now[each.name] == before[each.name]]
+        self.names = {each.name: True for each in constants}
         self._tell_others(leaves)
         held = self.region.by_name() if self.region is not None else {}
         if all(self._is_held(each, held) and held[each.name][1] == now[each.name] for each in constants):
@@ -143,6 +147,8 @@ class Constants:
         if name not in self._ordinary:
             log.info("%s has changed: it is copied into the slots from now on", name)
         self._ordinary.add(name)
+        if name in self.names:
+            self.names[name] = False
 
     def parts(self, leaves: Sequence[LiveLeaf]) -> tuple[ConstantsRegion | None, frozenset[str]]:
         """The region that a plan of these leaves names, or will, and the names of those it leaves to it."""

@@ -87,23 +87,31 @@ class Sharing:
             self.by_rank |= fresh
             log.warning("%d leaves are not alike on all ranks: each keeps its own from now on", len(fresh))
 
-    def sets(self, lives: Sequence[LiveLeaf], copied: Sequence[Leaf]) -> list[SharedLeaves]:
-        """The leaves of a plan by the ranks that hold them. `copied` are those that stand in the slot: what
-        is left to a region of constants is written by each rank."""
+    def sets(
+        self, lives: Sequence[LiveLeaf], copied: Sequence[Leaf], constants: Mapping[str, bool]
+    ) -> list[SharedLeaves]:
+        """The leaves of a plan by the ranks that hold them. `copied` are those that stand in the slot. Each
+        rank writes its own `constants` that still are: some may have no region for them, and all divide
+        alike. Those that are none any more, which such a rank does not see, are divided apart."""
         names: dict[tuple[int, ...], list[str]] = {}
         for live in lives:
             if self._is_shared(live):
                 names.setdefault(live.replicas, []).append(live.name)
         sizes = {leaf.name: leaf.num_bytes for leaf in copied}
-        return [self._shared(ranks, names[ranks], sizes) for ranks in sorted(names)]
+        always = {name: size for name, size in sizes.items() if name not in constants}
+        since = {name: size for name, size in sizes.items() if not constants.get(name, True)}
+        return [self._shared(ranks, names[ranks], always, since) for ranks in sorted(names)]
 
     def _is_shared(self, live: LiveLeaf) -> bool:
         is_alike = self.by_rank.isdisjoint((EVERY, live.name))
         return is_alike and len(live.replicas) > 1 and self.rank in live.replicas
 
-    def _shared(self, ranks: tuple[int, ...], names: Sequence[str], sizes: Mapping[str, int]) -> SharedLeaves:
+    def _shared(
+        self, ranks: tuple[int, ...], names: Sequence[str], *divided: Mapping[str, int]
+    ) -> SharedLeaves:
+        """`divided`: sizes of what is divided, each for itself."""
         found: dict[str, int | None] = dict.fromkeys(names)
-        if self.is_divided:
-            copied = {name: sizes[name] for name in names if name in sizes}
-            found |= divide(copied, ranks, ranks, self._least_bytes).writers
+        for sizes in divided if self.is_divided else ():
+            here = {name: sizes[name] for name in names if name in sizes}
+            found |= divide(here, ranks, ranks, self._least_bytes).writers
         return SharedLeaves(ranks, found)

@@ -6,8 +6,9 @@ addresses that native code reads. Decides nothing about ways, copies nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -68,7 +69,8 @@ class Plan:
 
     `used` names the leaves that are left to the region. Others of it are `outdated`: they have an entry with
     the region's digest, and no tensor. `only` names what of a walk is planned, None for all. `sharing` says
-    which leaves other ranks hold too, and which of these write them."""
+    which leaves other ranks hold too, and which of these write them; `constants`
+    has what was found to be constant, and whether it still is."""
 
     def __init__(
         self,
@@ -77,13 +79,14 @@ class Plan:
         used: frozenset[str] = frozenset(),
         only: frozenset[str] | None = None,
         sharing: Sharing | None = None,
+        constants: Mapping[str, bool] = MappingProxyType({}),
     ) -> None:
         lives = [live for live in walk.leaves if only is None or live.name in only]
         by_name = {live.name: live for live in lives}
         ordinary = [
             leaf_of(e.name, local(e.tensor), tuple(e.aliases), e.box) for e in lives if e.name not in used
         ]
-        sets = sharing.sets(lives, ordinary) if sharing is not None else []
+        sets = sharing.sets(lives, ordinary, constants) if sharing is not None else []
         mine = (None, sharing.rank if sharing is not None else None)
         elsewhere = {name for each in sets for name, by in each.writers.items() if by not in mine}
         kept = Layout.of(each for each in ordinary if each.name in elsewhere) if elsewhere else None

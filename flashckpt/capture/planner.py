@@ -97,7 +97,8 @@ class Planner:
 
     def plan(self, walk: Walk) -> Plan:
         """A plan of one walk, with what is constant left to the region."""
-        return Plan(walk, *self._constants.parts(walk.leaves), sharing=self._sharing)
+        region, used = self._constants.parts(walk.leaves)
+        return Plan(walk, region, used, sharing=self._sharing, constants=self._constants.names)
 
     def of_constants(self) -> PreparedCopies:
         """The copies of what a region is made for."""

@@ -12,6 +12,7 @@ import torch
 
 from flashckpt import _native
 from flashckpt.capture import Capture
+from flashckpt.capture.division import Sharing
 from flashckpt.capture.plan import ConstantsRegion
 from flashckpt.capture.schedule import Pace
 from flashckpt.memory.slot import Slot, SlotRing, SlotState
@@ -33,6 +34,16 @@ class Frozen(State):
         walk.guards.append((self.weights, len(self.weights)))
         for name, weight in self.weights.items():
             walk.leaves.append(Live(f"frozen.{name}", weight, "parameter", None, self.weights, name))
+        return walk
+
+
+class Alike(Frozen):
+    """One that two ranks hold alike."""
+
+    def walk(self, used_up):  # type: ignore[no-untyped-def]
+        walk = super().walk(used_up)
+        for live in walk.leaves:
+            live.replicas = (0, 1)
         return walk
 
 
@@ -285,6 +296,40 @@ def test_a_region_that_cannot_be_written_leaves_its_constants_to_the_slots(
     content = captured(capture, ring, sealer, 1)
     assert (content.constants_nonce, content.constants) == (0, [])
     capture.close()
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_ranks_with_and_without_a_region_divide_replicas_alike(
+    ring: SlotRing, sealer: _native.Sealer, *, changes: bool
+) -> None:
+    """One has no room for it. What has changed since may be all that they do not agree on."""
+    tables = []
+    for rank in range(2):
+        torch.manual_seed(2)
+        state = Alike(*(torch.randn(LARGE + 1000 * i) for i in range(4)))
+        state.named["b"] = {f"b{i}": torch.randn(LARGE + 700 * i) for i in range(4)}
+        sharing = Sharing(rank, is_divided=True, least_bytes=1)
+        capture = made(state, ring, sealer, sharing=sharing)
+        region = give_region(capture)
+        if rank:
+            assert region.begin(2) is not None  # somebody else has it
+        for step in range(1, 3):
+            if changes and step == 2:
+                state.weights["w2"].mul_(2)
+            assert capture.boundary(step, lambda: b"{}").captured
+            assert sealer.drain(240)
+        found = ring.newest_sealed()
+        assert found is not None
+        metadata = found[0].metadata(found[1])
+        assert (metadata.constants is None) == bool(rank)
+        [table] = metadata.replicas()
+        tables.append({leaf.name: (leaf.content, digest, by) for leaf, digest, by in table.rows()})
+        capture.close()
+    one, other = tables
+    assert {by for _, _, by in one.values()} == {0, 1, None}
+    assert one.keys() == other.keys()
+    unlike = {name for name in one if one[name] != other[name]}
+    assert unlike == ({"frozen.w2"} if changes else set())
 
 
 # ---- after a resume
