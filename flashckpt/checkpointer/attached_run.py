@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from flashckpt.checkpointer.boundaries import Boundaries
-from flashckpt.errors import BoundaryError, FlashckptError
+from flashckpt.errors import BoundaryError, FlashckptError, PersistError
 from flashckpt.persist.ledger import Event
 from flashckpt.state import rng
 
@@ -149,6 +149,20 @@ class AttachedRun:
             self._capture.wait()
             self._attendant.wait_committed()
 
+    def _wait_at_end(self) -> None:
+        """The same where no step follows. One whose replicas have diverged is never committed, and all ranks
+        learn of it while they wait: they capture it once more, as a step that keeps those by rank."""
+        try:
+            self.wait()
+        except PersistError as error:
+            if not self._attendant.has_diverged(error.step):
+                raise
+            try:
+                self._boundaries.capture_outside()
+            except BoundaryError:  # not all ranks are at their end
+                raise error from None
+            self.wait()
+
     # ---- stopping
 
     def stop(self) -> None:
@@ -201,7 +215,7 @@ class AttachedRun:
             if is_end and not self._closed and self.completed > 0:
                 with self._capture.heartbeat.resting():  # it may have to wait for a slot, or for storage
                     self._boundaries.capture_now(persist=True)
-                    self.wait()
+                    self._wait_at_end()
         except FlashckptError as error:
             if not signals.heard:
                 raise
@@ -241,7 +255,7 @@ class AttachedRun:
             return
         try:
             self._or_commit(capture)
-            self.wait()
+            self._wait_at_end()
         except BaseException:
             self._release()
             raise

@@ -180,6 +180,12 @@ class Attendant:
             lambda: self._is_committed(newest.step) and self.slots.is_persisted(newest),
         )
 
+    def has_diverged(self, step: int | None) -> bool:
+        """Whether a step is not committed because ranks hold unlike what they declare to hold alike. The next
+        capture keeps that by rank."""
+        self._capture.keep_by_rank(self.status.diverged)
+        return any(each.step == step and each.has_diverged for each in self.status.failures)
+
     def _newest_of_all(self) -> Sealed | None:
         """The newest snapshot of this attempt: among ranks, where the present boundary was not captured on
         all of them at once, the newest that all have. All ranks that wait here wait for the same one."""

@@ -40,12 +40,14 @@ class Refusal(KeeperError):
 
 @dataclass(frozen=True)
 class Failure:
-    """A snapshot that was to be persisted and could not be. `errno` is 0 where the system gave none."""
+    """A snapshot that was to be persisted and could not be. `errno` is 0 where the system gave none.
+    `has_diverged`: what ranks hold alike by declaration is not alike in it."""
 
     step: int
     generation: int
     message: str
     errno: int
+    has_diverged: bool = False
 
 
 @dataclass(frozen=True)

@@ -428,7 +428,9 @@ class Outcomes:
     def _fail(self, job: StepJob, outcome: StepOutcome) -> None:
         self.count("failed")
         for each in job.members():
-            failure = Failure(job.step, each.generation, outcome.message[:_MOST_TEXT], outcome.errno)
+            failure = Failure(
+                job.step, each.generation, outcome.message[:_MOST_TEXT], outcome.errno, bool(outcome.diverged)
+            )
             self._failures[each.slot.name, each.generation] = (outcome.attempt, failure)
         while len(self._failures) > _MOST_FAILURES:
             del self._failures[next(iter(self._failures))]

@@ -4,7 +4,8 @@
 "state HASH". Orders, all optional: `options` of the loop, `epochs`, `workers` of the loader, `save_at`: a
 step that is persisted, or "each": then none is left out, `freeze_at`: in that iteration the
 node's keeper is stopped, `hold_at`: in that iteration a rank prints "held N"
-and stands still, to be killed; and `deaths`: of each incarnation of the group the rank that dies in it, and
+and stands still, to be killed; `harm_at`: [rank, step], in which that rank changes a parameter for itself;
+and `deaths`: of each incarnation of the group the rank that dies in it, and
 at which of the package's crash points.
 """
 
@@ -109,6 +110,9 @@ def train(run: str, orders: dict[str, Any]) -> None:
         loss = nn.functional.cross_entropy(net(x), y)
         loss.backward()
         optimizer.step()
+        if [rank, looped.completed + 1] == orders.get("harm_at"):
+            with torch.no_grad():
+                net.module[0].bias[0] += 1
         numbers = "-".join(str(int(each)) for each in which)
         print(f"step {looped.completed + 1} {loss.item().hex()} {numbers}", flush=True)
     print(f"state {state_of(net, optimizer)}", flush=True)

@@ -10,6 +10,10 @@ from typing import Any
 import pytest
 
 import flashckpt
+from flashckpt.commit import lineage
+from flashckpt.commit.steps import read_step
+from flashckpt.commit.verification import verify
+from flashckpt.store import open_store
 from tests.ranks.launch import Ended, Launch, Launcher
 from tests.waiting import until
 
@@ -122,3 +126,19 @@ def test_ranks_that_were_started_on_other_nodes_go_on_from_the_same_step(
     ended = job.finished()
     for rank in range(2):
         assert_went_on(whole[rank], killed.said(rank), ended[rank].out, held)
+
+
+def test_what_diverges_in_the_last_step_is_saved_at_the_end_by_rank(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    """No step would follow that has it: the run would end with nothing of its end on storage."""
+    run, last = tmp_path / "run", 6
+    ended = start(launcher, run, 2, epochs=1, harm_at=[1, last]).finished()
+    assert all(f"step {last} is not committed: replicas have diverged" in each.err.lower() for each in ended)
+    assert flashckpt.steps(run) == [last + 1]
+    store = open_store(str(run))
+    record = read_step(store, last + 1, next(iter(lineage.newest_first(store))).attempt)
+    names = [{each.leaf.name: each.digest for each in record.leaves(rank)} for rank in range(2)]
+    assert names[0]["model.0.bias"] != names[1]["model.0.bias"]
+    assert names[0]["model.0.weight"] == names[1]["model.0.weight"]
+    assert verify(store).ok
