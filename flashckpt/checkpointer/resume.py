@@ -39,7 +39,7 @@ from flashckpt.memory.slot import Slot
 from flashckpt.options import Environment, Keep, Options, check_call
 from flashckpt.persist.ledger import Event
 from flashckpt.ranks.group import Group, join
-from flashckpt.ranks.pacing import Cadence
+from flashckpt.ranks.pacing import Cadence, Pacing
 from flashckpt.restore.filling import check_fits, fill
 from flashckpt.restore.memory_tier import Held
 from flashckpt.restore.other_layout import LiveLayout
@@ -423,10 +423,38 @@ def _checkpointer(
     taken: _Taken,
 ) -> Checkpointer:
     """Everything that runs beside the loop, started."""
-    attempt, resumed = session.attempt, taken.resumed
+    resumed = taken.resumed
     cadence = Cadence(every=every, persist_every=persist_every, options=options)
-    pacing = session.group.begin(session.runtime, attempt, cadence)
-    capture = Capture(
+    pacing = session.group.begin(session.runtime, session.attempt, cadence)
+    capture = _capture(session, tree, options, pacing, taken)
+    loaded_step = resumed.step if resumed is not None and resumed.tier == "memory" else None
+    limits, signals = limits_s(every, persist_every), Signals(options)
+    attendant = Attendant(session, capture, options, limits, loaded_step, signals, pacing)
+    checkpointer = Checkpointer(
+        tree=tree,
+        progress=progress,
+        capture=capture,
+        session=session,
+        attendant=attendant,
+        use=_use(tree, capture, progress, options),
+        signals=signals,
+        pacing=pacing,
+        resumed=resumed,
+    )
+    try:
+        # Encoded once now: what typed JSON cannot hold is refused here, not at hour ten.
+        checkpointer._boundaries.values()
+        attendant.event(Event.ATTACH, step=progress.step, world=session.environment.world)
+        attendant.start()
+    except BaseException:
+        checkpointer._release()  # its hooks go now, and not when nobody holds the error any more
+        raise
+    return checkpointer
+
+
+def _capture(session: Session, tree: Tree, options: Options, pacing: Pacing, taken: _Taken) -> Capture:
+    attempt = session.attempt
+    return Capture(
         tree,
         None,
         _native.Sealer(),
@@ -441,6 +469,9 @@ def _checkpointer(
         # Its declarations decide: alone, no other rank holds a leaf.
         sharing=Sharing(session.environment.rank, is_divided=True),
     )
+
+
+def _use(tree: Tree, capture: Capture, progress: Progress, options: Options) -> Use:
     threads = options.threads or torch.get_num_threads()
 
     def digests() -> dict[str, Content]:
@@ -452,30 +483,7 @@ def _checkpointer(
             for leaf, tensor, digest in zip(leaves, tensors, found, strict=True)
         }
 
-    use = Use(tree, capture.hooks, digests, check=options.read_ahead_check, used=progress.step == 0)
-    loaded_step = resumed.step if resumed is not None and resumed.tier == "memory" else None
-    limits, signals = limits_s(every, persist_every), Signals(options)
-    attendant = Attendant(session, capture, options, limits, loaded_step, signals, pacing)
-    checkpointer = Checkpointer(
-        tree=tree,
-        progress=progress,
-        capture=capture,
-        session=session,
-        attendant=attendant,
-        use=use,
-        signals=signals,
-        pacing=pacing,
-        resumed=resumed,
-    )
-    try:
-        # Encoded once now: what typed JSON cannot hold is refused here, not at hour ten.
-        checkpointer._boundaries.values()
-        attendant.event(Event.ATTACH, step=progress.step, world=session.environment.world)
-        attendant.start()
-    except BaseException:
-        checkpointer._release()  # its hooks go now, and not when nobody holds the error any more
-        raise
-    return checkpointer
+    return Use(tree, capture.hooks, digests, check=options.read_ahead_check, used=progress.step == 0)
 
 
 def _nothing_used_up(parameter: object, gradient: object) -> bool:

@@ -126,7 +126,7 @@ def leaf_rows(record: StepRecord) -> list[LeafRow]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankRow:
+class RankTimes:
     """What a rank has of a step, and its times in seconds as far as the ledger has them: `write_s` of this
     step, `capture_s` (of the call) and `step_s` of the newest minutes of its attempt. `far`: of those names,
     which are far above the other ranks'."""
@@ -145,7 +145,7 @@ class RankRow:
 TIMES = ("write_s", "capture_s", "step_s")
 
 
-def rank_rows(store: Store, record: StepRecord) -> list[RankRow]:
+def rank_rows(store: Store, record: StepRecord) -> list[RankTimes]:
     """In the order of ranks. A node is named by the lowest of its ranks."""
     told = _told(store, record.step, record.attempt)
     far = {
@@ -157,7 +157,7 @@ def rank_rows(store: Store, record: StepRecord) -> list[RankRow]:
         for rank in part.ranks:
             files = [rank.shard, *([rank.constants.shard] if rank.constants is not None else [])]
             rows.append(
-                RankRow(
+                RankTimes(
                     rank=rank.rank,
                     node=part.keeper,
                     file=rank.shard.file,

@@ -28,7 +28,7 @@ from flashckpt.cli.history import committed_at_s, lineage, num_bytes, persisted,
 from flashckpt.cli.ranks import (
     TIMES,
     LeafRow,
-    RankRow,
+    RankTimes,
     box_of,
     box_text,
     leaf_rows,
@@ -141,7 +141,7 @@ _SAID = {
 }
 
 
-def _rank_table(rows: list[RankRow]) -> Table:
+def _rank_table(rows: list[RankTimes]) -> Table:
     """Of many ranks those that are far from the others come first, and the rest is counted."""
     shown = sorted(rows, key=lambda row: (not row.far, row.rank))[:_MOST_ROWS]
     columns = [number("rank", "bold"), number("node"), word("host"), number("size")]
@@ -157,12 +157,12 @@ def _rank_table(rows: list[RankRow]) -> Table:
     return table
 
 
-def _seconds(row: RankRow, name: str) -> str:
+def _seconds(row: RankTimes, name: str) -> str:
     value = getattr(row, name)
     return "" if value is None else f"{value:.3g} s{' !' if name in row.far else ''}"
 
 
-def _slow(rows: list[RankRow]) -> list[str]:
+def _slow(rows: list[RankTimes]) -> list[str]:
     """A sentence for each of the ranks that are far from the others, as far as they are few."""
     said = []
     for row in [row for row in rows if row.far][:_MOST_ROWS]:

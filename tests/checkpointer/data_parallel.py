@@ -104,9 +104,9 @@ def length_of(progress: Progress, loader: Any) -> int | None:
 
 def go_through(
     divisions: Sequence[Division], cuts: Sequence[int], samples: int, *, epoch: int = 0, shuffle: bool = True
-) -> list[int]:
+) -> tuple[list[int], Division]:
     """One epoch: `divisions[i]` takes `cuts[i]` batches on each rank, the last one what is left. All that was
-    given, in no order, is checked to be the epoch's samples."""
+    given, in no order, and the division that reached the end."""
     values: Values | None = None
     seen: list[int] = []
     for number, division in enumerate(divisions):
@@ -128,26 +128,21 @@ def go_through(
         seen += ranks.seen
         values = ranks.saved()
         if taken < cut or ranks.sources[0].batches_taken == ranks.lengths[0]:  # type: ignore[union-attr]
-            check_epoch(seen, order_of(samples, epoch, shuffle=shuffle), division)
             # Whoever takes it up from here has no batch, on any rank.
             if ranks.sources[0].batches_taken:  # type: ignore[union-attr]
                 after = Ranks(lambda rank, ranks: Division(ranks, 3).loader(samples, rank), 3, epoch, values)
                 assert after.take(1) == 0
-            return seen
+            return seen, division
         assert sorted(seen) == sorted(order_of(samples, epoch, shuffle=shuffle)[: len(seen)])
     raise AssertionError("the last division did not reach the end of the epoch")
 
 
-def check_epoch(seen: list[int], order: list[int], last: Division) -> None:
-    """Each sample of the epoch once. The last division pads the end with what the order begins with, or
-    leaves out what does not fill a round of its ranks."""
-    given, total, samples = Counter(seen), len(seen), len(order)
-    if total <= samples:
-        assert given == Counter(order[:total])
+def is_one_epoch(seen: list[int], order: list[int], last: Division) -> bool:
+    """Whether each sample of the epoch was given once. The last division pads the end with what the order
+    begins with, or leaves out what does not fill a round of its ranks."""
+    given, extra = Counter(seen), len(seen) - len(order)
+    if extra <= 0:
         left_out = last.ranks * (last.batch if last.whole else 1) if last.even or last.whole else 1
-        assert samples - total < left_out
-    else:
-        extra = total - samples
-        assert not last.even
-        assert extra < last.ranks
-        assert given == Counter(order) + Counter((order * math.ceil(extra / samples))[:extra])
+        return given == Counter(order[: len(seen)]) and -extra < left_out
+    padding = Counter((order * math.ceil(extra / len(order)))[:extra])
+    return not last.even and extra < last.ranks and given == Counter(order) + padding

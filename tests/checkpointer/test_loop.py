@@ -406,11 +406,17 @@ def test_a_final_snapshot_that_cannot_be_sealed_is_no_normal_end(
     seal = SlotWriter.seal
 
     def spoiled(
-        target: SlotWriter, sealer: object, waits: object, moves: object, step: int, *of: object
+        target: SlotWriter,
+        sealer: object,
+        waits: object,
+        moves: object,
+        step: int,
+        *of: object,
+        **more: object,
     ) -> None:
         if step > 3:
             target.table[0] = _native.EMPTY_DIGEST
-        seal(target, sealer, waits, moves, step, *of)  # type: ignore[arg-type]
+        seal(target, sealer, waits, moves, step, *of, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(SlotWriter, "seal", spoiled)
     batches = flashckpt.loop(loader(), run, every=1, **job.named)

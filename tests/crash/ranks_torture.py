@@ -33,15 +33,13 @@ _VICTIMS = ("rank", "ranks", "node", "job", "node and memory", "power")
 
 
 @dataclass
-class Tally:
+class Kills:
+    """How often what was killed, in how many lives of how many runs, and what was wrong afterwards."""
+
     seed: int
     kills: Counter[str] = field(default_factory=Counter)
-    tiers: Counter[str] = field(default_factory=Counter)
-    lost: Counter[int] = field(default_factory=Counter)
-    runs: int = 0
     lives: int = 0
-    steps: int = 0
-    void: int = 0
+    runs: int = 0
     seconds: float = 0.0
     faults: list[str] = field(default_factory=list)
 
@@ -52,6 +50,14 @@ class Tally:
     def to_dict(self) -> dict[str, object]:
         counted = {k: dict(v) if isinstance(v, Counter) else v for k, v in vars(self).items()}
         return {"killed": self.killed, **counted}
+
+
+@dataclass
+class Tally(Kills):
+    tiers: Counter[str] = field(default_factory=Counter)
+    lost: Counter[int] = field(default_factory=Counter)
+    steps: int = 0
+    void: int = 0
 
 
 class RanksTorture:

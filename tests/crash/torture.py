@@ -65,29 +65,15 @@ def drawn(luck: random.Random) -> Kill:
 
 
 @dataclass
-class Tally:
+class Tally(ranks_torture.Kills):
     """What happened, for the table and the JSON."""
 
-    seed: int
-    kills: Counter[str] = field(default_factory=Counter)
     moments: Counter[str] = field(default_factory=Counter)
     resumed: Counter[str] = field(default_factory=Counter)
     steps_lost: Counter[int] = field(default_factory=Counter)
     most: dict[str, int] = field(default_factory=dict)
-    lives: int = 0
-    runs: int = 0
     branches: int = 0
     looks: int = 0
-    seconds: float = 0.0
-    faults: list[str] = field(default_factory=list)
-
-    @property
-    def killed(self) -> int:
-        return sum(self.kills.values())
-
-    def to_dict(self) -> dict[str, object]:
-        counted = {k: dict(v) if isinstance(v, Counter) else v for k, v in vars(self).items()}
-        return {"killed": self.killed, **counted}
 
 
 class Torture:

@@ -332,69 +332,86 @@ class FakeTrainer:
         self.life.release(self.folder)
 
 
+class Driven:
+    """What each command of `main` does with the trainer that it drives. Returns the answer."""
+
+    def __init__(self) -> None:
+        self._trainer: FakeTrainer | None = None
+        self._pending: tuple[Slot, int] | None = None
+
+    def do(self, command: str, *rest: Any) -> Any:
+        """A command of this class, else the trainer's method of that name."""
+        name = command.replace(" ", "_")
+        own = getattr(self, f"_do_{name}", None)
+        return own(*rest) if own else getattr(self._made, name)(*rest)
+
+    @property
+    def _made(self) -> FakeTrainer:
+        assert self._trainer is not None
+        return self._trainer
+
+    def _do_attach(self, run: str, base: str, options: dict[str, Any]) -> str:
+        self._trainer = FakeTrainer(Path(run), Path(base), **options)
+        return str(self._trainer.attempt)
+
+    def _do_start(self, parent: str, step: Any, boundary: Any) -> None:
+        self._made.start(AttemptName.parse(parent) if parent else None, step, boundary)
+
+    def _do_slots(self, *counts: Any) -> list[tuple[str, str]]:
+        self._made.take_slots(*counts)
+        return [(grant.name, grant.kind) for grant in self._made.grants]
+
+    def _do_ask(self, count: int, constants_bytes: int) -> None:
+        size = SlotSize(4096, constants_bytes)
+        threading.Thread(target=self._made.client.slots, args=(count, size), daemon=True).start()
+
+    def _do_ask_region(self) -> str:
+        return self._made.ask_region().name
+
+    def _do_begin_region(self) -> Any:
+        grant = self._made.ask_region()
+        return grant.open().begin(grant.owner)
+
+    def _do_snapshot(self, step: int, persist: bool) -> list[Any]:
+        slot, generation = self._made.snapshot(step, persist=persist)
+        return [slot.name, generation]
+
+    def _do_write(self, step: int) -> list[Any]:
+        self._pending = self._made.write(step)
+        assert self._pending is not None
+        slot, generation = self._pending
+        return [slot.name, generation]
+
+    def _do_seal(self) -> None:
+        assert self._pending is not None
+        self._made.seal(*self._pending)
+
+    def _do_try(self, step: int, persist: bool) -> bool:
+        found = self._made.write(step)
+        if found is not None:
+            if persist:
+                found[0].request_persist(found[1])
+            self._made.seal(*found)
+        return found is not None
+
+    def _do_complete(self, *words: Any) -> None:
+        self._made.ring.set_complete(*words)
+
+    def _do_committed(self, step: int) -> None:
+        self._made.wait_committed(step)
+
+    def _do_status(self) -> Any:
+        return self._made.client.status().to_dict()
+
+    def _do_tend(self) -> Any:
+        return self._made.client.tend()
+
+
 def main(lines: Iterable[str], out: TextIO = sys.stdout) -> None:
     """Commands on stdin, one JSON list a line; each is answered when it is done."""
-    trainer: FakeTrainer | None = None
-    pending: tuple[Slot, int] | None = None
+    driven = Driven()
     for line in lines:
-        command, *rest = json.loads(line)
-        answer: Any = None
-        if command == "attach":
-            trainer = FakeTrainer(Path(rest[0]), Path(rest[1]), **rest[2])
-            answer = str(trainer.attempt)
-        elif command == "start":
-            parent = AttemptName.parse(rest[0]) if rest[0] else None
-            trainer.start(parent, rest[1], rest[2])
-        elif command == "slots":
-            trainer.take_slots(*rest)
-            answer = [(grant.name, grant.kind) for grant in trainer.grants]
-        elif command == "ask":
-            size = SlotSize(4096, rest[1])
-            threading.Thread(target=trainer.client.slots, args=(rest[0], size), daemon=True).start()
-        elif command == "fill region":
-            answer = trainer.fill_region()
-        elif command == "without constants":
-            trainer.without_constants()
-        elif command == "ask region":
-            answer = trainer.ask_region().name
-        elif command == "begin region":
-            grant = trainer.ask_region()
-            answer = grant.open().begin(grant.owner)
-        elif command == "keep region":
-            answer = trainer.keep_region(rest[0])
-        elif command == "survivors":
-            answer = trainer.survivors()
-        elif command == "snapshot":
-            slot, generation = trainer.snapshot(rest[0], persist=rest[1])
-            answer = [slot.name, generation]
-        elif command == "write":
-            pending = trainer.write(rest[0])
-            assert pending is not None
-            answer = [pending[0].name, pending[1]]
-        elif command == "seal":
-            trainer.seal(*pending)
-        elif command == "candidates":
-            answer = trainer.candidates()
-        elif command == "try":
-            found = trainer.write(rest[0])
-            if found is not None:
-                if rest[1]:
-                    found[0].request_persist(found[1])
-                trainer.seal(*found)
-            answer = found is not None
-        elif command == "void":
-            trainer.void(rest[0])
-        elif command == "complete":
-            trainer.ring.set_complete(*rest)
-        elif command == "committed":
-            trainer.wait_committed(rest[0])
-        elif command == "status":
-            answer = trainer.client.status().to_dict()
-        elif command == "tend":
-            answer = trainer.client.tend()
-        elif command == "end":
-            trainer.end()
-        print(json.dumps(answer), file=out, flush=True)
+        print(json.dumps(driven.do(*json.loads(line))), file=out, flush=True)
 
 
 def keeper_pid(folder: RuntimeFolder) -> int | None:

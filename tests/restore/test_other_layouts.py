@@ -208,17 +208,17 @@ def test_a_piece_that_is_taken_whole_has_its_digest(data: st.DataObject) -> None
             read(record, {"w": region})
 
 
-def cannot(record: StepRecord, region: BoxRegion, *words: str) -> None:
+def unsaid(record: StepRecord, region: BoxRegion, *words: str) -> list[str]:
+    """Those of the words that the refusal to read this region of w does not say."""
     with pytest.raises(MismatchError) as raised:
         read(record, {"w": region})
-    for word in words:
-        assert word in str(raised.value)
+    return [word for word in words if word not in str(raised.value)]
 
 
 def test_holes_are_refused_where_they_are_wanted(store: LocalStore) -> None:
     held = [[Held("w", WHOLE, rows(0, 2))], [Held("w", WHOLE, rows(3, 6))]]
     record = committed(store, held)
-    cannot(record, rows(1, 4), "w cannot", "[0:2, 0:4000] on rank 0", "on rank 1", "4000 of 12000")
+    assert not unsaid(record, rows(1, 4), "w cannot", "[0:2, 0:4000] on rank 0", "on rank 1", "4000 of 12000")
     assert read(record, {"w": rows(3, 6)})["w"] == WHOLE[3:].tobytes()
     tensor = StepRanks(record, 0, 1).tensor("w")
     assert tensor is not None
@@ -228,14 +228,14 @@ def test_holes_are_refused_where_they_are_wanted(store: LocalStore) -> None:
 
 def test_boxes_that_overlap_are_refused(store: LocalStore) -> None:
     record = committed(store, [[Held("w", WHOLE, rows(0, 4))], [Held("w", WHOLE, rows(3, 6))]])
-    cannot(record, rows(0, 6), "rank 0", "rank 1", "overlap")
+    assert not unsaid(record, rows(0, 6), "rank 0", "rank 1", "overlap")
 
 
 def test_replicas_that_differ_are_refused(store: LocalStore) -> None:
     other = WHOLE.copy()
     other[0, 0] = -1
     ranks = [[Held("w", whole, rows(a, a + 3))] for a in (0, 3) for whole in (WHOLE, other)]
-    cannot(committed(store, ranks), rows(0, 1), "ranks 0 and 1 have other bytes", "diverged")
+    assert not unsaid(committed(store, ranks), rows(0, 1), "ranks 0 and 1 have other bytes", "diverged")
 
 
 def test_replicas_are_read_from_the_own_number_else_from_the_first(store: LocalStore) -> None:
@@ -271,7 +271,7 @@ def test_a_replica_that_another_rank_wrote_is_found_in_its_file(store: LocalStor
 def test_other_shapes_or_dtypes_on_other_ranks_are_refused(store: LocalStore) -> None:
     half = WHOLE.astype("float16")
     ranks = [[Held("w", WHOLE, rows(0, 3))], [Held("w", half, rows(3, 6))]]
-    cannot(committed(store, ranks), rows(0, 1), "float32", "float16 (6, 4000) on rank 1")
+    assert not unsaid(committed(store, ranks), rows(0, 1), "float32", "float16 (6, 4000) on rank 1")
 
 
 def test_whole_tensors_with_other_bytes_are_each_ranks_own(store: LocalStore) -> None:

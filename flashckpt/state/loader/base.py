@@ -1,5 +1,5 @@
-"""What all kinds of sources share: the order of events in an epoch, and the position that is saved, plain
-values with a fixed set of keys; and the simplest kind, which draws again what was drawn.
+"""What all kinds of sources share: the order of events in an epoch, and when its position is saved and
+taken up; and the simplest kind, which draws again what was drawn.
 
 Owns the place where random numbers are put back: just before the batch at which the run was cut is fetched.
 """
@@ -14,95 +14,18 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import DataLoader
 
-from flashckpt.errors import BoundaryError, DamagedError, MismatchError
+from flashckpt.errors import BoundaryError, MismatchError
 from flashckpt.format.typed import check_roundtrip, encode_json
 from flashckpt.state import rng
-from flashckpt.state.loader.share import LiveLoader, Moved, Share, says_global, share_of
+from flashckpt.state.loader.position import Position, Share, is_at_end
+from flashckpt.state.loader.share import LiveLoader, says_global, share_of
 
 log = logging.getLogger(__name__)
-
-_EXPLAINED = {
-    "dataloader": "a torch DataLoader",
-    "stateful": "a loader that keeps its own state",
-    "replayed": "an iterable that is replayed",
-}
-
-
-@dataclass(frozen=True)
-class Position:
-    """Where a loader stands at a boundary.
-
-    kind: which kind of source saved it. epoch: None before the first. batches_taken: of this epoch.
-    over: the epoch has no more batches. length: batches of an epoch, None where unknown.
-    made_of: batch size and the like, which must not change; and, where they are known, how ranks divide the
-    samples ("share"), and that it was taken on another layout of ranks ("moved").
-    start: random numbers at the epoch's start, None where nothing was drawn yet or nothing will be redrawn.
-    now: random numbers at the boundary. parts: what this kind of source needs beside that.
-    """
-
-    kind: str
-    epoch: int | None
-    batches_taken: int
-    over: bool
-    length: int | None
-    made_of: dict[str, Any]
-    start: dict[str, Any] | None
-    now: dict[str, Any]
-    parts: dict[str, Any]
-
-    @classmethod
-    def read(cls, saved: Mapping[str, Any], kind: str, parts: frozenset[str]) -> Position:
-        """Raises MismatchError for a position of another kind of source, DamagedError for a malformed one."""
-        saved_kind = saved.get("kind")
-        if saved_kind in _EXPLAINED and saved_kind != kind:
-            raise MismatchError(
-                f"The checkpoint was taken with {_EXPLAINED[saved_kind]}, and the loop now has "
-                f"{_EXPLAINED[kind]}. The model and the rest of the state were put back already; no "
-                "batch was drawn. Start again with the kind of loader that was saved.",
-                differences=(("loader", saved_kind, kind),),
-            )
-        problem = _problem(saved, parts)
-        if saved_kind != kind or problem:
-            raise DamagedError(
-                f"The loader's position in the checkpoint cannot be read ({problem or 'unknown kind'}). "
-                "No batch was drawn. Resume from an older step."
-            )
-        return cls(**saved)
-
-
-_TYPES: dict[str, Any] = {
-    "kind": str, "epoch": int | None, "batches_taken": int, "over": bool, "length": int | None,
-    "made_of": dict, "start": dict | None, "now": dict, "parts": dict,
-}  # fmt: skip
-
-
-def _problem(saved: Mapping[str, Any], parts: frozenset[str]) -> str:
-    if saved.keys() != _TYPES.keys():
-        return f"its keys are {sorted(map(str, saved))}"
-    for name, kinds in _TYPES.items():
-        if not isinstance(saved[name], kinds):
-            return f"{name} is a {type(saved[name]).__name__}"
-    if saved["batches_taken"] < 0:
-        return f"batches_taken is {saved['batches_taken']}"
-    if saved["parts"].keys() != parts:
-        return f"its parts are {sorted(map(str, saved['parts']))}"
-    try:
-        Share.read(saved["made_of"].get("share"))
-        Moved.read(saved["made_of"].get("moved"))
-    except ValueError as error:
-        return str(error)
-    marks = (mark for mark in (saved["now"], saved["start"]) if mark is not None)
-    return "" if all(mark.keys() == {"global", "own"} for mark in marks) else "random numbers are missing"
-
-
-def is_at_end(position: Position) -> bool:
-    """Whether no batch followed, as far as the loader knew its length."""
-    return position.over or (position.length is not None and position.batches_taken >= position.length)
 
 
 class Source:

@@ -21,7 +21,8 @@ import torch
 from torch.utils.data import BatchSampler
 
 from flashckpt.state import rng
-from flashckpt.state.loader.base import Position, Source, samplers_of
+from flashckpt.state.loader.base import Source, samplers_of
+from flashckpt.state.loader.position import Position
 from flashckpt.state.loader.share import Rest
 
 log = logging.getLogger(__name__)

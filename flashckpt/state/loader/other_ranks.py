@@ -20,7 +20,7 @@ import torch
 from flashckpt.errors import DamagedError, MismatchError
 from flashckpt.format.typed import encode_json
 from flashckpt.state import rng
-from flashckpt.state.loader.share import Moved
+from flashckpt.state.loader.position import Moved
 
 _SAME = ("step", "epoch", "phase", "open", "iterated")
 

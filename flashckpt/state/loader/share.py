@@ -1,168 +1,21 @@
-"""Which samples of an epoch a loader gives, where ranks divide them among themselves, and how other ranks go
-on with what is left of it.
-
-Data-parallel rank and size are those of the sampler: ranks that share the data (tensor or pipeline parallel)
-have one of the same numbers. torch's samplers give rank r of W the entries r, r + W, … of one order: after k
-batches of B samples on each rank, the first k·B·W of it were given. What is left of it can be divided among
-any number of ranks: no sample is given twice or missed, but for the end's padding or dropping, as torch's.
-
-Owns that arithmetic. Draws nothing but from copies of generators.
+"""How the live loader divides an epoch among ranks, read from its samplers; whether it can go on from a
+position that was saved; and the sampler of what is left of an epoch.
 """
 
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
-import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 from flashckpt.errors import MismatchError
 from flashckpt.state import rng
-
-if TYPE_CHECKING:
-    from flashckpt.state.loader.base import Position
+from flashckpt.state.loader.position import Moved, Order, Position, Share
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Order:
-    """The order of an epoch's samples, the same on all ranks.
-
-    how: "sequential"; "seeded" (a permutation by `seed`: an int, or a generator's state); or "drawn" (a
-    RandomSampler's, from the random numbers at the epoch's start: `sampler` and `loader` are the paths of the
-    generators that those two own, None for the global one). length: its samples.
-    """
-
-    how: str
-    length: int
-    seed: int | bytes | None = None
-    sampler: str | None = None
-    loader: str | None = None
-
-    def indices(self) -> Sequence[int]:
-        """All of it. Not of one that is "drawn" (see `settled`)."""
-        if self.how == "sequential":
-            return range(self.length)
-        assert self.seed is not None, self.how
-        generator = torch.Generator()
-        if isinstance(self.seed, bytes):
-            rng.restore_one(generator, self.seed)
-        else:
-            generator.manual_seed(self.seed)
-        drawn: list[int] = torch.randperm(self.length, generator=generator, device="cpu").tolist()
-        return drawn
-
-    def settled(self, start: Mapping[str, Any], *, base_seed: bool) -> Order:
-        """The same order by its seed, whatever becomes of the generators. start: the random numbers at the
-        epoch's start. base_seed: the loader drew that of its workers first, as it does but for workers that
-        live on. Raises DamagedError where a generator's state is none."""
-        if self.how != "drawn":
-            return self
-        generators: dict[str | None, torch.Generator] = {}
-        for path in (None, self.loader, self.sampler):
-            generators[path] = torch.Generator()
-            state = start["global"].get("torch") if path is None else start["own"].get(path)
-            rng.restore_one(generators[path], state)
-
-        def drawn(path: str | None) -> int:
-            return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generators[path]))
-
-        if base_seed:
-            drawn(self.loader)
-        seed = drawn(None) if self.sampler is None else rng.capture_one(generators[self.sampler])
-        return Order("seeded", self.length, seed)
-
-
-@dataclass(frozen=True)
-class Share:
-    """The part of an epoch that this rank gives.
-
-    ranks, rank: the data-parallel size and rank, 1 and 0 where nothing divides the samples. batch_size: None
-    where batches are made by code that is not known. even: what cannot be divided evenly is left out
-    (`drop_last` of the sampler), not padded. whole: a batch that is not full is left out (`drop_last` of the
-    loader). order: None where it is not known. samples, batches: of the epoch, given by all ranks together,
-    and by each of them, before they divided the rest as they do now.
-    """
-
-    ranks: int
-    rank: int
-    batch_size: int | None = None
-    even: bool = False
-    whole: bool = False
-    order: Order | None = None
-    samples: int = 0
-    batches: int = 0
-
-    def value(self) -> dict[str, Any]:
-        """Plain values, for `read`."""
-        return asdict(self)
-
-    @classmethod
-    def read(cls, saved: Any) -> Share | None:
-        """What `value` gave, or None for None. Raises ValueError for anything else."""
-        if saved is None:
-            return None
-        try:
-            order = None if saved["order"] is None else Order(**saved["order"])
-            share = cls(**{**saved, "order": order})
-        except (TypeError, KeyError) as error:
-            raise ValueError(f"its share cannot be read: {error}") from error
-        if not share._is_sound():
-            raise ValueError(f"its share cannot be: {share}")
-        return share
-
-    def _is_sound(self) -> bool:
-        order, counts = self.order, (self.ranks, self.rank, self.samples, self.batches)
-        if not all(type(count) is int and count >= 0 for count in counts) or self.rank >= self.ranks:
-            return False
-        if self.batch_size is not None and (type(self.batch_size) is not int or self.batch_size < 1):
-            return False
-        if order is None:
-            return self.samples == 0 == self.batches
-        by_seed = type(order.seed) in (int, bytes)
-        good = order.how == "sequential" or (order.how == "seeded" and by_seed) or order.how == "drawn"
-        paths_good = all(path is None or type(path) is str for path in (order.sampler, order.loader))
-        return good and paths_good and type(order.length) is int and order.length >= 0
-
-    @property
-    def can_be_divided(self) -> bool:
-        """Whether it is known which samples were given after so many batches."""
-        return self.order is not None and self.batch_size is not None
-
-    def divides_as(self, other: Share) -> bool:
-        """Whether both give the same entries of an order, in the same batches."""
-        mine, its = ((s.ranks, s.rank, s.batch_size, s.even) for s in (self, other))
-        return mine == its
-
-    def given(self, batches_taken: int) -> int:
-        """Samples of the epoch that all ranks have given once each has given so many batches."""
-        assert self.order is not None
-        assert self.batch_size is not None
-        given = self.samples + (batches_taken - self.batches) * self.batch_size * self.ranks
-        return min(given, self.order.length)
-
-    def go_on(self, then: Share, batches_taken: int) -> Share:
-        """This rank's share of what `then` had left after so many batches."""
-        return replace(self, order=then.order, samples=then.given(batches_taken), batches=batches_taken)
-
-    @property
-    def own_samples(self) -> int:
-        """Samples that this rank gives of what was left when the ranks divided it: as many as each other."""
-        assert self.order is not None
-        left = max(0, self.order.length - self.samples)
-        return left // self.ranks if self.even else math.ceil(left / self.ranks)
-
-    @property
-    def all_batches(self) -> int:
-        """Batches of the epoch on this rank, those before the division included."""
-        assert self.batch_size is not None
-        own, size = self.own_samples, self.batch_size
-        return self.batches + (own // size if self.whole else math.ceil(own / size))
 
 
 class Rest(Sampler[int]):
@@ -256,33 +109,6 @@ def _number(part: object, *names: str) -> int | None:
 
 
 # Going on with a position
-
-
-@dataclass(frozen=True)
-class Moved:
-    """A position that was taken on another layout. ranks, world: how many ranks there were, and are. alike:
-    whether the old ranks' loaders gave the same, as far as it can be seen."""
-
-    ranks: int
-    world: int
-    alike: bool
-
-    @classmethod
-    def read(cls, saved: Any) -> Moved | None:
-        """None for None. Raises ValueError for anything but the attributes of one."""
-        if saved is None:
-            return None
-        try:
-            moved = cls(**saved)
-        except TypeError as error:
-            raise ValueError(f"it cannot be read from which ranks it is: {error}") from error
-        if type(moved.ranks) is not int or type(moved.world) is not int or type(moved.alike) is not bool:
-            raise ValueError(f"it cannot be from such ranks: {moved}")
-        return moved
-
-    @property
-    def is_resized(self) -> bool:
-        return self.ranks != self.world
 
 
 @dataclass(frozen=True)

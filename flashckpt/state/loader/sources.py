@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from flashckpt.errors import BoundaryError, OptionError
 from flashckpt.state.loader.base import ReplayedSource, Source, mark_of, reference_to
 from flashckpt.state.loader.dataloader import DataLoaderSource
-from flashckpt.state.loader.share import Share, share_of
+from flashckpt.state.loader.position import Share
+from flashckpt.state.loader.share import share_of
 from flashckpt.state.loader.stateful import DatasetState, StatefulSource
 
 log = logging.getLogger(__name__)

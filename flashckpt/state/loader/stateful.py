@@ -26,7 +26,8 @@ from flashckpt.errors import BoundaryError, FlashckptError, StateError
 from flashckpt.format.typed import SEQUENCES, Encoded, checked, children, decode_json
 from flashckpt.state import rng
 from flashckpt.state.leaves import Place, Sink
-from flashckpt.state.loader.base import Position, Source, mark_of
+from flashckpt.state.loader.base import Source, mark_of
+from flashckpt.state.loader.position import Position
 from flashckpt.state.values import SIMPLE, StoredTensor, rebuild, survey
 
 log = logging.getLogger(__name__)

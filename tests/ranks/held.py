@@ -1,6 +1,6 @@
 """Runs an example as it is, and stands still in one of its iterations, to be killed there:
 
-python -m tests.ranks.rank tests.examples.held SCRIPT STEP ARGUMENT...    (STEP 0: nowhere)
+python -m tests.ranks.rank tests.ranks.held SCRIPT STEP ARGUMENT...    (STEP 0: nowhere)
 """
 
 from __future__ import annotations

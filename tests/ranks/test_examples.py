@@ -3,7 +3,6 @@ nobody disturbed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,22 +19,13 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "ranks"
 HELD, SAVED = 9, 7
 
 
-@pytest.fixture
-def launcher(tmp_path: Path) -> Iterator[Launcher]:
-    folder = tmp_path / "output"
-    folder.mkdir()
-    made = Launcher(folder)
-    yield made
-    made.close()
-
-
 def losses(launch: Launch, rank: int) -> list[str]:
     return [line for line in launch.said(rank) if line.startswith(f"rank {rank} step ")]
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp2", "tensor_parallel"])
 def test_an_example_goes_on_after_a_kill_bit_for_bit(launcher: Launcher, tmp_path: Path, name: str) -> None:
-    script, program = EXAMPLES / f"{name}.py", "tests.examples.held"
+    script, program = EXAMPLES / f"{name}.py", "tests.ranks.held"
     whole = launcher.fork(program, script, 0, tmp_path / "whole", "--epochs", 1)
     whole.finished()
     run = tmp_path / "run"
