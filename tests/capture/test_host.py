@@ -126,7 +126,7 @@ def test_a_slot_is_not_sealed_before_a_digest_is_there(ring: SlotRing, sealer: _
     plan = run.capture._planner.current.plan
     assert target.begin()
     target.prepare(plan, b"{}")
-    target.seal(sealer, [], np.empty((0, 3), dtype=np.uint64), 9, (1, 1))
+    target.seal(sealer, [], np.empty((0, 3), dtype=np.uint64), 9, (1, 1), held=np.empty(0, dtype=np.uint64))
     run.landed()
     assert ring.newest_sealed() is None
     assert "digest" in sealer.failures()[0][1]
