@@ -188,14 +188,23 @@ class Attendant:
 
     def _newest_of_all(self) -> Sealed | None:
         """The newest snapshot of this attempt: among ranks, where the present boundary was not captured on
-        all of them at once, the newest that all have. All ranks that wait here wait for the same one."""
+        all of them at once, the newest that all have. All ranks that wait here wait for the same one. Raises
+        PersistError where this rank has lost that one before it was committed."""
         ordinal, pacing = self._capture.ordinal, self._pacing
         if not pacing.is_settled(ordinal):
             return self.slots.newest_own()
         outcome = pacing.outcome(ordinal, min(time.monotonic() + self.patience_s, self.deadline_s))
         if not outcome.is_known:
             return self.slots.newest_own()
-        return self.slots.of_boundary(outcome.newest) if outcome.newest else None
+        found = self.slots.of_boundary(outcome.newest) if outcome.newest else None
+        if found is None and outcome.newest and not pacing.is_persisted(outcome.newest):
+            # All had it and it is nowhere: to return would say that it is safe.
+            raise self._failed(
+                "of the newest boundary that all ranks had, this rank's snapshot is gone: the keeper's audit "
+                "has discarded it, as bytes that are not those of that boundary. No later one is whole on all "
+                "ranks; call save() on all of them"
+            )
+        return found
 
     def _is_committed(self, step: int) -> bool:
         newest = self.status.newest_committed

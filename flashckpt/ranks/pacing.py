@@ -129,6 +129,9 @@ class Pacing(Protocol):
     def outcome(self, ordinal: int, until_s: float) -> Outcome:
         """Waits for it until this monotonic time."""
 
+    def is_persisted(self, ordinal: int) -> bool:
+        """Whether the snapshot of this boundary, or of a later one, is known to be committed."""
+
     @property
     def awaits_others(self) -> bool:
         """Whether the other ranks live, as far as is known, and may still write their parts."""
@@ -172,6 +175,9 @@ class OwnPace:
 
     def outcome(self, ordinal: int, until_s: float) -> Outcome:
         return Outcome(is_known=False, newest=0)
+
+    def is_persisted(self, ordinal: int) -> bool:
+        return False
 
     @property
     def awaits_others(self) -> bool:
@@ -291,6 +297,9 @@ class JointPace:
                 return Outcome(is_known=False, newest=0)
             time.sleep(_PAUSE_S)
         return Outcome(True, max((each for each in announced.complete if each <= ordinal), default=0))
+
+    def is_persisted(self, ordinal: int) -> bool:
+        return self._row.newest_persisted >= ordinal
 
     @property
     def awaits_others(self) -> bool:

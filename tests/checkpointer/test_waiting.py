@@ -17,6 +17,7 @@ import flashckpt
 from flashckpt import PersistError
 from flashckpt.checkpointer.attendant import Advance, CommitWait
 from flashckpt.keeper.protocol import Failure, Status, TornSnapshot
+from flashckpt.ranks.pacing import Outcome
 from tests.checkpointer.test_loop import Job
 from tests.keeper.driver import told
 from tests.keeper.faulty import faulty_keeper
@@ -285,3 +286,18 @@ def test_of_keepers_that_die_and_die_only_commits_count() -> None:
     assert not advance.has_come(Status(keeper="last", progress_bytes=7))
     assert advance.has_come(Status(keeper="last", progress_bytes=7, committed=(3,), newest_committed=3))
     assert advance.has_come(Status(keeper="last", progress_bytes=8, committed=(3,), newest_committed=3))
+
+
+@pytest.mark.parametrize("is_persisted", [False, True])
+def test_what_all_ranks_had_and_an_audit_has_discarded_here_is_not_called_safe(
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch, is_persisted: bool
+) -> None:
+    with attached(tmp_path / "run") as checkpointer:
+        pacing = checkpointer._pacing
+        monkeypatch.setattr(pacing, "is_settled", lambda ordinal: True)
+        monkeypatch.setattr(pacing, "outcome", lambda ordinal, until_s: Outcome(True, 7))
+        monkeypatch.setattr(pacing, "is_persisted", lambda ordinal: is_persisted and ordinal == 7)
+        error = waited(checkpointer)
+        monkeypatch.undo()
+    assert isinstance(error, PersistError) is not is_persisted, error
+    assert is_persisted or "this rank's snapshot is gone" in str(error)
