@@ -140,12 +140,24 @@ def _check_taken(untaken: Sequence[Sequence[Any]]) -> None:
     What one rank leaves and another does not is divided among them, as stages of a pipeline are."""
     count, digest, names = untaken[0]
     if count and all(each[1] == digest for each in untaken):
-        shown = ", ".join(names) + (", …" if count > len(names) else "")
-        raise MismatchError(
-            f"The step is of another model: {count} of its leaves have no place on any rank ({shown}). "
-            "Nothing was loaded, the live model is as it was, and no older step is tried. Make the program "
-            "build what was saved, or give this model a run folder of its own."
-        )
+        raise _lost(count, names)
+
+
+def _lost(count: int, names: Sequence[str]) -> MismatchError:
+    shown = ", ".join(names) + (", …" if count > len(names) else "")
+    return MismatchError(
+        f"The step is of another model: {count} of its leaves have no place on any rank ({shown}). "
+        "Nothing was loaded, the live model is as it was, and no older step is tried. Make the program "
+        "build what was saved, or give this model a run folder of its own."
+    )
+
+
+def _judged(ballots: Sequence[dict[str, Any]]) -> tuple[str, int | None]:
+    """The verdict, and the rank that is to name what it has no place for, where one has left something: that
+    of the fewest leaves. What no rank has a place for is among them."""
+    why = verdict(ballots)
+    left = [(each["elsewhere"], rank) for rank, each in enumerate(ballots) if each["elsewhere"]]
+    return why, None if why or not left else min(left)[1]
 
 
 class RanksVoter:
@@ -183,9 +195,28 @@ class RanksVoter:
         if ballot.ends:
             return False
         untaken = [len(ballot.untaken), xxh3_64(compact(ballot.untaken)), ballot.untaken[:_MOST_NAMED]]
-        mine = {"boundary": ballot.boundary, "reason": ballot.reason, "untaken": untaken}
-        self.why = self._job.agree("the vote on a step", mine, verdict, patience_s=LOADING_PATIENCE_S)
+        elsewhere = len(ballot.elsewhere)
+        mine = {
+            "boundary": ballot.boundary, "reason": ballot.reason, "untaken": untaken, "elsewhere": elsewhere,
+        }  # fmt: skip
+        self.why, asked = self._job.agree("the vote on a step", mine, _judged, patience_s=LOADING_PATIENCE_S)
+        if asked is not None:
+            self._check_elsewhere(ballot, asked)
         return not self.why
+
+    def _check_elsewhere(self, ballot: Ballot, asked: int) -> None:
+        """Raises MismatchError, on all ranks, where one of the leaves that the rank that is asked leaves to
+        others has a place on none of them."""
+        own = list(ballot.elsewhere) if self._job.rank == asked else None
+        names = self._job.agree("what has its place on another rank", own, lambda rows: rows[asked])
+        here = [index for index, name in enumerate(names) if name in ballot.names]
+
+        def check(rows: list[list[int]]) -> None:
+            lost = sorted(set(range(len(names))).difference(*rows))
+            if lost:
+                raise _lost(len(lost), [names[index] for index in lost[:_MOST_NAMED]])
+
+        self._job.agree("where it has its place", here, check)
 
 
 def _decide(said_by: list[Any], *, is_saved: bool) -> tuple[list[list[Any]] | None, str]:

@@ -10,7 +10,7 @@ live.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -266,10 +266,9 @@ class MergedState:
         pairs = zip(self._wanted, found, strict=True)
         self.leaves += [TakenLeaf(leaf, parts) for (leaf, _, _), parts in pairs]
 
-    def untaken(self) -> tuple[str, ...]:
+    def untaken(self, kinds: Collection[str] = ("module", "optimizer")) -> tuple[str, ...]:
         """Leaves of modules and optimizers, of the ranks that are known, that have no place here. On another
         rank they may have one: another stage of a pipeline."""
-        kinds = ("module", "optimizer")
         parts = tuple(f"{name}." for name, value in self.source.entries.items() if value["kind"] in kinds)
         left = [name for name in self._ranks.leaves if name.startswith(parts) and name not in self._used]
         return tuple(sorted(name for name in left if self._used.isdisjoint(self._also_called(name))))

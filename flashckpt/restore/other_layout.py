@@ -25,6 +25,7 @@ from flashckpt.restore.step_image import StepImage, private_memory
 from flashckpt.restore.step_ranks import StepRanks
 from flashckpt.state.leaves import LiveLeaf, Saved, Walk
 from flashckpt.state.loader.other_ranks import merged_progress, merged_rng
+from flashckpt.state.modules import ModuleEntry
 from flashckpt.state.tree import Tree
 
 log = logging.getLogger(__name__)
@@ -42,9 +43,19 @@ class LiveLayout:
         """Whether what a rank of `world` ranks has, these leaves, is what this one needs."""
         if self.world != world or world == 1:
             return self.world == world
+        leaves = list(leaves)
         saved = {name: leaf for leaf in leaves for name in (leaf.name, *leaf.aliases)}
         lives = (leaf for leaf in _walked(self.tree).leaves if leaf.kind in ("parameter", "buffer"))
-        return not any(_is_elsewhere(leaf, saved.get(leaf.name)) for leaf in lives)
+        if any(_is_elsewhere(leaf, saved.get(leaf.name)) for leaf in lives):
+            return False
+        # A stage of a pipeline that has given modules to another one.
+        return all(any(map(self._has_place, (leaf.name, *leaf.aliases))) for leaf in leaves)
+
+    def _has_place(self, name: str) -> bool:
+        """Whether the module that a leaf of this name belongs to is here; True of what is no module's own."""
+        modules = [each for each in self.tree.entries.values() if isinstance(each, ModuleEntry)]
+        owner = next((each for each in modules if name.startswith(f"{each.name}.")), None)
+        return owner is None or name.rpartition(".")[0] in owner.modules
 
     def has(self, record: StepRecord) -> bool:
         """The same of what this rank has of a step."""
@@ -103,6 +114,7 @@ def read_for_layout(tree: Tree, record: StepRecord, rank: int, world: int, threa
         image=into,
         at_rest=image,
         untaken=merged.untaken(),
+        elsewhere=merged.untaken(("module",)),
     )
 
 

@@ -23,7 +23,8 @@ class Snapshot:
     """One rank's state at one step, which is a `boundary` of `attempt`. `image` is a writable buffer that
     holds what `layout` says, but for constants: those are in `constants_image`. `digests` are those of
     `layout.leaves`; `values` is what is not a tensor, decoded; `at_rest` is where the images are of one that
-    was read from disk; `untaken` names what a step of another layout has besides."""
+    was read from disk; `untaken` names what a step of another layout has besides, `elsewhere` what of that is of
+    modules: another rank must have a place for it."""
 
     step: int
     attempt: AttemptName
@@ -36,6 +37,7 @@ class Snapshot:
     constants_image: memoryview | None = field(default=None, repr=False)
     at_rest: StepImage | None = field(default=None, repr=False)
     untaken: tuple[str, ...] = field(default=(), repr=False)
+    elsewhere: tuple[str, ...] = field(default=(), repr=False)
 
     @classmethod
     def of(cls, found: StepImage) -> Snapshot:
@@ -66,6 +68,11 @@ class Snapshot:
         environment = self.values.get("environment")
         found = environment.get("world", 1) if isinstance(environment, dict) else 1
         return found if type(found) is int else 1
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of all its leaves, every name."""
+        return frozenset(name for leaf in self.layout.leaves for name in (leaf.name, *leaf.aliases))
 
     def section(self, name: str) -> dict[str, Any]:
         """One part of the values. Raises DamagedError where there is none."""

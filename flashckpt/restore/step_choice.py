@@ -77,13 +77,16 @@ class Loaded:
 class Ballot:
     """What this rank says of a candidate: which boundary it has loaded of it, by which ranks see that theirs
     is one content; or None and the reason. `ends`: this rank raises over it, and nobody need wait for another
-    word of it; there may be no candidate yet. `untaken`: leaves of it that have no place on this rank."""
+    word of it; there may be no candidate yet. `untaken`: leaves of it that have no place on this rank, of which another
+    must have `elsewhere`; `names`: those that it has here."""
 
     candidate: Candidate | None
     boundary: int | None = None
     reason: str = ""
     ends: bool = False
     untaken: tuple[str, ...] = ()
+    elsewhere: tuple[str, ...] = ()
+    names: frozenset[str] = frozenset()
 
     @property
     def could(self) -> bool:
@@ -243,9 +246,7 @@ class StepChoice:
             self._tried = candidate
             if (loaded := self.load(candidate)) is not None:
                 break
-        said = (loaded.snapshot.boundary, "") if loaded is not None else (None, self.refused[-1])
-        untaken = loaded.snapshot.untaken if loaded is not None else ()
-        ballot = Ballot(candidate=candidate, boundary=said[0], reason=said[1], untaken=untaken)
+        ballot = self._ballot(candidate, loaded)
         with contextlib.ExitStack() as undo:
             if loaded is not None:
                 undo.callback(loaded.drop)
@@ -256,6 +257,18 @@ class StepChoice:
         if loaded is not None:
             self._pass_over(f"{_named(candidate)}: it is whole here, and another rank could not load it")
         return None
+
+    def _ballot(self, candidate: Candidate, loaded: Loaded | None) -> Ballot:
+        if loaded is None:
+            return Ballot(candidate=candidate, reason=self.refused[-1])
+        snapshot = loaded.snapshot
+        return Ballot(
+            candidate=candidate,
+            boundary=snapshot.boundary,
+            untaken=snapshot.untaken,
+            elsewhere=snapshot.elsewhere,
+            names=snapshot.names,
+        )
 
     def candidates(self) -> list[Candidate]:
         """Newest step first, memory before local; steps that this machine has marked come last."""

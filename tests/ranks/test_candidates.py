@@ -7,7 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashckpt.errors import MismatchError, UnusableRunError
-from flashckpt.ranks.candidates import Content, Readable, common, decide, is_behind, verdict
+from flashckpt.ranks.candidates import Content, RanksVoter, Readable, common, decide, is_behind, verdict
+from flashckpt.ranks.job import Job
+from flashckpt.restore.step_choice import Ballot
+from tests.ranks.together import each_rank
 
 A, B = "000001-aaaaaaaa", "000002-bbbbbbbb"
 
@@ -98,6 +101,29 @@ def test_leaves_that_no_rank_has_a_place_for_are_another_models() -> None:
         verdict(ballots(lost, lost))
     assert verdict(ballots(lost, [2, 78, ["model.c"]])) == "", "what one leaves another takes: stages"
     assert verdict(ballots(lost, [0, 1, []])) == ""
+
+
+@pytest.mark.parametrize("lost", [[], ["model.c"]])
+def test_what_every_rank_leaves_to_others_is_another_models(lost: list[str]) -> None:
+    """The edge of a pipeline's stages was moved on to rank 2, which is as it was; and `lost` is nowhere."""
+    here = [["model.a"], ["model.b"], ["model.d"]]
+    left = [["model.b", "model.d", *lost], ["model.a", "model.d", *lost], []]
+
+    def deed(job: Job) -> bool:
+        elsewhere = tuple(left[job.rank])
+        mine = Ballot(
+            candidate=None, boundary=5, untaken=elsewhere, elsewhere=elsewhere,
+            names=frozenset(here[job.rank]),
+        )  # fmt: skip
+        return job.together("loading", lambda: RanksVoter(job).vote(mine))
+
+    found = each_rank(3, deed)
+    if not lost:
+        assert found == [True] * 3
+        return
+    for error in found:
+        assert type(error) is MismatchError
+        assert "1 of its leaves have no place on any rank (model.c)" in str(error)
 
 
 _READABLE = st.builds(

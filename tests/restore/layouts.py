@@ -71,10 +71,12 @@ def one_of(world: int, rank: int) -> Iterator[None]:
 
 
 STAGES = [["embed", "first"], ["second", "norm", "head"]]
+# How many of these the first stage of a pipeline has.
+EDGES = {"pp": 2, "pp of one": 1, "pp of three": 3}
 
 
 def built(kind: str, world: int, *, is_tied: bool = True) -> Live:
-    """A state whose tensors hold nothing yet. kind: "whole", "fsdp", "tp", "hsdp", "fsdp+tp" or "pp"."""
+    """A state whose tensors hold nothing yet. kind: "whole", "fsdp", "tp", "hsdp", "fsdp+tp" or one of EDGES."""
     model = Net(is_tied=is_tied)
     if kind == "fsdp":
         mesh = init_device_mesh("cpu", (world,))
@@ -88,8 +90,10 @@ def built(kind: str, world: int, *, is_tied: bool = True) -> Live:
         mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
         _in_columns(model, mesh["tp"])
         fully_shard(model, mesh=mesh["dp"])
-    elif kind == "pp":
-        for name in STAGES[1 - dist.get_rank()]:
+    elif kind in EDGES:
+        names = [name for stage in STAGES for name in stage]
+        first, second = names[: EDGES[kind]], names[EDGES[kind] :]
+        for name in second if dist.get_rank() == 0 else first:
             model._modules[name] = None
     return live_of(model)
 

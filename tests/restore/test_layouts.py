@@ -48,16 +48,21 @@ def taken_up(
 ) -> list[str]:
     """Every rank of a layout takes the step up. Returns what is then not as it must be."""
     wrong: list[str] = []
+    left: list[set[str]] = []
+    had: set[str] = set()
     for rank in range(world):
         with layouts.one_of(world, rank):
             live = layouts.built(kind, world, is_tied=is_tied)
             snapshot = LiveLayout(live.tree, rank, world).read(record, 2)
             check_fits(live.tree, snapshot)
             assert ("pp" in kind) == bool(snapshot.untaken), snapshot.untaken
+            left.append(set(snapshot.elsewhere))
+            had |= snapshot.names
             fill(live.tree, snapshot, 2)
             wrong += layouts.wrong(live, rank % record.world, rank, world, buffers)
             snapshot.discard()
-    return wrong
+    # What one leaves another has.
+    return wrong + sorted(set.intersection(*left) | (set.union(*left) - had))
 
 
 @pytest.mark.parametrize(("kind", "world"), FEW, ids=str)
@@ -79,6 +84,17 @@ def test_stages_of_a_pipeline_are_put_together_and_taken_apart(store: Store) -> 
     staged = layouts.saved(store, "pp", 2, is_tied=False)
     for kind, world in (("whole", 1), ("fsdp", 3), ("pp", 2)):
         assert not taken_up(staged, kind, world, is_tied=False, buffers=1)  # only the last stage has any
+
+
+@pytest.mark.parametrize("moved", ["pp of one", "pp of three"])
+def test_the_edge_of_a_pipelines_stages_is_moved(store: Store, moved: str) -> None:
+    """On as many ranks: of the two one has a part of what it had, and nothing that it had not."""
+    staged = layouts.saved(store, "pp", 2, is_tied=False)
+    for rank in range(2):
+        with layouts.one_of(2, rank):
+            assert not LiveLayout(layouts.built(moved, 2, is_tied=False).tree, rank, 2).has(staged), rank
+            assert LiveLayout(layouts.built("pp", 2, is_tied=False).tree, rank, 2).has(staged), rank
+    assert not taken_up(staged, moved, 2, is_tied=False)
 
 
 def test_a_pipeline_goes_on_from_a_model_that_was_whole(store: Store) -> None:
