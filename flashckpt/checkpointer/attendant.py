@@ -200,9 +200,9 @@ class Attendant:
         if found is None and outcome.newest and not pacing.is_persisted(outcome.newest):
             # All had it and it is nowhere: to return would say that it is safe.
             raise self._failed(
-                "of the newest boundary that all ranks had, this rank's snapshot is gone: the keeper's audit "
-                "has discarded it, as bytes that are not those of that boundary. No later one is whole on all "
-                "ranks; call save() on all of them"
+                "of the newest boundary that all ranks had, this rank's snapshot is gone: the keeper's "
+                "audit has discarded it, as bytes that are not those of that boundary. No later one is whole "
+                "on all ranks; call save() on all of them"
             )
         return found
 

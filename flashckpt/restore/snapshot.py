@@ -23,8 +23,8 @@ class Snapshot:
     """One rank's state at one step, which is a `boundary` of `attempt`. `image` is a writable buffer that
     holds what `layout` says, but for constants: those are in `constants_image`. `digests` are those of
     `layout.leaves`; `values` is what is not a tensor, decoded; `at_rest` is where the images are of one that
-    was read from disk; `untaken` names what a step of another layout has besides, `elsewhere` what of that is of
-    modules: another rank must have a place for it."""
+    was read from disk; `untaken` names what a step of another layout has besides, `elsewhere` what of that is
+    of modules: another rank must have a place for it."""
 
     step: int
     attempt: AttemptName

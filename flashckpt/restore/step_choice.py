@@ -77,8 +77,8 @@ class Loaded:
 class Ballot:
     """What this rank says of a candidate: which boundary it has loaded of it, by which ranks see that theirs
     is one content; or None and the reason. `ends`: this rank raises over it, and nobody need wait for another
-    word of it; there may be no candidate yet. `untaken`: leaves of it that have no place on this rank, of which another
-    must have `elsewhere`; `names`: those that it has here."""
+    word of it; there may be no candidate yet. `untaken`: leaves of it that have no place on this rank, of
+    which another must have `elsewhere`; `names`: those that it has here."""
 
     candidate: Candidate | None
     boundary: int | None = None

@@ -76,7 +76,7 @@ EDGES = {"pp": 2, "pp of one": 1, "pp of three": 3}
 
 
 def built(kind: str, world: int, *, is_tied: bool = True) -> Live:
-    """A state whose tensors hold nothing yet. kind: "whole", "fsdp", "tp", "hsdp", "fsdp+tp" or one of EDGES."""
+    """A state whose tensors hold nothing yet. kind: "whole", "fsdp", "tp", "hsdp", "fsdp+tp", or of EDGES."""
     model = Net(is_tied=is_tied)
     if kind == "fsdp":
         mesh = init_device_mesh("cpu", (world,))
