@@ -137,6 +137,7 @@ class Ranks:
         )
 
     def attached(self) -> None:
+        self.job.end()
         self._job = None
 
     def close(self) -> None:

@@ -1,8 +1,10 @@
 """The ranks of a job at `attach`: a store of their own, and one way to agree.
 
 Owns the store and its keys. Each rank says something, rank 0 decides, all read it; a rank that failed says
-so, and then all fail alike. There is no collective but the first broadcast, and nothing here is called by a
-loop. What is said is JSON, from processes that are trusted as far as the job is.
+so, and then all fail alike. One that was killed says nothing: the others of its node see that its process is
+gone and say it in its place, and rank 0 sees that nothing comes from a node any more. There is no collective
+but the first broadcast, and nothing here is called by a loop. What is said is JSON, from processes that are
+trusted as far as the job is.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from flashckpt.commit.holder import here
 from flashckpt.errors import FlashckptError, KeeperError, OptionError, RunError
 from flashckpt.memory.runtime import base_folder
 from flashckpt.options import Environment
+from flashckpt.ranks.arrival import arrive
+from flashckpt.ranks.liveness import SILENT_S, Beat, ProcessId, Silence
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +41,18 @@ LOADING_PATIENCE_S = 4 * 3600.0
 # How long rank 0 stays for the others to hear why all of them end.
 _PARTING_S = 5.0
 _PAUSE_S = 0.01
-_LEAST_S, _LONGEST_WAIT_S = 0.001, 5.0
+# Between two waits it is looked whether the others still live.
+_LEAST_S, _LONGEST_WAIT_S = 0.001, 2.0
 _MOST_NAMED = 8
+_KILLED = (
+    "its process has ended in the middle of attach, without a word: it was killed (by the kernel for want of "
+    "memory, perhaps), or it crashed. Nothing was loaded or changed by that. See why, and start all ranks "
+    "again."
+)
+_SILENT = (
+    f"nothing was heard of its node for {SILENT_S:.0f} s in the middle of attach: the node is lost, or it "
+    "stands still. Nothing was loaded or changed by that. Start all ranks again."
+)
 
 
 @dataclass(frozen=True)
@@ -67,29 +81,49 @@ class Job:
 
     `node` are the ranks on the machine of this one that share its runtime folder, ascending; `nodes`, on rank
     0, are those of all nodes. `failed`: an error was told to all, and nobody waits for this rank any more.
+    `connect` gives another connection to the same store, for a thread; without it no other node is told that
+    this one lives, and patience decides.
     """
 
-    def __init__(self, rank: int, world: int, store: KeyValues, patience_s: float = PATIENCE_S) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        store: KeyValues,
+        patience_s: float = PATIENCE_S,
+        connect: Callable[[], KeyValues] | None = None,
+    ) -> None:
         self.rank, self.world, self.store = rank, world, store
         self.node: tuple[int, ...] = (rank,)
         self.nodes: tuple[tuple[int, ...], ...] = ()
         self.failed = False
-        self._patience_s, self._asked = patience_s, 0
+        self._patience_s, self._asked, self._connect = patience_s, 0, connect
+        self._neighbours: dict[int, ProcessId] = {}
+        self._beat: Beat | None = None
+        self._silence = Silence(0, time.monotonic)
 
-    def meet(self, node_key: str) -> None:
-        """Find out who shares this node. `node_key` is the same on its ranks and on no others."""
+    def meet(self, node_key: str, process: ProcessId | None = None) -> None:
+        """Find out who shares this node. `node_key` is the same on its ranks and on no others; `process` is
+        that of this rank, if not this one."""
 
-        def decide(keys: list[Any]) -> None:
-            nodes: dict[str, list[int]] = {}
-            for rank, key in enumerate(keys):
-                nodes.setdefault(key, []).append(rank)
-            self.nodes = tuple(map(tuple, nodes.values()))
+        def decide(said: list[Any]) -> None:
+            nodes: dict[str, list[list[Any]]] = {}
+            for rank, (key, process) in enumerate(said):
+                nodes.setdefault(key, []).append([rank, process])
+            self.nodes = tuple(tuple(rank for rank, _ in node) for node in nodes.values())
+            self._silence = Silence(len(nodes), time.monotonic)
             # Each node reads its own: what a rank reads does not grow with their number.
-            self._store_all({_node_path(key): ranks for key, ranks in nodes.items()})
+            told = {_node_path(key): [len(nodes), node] for key, node in nodes.items()}
+            self._store_all(told | {_beat_path(ranks[0]): 0 for ranks in self.nodes})
 
-        self.agree("who is on which node", node_key, decide)
-        [ranks] = self._awaited([_node_path(node_key)], "who is on this node", self._patience_s)
-        self.node = tuple(json.loads(ranks))
+        mine = process or ProcessId.of(os.getpid())
+        self.agree("who is on which node", [node_key, mine], decide)
+        [told] = self._awaited([_node_path(node_key)], "who is on this node", self._patience_s)
+        count, node = json.loads(told)
+        self.node = tuple(rank for rank, _ in node)
+        self._neighbours = {rank: ProcessId(*process) for rank, process in node if rank != self.rank}
+        if self._connect is not None and count > 1 and self.rank == self.node[0] != 0:
+            self._beat = Beat(self._connect, _beat_path(self.rank))
 
     def agree(self, what: str, mine: Any, decide: Decide, *, patience_s: float | None = None) -> Any:
         """Say `mine` (plain JSON) and hear what rank 0 decides. Raises on all ranks what `decide` raises, and
@@ -114,9 +148,15 @@ class Job:
         told: T = self.agree(what, done, lambda rows: rows[0])
         return told
 
+    def end(self) -> None:
+        """Nothing more is agreed on, or said of this node."""
+        if self._beat is not None:
+            self._beat.end()
+
     def leave(self) -> None:
         """This rank ends and waits for nobody, as at an interrupt: the others hear of it where they wait for
         it. Nothing where all have been told of an error."""
+        self.end()
         if self.failed:
             return
         self.failed = True
@@ -154,7 +194,7 @@ class Job:
             if self.rank == 0:
                 self._decide(number, what, decide, patience_s)
             # Rank 0 is to find out first who says nothing: it knows whom to name.
-            [data] = self._awaited([f"{number}/decided"], what, 2 * patience_s)
+            [data] = self._awaited([f"{number}/decided"], what, 2 * patience_s, number)
         except RuntimeError as error:  # a DistError; of a store that is gone there are several
             self.failed = True
             raise _unreachable(what, error) from error
@@ -169,7 +209,7 @@ class Job:
         failures, told = [], None
         try:
             keys = [f"{number}/{rank}" for rank in range(self.world)]
-            rows = [json.loads(each) for each in self._awaited(keys, what, patience_s)]
+            rows = [json.loads(each) for each in self._awaited(keys, what, patience_s, number)]
             failures = [RankFailure(rank, *row["failed"]) for rank, row in enumerate(rows) if "failed" in row]
             if not failures:
                 told = _decided(what, decide, [row["said"] for row in rows])
@@ -191,8 +231,11 @@ class Job:
         except RuntimeError as error:
             log.debug("the ranks' store is gone: %s", error)
 
-    def _awaited(self, keys: Sequence[str], what: str, patience_s: float) -> list[bytes]:
-        """The values of keys, once all are there. RunError where they do not come."""
+    def _awaited(
+        self, keys: Sequence[str], what: str, patience_s: float, number: int | None = None
+    ) -> list[bytes]:
+        """The values of keys, once all are there. RunError where they do not come. Of a round, its number:
+        what others do not say in it, since they have died, is said in their place."""
         from torch.distributed import DistStoreError
 
         until_s = time.monotonic() + patience_s
@@ -206,6 +249,25 @@ class Job:
                 if left_s <= _LONGEST_WAIT_S:
                     missing = [key for key in keys if not self.store.check([key])]
                     raise _silent(what, missing, patience_s) from error
+            if number is not None:
+                self._say_for(number, self._ended_here(), _KILLED)
+                if self.rank == 0 and len(self.nodes) > 1:
+                    self._say_for(number, self._silent_elsewhere(), _SILENT)
+
+    def _ended_here(self) -> list[int]:
+        """Ranks of this node whose processes are gone. Where rank 0's is, so is the store."""
+        return [rank for rank, process in self._neighbours.items() if rank and process.has_ended]
+
+    def _silent_elsewhere(self) -> list[int]:
+        """Ranks of nodes from which nothing comes any more."""
+        beats = self.store.multi_get([_beat_path(ranks[0]) for ranks in self.nodes])
+        # Rank 0's own node has no beat.
+        return [rank for index in self._silence.look(beats) if index for rank in self.nodes[index]]
+
+    def _say_for(self, number: int, ranks: Sequence[int], why: str) -> None:
+        for rank in ranks:
+            if not self.store.check([key := f"{number}/{rank}"]):
+                self.store.set(key, json.dumps({"failed": ["RunError", why]}))
 
     def _store_all(self, values: dict[str, Any]) -> None:
         self.store.multi_set(list(values), [json.dumps(each) for each in values.values()])
@@ -230,7 +292,9 @@ def meet(environment: Environment, patience_s: float = PATIENCE_S) -> Job | None
         )
     if world == 1:
         return None
-    job = Job(rank, world, _own_store(distributed, rank), patience_s)
+    arrive(distributed, rank, world)
+    store, connect = _own_store(distributed, rank)
+    job = Job(rank, world, store, patience_s, connect)
     job.meet(_node_key(environment, rank))
     return job
 
@@ -257,9 +321,9 @@ def _check_alone(environment: Environment) -> None:
         )
 
 
-def _own_store(distributed: Any, rank: int) -> KeyValues:
-    """A store that rank 0 serves on a port that was free; the others are told by one broadcast, with whatever
-    backend the default group has."""
+def _own_store(distributed: Any, rank: int) -> tuple[KeyValues, Callable[[], KeyValues]]:
+    """A store that rank 0 serves on a port that was free, and how to connect to it once more; the others are
+    told by one broadcast, with whatever backend the default group has."""
     place: list[Any] = [None, None]
     store: KeyValues | None = None
     if rank == 0:
@@ -267,10 +331,12 @@ def _own_store(distributed: Any, rank: int) -> KeyValues:
         served = distributed.TCPStore(host, 0, is_master=True, wait_for_workers=False)
         store, place = served, [host, served.port]
     distributed.broadcast_object_list(place, src=0)
-    if store is not None:
-        return store
-    found: KeyValues = distributed.TCPStore(place[0], place[1], is_master=False, wait_for_workers=False)
-    return found
+
+    def connect() -> KeyValues:
+        found: KeyValues = distributed.TCPStore(place[0], place[1], is_master=False, wait_for_workers=False)
+        return found
+
+    return store or connect(), connect
 
 
 def _node_key(environment: Environment, rank: int) -> str:
@@ -285,6 +351,10 @@ def _node_key(environment: Environment, rank: int) -> str:
 
 def _node_path(key: str) -> str:
     return f"node/{key}"
+
+
+def _beat_path(leader: int) -> str:
+    return f"beat/{leader}"
 
 
 def _decided(what: str, decide: Decide, said: list[Any]) -> Any:

@@ -3,16 +3,21 @@ why."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import subprocess
 from typing import Any
 
 import pytest
 
 from flashckpt.errors import MismatchError, OptionError, OutOfRoomError, RunError
 from flashckpt.options import Environment
-from flashckpt.ranks import job
+from flashckpt.ranks import job, liveness
 from flashckpt.ranks.group import Ranks
 from flashckpt.ranks.job import Job
+from flashckpt.ranks.liveness import ProcessId
 from tests.ranks.together import each_rank
+from tests.waiting import until
 
 WORLD = 3
 
@@ -159,3 +164,94 @@ def test_an_interrupted_rank_is_waited_for_by_nobody(rank: int, inside: bool) ->
     for error in found:
         assert type(error) is RunError
         assert f"rank {rank} of {WORLD}: it has left attach" in str(error)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("dead", [1, 2])
+def test_a_rank_that_was_killed_is_named_by_the_others_of_its_node(
+    dead: int, inside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long before patience ends, whether or not it had said a word in that round."""
+    monkeypatch.setattr(job, "_LONGEST_WAIT_S", 0.05)
+    monkeypatch.setattr(job, "_PARTING_S", 0.1)
+    child = subprocess.Popen(["sleep", "600"])
+
+    def deed(job: Job) -> Any:
+        own = ProcessId.of(child.pid if job.rank == dead else os.getpid())
+        job.meet("first" if job.rank == 0 else "second", own)
+
+        def mine() -> None:
+            if inside:
+                job.agree("a sum", 1, sum)
+            if job.rank == dead:
+                child.kill()
+                child.wait()
+                raise SystemExit
+            job.agree("another sum", 1, sum)
+
+        if job.rank != dead:
+            return job.together("loading", mine)
+        with contextlib.suppress(SystemExit):
+            mine()
+        return None
+
+    try:
+        found = each_rank(3, deed)
+    finally:
+        child.kill()
+        child.wait()
+    for error in found[:dead] + found[dead + 1 :]:
+        assert type(error) is RunError
+        assert f"rank {dead} of 3: its process has ended in the middle of attach" in str(error)
+
+
+def test_a_node_that_nothing_is_heard_of_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks 1 and 2 were on it."""
+    monkeypatch.setattr(job, "_LONGEST_WAIT_S", 0.05)
+    monkeypatch.setattr(job, "_PARTING_S", 0.1)
+    monkeypatch.setattr(liveness, "SILENT_S", 1.0)
+    monkeypatch.setattr(liveness, "BEAT_S", 0.02)
+
+    def deed(job: Job) -> Any:
+        job.meet("first" if job.rank in (0, 3) else "second")
+        if job.rank in (1, 2):
+            return job.end()
+        return job.agree("a sum", 1, sum)
+
+    found = each_rank(4, deed)
+    for error in (found[0], found[3]):
+        assert type(error) is RunError
+        assert "rank 1 of 4: nothing was heard of its node" in str(error)
+        assert "rank 2 of 4: nothing was heard" in str(error)
+
+
+def test_who_was_stopped_itself_does_not_take_others_for_silent() -> None:
+    now_s = 0.0
+    silence = liveness.Silence(2, lambda: now_s)
+    assert silence.look([b"1", b"1"]) == []
+    now_s = 10_000.0
+    assert silence.look([b"1", b"1"]) == [], "none of them could be heard meanwhile"
+    for look in range(20):
+        now_s += 4.0
+        found = silence.look([b"1", str(look).encode()])
+    assert found == [0]
+
+
+@pytest.mark.process
+def test_a_process_is_known_by_its_start_too() -> None:
+    own = ProcessId.of(os.getpid())
+    assert own.started
+    assert not own.has_ended
+    assert own._replace(started=own.started + 1).has_ended, "the pid is another's now"
+    assert not own._replace(namespace=own.namespace + 1, pid=1 << 30).has_ended, "nothing is known of it"
+    child = subprocess.Popen(["sleep", "600"])
+    try:
+        process = ProcessId.of(child.pid)
+        assert not process.has_ended
+        child.kill()
+        until(lambda: process.has_ended, "its end, though nobody has asked for its status")
+    finally:
+        child.kill()
+        child.wait()
+    assert process.has_ended

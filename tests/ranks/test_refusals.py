@@ -54,6 +54,9 @@ def test_all_ranks_are_refused_alike(told: list[list[str]], tmp_path: Path) -> N
         assert raised[0][0] == kind, raised[0]
         for word in words:
             assert word in raised[0][1], (name, word, raised[0][1])
+    [alone] = [line for out in told for line in out if line.startswith("rank_0_alone ")]
+    assert "RunError" in alone
+    assert "rank 1 of the default process group did not call it" in alone
     for out in told:
         assert "unchanged True" in out, "what does not fit changes nothing"
     # A step that one rank cannot read is left by all of them.
@@ -62,6 +65,7 @@ def test_all_ranks_are_refused_alike(told: list[list[str]], tmp_path: Path) -> N
     starts = list((tmp_path / "runs").glob("*/attempts/*/start.json"))
     begun = [each.parts[-4] for each in starts]
     for name in (
+        "rank_0_alone",
         "other_path",
         "other_options",
         "other_names",

@@ -20,10 +20,13 @@ def each_rank(
     served = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     found: list[Any] = [None] * world
 
+    def connect() -> Any:
+        return TCPStore(HOST, served.port, is_master=False)
+
     def run(rank: int) -> None:
-        store: Any = served if rank == 0 else TCPStore(HOST, served.port, is_master=False)
+        store: Any = served if rank == 0 else connect()
         try:
-            found[rank] = deed(Job(rank, world, store, patience_s))
+            found[rank] = deed(Job(rank, world, store, patience_s, connect))
         except Exception as error:
             found[rank] = error
 
