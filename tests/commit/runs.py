@@ -10,8 +10,10 @@ import numpy as np
 
 from flashckpt import _native
 from flashckpt.commit import attempts as attempts_module
+from flashckpt.commit import lineage
 from flashckpt.commit import steps as steps_module
 from flashckpt.commit.attempts import open_run
+from flashckpt.errors import DamagedError
 from flashckpt.format.layout import PAGE, Layout, Leaf
 from flashckpt.format.names import (
     AttemptName,
@@ -20,7 +22,15 @@ from flashckpt.format.names import (
     shard_name,
     step_attempt_folder,
 )
-from flashckpt.format.records import CHUNK_BYTES, Contents, Holder, Part, RankRecord, ShardRecord
+from flashckpt.format.records import (
+    CHUNK_BYTES,
+    Contents,
+    Holder,
+    Manifest,
+    Part,
+    RankRecord,
+    ShardRecord,
+)
 from flashckpt.store.base import MemoryRange, Store
 from flashckpt.store.local import LocalStore, System
 
@@ -156,3 +166,26 @@ def is_whole(store: Store, step: int, attempt: AttemptName) -> bool:
 
 def u64(values: tuple[int, ...]) -> array[int]:
     return array("Q", values)
+
+
+def half_steps(store: Store) -> list[str]:
+    """What is wrong with manifests: one cannot be read, or names files that are not there. No fault is one of
+    which no part is there, of an attempt that another has followed: whoever committed it was killed before it
+    saw that the step had been buried and removed meanwhile."""
+    faults = []
+    for each in lineage.everything(store):
+        try:
+            found = steps_module.read_manifest(store, each.step, each.attempt)
+        except DamagedError as error:
+            faults.append(str(error))
+            continue
+        missing = steps_module.missing_files(store, found) if isinstance(found, Manifest) else []
+        if missing and not _is_removed(store, found):  # type: ignore[arg-type]
+            faults.append(f"a manifest names what is not there: {missing}")
+    return faults
+
+
+def _is_removed(store: Store, manifest: Manifest) -> bool:
+    folder = step_attempt_folder(manifest.step, manifest.attempt)
+    has_part = any(store.exists(f"{folder}/{part.file}") for part in manifest.parts)
+    return not has_part and attempts_module.started_after(store, manifest.attempt) is not None

@@ -20,13 +20,13 @@ import pytest
 from safetensors.numpy import load_file
 
 from flashckpt.commit import lineage
-from flashckpt.commit.steps import missing_files, read_manifest, read_step
+from flashckpt.commit.steps import read_step
 from flashckpt.commit.verification import verify
 from flashckpt.errors import FlashckptError
-from flashckpt.format.records import Manifest
 from flashckpt.memory.region import is_region_name
 from flashckpt.store import open_store
 from flashckpt.store.base import Store
+from tests.commit.runs import half_steps
 from tests.crash import tiny
 from tests.crash.tiny import RESUMED, STEP, Record
 from tests.processes import end, keepers_of
@@ -244,7 +244,7 @@ class Job:
         found: list[str] = []
         for _ in range(50):
             before = _shape(store)
-            found = self._content_faults(store) + _half_steps(store)
+            found = self._content_faults(store) + half_steps(store)
             if not found or _shape(store) == before:
                 return found
         return [f"the run never stands still: {found}"]
@@ -364,16 +364,3 @@ def _shape(store: Store) -> list[tuple[int, str, str, int]]:
         for each in lineage.everything(store)
         for entry in store.list(f"steps/{each.step:012d}/{each.attempt}")
     ]
-
-
-def _half_steps(store: Store) -> list[str]:
-    """Manifests whose files are not there: nothing in these runs is ever damaged."""
-    faults = []
-    for each in lineage.everything(store):
-        try:
-            found = read_manifest(store, each.step, each.attempt)
-            if isinstance(found, Manifest) and (missing := missing_files(store, found)):
-                faults.append(f"a manifest names what is not there: {missing}")
-        except FlashckptError as error:
-            faults.append(str(error))
-    return faults

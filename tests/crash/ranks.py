@@ -21,11 +21,10 @@ from typing import Any
 
 from flashckpt import crashpoints
 from flashckpt.commit import lineage
-from flashckpt.commit.steps import missing_files, read_manifest
 from flashckpt.errors import FlashckptError
-from flashckpt.format.records import Manifest
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.store import open_store
+from tests.commit.runs import half_steps
 from tests.keeper import fake
 from tests.keeper.fake import keeper_pid, open_runtime
 from tests.persist.node import is_whole
@@ -314,10 +313,7 @@ class RanksJob:
             for each in visible:
                 if not is_whole(store, each.step, each.attempt, self.world):
                     faults.append(f"step {each.step} of {each.attempt} holds other bytes")
-            for each in lineage.everything(store):
-                manifest = read_manifest(store, each.step, each.attempt)
-                if isinstance(manifest, Manifest) and (missing := missing_files(store, manifest)):
-                    faults.append(f"a manifest names what is not there: {missing}")
+            faults += half_steps(store)
             newest = max((each.step for each in visible), default=0)
             if newest < self.committed:
                 faults.append(f"step {self.committed} was told to be committed, and {newest} is the newest")
