@@ -8,10 +8,11 @@ cannot, none goes on.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
@@ -32,7 +33,8 @@ from flashckpt.checkpointer.progress import Content, Progress, Use
 from flashckpt.checkpointer.run_log import limits_s
 from flashckpt.checkpointer.session import Session, log_differences, open_session
 from flashckpt.checkpointer.signals import Signals
-from flashckpt.errors import DamagedError, FlashckptError, FormatError, OptionError
+from flashckpt.commit import lineage
+from flashckpt.errors import DamagedError, FlashckptError, FormatError, OptionError, RunError
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper.client import SlotGrant
 from flashckpt.memory.slot import Slot
@@ -57,6 +59,8 @@ log = logging.getLogger(__name__)
 # makes no progress (it may be synced), one that writes nothing, one that has written all but for the parts of
 # other nodes.
 _WRITING_PATIENCE_S, _SAVING_PATIENCE_S, _OTHERS_PATIENCE_S, _LOOK_S = 120.0, 10.0, 5.0, 0.05
+# And one whose storage fails, over and over.
+_FAILING_PATIENCE_S = 60.0
 # What each rank may have its own of: its devices, its machine.
 _OWN_OPTIONS = {"device_memory", "streams", "notice_file", "threads"}
 
@@ -282,21 +286,50 @@ def _is_unsaved(session: Session, survived: list[Held]) -> bool:
 
 def _saved_by_keeper(session: Session) -> None:
     """Wait until this node's keeper has saved what it can of what dead trainers left: ranks that are others
-    now, or elsewhere, find it in storage. Not for one that makes no progress."""
+    now, or elsewhere, find it in storage. Not for one that makes no progress. RunError where storage fails:
+    to go on from an older step would leave a whole one behind."""
     moved_s, before = time.monotonic(), (-1, 0)
+    failing_since_s: float | None = None
     while True:
         status = session.keeper.status(awaited=True)
         if not status.waiting:
             return
         now, progress = time.monotonic(), (status.progress_bytes, len(status.committed))
+        if not status.failing or progress[1] != before[1]:
+            failing_since_s = None
         moved_s, before = (now, progress) if progress != before else (moved_s, before)
+        if status.failing:
+            # It writes anew in each try: bytes are no progress.
+            failing_since_s = now if failing_since_s is None else failing_since_s
+            if now - failing_since_s <= _FAILING_PATIENCE_S:
+                time.sleep(_LOOK_S)
+                continue
+            _check_none_is_left(session, status.failing)
         patience_s = (
             _SAVING_PATIENCE_S if set(status.waiting) - set(status.for_others) else _OTHERS_PATIENCE_S
         )
         if now - moved_s > (patience_s if status.persisting is None else _WRITING_PATIENCE_S):
+            if status.persisting is not None:
+                _check_none_is_left(session, (status.persisting,))
             log.warning("steps %s are not all in storage yet, and are waited for no longer", status.waiting)
             return
         time.sleep(_LOOK_S)
+
+
+def _check_none_is_left(session: Session, steps: Sequence[int]) -> None:
+    """RunError where one of these, which storage does not take, is newer than all that is there."""
+    newest, url = -1, session.store.url
+    with contextlib.suppress(OSError):
+        newest = max((each.step for each in lineage.newest_first(session.store)), default=-1)
+    if max(steps) > newest:
+        raise RunError(
+            f"{url}: step {max(steps)} is whole in this node's memory, the ranks that are here now need "
+            "it in storage, and storage does not take it; why is in the keeper's log and in the run's "
+            "events/. Nothing was loaded, and the step stays in memory. Start again when storage answers; "
+            f"to go on from an older step instead, say so with `flashckpt branch {url} STEP`.",
+            path=url,
+            step=max(steps),
+        )
 
 
 def _survived(session: Session) -> tuple[list[Held], list[Slot]]:

@@ -65,7 +65,8 @@ class TornSnapshot:
 class Status:
     """What the keeper has done for the attempt of who asks. Steps in `committed` are the newest 64, oldest
     first; `persisting` is being written now; `waiting` were asked for and are not done (failed ones included,
-    and those in `for_others`, of which only parts of other nodes are missing). `progress_bytes` only grows:
+    and those in `for_others`, of which only parts of other nodes are missing; `failing` are those of them, of
+    whatever attempt, whose last try has failed). `progress_bytes` only grows:
     as long as it does, the keeper is writing. `diverged` names leaves that ranks were to hold alike and do
     not; where they are too many, `EVERY` alone stands for all. `counts` are of all attempts."""
 
@@ -75,6 +76,7 @@ class Status:
     persisting: int | None = None
     waiting: tuple[int, ...] = ()
     for_others: tuple[int, ...] = ()
+    failing: tuple[int, ...] = ()
     failures: tuple[Failure, ...] = ()
     torn: tuple[TornSnapshot, ...] = ()
     diverged: tuple[str, ...] = ()
@@ -89,7 +91,8 @@ class Status:
     def from_dict(cls, data: dict[str, Any]) -> Status:
         """Raises ProtocolError unless `data` is what `to_dict` gave."""
         try:
-            steps = {key: tuple(map(int, data[key])) for key in ("committed", "waiting", "for_others")}
+            kinds = ("committed", "waiting", "for_others", "failing")
+            steps = {key: tuple(map(int, data[key])) for key in kinds}
             failures = tuple(Failure(**each) for each in data["failures"])
             torn = [TornSnapshot(**{**each, "leaves": tuple(each["leaves"])}) for each in data["torn"]]
             named = {"diverged": tuple(map(str, data["diverged"])), "torn": tuple(torn)}

@@ -462,13 +462,16 @@ class Outcomes:
             return attempt is None or owner in (attempt, "")
 
         steps = {step for owner, step in self._committed if concerns(owner)} | set(committed)
+        waiting = sorted(queue.waiting())[:_MOST_COMMITTED]
+        failed = {each.step for _, each in self._failures.values()}
         return Status(
             keeper=self._keeper,
             committed=tuple(sorted(steps)[-_MOST_COMMITTED:]),
             newest_committed=max(steps, default=None),
             persisting=queue.writing.step if queue.writing is not None else None,
-            waiting=tuple(sorted(queue.waiting())[:_MOST_COMMITTED]),
+            waiting=tuple(waiting),
             for_others=tuple(sorted(queue.waiting(for_others=True))[:_MOST_COMMITTED]),
+            failing=tuple(step for step in waiting if step in failed),
             failures=tuple(each for owner, each in self._failures.values() if concerns(owner)),
             torn=tuple(each for owner, each in self._torn if concerns(owner)),
             diverged=tuple(name for of, each in self._diverged.items() if concerns(of) for name in each),

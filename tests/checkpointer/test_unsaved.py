@@ -3,14 +3,17 @@ test's; what is made of them is the resume's."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from flashckpt.checkpointer import resume
+from flashckpt.errors import RunError
 from flashckpt.keeper.protocol import Status
 from flashckpt.options import Environment
+from tests.commit.runs import attempt_at, commit, new_run
 
 
 class Saying:
@@ -67,3 +70,38 @@ def test_a_file_that_is_synced_is_no_keeper_that_stands_still(monkeypatch: pytes
     session: Any = Saying(*writing, Status(committed=(7,)))
     resume._saved_by_keeper(session)
     assert session.asked == 5
+
+
+def failing_session(tmp_path: Path, step: int, stored: int | None = None) -> Any:
+    """Its keeper tries this step over and over: each try writes, and storage fails."""
+    store = new_run(tmp_path / "run")
+    if stored is not None:
+        commit(store, stored, attempt_at(store))
+    session: Any = Saying(*(Status(waiting=(step,), failing=(step,), progress_bytes=n) for n in range(6)))
+    session.store = store
+    return session
+
+
+def test_storage_that_fails_while_a_step_is_saved_leaves_none_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resume, "_FAILING_PATIENCE_S", 0.1)
+    monkeypatch.setattr(resume, "_SAVING_PATIENCE_S", 0.1)
+    with pytest.raises(RunError, match="step 7 is whole in this node's memory"):
+        resume._saved_by_keeper(failing_session(tmp_path, 7, stored=5))
+
+
+def test_a_failure_of_storage_that_passes_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resume, "_SAVING_PATIENCE_S", 0.0)
+    failing = [Status(waiting=(7,), failing=(7,))] * 4
+    session: Any = Saying(*failing, Status(persisting=7, waiting=(7,)), Status(committed=(7,)))
+    resume._saved_by_keeper(session)
+    assert session.asked == 6
+
+
+def test_what_fails_and_is_older_than_what_storage_has_keeps_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resume, "_FAILING_PATIENCE_S", 0.1)
+    monkeypatch.setattr(resume, "_SAVING_PATIENCE_S", 0.1)
+    resume._saved_by_keeper(failing_session(tmp_path, 7, stored=9))

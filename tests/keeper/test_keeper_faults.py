@@ -98,6 +98,7 @@ def test_a_full_disk_is_told_and_the_next_try_works(tmp_path: Path, runtime: Pat
         slot, generation = trainer.snapshot(1, persist=True)
         status = trainer.wait_for(lambda status: status.failures)
         assert [(each.step, each.errno) for each in status.failures] == [(1, errno.ENOSPC)]
+        assert status.failing == (1,)
         assert slot.failed == (generation, errno.ENOSPC)
         assert status.waiting == (1,)
         assert shards(trainer.run) == [], "what was begun is removed"
@@ -108,7 +109,7 @@ def test_a_full_disk_is_told_and_the_next_try_works(tmp_path: Path, runtime: Pat
         trainer.snapshot(12, persist=True)
         trainer.wait_committed(12)
         status = trainer.wait_for(lambda status: not status.waiting)
-        assert status.failures == ()
+        assert status.failures == status.failing == ()
         assert status.counts["failed"] >= 1
         assert committed(trainer.run)[-1] == 12
         first = [line for line in ledger(trainer.run) if line["event"] == "error" and line["step"] == 1]
