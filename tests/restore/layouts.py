@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor import DTensor, debug
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -66,8 +66,15 @@ def one_of(world: int, rank: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        # torch keeps the meshes of DTensors that it has seen, and with them which rank this was.
-        _clear_sharding_prop_cache()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """torch keeps the meshes of DTensors that it has seen, and with them which rank this was."""
+    if hasattr(debug, "_clear_sharding_prop_cache"):
+        debug._clear_sharding_prop_cache()
+    else:  # the first versions of torch that have DTensor
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
 
 
 STAGES = [["embed", "first"], ["second", "norm", "head"]]
