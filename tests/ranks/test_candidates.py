@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flashckpt.commit.steps import commit, publish_part
 from flashckpt.errors import MismatchError, UnusableRunError
 from flashckpt.ranks.candidates import Content, RanksVoter, Readable, common, decide, is_behind, verdict
 from flashckpt.ranks.job import Job
-from flashckpt.restore.step_choice import Ballot
-from tests.ranks.together import each_rank
+from flashckpt.restore.step_choice import Ballot, StepChoice
+from tests.commit.runs import attempt_at, new_run, part_of
+from tests.ranks.together import LIMIT_S, each_rank
 
 A, B = "000001-aaaaaaaa", "000002-bbbbbbbb"
 
@@ -145,3 +151,57 @@ def test_every_rank_can_read_each_of_them_and_none_is_missing(rows: list[list[Re
             assert any(each.boundary in (content.boundary, None) for each in at)
     everywhere = set.intersection(*({(*each.at, each.boundary) for each in row} for row in rows))
     assert everywhere <= {(each.step, each.attempt, each.boundary) for each in found}
+
+
+class Listed(StepChoice):
+    """Gives the first step that is tried."""
+
+    def _try(self, content: Any) -> Any:
+        return content[0].step
+
+
+class Heard:
+    """A store that says when it is first told something after `begins`."""
+
+    def __init__(self, store: Any, begins: threading.Event, is_told: threading.Event) -> None:
+        self._store, self._begins, self._is_told = store, begins, is_told
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+        if self._begins.is_set():
+            self._is_told.set()
+
+
+def test_steps_are_listed_once_the_keepers_of_all_nodes_have_saved(tmp_path: Path) -> None:
+    """Rank 0's keeper is done first. What it finds before the other one's is done lacks the newest step, and
+    all would go on from an older one."""
+    store = new_run(tmp_path / "run")
+    attempt = attempt_at(store)
+    has_saved, has_spoken = threading.Event(), threading.Event()
+
+    def save(step: int) -> None:
+        publish_part(store, part_of(store, step, attempt, (0, 1), world=2))
+        assert commit(store, step, attempt, 2)
+
+    def keeper_of(rank: int) -> None:
+        if rank == 0:
+            has_saved.set()
+            return
+        # Whatever rank 0 does next, it has done: it waits for this one, or has listed what there is.
+        assert has_spoken.wait(LIMIT_S)
+        save(200)
+
+    def deed(job: Job) -> Any:
+        rank = job.rank
+        if rank == 0:
+            job.store = Heard(job.store, has_saved, has_spoken)
+        return Listed(
+            store, [], rank, lambda snapshot: None, 1, RanksVoter(job),
+            save=lambda: keeper_of(rank), is_unsaved=lambda: rank == 1,
+        ).choose()  # fmt: skip
+
+    save(100)
+    assert each_rank(2, deed) == [200, 200]
