@@ -25,10 +25,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from flashckpt._native import xxh3_128
 from flashckpt.commit import attempts, lineage, retention, steps
 from flashckpt.commit.holder import here
 from flashckpt.errors import DamagedError
-from flashckpt.format.checked_json import TAIL_BYTES, dump
+from flashckpt.format.checked_json import TAIL_BYTES, checksum_in, dump
 from flashckpt.format.layout import Box, Layout, Leaf
 from flashckpt.format.names import (
     AttemptName,
@@ -206,8 +207,10 @@ class _Sizes:
 def _write_hollow(file: int, head: PartHead, length: int) -> None:
     """A part whose body is a hole: what its head is followed by, and its tail, are there."""
     data = dump({"kind": Part.KIND, **head.to_dict()}, {})
+    body = data[:-TAIL_BYTES].ljust(length - TAIL_BYTES, b"\0")
+    tail = data[-TAIL_BYTES:].replace(checksum_in(data, what="").encode(), xxh3_128(body).hex().encode())
     os.pwrite(file, data[:-TAIL_BYTES], 0)
-    os.pwrite(file, data[-TAIL_BYTES:], length - TAIL_BYTES)
+    os.pwrite(file, tail, length - TAIL_BYTES)
 
 
 # ---- what is measured

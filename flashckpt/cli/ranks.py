@@ -240,9 +240,9 @@ def _waiting(store: Store) -> list[Waiting]:
         if (newest is not None and each.step <= newest.step) or len(found) == _MOST_WAITING:
             break
         stored = stored_step(store, each.step, each.attempt)
-        if each.attempt == attempt and stored.completeness is Completeness.PARTIAL and stored.parts:
-            there = {rank.rank for part in stored.parts for rank in part.ranks}
-            world = stored.parts[0].world
+        if each.attempt == attempt and stored.completeness is Completeness.PARTIAL and stored.heads:
+            there = {rank.rank for head in stored.heads for rank in head.ranks}
+            world = stored.heads[0].world
             missing = tuple(sorted(set(range(world)) - there))
             found.append(Waiting(each.step, each.attempt, world, missing, stored.problem))
     return found[::-1]

@@ -17,8 +17,9 @@ from flashckpt import crashpoints
 from flashckpt._native import xxh3_128
 from flashckpt.commit.attempts import started_after
 from flashckpt.commit.replicas import check_alike, unlike
+from flashckpt.commit.step_parts import StepParts
 from flashckpt.errors import DamagedError, NoSuchStepError, SupersededError
-from flashckpt.format.checked_json import TAIL_BYTES, checksum_in
+from flashckpt.format.checked_json import FORMAT, TAIL_BYTES, checked, checksum_in
 from flashckpt.format.layout import Leaf
 from flashckpt.format.names import (
     PART,
@@ -77,12 +78,13 @@ class FileLeaf(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
     """A committed step, read and validated: its manifest and all its parts, or those of the ranks that were
-    asked for."""
+    asked for. Of many ranks a part is read again where it is asked for: DamagedError where it is not there
+    any more, or not as it was."""
 
     step: int
     attempt: AttemptName
     manifest: Manifest
-    parts: tuple[Part, ...]
+    parts: StepParts = field(compare=False)
     store: Store = field(repr=False, compare=False)
 
     @property
@@ -91,14 +93,13 @@ class StepRecord:
 
     @property
     def boundary(self) -> int:
-        return self.parts[0].boundary
+        return self.parts.heads[0].boundary
 
     def part_of(self, rank: int) -> Part:
         """The part that holds a rank. NoSuchStepError where the step has no such rank."""
-        for part in self.parts:
-            if any(each.rank == rank for each in part.ranks):
-                return part
-        raise _no_rank(self.manifest, rank)
+        if (part := self.parts.of_rank(rank)) is None:
+            raise _no_rank(self.manifest, rank)
+        return part
 
     def rank(self, rank: int) -> RankRecord:
         """What a rank has of the step. NoSuchStepError where there is none."""
@@ -184,6 +185,9 @@ def commit(store: Store, step: int, attempt: AttemptName, world: int) -> Committ
             path=folder,
         )
     check_alike(store, folder, heads)
+    if not _are_few(rows):
+        for row in rows:
+            _read_bytes(store, folder, row, step)
     manifest = _manifest(step, attempt, world, rows, heads)
     _check_files(store, folder, manifest.shards, step)
     _check_files(store, attempt_folder(attempt), manifest.constants, step)
@@ -305,16 +309,34 @@ def read_step(
         )
     folder = step_attempt_folder(step, attempt)
     if ranks is None:
-        parts = tuple(_read_part(store, folder, row, manifest) for row in manifest.parts)
+        parts = _all_parts(store, folder, manifest)
     else:
-        parts = _parts_of(store, folder, manifest, ranks, with_writers=with_writers)
-    heads = [part.head() for part in parts]
+        parts = StepParts.of(_parts_of(store, folder, manifest, ranks, with_writers=with_writers))
+    heads = parts.heads
     if not _are_named(heads, manifest, all_parts=ranks is None):
         raise _damaged(f"{folder}/manifest.json", "it names other shards than its parts", step)
-    _check_coverage(folder, parts, manifest.world if ranks is None else None, step)
+    _check_coverage(folder, heads, manifest.world if ranks is None else None, step)
     if ranks is None and unlike(heads):
         raise _damaged(folder, "its parts do not say the same of their replicas", step)
     return StepRecord(step=step, attempt=attempt, manifest=manifest, parts=parts, store=store)
+
+
+def _all_parts(store: Store, folder: str, manifest: Manifest) -> StepParts:
+    """Those of a large step are compared with their checksums here, and looked into when they are asked
+    for."""
+
+    def read(place: int) -> Part:
+        return _read_part(store, folder, manifest.parts[place], manifest)
+
+    if _are_few(manifest.parts):
+        return StepParts.of(map(read, range(len(manifest.parts))))
+    heads = []
+    for row in manifest.parts:
+        data, path = _read_named(store, folder, row, manifest), f"{folder}/{row.file}"
+        head = PartHead.from_prefix(data[:_HEAD_BYTES], path) or Part.from_bytes(data, path).head()
+        _check_of(head, manifest, path)
+        heads.append(head)
+    return StepParts(heads, read)
 
 
 def _parts_of(
@@ -362,7 +384,7 @@ def _are_named(heads: Sequence[PartHead], manifest: Manifest, *, all_parts: bool
     )
 
 
-def have_one_boundary(parts: Sequence[Part] | Sequence[PartHead]) -> bool:
+def have_one_boundary(parts: Sequence[PartHead]) -> bool:
     """Whether parts are of one content: two boundaries may have one step."""
     return len({part.boundary for part in parts}) < 2
 
@@ -382,7 +404,7 @@ def _read_heads(
 ) -> tuple[list[PartRecord], list[PartHead]]:
     rows, heads = [], []
     entries = _part_entries(store, folder)
-    are_few = sum(entry.num_bytes for entry in entries) <= _FEW_BYTES
+    are_few = _are_few(entries)
     for entry in entries:
         path = f"{folder}/{entry.name}"
         head, checksum = _read_head(store, path, entry.num_bytes, whole=are_few)
@@ -394,6 +416,10 @@ def _read_heads(
     if len(set(ranks)) != len(ranks):
         raise _damaged(folder, "two parts hold the same rank", step)
     return rows, heads
+
+
+def _are_few(parts: Sequence[Entry | PartRecord]) -> bool:
+    return sum(part.num_bytes for part in parts) <= _FEW_BYTES
 
 
 def _read_head(store: Store, path: str, num_bytes: int, *, whole: bool) -> tuple[PartHead, str]:
@@ -431,21 +457,35 @@ def _shard_rows(heads: Sequence[PartHead]) -> tuple[tuple[FileRecord, ...], tupl
 
 def _read_part(store: Store, folder: str, row: PartRecord, manifest: Manifest) -> Part:
     path = f"{folder}/{row.file}"
-    try:
-        data = store.read(path, row.num_bytes)
-    except FileNotFoundError:
-        raise _damaged(path, "it is missing", manifest.step) from None
-    # What ends a part is compared with its bytes when it is parsed.
-    found = xxh3_128(data).hex() if manifest.format == 1 else checksum_in(data, what=path)
-    if len(data) != row.num_bytes or found != row.checksum:
-        raise _damaged(path, "it is not the part that was committed", manifest.step)
-    part = Part.from_bytes(data, path)
-    if (part.step, part.attempt, part.world) != (manifest.step, manifest.attempt, manifest.world):
-        raise _damaged(path, "it is a part of another step, attempt or world", manifest.step)
+    part = Part.from_bytes(_read_named(store, folder, row, manifest), path)
+    _check_of(part, manifest, path)
     return part
 
 
-def _check_coverage(folder: str, parts: Sequence[Part], world: int | None, step: int) -> None:
+def _check_of(part: Part | PartHead, manifest: Manifest, path: str) -> None:
+    if (part.step, part.attempt, part.world) != (manifest.step, manifest.attempt, manifest.world):
+        raise _damaged(path, "it is a part of another step, attempt or world", manifest.step)
+
+
+def _read_named(store: Store, folder: str, row: PartRecord, manifest: Manifest) -> bytes:
+    return _read_bytes(store, folder, row, manifest.step, version=manifest.format)
+
+
+def _read_bytes(store: Store, folder: str, row: PartRecord, step: int, *, version: int = FORMAT) -> bytes:
+    """A part's bytes, which have the length and the checksum that a manifest of this version says, or is to
+    say."""
+    path = f"{folder}/{row.file}"
+    try:
+        data = store.read(path, row.num_bytes)
+    except FileNotFoundError:
+        raise _damaged(path, "it is missing", step) from None
+    found = xxh3_128(data).hex() if version == 1 else checked(data, what=path)
+    if len(data) != row.num_bytes or found != row.checksum:
+        raise _damaged(path, "it is not the part that was written", step)
+    return data
+
+
+def _check_coverage(folder: str, parts: Sequence[PartHead], world: int | None, step: int) -> None:
     """`world`: None where not all parts were read."""
     if not have_one_boundary(parts):
         raise _damaged(folder, "its parts are of different boundaries", step)

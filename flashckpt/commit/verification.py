@@ -149,6 +149,9 @@ class _Reading:
         self._before = 0
         self._word = array("Q", [0])
 
+    def is_there(self, path: str) -> bool:
+        return self._store.exists(path)
+
     def file(self, path: str, contents: Contents) -> tuple[FileStatus, str]:
         if self._progress is None:
             return verify_file(self._store, path, contents, threads=self._threads)
@@ -198,15 +201,28 @@ def _records(store: Store, each: VisibleStep) -> tuple[StepRecord | None, list[R
         path = error.path or manifest_path(each.step, each.attempt)
         status: FileStatus = "damaged" if store.exists(path) else "missing"
         return None, [Row(step=each.step, attempt=name, file=path, status=status, detail=str(error))]
-    files = [manifest_path(each.step, each.attempt), *(f"{folder}/{part.file}" for part in record.parts)]
+    files = [manifest_path(each.step, each.attempt)]
+    files += [f"{folder}/{head.file}" for head in record.parts.heads]
     return record, [Row(step=each.step, attempt=name, file=file, status="ok") for file in files]
 
 
 def _shards(record: StepRecord, known: dict[_Claimed, Row], reading: _Reading) -> Iterator[Row]:
     """Rows for the shards of a step. A constants shard that several steps name is read once; if it is not
     whole, each of them has a row that says so. Where they do not say the same of it, it is read for each."""
-    for rank in (rank.rank for part in record.parts for rank in part.ranks):
-        for file, contents in record.files(rank):
+    for rank in (rank.rank for head in record.parts.heads for rank in head.ranks):
+        try:
+            files = record.files(rank)
+        except DamagedError as error:
+            path = error.path or manifest_path(record.step, record.attempt)
+            yield Row(
+                step=record.step,
+                attempt=str(record.attempt),
+                file=path,
+                status="damaged" if reading.is_there(path) else "missing",
+                detail=str(error),
+            )
+            continue
+        for file, contents in files:
             claimed = file, contents.shard.num_bytes, contents.shard.checksums, contents.digests
             if claimed not in known:
                 status, detail = reading.file(file, contents)

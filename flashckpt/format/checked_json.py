@@ -54,7 +54,7 @@ def _open_object(obj: Mapping[str, object]) -> bytes:
     return compact(obj)[:-1]
 
 
-def _checksum(data: bytes) -> bytes:
+def _checksum(data: bytes | memoryview) -> bytes:
     return xxh3_128(data).hex().encode("ascii")
 
 
@@ -70,6 +70,14 @@ def checksum_in(tail: bytes, *, what: str) -> str:
     ):
         _refuse(what, "it does not end with its checksum")
     return digits.decode("ascii")
+
+
+def checked(data: bytes, *, what: str) -> str:
+    """The same of a whole file, compared with its bytes. DamagedError where they are others."""
+    found = checksum_in(data, what=what)
+    if len(data) <= TAIL_BYTES or found.encode("ascii") != _checksum(memoryview(data)[:-TAIL_BYTES]):
+        _refuse(what, "its checksum does not match")
+    return found
 
 
 def parse_head(data: bytes, *, what: str) -> tuple[dict[str, Any], int] | None:
@@ -96,10 +104,8 @@ def parse(data: bytes, *, what: str, max_bytes: int) -> tuple[dict[str, Any], in
     """
     if len(data) > max_bytes:
         _refuse(what, f"{len(data)} bytes, where at most {max_bytes} can be")
-    text = data[:-TAIL_BYTES]
-    if not text or checksum_in(data, what=what).encode("ascii") != _checksum(text):
-        _refuse(what, "its checksum does not match")
-    obj, version = _versioned(strict_loads(text + b"}", what=what), what)
+    checked(data, what=what)
+    obj, version = _versioned(strict_loads(data[:-TAIL_BYTES] + b"}", what=what), what)
     if version > 1 and "head" in obj and _head_of(data, what) is None:
         _refuse(what, "its head does not end")
     return obj, version

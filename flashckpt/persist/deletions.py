@@ -39,7 +39,7 @@ from flashckpt.format.records import Manifest
 from flashckpt.memory.held_regions import Regions
 from flashckpt.options import Keep
 from flashckpt.persist.ledger import Event, Ledger
-from flashckpt.persist.stored_steps import Completeness, StoredStep, parts_of, stored_step
+from flashckpt.persist.stored_steps import Completeness, StoredStep, heads_of, stored_step
 from flashckpt.persist.worker import Worker
 from flashckpt.store.base import Entry, Store
 
@@ -278,14 +278,14 @@ def _named_shards(store: Store, stored: StoredStep) -> set[str] | None:
     """The shards that a manifest or a part names. None where one of them cannot be read: it may name any."""
     if stored.problem and stored.completeness in (Completeness.UNREADABLE, Completeness.PARTIAL):
         return None
-    parts, named = list(stored.parts), set[str]()
+    heads, named = list(stored.heads), set[str]()
     if stored.completeness in (Completeness.COMMITTED, Completeness.MISSING):
         manifest = read_manifest(store, stored.step, stored.attempt)
-        parts, problem = parts_of(store, stored.folder)
+        heads, problem = heads_of(store, stored.folder)
         if problem or not isinstance(manifest, Manifest):
             return None
         named = {each.file for each in manifest.shards}
-    return named | {rank.shard.file for part in parts for rank in part.ranks}
+    return named | {rank.shard.file for head in heads for rank in head.ranks}
 
 
 def _claims(store: Store, newest: int) -> list[Unused]:

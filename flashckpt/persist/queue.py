@@ -112,7 +112,7 @@ class Queue:
 
     def adopt(self, stored: StoredStep, *, read: bool) -> None:
         """Take up a step at rest whose parts want their manifest."""
-        boundary = stored.parts[0].boundary if stored.parts else 0
+        boundary = stored.heads[0].boundary if stored.heads else 0
         node = NodeRanks(ranks=())
         job = StepJob(attempt=stored.attempt, step=stored.step, boundary=boundary, node=node, stored=stored)
         job.state, job.reads_stored = JobState.PART_WRITTEN, read

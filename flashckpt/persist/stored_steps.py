@@ -15,7 +15,7 @@ from flashckpt.commit.steps import have_one_boundary, missing_files, part_paths,
 from flashckpt.commit.verification import verify_file
 from flashckpt.errors import DamagedError
 from flashckpt.format.names import AttemptName, attempt_folder, step_attempt_folder
-from flashckpt.format.records import Manifest, Part
+from flashckpt.format.records import Manifest, Part, PartHead
 from flashckpt.store.base import Store
 
 _SHOWN = 4
@@ -35,14 +35,14 @@ class Completeness(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StoredStep:
-    """A step of an attempt at rest. `parts` are those of a step without a manifest that can be read;
-    `problem` says what cannot."""
+    """A step of an attempt at rest. `heads` are those of the parts, of a step without a manifest, that can be
+    read; `problem` says what cannot."""
 
     step: int
     attempt: AttemptName
     completeness: Completeness
     problem: str = ""
-    parts: tuple[Part, ...] = ()
+    heads: tuple[PartHead, ...] = ()
 
     @property
     def folder(self) -> str:
@@ -73,25 +73,30 @@ def stored_step(store: Store, step: int, attempt: AttemptName) -> StoredStep:
         return StoredStep(step, attempt, found, why)
     if manifest is not None:
         return StoredStep(step, attempt, Completeness.BURIED)
-    parts, problem = parts_of(store, step_attempt_folder(step, attempt))
-    ranks = sorted(rank.rank for part in parts for rank in part.ranks)
-    found = Completeness.PARTIAL if parts or problem else Completeness.NOTHING
-    if parts and ranks == list(range(parts[0].world)) and not problem:
+    heads, problem = heads_of(store, step_attempt_folder(step, attempt))
+    ranks = sorted(rank.rank for head in heads for rank in head.ranks)
+    found = Completeness.PARTIAL if heads or problem else Completeness.NOTHING
+    if heads and ranks == list(range(heads[0].world)) and not problem:
         found = Completeness.COMPLETE
-    return StoredStep(step, attempt, found, problem, tuple(parts))
+    return StoredStep(step, attempt, found, problem, tuple(heads))
 
 
-def parts_of(store: Store, folder: str) -> tuple[list[Part], str]:
-    """The parts in a step's folder that can be read, and what is wrong with one that cannot, or nothing."""
-    parts, problem = [], ""
+def heads_of(store: Store, folder: str) -> tuple[list[PartHead], str]:
+    """The heads of the parts in a step's folder that can be read, every byte of which is looked at, and what
+    is wrong with one that cannot, or nothing."""
+    heads, problem = [], ""
     for path in part_paths(store, folder):
         try:
-            parts.append(Part.from_bytes(store.read(path, Part.MAX_BYTES), path))
+            heads.append(_part(store, path).head())
         except DamagedError as error:
             problem = str(error)
         except FileNotFoundError:
             continue
-    return parts, problem
+    return heads, problem
+
+
+def _part(store: Store, path: str) -> Part:
+    return Part.from_bytes(store.read(path, Part.MAX_BYTES), path)
 
 
 def refusal(store: Store, stored: StoredStep, *, read: bool) -> tuple[str, bool]:
@@ -99,7 +104,7 @@ def refusal(store: Store, stored: StoredStep, *, read: bool) -> tuple[str, bool]
     `read` every byte is looked at first, so that no damaged step becomes the newest."""
     if stored.completeness is not Completeness.COMPLETE:
         return stored.problem or "not all of its ranks' parts are there", bool(stored.problem)
-    if not have_one_boundary(stored.parts):
+    if not have_one_boundary(stored.heads):
         return "its parts are of different boundaries, and no step together", False
     newer = attempts.started_after(store, stored.attempt)
     if newer is not None:
@@ -111,7 +116,8 @@ def refusal(store: Store, stored: StoredStep, *, read: bool) -> tuple[str, bool]
 
 
 def _wrong_files(store: Store, stored: StoredStep) -> Iterator[tuple[str, str]]:
-    for rank in (rank for part in stored.parts for rank in part.ranks):
+    paths = (f"{stored.folder}/{head.file}" for head in stored.heads)
+    for rank in (rank for path in paths for rank in _part(store, path).ranks):
         named = [(f"{stored.folder}/{rank.shard.file}", rank.contents)]
         if rank.constants is not None:
             named.append((f"{attempt_folder(stored.attempt)}/{rank.constants.shard.file}", rank.constants))

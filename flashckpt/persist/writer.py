@@ -288,7 +288,7 @@ class Writer:
         """As many ranks as the attempt has that captured it, which a later one that went on from it may not
         have. Where its trainers are dead only its start.json says it."""
         if job.stored is not None:
-            return job.stored.parts[0].world
+            return job.stored.heads[0].world
         if job.node.world is not None:
             return job.node.world
         start = None

@@ -39,7 +39,7 @@ class Examined:
 
 def parts_found(stored: StoredStep, outcome: Fate, detail: str = "", *, damage: bool = False) -> Finding:
     """A step without a manifest."""
-    num_bytes = sum(rank.shard.num_bytes for part in stored.parts for rank in part.ranks)
+    num_bytes = sum(rank.shard.num_bytes for head in stored.heads for rank in head.ranks)
     about = stored.folder, stored.step, stored.attempt, num_bytes
     return Finding(Kind.PARTS, outcome, *about, detail, damage)
 

@@ -32,7 +32,7 @@ class StepRanks:
         self.source = rank % record.world
         self.leaves = StepLeaves()
         self.renamed: dict[int, dict[str, str]] = {}
-        self._records: dict[int, tuple[StepRecord, RankRecord]] = {}
+        self._records: dict[int, StepRecord] = {}
         self._keep(record)
         small = sum(part.num_bytes for part in record.manifest.parts) <= small_bytes
         self.read(range(record.world) if small else [self.source])
@@ -40,7 +40,7 @@ class StepRanks:
     def __getitem__(self, rank: int) -> RankRecord:
         """What a rank has; read where it was not yet."""
         self.read([rank])
-        return self._records[rank][1]
+        return self._records[rank].rank(rank)
 
     @property
     def known(self) -> list[int]:
@@ -58,14 +58,15 @@ class StepRanks:
             record = self.record
             self._keep(read_step(record.store, record.step, record.attempt, missing))
         for rank in sorted(new):
-            record, each = self._records[rank]
+            record = self._records[rank]
+            each = record.rank(rank)
             files = [StepFile(path, contents) for path, contents in record.files(rank)]
             self.renamed[rank] = full_names(each)
             self.leaves.add(each, files, self.renamed[rank])
 
     def _keep(self, record: StepRecord) -> None:
-        """The records of all ranks of these parts; most of them nobody will ask for."""
-        self._records.update((rank.rank, (record, rank)) for part in record.parts for rank in part.ranks)
+        """In whose parts these ranks are; for most of them nobody will ask."""
+        self._records.update((rank.rank, record) for head in record.parts.heads for rank in head.ranks)
 
     # ---- tensors
 

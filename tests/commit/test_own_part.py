@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from flashckpt.commit import steps
 from flashckpt.commit.steps import commit, publish_part, read_manifest, read_step
+from flashckpt.commit.verification import verify
 from flashckpt.errors import DamagedError, NoSuchStepError
 from flashckpt.format.names import AttemptName, manifest_path, step_attempt_folder
-from flashckpt.format.records import Manifest
+from flashckpt.format.records import Manifest, Part
+from flashckpt.persist.stored_steps import Completeness, refusal, stored_step
 from flashckpt.store.local import LocalStore
 from tests.commit.runs import attempt_at, new_run, part_of
 
@@ -25,9 +29,11 @@ class Watched(LocalStore):
     def __init__(self, url: str) -> None:
         super().__init__(url)
         self.read_parts: list[str] = []
+        self.in_memory: list[int] = []
 
     def read(self, path: str, max_bytes: int) -> bytes:
         if "/part-" in path:
+            self.in_memory.append(sum(type(each) is Part for each in gc.get_objects()))
             self.read_parts.append(path.rpartition("/")[2])
         return super().read(path, max_bytes)
 
@@ -106,7 +112,7 @@ def test_a_part_that_came_from_elsewhere_is_refused(store: Watched, attempt: Att
     """Whole by its own checksum, and not the one that was committed."""
     other = part_of(store, 100, attempt, (2, 3), world=WORLD, keeper=2, nonce="aaaa0000")
     place(store, attempt, "part-00002.json").write_bytes(other.to_bytes())
-    with pytest.raises(DamagedError, match="not the part that was committed"):
+    with pytest.raises(DamagedError, match="not the part that was written"):
         read_step(store, 100, attempt, {2})
 
 
@@ -131,3 +137,54 @@ def test_a_manifest_that_names_other_files_than_ones_part_is_refused(
     Path(store.local_path(manifest_path(100, attempt))).write_bytes(data)
     with pytest.raises(DamagedError, match="other shards than its parts"):
         read_step(store, 100, attempt, {2})
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of these tests are taken for such as thousands of ranks make."""
+    monkeypatch.setattr(steps, "_FEW_BYTES", 0)
+
+
+@pytest.mark.usefixtures("large")
+def test_damage_in_the_midst_of_a_large_part_is_never_committed(store: Watched) -> None:
+    """Whoever commits has its head alone to look at, and would let retention delete older steps."""
+    attempt = attempt_at(store)
+    for ranks in NODES:
+        publish_part(store, part_of(store, 100, attempt, ranks, world=WORLD, keeper=ranks[0]))
+    path = place(store, attempt, "part-00002.json")
+    whole = path.read_bytes()
+    flip(path)
+    with pytest.raises(DamagedError, match="checksum does not match"):
+        commit(store, 100, attempt, WORLD)
+    assert read_manifest(store, 100, attempt) is None
+    path.write_bytes(whole)
+    assert commit(store, 100, attempt, WORLD)
+
+
+@pytest.mark.usefixtures("large")
+def test_of_a_large_step_one_part_is_in_memory_at_a_time(store: Watched, attempt: AttemptName) -> None:
+    gc.collect()
+    before = sum(type(each) is Part for each in gc.get_objects())
+    record = read_step(store, 100, attempt)
+    assert [record.rank(rank).rank for rank in range(WORLD)] == list(range(WORLD))
+    assert [part.keeper for part in record.parts] == [ranks[0] for ranks in sorted(NODES)]
+    del record
+    assert verify(store, 100).ok
+    store.remove(manifest_path(100, attempt))
+    stored = stored_step(store, 100, attempt)
+    assert stored.completeness is Completeness.COMPLETE
+    assert refusal(store, stored, read=True)[0] == ""
+    assert max(store.in_memory) - before <= 1
+
+
+@pytest.mark.usefixtures("large")
+def test_what_becomes_of_a_large_part_while_its_step_is_read_is_told(
+    store: Watched, attempt: AttemptName
+) -> None:
+    record = read_step(store, 100, attempt)
+    flip(place(store, attempt, "part-00004.json"))
+    assert record.rank(2).rank == 2
+    with pytest.raises(DamagedError, match="part-00004"):
+        record.rank(7)
+    with pytest.raises(NoSuchStepError):
+        record.rank(WORLD)
