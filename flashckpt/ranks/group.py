@@ -137,7 +137,7 @@ class Ranks:
         )
 
     def attached(self) -> None:
-        self.job.end()
+        self.job.attached()
         self._job = None
 
     def close(self) -> None:

@@ -38,7 +38,7 @@ raises (a FlashckptError) is raised on all."""
 PATIENCE_S = 600.0
 # Reading a step is as slow as its storage.
 LOADING_PATIENCE_S = 4 * 3600.0
-# How long rank 0 stays for the others to hear why all of them end.
+# How long rank 0 stays for the others to hear what was decided last.
 _PARTING_S = 5.0
 _PAUSE_S = 0.01
 # Between two waits it is looked whether the others still live.
@@ -148,8 +148,13 @@ class Job:
         told: T = self.agree(what, done, lambda rows: rows[0])
         return told
 
+    def attached(self) -> None:
+        """All have heard the last decision: the store may go with rank 0, which may end at once."""
+        self.end()
+        self._part(self._asked - 1)
+
     def end(self) -> None:
-        """Nothing more is agreed on, or said of this node."""
+        """Nothing more is said of this node."""
         if self._beat is not None:
             self._beat.end()
 
@@ -221,7 +226,7 @@ class Job:
         self.store.set(f"{number}/decided", json.dumps(answer))
 
     def _part(self, number: int) -> None:
-        """All ranks end, and the store with rank 0: it stays until they have heard why."""
+        """The store goes with rank 0: it stays until all have heard what was decided."""
         heard = f"{number}/heard"
         try:
             self.store.add(heard, 1)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
+import time
 from typing import Any
 
 import pytest
@@ -36,6 +37,24 @@ def test_rank_0_decides_from_what_all_say_and_all_hear_it() -> None:
     found = each_rank(WORLD, lambda job: job.agree("a sum", job.rank, sum))
     assert found == [3, 3, 3]
     assert each_rank(WORLD, lambda job: job.led("a name", lambda: "claimed")) == ["claimed"] * 3
+
+
+def test_rank_0_which_has_the_store_stays_until_all_have_attached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "_PARTING_S", 60.0)
+    left: list[int] = []
+
+    def deed(job: Job) -> None:
+        job.agree("the last word", job.rank, sum)
+        if job.rank > 0:
+            time.sleep(0.1)  # rank 0 would be gone by now
+            left.append(job.rank)
+        job.attached()
+        if job.rank == 0:
+            left.append(job.rank)
+
+    each_rank(WORLD, deed)
+    assert left[-1] == 0
+    assert sorted(left) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("rank", range(WORLD))
