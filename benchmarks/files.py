@@ -4,6 +4,7 @@ them. Never inside of what is timed, but for `sync_all`, which is the end of "du
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -49,7 +50,17 @@ def remove(path: Path) -> None:
 
 
 def num_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in _walk(folder) if path.is_file())
+    return sum(sizes(folder).values())
+
+
+def sizes(folder: Path) -> dict[Path, int]:
+    """Of the files that are there: what a peer removes meanwhile is not."""
+    found = {}
+    for path in _walk(folder):
+        with contextlib.suppress(FileNotFoundError):
+            if path.is_file():
+                found[path] = path.stat().st_size
+    return found
 
 
 def _walk(folder: Path) -> Iterator[Path]:

@@ -12,7 +12,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,9 @@ from rich.console import Console
 
 from benchmarks import environment, figures, files, machine, peers, report
 from benchmarks import settings as defaults
+from benchmarks.ranks import KINDS, table
+from benchmarks.ranks import peers as job_peers
+from benchmarks.ranks.jobs import Jobs
 from benchmarks.session import ProcessFailed, Session
 from benchmarks.settings import GIB, Job, Settings
 
@@ -35,6 +38,8 @@ _ROOT = Path(__file__).resolve().parent.parent
 # at half the disk's rate still has its whole interval.
 _INTERVAL = 4.0
 _LIMIT_REPETITIONS = 2
+# With ranks: how often each peer's turn comes, in processes of its own, and what is measured in each.
+_TURNS, _PAIRS, _ALONE, _JOB_BYTES = 3, 2, 2, GIB // 2
 
 
 @app.command()
@@ -50,18 +55,24 @@ def bench(
     here: Annotated[bool, typer.Option(help="run the peers in this environment; install nothing")] = False,
     figures_too: Annotated[bool, typer.Option("--figures/--no-figures", help="the figures to reach")] = True,
     timeout: Annotated[float, typer.Option(help="seconds for one process")] = 900.0,
+    ranks: Annotated[str, typer.Option(help="jobs of so many ranks, as in 2,4, not one process")] = "",
+    kinds: Annotated[str, typer.Option(help="of such jobs: how the model is divided")] = ",".join(KINDS),
 ) -> None:
     """Measure flashckpt against its peers on this machine."""
-    names = list(peers.PEERS) if not only else [name for name in only.split(",") if name != "none"]
-    unknown = [name for name in names if name not in peers.PEERS]
-    if unknown:
-        raise typer.BadParameter(f"no such peer: {', '.join(unknown)}; there are {', '.join(peers.PEERS)}")
+    known = job_peers.PEERS if ranks else peers.PEERS
+    names = _chosen("peer", only or ",".join(known), known)
     # So that `finally` cleans up after this one as well.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     output.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix="work-", dir=folder or output)).resolve()
     settings = _settings(work, device=device, gib=gib, every=every, rounds=rounds, quick_run=quick)
     python, failures = (sys.executable, {}) if here else _environment()
+    if ranks:
+        worlds = [int(world) for world in ranks.split(",")]
+        jobs = Jobs(_of_jobs(settings, gib), work, python, failures, timeout, console)
+        turns = rounds or (1 if quick else _TURNS)
+        _measure_jobs(jobs, names, worlds, _chosen("kind", kinds, KINDS), turns, output)
+        return
     run = Run(settings, work, python, failures, timeout)
     try:
         results = run.all(names, figures.PARTS if figures_too else ())
@@ -71,6 +82,33 @@ def bench(
     figures.show(results, console)
     for path in report.write(results, output):
         console.print(f"written: [bold]{path}[/]")
+
+
+def _of_jobs(settings: Settings, gib: float) -> Settings:
+    settings = replace(settings, device="cpu")
+    if settings.quick:
+        return settings
+    size = settings.state_bytes if gib else _JOB_BYTES
+    return replace(settings, state_bytes=size, rounds=_PAIRS, repetitions=_ALONE)
+
+
+def _measure_jobs(
+    jobs: Jobs, names: list[str], worlds: list[int], kinds: list[str], turns: int, output: Path
+) -> None:
+    try:
+        found = jobs.all(names, worlds, kinds, turns)
+    finally:
+        files.remove(jobs.work)
+    table.show(found, console)
+    console.print(f"written: [bold]{table.write(found, output)}[/]")
+
+
+def _chosen(what: str, asked: str, known: Collection[str]) -> list[str]:
+    names = [name for name in asked.split(",") if name != "none"]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise typer.BadParameter(f"no such {what}: {', '.join(unknown)}; there are {', '.join(known)}")
+    return names
 
 
 def _settings(work: Path, *, device: str, gib: float, every: int, rounds: int, quick_run: bool) -> Settings:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from benchmarks import files
 
-_TAG = "FLASHCKPT_BENCH_TAG"
+TAG = "FLASHCKPT_BENCH_TAG"
 _PERIOD_S = 0.05
 # Resource trackers clean up after their process if they are given the time.
 _GRACE_S = 2.0
@@ -104,7 +104,7 @@ class Session:
     def environment(self) -> dict[str, str]:
         return {
             **os.environ,
-            _TAG: self.tag,
+            TAG: self.tag,
             "PYTHONPATH": os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
             "FLASHCKPT_RUNTIME": self._runtime,
             "TORCHELASTIC_RUN_ID": self.tag,
@@ -150,7 +150,7 @@ class Session:
 
     def _is_ours(self, pid: int) -> bool | None:
         """None while it has no environment yet: in the middle of an exec it is empty."""
-        wanted = f"{_TAG}={self.tag}".encode()
+        wanted = f"{TAG}={self.tag}".encode()
         try:
             environment = Path(f"/proc/{pid}/environ").read_bytes()
             if not environment and _has_memory(pid):

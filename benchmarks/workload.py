@@ -62,10 +62,15 @@ class Workload:
         width, vocabulary = shape_of(settings.state_bytes, settings.layers)
         # Made where it stays: filling gigabytes of weights on the host takes longer than many a measurement.
         with self.device:
-            self.model = Gpt(width, settings.layers, vocabulary)
+            net = Gpt(width, settings.layers, vocabulary)
+        self.model = self._placed(net)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self._vocabulary, self._length = vocabulary, settings.length
         self.feed(settings.batch)
+
+    def _placed(self, net: Gpt) -> nn.Module:
+        """The model that is trained: among ranks, what holds this rank's share of it."""
+        return net
 
     def feed(self, batch: int) -> None:
         """As many sequences a step from now on: how long a step takes."""

@@ -18,7 +18,7 @@ from benchmarks.workload import Workload
 
 _TRACKER = "dlrover_latest.txt"
 _TIMEOUT_S = 120.0
-_SAVER_START_S = 2.0
+SAVER_START_S = 2.0
 
 
 class ToDisk(Saver):
@@ -36,7 +36,7 @@ class ToDisk(Saver):
         # Its saver loses what it is told before it is quite there, and the trainer then waits in vain. So
         # the saver first, as its launcher does it, and the trainer told that it was launched.
         start_saver_process()
-        time.sleep(_SAVER_START_S)
+        time.sleep(SAVER_START_S)
         os.environ["ROLE_NAME"] = "dlrover-trainer"
         self._checkpointer = DdpCheckpointer(str(folder), comm_backend="gloo")
 

@@ -49,6 +49,7 @@ class ToDisk(Saver):
         checkpointer = flashckpt.attach(
             folder / "run", every=None, model=workload.model, optimizer=workload.optimizer
         )
+        self._checkpointer = checkpointer  # its end would be that of what other ranks still read
         resumed = checkpointer.resumed
         expected = "memory" if self.tier == "memory" else "local"
         if resumed is None or resumed.step != step or resumed.tier != expected:
