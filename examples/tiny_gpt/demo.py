@@ -4,8 +4,9 @@
 
 A reference that is never stopped and knows nothing of flashckpt; a run that gets SIGKILL in a backward pass;
 the same command line again, until it and its keeper are killed together; `flashckpt recover`; the same once
-more. Ends with 0 only if every loss and every weight of the two trainings are equal, bit for bit. Writes
-loss.png and result.json.
+more. Then two ranks under torchrun, of which one gets SIGKILL in a backward pass, and which torchrun starts
+again. Ends with 0 only if every loss and every weight are those of trainings that nobody killed, bit for bit.
+Writes loss.png and result.json.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from safetensors.numpy import load_file
+from two_ranks import RANKS, TwoRanks, run_two_ranks
 
 console = Console()
 
@@ -50,13 +52,15 @@ class Kill:
 def main() -> int:
     args = arguments()
     reference, killed = args.output / "reference", args.output / "killed"
-    for folder in (reference, killed):
+    alone, together = args.output / "ranks-reference", args.output / "ranks-killed"
+    for folder in (reference, killed, alone, together):
         shutil.rmtree(folder, ignore_errors=True)
     kills = [Kill(args.kill, keeper_too=False), Kill(args.kill_both, keeper_too=True)]
     try:
         recovered = train(reference, killed, kills, steps=args.steps)
         note_restarts(killed, kills)
-        result = compare(reference, killed, kills)
+        ranks = train_two_ranks(alone, together, steps=args.rank_steps)
+        result = compare(reference, killed, kills) | compare_ranks(ranks)
     except TrainingFailed as failure:
         console.print(str(failure), style="red", markup=False)
         return 1
@@ -66,24 +70,20 @@ def main() -> int:
         pieces=pieces_of(read_losses(killed), kills),
         kills=[kill.step for kill in kills],
         resumed=[kill.resumed_from for kill in kills],
+        ranks=ranks,
     )
     (args.output / "result.json").write_text(json.dumps(result, indent=2) + "\n")
     console.print("\n[bold]$ flashckpt recover[/]   (after the second kill)")
     console.print(recovered, markup=False, highlight=False)
     show(kills, result)
+    show_ranks(ranks, result)
     console.print(f"Loss curves of both runs: [bold]{args.output / 'loss.png'}[/]")
-    return 0 if result["losses_equal"] and result["weights_equal"] else 1
+    return 0 if all(equal for name, equal in result.items() if name.endswith("_equal")) else 1
 
 
 def train(reference: Path, killed: Path, kills: list[Kill], *, steps: int) -> str:
     """All processes, one after the other. Returns what `flashckpt recover` printed."""
-    bars = Progress(
-        TextColumn("{task.description:<46}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-    )
+    bars = progress()
     count = ("--steps", str(steps))
 
     def kill_one(title: str, kill: Kill) -> None:
@@ -109,6 +109,33 @@ def train(reference: Path, killed: Path, kills: list[Kill], *, steps: int) -> st
         recovered = recover(killed, columns=console.width)
         run_one("4  recovered, and the same command again", killed)
     return recovered
+
+
+def train_two_ranks(reference: Path, killed: Path, *, steps: int) -> TwoRanks:
+    """Both jobs. The kill is in the middle, in a step that no rank has done."""
+    kill = steps * 3 // 5
+    with progress() as bars:
+        bar = {
+            reference: bars.add_task(f"5  {RANKS} ranks, never stopped, without flashckpt", total=steps),
+            killed: bars.add_task(f"6  {RANKS} ranks; one gets SIGKILL in step {kill}", total=steps),
+        }
+        return run_two_ranks(
+            reference,
+            killed,
+            steps=steps,
+            kill=kill,
+            follow=lambda step, folder: bars.update(bar[folder], completed=step),
+        )
+
+
+def progress() -> Progress:
+    return Progress(
+        TextColumn("{task.description:<46}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+    )
 
 
 def note_restarts(killed: Path, kills: list[Kill]) -> None:
@@ -150,6 +177,20 @@ def compare(reference: Path, killed: Path, kills: list[Kill]) -> dict[str, Any]:
     }
 
 
+def compare_ranks(ranks: TwoRanks) -> dict[str, Any]:
+    return {
+        "ranks": {
+            "killed_in": ranks.killed_in,
+            "resumed_from": ranks.resumed_from,
+            "tier": ranks.tier,
+            "seconds_to_first_batch": ranks.seconds,
+            "losses_compared": sum(map(len, ranks.losses)),
+        },
+        "rank_losses_equal": ranks.losses_equal,
+        "rank_weights_equal": ranks.weights_equal,
+    }
+
+
 def show(kills: list[Kill], result: dict[str, Any]) -> None:
     table = Table(title="killed in the middle of a step, and started again")
     for name in ("", "the trainer killed", "trainer and keeper killed"):
@@ -172,6 +213,15 @@ def show(kills: list[Kill], result: dict[str, Any]) -> None:
     console.print(f"{result['weights_compared']:,} final weights: {verdict(result['weights_equal'])}")
 
 
+def show_ranks(ranks: TwoRanks, result: dict[str, Any]) -> None:
+    console.print(
+        f"{RANKS} ranks under torchrun: rank 1 died in backward of step {ranks.killed_in}, both resumed from "
+        f"step {ranks.resumed_from}, tier {ranks.tier}, {ranks.seconds:.2f} s after the kill"
+    )
+    console.print(f"{result['ranks']['losses_compared']} losses: {verdict(result['rank_losses_equal'])}")
+    console.print(f"final weights: {verdict(result['rank_weights_equal'])}")
+
+
 def lost(steps: int) -> str:
     return f"{steps}, and the one in flight" if steps else "the one in flight"
 
@@ -185,12 +235,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--kill", type=int, help="the step in which the trainer dies")
     parser.add_argument("--kill-both", type=int, help="the step in which trainer and keeper die")
+    parser.add_argument("--rank-steps", type=int, default=40, help="steps of the job of two ranks")
     parser.add_argument("--output", type=Path, default=Path("demo-output"))
     args = parser.parse_args()
     args.kill = args.kill or args.steps * 37 // 100
     args.kill_both = args.kill_both or args.steps * 71 // 100
     if not 2 <= args.kill < args.kill_both < args.steps:
         parser.error("the kills must come in this order, after step 1 and before the last one")
+    if args.rank_steps < 5:
+        parser.error("--rank-steps must be 5 at least")
     return args
 
 

@@ -1,50 +1,92 @@
-"""Draws the loss curves of both runs, one over the other, and what is between them."""
+"""Draws the loss curves of all runs, one over the other, and what is between them."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
 matplotlib.use("Agg")
 
 from matplotlib import pyplot
+from two_ranks import TwoRanks
 
 Losses = list[tuple[int, float]]
 
-
 COLOURS = ("#1f6feb", "#d1520f", "#8250df")
+_GREY, _KILL, _RESUME = "#c9cdd4", "#cf222e", "#1a7f37"
 
 
 def draw(
-    path: Path, *, reference: Losses, pieces: list[Losses], kills: list[int], resumed: list[int]
+    path: Path,
+    *,
+    reference: Losses,
+    pieces: list[Losses],
+    kills: list[int],
+    resumed: list[int],
+    ranks: TwoRanks,
 ) -> None:
     """`pieces` are the losses that each process of the killed run wrote; steps from 1. `kills` and `resumed`
     are the steps in which the processes died and from which the next ones went on."""
-    figure, (curves, difference) = pyplot.subplots(
-        2, 1, sharex=True, figsize=(9, 6), height_ratios=(4, 1), layout="constrained"
+    figure, axes = pyplot.subplots(
+        2, 2, sharex="col", figsize=(13, 6), height_ratios=(4, 1), width_ratios=(5, 4), layout="constrained"
     )
-    curves.plot(*zip(*reference, strict=True), color="#c9cdd4", linewidth=6, label="never stopped")
+    _draw_one(axes[:, 0], reference, pieces, kills, resumed)
+    _draw_ranks(axes[:, 1], ranks)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def _draw_one(
+    axes: Any, reference: Losses, pieces: list[Losses], kills: list[int], resumed: list[int]
+) -> None:
+    curves, difference = axes
+    curves.plot(*zip(*reference, strict=True), color=_GREY, linewidth=6, label="never stopped")
     names = ("until the first kill", "after the first restart", "after the second restart")
     for piece, colour, name in zip(pieces, COLOURS, names, strict=True):
         curves.plot(*zip(*piece, strict=True), color=colour, linewidth=1.4, label=name)
     curves.set_ylabel("loss, nats a byte")
-    curves.set_title("The same training, never stopped and killed twice in the middle of a step")
-
+    curves.set_title("One process, killed twice in the middle of a step")
     expected = dict(reference)
-    apart = [(step, loss - expected[step]) for piece in pieces for step, loss in piece]
-    difference.plot(*zip(*apart, strict=True), ".", color="#57606a", markersize=3)
+    _draw_difference(difference, [(step, loss - expected[step]) for piece in pieces for step, loss in piece])
     difference.set_ylabel("difference")
+    _mark(axes, kills, resumed, "SIGKILL in step")
+
+
+def _draw_ranks(axes: Any, ranks: TwoRanks) -> None:
+    curves, difference = axes
+    apart: Losses = []
+    for rank, expected in enumerate(ranks.reference):
+        label = "never stopped" if rank == 0 else None
+        curves.plot(*zip(*expected, strict=True), color=_GREY, linewidth=6, label=label)
+        apart += [(step, loss - dict(expected)[step]) for step, loss in ranks.losses[rank]]
+    for rank, (losses, lines) in enumerate(zip(ranks.losses, ranks.lines, strict=True)):
+        for piece, style, name in (
+            (losses[:lines], "-", "until the kill"),
+            (losses[lines:], (0, (2, 1)), "after torchrun's restart"),
+        ):
+            curves.plot(
+                *zip(*piece, strict=True), color=COLOURS[rank], linestyle=style, linewidth=1.4,
+                label=f"rank {rank} {name}",
+            )  # fmt: skip
+    curves.set_title("Two ranks under torchrun, one of them killed")
+    _draw_difference(difference, apart)
+    _mark(axes, [ranks.killed_in], [ranks.resumed_from], "SIGKILL of rank 1 in step")
+
+
+def _draw_difference(difference: Any, apart: Losses) -> None:
+    difference.plot(*zip(*apart, strict=True), ".", color="#57606a", markersize=3)
     difference.set_xlabel("step")
     if not any(gap for _, gap in apart):
         difference.set_ylim(-1, 1)
         difference.set_yticks([0])
 
-    for axes in (curves, difference):
+
+def _mark(axes: Any, kills: list[int], resumed: list[int], what: str) -> None:
+    for each in axes:
         for killed_in, resumed_from in zip(kills, resumed, strict=True):
-            axes.axvline(killed_in, color="#cf222e", linestyle="--", label=f"SIGKILL in step {killed_in}")
-            axes.axvline(resumed_from, color="#1a7f37", linestyle=":", label=f"resumed from {resumed_from}")
-        axes.grid(alpha=0.25)
-    curves.legend()
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+            each.axvline(killed_in, color=_KILL, linestyle="--", label=f"{what} {killed_in}")
+            each.axvline(resumed_from, color=_RESUME, linestyle=":", label=f"resumed from {resumed_from}")
+        each.grid(alpha=0.25)
+    axes[0].legend(framealpha=1)

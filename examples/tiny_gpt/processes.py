@@ -23,10 +23,11 @@ class TrainingFailed(Exception):
     """A training process ended in a way that the demo did not mean."""
 
 
-def read_losses(folder: Path) -> Losses:
-    """(step, loss) for each line; a loss is written with all the digits that a float has."""
-    path = folder / "losses.csv"
-    lines = path.read_text().splitlines() if path.exists() else []
+def read_losses(folder: Path, file: str = "losses.csv") -> Losses:
+    """(step, loss) for each whole line; a loss is written with all the digits that a float has."""
+    path = folder / file
+    text = path.read_text() if path.exists() else ""
+    lines = text[: text.rfind("\n") + 1].splitlines()
     return [(int(step), float(loss)) for step, loss in (line.split(",") for line in lines)]
 
 

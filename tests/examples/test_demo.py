@@ -23,6 +23,8 @@ def test_a_killed_training_ends_bit_for_bit_as_one_that_was_not(tmp_path: Path, 
             "6",
             "--kill-both",
             "11",
+            "--rank-steps",
+            "8",
             "--output",
             str(output),
         ],
@@ -42,4 +44,9 @@ def test_a_killed_training_ends_bit_for_bit_as_one_that_was_not(tmp_path: Path, 
     assert "training resumes from step" in done.stdout
     assert result["losses_equal"]
     assert result["weights_equal"]
+    ranks = result["ranks"]
+    assert 0 < ranks["resumed_from"] < ranks["killed_in"]
+    assert ranks["losses_compared"] >= 2 * 8
+    assert result["rank_losses_equal"]
+    assert result["rank_weights_equal"]
     assert (output / "loss.png").read_bytes().startswith(b"\x89PNG")
