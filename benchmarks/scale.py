@@ -39,7 +39,7 @@ from flashckpt.format.names import (
     shard_name,
     step_attempt_folder,
 )
-from flashckpt.format.parts import CHUNK_BYTES, Part, PartHead, RankRecord, ShardRecord
+from flashckpt.format.parts import CHUNK_BYTES, FileRecord, Part, PartHead, RankRecord, ShardRecord
 from flashckpt.options import Keep
 from flashckpt.restore.step_leaves import BoxRegion
 from flashckpt.restore.step_ranks import StepRanks
@@ -185,7 +185,7 @@ class Simulation:
         ranks = []
         for files in sample.ranks:
             rank = first + files.rank
-            shard = replace(files.shard, file=shard_name(rank, NONCE), num_bytes=sizes.of(rank))
+            shard = FileRecord(file=shard_name(rank, NONCE), num_bytes=sizes.of(rank))
             ranks.append(replace(files, rank=rank, shard=shard))
         return replace(sample, keeper=first, ranks=tuple(ranks))
 
@@ -303,21 +303,30 @@ _ONCE = {"prune"}
 def measure(folder: Path, world: int, name: str) -> dict[str, float]:
     """In this process: median of a few times, and the most memory that the process ever had."""
     run = Simulation(folder, world)
-    deed, seconds, cpu_seconds = _MEASURED[name](run), list[float](), list[float]()
+    deed, seconds = _MEASURED[name](run), list[float]()
+    cpu_seconds, queued_seconds = list[float](), list[float]()
     before = _peak_bytes()
     for _ in range(1 if name in _ONCE else _REPEATS):
-        began, cpu_began = time.perf_counter(), time.process_time()
+        began, cpu_began, queued_began = time.perf_counter(), time.process_time(), _queued_s()
         deed()
         seconds.append(time.perf_counter() - began)
         cpu_seconds.append(time.process_time() - cpu_began)
+        queued_seconds.append(_queued_s() - queued_began)
     peak = _peak_bytes()
     return {
         "seconds": round(statistics.median(seconds), 4),
         "slowest_seconds": round(max(seconds), 4),
         "cpu_seconds": round(statistics.median(cpu_seconds), 4),
+        "queued_seconds": round(statistics.median(queued_seconds), 4),
         "peak_bytes": peak,
         "grown_bytes": peak - before,
     }
+
+
+def _queued_s() -> float:
+    """How long this thread was ready and had no core: what is left of the clock's seconds is waiting for
+    storage."""
+    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
 
 
 def _peak_bytes() -> int:
@@ -386,7 +395,10 @@ def main() -> None:
 def _line(row: dict[str, Any]) -> str:
     cells = [f"{row['ranks']:6,} ranks", f"manifest {row['manifest_bytes'] / 2**20:.2f} MiB"]
     for name in (name for name in _MEASURED if name in row):
-        times = f"{row[name]['seconds']:.3f} s ({row[name]['cpu_seconds']:.3f} of CPU)"
+        each = row[name]
+        times = (
+            f"{each['seconds']:.3f} s ({each['cpu_seconds']:.3f} of CPU, {each['queued_seconds']:.3f} queued)"
+        )
         cells.append(f"{name} {times}, {row[name]['peak_bytes'] / 2**20:.0f} MiB")
     return " | ".join(cells)
 

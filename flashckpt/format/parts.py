@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from flashckpt.format.checked_json import Fields, JsonRecord, attempt_of, dump, parse_head
 from flashckpt.format.layout import (
@@ -40,8 +40,7 @@ MAX_SHARD_BYTES = 1 << 50
 CHECKSUM = re.compile(r"[0-9a-f]{32}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileRecord:
+class FileRecord(NamedTuple):
     """A shard as manifests and heads of parts know it: enough to judge by its length whether it is there."""
 
     file: str

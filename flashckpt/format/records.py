@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from flashckpt.format.checked_json import FORMAT, Fields, JsonRecord, attempt_of, parse
 from flashckpt.format.names import (
@@ -177,8 +177,7 @@ class Alive(JsonRecord):
         return cls(count=fields.integer("count"), ended=fields.text("ended", pattern=_ENDED))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartRecord:
+class PartRecord(NamedTuple):
     """A part as the manifest knows it. `checksum`, in hex, is the one that ends the part's file; in a
     manifest of the first format the XXH3-128 of the whole file."""
 
@@ -318,12 +317,11 @@ def _part_rows(fields: Fields) -> tuple[PartRecord, ...]:
     _check_texts(fields, "parts", files, PART)
     _check_sizes(fields, "parts", sizes, Part.MAX_BYTES)
     _check_texts(fields, "parts", checksums, CHECKSUM)
-    rows = zip(files, sizes, checksums, strict=True)
-    return tuple(PartRecord(file=file, num_bytes=size, checksum=checksum) for file, size, checksum in rows)
+    return tuple(map(PartRecord._make, zip(files, sizes, checksums, strict=True)))
 
 
 def _file_rows(fields: Fields, key: str, pattern: re.Pattern[str]) -> tuple[FileRecord, ...]:
     files, sizes = _columns(fields, key, 2)
     _check_texts(fields, key, files, pattern)
     _check_sizes(fields, key, sizes, MAX_SHARD_BYTES)
-    return tuple(FileRecord(file=file, num_bytes=size) for file, size in zip(files, sizes, strict=True))
+    return tuple(map(FileRecord._make, zip(files, sizes, strict=True)))
