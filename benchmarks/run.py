@@ -99,8 +99,9 @@ def _measure_jobs(
         found = jobs.all(names, worlds, kinds, turns)
     finally:
         files.remove(jobs.work)
+    written = table.write(found, output)
     table.show(found, console)
-    console.print(f"written: [bold]{table.write(found, output)}[/]")
+    console.print(f"written: [bold]{written}[/]")
 
 
 def _chosen(what: str, asked: str, known: Collection[str]) -> list[str]:

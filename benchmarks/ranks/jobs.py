@@ -74,6 +74,7 @@ class Jobs:
             results["jobs"].append(job | {"load_average": load})
         self.console.print(
             f"{kind:<6}{world:>2} ranks  {name:<20}{time.monotonic() - began:6.0f} s  {outcome}",
+            markup=False,
             highlight=False,
         )
 
@@ -98,7 +99,7 @@ class Jobs:
         """Run a job of so many ranks to its end; the report of its rank 0, or ProcessFailed."""
         session = Session(self.python, folder)
         result = folder / "result.json"
-        for old in folder.glob("result.json*"):
+        for old in folder.glob("result*"):
             old.unlink()
         threads = max(1, (os.cpu_count() or 1) // world)
         job = Job(
@@ -117,13 +118,13 @@ class Jobs:
             failure = str(failed)
         finally:
             session.clean()
-        reports = [json.loads(path.read_text()) for path in sorted(folder.glob("result.json*"))]
-        told = [report["failed"] for report in reports if "failed" in report]
+        reports = {path: json.loads(path.read_text()) for path in sorted(folder.glob("result*.json"))}
+        told = [report["failed"] for report in reports.values() if "failed" in report]
         if told or not result.exists():
             # That another rank is gone is what the others say of the one that knows why.
-            told.sort(key=lambda reason: "Connection closed" in reason)
+            told.sort(key=lambda reason: "gloo" in reason or "own store" in reason)
             raise ProcessFailed(next(iter(told), failure or "killed before it could report"))
-        report: dict[str, Any] = reports[0]
+        report: dict[str, Any] = reports[result]
         return report
 
     def _disk(self) -> dict[str, Any]:

@@ -174,7 +174,7 @@ def main() -> None:
     # Whatever names its own things after the launch finds the tag by which the bench ends and clears them.
     os.environ["TORCHELASTIC_RUN_ID"] = os.environ[TAG]
     if number:
-        job = replace(job, result=f"{job.result}.rank{number}")
+        job = replace(job, result=str(Path(job.result).with_stem(f"result-{number}")))
     with reporting(job):
         dist.init_process_group("gloo")
         rank = Rank(job)

@@ -93,9 +93,10 @@ def show(results: dict[str, Any], console: Console) -> None:
     for job in results["jobs"]:
         for world, load in job["loads"].items():
             if not load.get("exact"):
-                console.print(f"{job['peer']} {job['kind']} {job['world']} → {world} ranks: {_wrong(load)}")
+                told = f"{job['peer']} {job['kind']} {job['world']} → {world} ranks: {_wrong(load)}"
+                console.print(told, markup=False, highlight=False)
     for job, reason in results["failed"].items():
-        console.print(f"{job} ranks: cannot run here: {reason}", highlight=False)
+        console.print(f"{job} ranks: cannot run here: {reason}", markup=False, highlight=False)
 
 
 def _cell(

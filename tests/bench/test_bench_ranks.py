@@ -40,7 +40,7 @@ RESULTS: dict[str, Any] = {
         ),
         *(job("dcp_save", held_s, run, WRONG) for run, held_s in enumerate([10, 10, 10])),
     ],
-    "failed": {"nvrx ddp 2": "it wants CUDA"},
+    "failed": {"nvrx ddp 2": "it wants [/CUDA]"},
 }
 
 
@@ -60,7 +60,7 @@ def test_the_table_says_what_failed_and_what_was_loaded_wrong() -> None:
     table.show(RESULTS, console)
     told = console.export_text()
     assert "NOT what was saved: model.head.weight" in told
-    assert "nvrx ddp 2 ranks: cannot run here: it wants CUDA" in told
+    assert "nvrx ddp 2 ranks: cannot run here: it wants [/CUDA]" in told
 
 
 @pytest.mark.process
