@@ -30,11 +30,13 @@ from flashckpt.format.names import (
     step_number,
 )
 from flashckpt.format.records import Alive, Claim, Holder, Run, Start
+from flashckpt.format.replicas import Ranks
 from flashckpt.store.base import Store
 
 
-def open_run(store: Store, create: bool) -> Run:
-    """The run in a store; with `create`, for who will commit to it, a new one where there is none.
+def open_run(store: Store, create: bool, run_id: str = "") -> Run:
+    """The run in a store; with `create`, for who will commit to it, a new one where there is none, with this
+    id if one is given.
 
     NoSuchStepError where there is none and none is to be made, UnusableRunError where steps stand without
     their run.json, FormatError where it is written by a newer version, DamagedError where it is damaged,
@@ -68,7 +70,7 @@ def open_run(store: Store, create: bool) -> Run:
         raise NoSuchStepError(
             f"{store.url} is no run: it has no {RUN}. Nothing was changed. Check the path.", path=store.url
         )
-    run = Run(run_id=secrets.token_hex(8))
+    run = Run(run_id=run_id or secrets.token_hex(8))
     return run if store.create(RUN, run.to_bytes()) else _read(store)
 
 
@@ -117,22 +119,30 @@ class AttemptInfo:
         return self.ended == "closed"
 
 
-def claim(store: Store, holder: Holder, check: Callable[[], None] | None = None) -> AttemptName:
-    """Take the next number, exclusively. `check` (the one-job check) runs before each try, so that who
-    loses a race looks at the winner; what it raises ends the claiming."""
+def claim(
+    store: Store, holder: Holder, check: Callable[[], None] | None = None, above: int = 0
+) -> AttemptName:
+    """Take the next number, one above `above` at least, exclusively. `check` (the one-job check) runs before
+    each try, so that who loses a race looks at the winner; what it raises ends the claiming."""
     while True:
         # Before the check: a claim that comes after it takes this very number, and is then looked at.
-        number = _highest_number(store) + 1
+        number = max(highest_number(store), above) + 1
         if check is not None:
             check()
             # Who took it meanwhile may be dead and swept already, and newer ones have claimed since.
-            if _highest_number(store) >= number:
+            if highest_number(store) >= number:
                 continue
         name = AttemptName(number, secrets.token_hex(4))
-        record = Claim(attempt=name, holder=holder)
-        if store.create(claim_path(name.number), record.to_bytes()):
-            store.create(alive_path(name), Alive(count=0).to_bytes())
+        if claim_as(store, name, holder):
             return name
+
+
+def claim_as(store: Store, name: AttemptName, holder: Holder) -> bool:
+    """Take this very name. False where its number is taken, be it by another of the same job."""
+    if not store.create(claim_path(name.number), Claim(attempt=name, holder=holder).to_bytes()):
+        return False
+    store.create(alive_path(name), Alive(count=0).to_bytes())
+    return True
 
 
 def start(
@@ -142,15 +152,17 @@ def start(
     step: int,
     world: int,
     boundary: int = 0,
+    ranks: Ranks | None = None,
 ) -> Start:
     """Write where the attempt goes on from, on all its ranks; from here on older attempts commit nothing.
     `boundary` is that of the parent, by which every keeper knows the snapshots that are this attempt's now.
+    `ranks`: those that commit here, where others have folders of their own.
 
     SupersededError if a newer attempt has claimed the run.
     """
     check_newest(store, name)
     before = () if parent is None else tuple(_before(store, parent, step))
-    record = Start(parent=parent, step=step, boundary=boundary, world=world, before=before)
+    record = Start(parent=parent, step=step, boundary=boundary, world=world, before=before, ranks=ranks)
     if not store.create(start_path(name), record.to_bytes()):
         raise SupersededError(
             f"attempt {name} has already started; this process must end. Nothing was changed.",
@@ -286,6 +298,16 @@ def read_start(store: Store, name: AttemptName) -> Start | None:
     return record
 
 
+def ranks_here(store: Store, attempt: AttemptName) -> Ranks | None:
+    """The ranks of an attempt that commit in this folder, where others have folders of their own; None for
+    all. Where nothing tells (its start.json is damaged or gone) it is all: then too many parts are waited
+    for, and never too few."""
+    with suppress(DamagedError):
+        found = read_start(store, attempt)
+        return None if found is None else found.ranks
+    return None
+
+
 def beat(store: Store, name: AttemptName, count: int) -> None:
     """Move the counter on. Not durable: it says something only while it moves."""
     store.replace(alive_path(name), Alive(count=count).to_bytes(), durable=False)
@@ -362,7 +384,7 @@ def _steps(store: Store) -> list[int]:
     return [step for step in steps if step is not None]
 
 
-def _highest_number(store: Store) -> int:
+def highest_number(store: Store) -> int:
     """Also of attempts of which only steps are left: a number that came again would be older than they."""
     folders = [*attempt_folders(store, ATTEMPTS)]
     for number in _steps(store):

@@ -374,7 +374,8 @@ def branch(
     name = claim(store, holder, check=lambda: check(store, holder, probe, watch_s=watch_s))
     try:
         found = resolve(store, step, attempt)
-        start(store, name, found.attempt, found.step, found.world, found.boundary)
+        ranks = found.manifest.ranks
+        start(store, name, found.attempt, found.step, found.world, found.boundary, ranks)
     finally:
         mark_ended(store, name, "closed")
     return name

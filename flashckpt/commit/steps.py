@@ -9,13 +9,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
 from flashckpt import crashpoints
 from flashckpt._native import xxh3_128
-from flashckpt.commit.attempts import started_after
+from flashckpt.commit.attempts import ranks_here, started_after
 from flashckpt.commit.replicas import check_alike, unlike
 from flashckpt.commit.step_parts import StepParts
 from flashckpt.errors import DamagedError, NoSuchStepError, SupersededError
@@ -40,6 +40,7 @@ from flashckpt.format.records import (
     Tombstone,
     manifest_of,
 )
+from flashckpt.format.replicas import Ranks, count_of, has_rank, in_words, place_in
 from flashckpt.store.base import Entry, LengthError, Store
 
 # Parts that have no more together are read whole before a manifest names them, of others the heads alone.
@@ -89,6 +90,7 @@ class StepRecord:
 
     @property
     def world(self) -> int:
+        """The ranks of its job, of which this folder may have some alone: see `Manifest.ranks`."""
         return self.manifest.world
 
     @property
@@ -163,8 +165,11 @@ def publish_part(store: Store, part: Part) -> bool:
     return created
 
 
-def commit(store: Store, step: int, attempt: AttemptName, world: int) -> Committed:
+def commit(
+    store: Store, step: int, attempt: AttemptName, world: int, ranks: Ranks | None = None
+) -> Committed:
     """Write the manifest once the parts cover every rank exactly once. Any number may call it at once.
+    `ranks`: those that commit here, where others have folders of their own; None for all of `world`.
 
     SupersededError if a newer attempt has started, or the nodes have snapshots of different boundaries under
     this number, of which nobody makes one step; DivergedError where replicas are not alike; DamagedError
@@ -175,7 +180,12 @@ def commit(store: Store, step: int, attempt: AttemptName, world: int) -> Committ
         return _judge(store, found)
     folder = step_attempt_folder(step, attempt)
     rows, heads = _read_heads(store, folder, step, attempt, world)
-    if sum(len(head.ranks) for head in heads) < world:
+    if ranks is not None:
+        # Of ranks that commit elsewhere something may have been copied here.
+        pairs = zip(rows, heads, strict=True)
+        mine = [pair for pair in pairs if all(has_rank(ranks, each.rank) for each in pair[1].ranks)]
+        rows, heads = [row for row, _ in mine], [head for _, head in mine]
+    if sum(len(head.ranks) for head in heads) < (world if ranks is None else count_of(ranks)):
         return Committed.WAITING
     if not have_one_boundary(heads):
         raise SupersededError(
@@ -188,7 +198,7 @@ def commit(store: Store, step: int, attempt: AttemptName, world: int) -> Committ
     if not _are_few(rows):
         for row in rows:
             _read_bytes(store, folder, row, step)
-    manifest = _manifest(step, attempt, world, rows, heads)
+    manifest = replace(_manifest(step, attempt, world, rows, heads), ranks=ranks)
     _check_files(store, folder, manifest.shards, step)
     _check_files(store, attempt_folder(attempt), manifest.constants, step)
     newer = started_after(store, attempt)
@@ -216,10 +226,26 @@ def look(store: Store, step: int, attempt: AttemptName) -> Committed:
 
 
 def missing_ranks(store: Store, step: int, attempt: AttemptName, world: int) -> list[int]:
-    """The ranks of which no part of a step is at rest."""
+    """The ranks that commit here and of which no part of a step is at rest."""
     _, heads = _read_heads(store, step_attempt_folder(step, attempt), step, attempt, world)
     there = {rank.rank for head in heads for rank in head.ranks}
-    return [rank for rank in range(world) if rank not in there]
+    here = ranks_here(store, attempt) or (range(world),)
+    return [rank for run in here for rank in run if rank not in there]
+
+
+def check_has_all(record: StepRecord) -> None:
+    """NoSuchStepError, with the ranks that are missing, for a step of which this folder has some ranks alone:
+    for who wants more than what one rank saved."""
+    ranks, absent = record.manifest.ranks, record.manifest.absent
+    if ranks is not None:
+        raise NoSuchStepError(
+            f"{record.store.url} is one node's own disk: of step {record.step}, made by {record.world} "
+            f"ranks, it has {in_words(ranks)}; {in_words(absent)} are on the disks of other nodes. Nothing "
+            "was changed. Such a step is gone on from by the same ranks, each where its folder is. For "
+            "anything else train into a folder that all nodes share.",
+            step=record.step,
+            path=record.store.url,
+        )
 
 
 def _stands(store: Store, manifest: Manifest) -> Committed:
@@ -284,6 +310,17 @@ def missing_files(store: Store, manifest: Manifest) -> list[str]:
     return missing + _missing(store, attempt_folder(manifest.attempt), manifest.constants)
 
 
+def boundary_of(store: Store, step: int, attempt: AttemptName) -> int | None:
+    """The boundary that a committed step is of. None where its records do not say."""
+    with suppress(DamagedError, FileNotFoundError):
+        manifest = read_manifest(store, step, attempt)
+        if isinstance(manifest, Manifest):
+            row = manifest.parts[0]
+            path = f"{step_attempt_folder(step, attempt)}/{row.file}"
+            return _read_head(store, path, row.num_bytes, whole=False)[0].boundary
+    return None
+
+
 def read_step(
     store: Store,
     step: int,
@@ -315,7 +352,7 @@ def read_step(
     heads = parts.heads
     if not _are_named(heads, manifest, all_parts=ranks is None):
         raise _damaged(f"{folder}/manifest.json", "it names other shards than its parts", step)
-    _check_coverage(folder, heads, manifest.world if ranks is None else None, step)
+    _check_coverage(folder, heads, manifest if ranks is None else None, step)
     if ranks is None and unlike(heads):
         raise _damaged(folder, "its parts do not say the same of their replicas", step)
     return StepRecord(step=step, attempt=attempt, manifest=manifest, parts=parts, store=store)
@@ -349,7 +386,7 @@ def _parts_of(
     held: dict[int, RankRecord] = {}
 
     def find(wanted: int) -> None:
-        if wanted >= manifest.world:
+        if not manifest.has(wanted):
             raise _no_rank(manifest, wanted)
         behind = bisect_right(rows, wanted, key=lambda row: part_keeper(row.file))
         for row in rows[:behind][::-1] + rows[behind:]:
@@ -378,8 +415,11 @@ def _are_named(heads: Sequence[PartHead], manifest: Manifest, *, all_parts: bool
         return (shards, constants) == (manifest.shards, manifest.constants)
     ranks = sorted(rank.rank for head in heads for rank in head.ranks)
     return (
-        len(manifest.shards) == manifest.world
-        and all(manifest.shards[rank] == shard for rank, shard in zip(ranks, shards, strict=True))
+        len(manifest.shards) == manifest.rank_count
+        and all(map(manifest.has, ranks))
+        and all(
+            manifest.shards[manifest.place(rank)] == shard for rank, shard in zip(ranks, shards, strict=True)
+        )
         and set(manifest.constants).issuperset(constants)
     )
 
@@ -485,12 +525,13 @@ def _read_bytes(store: Store, folder: str, row: PartRecord, step: int, *, versio
     return data
 
 
-def _check_coverage(folder: str, parts: Sequence[PartHead], world: int | None, step: int) -> None:
-    """`world`: None where not all parts were read."""
+def _check_coverage(folder: str, parts: Sequence[PartHead], manifest: Manifest | None, step: int) -> None:
+    """`manifest`: None where not all its parts were read."""
     if not have_one_boundary(parts):
         raise _damaged(folder, "its parts are of different boundaries", step)
     ranks = [rank.rank for part in parts for rank in part.ranks]
-    if len(set(ranks)) != len(ranks) or len(ranks) != (world or len(ranks)):
+    is_whole = manifest is None or (len(ranks) == manifest.rank_count and all(map(manifest.has, ranks)))
+    if len(set(ranks)) != len(ranks) or not is_whole:
         raise _damaged(folder, "its parts do not cover every rank exactly once", step)
 
 
@@ -508,6 +549,13 @@ def _missing(store: Store, folder: str, files: Sequence[FileRecord]) -> list[str
 
 
 def _no_rank(manifest: Manifest, rank: int) -> NoSuchStepError:
+    if manifest.ranks is not None and rank < manifest.world:
+        return NoSuchStepError(
+            f"step {manifest.step} of this folder, a node's own disk, has {in_words(manifest.ranks)} and not "
+            f"rank {rank} of {manifest.world}. Nothing was changed. Run rank {rank} where its folder is.",
+            step=manifest.step,
+            rank=rank,
+        )
     return NoSuchStepError(
         f"step {manifest.step} was made by {manifest.world} ranks and has no rank {rank}. Nothing was "
         "changed. Run with as many ranks as made it.",
@@ -525,13 +573,16 @@ def _damaged(path: str, why: str, step: int) -> DamagedError:
     )
 
 
-def looks_before(step: int, ranks: Collection[int], world: int) -> int:
+def looks_before(step: int, ranks: Collection[int], world: int, here: Ranks | None = None) -> int:
     """How often the keeper of these ranks, of `world`, looks for the manifest of a step in vain before it
-    gathers the parts itself. 0: it does so at once."""
-    if world <= len(_LOOKS_BEFORE) * len(ranks):
+    gathers the parts itself. 0: it does so at once. `here`: the ranks that commit in this folder, None for
+    all."""
+    count = world if here is None else count_of(here)
+    if count <= len(_LOOKS_BEFORE) * len(ranks):
         return 0
+    places = ranks if here is None else {place_in(here, rank) for rank in ranks if has_rank(here, rank)}
     for turn, looks in enumerate(_LOOKS_BEFORE):
-        if _mix(step * len(_LOOKS_BEFORE) + turn) % world in ranks:
+        if _mix(step * len(_LOOKS_BEFORE) + turn) % count in places:
             return looks
     return _LOOKS_OF_ALL
 

@@ -18,7 +18,9 @@ from flashckpt._native import xxh3_128
 from flashckpt.errors import DamagedError, FormatError
 from flashckpt.format.names import AttemptName
 
-FORMAT = 2
+# What records are written in; those of a folder that has some ranks of a job alone in NEWEST_FORMAT, so that
+# a reader which knows nothing of such folders refuses them.
+FORMAT, NEWEST_FORMAT = 2, 3
 MAX_DEPTH = 200
 # Python refuses longer ones by default; a longer one takes quadratic time to parse.
 MAX_INTEGER_DIGITS = 4300
@@ -32,14 +34,16 @@ TAIL_BYTES = len(_BEFORE) + 32 + len(_AFTER)
 _HEAD_END_BYTES = len(_HEAD) + 32 + 1
 
 
-def dump(obj: Mapping[str, object], after: Mapping[str, object] | None = None) -> bytes:
+def dump(
+    obj: Mapping[str, object], after: Mapping[str, object] | None = None, *, version: int = FORMAT
+) -> bytes:
     """The bytes of a file that holds `obj`, and then `after`: with it, `obj` can be read without the rest
     (`parse_head`). ValueError for what `parse` would refuse (NaN, depth)."""
     for each in (obj, after or {}):
         assert each.keys().isdisjoint({"format", "head", "checksum"})
         if not _depth_within(each, MAX_DEPTH):
             raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
-    text = _open_object({"format": FORMAT, **obj})
+    text = _open_object({"format": version, **obj})
     if after is not None:
         text += _HEAD + _checksum(text) + b'",' + _open_object(after)[1:]
     return text + _BEFORE + _checksum(text) + _AFTER
@@ -116,9 +120,9 @@ def _versioned(obj: dict[str, Any], what: str) -> tuple[dict[str, Any], int]:
     version = obj.pop("format", None)
     if type(version) is not int or version < 1:
         _refuse(what, "it has no format version")
-    if version > FORMAT:
+    if version > NEWEST_FORMAT:
         raise FormatError(
-            f"{what} is written in format {version}; this flashckpt reads up to {FORMAT}. "
+            f"{what} is written in format {version}; this flashckpt reads up to {NEWEST_FORMAT}. "
             "Nothing was changed. Upgrade flashckpt to use this run.",
             path=what,
         )
@@ -268,6 +272,11 @@ class JsonRecord:
     KIND: ClassVar[str]
     MAX_BYTES: ClassVar[int] = 1 << 16
 
+    @property
+    def written_format(self) -> int:
+        """The format that its file is written in."""
+        return FORMAT
+
     def to_dict(self) -> dict[str, Any]:
         raise NotImplementedError
 
@@ -283,7 +292,7 @@ class JsonRecord:
         return data
 
     def _dumped(self) -> bytes:
-        return dump({"kind": self.KIND, **self.to_dict()})
+        return dump({"kind": self.KIND, **self.to_dict()}, version=self.written_format)
 
     @classmethod
     def from_bytes(cls: type[R], data: bytes, what: str) -> R:

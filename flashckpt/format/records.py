@@ -9,7 +9,14 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from flashckpt.format.checked_json import FORMAT, Fields, JsonRecord, attempt_of, parse
+from flashckpt.format.checked_json import (
+    FORMAT,
+    NEWEST_FORMAT,
+    Fields,
+    JsonRecord,
+    attempt_of,
+    parse,
+)
 from flashckpt.format.names import (
     CONSTANTS,
     MAX_BOUNDARY,
@@ -29,6 +36,15 @@ from flashckpt.format.parts import (
     PartHead,
     RankRecord,
     ShardRecord,
+)
+from flashckpt.format.replicas import (
+    Ranks,
+    count_of,
+    has_rank,
+    place_in,
+    ranks_from_json,
+    ranks_of,
+    ranks_to_json,
 )
 
 __all__ = [
@@ -126,7 +142,8 @@ class Start(JsonRecord):
     `boundary` is the ordinal in the parent of the boundary that was taken up, on all ranks: of two snapshots
     with one step it says which. `before` is the lineage behind the
     parent, newest first: attempts, and up to which step theirs are visible. It stands here so that those of
-    which nothing is left can go.
+    which nothing is left can go. `ranks` are those that commit in this folder, where the others have folders
+    of their own; None for all of `world`.
     """
 
     KIND = "start"
@@ -136,6 +153,11 @@ class Start(JsonRecord):
     world: int
     boundary: int = 0
     before: tuple[tuple[AttemptName, int], ...] = ()
+    ranks: Ranks | None = None
+
+    @property
+    def written_format(self) -> int:
+        return FORMAT if self.ranks is None else NEWEST_FORMAT
 
     def took_up(self, attempt: AttemptName, step: int, boundary: int) -> bool:
         """Whether this content, on whatever rank, is what the attempt went on from: it counts as its own."""
@@ -148,16 +170,19 @@ class Start(JsonRecord):
             "world": self.world,
             "boundary": self.boundary,
             "before": [[str(attempt), last_step] for attempt, last_step in self.before],
+            **_ranks_to_dict(self.ranks),
         }
 
     @classmethod
     def from_fields(cls, fields: Fields) -> Start:
+        world = fields.integer("world", 1, MAX_RANK)
         return cls(
             parent=attempt_of(fields, "parent") if fields.has("parent") else None,
             step=fields.integer("step", 0, MAX_STEP),
-            world=fields.integer("world", 1, MAX_RANK),
+            world=world,
             boundary=fields.integer("boundary", 0, MAX_BOUNDARY),
             before=_before(fields),
+            ranks=_some_ranks(fields, world),
         )
 
 
@@ -189,7 +214,8 @@ class PartRecord(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest(JsonRecord):
     """A step's list of parts. It follows from the parts alone: two who commit at once write the same.
-    `format` is the version that it is written in."""
+    `format` is the version that it is written in. `ranks` are those whose parts it lists, where the others
+    have folders of their own; None for all of `world`."""
 
     KIND = "manifest"
     MAX_BYTES = 256 << 20
@@ -201,6 +227,31 @@ class Manifest(JsonRecord):
     shards: tuple[FileRecord, ...]
     constants: tuple[FileRecord, ...] = ()
     format: int = FORMAT
+    ranks: Ranks | None = None
+
+    @property
+    def written_format(self) -> int:
+        return FORMAT if self.ranks is None else NEWEST_FORMAT
+
+    @property
+    def rank_count(self) -> int:
+        """Of how many ranks it lists the parts."""
+        return self.world if self.ranks is None else count_of(self.ranks)
+
+    def has(self, rank: int) -> bool:
+        """Whether it lists a rank's part."""
+        return 0 <= rank < self.world if self.ranks is None else has_rank(self.ranks, rank)
+
+    def place(self, rank: int) -> int:
+        """The place of a rank's shard in `shards`."""
+        return rank if self.ranks is None else place_in(self.ranks, rank)
+
+    @property
+    def absent(self) -> Ranks:
+        """The ranks of the job whose parts are in other folders."""
+        if self.ranks is None:
+            return ()
+        return ranks_of(rank for rank in range(self.world) if not self.has(rank))
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -210,18 +261,21 @@ class Manifest(JsonRecord):
             "parts": [[part.file, part.num_bytes, part.checksum] for part in self.parts],
             "shards": [[shard.file, shard.num_bytes] for shard in self.shards],
             "constants": [[shard.file, shard.num_bytes] for shard in self.constants],
+            **_ranks_to_dict(self.ranks),
         }
 
     @classmethod
     def from_fields(cls, fields: Fields) -> Manifest:
+        world = fields.integer("world", 1, MAX_RANK)
         manifest = cls(
             step=fields.integer("step", 0, MAX_STEP),
             attempt=attempt_of(fields, "attempt"),
-            world=fields.integer("world", 1, MAX_RANK),
+            world=world,
             parts=_part_rows(fields),
             shards=_file_rows(fields, "shards", SHARD),
             constants=_file_rows(fields, "constants", CONSTANTS),
             format=fields.version,
+            ranks=_some_ranks(fields, world),
         )
         files = [each.file for each in manifest.parts]
         files += [each.file for each in (*manifest.shards, *manifest.constants)]
@@ -279,6 +333,20 @@ def manifest_of(data: bytes, what: str) -> Manifest | Tombstone:
     if kind != Manifest.KIND:
         fields.refuse(f"it is a {kind[:20]!r} where a manifest should be")
     return Manifest.from_fields(fields)
+
+
+def _ranks_to_dict(ranks: Ranks | None) -> dict[str, Any]:
+    return {} if ranks is None else {"ranks": ranks_to_json(ranks)}
+
+
+def _some_ranks(fields: Fields, world: int) -> Ranks | None:
+    """The ranks that a folder has, where it has some alone."""
+    if fields.version < NEWEST_FORMAT:
+        return None
+    ranks = ranks_from_json(fields, "ranks", world, least=1)
+    if count_of(ranks) >= world:
+        fields.refuse("a folder of all ranks says that it has some alone")
+    return ranks
 
 
 def _before(fields: Fields) -> tuple[tuple[AttemptName, int], ...]:

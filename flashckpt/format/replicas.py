@@ -15,6 +15,7 @@ from flashckpt.format.layout import Leaf, digests_of, digests_to_hex, leaf_colum
 
 # In the place of names of leaves where they are too many: no leaf has this one.
 EVERY = ""
+_SHOWN = 8
 Ranks = tuple[range, ...]
 """A set of ranks as runs of equal distance, ascending, each behind the one before it."""
 
@@ -35,6 +36,29 @@ def has_rank(ranks: Ranks, rank: int) -> bool:
     return any(rank in run for run in ranks)
 
 
+def place_in(ranks: Ranks, rank: int) -> int:
+    """How many of the set are below a rank of it. ValueError where it has not that rank."""
+    before = 0
+    for run in ranks:
+        if rank in run:
+            return before + run.index(rank)
+        before += len(run)
+    raise ValueError(f"{rank} is not in {ranks}")
+
+
+def numbers(ranks: Ranks | None) -> list[int] | None:
+    """All of a set, ascending. None where it is None."""
+    return None if ranks is None else [rank for run in ranks for rank in run]
+
+
+def in_words(ranks: Ranks) -> str:
+    """For a message: "rank 3", or "ranks 0-7, 16-23"."""
+    runs = [each for run in ranks for each in ([run] if run.step == 1 else [range(r, r + 1) for r in run])]
+    shown = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs[:_SHOWN])
+    more = ", …" if len(runs) > _SHOWN else ""
+    return f"rank {shown}" if count_of(ranks) == 1 else f"ranks {shown}{more}"
+
+
 def count_of(ranks: Ranks) -> int:
     return sum(map(len, ranks))
 
@@ -43,8 +67,8 @@ def ranks_to_json(ranks: Ranks) -> list[list[int]]:
     return [[run[0], run[-1] + 1, run.step] for run in ranks]
 
 
-def ranks_from_json(fields: Fields, key: str, world: int) -> Ranks:
-    """DamagedError unless it is a set of at least two ranks of `world`, in the order of runs."""
+def ranks_from_json(fields: Fields, key: str, world: int, least: int = 2) -> Ranks:
+    """DamagedError unless it is a set of at least so many ranks of `world`, in the order of runs."""
     runs: list[range] = []
     for row in fields.rows(key, "start", "stop", "step", max_items=world):
         start = row.integer("start", 0, world - 1)
@@ -53,8 +77,8 @@ def ranks_from_json(fields: Fields, key: str, world: int) -> Ranks:
         if is_odd or (runs and start <= runs[-1][-1]):
             fields.refuse("a set of ranks is out of order")
         runs.append(run)
-    if count_of(tuple(runs)) < 2:
-        fields.refuse("a set of fewer than two ranks holds no replicas")
+    if count_of(tuple(runs)) < least:
+        fields.refuse(f"a set of ranks has fewer than {least}")
     return tuple(runs)
 
 

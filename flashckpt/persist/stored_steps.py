@@ -76,7 +76,8 @@ def stored_step(store: Store, step: int, attempt: AttemptName) -> StoredStep:
     heads, problem = heads_of(store, step_attempt_folder(step, attempt))
     ranks = sorted(rank.rank for head in heads for rank in head.ranks)
     found = Completeness.PARTIAL if heads or problem else Completeness.NOTHING
-    if heads and ranks == list(range(heads[0].world)) and not problem:
+    here = attempts.ranks_here(store, attempt) if heads else None
+    if heads and ranks == [rank for run in here or (range(heads[0].world),) for rank in run] and not problem:
         found = Completeness.COMPLETE
     return StoredStep(step, attempt, found, problem, tuple(heads))
 

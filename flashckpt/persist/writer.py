@@ -28,7 +28,8 @@ from flashckpt.format.names import (
     shard_name,
     step_attempt_folder,
 )
-from flashckpt.format.records import Contents, Part, RankRecord, ShardRecord
+from flashckpt.format.records import Contents, Part, RankRecord, ShardRecord, Start
+from flashckpt.format.replicas import Ranks
 from flashckpt.memory.slot import Slot
 from flashckpt.persist.audit import Torn, check_header, discard, torn, unlike
 from flashckpt.persist.job import JobState, RankWrite, SealedSnapshot, StepJob, StepOutcome, Void
@@ -38,6 +39,7 @@ from flashckpt.store.base import MemoryRange, Store, Written
 log = logging.getLogger(__name__)
 
 _NAMES_TRIED = 8
+_STARTS_KEPT = 4
 REGION_IS_GONE = (
     "the constants of this snapshot are not in this node's memory, and no committed step names them; "
     "committed steps are not touched"
@@ -121,6 +123,7 @@ class Writer:
         self._gathers = gathers
         self._stands = stands or (lambda: store.exists(RUN))
         self._files, self._progress = 0, array("Q", [0])
+        self._starts: dict[AttemptName, Start] = {}  # they never change
         self._constants = _ConstantsShards(store, threads, _native.address_of(self._progress))
 
     @property
@@ -275,11 +278,12 @@ class Writer:
     def _commit(self, job: StepJob, attempt: AttemptName) -> StepOutcome:
         self._guard()
         world = self._world(job, attempt)
+        ranks = self._ranks_here(job, attempt, world)
         gathers = self._gathers or job.stored is not None
-        if not gathers and job.looks < steps.looks_before(job.step, job.node.ranks, world):
+        if not gathers and job.looks < steps.looks_before(job.step, job.node.ranks, world, ranks):
             found = steps.look(self._store, job.step, attempt)
         else:
-            found = steps.commit(self._store, job.step, attempt, world)
+            found = steps.commit(self._store, job.step, attempt, world, ranks)
         if found is steps.Committed.BURIED:
             raise SupersededError(f"step {job.step} of attempt {attempt} was pruned meanwhile.")
         return StepOutcome(JobState.COMMITTED if found else JobState.PART_WRITTEN, attempt=str(attempt))
@@ -297,6 +301,18 @@ class Writer:
             start = attempts.read_start(self._store, job.attempt)
         start = start or attempts.read_start(self._store, attempt)
         return start.world if start is not None else 1
+
+    def _ranks_here(self, job: StepJob, attempt: AttemptName, world: int) -> Ranks | None:
+        """The ranks that commit in this folder, where others have folders of their own: those of the attempt
+        as whose step it is written, unless that one has other ranks."""
+        for each in (attempt, job.attempt):
+            if each not in self._starts:
+                with contextlib.suppress(DamagedError):
+                    if (start := attempts.read_start(self._store, each)) is not None:
+                        self._starts = {**dict(list(self._starts.items())[-_STARTS_KEPT:]), each: start}
+            if each in self._starts and self._starts[each].world == world:
+                return self._starts[each].ranks
+        return None
 
     def _is_settled(self, tried: _Try) -> bool:
         """Whether these very contents are committed. SupersededError where they cannot be any more: the

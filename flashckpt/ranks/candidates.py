@@ -22,8 +22,9 @@ from flashckpt.restore.step_choice import Ballot, Candidate
 
 log = logging.getLogger(__name__)
 
-# Of what one rank says. All that a node has in memory is far fewer; of steps at rest the newest count.
-MOST_CANDIDATES = 64
+# Of what one rank says. All that a node has in memory is far fewer; of steps at rest the newest count. Where
+# nodes have disks of their own and one is far behind, what all have may be older: then more are said.
+MOST_CANDIDATES, _MORE = 64, 16
 _MOST_NAMED = 8
 
 
@@ -113,7 +114,8 @@ def decide(rows: Sequence[Sequence[Readable]]) -> tuple[list[Content], str]:
             "There are committed steps, and none that every rank can read: "
             f"{said or 'each lacks another one'}. Nothing was loaded or changed, and it is not taken for a "
             "fresh run. Give all ranks the storage that has the run's steps, or bring back the node whose "
-            "memory or disk has the others'."
+            "memory or disk has the others'. Where nodes have disks of their own, start as many ranks as "
+            "made the step, each where its folder is."
         )
     return found, said
 
@@ -172,11 +174,17 @@ class RanksVoter:
     ) -> list[list[Candidate]] | None:
         """Of each content that all can read this rank's candidates, nearest first. None, once, where memory
         has something newer."""
-        mine = [has_more, [_row(each) for each in own[:MOST_CANDIDATES]]]
-        decide = partial(_decide, is_saved=is_saved)
+        most, decide = MOST_CANDIDATES, partial(_decide, is_saved=is_saved)
         # The other nodes' keepers may have had as much to save as storage takes time for.
         patience_s = LOADING_PATIENCE_S if is_saved else None
-        found, said = self._job.agree("which steps all ranks can read", mine, decide, patience_s=patience_s)
+        while True:
+            mine = [has_more, [_row(each) for each in own[:most]], len(own) > most]
+            found, said, is_cut = self._job.agree(
+                "which steps all ranks can read", mine, decide, patience_s=patience_s
+            )
+            if not is_cut:
+                break
+            most *= _MORE
         if found is None:
             return None
         if said:
@@ -219,12 +227,15 @@ class RanksVoter:
         self._job.agree("where it has its place", here, check)
 
 
-def _decide(said_by: list[Any], *, is_saved: bool) -> tuple[list[list[Any]] | None, str]:
-    rows = [[Readable(*each) for each in row] for _, row in said_by]
-    if not is_saved and (any(has_more for has_more, _ in said_by) or is_behind(rows)):
-        return None, ""
+def _decide(said_by: list[Any], *, is_saved: bool) -> tuple[list[list[Any]] | None, str, bool]:
+    """What all try, what is said of what is not tried, and whether the rows are too short to tell."""
+    rows = [[Readable(*each) for each in row] for _, row, _ in said_by]
+    if any(is_cut for *_, is_cut in said_by) and not common(rows):
+        return None, "", True
+    if not is_saved and (any(has_more for has_more, *_ in said_by) or is_behind(rows)):
+        return None, "", False
     found, said = decide(rows)
-    return [[each.step, each.attempt, each.boundary] for each in found], said
+    return [[each.step, each.attempt, each.boundary] for each in found], said, False
 
 
 def _row(each: Candidate) -> list[Any]:

@@ -26,6 +26,7 @@ from flashckpt.errors import DamagedError, OutOfRoomError, RunError, UnusableRun
 from flashckpt.format.layout import Leaf
 from flashckpt.format.names import AttemptName
 from flashckpt.format.records import Manifest
+from flashckpt.format.replicas import in_words
 from flashckpt.restore import memory_tier
 from flashckpt.restore.memory_tier import Held
 from flashckpt.restore.snapshot import Snapshot
@@ -183,6 +184,9 @@ class StepChoice:
         self._fits, self._threads, self._early = fits, threads, early
         self._voter = voter or AloneVoter()
         self._tried: Candidate | None = None
+        # Attempts by whether they have some ranks in this folder alone, and steps without this rank.
+        self._divided: dict[AttemptName, bool] = {}
+        self._others: list[VisibleStep] = []
         self.refused: list[str] = []
 
     def choose(self) -> Loaded | None:
@@ -207,6 +211,7 @@ class StepChoice:
             self._save()
             self._voter.saved()
             contents = self._contents(is_saved=True) or ()
+        self._check_others(contents)
         for content in contents:
             if (taken := self._try(content)) is not None:
                 return taken
@@ -220,6 +225,25 @@ class StepChoice:
             )
         self._patiently("its steps", partial(lineage.check_usable, self._store))
         return None
+
+    def _check_others(self, contents: Sequence[Sequence[Candidate]]) -> None:
+        """UnusableRunError where this folder has a newer step without this rank than all that can be tried:
+        it is another node's disk, and an older step or a fresh start is not what its user wants."""
+        newest = self._others[0] if self._others else None
+        if newest is None or any(each.step >= newest.step for content in contents for each in content):
+            return
+        manifest = read_manifest(self._store, newest.step, newest.attempt)
+        has = ""
+        if isinstance(manifest, Manifest) and manifest.ranks is not None:
+            has = f", made by {manifest.world} ranks, it has {in_words(manifest.ranks)} and"
+        raise UnusableRunError(
+            f"{self._store.url} is a disk of this node's own: of step {newest.step}{has} not "
+            f"rank {self._rank}, which runs here. Nothing was loaded or changed, and nothing older is "
+            "taken instead. Start as many ranks as before, each where its folder is (torchrun --node-rank "
+            "gives each node its place), or bring back the folder that this node had.",
+            path=self._store.url,
+            step=newest.step,
+        )
 
     def _contents(self, *, is_saved: bool) -> Sequence[Sequence[Candidate]] | None:
         own = self._patiently("its steps", self.candidates)
@@ -276,11 +300,25 @@ class StepChoice:
         by_age = sorted(self._usable(), key=lambda e: e.age, reverse=True)
         held = {each.slot.name: each for each in by_age}
         survived = {name: VisibleStep(each.step, each.attempt) for name, each in held.items()}
-        sources = lineage.sources(self._store, survived)
+        found = lineage.sources(self._store, survived)
+        self._others = [VisibleStep(r.step, r.attempt) for r in found if r.slot is None and not self._has(r)]
         return [
             Candidate(r.step, r.attempt, None if r.slot is None else held[r.slot], r.is_marked)
-            for r in sources
+            for r in found
+            if r.slot is not None or VisibleStep(r.step, r.attempt) not in self._others
         ]
+
+    def _has(self, source: lineage.StepSource) -> bool:
+        """Whether this folder, which may be one node's own disk, has what this rank saved of a step."""
+        if source.attempt not in self._divided:
+            self._divided[source.attempt] = attempts.ranks_here(self._store, source.attempt) is not None
+        if not self._divided[source.attempt]:
+            return True
+        try:
+            manifest = read_manifest(self._store, source.step, source.attempt)
+        except DamagedError:
+            return True  # it is passed over, and said, when it is loaded
+        return not isinstance(manifest, Manifest) or manifest.has(self._rank)
 
     def load(self, candidate: Candidate) -> Loaded | None:
         """The candidate, verified and known to fit. None, said and noted in `refused`, where it cannot be

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from flashckpt.commit.steps import StepRecord, read_step
+from flashckpt.commit.steps import StepRecord, check_has_all, read_step
 from flashckpt.format.records import RankRecord
 from flashckpt.restore.state_names import full_names
 from flashckpt.restore.step_leaves import BoxRegion, Index, Parts, StepFile, StepLeaves, StepTensor
@@ -25,9 +25,10 @@ Wanted = tuple[str, BoxRegion]
 class StepRanks:
     """What is known of a step by a rank that goes on from it. `source` is the rank of the step whose own
     things (values, buffers) it takes: that of its number, or where there was none, of its number modulo the
-    old world."""
+    old world. NoSuchStepError for a step of which this folder has some ranks alone."""
 
     def __init__(self, record: StepRecord, rank: int, world: int, small_bytes: int = _SMALL_BYTES) -> None:
+        check_has_all(record)
         self.record, self._rank, self._world = record, rank, world
         self.source = rank % record.world
         self.leaves = StepLeaves()
