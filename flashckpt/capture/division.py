@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from flashckpt.format.layout import Leaf
-from flashckpt.format.replicas import EVERY
+from flashckpt.format.replicas import EVERY, Ranks, has_rank
 
 if TYPE_CHECKING:
     from flashckpt.state.leaves import LiveLeaf
@@ -73,11 +73,16 @@ class SharedLeaves(NamedTuple):
 
 class Sharing:
     """What `rank` does about leaves that others hold too. `is_divided`: one rank writes each, and all that
-    read it must be able to reach its files; else each does. `by_rank` names those that have diverged, EVERY
-    all that there are."""
+    read it must be able to reach its files; else each does. `within` are the ranks that share this one's
+    folder, None for all: others count as none. `by_rank` names those that have diverged, EVERY all that there
+    are."""
 
-    def __init__(self, rank: int, *, is_divided: bool, least_bytes: int = LEAST_BYTES) -> None:
+    def __init__(
+        self, rank: int, *, is_divided: bool, within: Ranks | None = None, least_bytes: int = LEAST_BYTES
+    ) -> None:
         self.rank, self.is_divided, self._least_bytes = rank, is_divided, least_bytes
+        self._within = within
+        self._holders: dict[tuple[int, ...], tuple[int, ...]] = {}
         self.by_rank: frozenset[str] = frozenset()
 
     def keep_by_rank(self, names: Iterable[str]) -> None:
@@ -96,7 +101,7 @@ class Sharing:
         names: dict[tuple[int, ...], list[str]] = {}
         for live in lives:
             if self._is_shared(live):
-                names.setdefault(live.replicas, []).append(live.name)
+                names.setdefault(self._near(live.replicas), []).append(live.name)
         sizes = {leaf.name: leaf.num_bytes for leaf in copied}
         always = {name: size for name, size in sizes.items() if name not in constants}
         since = {name: size for name, size in sizes.items() if not constants.get(name, True)}
@@ -104,7 +109,15 @@ class Sharing:
 
     def _is_shared(self, live: LiveLeaf) -> bool:
         is_alike = self.by_rank.isdisjoint((EVERY, live.name))
-        return is_alike and len(live.replicas) > 1 and self.rank in live.replicas
+        return is_alike and self.rank in live.replicas and len(self._near(live.replicas)) > 1
+
+    def _near(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """Of the ranks that hold a leaf, those whose files this one can read."""
+        if self._within is None:
+            return ranks
+        if ranks not in self._holders:
+            self._holders[ranks] = tuple(rank for rank in ranks if has_rank(self._within, rank))
+        return self._holders[ranks]
 
     def _shared(
         self, ranks: tuple[int, ...], names: Sequence[str], *divided: Mapping[str, int]

@@ -29,18 +29,19 @@ from flashckpt.capture.schedule import Every
 from flashckpt.checkpointer.attached_run import Resumed
 from flashckpt.checkpointer.attendant import Attendant
 from flashckpt.checkpointer.checkpointer import Checkpointer
+from flashckpt.checkpointer.folders import open_together
 from flashckpt.checkpointer.progress import Content, Progress, Use
 from flashckpt.checkpointer.run_log import limits_s
-from flashckpt.checkpointer.session import Session, log_differences, open_session
+from flashckpt.checkpointer.session import Session, log_differences
 from flashckpt.checkpointer.signals import Signals
 from flashckpt.commit import lineage
 from flashckpt.errors import DamagedError, FlashckptError, FormatError, OptionError, RunError
-from flashckpt.format.names import AttemptName
+from flashckpt.format.replicas import in_words
 from flashckpt.keeper.client import SlotGrant
 from flashckpt.memory.slot import Slot
 from flashckpt.options import Environment, Keep, Options, check_call
 from flashckpt.persist.ledger import Event
-from flashckpt.ranks.group import Group, join
+from flashckpt.ranks.group import join
 from flashckpt.ranks.pacing import Cadence, Pacing
 from flashckpt.restore.filling import check_fits, fill
 from flashckpt.restore.memory_tier import Held
@@ -91,7 +92,7 @@ def attach(
         tree, url, looped = group.together("the state and the options", prepared)
         group.check_alike({**_alike(url, tree, every, persist_every, keep, options), **looped})
         group.check_replicas(partial(_replicas, tree))
-        session = _open(path, keep, options, group)
+        session = open_together(path, keep, options, group)
     except BaseException:
         group.close()
         raise
@@ -152,32 +153,6 @@ def _replicas(tree: Tree) -> dict[tuple[int, ...], dict[str, str]]:
         elif leaf.replicas:
             found.setdefault(leaf.replicas, {})[leaf.name] = f"{dtype} {list(leaf.tensor.shape)}"
     return found
-
-
-def _open(path: str | os.PathLike[str], keep: Keep, options: Options, group: Group) -> Session:
-    """Take part in one attempt with all ranks. Rank 0 claims it; then one rank of each other node joins, and
-    finds or starts its keeper; the others find theirs."""
-    session: Session | None = None
-
-    def opened(join: AttemptName | None) -> str:
-        nonlocal session
-        session = open_session(path, keep, options, group.environment, join=join, group=group)
-        return str(session.attempt)
-
-    rank, first = group.environment.rank, group.node[0]
-    try:
-        claimed = AttemptName.parse(group.led("the claim of the run", lambda: opened(None)))
-        for what, is_due in (
-            ("a keeper for each node", rank == first),
-            ("the keeper of this node", rank != first),
-        ):
-            group.together(what, partial(opened, claimed) if is_due and not group.leads else _nothing)
-    except BaseException:
-        if session is not None:
-            session.close()
-        raise
-    assert session is not None
-    return session
 
 
 def _nothing() -> None:
@@ -477,7 +452,8 @@ def _checkpointer(
     try:
         # Encoded once now: what typed JSON cannot hold is refused here, not at hour ten.
         checkpointer._boundaries.values()
-        attendant.event(Event.ATTACH, step=progress.step, world=session.environment.world)
+        folder = {} if session.ranks is None else {"folder_ranks": in_words(session.ranks)}
+        attendant.event(Event.ATTACH, step=progress.step, world=session.environment.world, **folder)
         attendant.start()
     except BaseException:
         checkpointer._release()  # its hooks go now, and not when nobody holds the error any more
@@ -500,7 +476,7 @@ def _capture(session: Session, tree: Tree, options: Options, pacing: Pacing, tak
         constants=taken.constants,
         region=taken.region,
         # Its declarations decide: alone, no other rank holds a leaf.
-        sharing=Sharing(session.environment.rank, is_divided=True),
+        sharing=Sharing(session.environment.rank, is_divided=True, within=session.ranks),
     )
 
 

@@ -15,7 +15,7 @@ import os
 import platform
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,8 @@ from flashckpt.commit.attempts import open_run
 from flashckpt.commit.holder import check, here
 from flashckpt.errors import DamagedError, FlashckptError, KeeperError, RunError, RunHeldError
 from flashckpt.format.names import AttemptName
+from flashckpt.format.records import Holder
+from flashckpt.format.replicas import Ranks
 from flashckpt.keeper.client import KeeperClient, connect_or_start
 from flashckpt.keeper.start import end_early, survival_warnings
 from flashckpt.memory import forks
@@ -56,10 +58,21 @@ _held: set[tuple[str, int]] = set()
 _idle_signals: list[int] = []
 
 
+@dataclass(frozen=True)
+class KnownRun:
+    """What ranks know of a run before they open it: its id, empty where it has none yet; the highest number
+    of an attempt in any of their folders."""
+
+    run_id: str = ""
+    above: int = 0
+
+
 @dataclass
 class Session:
     """One rank's place in a claimed attempt, with a keeper that knows it. `identity` names the run on this
-    node, `leads` says who writes for all ranks where the attempt goes on from, `group` are those.
+    node, `leads` says who writes where the attempt goes on from, for all ranks or, where nodes have folders
+    of their own, for those of its folder; `group` are all ranks, `ranks` those of its folder, None for all.
+    `run_id` is what run.json says.
     `surroundings`, of which each snapshot has a copy, is what around this process can change numbers.
     `complete` is the snapshot that all ranks have when the attempt starts (number of the attempt, boundary);
     zeros for a rank alone."""
@@ -76,6 +89,8 @@ class Session:
     stacks: Stacks | None = None
     closed: bool = False
     complete: tuple[int, int] = (0, 0)
+    ranks: Ranks | None = None
+    run_id: str = ""
     surroundings: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -119,7 +134,8 @@ class Session:
 
     def _write_start(self, parent: AttemptName | None, step: int, boundary: int) -> None:
         try:
-            attempts.start(self.store, self.attempt, parent, step, self.environment.world, boundary)
+            world = self.environment.world
+            attempts.start(self.store, self.attempt, parent, step, world, boundary, self.ranks)
         except OSError as error:
             live = f"already that of step {step}" if parent is not None else "as it was"
             raise RunError(
@@ -170,15 +186,20 @@ def open_session(
     join: AttemptName | None = None,
     connect: Connect = connect_or_start,
     group: Group | None = None,
+    known: KnownRun = KnownRun(),
+    claims: bool = False,
 ) -> Session:
     """Open the run and take part in an attempt on it: lead a new one, for which the run is made if it is not
     there and must be held by no other job; or `join`, as another rank, the one that the leader has claimed.
+    `known` is what ranks have agreed on. `claims`: where the folder has no claim of the attempt to join, it
+    is another disk than the leader's, and is claimed for it as well.
 
     Raises RunHeldError, RunError and its kin (SupersededError where the attempt to join is not the newest),
     KeeperError, OptionError for a scheme that is not there.
     """
     store = open_store(path)
-    identity = identity_of(_run_id(store, path, create=join is None), store.place())
+    run_id = _run_id(store, path, known, create=join is None or claims)
+    identity = identity_of(run_id, store.place())
     place = (identity, environment.rank)
     with _guard:
         if place in _held:
@@ -191,7 +212,7 @@ def open_session(
         _held.add(place)
     with contextlib.ExitStack() as undo:
         undo.callback(_let_go, place)
-        if join is not None:
+        if join is not None and not claims:
             _check_claimed(store, join)
         base, lock = base_folder(environment.runtime_folder), trainer_lock_name(environment.rank)
         runtime, life = enter(base, identity, lock)
@@ -200,14 +221,18 @@ def open_session(
         stacks = Stacks.open(runtime, life.name) if options.watchdog is not None else None
         if stacks is not None:
             undo.callback(stacks.close, runtime)
-        attempt = join or _claim(store, environment, runtime, life)
+        attempt, leads = join, False
+        if attempt is None:
+            attempt, leads = _claim(store, environment, runtime, life, known.above), True
+        elif claims:
+            leads = _claim_too(store, environment, runtime, life, attempt)
         keeper = connect(store.url, runtime, life)
         if (unused := end_early(runtime)) >= 0:
             os.close(unused)
         group = group or Alone(environment)
         session = Session(
-            store, identity, runtime, life, attempt, keeper, environment, leads=join is None, group=group,
-            stacks=stacks,
+            store, identity, runtime, life, attempt, keeper, environment, leads=leads, group=group,
+            stacks=stacks, run_id=run_id,
         )  # fmt: skip
         session.hello(keep, options)
         undo.pop_all()
@@ -221,30 +246,65 @@ def _let_go(place: tuple[str, int]) -> None:
         _held.discard(place)
 
 
-def _run_id(store: Store, path: str | os.PathLike[str], *, create: bool) -> str:
+def _run_id(store: Store, path: str | os.PathLike[str], known: KnownRun, *, create: bool) -> str:
     try:
-        return open_run(store, create=create).run_id
+        found = open_run(store, create=create, run_id=known.run_id).run_id
     except OSError as error:
         raise RunError(
             f"The run's folder {os.fspath(path)} cannot be used: {error.strerror or error}. Nothing was "
             "written and training has not begun. Choose a folder that this user can write.",
             path=path,
         ) from error
+    if known.run_id not in ("", found):
+        raise RunHeldError(f"{store.url}: another job has made a run of it meanwhile. Nothing was changed.")
+    return found
 
 
-def _claim(store: Store, environment: Environment, runtime: RuntimeFolder, life: LifeLock) -> AttemptName:
-    holder = here(runtime.path, life.name, job_id=environment.job_id, restart_count=environment.restart_count)
+def _claim(
+    store: Store, environment: Environment, runtime: RuntimeFolder, life: LifeLock, above: int
+) -> AttemptName:
+    holder = _holder(environment, runtime, life)
+    with _writable(store):
+        attempt = attempts.claim(store, holder, lambda: _look(store, holder, runtime), above)
+    crashpoints.point("claim.taken")
+    return attempt
 
-    def look() -> None:
-        # Before each try: who loses a race for the number looks at the winner.
-        check(store, holder, lambda _, name: is_alive(runtime, name))
-        try:
-            retention.sweep_dead(store)
-        except (OSError, FlashckptError) as error:
-            log.debug("what dead attempts left could not be removed: %s", error)
 
+def _claim_too(
+    store: Store, environment: Environment, runtime: RuntimeFolder, life: LifeLock, attempt: AttemptName
+) -> bool:
+    """Claim the attempt that rank 0 has claimed. False where it is claimed here: by rank 0, whose folder this
+    is then, or by another that shares it. That the name is taken is what tells, and no list or look, which
+    on a file server may be old."""
+    holder = _holder(environment, runtime, life)
+    with _writable(store):
+        if attempts.newest_claimed(store) != attempt:
+            _look(store, holder, runtime)
+        if attempts.claim_as(store, attempt, holder):
+            crashpoints.point("claim.taken")
+            return True
+    _check_claimed(store, attempt)
+    return False
+
+
+def _holder(environment: Environment, runtime: RuntimeFolder, life: LifeLock) -> Holder:
+    job_id, restart_count = environment.job_id, environment.restart_count
+    return here(runtime.path, life.name, job_id=job_id, restart_count=restart_count)
+
+
+def _look(store: Store, holder: Holder, runtime: RuntimeFolder) -> None:
+    """Before each try to claim: who loses a race for the number looks at the winner."""
+    check(store, holder, lambda _, name: is_alive(runtime, name))
     try:
-        attempt = attempts.claim(store, holder, look)
+        retention.sweep_dead(store)
+    except (OSError, FlashckptError) as error:
+        log.debug("what dead attempts left could not be removed: %s", error)
+
+
+@contextlib.contextmanager
+def _writable(store: Store) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:  # a run that was there can be on a disk that has filled up since
         raise RunError(
             f"{store.url} cannot be written: {error.strerror or error}. What is committed is as it was, what "
@@ -252,8 +312,6 @@ def _claim(store: Store, environment: Environment, runtime: RuntimeFolder, life:
             "again.",
             path=store.url,
         ) from error
-    crashpoints.point("claim.taken")
-    return attempt
 
 
 def _check_claimed(store: Store, attempt: AttemptName) -> None:

@@ -15,7 +15,7 @@ from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.options import Environment
 from flashckpt.ranks import pacing, replicas
 from flashckpt.ranks.candidates import RanksVoter
-from flashckpt.ranks.job import LOADING_PATIENCE_S, Job, KeyValues, meet, placed
+from flashckpt.ranks.job import LOADING_PATIENCE_S, Decide, Job, KeyValues, meet, placed
 from flashckpt.ranks.pacing import Cadence, JobPlace, OwnPace, Pacing
 from flashckpt.ranks.replicas import Tables
 from flashckpt.restore.step_choice import AloneVoter, Voter
@@ -37,6 +37,10 @@ class Group(Protocol):
 
     def led(self, what: str, deed: Callable[[], T]) -> T:
         """What rank 0 gets from a deed, in plain JSON, on all ranks."""
+
+    def agree(self, what: str, deed: Callable[[], Any], decide: Decide) -> Any:
+        """What rank 0 decides of what each rank gets from a deed, in plain JSON. None for a rank alone, which
+        has nobody to agree with: nothing is done."""
 
     def check_alike(self, mine: Mapping[str, str]) -> None:
         """Raises OptionError, on all ranks, where one gives another value for a name than most do."""
@@ -71,6 +75,9 @@ class Alone:
 
     def led(self, what: str, deed: Callable[[], T]) -> T:
         return deed()
+
+    def agree(self, what: str, deed: Callable[[], Any], decide: Decide) -> Any:
+        return None
 
     def check_alike(self, mine: Mapping[str, str]) -> None:
         pass
@@ -110,6 +117,9 @@ class Ranks:
 
     def led(self, what: str, deed: Callable[[], T]) -> T:
         return self.job.led(what, deed)
+
+    def agree(self, what: str, deed: Callable[[], Any], decide: Decide) -> Any:
+        return self.job.agree(what, self.job.together(what, deed), decide)
 
     def check_alike(self, mine: Mapping[str, str]) -> None:
         self.job.agree("whether all ranks call alike", dict(mine), _check_alike)

@@ -1,0 +1,130 @@
+"""The ranks of a job open their run: one attempt for all, in one folder that all nodes see or in several.
+
+Owns how it is found out which nodes share a folder, and what is said of it. A claim is what tells: it is made
+exclusively, so that of two nodes one alone can have made it where both see one folder.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from functools import partial
+from typing import Any
+
+from flashckpt._native import xxh3_64
+from flashckpt.checkpointer.session import KnownRun, Session, open_session
+from flashckpt.commit import attempts
+from flashckpt.errors import NoSuchStepError, OptionError, RunError, UnusableRunError
+from flashckpt.format.checked_json import compact
+from flashckpt.format.names import AttemptName
+from flashckpt.format.replicas import Ranks, has_rank, in_words, ranks_of, ranks_to_json
+from flashckpt.options import Keep, Options
+from flashckpt.ranks.group import Group
+from flashckpt.store import open_store
+
+log = logging.getLogger(__name__)
+
+
+def open_together(path: str | os.PathLike[str], keep: Keep, options: Options, group: Group) -> Session:
+    """Take part in one attempt with all ranks. Rank 0 claims it; then one rank of each other node joins, and
+    finds or starts its keeper; the others find theirs."""
+    session: Session | None = None
+
+    def opened(known: KnownRun, join: AttemptName | None, claims: bool) -> list[str]:
+        nonlocal session
+        session = open_session(
+            path, keep, options, group.environment, join=join, group=group, known=known, claims=claims
+        )
+        return [str(session.attempt), session.run_id]
+
+    rank, first = group.environment.rank, group.node[0]
+    try:
+        found = group.agree("which run it is", partial(_seen, path) if rank == first else _nothing, _one_run)
+        known = KnownRun(*found) if found is not None else KnownRun()
+        name, run_id = group.led("the claim of the run", partial(opened, known, None, False))
+        claimed, known = AttemptName.parse(name), KnownRun(run_id)
+        for what, is_due in (
+            ("a keeper for each node", rank == first),
+            ("the keeper of this node", rank != first),
+        ):
+            joins = partial(opened, known, claimed, rank == first)
+            group.together(what, joins if is_due and not group.leads else _nothing)
+        assert session is not None
+        session.ranks = _folder_ranks(session, group)
+    except BaseException:
+        if session is not None:
+            session.close()
+        raise
+    return session
+
+
+def _nothing() -> None:
+    """What a rank does while others have something to do."""
+
+
+def _seen(path: str | os.PathLike[str]) -> list[Any]:
+    """The run's id in the folder that this node sees, empty where there is none, and the highest number of an
+    attempt."""
+    store = open_store(path)
+    try:
+        return [attempts.open_run(store, create=False).run_id, attempts.highest_number(store)]
+    except NoSuchStepError:
+        return ["", 0]
+    except OSError as error:
+        raise RunError(
+            f"The run's folder {os.fspath(path)} cannot be read: {error.strerror or error}. Nothing was "
+            "written and training has not begun. Choose a folder that this user can use.",
+            path=path,
+        ) from error
+
+
+def _one_run(rows: list[Any]) -> list[Any]:
+    """UnusableRunError where nodes have folders of different runs."""
+    seen = {rank: row for rank, row in enumerate(rows) if row is not None}
+    ids = sorted({run_id for run_id, _ in seen.values() if run_id})
+    if len(ids) > 1:
+        of = {run_id: [rank for rank, row in seen.items() if row[0] == run_id] for run_id in ids}
+        named = "; ".join(f"run {run_id} on the node of rank {ranks[0]}" for run_id, ranks in of.items())
+        raise UnusableRunError(
+            f"The nodes' folders are of different runs ({named}). Nothing was loaded or changed. Give every "
+            "node the folder that it had in this run, an empty one where that is lost, or name another path."
+        )
+    return [ids[0] if ids else "", max(number for _, number in seen.values())]
+
+
+def _folder_ranks(session: Session, group: Group) -> Ranks | None:
+    """The ranks that share this one's folder; None where all do. Said in the log where not all do."""
+
+    def mark() -> list[Any]:
+        holder = attempts.read_claim(session.store, session.attempt).holder
+        who = [holder.boot_id, holder.runtime_id, holder.runtime, holder.lock]
+        return [group.node[0], f"{xxh3_64(compact(who)):016x}"]
+
+    found = group.agree("which nodes share the run's folder", mark, _shared)
+    if found is None:
+        return None
+    folders = [tuple(range(*run) for run in runs) for runs in found]
+    ranks = next(each for each in folders if has_rank(each, group.environment.rank))
+    if session.leads:
+        log.warning(
+            "%s is not one folder on all nodes: %s of %d share this one (there are %d). Each commits its own "
+            "ranks; a resume takes the newest step that all have, on the same nodes, and a step counts where "
+            "all nodes have it",
+            session.store.url, in_words(ranks), group.environment.world, len(folders),
+        )  # fmt: skip
+    return ranks
+
+
+def _shared(rows: list[Any]) -> list[Any] | None:
+    """The ranks of each folder; None where there is one. OptionError where ranks of one node have several:
+    their keeper is one, and has one."""
+    folders: dict[str, list[int]] = {}
+    of_node: dict[int, str] = {}
+    for rank, (first, mark) in enumerate(rows):
+        folders.setdefault(mark, []).append(rank)
+        if of_node.setdefault(first, mark) != mark:
+            raise OptionError(
+                f"Ranks {first} and {rank} are on one node, and the run's path is not the same folder for "
+                "them. Nothing was loaded or changed. Give the ranks of a node one folder."
+            )
+    return None if len(folders) == 1 else [ranks_to_json(ranks_of(ranks)) for ranks in folders.values()]
