@@ -81,6 +81,8 @@ class Attendant:
         self._ended = False
         self._looked_s = 0.0
         self._tended = False
+        # Boundaries that every node has committed, where nodes have folders of their own.
+        self._common: tuple[int, ...] = ()
         self._loaded_step, self._snapshots = loaded_step, SnapshotLog(capture, age_limits_s)
         self._said: set[str] = set()
         self._watch = Watch(capture.heartbeat, options, self.event)
@@ -179,6 +181,26 @@ class Attendant:
             newest.generation,
             lambda: self._is_committed(newest.step) and self.slots.is_persisted(newest),
         )
+        self._wait_for_nodes(newest)
+
+    def _wait_for_nodes(self, newest: Sealed) -> None:
+        """Where nodes have folders of their own a step counts once every one has committed it. Raises
+        PersistError where that is not so."""
+        if self._session.ranks is None:
+            return
+
+        def is_everywhere() -> bool:
+            return max(self._common, default=0) >= newest.boundary
+
+        # Where rank 0 is gone nobody says it any more.
+        self._wait_until(lambda: is_everywhere() or not self._pacing.awaits_others, self.patience_s)
+        if not is_everywhere():
+            raise PersistError(
+                f"step {newest.step} is committed on this node's disk, and not known to be on those of all "
+                "others. A resume takes the newest step that every node has. See what the other nodes say.",
+                step=newest.step,
+                path=self._session.store.url,
+            )
 
     def has_diverged(self, step: int | None) -> bool:
         """Whether a step is not committed because ranks hold unlike what they declare to hold alike. The next
@@ -352,7 +374,9 @@ class Attendant:
         keeper.longest_pause_s = start.NO_PAUSE_S if self._ended else longest_s
         if keeper.tend():
             log.warning("the keeper had died and was started again; what it was writing is written again")
-        self.status = keeper.status(awaited=self._hurried)
+        common = self._pacing.committed if self._session.ranks is not None else ()
+        self.status = keeper.status(awaited=self._hurried, common=common)
+        self._common = common  # the keeper knows it before this process ends because of it
         sealed, committed = self.newest_sealed_step(), self.status.newest_committed
         for event, fields in self._snapshots.look(sealed, committed):
             self.event(event, **fields)

@@ -17,6 +17,7 @@ from flashckpt.commit.steps import StepRecord, missing_files, read_manifest, rea
 from flashckpt.errors import DamagedError, UnusableRunError
 from flashckpt.format.names import MANIFEST, AttemptName, step_attempt_folder
 from flashckpt.format.records import Manifest, Mark
+from flashckpt.format.replicas import Ranks
 from flashckpt.persist.ledger import Event, lines_of
 from flashckpt.store.base import Store
 
@@ -28,7 +29,8 @@ _MOST = 1e18
 class StepRow:
     """A step that has a manifest. `problem` says why it cannot be used, empty where it can.
 
-    `num_bytes` are those of its shards, constants included; `committed_at_s` counts from 1970.
+    `num_bytes` are those of its shards, constants included; `committed_at_s` counts from 1970. `here` are the
+    ranks of `world` that this folder has, None for all.
     """
 
     step: int
@@ -40,6 +42,7 @@ class StepRow:
     committed_at_s: float
     marks: tuple[Mark, ...]
     problem: str
+    here: Ranks | None = None
 
 
 def step_rows(store: Store, *, all_branches: bool) -> list[StepRow]:
@@ -106,6 +109,7 @@ def _rows(store: Store, shown: Iterator[VisibleStep], seen: set[VisibleStep]) ->
             committed_at_s=committed_at_s(store, each.step, each.attempt),
             marks=tuple(marks(store, each.step, each.attempt)),
             problem=problem,
+            here=None if record is None else record.manifest.ranks,
         )
 
 

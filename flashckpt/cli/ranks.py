@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from flashckpt.cli.history import number_in, number_of
-from flashckpt.commit.attempts import bounds, newest_started
+from flashckpt.commit.attempts import bounds, newest_started, ranks_here
 from flashckpt.commit.lineage import in_lineage, newest_first
 from flashckpt.commit.steps import StepRecord
 from flashckpt.errors import DamagedError
@@ -243,7 +243,8 @@ def _waiting(store: Store) -> list[Waiting]:
         if each.attempt == attempt and stored.completeness is Completeness.PARTIAL and stored.heads:
             there = {rank.rank for head in stored.heads for rank in head.ranks}
             world = stored.heads[0].world
-            missing = tuple(sorted(set(range(world)) - there))
+            here = ranks_here(store, each.attempt) or (range(world),)
+            missing = tuple(rank for run in here for rank in run if rank not in there)
             found.append(Waiting(each.step, each.attempt, world, missing, stored.problem))
     return found[::-1]
 

@@ -39,6 +39,7 @@ from flashckpt.cli.ranks import (
 )
 from flashckpt.commit.lineage import VisibleStep, resolve, visible
 from flashckpt.commit.steps import StepRecord
+from flashckpt.format.replicas import in_words, numbers
 from flashckpt.store import open_store
 from flashckpt.store.base import Store
 
@@ -85,7 +86,9 @@ def _summary(store: Store, record: StepRecord, origins: list[dict[str, Any]]) ->
     table.add_row("step", f"{record.step}, of attempt {record.attempt}")
     table.add_row("branch", here)
     table.add_row("committed", command.local_time(committed_at_s(store, record.step, record.attempt)))
-    table.add_row("ranks", f"{record.world:,}{nodes}")
+    some = record.manifest.ranks
+    here = "" if some is None else f"; this folder, a node's own disk, has {in_words(some)}"
+    table.add_row("ranks", f"{record.world:,}{nodes if some is None else here}")
     table.add_row("size", f"{size(num_bytes(record))} in {files}")
     for index, how in enumerate(_writes(persisted(store, record.step, record.attempt))):
         table.add_row("" if index else "persisted", how)
@@ -235,6 +238,7 @@ def _plain_step(
         "visible": _is_visible(store, record),
         "committed_at": command.iso_time(committed_at_s(store, record.step, record.attempt)),
         "world": record.world,
+        "ranks_here": numbers(record.manifest.ranks),
         "num_bytes": num_bytes(record),
         "files": [{"file": each.file, "num_bytes": each.num_bytes} for each in files],
         "persisted": persisted(store, record.step, record.attempt),

@@ -39,6 +39,7 @@ from flashckpt.commit.verification import verify as read_again
 from flashckpt.export.step import export as take_out
 from flashckpt.format.names import AttemptName
 from flashckpt.format.records import Start
+from flashckpt.format.replicas import in_words, numbers
 from flashckpt.options import Keep
 from flashckpt.recovery import pruning
 from flashckpt.runs import branch as start_at
@@ -120,7 +121,7 @@ def _step_table(rows: list[StepRow], all_branches: bool) -> Table:
         cells = [
             str(row.step),
             str(row.attempt),
-            *["?" if row.world is None else f"{row.world:,}"] * several,
+            *[_ranks(row)] * several,
             "?" if row.num_bytes is None else size(row.num_bytes),
             "?" if row.leaves is None else f"{row.leaves:,}",
             command.local_time(row.committed_at_s),
@@ -128,6 +129,13 @@ def _step_table(rows: list[StepRow], all_branches: bool) -> Table:
         cells += ["this" if row.visible else "other"] * all_branches + [_notes(row)] * noted
         table.add_row(*cells, style="red" if row.problem else None)
     return table
+
+
+def _ranks(row: StepRow) -> str:
+    """How many made it, and which of them this folder has, where it has not all."""
+    if row.world is None:
+        return "?"
+    return f"{row.world:,}" if row.here is None else f"{in_words(row.here)} of {row.world:,}"
 
 
 def _notes(row: StepRow) -> str:
@@ -141,6 +149,7 @@ def _plain_row(row: StepRow) -> dict[str, object]:
         "attempt": str(row.attempt),
         "visible": row.visible,
         "world": row.world,
+        "ranks_here": numbers(row.here),
         "num_bytes": row.num_bytes,
         "leaves": row.leaves,
         "committed_at": command.iso_time(row.committed_at_s),

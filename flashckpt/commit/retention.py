@@ -33,7 +33,7 @@ from flashckpt.commit.lineage import (
     is_marked,
     newest_first,
 )
-from flashckpt.commit.steps import is_committed, read_manifest
+from flashckpt.commit.steps import boundary_of, is_committed, read_manifest
 from flashckpt.errors import DamagedError
 from flashckpt.format.names import (
     ATTEMPTS,
@@ -74,6 +74,7 @@ def prune(
     *,
     claimed: AttemptName | None = None,
     in_hand: Collection[int] | None = None,
+    common: Collection[int] = (),
 ) -> list[VisibleStep]:
     """Delete the visible steps that `keep` lets go, and debris. Returns the committed ones that went.
 
@@ -86,18 +87,31 @@ def prune(
     left who would have to find them; and the older of its constants shards that no part names: nobody is left
     who would name them. None where that is not known.
 
+    common: where nodes have folders of their own, the newest boundaries of this attempt that are committed
+    in all of them, as far as is known. A resume needs a step that all have: it is one of these, or newer.
+    Without one nothing goes.
+
     OSError where something could not be deleted (a step that somebody made read-only): all else is first.
     """
     claimed = claimed or attempt
-    if read_start(store, attempt) is None or newest_claimed(store) != claimed:
+    start = read_start(store, attempt)
+    if start is None or newest_claimed(store) != claimed:
         return []
     lineage = _look(store)
     if not any(each.attempt == attempt for each in lineage.committed):
         return []
+    needed: Collection[VisibleStep] = ()
+    if start.ranks is not None:
+        agreed = _agreed(store, lineage, attempt, common)
+        if not agreed:
+            return []
+        # Two, so that there is another where one has rotted; what the attempt began with may be the second.
+        least = agreed[min(1, len(agreed) - 1)].step
+        needed = [e for e in lineage.begun if e.step >= least or (len(agreed) == 1 and e.step == start.step)]
     crashpoints.point("prune.begun")
     gone: list[VisibleStep] = []
     errors: list[OSError] = []
-    for each in _going(store, lineage, keep):
+    for each in [each for each in _going(store, lineage, keep) if each not in needed]:
         if newest_claimed(store) != claimed:
             return gone
         with noted(errors):
@@ -124,9 +138,18 @@ def noted(errors: list[OSError]) -> Iterator[None]:
         errors.append(error)
 
 
+def _agreed(
+    store: Store, lineage: _Lineage, attempt: AttemptName, common: Collection[int]
+) -> list[VisibleStep]:
+    """The committed steps of these boundaries of an attempt, newest first."""
+    mine = [each for each in lineage.committed if each.attempt == attempt] if common else []
+    return [each for each in mine if boundary_of(store, each.step, each.attempt) in common]
+
+
 def doomed(store: Store, attempt: AttemptName, keep: Keep) -> list[VisibleStep]:
     """The committed steps that `prune` would delete, oldest first. Deletes nothing."""
-    if read_start(store, attempt) is None:
+    start = read_start(store, attempt)
+    if start is None or start.ranks is not None:
         return []
     lineage = _look(store)
     kept = _kept(store, lineage.committed, keep)

@@ -120,10 +120,11 @@ class KeeperClient(KeeperConnection):
         one, out of memory."""
         self.say({"op": "started", "parent": str(parent), "step": step, "boundary": boundary})
 
-    def status(self, *, awaited: bool = False) -> Status:
+    def status(self, *, awaited: bool = False, common: Sequence[int] = ()) -> Status:
         """What the keeper has done. `awaited`: somebody waits for it, so that what failed is tried again
-        soon and not after the pauses that many failures have made long."""
-        answer = self.call({"op": "status", "awaited": awaited})
+        soon and not after the pauses that many failures have made long. `common`: boundaries of this attempt
+        that every node has committed, where nodes have folders of their own."""
+        answer = self.call({"op": "status", "awaited": awaited, "common": list(common)})
         found = answer.get("status")
         if not isinstance(found, dict):
             raise ProtocolError("The keeper's answer holds no status.")

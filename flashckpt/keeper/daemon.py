@@ -26,7 +26,7 @@ from flashckpt.memory.held_regions import Regions
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder, TrainerLocks
 from flashckpt.memory.slot import SlotState
 from flashckpt.persist.deletions import Deletions
-from flashckpt.persist.job import JobState, StepJob, StepOutcome
+from flashckpt.persist.job import JobState, NodeRanks, StepJob, StepOutcome
 from flashckpt.persist.ledger import Event, Ledger
 from flashckpt.persist.queue import Queue
 from flashckpt.persist.worker import Worker
@@ -89,6 +89,8 @@ class Keeper:
         self._ended: dict[AttemptName, End] = {}
         # Those of them that have ranks on other nodes, too.
         self._elsewhere: set[AttemptName] = set()
+        # Boundaries of the newest attempt that every node has committed.
+        self._common: dict[AttemptName, tuple[int, ...]] = {}
         self._swept_at = self._round_at = 0.0
         self._ended_pidfds: set[int] = set()
 
@@ -173,6 +175,8 @@ class Keeper:
         crashpoints.point("adopt.done")
 
     def _sweep(self) -> None:
+        # Before the dead are forgotten: their last word may be what lets steps go.
+        self._hear_common()
         dead = self.roster.remove_dead()
         self.roster.forget(self._ended_pidfds)
         self.regions.reclaim()
@@ -211,7 +215,26 @@ class Keeper:
         known = self.queue.known(attempt)
         if known is not None and known.keep is not None:
             # After the commit was told, and beside the next one: nobody waits for deletions.
-            self.deletions.committed(attempt, known.keep, is_here=known.world == len(known.ranks))
+            self._delete(attempt, known)
+
+    def _delete(self, attempt: AttemptName, known: NodeRanks) -> None:
+        """What is kept no longer of an attempt may go."""
+        assert known.keep is not None
+        is_here = known.world == len(known.ranks)
+        self.deletions.committed(attempt, known.keep, is_here=is_here, common=self._common.get(attempt, ()))
+
+    def _hear_common(self) -> None:
+        """What all nodes have committed, where it is news: of older steps some may go now."""
+        for each in self.roster.all():
+            attempt = each.attempt
+            if attempt is None or max(each.common, default=0) <= max(
+                self._common.get(attempt, ()), default=0
+            ):
+                continue
+            self._common = {attempt: each.common}
+            known = self.queue.known(attempt)
+            if known is not None and known.keep is not None:
+                self._delete(attempt, known)
 
     def _tidy(self) -> None:
         """Remove retired slots that hold nothing which is still to be persisted or the newest, and the empty

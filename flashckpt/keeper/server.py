@@ -57,6 +57,7 @@ _MOST_CONNECTIONS = 256
 _BACKLOG = 128
 _MAX_PATH = 4096
 _MOST_RANKS = 1024
+_MOST_COMMON = 64
 _MOST_COMMITTED = 64
 _MOST_FAILURES = 16
 _MOST_TORN = 4
@@ -334,6 +335,8 @@ class Requests:
             self._outcomes.forget_failures(self._queue.given_up())
         if message.get("awaited") is True:
             self._queue.hurry()
+        if trainer is not None and message.get("common"):
+            trainer.common = _boundaries(message)
         attempt = trainer.attempt if trainer is not None else None
         committed = self._queue.committed(attempt)
         status = self._outcomes.status(self._queue, str(attempt) if attempt else None, committed)
@@ -367,6 +370,13 @@ def _described(held: HeldRegion) -> dict[str, Any]:
         "attempt": None if sealed is None else str(sealed.attempt),
         "committed": sealed is not None and sealed.is_persisted,
     }
+
+
+def _boundaries(message: dict[str, Any]) -> tuple[int, ...]:
+    found = message["common"]
+    if not isinstance(found, list) or len(found) > _MOST_COMMON:
+        raise ProtocolError("The boundaries that all nodes have are none. The connection was closed.")
+    return tuple(number({"boundary": each}, "boundary", 0, MAX_BOUNDARY) for each in found)
 
 
 def _ranks(message: dict[str, Any]) -> tuple[int, ...]:

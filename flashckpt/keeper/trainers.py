@@ -34,7 +34,7 @@ _MOST_LOOKS_WITHOUT_RUN = 3
 @dataclass
 class Trainer:
     """One process that trains. `attempt` is None for one that is known by its slots only; `ranks` are all of
-    its attempt on this node."""
+    its attempt on this node; `common` the newest boundaries that it knows to be in every node's storage."""
 
     lock: str
     rank: int
@@ -48,6 +48,7 @@ class Trainer:
     stacks_signal: int = 0
     kill_when_stuck: bool = False
     closing: bool = False
+    common: tuple[int, ...] = ()
     pidfd: int = -1
 
     def __post_init__(self) -> None:
@@ -73,7 +74,7 @@ class Roster:
         if known is not None:
             if trainer.attempt is None:
                 return known
-            trainer.closing, trainer.pidfd = known.closing, known.pidfd
+            trainer.closing, trainer.pidfd, trainer.common = known.closing, known.pidfd, known.common
         if trainer.pidfd < 0 and trainer.pid > 0:
             # A pid of another namespace, or used again by now, only makes the wake late.
             with contextlib.suppress(OSError):

@@ -12,6 +12,7 @@ import logging
 import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from flashckpt.commit import retention
@@ -67,7 +68,7 @@ class Deletions:
     ) -> None:
         self._store, self._regions, self._ledger, self.worker = store, regions, ledger, worker
         self._in_hand, self._count = in_hand, count
-        self._wanted: tuple[AttemptName, Keep, bool] | None = None
+        self._wanted: tuple[AttemptName, Keep, bool, Collection[int]] | None = None
         self._looked_at = 0.0
         self._seen_dead: set[str] = set()
         self._dead: set[str] = set()
@@ -78,10 +79,12 @@ class Deletions:
     def is_pending(self) -> bool:
         return self.worker.busy or self._wanted is not None or bool(self._seen_dead)
 
-    def committed(self, attempt: AttemptName, keep: Keep, *, is_here: bool) -> None:
+    def committed(
+        self, attempt: AttemptName, keep: Keep, *, is_here: bool, common: Collection[int] = ()
+    ) -> None:
         """A step of this attempt is committed: what `keep` lets go may go. `is_here`: all its ranks are on
-        this node."""
-        self._wanted = attempt, keep, is_here
+        this node. `common`: boundaries of it that every node has committed."""
+        self._wanted = attempt, keep, is_here, common
 
     def next(self, now: float) -> None:
         """Begin the next deletion, if none is under way and there is one."""
@@ -99,7 +102,7 @@ class Deletions:
             wanted, self._wanted = self._wanted, None
             self._prune(*wanted)
 
-    def _prune(self, attempt: AttemptName, keep: Keep, is_here: bool) -> None:
+    def _prune(self, attempt: AttemptName, keep: Keep, is_here: bool, common: Collection[int]) -> None:
         # With all ranks on one node, and no other keeper there, nobody else commits steps of the attempt; and
         # what they capture later is newer.
         in_hand = self._in_hand() if is_here and not self._regions.other_keepers() else None
@@ -117,7 +120,8 @@ class Deletions:
                 self._count("pruned", len(gone))
                 self._ledger.add(str(attempt), Event.PRUNE, steps=[each.step for each in gone])
 
-        self.worker.submit(lambda: retention.prune(self._store, attempt, keep, in_hand=in_hand), done)
+        prune = partial(retention.prune, self._store, attempt, keep, in_hand=in_hand, common=common)
+        self.worker.submit(prune, done)
 
     def _sweep(self, dead: set[str]) -> None:
         gone, errors = list[str](), list[OSError]()

@@ -15,7 +15,15 @@ from typing_extensions import Buffer
 
 from flashckpt import _native
 from flashckpt.errors import DamagedError
-from flashckpt.ranks.messages import MOST_BYTES, MOST_OPEN, MOST_SAVES, NONE, Announcement, Call
+from flashckpt.ranks.messages import (
+    MOST_BYTES,
+    MOST_COMMITTED,
+    MOST_OPEN,
+    MOST_SAVES,
+    NONE,
+    Announcement,
+    Call,
+)
 
 MOST_RANKS = 64
 _PAGE = 4096
@@ -54,6 +62,7 @@ class _Of(IntEnum):
     PERSISTED = 240
     FAILED = 248
     ENDED = 256
+    COMMITTED = 264
     SEALED = 320
 
 
@@ -166,6 +175,15 @@ class RankRow:
     def failed(self, ordinal: int) -> None:
         self._store(_Of.FAILED, ordinal)
 
+    def commit(self, ordinals: Sequence[int]) -> None:
+        """The newest boundaries that are in storage, as many as MOST_COMMITTED. An entry keeps its place as
+        long as it stands."""
+        stands = self.committed
+        new = sorted(set(ordinals) - {*stands})
+        for index, each in enumerate(stands):
+            if each not in ordinals:
+                self._store(_Of.COMMITTED + _WORD * index, new.pop() if new else 0)
+
     def end(self) -> None:
         """The rank has let its run go, and passes no boundary any more."""
         self._store(_Of.ENDED, 1)
@@ -229,6 +247,11 @@ class RankRow:
     @property
     def newest_persisted(self) -> int:
         return self._load(_Of.PERSISTED)
+
+    @property
+    def committed(self) -> list[int]:
+        """Places of the newest boundaries that are in storage; 0 for none."""
+        return [self._load(_Of.COMMITTED + _WORD * index) for index in range(MOST_COMMITTED)]
 
     @property
     def newest_failed(self) -> int:

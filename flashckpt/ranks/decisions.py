@@ -16,6 +16,7 @@ from statistics import median
 
 from flashckpt.capture.schedule import Every, Pace
 from flashckpt.ranks.messages import (
+    MOST_COMMITTED,
     MOST_OPEN,
     MOST_SAVES,
     NONE,
@@ -43,6 +44,8 @@ _OUTLIER = 4.0
 _SLOTS_HELD = 2
 _UNKNOWN_COST_PAUSE_S = 5.0
 _RATES_KEPT = 16
+# Of a node that is so far behind the others nothing is known to be everywhere for a while, and all keep more.
+_COMMITS_KEPT = 256
 _LONGEST_LEAD = 1 << 20
 _LEAST_S = 1e-6
 # Terms are replaced where snapshots should come more seldom, or this much more often: what they follow from
@@ -71,6 +74,7 @@ class Decider:
         self._timing = Timing()
         self._verdicts = Verdicts(self._nodes)
         self._persists = Persists(pace, persist_every if isinstance(persist_every, int) else 0)
+        self._commits = Commits(len(nodes))
         self._scheduler = Scheduler(every, persist_every, overhead)
         self._stops, self._saves = Stops(), Saves(self._nodes)
         self.announced = Announcement(number=1)
@@ -87,6 +91,7 @@ class Decider:
         self._saves.look(known)
         found = self._verdicts.look(known)
         self._persists.look(found, known[0], self._saves)
+        self._commits.look(known)
         self._scheduler.look(known, self._timing, found, self.announced.number)
         self._stops.look(known, self._timing)
         self._announce(is_ended=known[0].is_ended)
@@ -109,6 +114,7 @@ class Decider:
             agreed=self._saves.agreed,
             missed=verdicts.missed,
             is_ended=is_ended,
+            committed=self._commits.everywhere,
         )
         # All act on each number, so that a round trip can be measured, but for one that nobody has acted on
         # yet.
@@ -242,6 +248,21 @@ class Persists:
                 self.asked.append(ordinal)
                 self._awaited = ordinal
                 self._pace.persist_asked()
+
+
+class Commits:
+    """Which boundaries are in the storage of every node, where each may have its own. A node that has said so
+    of one keeps it: nothing is deleted that is newer than the newest of these."""
+
+    def __init__(self, nodes: int) -> None:
+        self._of_node: list[deque[int]] = [deque(maxlen=_COMMITS_KEPT) for _ in range(nodes)]
+        self.everywhere: tuple[int, ...] = ()
+
+    def look(self, known: Sequence[NodeMessage]) -> None:
+        for mine, each in zip(self._of_node, known, strict=True):
+            mine.extend(ordinal for ordinal in each.committed if ordinal not in mine)
+        found = set.intersection(*map(set, self._of_node)).union(self.everywhere)
+        self.everywhere = tuple(sorted(found)[-MOST_COMMITTED:])
 
 
 class Scheduler:

@@ -20,6 +20,8 @@ NONE = (1 << 32) - 1
 # As many slots as a trainer may have: of so many snapshots the outcome may be open at once.
 MOST_OPEN = 16
 MOST_SAVES = 4
+# Of the newest boundaries that a node has committed; what all have is mostly among them.
+MOST_COMMITTED = 6
 # A message of either kind fits into this many bytes.
 MOST_BYTES = 1024
 
@@ -126,7 +128,8 @@ class NodeMessage:
     missed. missed: the newest such, and a rank that missed it. slots: of the rank that has fewest. offset:
     step less ordinal of its leader. plain_ns, cost_ns, landing_ns: the shortest iteration without a snapshot,
     what a snapshot costs the loop at most, and how long it takes to be sealed at most; 0 where not known.
-    persisted, failed: the newest boundaries whose snapshots were, or could not be. promise: the newest stop
+    persisted, failed: the newest boundaries whose snapshots were, or could not be. committed: the newest ones
+    that are in this node's storage. promise: the newest stop
     that was answered, and how. saves_since: of boundaries from there on all calls of save() are known.
     """
 
@@ -150,6 +153,7 @@ class NodeMessage:
     is_ended: bool = False
     sealed: tuple[int, ...] = ()
     saves: tuple[Save, ...] = ()
+    committed: tuple[int, ...] = ()
 
     def packed(self) -> bytes:
         head = _NODE.pack(
@@ -160,7 +164,10 @@ class NodeMessage:
             self.offset, self.plain_ns, self.cost_ns, self.landing_ns, self.persisted, self.failed,
             *self.withdrawn,
         )  # fmt: skip
-        return _checked(head + _rows(_ORDINAL, ((each,) for each in self.sealed)) + _rows(_SAVE, self.saves))
+        sealed, committed = (
+            _rows(_ORDINAL, ((each,) for each in row)) for row in (self.sealed, self.committed)
+        )
+        return _checked(head + sealed + _rows(_SAVE, self.saves) + committed)
 
     @classmethod
     def unpacked(cls, data: bytes) -> NodeMessage:
@@ -194,6 +201,7 @@ class NodeMessage:
                 Save(ordinal, _enum(Call, call), caller, absent, bool(is_over))
                 for ordinal, call, caller, absent, is_over in reader.rows(_SAVE, MOST_SAVES)
             ),
+            committed=tuple(ordinal for (ordinal,) in reader.rows(_ORDINAL, MOST_COMMITTED)),
         )
         reader.end()
         if magic != _NODE_MAGIC or not (judged <= low <= high < NONE) or max(found.sealed, default=0) > high:
@@ -218,7 +226,8 @@ class Announcement:
     """What rank 0 has decided for all. decided: up to this boundary it is known which ones all ranks have
     sealed: of the newest those in `complete`, in order; all others are void. persist: those of `complete`
     that are to be persisted. missed: the newest void one that some rank had sealed, and a rank that missed
-    it. agreed: the newest boundary at which all ranks have called save() outside of an iteration."""
+    it. agreed: the newest boundary at which all ranks have called save() outside of an iteration. committed:
+    the newest boundaries, in order, that are in the storage of every node."""
 
     number: int = 0
     decided: int = 0
@@ -230,6 +239,7 @@ class Announcement:
     agreed: int = 0
     missed: tuple[int, int] = (0, NONE)
     is_ended: bool = False
+    committed: tuple[int, ...] = ()
 
     @property
     def newest_complete(self) -> int:
@@ -254,6 +264,7 @@ class Announcement:
             + _rows(_TERMS, self.terms)
             + _rows(_STOP, stop)
             + _rows(_REFUSED, self.refused)
+            + _rows(_ORDINAL, ((each,) for each in self.committed))
         )
 
     @classmethod
@@ -269,6 +280,7 @@ class Announcement:
             for number, ordinal, state, rank, reason in reader.rows(_STOP, 1)
         ]
         refused = tuple(Refused(*row) for row in reader.rows(_REFUSED, MOST_SAVES))
+        committed = tuple(ordinal for (ordinal,) in reader.rows(_ORDINAL, MOST_COMMITTED))
         reader.end()
         is_rising = all(a < b for a, b in zip(complete, complete[1:], strict=False))
         is_whole = (
@@ -290,6 +302,7 @@ class Announcement:
             agreed=agreed,
             missed=(missed, missed_by),
             is_ended=bool(is_ended),
+            committed=committed,
         )
 
     def follows(self, before: Announcement) -> bool:
@@ -308,6 +321,7 @@ class Announcement:
             and newest(self.terms) >= newest(before.terms)
             and at(self.stop) >= at(before.stop)
             and self.agreed >= before.agreed
+            and max(self.committed, default=0) >= max(before.committed, default=0)
         )
 
 

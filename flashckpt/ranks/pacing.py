@@ -133,6 +133,11 @@ class Pacing(Protocol):
         """Whether the snapshot of this boundary, or of a later one, is known to be committed."""
 
     @property
+    def committed(self) -> tuple[int, ...]:
+        """The newest boundaries that are in the storage of every node, as far as is known. For the background
+        thread."""
+
+    @property
     def awaits_others(self) -> bool:
         """Whether the other ranks live, as far as is known, and may still write their parts."""
 
@@ -178,6 +183,10 @@ class OwnPace:
 
     def is_persisted(self, ordinal: int) -> bool:
         return False
+
+    @property
+    def committed(self) -> tuple[int, ...]:
+        return ()
 
     @property
     def awaits_others(self) -> bool:
@@ -300,6 +309,10 @@ class JointPace:
 
     def is_persisted(self, ordinal: int) -> bool:
         return self._row.newest_persisted >= ordinal
+
+    @property
+    def committed(self) -> tuple[int, ...]:
+        return self._heard.announced.committed
 
     @property
     def awaits_others(self) -> bool:

@@ -15,7 +15,7 @@ from flashckpt.capture.schedule import Budget
 from flashckpt.errors import DamagedError
 from flashckpt.memory.slot import Sealed, Slot, SlotState
 from flashckpt.ranks.board import Board, RankRow
-from flashckpt.ranks.messages import Announcement
+from flashckpt.ranks.messages import MOST_COMMITTED, Announcement
 
 
 @dataclass
@@ -62,6 +62,7 @@ class Snapshots:
         self._board, self._row, self._attempt, self._budget = board, row, attempt_number, budget
         self._clock = clock
         self._asked: dict[int, Sealed] = {}
+        self._committed: list[int] = []
         self._begun, self._begun_s, self._landing_s = 0, 0.0, 0.0
         self.complete = (attempt_number, 0)
         self.void: frozenset[tuple[int, int]] = frozenset()
@@ -72,6 +73,7 @@ class Snapshots:
         held = HeldBoundaries.of(slots, self._attempt)
         announced = self._board.announced
         self._time(begun, held)
+        self._note_committed(held)
         self._apply(announced, slots, held)
         budget = self._budget
         self._row.measure(writable, budget.plain_s or 0.0, budget.cost_s or 0.0, self._landing_s)
@@ -95,6 +97,13 @@ class Snapshots:
             if slot.complete != self.complete:
                 slot.set_complete(*self.complete)
         self._follow_persists(slots)
+
+    def _note_committed(self, held: HeldBoundaries) -> None:
+        """Whoever asked for it: what is in storage may be what all nodes have there."""
+        new = {ordinal for ordinal, sealed in held.sealed.items() if sealed.is_persisted}
+        if not new <= {*self._committed}:
+            self._committed = sorted(new.union(self._committed))[-MOST_COMMITTED:]
+            self._row.commit(self._committed)
 
     def _ask(self, ordinal: int, held: HeldBoundaries) -> None:
         sealed = held.sealed.get(ordinal)

@@ -64,6 +64,11 @@ def _foreseen(store: Store, keep: Keep) -> Pruning:
     there = visible(store)
     going = [] if newest is None else retention.doomed(store, newest, keep)
     refusal = ""
+    if newest is not None and attempts.ranks_here(store, newest) is not None:
+        refusal = (
+            "this is one node's own disk, and a resume needs a step that all nodes have: which that is is "
+            "known while the job trains, and then what is kept no longer goes by itself."
+        )
     if newest is not None and going and not any(each.attempt == newest for each in there):
         going = []
         refusal = (

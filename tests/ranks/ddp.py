@@ -1,8 +1,9 @@
 """What the ranks of these tests train: DDP on gloo, with dropout, BatchNorm and a DistributedSampler.
 
 `python -m tests.ranks.rank tests.ranks.ddp RUN ORDERS-JSON`. Each step prints "step N LOSS BATCH", the end
-"state HASH". Orders, all optional: `options` of the loop, `epochs`, `workers` of the loader, `save_at`: a
-step that is persisted, or "each": then none is left out, `freeze_at`: in that iteration the
+"state HASH". Orders, all optional: `options` of the loop, `keep_last`, `epochs`, `workers` of the loader,
+`save_at`: a step that is persisted, several, or "each": then none is left out, `freeze_at`: in that
+iteration the
 node's keeper is stopped, `hold_at`: in that iteration a rank prints "held N"
 and stands still, to be killed; `harm_at`: [rank, step], in which that rank changes a parameter for itself;
 and `deaths`: of each incarnation of the group the rank that dies in it, and
@@ -89,6 +90,10 @@ def train(run: str, orders: dict[str, Any]) -> None:
     data = loader(rank, world, orders.get("workers", 0))
     torch.manual_seed(100 + rank)  # each drops others
     options = {"every": 1, "persist_every": None} | orders.get("options", {})
+    if "keep_last" in orders:
+        options["keep"] = flashckpt.Keep(last=orders["keep_last"])
+    save_at = orders.get("save_at", [])
+    saved = save_at if isinstance(save_at, list) else [save_at]
     looped = flashckpt.loop(
         data, run, epochs=orders.get("epochs", EPOCHS), model=net, optimizer=optimizer, **options
     )
@@ -104,7 +109,7 @@ def train(run: str, orders: dict[str, Any]) -> None:
         if looped.completed == orders.get("hold_at"):
             print(f"held {looped.completed}", flush=True)
             signal.pause()
-        if orders.get("save_at") in ("each", looped.completed + 1):
+        if save_at == "each" or looped.completed + 1 in saved:
             looped.checkpointer.save()
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(net(x), y)

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import pytest
 
+from flashckpt.ranks.decisions import Commits
+from flashckpt.ranks.messages import NodeMessage
+
 from .simulated import Conditions, SimulatedJob
 
 
@@ -152,3 +155,19 @@ def test_a_thousand_ranks() -> None:
     job.by_rank[777].row.ask_stop(15)
     job.run(60.0, lambda: job.all_ended)
     assert job.all_ended
+
+
+def test_what_every_node_has_committed_is_known_and_nothing_else() -> None:
+    """Of several that were committed the newest of the slowest node need not be one that the others have."""
+    commits = Commits(2)
+
+    def look(*rows: tuple[int, ...]) -> tuple[int, ...]:
+        commits.look([NodeMessage(committed=row) for row in rows])
+        return commits.everywhere
+
+    assert look((), (10,)) == ()
+    assert look((10, 30), (10, 20)) == (10,)
+    assert look((40,), (20,)) == (10,), "30 and 40 on the one, 20 on the other"
+    # What a node said once it keeps, though newer ones have taken its place in the message.
+    assert look((50,), (30, 40)) == (10, 30, 40)
+    assert look(tuple(range(51, 57)), tuple(range(51, 57))) == tuple(range(51, 57))

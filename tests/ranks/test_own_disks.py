@@ -1,0 +1,130 @@
+"""Nodes whose run is on a disk of their own: each commits its ranks, and a job goes on from what all have."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import flashckpt
+from flashckpt.commit.attempts import read_start
+from flashckpt.commit.lineage import resolve
+from flashckpt.errors import NoSuchStepError
+from flashckpt.store.local import LocalStore
+from tests.ranks.launch import Launch, Launcher
+from tests.ranks.own_disk import folder_of, installed
+from tests.ranks.test_ddp import PROGRAM, assert_went_on, steps_of, undisturbed
+from tests.waiting import until
+
+pytestmark = pytest.mark.dist
+
+
+class Disks:
+    """Two nodes or more, and what each has of one run."""
+
+    def __init__(self, launcher: Launcher, folder: Path) -> None:
+        self.launcher, self.url = launcher, f"disk://{folder}/run"
+        self._packages = installed(folder / "packages")
+
+    def folder(self, node: int) -> Path:
+        return Path(folder_of(self.url, self.launcher.runtime(node)))
+
+    def start(
+        self,
+        *,
+        ranks: int = 1,
+        nodes: Any = 2,
+        restart: int = 0,
+        shared: str = "",
+        full: str = "",
+        **orders: Any,
+    ) -> Launch:
+        more = {
+            "FLASHCKPT_TEST_PACKAGES": self._packages,
+            "FLASHCKPT_TEST_SHARED": shared,
+            "FLASHCKPT_TEST_FULL": full,
+        }
+        return self.launcher.fork(
+            "tests.ranks.own_disk", PROGRAM, self.url, json.dumps(orders), ranks=ranks, nodes=nodes,
+            restart=restart, environment=more,
+        )  # fmt: skip
+
+    def forget(self, *nodes: int) -> None:
+        """All that nodes have in memory goes, and what their keepers had not written yet."""
+        self.launcher.freeze_keepers(*nodes)
+        for node in nodes:
+            self.launcher.kill_keepers(node, remove_regions=True)
+
+    def steps(self, node: int) -> list[int]:
+        return flashckpt.steps(self.folder(node))
+
+
+@pytest.fixture
+def disks(launcher: Launcher, tmp_path: Path) -> Disks:
+    return Disks(launcher, tmp_path)
+
+
+def refused(job: Launch, kind: str, *words: str) -> None:
+    """All ranks have ended with this error, alike."""
+    for each in job.ended():
+        assert each.status == 1, job.told()
+        last = each.err[each.err.rindex(f"{kind}: ") :]
+        assert all(word in last for word in words), last
+
+
+COMMON, ALONE = [3, 4], [8, 9]
+
+
+def test_what_one_node_has_alone_is_not_gone_on_from(disks: Disks, tmp_path: Path) -> None:
+    """One node goes on committing when the other's disk is full, and keeps what both have: from there
+    all go on when both are killed. Of what it kept it deletes nothing that the other may lack."""
+    whole = undisturbed(disks.launcher, tmp_path / "whole", 2)
+    full = f"{disks.launcher.runtime(1).name}={ALONE[0]}"
+    job = disks.start(options={"every": None}, save_at=[*COMMON, *ALONE], hold_at=10, keep_last=2, full=full)
+    job.until_said("held 10")
+    until(lambda: ALONE[-1] in disks.steps(0), "what one node commits alone")
+    disks.launcher.freeze_keepers(0)
+    job.kill()
+    assert disks.steps(1) == COMMON
+    assert set(disks.steps(0)) >= {*COMMON, *ALONE}
+    disks.forget(0, 1)
+    ended = disks.start(restart=1, save_at=[11, 12], keep_last=2).finished()
+    for rank in range(2):
+        assert ended[rank].out[0] == f"resumed {COMMON[-1]} local"
+        assert_went_on(whole[rank], job.said(rank), ended[rank].out, COMMON[-1])
+    last = max(steps_of(whole[0].out))
+    for node in range(2):
+        # What is kept no longer goes once all have newer ones.
+        until(lambda node=node: disks.steps(node) == [12, last], "retention")
+
+
+def test_a_folder_has_its_ranks_alone_and_says_so(disks: Disks) -> None:
+    disks.start(ranks=2, epochs=1, save_at=2, options={"every": None}).finished()
+    assert disks.steps(0) == disks.steps(1) == [2, 3]
+    for node, mine, others in ((0, "ranks 0-1", "ranks 2-3"), (1, "ranks 2-3", "ranks 0-1")):
+        assert flashckpt.verify(disks.folder(node)).ok
+        with pytest.raises(NoSuchStepError, match=f"it has {mine}; {others} are on the disks of other nodes"):
+            flashckpt.load(disks.folder(node))
+    disks.forget(0, 1)
+    # The nodes have changed places.
+    refused(
+        disks.start(ranks=2, nodes=[1, 0], restart=1), "UnusableRunError", "it has ranks 2-3 and not rank 0"
+    )
+    # Fewer ranks than made it.
+    refused(disks.start(restart=2), "UnusableRunError", "cannot be read by rank 1", "where its folder is")
+    shutil.rmtree(disks.folder(1))
+    refused(disks.start(ranks=2, restart=3), "UnusableRunError", "cannot be read by rank 2, 3")
+
+
+def test_nodes_that_share_a_folder_commit_together(disks: Disks) -> None:
+    names = [disks.launcher.runtime(node).name for node in range(3)]
+    disks.start(nodes=3, epochs=1, save_at=2, shared=f"{names[2]}={names[1]}").finished()
+    assert not disks.folder(2).exists()
+    for node, ranks in ((0, (range(1),)), (1, (range(1, 3),))):
+        store = LocalStore(str(disks.folder(node)))
+        newest = resolve(store)
+        assert newest.manifest.ranks == ranks
+        assert read_start(store, newest.attempt).ranks == ranks
