@@ -11,7 +11,7 @@ state, and no failure.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
@@ -28,6 +28,7 @@ _LONGEST_LOOK_S = 10.0
 _FIRST_LOOK_S = 0.25
 _MOST_DOUBLINGS = 10
 _FEW_PAUSES_S = (0.1, 0.5, 2.0)
+MOST_NAMED = 100
 
 
 class JobState(Enum):
@@ -262,3 +263,19 @@ def few_pauses_s(tries: int) -> float | None:
 def look_again_s(looks: int) -> float:
     """Until the next look for the parts of other nodes: who writes the last one commits, unless it dies."""
     return min(_FIRST_LOOK_S * 2.0 ** min(looks - 1, _MOST_DOUBLINGS), _LONGEST_LOOK_S)
+
+
+def unlike_steps(steps: Mapping[int, int]) -> str:
+    """In words, why no step is made of a boundary that ranks count as these steps."""
+    shown = ", ".join(f"step {step} on rank {rank}" for rank, step in sorted(steps.items())[:MOST_NAMED])
+    return (
+        f"ranks count their steps differently: the same boundary is {shown}. Let all ranks go through the "
+        "same loops: a loader that says its length on all of them or on none, and `break` on all or on none"
+    )
+
+
+def ranks_named(ranks: Iterable[int]) -> str:
+    """In words."""
+    names = [str(rank) for rank in sorted(ranks)]
+    shown = ", ".join(names[:MOST_NAMED])
+    return f"rank {shown}" if len(names) == 1 else f"ranks {shown}"

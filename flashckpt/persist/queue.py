@@ -21,6 +21,7 @@ from flashckpt.memory.region import rank_of
 from flashckpt.memory.slot import Sealed, SlotState, must_stay, newest_complete
 from flashckpt.persist.audit import Torn, audit, discard
 from flashckpt.persist.job import (
+    MOST_NAMED,
     JobState,
     KnownTrainer,
     NodeRanks,
@@ -32,6 +33,8 @@ from flashckpt.persist.job import (
     alone,
     look_again_s,
     pause_s,
+    ranks_named,
+    unlike_steps,
 )
 from flashckpt.persist.ledger import Event, Ledger
 from flashckpt.persist.stored_steps import StoredStep
@@ -46,7 +49,6 @@ _AUDIT_SHARE = 0.05
 _LEAST_AUDIT_PAUSE_S = 1.0
 _LOOK_PAUSE_S = 0.2
 _OTHERS_S = 60.0  # so long parts of other nodes, which may never come, keep a slot of what is at rest here
-_MOST_NAMED = 100
 
 # A slot and the generation in it.
 _Key = tuple[str, int]
@@ -357,10 +359,12 @@ class Queue:
         absent = job.missing - held.keys()
         if any(held[rank].is_persisted for rank in job.missing - absent):
             job.lacks = "another rank of this node was told that it is committed, and it is not there"
+        elif unlike := self._counted_otherwise(job, absent):
+            job.lacks = unlike_steps({rank: job.step for rank in job.snapshots} | unlike)
         elif passed := {rank for rank in absent if self._has_passed(job, rank)}:
-            job.lacks = f"{_ranks(passed)} of this node passed its boundary without a snapshot of it"
+            job.lacks = f"{ranks_named(passed)} of this node passed its boundary without a snapshot of it"
         elif absent and (lost := absent - self._living_of(job.attempt)):
-            job.lacks = f"{_ranks(lost)} of this node ended before a snapshot of it was sealed"
+            job.lacks = f"{ranks_named(lost)} of this node ended before a snapshot of it was sealed"
         elif self._may_come(job):
             for each in job.members():
                 each.take()
@@ -371,6 +375,11 @@ class Queue:
         """What this node has of it will never be whole, and is in nobody's way."""
         self._give_up(job, str(job.attempt), "void", why)
         self._told(job, StepOutcome(JobState.VOID, Void.SUPERSEDED, str(job.attempt), message=why))
+
+    def _counted_otherwise(self, job: StepJob, ranks: Collection[int]) -> dict[int, int]:
+        """Those of these ranks that have sealed the same boundary as another step, with that step."""
+        same = [e for e in self._regions.sealed() if (e.attempt, e.boundary) == (job.attempt, job.boundary)]
+        return {each.slot.rank: each.step for each in same if each.slot.rank in ranks}
 
     def _has_passed(self, job: StepJob, rank: int) -> bool:
         """Whether a rank that does not hold it has sealed a later boundary: it never will."""
@@ -525,13 +534,13 @@ class Queue:
         if outcome.void is Void.TORN:
             names = [name for _, name in outcome.leaves]
             log.warning("step %d in %s was discarded: %s", job.step, outcome.slot, outcome.message)
-            told = {"slot": outcome.slot, "leaves": names[:_MOST_NAMED], "count": len(names)}
+            told = {"slot": outcome.slot, "leaves": names[:MOST_NAMED], "count": len(names)}
             self._note(job, Event.TORN, outcome.attempt or None, message=outcome.message, **told)
             self._told(job, outcome)
         job.snapshots = {each.rank: each for each in job.members() if each.slot.name != outcome.slot}
         if job.snapshots and outcome.void is Void.TORN:
             # What the other ranks have of it will never be whole, and is in nobody's way.
-            self._void(job, f"what {_ranks([rank_of(outcome.slot)])} has of it is torn")
+            self._void(job, f"what {ranks_named([rank_of(outcome.slot)])} has of it is torn")
         else:
             self._drop(job)
         self._rescue_dead(ranks)
@@ -590,13 +599,6 @@ class Queue:
         if len(ranks) > 1:
             named |= {"ranks": ranks}
         self._ledger.add(attempt, event, **(named | self._by | fields))
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    """In words."""
-    names = [str(rank) for rank in sorted(ranks)]
-    shown = ", ".join(names[:_MOST_NAMED])
-    return f"rank {shown}" if len(names) == 1 else f"ranks {shown}"
 
 
 _NOBODY = AttemptName(0, "0" * 8)

@@ -294,6 +294,20 @@ def test_ranks_with_different_boundaries_of_a_step_make_no_part(nodes: MakeNode)
     assert is_whole(node.store, 6, node.attempt, 2)
 
 
+def test_ranks_that_count_a_boundary_as_different_steps_are_named(nodes: MakeNode) -> None:
+    """One of them knows the end of an epoch before the other does, say. Nobody waits for what never comes."""
+    node = nodes((0, 1), 2)
+    node.seal(5, 0, boundary=8)
+    node.seal(6, 1, boundary=8)
+    node.run()
+    assert sorted(node.told) == [(5, JobState.VOID), (6, JobState.VOID)]
+    assert all("step 5 on rank 0, step 6 on rank 1" in why for why in node.whys)
+    assert not node.queue.is_pending()
+    node.seal(7, boundary=9)
+    node.run()
+    assert is_whole(node.store, 7, node.attempt, 2)
+
+
 def test_nodes_with_different_boundaries_of_a_step_make_no_step(nodes: MakeNode, store: LocalStore) -> None:
     """All trainers died, and each node saves the newest that its own ranks hold."""
     first, second = nodes((0,), 2), nodes((1,), 2)
