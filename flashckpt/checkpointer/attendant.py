@@ -215,7 +215,7 @@ class Attendant:
         ordinal, pacing = self._capture.ordinal, self._pacing
         if not pacing.is_settled(ordinal):
             return self.slots.newest_own()
-        outcome = pacing.outcome(ordinal, min(time.monotonic() + self.patience_s, self.deadline_s))
+        outcome = pacing.outcome(ordinal, self.deadline_s)
         if not outcome.is_known:
             return self.slots.newest_own()
         found = self.slots.of_boundary(outcome.newest) if outcome.newest else None
@@ -280,7 +280,8 @@ class Attendant:
             with contextlib.suppress(FlashckptError, OSError):
                 ranks = missing_ranks(session.store, step, session.attempt, session.environment.world)
                 shown = ", ".join(map(str, ranks[:_MOST_RANKS])) + (", …" if ranks[_MOST_RANKS:] else "")
-                return f"this node's part of it is written, and none of ranks {shown}"
+                lost = f"; {self._pacing.lost} is gone" if self._pacing.lost else ""
+                return f"this node's part of it is written, and none of ranks {shown}{lost}"
         return "the keeper makes no progress"
 
     def report(self) -> dict[str, float]:
@@ -438,13 +439,12 @@ class Attendant:
         self._hurried = hurried
         self._woken.set()
         try:
-            # Parts of ranks that are gone never come: they are not given minutes.
-            others = step if self._pacing.awaits_others else None
-            moved_s, advance = time.monotonic(), Advance(self.status, others)
+            moved_s, advance = time.monotonic(), Advance(self.status, step)
             with self._answered:
                 while not done():
                     self._answered.wait(min(_TICK_S, max(0.0, self.deadline_s - time.monotonic())))
-                    if advance.has_come(self.status):
+                    # Parts of ranks that are gone never come: they are not given minutes.
+                    if advance.has_come(self.status, awaits_others=self._pacing.awaits_others):
                         moved_s = time.monotonic()
                     if time.monotonic() > min(moved_s + patience_s, self.deadline_s):
                         return False
@@ -521,15 +521,15 @@ class Advance:
         self._keepers = {status.keeper}
         self._seen = self._seen_of(status)
 
-    def has_come(self, status: Status) -> bool:
-        """Whether there was any since the last call."""
+    def has_come(self, status: Status, *, awaits_others: bool = True) -> bool:
+        """Whether there was any since the last call. `awaits_others`: the other ranks live."""
         newest = status.newest_committed
         if newest is not None and (self._newest is None or newest > self._newest):
             self._newest = newest
             self._keepers.clear()
         self._keepers.add(status.keeper)
         before, self._seen = self._seen, self._seen_of(status)
-        return before != self._seen or self._are_others_at_it(status)
+        return before != self._seen or (awaits_others and self._are_others_at_it(status))
 
     def _are_others_at_it(self, status: Status) -> bool:
         if self._step not in status.for_others:

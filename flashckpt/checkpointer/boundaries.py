@@ -269,8 +269,7 @@ class Boundaries:
         come."""
         with self._capture.heartbeat.resting():
             self._capture.wait()
-            until_s = min(time.monotonic() + self._attendant.patience_s, self._attendant.deadline_s)
-            self._pacing.save_outside(self._capture.ordinal + 1, until_s)
+            self._pacing.save_outside(self._capture.ordinal + 1, self._attendant.deadline_s)
             self._add_boundary()
             self.capture_now(persist=True)
             self._in_code = self._progress.is_after_batches
@@ -288,8 +287,7 @@ class Boundaries:
             return True
         if ordinal == 0:
             return False  # nothing has come since the step that the run goes on from
-        until_s = min(time.monotonic() + self._attendant.patience_s, self._attendant.deadline_s)
-        if self._pacing.outcome(ordinal, until_s).newest == ordinal:
+        if self._pacing.outcome(ordinal, self._attendant.deadline_s).newest == ordinal:
             found = self._slots.of_boundary(ordinal) if persist else None
             if found is not None:
                 self._slots.request_persist_of(found)

@@ -15,6 +15,7 @@ from typing_extensions import Buffer
 
 from flashckpt import _native
 from flashckpt.errors import DamagedError
+from flashckpt.ranks.liveness import ProcessId
 from flashckpt.ranks.messages import (
     MOST_BYTES,
     MOST_COMMITTED,
@@ -64,6 +65,7 @@ class _Of(IntEnum):
     ENDED = 256
     COMMITTED = 264
     SEALED = 320
+    PID, STARTED, NAMESPACE = 448, 456, 464
 
 
 class LoopProgress(NamedTuple):
@@ -79,6 +81,17 @@ class RankRow:
     def __init__(self, memory: memoryview, offset: int, rank: int) -> None:
         self._memory = memory  # held as long as its address is used
         self._address, self.rank = _native.address_of(memory) + offset, rank
+
+    def live(self, process: ProcessId) -> None:
+        """Whose row this is, once."""
+        for offset, value in zip((_Of.PID, _Of.STARTED, _Of.NAMESPACE), process, strict=True):
+            self._store(offset, value)
+
+    @property
+    def has_died(self) -> bool:
+        """Whether its process is gone, and has not let its run go. Asks the system."""
+        process = ProcessId(self._load(_Of.PID), self._load(_Of.STARTED), self._load(_Of.NAMESPACE))
+        return not self.is_ended and process.has_ended
 
     # ---- progress and limit
 

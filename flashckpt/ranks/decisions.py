@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from flashckpt.capture.schedule import Every, Pace
+from flashckpt.ranks.liveness import Silence
 from flashckpt.ranks.messages import (
     MOST_COMMITTED,
     MOST_OPEN,
@@ -23,6 +24,7 @@ from flashckpt.ranks.messages import (
     Announcement,
     Answer,
     Call,
+    Gone,
     NodeMessage,
     Refused,
     Save,
@@ -77,6 +79,7 @@ class Decider:
         self._commits = Commits(len(nodes))
         self._scheduler = Scheduler(every, persist_every, overhead)
         self._stops, self._saves = Stops(), Saves(self._nodes)
+        self._silence = Silence(len(nodes), lambda: self._now_s)
         self.announced = Announcement(number=1)
 
     def round(self, messages: Sequence[NodeMessage | None], now_s: float) -> Announcement:
@@ -94,14 +97,21 @@ class Decider:
         self._commits.look(known)
         self._scheduler.look(known, self._timing, found, self.announced.number)
         self._stops.look(known, self._timing)
-        self._announce(is_ended=known[0].is_ended)
+        self._announce(is_ended=known[0].is_ended, gone=self._gone(known))
         return self.announced
+
+    def _gone(self, known: Sequence[NodeMessage]) -> Gone:
+        silent = self._silence.look([each.number for each in known])
+        died = [each.gone.died for each in known if each.gone.died != NONE]
+        died += [self._nodes[index][0] for index in silent if not known[index].is_ended]
+        ended = (each.gone.ended for each in known if each.gone.ended != NONE)
+        return Gone(min(died, default=NONE), min(ended, default=NONE))
 
     @property
     def all_have_ended(self) -> bool:
         return all(each is not None and each.is_ended for each in self._heard)
 
-    def _announce(self, *, is_ended: bool) -> None:
+    def _announce(self, *, is_ended: bool, gone: Gone) -> None:
         verdicts, persist = self._verdicts, set(self._persists.asked)
         new = Announcement(
             number=self.announced.number,
@@ -115,6 +125,7 @@ class Decider:
             missed=verdicts.missed,
             is_ended=is_ended,
             committed=self._commits.everywhere,
+            gone=gone,
         )
         # All act on each number, so that a round trip can be measured, but for one that nobody has acted on
         # yet.

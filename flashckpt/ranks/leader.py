@@ -6,6 +6,8 @@ connection and no thread.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 
 from flashckpt.ranks.board import Board, RankRow
@@ -16,10 +18,13 @@ from flashckpt.ranks.messages import (
     Announcement,
     Answer,
     Call,
+    Gone,
     NodeMessage,
     Save,
     StopState,
 )
+
+_LOOK_S = 0.5
 
 
 class Leader:
@@ -29,6 +34,7 @@ class Leader:
         self._board, self._number = board, 0
         self._answered = (0, Answer.NONE)
         self._limit = NONE
+        self._died, self._looked_s = NONE, -math.inf
 
     @property
     def is_hurried(self) -> bool:
@@ -97,7 +103,16 @@ class Leader:
             failed=rows[0].newest_failed,
             committed=tuple(sorted({*rows[0].committed} - {0})),
             is_ended=all(row.is_ended for row in rows),
+            gone=Gone(self._who_died(), next((row.rank for row in rows if row.is_ended), NONE)),
         )
+
+    def _who_died(self) -> int:
+        """Asked of the system now and then: messages may follow one another fast."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s >= _LOOK_S:
+            self._looked_s = now_s
+            self._died = next((row.rank for row in self._board.rows if row.has_died), NONE)
+        return self._died
 
 
 def _missed(rows: Sequence[RankRow], sealed: Sequence[set[int]], judged: int) -> tuple[int, int]:

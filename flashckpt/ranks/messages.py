@@ -25,8 +25,8 @@ MOST_COMMITTED = 6
 # A message of either kind fits into this many bytes.
 MOST_BYTES = 1024
 
-_NODE = struct.Struct("<4sQQ10Iq5Q2I")
-_ANNOUNCED = struct.Struct("<4sQI?3I")
+_NODE = struct.Struct("<4sQQ10Iq5Q4I")
+_ANNOUNCED = struct.Struct("<4sQI?5I")
 _TERMS = struct.Struct("<5I")
 _STOP = struct.Struct("<IIBIB")
 _SAVE = struct.Struct("<IBIIB")
@@ -98,6 +98,13 @@ class Call(IntEnum):
     OUTSIDE = 2
 
 
+class Gone(NamedTuple):
+    """A rank whose process has ended without a word, and one that has let its run go; or NONE."""
+
+    died: int = NONE
+    ended: int = NONE
+
+
 class Save(NamedTuple):
     """A call of save() for the boundary `ordinal` on ranks of one node. `caller` is one that called so,
     `absent` one that has not, or NONE; `is_over`: it has entered that boundary, so that it never will."""
@@ -129,8 +136,8 @@ class NodeMessage:
     step less ordinal of its leader. plain_ns, cost_ns, landing_ns: the shortest iteration without a snapshot,
     what a snapshot costs the loop at most, and how long it takes to be sealed at most; 0 where not known.
     persisted, failed: the newest boundaries whose snapshots were, or could not be. committed: the newest ones
-    that are in this node's storage. promise: the newest stop
-    that was answered, and how. saves_since: of boundaries from there on all calls of save() are known.
+    that are in this node's storage. promise: the newest stop that was answered, and how. saves_since: of
+    boundaries from there on all calls of save() are known. gone: of its ranks.
     """
 
     number: int = 0
@@ -151,6 +158,7 @@ class NodeMessage:
     persisted: int = 0
     failed: int = 0
     is_ended: bool = False
+    gone: Gone = Gone()
     sealed: tuple[int, ...] = ()
     saves: tuple[Save, ...] = ()
     committed: tuple[int, ...] = ()
@@ -162,7 +170,7 @@ class NodeMessage:
             *self.missed, self.stop_asked[0] | self.promise[1] << 16, self.stop_asked[1],
             self.promise[0], self.saves_since,
             self.offset, self.plain_ns, self.cost_ns, self.landing_ns, self.persisted, self.failed,
-            *self.withdrawn,
+            *self.withdrawn, *self.gone,
         )  # fmt: skip
         sealed, committed = (
             _rows(_ORDINAL, ((each,) for each in row)) for row in (self.sealed, self.committed)
@@ -176,6 +184,7 @@ class NodeMessage:
         (
             magic, number, heard, low, high, judged, slots, missed, missed_by, asked, asked_by, promised,
             saves_since, offset, plain_ns, cost_ns, landing_ns, persisted, failed, withdrawn, withdrawn_by,
+            died, ended,
         ) = reader.take(_NODE)  # fmt: skip
         found = cls(
             number=number,
@@ -196,6 +205,7 @@ class NodeMessage:
             persisted=persisted,
             failed=failed,
             is_ended=bool(slots >> 16),
+            gone=Gone(died, ended),
             sealed=tuple(ordinal for (ordinal,) in reader.rows(_ORDINAL, MOST_OPEN)),
             saves=tuple(
                 Save(ordinal, _enum(Call, call), caller, absent, bool(is_over))
@@ -227,7 +237,8 @@ class Announcement:
     sealed: of the newest those in `complete`, in order; all others are void. persist: those of `complete`
     that are to be persisted. missed: the newest void one that some rank had sealed, and a rank that missed
     it. agreed: the newest boundary at which all ranks have called save() outside of an iteration. committed:
-    the newest boundaries, in order, that are in the storage of every node."""
+    the newest boundaries, in order, that are in the storage of every node. gone: of all ranks; one whose node
+    says nothing any more counts as dead until it does."""
 
     number: int = 0
     decided: int = 0
@@ -240,6 +251,7 @@ class Announcement:
     missed: tuple[int, int] = (0, NONE)
     is_ended: bool = False
     committed: tuple[int, ...] = ()
+    gone: Gone = Gone()
 
     @property
     def newest_complete(self) -> int:
@@ -254,7 +266,7 @@ class Announcement:
 
     def packed(self) -> bytes:
         head = _ANNOUNCED.pack(
-            _ANNOUNCED_MAGIC, self.number, self.decided, self.is_ended, self.agreed, *self.missed
+            _ANNOUNCED_MAGIC, self.number, self.decided, self.is_ended, self.agreed, *self.missed, *self.gone
         )
         stop = () if self.stop is None else (self.stop,)
         return _checked(
@@ -271,7 +283,7 @@ class Announcement:
     def unpacked(cls, data: bytes) -> Announcement:
         """Raises DamagedError for anything but what `packed` makes."""
         reader = _Reader(data)
-        magic, number, decided, is_ended, agreed, missed, missed_by = reader.take(_ANNOUNCED)
+        magic, number, decided, is_ended, agreed, missed, missed_by, died, ended = reader.take(_ANNOUNCED)
         complete = tuple(ordinal for (ordinal,) in reader.rows(_ORDINAL, MOST_OPEN))
         persist = tuple(ordinal for (ordinal,) in reader.rows(_ORDINAL, MOST_OPEN))
         terms = tuple(Terms(*row) for row in reader.rows(_TERMS, 2))
@@ -303,6 +315,7 @@ class Announcement:
             missed=(missed, missed_by),
             is_ended=bool(is_ended),
             committed=committed,
+            gone=Gone(died, ended),
         )
 
     def follows(self, before: Announcement) -> bool:

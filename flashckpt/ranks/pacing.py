@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -26,6 +27,7 @@ from flashckpt.ranks.board import MOST_RANKS, Board
 from flashckpt.ranks.decisions import Decider
 from flashckpt.ranks.exchange import Exchange
 from flashckpt.ranks.job import KeyValues
+from flashckpt.ranks.liveness import ProcessId
 from flashckpt.ranks.messages import NONE, Announcement, Call, Refused
 from flashckpt.ranks.schedule import Followed
 from flashckpt.ranks.snapshots import Snapshots
@@ -36,8 +38,13 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _PAUSE_S = 0.002
+# How long save() outside of an iteration waits for ranks that live and have not called it: they may be busy,
+# or wait themselves, in a collective, for one that calls it alone. When that is said.
+CALL_PATIENCE_S, _WORD_AFTER_S = 300.0, 30.0
 # A call that is withdrawn is decided within a few rounds, unless rank 0 is gone.
 _WITHDRAWAL_S = 10.0
+# After a rank has let its run go: as long as rank 0's end waits for the others.
+_LAST_WORD_S = 5.0
 _BOARD = "board-"
 
 
@@ -118,7 +125,7 @@ class Pacing(Protocol):
 
     def save_outside(self, ordinal: int, until_s: float) -> None:
         """save() was called as a boundary of its own: returns once all ranks have. Raises BoundaryError, and
-        nothing has changed, where a rank has not by the monotonic time `until_s`."""
+        nothing has changed, where a rank has not by the monotonic time `until_s`, or never will."""
 
     def expect(self, ordinal: int) -> None:
         """A snapshot of this boundary was ordered, and begun."""
@@ -127,7 +134,7 @@ class Pacing(Protocol):
         """Why one that was ordered is not persisted, once."""
 
     def outcome(self, ordinal: int, until_s: float) -> Outcome:
-        """Waits for it until this monotonic time."""
+        """Waits for it until this monotonic time, as long as all ranks live that it depends on."""
 
     def is_persisted(self, ordinal: int) -> bool:
         """Whether the snapshot of this boundary, or of a later one, is known to be committed."""
@@ -140,6 +147,10 @@ class Pacing(Protocol):
     @property
     def awaits_others(self) -> bool:
         """Whether the other ranks live, as far as is known, and may still write their parts."""
+
+    @property
+    def lost(self) -> str:
+        """A rank that is gone for good, in words; empty while none is known to be."""
 
     def close(self, *, closed: bool) -> None:
         """The run is let go, in order (`closed`) or not. A second call does nothing."""
@@ -192,6 +203,10 @@ class OwnPace:
     def awaits_others(self) -> bool:
         return True
 
+    @property
+    def lost(self) -> str:
+        return ""
+
     def close(self, *, closed: bool) -> None:
         pass
 
@@ -208,6 +223,7 @@ class JointPace:
         # One for each thread that reads it: the background thread, and below the training thread.
         self._heard, self._board = Board(memory, place.node), Board(memory, place.node)
         self._row = self._board.row_of(place.rank)
+        self._row.live(ProcessId.of(os.getpid()))
         self._followed = Followed(self._row, options.overhead, is_automatic=place.cadence.every == "auto")
         self.schedule: Schedule = self._followed
         self._snapshots = Snapshots(self._heard, self._row, place.attempt.number, self._followed.budget)
@@ -281,17 +297,22 @@ class JointPace:
 
     def save_outside(self, ordinal: int, until_s: float) -> None:
         self._row.call_save(ordinal, Call.OUTSIDE)
-        until_s, is_withdrawn = min(until_s, time.monotonic() + self._grace_s), False
+        until_s, is_withdrawn = min(until_s, time.monotonic() + CALL_PATIENCE_S), False
+        word_s = time.monotonic() + _WORD_AFTER_S
         while (announced := self._board.announced).agreed < ordinal:
             refused = next((each for each in announced.refused if each.ordinal == ordinal), None)
             if refused is not None:
                 raise _not_alike(refused)
-            if time.monotonic() > until_s or self._board.is_lost:
-                if is_withdrawn or self._board.is_lost:
-                    raise _not_alike(Refused(ordinal, self._rank, NONE))
+            gone = self._gone(announced)
+            if time.monotonic() > until_s or gone is not None:
+                if is_withdrawn or gone is not None:
+                    raise _not_alike(Refused(ordinal, self._rank, NONE if gone is None else gone))
                 # It may be agreed on in this very moment: rank 0 says which came first.
                 self._row.withdraw(ordinal)
                 is_withdrawn, until_s = True, time.monotonic() + _WITHDRAWAL_S
+            if time.monotonic() > word_s:
+                log.warning("save() was called %.0f s ago, and waits for ranks that have not", _WORD_AFTER_S)
+                word_s = math.inf
             time.sleep(_PAUSE_S)
 
     def expect(self, ordinal: int) -> None:
@@ -301,9 +322,17 @@ class JointPace:
         return self._refusals.pop(0) if self._refusals else None
 
     def outcome(self, ordinal: int, until_s: float) -> Outcome:
+        word_s = time.monotonic() + _WORD_AFTER_S
+        if self._is_unconfirmed:
+            until_s = min(until_s, time.monotonic() + self._grace_s)
         while (announced := self._board.announced).decided < ordinal:
-            if time.monotonic() > until_s or self._board.is_lost:
+            if time.monotonic() > until_s or self._died(announced) is not None:
                 return Outcome(is_known=False, newest=0)
+            if self._gone(announced) is not None:  # what it had sealed may be decided in this moment
+                until_s = min(until_s, time.monotonic() + _LAST_WORD_S)
+            if time.monotonic() > word_s:
+                log.warning("wait() or save() waits for ranks that are not at its boundary yet")
+                word_s = math.inf
             time.sleep(_PAUSE_S)
         return Outcome(True, max((each for each in announced.complete if each <= ordinal), default=0))
 
@@ -316,8 +345,33 @@ class JointPace:
 
     @property
     def awaits_others(self) -> bool:
-        is_unconfirmed = self._stop is not None and self._stop.is_unconfirmed
-        return not (is_unconfirmed or self._board.is_lost)
+        return not (self._is_unconfirmed or self.lost)
+
+    @property
+    def _is_unconfirmed(self) -> bool:
+        return self._stop is not None and self._stop.is_unconfirmed
+
+    @property
+    def lost(self) -> str:
+        died = self._died(self._board.announced)
+        return "" if died is None else _rank(died)
+
+    def _died(self, announced: Announcement) -> int | None:
+        """A rank that is dead. That this node's leader is, nobody else would say here."""
+        leader = self._board.rows[0]
+        if leader.has_died or self._board.is_lost:
+            return leader.rank if leader.has_died else 0
+        return None if announced.gone.died == NONE else announced.gone.died
+
+    def _gone(self, announced: Announcement) -> int | None:
+        """One that passes no boundary any more, or tells of none: a leader that has ended hears nothing for
+        its node."""
+        died, leader = self._died(announced), self._board.rows[0]
+        if died is not None:
+            return died
+        if leader.is_ended:
+            return leader.rank
+        return None if announced.gone.ended == NONE else announced.gone.ended
 
     def close(self, *, closed: bool) -> None:
         if not self._closed:

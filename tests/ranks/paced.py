@@ -5,7 +5,8 @@ after each step, "ended N REASON" and "committed [...]" at the end. Orders, all 
 by rank; `options` of the loop, `more` of Options; `stop_at`: [rank, step] that calls stop(); `save_at`:
 {rank: steps}, save() in the iteration after; `apart`: they share nothing; `save_outside`: ranks that call it
 before the loop; `skips`: {rank: share} of the boundaries that find no slot there; `late`: {rank: step} until
-which it hears of no schedule; `die_at`: [rank, step], in the iteration after which it dies.
+which it hears of no schedule; `call_patience_s`: of save() outside; `die_at`: [rank, step], in the iteration
+after which it dies.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import nn
 
 import flashckpt
 from flashckpt.memory.slot import Slot, SlotRing
+from flashckpt.ranks import pacing
 from flashckpt.ranks.pacing import SnapshotSlots
 from tests.ranks.ddp import state_of
 
@@ -41,19 +43,20 @@ def arrange(rank: int, orders: dict[str, Any]) -> None:
 
 
 def deaf_until(checkpointer: flashckpt.Checkpointer, step: int) -> None:
-    pacing = checkpointer._pacing
-    look = pacing.look
+    own = checkpointer._pacing
+    look = own.look
 
     def looks(slots: SnapshotSlots) -> None:
         if checkpointer.completed >= step:
             look(slots)
 
-    pacing.look = looks  # type: ignore[method-assign]
+    own.look = looks  # type: ignore[method-assign]
 
 
 def train(run: str, orders: dict[str, Any]) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     arrange(rank, orders)
+    pacing.CALL_PATIENCE_S = orders.get("call_patience_s", pacing.CALL_PATIENCE_S)
     torch.manual_seed(3)
     net = nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)

@@ -80,7 +80,7 @@ def test_save_on_all_ranks_is_persisted_and_on_one_alone_is_refused_by_name(
     launcher: Launcher, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    orders = {"steps": 90, "save_at": {0: [30], 1: [30, 60]}, "save_outside": [0], "more": {"grace": "3s"}}
+    orders = {"steps": 90, "save_at": {0: [30], 1: [30, 60]}, "save_outside": [0], "call_patience_s": 3.0}
     alone, other = start(launcher, run, options={"every": None}, **orders).finished()
     assert "not by rank 1" in word(alone, "not saved BoundaryError save() was called by rank 0")
     assert "not by rank 0" in word(other, "waited BoundaryError save() was called by rank 1")
