@@ -242,8 +242,8 @@ def arguments() -> argparse.Namespace:
     args.kill_both = args.kill_both or args.steps * 71 // 100
     if not 2 <= args.kill < args.kill_both < args.steps:
         parser.error("the kills must come in this order, after step 1 and before the last one")
-    if args.rank_steps < 5:
-        parser.error("--rank-steps must be 5 at least")
+    if args.rank_steps < 8:
+        parser.error("--rank-steps must be 8 at least")
     return args
 
 

@@ -61,6 +61,10 @@ def train(args: argparse.Namespace) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        if args.hold is not None and batches.completed == args.hold - 3:
+            batches.checkpointer.save()  # of this step: its steps are so few that none may be taken before
+        if args.hold is not None and batches.completed == args.hold - 2:
+            batches.checkpointer.wait()
         losses.write(f"{batches.completed + 1},{loss.item()!r}\n")
     losses.close()
     if rank == 0:
