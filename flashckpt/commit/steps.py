@@ -240,7 +240,7 @@ def check_has_all(record: StepRecord) -> None:
     if ranks is not None:
         raise NoSuchStepError(
             f"{record.store.url} is one node's own disk: of step {record.step}, made by {record.world} "
-            f"ranks, it has {in_words(ranks)}; {in_words(absent)} are on the disks of other nodes. Nothing "
+            f"ranks, it has {in_words(ranks)}; on the disks of other nodes: {in_words(absent)}. Nothing "
             "was changed. Such a step is gone on from by the same ranks, each where its folder is. For "
             "anything else train into a folder that all nodes share.",
             step=record.step,

@@ -62,7 +62,7 @@ def test_what_is_committed_is_no_step_of_all_ranks(store: LocalStore, attempt: A
     for rank in (0, 2):
         with pytest.raises(NoSuchStepError, match=f"ranks 1, 3 and not rank {rank} of 4"):
             read_step(store, 10, attempt, {rank})
-    with pytest.raises(NoSuchStepError, match="it has ranks 1, 3; ranks 0, 2 are on the disks of other"):
+    with pytest.raises(NoSuchStepError, match="it has ranks 1, 3; on the disks of other nodes: ranks 0, 2"):
         check_has_all(record)
 
 

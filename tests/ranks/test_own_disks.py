@@ -106,7 +106,7 @@ def test_a_folder_has_its_ranks_alone_and_says_so(disks: Disks) -> None:
     assert disks.steps(0) == disks.steps(1) == [2, 3]
     for node, mine, others in ((0, "ranks 0-1", "ranks 2-3"), (1, "ranks 2-3", "ranks 0-1")):
         assert flashckpt.verify(disks.folder(node)).ok
-        with pytest.raises(NoSuchStepError, match=f"it has {mine}; {others} are on the disks of other nodes"):
+        with pytest.raises(NoSuchStepError, match=f"it has {mine}; on the disks of other nodes: {others}"):
             flashckpt.load(disks.folder(node))
     disks.forget(0, 1)
     # The nodes have changed places.
