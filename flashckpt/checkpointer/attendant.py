@@ -23,13 +23,14 @@ from flashckpt.checkpointer.signals import Signals
 from flashckpt.checkpointer.slots import Slots
 from flashckpt.commit import lineage
 from flashckpt.commit.attempts import beat_on, newest_claimed
-from flashckpt.commit.steps import missing_ranks
+from flashckpt.commit.steps import missing_ranks, steps_of_boundary
 from flashckpt.errors import FlashckptError, KeeperError, PersistError
 from flashckpt.format.names import step_attempt_folder
 from flashckpt.keeper import start
 from flashckpt.keeper.protocol import Failure, Status
 from flashckpt.memory.slot import Sealed
 from flashckpt.options import MOST_SLOTS, Options
+from flashckpt.persist.job import unlike_steps
 from flashckpt.persist.ledger import Event
 from flashckpt.ranks.pacing import Pacing
 
@@ -278,7 +279,11 @@ class Attendant:
         if step in self.status.for_others:
             session = self._session
             with contextlib.suppress(FlashckptError, OSError):
-                ranks = missing_ranks(session.store, step, session.attempt, session.environment.world)
+                at = session.store, step, session.attempt, session.environment.world
+                counted = steps_of_boundary(*at)
+                if len({*counted.values()}) > 1:
+                    return unlike_steps(counted)
+                ranks = missing_ranks(*at)
                 shown = ", ".join(map(str, ranks[:_MOST_RANKS])) + (", …" if ranks[_MOST_RANKS:] else "")
                 lost = f"; {self._pacing.lost} is gone" if self._pacing.lost else ""
                 return f"this node's part of it is written, and none of ranks {shown}{lost}"

@@ -23,11 +23,13 @@ from flashckpt.format.checked_json import FORMAT, TAIL_BYTES, checked, checksum_
 from flashckpt.format.layout import Leaf
 from flashckpt.format.names import (
     PART,
+    STEPS,
     AttemptName,
     attempt_folder,
     manifest_path,
     part_keeper,
     step_attempt_folder,
+    step_number,
 )
 from flashckpt.format.records import (
     Contents,
@@ -40,20 +42,13 @@ from flashckpt.format.records import (
     Tombstone,
     manifest_of,
 )
-from flashckpt.format.replicas import Ranks, count_of, has_rank, in_words, place_in
+from flashckpt.format.replicas import Ranks, count_of, has_rank, in_words
 from flashckpt.store.base import Entry, LengthError, Store
 
 # Parts that have no more together are read whole before a manifest names them, of others the heads alone.
 _FEW_BYTES = 16 << 20
 # The head of a part of eight ranks is a few KiB.
 _HEAD_BYTES = 64 << 10
-# Where a few nodes make a step, all of them gather its parts: who writes the last one commits. Of many, four
-# are picked by the step's number, so that no keeper is asked more than others: the first gathers at once,
-# each further one after more looks that found no manifest. In the end everybody does: keepers that died hold
-# no step up.
-_LOOKS_BEFORE = (0, 3, 5, 7)
-_LOOKS_OF_ALL = 12
-_MASK = (1 << 64) - 1
 
 
 class Committed(Enum):
@@ -231,6 +226,19 @@ def missing_ranks(store: Store, step: int, attempt: AttemptName, world: int) -> 
     there = {rank.rank for head in heads for rank in head.ranks}
     here = ranks_here(store, attempt) or (range(world),)
     return [rank for run in here for rank in run if rank not in there]
+
+
+def steps_of_boundary(store: Store, step: int, attempt: AttemptName, world: int) -> dict[int, int]:
+    """As which step each rank whose part is at rest counts the boundary of this one, which is not committed:
+    ranks that do so differently wait for each other for ever."""
+    found: dict[int, dict[int, int]] = {}
+    for entry in store.list(STEPS):
+        each = step_number(entry.name)
+        if each is None or store.exists(manifest_path(each, attempt)):
+            continue
+        for head in _read_heads(store, step_attempt_folder(each, attempt), each, attempt, world)[1]:
+            found.setdefault(head.boundary, {}).update({rank.rank: each for rank in head.ranks})
+    return next((ranks for ranks in found.values() if step in ranks.values()), {})
 
 
 def check_has_all(record: StepRecord) -> None:
@@ -571,25 +579,3 @@ def _damaged(path: str, why: str, step: int) -> DamagedError:
         step=step,
         path=path,
     )
-
-
-def looks_before(step: int, ranks: Collection[int], world: int, here: Ranks | None = None) -> int:
-    """How often the keeper of these ranks, of `world`, looks for the manifest of a step in vain before it
-    gathers the parts itself. 0: it does so at once. `here`: the ranks that commit in this folder, None for
-    all."""
-    count = world if here is None else count_of(here)
-    if count <= len(_LOOKS_BEFORE) * len(ranks):
-        return 0
-    places = ranks if here is None else {place_in(here, rank) for rank in ranks if has_rank(here, rank)}
-    for turn, looks in enumerate(_LOOKS_BEFORE):
-        if _mix(step * len(_LOOKS_BEFORE) + turn) % count in places:
-            return looks
-    return _LOOKS_OF_ALL
-
-
-def _mix(number: int) -> int:
-    """64 bits that depend on all of a number's (splitmix64 of Steele, Lea and Flood, 2014)."""
-    mixed = (number + 0x9E3779B97F4A7C15) & _MASK
-    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _MASK
-    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _MASK
-    return mixed ^ mixed >> 31

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from flashckpt import _native, crashpoints
-from flashckpt.commit import attempts, constants, lineage, steps
+from flashckpt.commit import attempts, constants, lineage, steps, turns
 from flashckpt.errors import DamagedError, DivergedError, FlashckptError, KeeperError, SupersededError
 from flashckpt.format.checked_json import strict_loads
 from flashckpt.format.layout import Layout
@@ -280,7 +280,7 @@ class Writer:
         world = self._world(job, attempt)
         ranks = self._ranks_here(job, attempt, world)
         gathers = self._gathers or job.stored is not None
-        if not gathers and job.looks < steps.looks_before(job.step, job.node.ranks, world, ranks):
+        if not gathers and job.looks < turns.looks_before(job.step, job.node.ranks, world, ranks):
             found = steps.look(self._store, job.step, attempt)
         else:
             found = steps.commit(self._store, job.step, attempt, world, ranks)

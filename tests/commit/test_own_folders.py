@@ -8,7 +8,7 @@ import pytest
 
 from flashckpt.checkpointer.folders import _one_run, _shared
 from flashckpt.cli.history import step_rows
-from flashckpt.commit import steps
+from flashckpt.commit import turns
 from flashckpt.commit.attempts import bounds, claim, open_run, read_start, start
 from flashckpt.commit.lineage import branch, visible
 from flashckpt.commit.retention import doomed, prune
@@ -126,7 +126,7 @@ def test_a_run_is_made_with_the_id_that_all_nodes_have(tmp_path: Path) -> None:
 
 def test_keepers_of_a_folder_take_turns_among_its_ranks() -> None:
     here = (range(0, 2000, 2),)
-    first = [rank for rank in here[0] if steps.looks_before(7, [rank], 2000, here) == 0]
+    first = [rank for rank in here[0] if turns.looks_before(7, [rank], 2000, here) == 0]
     assert len(first) == 1
 
 

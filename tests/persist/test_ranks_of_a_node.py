@@ -9,7 +9,7 @@ import pytest
 
 from flashckpt.commit import attempts
 from flashckpt.commit.holder import here
-from flashckpt.commit.steps import is_committed, missing_ranks, read_step
+from flashckpt.commit.steps import is_committed, missing_ranks, read_step, steps_of_boundary
 from flashckpt.keeper import run_folder
 from flashckpt.keeper.run_folder import RunFolder
 from flashckpt.keeper.trainers import ExitRule, Roster, Trainer
@@ -190,6 +190,14 @@ def test_whose_part_a_step_waits_for(nodes: MakeNode, store: LocalStore) -> None
         node.seal(5)
         node.run()
     assert missing_ranks(store, 5, first.attempt, 5) == [1, 4]
+    assert steps_of_boundary(store, 5, first.attempt, 5) == {0: 5, 2: 5, 3: 5}
+    # The other node counts the same boundary as another step: neither will ever be one.
+    first.seal(7, boundary=9)
+    second.seal(8, boundary=9)
+    for node in (first, second):
+        node.run()
+    assert steps_of_boundary(store, 7, first.attempt, 5) == {0: 7, 2: 8, 3: 7}
+    assert steps_of_boundary(store, 5, first.attempt, 5) == {0: 5, 2: 5, 3: 5}
 
 
 # The end of an attempt
