@@ -272,7 +272,8 @@ class JointPace:
                 self._called.discard(refused.ordinal)
                 self._expected.discard(refused.ordinal)
                 self._refuse(_not_alike(refused))
-        for ordinal in [each for each in self._expected if each <= announced.decided]:
+        # A copy, taken at once: the training thread adds to it.
+        for ordinal in [each for each in tuple(self._expected) if each <= announced.decided]:
             self._expected.discard(ordinal)
             if announced.is_void(ordinal):
                 who = announced.missed[1] if announced.missed[0] == ordinal else NONE

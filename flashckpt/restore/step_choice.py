@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Protocol, TypeVar
 
 from flashckpt import crashpoints
@@ -247,9 +247,10 @@ class StepChoice:
 
     def _contents(self, *, is_saved: bool) -> Sequence[Sequence[Candidate]] | None:
         own = self._patiently("its steps", self.candidates)
-        has_more = not is_saved and (len(self._usable()) < len(self._survived) or self._is_unsaved())
+        has_more = not is_saved and (len(self._usable) < len(self._survived) or self._is_unsaved())
         return self._voter.common(own, has_more=has_more, is_saved=is_saved)
 
+    @cached_property
     def _usable(self) -> list[Held]:
         """The snapshots in memory of which this rank needs nothing but what it has of them itself."""
         return [each for each in self._survived if each.sealed is not None and self._is_of_layout(each)]
@@ -297,7 +298,7 @@ class StepChoice:
     def candidates(self) -> list[Candidate]:
         """Newest step first, memory before local; steps that this machine has marked come last."""
         # Of two snapshots of one step, the later one is of the end of the epoch that this step ends.
-        by_age = sorted(self._usable(), key=lambda e: e.age, reverse=True)
+        by_age = sorted(self._usable, key=lambda e: e.age, reverse=True)
         held = {each.slot.name: each for each in by_age}
         survived = {name: VisibleStep(each.step, each.attempt) for name, each in held.items()}
         found = lineage.sources(self._store, survived)
