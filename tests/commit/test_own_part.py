@@ -124,9 +124,9 @@ def test_a_manifest_that_names_other_files_than_ones_part_is_refused(
     assert isinstance(manifest, Manifest)
     shards, constants = list(manifest.shards), manifest.constants
     if forged == "shard":
-        shards[2] = replace(shards[2], file="shard-00002-aaaa0000.safetensors")
+        shards[2] = shards[2]._replace(file="shard-00002-aaaa0000.safetensors")
     elif forged == "length":
-        shards[2] = replace(shards[2], num_bytes=shards[2].num_bytes + 1)
+        shards[2] = shards[2]._replace(num_bytes=shards[2].num_bytes + 1)
     elif forged == "order":
         shards[2], shards[3] = shards[3], shards[2]
     elif forged == "constants":
