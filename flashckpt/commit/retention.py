@@ -193,6 +193,7 @@ def _replace_manifest(store: Store, found: Manifest, stone: bytes, may_still: Ca
     """The tombstone in a manifest's place, at once. False where another came meanwhile, or the manifest is
     back."""
     path = manifest_path(found.step, found.attempt)
+    before = store.read(path, Manifest.MAX_BYTES)  # as it stands: another version may have written it
     # So that it can come back where the disk fills up meanwhile. With the name of what a write leaves that
     # was cut off: nobody reads it, and it goes with all else.
     second = f"{path.removesuffix(MANIFEST)}.{MANIFEST}.{secrets.token_hex(8)}.tmp"
@@ -215,11 +216,11 @@ def _replace_manifest(store: Store, found: Manifest, stone: bytes, may_still: Ca
     if may_still():
         return True
     try:
-        store.replace(path, found.to_bytes())
+        store.replace(path, before)
     except OSError:
         store.remove(path)
         if not (has_second and store.copy(second, path)):
-            store.create(path, found.to_bytes())
+            store.create(path, before)
     store.remove(second)
     return False
 

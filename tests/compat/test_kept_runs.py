@@ -17,6 +17,7 @@ from flashckpt import Keep
 from flashckpt._native import xxh3_128
 from flashckpt.commit.attempts import attempts
 from flashckpt.commit.lineage import visible
+from flashckpt.commit.retention import bury
 from flashckpt.commit.steps import commit, read_step
 from flashckpt.export.step import export
 from flashckpt.format.checked_json import FORMAT, JsonRecord
@@ -54,6 +55,17 @@ def test_a_run_of_this_version_is_kept() -> None:
 def test_all_of_it_is_what_it_was(run: Path, expected: Any) -> None:
     assert contents(run) == expected
     assert flashckpt.verify(run).ok
+
+
+def test_what_was_about_to_go_comes_back_as_it_was(run: Path, expected: Any) -> None:
+    """Somebody claims while a step of it is about to be deleted."""
+    store = LocalStore(str(run))
+    for each in visible(store):
+        path = run / manifest_path(each.step, each.attempt)
+        before = path.read_bytes()
+        assert not bury(store, each.step, each.attempt, lambda: False)
+        assert path.read_bytes() == before
+    assert contents(run) == expected
 
 
 def test_training_goes_on_from_it(run: Path, expected: Any, runtime: Path) -> None:
