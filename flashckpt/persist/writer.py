@@ -11,11 +11,11 @@ import errno
 import logging
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from flashckpt import _native, crashpoints
-from flashckpt.commit import attempts, constants, lineage, steps, turns
+from flashckpt.commit import attempts, constants, lineage, steps
 from flashckpt.errors import DamagedError, DivergedError, FlashckptError, KeeperError, SupersededError
 from flashckpt.format.checked_json import strict_loads
 from flashckpt.format.layout import Layout
@@ -29,7 +29,7 @@ from flashckpt.format.names import (
     step_attempt_folder,
 )
 from flashckpt.format.records import Contents, Part, RankRecord, ShardRecord, Start
-from flashckpt.format.replicas import Ranks
+from flashckpt.format.replicas import Ranks, count_of, has_rank, place_in
 from flashckpt.memory.slot import Slot
 from flashckpt.persist.audit import Torn, check_header, discard, torn, unlike
 from flashckpt.persist.job import JobState, RankWrite, SealedSnapshot, StepJob, StepOutcome, Void
@@ -39,6 +39,13 @@ from flashckpt.store.base import MemoryRange, Store, Written
 log = logging.getLogger(__name__)
 
 _NAMES_TRIED = 8
+# Where a few nodes make a step, all of them gather its parts: who writes the last one commits. Of many, four
+# are picked by the step's number, so that no keeper is asked more than others: the first gathers at once,
+# each further one after more looks that found no manifest. In the end everybody does: keepers that died hold
+# no step up.
+_LOOKS_BEFORE = (0, 3, 5, 7)
+_LOOKS_OF_ALL = 12
+_MASK = (1 << 64) - 1
 _STARTS_KEPT = 4
 REGION_IS_GONE = (
     "the constants of this snapshot are not in this node's memory, and no committed step names them; "
@@ -280,7 +287,7 @@ class Writer:
         world = self._world(job, attempt)
         ranks = self._ranks_here(job, attempt, world)
         gathers = self._gathers or job.stored is not None
-        if not gathers and job.looks < turns.looks_before(job.step, job.node.ranks, world, ranks):
+        if not gathers and job.looks < looks_before(job.step, job.node.ranks, world, ranks):
             found = steps.look(self._store, job.step, attempt)
         else:
             found = steps.commit(self._store, job.step, attempt, world, ranks)
@@ -544,3 +551,25 @@ class _ConstantsShards:
     def _remove(self, attempt: AttemptName, name: str) -> None:
         with contextlib.suppress(OSError, FlashckptError):
             self._store.remove(f"{attempt_folder(attempt)}/{name}")
+
+
+def looks_before(step: int, ranks: Collection[int], world: int, here: Ranks | None = None) -> int:
+    """How often the keeper of these ranks, of `world`, looks for the manifest of a step in vain before it
+    gathers the parts itself. 0: it does so at once. `here`: the ranks that commit in this folder, None for
+    all."""
+    count = world if here is None else count_of(here)
+    if count <= len(_LOOKS_BEFORE) * len(ranks):
+        return 0
+    places = ranks if here is None else {place_in(here, rank) for rank in ranks if has_rank(here, rank)}
+    for turn, looks in enumerate(_LOOKS_BEFORE):
+        if _mix(step * len(_LOOKS_BEFORE) + turn) % count in places:
+            return looks
+    return _LOOKS_OF_ALL
+
+
+def _mix(number: int) -> int:
+    """64 bits that depend on all of a number's (splitmix64 of Steele, Lea and Flood, 2014)."""
+    mixed = (number + 0x9E3779B97F4A7C15) & _MASK
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _MASK
+    return mixed ^ mixed >> 31

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from flashckpt.commit.turns import looks_before
+from flashckpt.persist.writer import looks_before
 
 STEPS = range(0, 4_000, 100)
 
