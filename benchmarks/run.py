@@ -85,7 +85,6 @@ def bench(
 
 
 def _of_jobs(settings: Settings, gib: float) -> Settings:
-    settings = replace(settings, device="cpu")
     if settings.quick:
         return settings
     size = settings.state_bytes if gib else _JOB_BYTES

@@ -21,6 +21,7 @@ from pathlib import Path
 from benchmarks import files
 
 TAG = "FLASHCKPT_BENCH_TAG"
+_OUTER = "FLASHCKPT_BENCH_OUTER_TAG"
 _PERIOD_S = 0.05
 # Resource trackers clean up after their process if they are given the time.
 _GRACE_S = 2.0
@@ -105,6 +106,8 @@ class Session:
         return {
             **os.environ,
             TAG: self.tag,
+            # One that was started by another session's process is ended with it, too.
+            **({_OUTER: os.environ[TAG]} if TAG in os.environ else {}),
             "PYTHONPATH": os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
             "FLASHCKPT_RUNTIME": self._runtime,
             "TORCHELASTIC_RUN_ID": self.tag,
@@ -150,12 +153,12 @@ class Session:
 
     def _is_ours(self, pid: int) -> bool | None:
         """None while it has no environment yet: in the middle of an exec it is empty."""
-        wanted = f"{TAG}={self.tag}".encode()
+        wanted = {f"{name}={self.tag}".encode() for name in (TAG, _OUTER)}
         try:
             environment = Path(f"/proc/{pid}/environ").read_bytes()
             if not environment and _has_memory(pid):
                 return None
-            return wanted in environment.split(b"\0")
+            return not wanted.isdisjoint(environment.split(b"\0"))
         except OSError:
             return False
 

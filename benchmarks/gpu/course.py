@@ -25,7 +25,7 @@ from benchmarks.peers import PEERS
 from benchmarks.session import Session
 from benchmarks.settings import Settings
 
-STAGES = ("build", "tests", "own", "peers")
+STAGES = ("build", "tests", "own", "ranks", "peers")
 FAILED, NOT_BUILT = 1, 4
 _BUILD_S, _PEERS_INSTALL_S, _TESTS_S = 240.0, 60.0, 130.0
 _TEST_S = 60.0
@@ -34,6 +34,8 @@ _LEAST_S, _LEAST_PEER_S = 15.0, 30.0
 # A test that ends pytest itself costs one more start of it.
 _MOST_STARTS = 6
 _LOOP = "benchmarks.gpu.loop_cost"
+# So much state is enough to see ranks at work; their jobs are started several times.
+_RANKS_S, _RANKS_GIB, _MOST_RANKS = 150.0, 1.0, 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,7 @@ class Course:
             "lacks": [],
             "tests": {},
             "own": {},
+            "ranks": {},
             "peers": {},
         }
         self.record = Record(wish.out / "gpu.json", found)
@@ -94,7 +97,12 @@ class Course:
             if "build" in self.wish.stages and not self.wish.here and not self._build():
                 ended = "not built"
                 return NOT_BUILT
-            for name, stage in (("tests", self._tests), ("own", self._own), ("peers", self._peers)):
+            for name, stage in (
+                ("tests", self._tests),
+                ("own", self._own),
+                ("ranks", self._ranks),
+                ("peers", self._peers),
+            ):
                 if name in self.wish.stages:
                     self._guarded(name, stage)
             ended = "done"
@@ -218,6 +226,38 @@ class Course:
         if "failed" in found:
             self.code = FAILED
         self._say(f"own: {name}", found.get("failed", "done"), time.monotonic() - began)
+
+    # ---- ranks
+
+    def _ranks(self) -> None:
+        """A job with a rank for each device, or two that share the only one, beside DCP."""
+        devices = len(self.record.found["machine"].get("devices", ()))
+        world = min(max(2, devices), _MOST_RANKS)
+        if self.wish.device == "cuda" and devices < world:
+            self.record.lacks("a second GPU: two ranks share one, over gloo and not over NCCL")
+        out, began = self.work / "ranks", time.monotonic()
+        size = ["--quick"] if self.wish.small else ["--gib", str(_RANKS_GIB)]
+        command = [
+            self.python,
+            "-m",
+            "benchmarks",
+            "--here",
+            "--device",
+            self.wish.device,
+            "--rounds",
+            "1",
+            *size,
+        ]
+        command += ["--ranks", str(world), "--peers", "flashckpt,dcp_async_kept", "--output", str(out)]
+        ended = call(command, limit_s=self.budget.limit(_RANKS_S, least_s=_LEAST_S), log=self.log)
+        for path in out.glob("*-ranks.json"):
+            self.record.found["ranks"] = json.loads(path.read_text())
+        failed = self.record.found["ranks"].get("failed", {})
+        for job, reason in failed.items():
+            self.record.lacks(f"{job} ranks: {reason}")
+        if ended.code != 0 or any(job.startswith("flashckpt ") for job in failed):
+            self.code = FAILED
+        self._say("ranks", ended.outcome, time.monotonic() - began)
 
     # ---- peers
 

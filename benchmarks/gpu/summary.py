@@ -17,6 +17,7 @@ def text_of(found: dict[str, Any]) -> str:
         _rates(found),
         _loops(found),
         _ways(found),
+        _ranks(found),
         _lacks(found),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -180,6 +181,22 @@ def _ways(found: dict[str, Any]) -> str:
     elif "failed" in small:
         lines.append(f"  10,000 small tensors: {small['failed']}")
     return "\n".join(["ways of copying", *lines]) if lines else ""
+
+
+def _ranks(found: dict[str, Any]) -> str:
+    jobs = found["ranks"].get("jobs", [])
+    if not jobs:
+        return ""
+    lines = ["jobs of several ranks (the training thread stands still; durable; load; load on other ranks)"]
+    for job in jobs:
+        alone, loads = job["alone"], job["loads"]
+        told = [_middle([each[name] for each in alone]) for name in ("held_s", "durable_s")]
+        told += [
+            _load({"load": loads[world]}) for world in sorted(loads, key=lambda w: w != str(job["world"]))
+        ]
+        title = f"{job['title']}, {job['kind']}, {job['world']} ranks"
+        lines.append(f"  {title:<58}" + "".join(f"{each:>11}" for each in told))
+    return "\n".join(lines)
 
 
 def _lacks(found: dict[str, Any]) -> str:

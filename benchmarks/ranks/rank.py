@@ -157,9 +157,23 @@ class Rank:
 
 
 def _together() -> float:
-    """The moment in which the last rank came here."""
-    dist.barrier()
+    """The moment in which the last rank came here, and its device was done."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+    dist.all_reduce(torch.zeros(1))
     return time.monotonic()
+
+
+def _join(device: str) -> None:
+    """NCCL where each rank has a device of its own. Where ranks share one, gloo does all."""
+    backend = "gloo"
+    if device == "cuda":
+        devices = torch.cuda.device_count()
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % devices)
+        backend = (
+            "cpu:gloo,cuda:nccl" if int(os.environ["LOCAL_WORLD_SIZE"]) <= devices else "cpu:gloo,cuda:gloo"
+        )
+    dist.init_process_group(backend)
 
 
 def _greatest(value: float) -> float:
@@ -176,7 +190,7 @@ def main() -> None:
     if number:
         job = replace(job, result=str(Path(job.result).with_stem(f"result-{number}")))
     with reporting(job):
-        dist.init_process_group("gloo")
+        _join(job.settings.device)
         rank = Rank(job)
         is_load = "last" in job.extra
         job.report(rank.load(job.extra["last"]) if is_load else rank.save())

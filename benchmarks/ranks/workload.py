@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -31,9 +32,10 @@ class JobWorkload(Workload):
     def _placed(self, net: Gpt) -> nn.Module:
         if self._kind == "ddp":
             return DistributedDataParallel(net)
+        mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
         for block in net.blocks:
-            fully_shard(block)
-        fully_shard(net)
+            fully_shard(block, mesh=mesh)
+        fully_shard(net, mesh=mesh)
         return net
 
     @property
