@@ -148,8 +148,9 @@ class PreparedCopies:
 
 
 class HostCopies:
-    """Leaves in host memory; allocates nothing once the plan stands. A constant is only digested: its bytes
-    stand in the plan's region. The sources of `unsafe` leaves are checked in every capture."""
+    """Leaves in host memory; allocates nothing once the plan stands. A constant is only digested, as is what
+    is left to another rank: their bytes stand elsewhere. The sources of `unsafe` leaves are checked in every
+    capture."""
 
     def __init__(
         self,
@@ -160,11 +161,11 @@ class HostCopies:
         threads: int,
     ) -> None:
         self._plan, self._threads, self._unsafe = plan, threads, unsafe
-        constants = [i for i in indexes if ways[i] is Way.CONSTANT]
         # Leaves of a device that this library has no streams for are copied, and waited for, by torch.
         self._odd = [i for i in indexes if i in plan.odd or _elsewhere(plan, i)]
-        apart = {*self._odd, *constants}
-        self._constants = np.array(constants, dtype=np.int64)
+        digested = [i for i in indexes if ways[i] in (Way.LEFT, Way.CONSTANT) and i not in {*self._odd}]
+        apart = {*self._odd, *digested}
+        self._digested = np.array(digested, dtype=np.int64)
         self._plain = np.array([i for i in indexes if i not in apart], dtype=np.int64)
         self._plain_unsafe = np.array([i for i in self._plain if i in unsafe], dtype=np.int64)
         self._sources: Addresses = plan.addresses[self._plain]
@@ -201,7 +202,7 @@ class HostCopies:
         np.take(self._plan.addresses, self._plain, out=self._sources)
 
     def capture(self, target: SlotWriter, *, check: bool) -> None:
-        """Copy everything but constants, which are digested.
+        """Copy everything but what is only digested.
 
         check: read the sources again after the copy, and let the seal refuse a difference: digests are of
         the bytes that were copied, and do not see a thread that writes a leaf while it is copied.
@@ -217,7 +218,7 @@ class HostCopies:
                 target.table[self._plain] = self._digests
         for index in self._odd:
             self._capture_odd(target, index, check=check or index in self._unsafe)
-        target.table[self._constants] = self._digests_of(self._constants)
+        target.table[self._digested] = self._digests_of(self._digested)
         checked = self._plain if check else self._plain_unsafe
         torn = self._digests_of(checked) != target.table[checked]
         target.table[checked[torn]] = _native.EMPTY_DIGEST
@@ -232,9 +233,10 @@ class HostCopies:
 
     def _capture_odd(self, target: SlotWriter, index: int, *, check: bool) -> None:
         tensor, size = self._plan.tensors[index].detach(), int(self._plan.sizes[index])
-        place = target.image_of(index)
+        is_left = index >= self._plan.first_left
+        place = torch.empty_like(tensor, device="cpu") if is_left else target.image_of(index)
         place.copy_(tensor)
-        digest = _native.digest(target.image_address + int(self._plan.offsets[index]), size)
+        digest = _native.digest(place.data_ptr(), size)
         if check:
             again = torch.empty_like(place).copy_(tensor)
             if _native.digest(again.data_ptr(), size) != digest:
@@ -263,8 +265,9 @@ class DeviceCopies:
         synchronised = [i for i in indexes if i in unsafe]
         self._is_synchronised = bool(synchronised)
         cloned = [i for i in indexes if ways[i] is Way.CLONE or i in plan.odd]
-        # Constants are digested where they are: their bytes stand in the plan's region.
-        self._direct = [i for i in indexes if i not in set(cloned) and ways[i] is not Way.CONSTANT]
+        # What is only digested has its bytes in the plan's region, or in another rank's slot.
+        digested = (Way.LEFT, Way.CONSTANT)
+        self._direct = [i for i in indexes if i not in set(cloned) and ways[i] not in digested]
         self._waits = any(ways[i] is Way.WAIT for i in indexes)
         self._gates = any(ways[i] is Way.GATE for i in indexes)
         self.arena = Arena(plan, cloned, holes)

@@ -26,6 +26,8 @@ class Way(str, Enum):
     CLONE = "clone"
     GATE = "gate"
     WAIT = "wait"
+    LEFT = "left"
+    """Digested and not copied: another rank of the node has its bytes."""
     CONSTANT = "constant"
 
 
@@ -85,6 +87,8 @@ class CopyPolicy:
     def _fixed(self, plan: Plan, index: int, owner: Device | None) -> Way | None:
         if index >= plan.first_constant:
             return Way.CONSTANT
+        if index >= plan.first_left:
+            return Way.LEFT
         if owner is None:
             return Way.HOST
         if plan.leaves[index].name in self.torn:

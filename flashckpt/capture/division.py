@@ -3,6 +3,17 @@
 Every rank of a set comes to the same division without asking the others: it follows from the set, its
 leaves and, for memory, from who shares the node. Owns this rule, and what a rank has learned of leaves that
 are said to be alike and are not. Ranks that have not learned it yet divide otherwise: who commits sees that.
+
+What holds of the memory of a node, and where:
+1. What a rank writes to storage stands in its own slot: a part never needs another rank's memory (`divide`).
+2. Each rank digests all leaves at each boundary, whoever holds them: its table is of its own state.
+3. A boundary counts as sealed by a node only if all its ranks have the same table of what they divide: names,
+   digests and holders (`ranks.node_table`). Any other is void, so that the one before it stays, and from
+   then on each rank holds its own. So every leaf of a boundary that counts is in some slot of the node.
+4. A resume reads what a rank lacks out of the other slots of the same boundary, and believes it only by the
+   digests in the rank's own table, before the vote and again in the live state (`restore.memory_tier`). No
+   trainer writes a slot before all ranks have filled theirs. A slot that is gone, torn or written again makes
+   this candidate unreadable for those that need it, and nothing else.
 """
 
 from __future__ import annotations
@@ -65,24 +76,34 @@ def _balanced(sizes: Mapping[str, int], loads: Mapping[int, int]) -> dict[str, i
 
 
 class SharedLeaves(NamedTuple):
-    """Leaves that `ranks` hold: by name the rank that writes each, None where each of them does."""
+    """Leaves that `ranks` hold: by name the rank that writes each, None where each of them does; and the one
+    rank of this node that has its bytes in its slot, None where each of them has."""
 
     ranks: tuple[int, ...]
     writers: Mapping[str, int | None]
+    holders: Mapping[str, int | None]
 
 
 class Sharing:
     """What `rank` does about leaves that others hold too. `is_divided`: one rank writes each, and all that
     read it must be able to reach its files; else each does. `within` are the ranks that share this one's
-    folder, None for all: others count as none. `by_rank` names those that have diverged, EVERY all that there
-    are."""
+    folder, None for all: others count as none. `node` are the ranks of its node, which divide what all of
+    them hold in memory, too, until `hold_whole`. `by_rank` names those that have diverged, EVERY all that
+    there are."""
 
     def __init__(
-        self, rank: int, *, is_divided: bool, within: Ranks | None = None, least_bytes: int = LEAST_BYTES
+        self,
+        rank: int,
+        *,
+        is_divided: bool,
+        least_bytes: int = LEAST_BYTES,
+        within: Ranks | None = None,
+        node: Collection[int] = (),
     ) -> None:
         self.rank, self.is_divided, self._least_bytes = rank, is_divided, least_bytes
-        self._within = within
+        self._within, self._node = within, frozenset(node) | {rank}
         self._holders: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self.is_held_whole = len(self._node) == 1 or not is_divided
         self.by_rank: frozenset[str] = frozenset()
 
     def keep_by_rank(self, names: Iterable[str]) -> None:
@@ -92,12 +113,32 @@ class Sharing:
             self.by_rank |= fresh
             log.warning("%d leaves are not alike on all ranks: each keeps its own from now on", len(fresh))
 
+    def hold_whole(self) -> None:
+        """The ranks of this node do not divide its memory alike, or what they divide is not alike: from the
+        next capture on each has all of its own. Any thread."""
+        if not self.is_held_whole:
+            self.is_held_whole = True
+            log.warning(
+                "what the ranks of this node are to hold alike was not the same on all of them: a snapshot "
+                "is void, and from now on each rank keeps a whole copy in memory"
+            )
+
+    @property
+    def ground(self) -> tuple[frozenset[str], bool]:
+        """What a plan is made by."""
+        return self.by_rank, self.is_held_whole
+
     def sets(
-        self, lives: Sequence[LiveLeaf], copied: Sequence[Leaf], constants: Mapping[str, bool]
+        self,
+        lives: Sequence[LiveLeaf],
+        copied: Sequence[Leaf],
+        constants: Mapping[str, bool],
+        plain: Collection[str],
     ) -> list[SharedLeaves]:
-        """The leaves of a plan by the ranks that hold them. `copied` are those that stand in the slot. Each
+        """The leaves of a plan by the ranks that hold them. `copied` are those that stand in a slot. Each
         rank writes its own `constants` that still are: some may have no region for them, and all divide
-        alike. Those that are none any more, which such a rank does not see, are divided apart."""
+        alike. Those that are none any more, which such a rank does not see, are divided apart, and in storage
+        alone. `plain` names what can be digested where it lies: anything else has a place in each slot."""
         names: dict[tuple[int, ...], list[str]] = {}
         for live in lives:
             if self._is_shared(live):
@@ -105,7 +146,7 @@ class Sharing:
         sizes = {leaf.name: leaf.num_bytes for leaf in copied}
         always = {name: size for name, size in sizes.items() if name not in constants}
         since = {name: size for name, size in sizes.items() if not constants.get(name, True)}
-        return [self._shared(ranks, names[ranks], always, since) for ranks in sorted(names)]
+        return [self._shared(ranks, names[ranks], always, since, plain) for ranks in sorted(names)]
 
     def _is_shared(self, live: LiveLeaf) -> bool:
         is_alike = self.by_rank.isdisjoint((EVERY, live.name))
@@ -120,11 +161,25 @@ class Sharing:
         return self._holders[ranks]
 
     def _shared(
-        self, ranks: tuple[int, ...], names: Sequence[str], *divided: Mapping[str, int]
+        self,
+        ranks: tuple[int, ...],
+        names: Sequence[str],
+        always: Mapping[str, int],
+        since: Mapping[str, int],
+        plain: Collection[str],
     ) -> SharedLeaves:
-        """`divided`: sizes of what is divided, each for itself."""
-        found: dict[str, int | None] = dict.fromkeys(names)
-        for sizes in divided if self.is_divided else ():
+        """`always`, `since`: sizes of what is divided, each for itself."""
+        writers: dict[str, int | None] = dict.fromkeys(names)
+        holders = writers.copy()
+        for sizes in (since, always) if self.is_divided else ():
             here = {name: sizes[name] for name in names if name in sizes}
-            found |= divide(here, ranks, ranks, self._least_bytes).writers
-        return SharedLeaves(ranks, found)
+            division = divide(here, ranks, self._node, self._least_bytes)
+            writers |= division.writers
+            if sizes is always and self._divides_memory(ranks, here):
+                holders |= {name: rank for name, rank in division.holders.items() if name in plain}
+        return SharedLeaves(ranks, writers, holders)
+
+    def _divides_memory(self, ranks: tuple[int, ...], sizes: Mapping[str, int]) -> bool:
+        # Of sets that all of the node are in, alone: then one number says of all its ranks that they agree.
+        is_worth_it = sum(sizes.values()) >= 2 * self._least_bytes
+        return is_worth_it and self._node <= set(ranks) and not self.is_held_whole

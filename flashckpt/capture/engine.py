@@ -165,6 +165,11 @@ class Capture:
         if self._sharing is not None and names:
             self._sharing.keep_by_rank(names)
 
+    def hold_whole(self) -> None:
+        """From the next capture on nothing is left to other ranks of the node. Any thread."""
+        if self._sharing is not None:
+            self._sharing.hold_whole()
+
     # ---- constants
 
     def look(self) -> None:

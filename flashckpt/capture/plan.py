@@ -6,7 +6,7 @@ addresses that native code reads. Decides nothing about ways, copies nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -65,7 +65,8 @@ class ConstantsRegion:
 class Plan:
     """Leaves of one walk, in the order of the digest table: ordinary ones in image order, then those of the
     `region` to which snapshots leave their constants. Every array has one entry a leaf; offsets are in bytes
-    from the first byte of the image that has it, and addresses are those of the live tensors.
+    from the first byte of the image that has it, and addresses are those of the live tensors. Leaves from
+    `first_left` on are digested and not copied: other ranks of the node have their bytes, or the region.
 
     `used` names the leaves that are left to the region. Others of it are `outdated`: they have an entry with
     the region's digest, and no tensor. `only` names what of a walk is planned, None for all. `sharing` says
@@ -86,16 +87,23 @@ class Plan:
         ordinary = [
             leaf_of(e.name, local(e.tensor), tuple(e.aliases), e.box) for e in lives if e.name not in used
         ]
-        sets = sharing.sets(lives, ordinary, constants) if sharing is not None else []
+        plain = {e.name for e in lives if is_plain(local(e.tensor))} if sharing is not None else ()
+        sets = sharing.sets(lives, ordinary, constants, plain) if sharing is not None else []
         mine = (None, sharing.rank if sharing is not None else None)
         elsewhere = {name for each in sets for name, by in each.writers.items() if by not in mine}
-        kept = Layout.of(each for each in ordinary if each.name in elsewhere) if elsewhere else None
+        left = {name for each in sets for name, by in each.holders.items() if by not in mine}
+        assert left <= elsewhere, "what a rank writes must stand in its own slot"
         shard = Layout.of(each for each in ordinary if each.name not in elsewhere)
-        self.image = SlotImage(shard, region.layout if region is not None else None, kept)
+        self.image = SlotImage(
+            shard,
+            region.layout if region is not None else None,
+            _layout(each for each in ordinary if each.name in elsewhere - left),
+            _layout(each for each in ordinary if each.name in left),
+        )
         self.region = region
         self.leaves = self.image.leaves
         self.outdated = self.image.outdated
-        self.first_constant = self.image.first_constant
+        self.first_left, self.first_constant = self.image.first_left, self.image.first_constant
         self.constants_bytes = self.image.constants_bytes
         self.json = plan_bytes(self.image.shard)
         self.constants_json = plan_bytes(self.image.constants) if self.image.constants is not None else b""
@@ -126,9 +134,9 @@ class Plan:
         rows = []
         for each in sets:
             names = sorted(each.writers, key=index.__getitem__)
-            indexes, writers = (index[name] for name in names), (each.writers[name] for name in names)
-            rows.append(ReplicaSet(ranks_of(each.ranks), tuple(indexes), tuple(writers)))
-        return replicas_bytes(self.image.kept, rows)
+            columns = [tuple(of[name] for name in names) for of in (each.writers, each.holders)]
+            rows.append(ReplicaSet(ranks_of(each.ranks), tuple(index[name] for name in names), *columns))
+        return replicas_bytes(self.image.kept, self.image.left, rows)
 
     def metadata_sizes(self, values_bytes: int) -> tuple[int, int, int, int, int]:
         """Of the parts of a slot's metadata, as `format.metadata` takes them."""
@@ -230,6 +238,11 @@ class Plan:
                 self._watched.append(index)
         self._watched_addresses: Addresses = np.zeros(len(items), dtype=np.uint64)
         self._watch = _native.Watch(items, tensors)
+
+
+def _layout(leaves: Iterable[Leaf]) -> Layout | None:
+    found = tuple(leaves)
+    return Layout.of(found) if found else None
 
 
 def _item(container: Any, key: Any) -> Any:

@@ -127,12 +127,11 @@ class Planner:
         ways = self._policy.choose(plan, owners, self._hooks.fired, room)
         return PreparedCopies(plan, owners, ways, self._policy.torn, self._devices, self._threads)
 
-    def _ground(self) -> tuple[frozenset[int], bool, frozenset[str]]:
+    def _ground(self) -> tuple[object, ...]:
         """What ways were chosen by, beside the plan: whose hooks fire, whether room is known, and what is not
         shared any more."""
         is_warm = not self._devices or self._heartbeat.boundaries >= _WARM_BOUNDARIES
-        by_rank = self._sharing.by_rank if self._sharing is not None else frozenset[str]()
-        return self._hooks.fired, is_warm, by_rank
+        return self._hooks.fired, is_warm, self._sharing.ground if self._sharing is not None else None
 
     def _room(self) -> dict[str, int]:
         """Bytes that arenas may take, by device: at most half of what is free, or what the user set."""

@@ -90,7 +90,7 @@ class SlotWriter:
         view = self._odd_views.get(index)
         if view is None:
             assert self.plan is not None
-            assert index < self.plan.first_constant, "it stands in another image"
+            assert index < self.plan.first_left, "it stands in another image"
             leaf, tensor = self.plan.leaves[index], self.plan.tensors[index]
             start = int(self.plan.offsets[index])
             place = self._image[start : start + leaf.num_bytes]

@@ -38,7 +38,7 @@ from flashckpt.commit import lineage
 from flashckpt.errors import DamagedError, FlashckptError, FormatError, OptionError, RunError
 from flashckpt.format.replicas import in_words
 from flashckpt.keeper.client import SlotGrant
-from flashckpt.memory.slot import Slot
+from flashckpt.memory.slot import Sealed, Slot
 from flashckpt.options import Environment, Keep, Options, check_call
 from flashckpt.persist.ledger import Event
 from flashckpt.ranks.group import join
@@ -236,8 +236,7 @@ def _resume(
         raise
     finally:
         for held in mapped:
-            held.unpin()
-            held.slot.close()
+            held.close()
         for region in regions:
             region.close()
 
@@ -312,7 +311,7 @@ def _survived(session: Session) -> tuple[list[Held], list[Slot]]:
     grants = session.keeper.surviving()
     found = [_mapped(grant) for grant in grants if grant.holds_constants]
     regions = {region.header.nonce: region for region in found if region is not None}
-    survived = [_held(grant, regions) for grant in grants if not grant.holds_constants]
+    survived = [_held(session, grant, regions) for grant in grants if not grant.holds_constants]
     return [held for held in survived if held is not None], list(regions.values())
 
 
@@ -404,21 +403,37 @@ def _mapped(grant: SlotGrant) -> Slot | None:
         return None
 
 
-def _held(grant: SlotGrant, regions: Mapping[int, Slot]) -> Held | None:
-    """A surviving slot with its snapshot, and the one of `regions`, by nonce, that this names."""
+def _held(session: Session, grant: SlotGrant, regions: Mapping[int, Slot]) -> Held | None:
+    """A surviving slot with its snapshot, the one of `regions`, by nonce, that this names, and the slots of
+    the ranks to which it has left something."""
     slot = _mapped(grant)
     if slot is None:
         return None
+    others: Sequence[Slot] = ()
     try:
         sealed = slot.sealed()
+        others = _others(session, sealed) if sealed is not None else ()
     except DamagedError as error:
         log.error("the snapshot in slot %s is passed over: %s", slot.name, error)
         sealed = None
+    except BaseException:
+        slot.close()
+        raise
     if sealed is None:
         slot.close()
         return None
     constants = regions.get(sealed.record.constants_nonce)
-    return Held(slot, grant.owner, sealed, constants=constants)
+    return Held(slot, grant.owner, sealed, constants=constants, others={each.rank: each for each in others})
+
+
+def _others(session: Session, sealed: Sealed) -> Sequence[Slot]:
+    """The slots of other ranks, where this snapshot needs them."""
+    try:
+        if sealed.slot.metadata(sealed).left is None:
+            return ()
+    except DamagedError:
+        return ()  # that is said when it is loaded
+    return session.keeper.of_same_boundary(*sealed.content)
 
 
 def _checkpointer(
@@ -476,7 +491,9 @@ def _capture(session: Session, tree: Tree, options: Options, pacing: Pacing, tak
         constants=taken.constants,
         region=taken.region,
         # Its declarations decide: alone, no other rank holds a leaf.
-        sharing=Sharing(session.environment.rank, is_divided=True, within=session.ranks),
+        sharing=Sharing(
+            session.environment.rank, is_divided=True, within=session.ranks, node=session.group.node
+        ),
     )
 
 

@@ -104,15 +104,18 @@ class Layout:
 @dataclass(frozen=True, slots=True)
 class SlotImage:
     """Where a snapshot's leaves stand: those of the shard in its slot's image; behind it, from a page on,
-    those that are `kept` and that another rank writes; and, where there are constants, those in the image of
-    a region that all slots share. Starts are in bytes from the image that has them.
+    those that are `kept` and that another rank writes; those that are `left` to other ranks of the node in
+    their slots, each in the image of whoever holds it; and, where there are constants, those in the image of
+    a region that all slots share. Starts are in bytes from the image that has them; of what is left, from
+    that of a copy of all of it.
 
-    A constant whose name the slot has too has changed since its region, or its file, was written: the
-    slot's bytes count, those of the region are `outdated`, and only dead weight."""
+    A constant whose name is among the others too has changed since its region, or its file, was written: the
+    bytes there count, those of the region are `outdated`, and only dead weight."""
 
     shard: Layout
     constants: Layout | None = None
     kept: Layout | None = None
+    left: Layout | None = None
 
     @property
     def own(self) -> tuple[Leaf, ...]:
@@ -120,9 +123,14 @@ class SlotImage:
         return self.shard.leaves + (self.kept.leaves if self.kept is not None else ())
 
     @property
-    def first_constant(self) -> int:
-        """How many leaves the slot has, and so the index among `leaves` of the first constant."""
+    def first_left(self) -> int:
+        """How many leaves the slot has, and so the index among `leaves` of the first that is left."""
         return len(self.shard.leaves) + (len(self.kept.leaves) if self.kept is not None else 0)
+
+    @property
+    def first_constant(self) -> int:
+        """The index among `leaves` of the first constant."""
+        return self.first_left + (len(self.left.leaves) if self.left is not None else 0)
 
     @property
     def num_bytes(self) -> int:
@@ -134,9 +142,14 @@ class SlotImage:
         return self.shard.num_bytes if self.kept is None else -(-self.shard.num_bytes // PAGE) * PAGE
 
     @property
+    def ordinary(self) -> tuple[Leaf, ...]:
+        """All but the constants: the slot's, then those that are left to other ranks."""
+        return self.own + (self.left.leaves if self.left is not None else ())
+
+    @property
     def leaves(self) -> tuple[Leaf, ...]:
-        """In the order of the digest table: the slot's, then the constants', outdated ones too."""
-        return self.own + (self.constants.leaves if self.constants is not None else ())
+        """In the order of the digest table: the ordinary ones, then the constants, outdated ones too."""
+        return self.ordinary + (self.constants.leaves if self.constants is not None else ())
 
     @property
     def outdated(self) -> frozenset[int]:
@@ -144,7 +157,7 @@ class SlotImage:
         if self.constants is None:
             return frozenset()
         first = self.first_constant
-        return frozenset(first + i for i in outdated(self.own, self.constants.leaves))
+        return frozenset(first + i for i in outdated(self.ordinary, self.constants.leaves))
 
     @property
     def constants_bytes(self) -> int:
@@ -153,7 +166,7 @@ class SlotImage:
 
     def starts(self) -> list[int]:
         """Where each leaf begins, in the order of `leaves`."""
-        layouts = [(0, self.shard), (self._kept_start, self.kept), (0, self.constants)]
+        layouts = [(0, self.shard), (self._kept_start, self.kept), (0, self.left), (0, self.constants)]
         found = [(start + layout.data_start, layout) for start, layout in layouts if layout is not None]
         return [start + leaf.offset for start, layout in found for leaf in layout.leaves]
 

@@ -30,7 +30,7 @@ from flashckpt.format.names import MAX_RANK
 from flashckpt.format.replicas import Ranks, Replicas, has_rank, ranks_from_json, ranks_to_json
 
 MAGIC = b"FLCKMETA"
-VERSION = 2
+VERSION = 3
 HEADER = struct.Struct("<8sIIQQQQQ8x")
 ALIGNMENT = 64
 MAX_PLAN_BYTES = 1 << 30
@@ -88,29 +88,31 @@ def layout_of(data: Buffer) -> Layout:
 
 
 class ReplicaSet(NamedTuple):
-    """Leaves of a snapshot that `ranks` hold alike by declaration: by their indexes in its digest table, and
-    the one rank that writes each, or None where each of `ranks` does."""
+    """Leaves of a snapshot that `ranks` hold alike by declaration: by their indexes in its digest table, the
+    one rank that writes each, or None where each of `ranks` does, and the one rank of this node that has its
+    bytes in its slot, or None where each does."""
 
     ranks: Ranks
     indexes: tuple[int, ...]
     writers: tuple[int | None, ...]
+    holders: tuple[int | None, ...]
 
 
-def replicas_bytes(kept: Layout | None, sets: Sequence[ReplicaSet]) -> bytes:
-    """What a slot says of replicas: the leaves in it that another rank writes, and all sets. Nothing where
-    there are none."""
+def replicas_bytes(kept: Layout | None, left: Layout | None, sets: Sequence[ReplicaSet]) -> bytes:
+    """What a slot says of replicas: the leaves in it that another rank writes, those that are left to other
+    ranks of the node, and all sets. Nothing where there are none."""
     if not sets:
         return b""
-    columns = leaf_columns(kept.leaves if kept is not None else ())
-    rows = [[ranks_to_json(each.ranks), each.indexes, each.writers] for each in sets]
-    return compact({"kept": columns, "sets": rows})
+    columns = [leaf_columns(each.leaves if each is not None else ()) for each in (kept, left)]
+    rows = [[ranks_to_json(each.ranks), each.indexes, each.writers, each.holders] for each in sets]
+    return compact({"kept": columns[0], "left": columns[1], "sets": rows})
 
 
 @dataclass(slots=True)
 class Metadata:
     """One block, unpacked: copies, which stay valid when the slot is written again. `digests` are those
-    of `leaves`: the layout's, those that are `kept` beside it, then the constants', whose bytes stand in
-    another region."""
+    of `leaves`: the layout's, those that are `kept` beside it, those that are `left` to other ranks of the
+    node, then the constants', whose bytes stand in another region."""
 
     layout: Layout
     digests: array[int]
@@ -118,10 +120,11 @@ class Metadata:
     constants: Layout | None = None
     kept: Layout | None = None
     sets: tuple[ReplicaSet, ...] = ()
+    left: Layout | None = None
 
     @property
     def image(self) -> SlotImage:
-        return SlotImage(self.layout, self.constants, self.kept)
+        return SlotImage(self.layout, self.constants, self.kept, self.left)
 
     @property
     def constants_digests(self) -> array[int]:
@@ -130,6 +133,14 @@ class Metadata:
     def replicas(self) -> tuple[Replicas, ...]:
         """The tables of replicas as a part has them."""
         return tuple(self._table(each) for each in self.sets)
+
+    def divided(self) -> list[tuple[int, int]]:
+        """Of each leaf that one rank holds for all of its node: the index, in the order of names, and that
+        rank."""
+        pairs = [pair for each in self.sets for pair in zip(each.indexes, each.holders, strict=True)]
+        found = [(index, holder) for index, holder in pairs if holder is not None]
+        leaves = self.leaves
+        return sorted(found, key=lambda pair: leaves[pair[0]].name)
 
     def _table(self, each: ReplicaSet) -> Replicas:
         leaves = self.leaves
@@ -179,23 +190,23 @@ class Metadata:
             _damaged("it is longer than the room it has")
         layout = layout_of(view[places.plan : places.plan + plan_len])
         said = _said_of_replicas(view[places.replicas : places.replicas + replicas_len])
-        kept = None if said is None else _kept_of(said, layout)
+        kept, left = (None, None) if said is None else _others_of(said, layout)
         constants = None
         if constants_len:
-            own = SlotImage(layout, None, kept).own
-            constants = _constants_of(view[places.constants : places.constants + constants_len], own)
+            ordinary = SlotImage(layout, None, kept, left).ordinary
+            constants = _constants_of(view[places.constants : places.constants + constants_len], ordinary)
         digests = array("Q", bytes(view[places.table : places.values]))
         values = bytes(view[places.values : places.num_bytes])
-        found = cls(layout, digests, values, constants, kept)
+        found = cls(layout, digests, values, constants, kept, left=left)
         found.sets = () if said is None else _sets_of(said, found.image)
         if count != len(found.leaves):
             _damaged(f"it has {count} digests for {len(found.leaves)} leaves")
         return found
 
 
-def _constants_of(data: Buffer, own: tuple[Leaf, ...]) -> Layout:
+def _constants_of(data: Buffer, ordinary: tuple[Leaf, ...]) -> Layout:
     constants = layout_of(data)
-    if why := contradiction(own, constants.leaves):
+    if why := contradiction(ordinary, constants.leaves):
         _damaged(why)
     return constants
 
@@ -204,31 +215,43 @@ def _said_of_replicas(data: Buffer) -> Fields | None:
     return Fields(strict_loads(bytes(data), what=_WHAT), _WHAT) if len(data) else None
 
 
-def _kept_of(said: Fields, layout: Layout) -> Layout | None:
-    leaves = leaves_from_columns(said.within("kept"))
+def _others_of(said: Fields, layout: Layout) -> tuple[Layout | None, Layout | None]:
+    """The leaves that other ranks write: those that are kept here, those that are left to them."""
     names = {name for leaf in layout.leaves for name in (leaf.name, *leaf.aliases)}
-    if any(not names.isdisjoint((leaf.name, *leaf.aliases)) for leaf in leaves):
-        _damaged("a leaf that another rank writes stands in its own shard, too")
-    return Layout.of(leaves) if leaves else None
+    found: list[Layout | None] = []
+    for key in ("kept", "left"):
+        leaves = leaves_from_columns(said.within(key))
+        of_these = {name for leaf in leaves for name in (leaf.name, *leaf.aliases)}
+        if not names.isdisjoint(of_these):
+            _damaged("a leaf that another rank writes or holds stands in it twice")
+        names |= of_these
+        found.append(Layout.of(leaves) if leaves else None)
+    return found[0], found[1]
 
 
 def _sets_of(said: Fields, image: SlotImage) -> tuple[ReplicaSet, ...]:
     leaves, shard, first = image.leaves, len(image.shard.leaves), image.first_constant
     seen, found = set(image.outdated), []
-    for row in said.rows("sets", "ranks", "indexes", "writers", max_items=MAX_LEAVES):
+    for row in said.rows("sets", "ranks", "indexes", "writers", "holders", max_items=MAX_LEAVES):
         ranks = ranks_from_json(row, "ranks", MAX_RANK)
-        indexes, writers = row.items("indexes", MAX_LEAVES), row.items("writers", MAX_LEAVES)
-        if not indexes or len(indexes) != len(writers):
+        indexes, *others = (row.items(key, MAX_LEAVES) for key in ("indexes", "writers", "holders"))
+        if not indexes or any(len(each) != len(indexes) for each in others):
             _damaged("a set of replicas is empty, or its columns are of different lengths")
-        for index, writer in zip(indexes, writers, strict=True):
+        for index, writer, holder in zip(indexes, *others, strict=True):
             if type(index) is not int or not 0 <= index < len(leaves) or index in seen:
                 _damaged("a replica is no leaf of it, or stands twice")
-            if writer is not None and (type(writer) is not int or not has_rank(ranks, writer)):
-                _damaged("a replica is written by a rank that does not hold it")
-            if writer is None and shard <= index < first:
+            for rank in (writer, holder):
+                if rank is not None and (type(rank) is not int or not has_rank(ranks, rank)):
+                    _damaged("a replica is written or held by a rank that does not have it")
+            if (
+                writer is None
+                and shard <= index < first
+                or holder is None
+                and image.first_left <= index < first
+            ):
                 _damaged("a leaf is left to a rank that has no name")
             seen.add(index)
-        found.append(ReplicaSet(ranks, tuple(indexes), tuple(writers)))
+        found.append(ReplicaSet(ranks, tuple(indexes), *map(tuple, others)))
     if not seen.issuperset(range(shard, first)):
         _damaged("a leaf is left to another rank, and is no replica")
     return tuple(found)

@@ -13,6 +13,7 @@ from flashckpt.keeper.connection import SlotGrant as SlotGrant
 from flashckpt.keeper.protocol import PROTOCOL, ProtocolError, Status, close_all
 from flashckpt.memory.control_page import SlotSize
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder
+from flashckpt.memory.slot import Slot
 from flashckpt.options import Keep
 
 _PATIENCE_S = 30.0
@@ -115,6 +116,27 @@ class KeeperClient(KeeperConnection):
         the constants that they share."""
         return self.call_with_descriptors({"op": "surviving"}, self._lent)
 
+    def of_same_boundary(self, attempt: AttemptName, step: int, boundary: int) -> list[Slot]:
+        """The slots of this node's other ranks that hold their snapshot of this boundary, mapped to be looked
+        at, and the caller's to close. Nothing keeps them as they are but what their ranks do."""
+        found: list[Slot] = []
+        asked = {"op": "same_boundary", "attempt": str(attempt), "step": step, "boundary": boundary}
+
+        def taken(answer: dict[str, Any], descriptors: list[int]) -> bool:
+            while descriptors:
+                found.append(_looked_at(descriptors.pop(0), descriptors))
+            return answer.get("is_all") is not False
+
+        try:
+            first = 0
+            while not self.call_with_descriptors({**asked, "first": first}, taken):
+                first = max(slot.rank for slot in found) + 1
+        except BaseException:
+            for slot in found:
+                slot.close()
+            raise
+        return found
+
     def started(self, parent: AttemptName, step: int, boundary: int) -> None:
         """`start.json` of this trainer's attempt is written: it went on from this boundary of another
         one, out of memory."""
@@ -153,6 +175,14 @@ class KeeperClient(KeeperConnection):
 
     def _lent(self, answer: dict[str, Any], descriptors: list[int]) -> list[SlotGrant]:
         return self._kept(answer, descriptors, lent=True)
+
+
+def _looked_at(descriptor: int, others: Sequence[int]) -> Slot:
+    try:
+        return Slot.open(descriptor, map_image=True)
+    except BaseException:
+        close_all([descriptor, *others])
+        raise
 
 
 def _one(grants: list[SlotGrant]) -> SlotGrant:

@@ -22,7 +22,7 @@ from flashckpt.memory.runtime import RuntimeFolder
 SOCKET_NAME = "keeper.socket"
 ELECTION_LOCK = "keeper.lock"
 LOG_NAME = "keeper.log"
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_MESSAGE_BYTES = 64 << 10
 MAX_DESCRIPTORS = 32
 _CREDENTIALS = struct.Struct("3i")

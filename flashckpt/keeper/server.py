@@ -204,6 +204,8 @@ class Requests:
                 return self._keep(self._who(connection), message)
             case "surviving":
                 return self._surviving(self._who(connection))
+            case "same_boundary":
+                return self._same_boundary(self._who(connection), message)
             case "started":
                 self._who(connection)
                 self._started(message)
@@ -272,8 +274,7 @@ class Requests:
         parent = AttemptName.parse(text(message, "parent", 64))
         if parent is None:
             raise ProtocolError("What an attempt went on from has no name. The connection was closed.")
-        step, boundary = number(message, "step", 0, MAX_STEP), number(message, "boundary", 0, MAX_BOUNDARY)
-        self._queue.taken_up(parent, step, boundary)
+        self._queue.taken_up(parent, *_place(message))
 
     def _hear_of_run(self, message: dict[str, Any]) -> None:
         """Where who asks has found the run; a trainer says it once, with its name."""
@@ -297,6 +298,19 @@ class Requests:
         found = (constants + found)[:MAX_DESCRIPTORS]
         rows = [self._regions.row(held, trainer.pid, trainer.lock) for held in found]
         return {"slots": rows}, [held.slot.descriptor for held in found]
+
+    def _same_boundary(self, trainer: Trainer, message: dict[str, Any]) -> Answer:
+        """The slots of other ranks with the snapshot of one boundary, to be looked at: those of the lowest
+        ranks from `first` on, as many as one answer takes."""
+        content = (AttemptName.parse(text(message, "attempt", 64)), *_place(message))
+        first = number(message, "first", 0, MAX_RANK)
+        by_rank: dict[int, HeldRegion] = {}
+        for held in self._regions.slots():
+            sealed = held.sealed() if held.slot.rank >= first else None
+            if sealed is not None and sealed.content == content and held.slot.rank != trainer.rank:
+                by_rank[held.slot.rank] = held
+        found = [by_rank[rank] for rank in sorted(by_rank)[:MAX_DESCRIPTORS]]
+        return {"is_all": len(found) == len(by_rank)}, [held.slot.descriptor for held in found]
 
     def _adopt(self, descriptors: list[int]) -> Answer:
         names, wrong = [], []
@@ -356,6 +370,11 @@ class Requests:
             ],
             "regions": [_described(held) for held in self._regions.everything()],
         }
+
+
+def _place(message: dict[str, Any]) -> tuple[int, int]:
+    """A step and its boundary."""
+    return number(message, "step", 0, MAX_STEP), number(message, "boundary", 0, MAX_BOUNDARY)
 
 
 def _described(held: HeldRegion) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def audit(snapshot: SealedSnapshot, is_stopped: Callable[[], bool] = lambda: Fal
         metadata = slot.metadata(sealed)
         crashpoints.point("audit.begun")
         sources = snapshot.sources(metadata)
-        if sum(len(each.leaves) for each in sources) < len(metadata.leaves):
+        if metadata.constants is not None and len(sources) == 1:
             return False  # not handed over yet, or gone: it is for whoever needs the bytes to say
         leaves = differing(metadata, sources, is_stopped)
     except Stopped:
@@ -88,7 +88,8 @@ def differing(
     metadata: Metadata, sources: Sequence[LeafSource], is_stopped: Callable[[], bool] = lambda: False
 ) -> list[int]:
     """Indexes, in the order of the table, of the leaves whose bytes do not have the digest of their boundary,
-    or stand in none of these sources: the first is the snapshot's own slot.
+    or stand in none of these sources: the first is the snapshot's own slot. What is left to other ranks of
+    the node is not looked at.
 
     May run while the slot is written again: then its result means nothing, and the word tells. Raises
     Stopped at the next window once `is_stopped`.
@@ -99,7 +100,10 @@ def differing(
         for index in each.region.not_held(metadata):
             del holders[index]
     image = metadata.image
+    left = range(image.first_left, image.first_constant)
     for index, (leaf, start) in enumerate(zip(image.leaves, image.starts(), strict=True)):
+        if index in left:
+            continue
         holder = holders.get(index)
         if holder is None:
             found.append(index)

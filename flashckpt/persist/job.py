@@ -126,11 +126,11 @@ class SealedSnapshot:
         return pin is None or self.slot.unpin(pin)
 
     def sources(self, metadata: Metadata) -> list[LeafSource]:
-        """Where the leaves of the snapshot stand, as far as they are here."""
-        own = metadata.image.first_constant
-        rest = range(own, len(metadata.leaves))
+        """Where the leaves of the snapshot stand, as far as they are here, but for those that are left to
+        other ranks: whoever has those in its own slot answers for them."""
+        rest = range(metadata.image.first_constant, len(metadata.leaves))
         shared = [LeafSource(region, rest) for region in self.regions if rest]
-        return [LeafSource(self.slot, range(own)), *shared]
+        return [LeafSource(self.slot, range(metadata.image.first_left)), *shared]
 
 
 class RankWrite(NamedTuple):

@@ -7,7 +7,7 @@ word, are changed by two, by compare-and-swap. Nothing here waits.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -29,14 +29,15 @@ from flashckpt.ranks.messages import (
 MOST_RANKS = 64
 _PAGE = 4096
 _WORD = 8
-_ROW_BYTES = 512
+_ROW_BYTES = 640
 _MASK = (1 << 32) - 1
 _SIGN = 1 << 64
 _TRIES = 100
 
-# On the first page: how often something was announced, the confirmed stop, since when nothing was heard, and
-# two places for announcements, of which the one that is not read is written.
-_ANNOUNCED, _CONFIRMED, _LOST = 0, 64, 72
+# On the first page: how often something was announced, the confirmed stop, since when nothing was heard,
+# whether the ranks divide their memory no more, and two places for announcements, of which the one that is
+# not read is written.
+_ANNOUNCED, _CONFIRMED, _LOST, _WHOLE = 0, 64, 72, 80
 _PLACES = (1024, 1024 + MOST_BYTES + _WORD)
 
 
@@ -66,6 +67,7 @@ class _Of(IntEnum):
     COMMITTED = 264
     SEALED = 320
     PID, STARTED, NAMESPACE = 448, 456, 464
+    TABLES = 512
 
 
 class LoopProgress(NamedTuple):
@@ -159,15 +161,19 @@ class RankRow:
 
     # ---- written by the rank's background thread
 
-    def publish(self, judged: int, sealed: Collection[int]) -> None:
+    def publish(self, judged: int, sealed: Mapping[int, int]) -> None:
         """The outcome of every boundary up to `judged` is known: of those that are still open these are
-        sealed, and no others. An entry keeps its place as long as it stands: who reads beside this misses
-        none."""
-        stands = self.sealed
-        new = sorted(set(sealed) - {*stands})
+        sealed, and no others, each with the number of its node's table. An entry keeps its place as long as
+        it stands: who reads beside this misses none."""
+        stands = [self._load(_Of.SEALED + _WORD * index) for index in range(MOST_OPEN)]
+        new = sorted(sealed.keys() - {*stands})
         for index, each in enumerate(stands):
             if each not in sealed:
-                self._store(_Of.SEALED + _WORD * index, new.pop() if new else 0)
+                # Nothing while the number is another one: it must never be read as that of this boundary.
+                self._store(_Of.SEALED + _WORD * index, 0)
+                if new:
+                    self._store(_Of.TABLES + _WORD * index, sealed[new[-1]])
+                    self._store(_Of.SEALED + _WORD * index, new.pop())
         assert not new, "more snapshots than slots"
         if judged > self.judged:
             self._store(_Of.JUDGED, judged)
@@ -204,9 +210,14 @@ class RankRow:
     # ---- read by the node's leader
 
     @property
-    def sealed(self) -> list[int]:
-        """Places of sealed snapshots that are still open; 0 for none."""
-        return [self._load(_Of.SEALED + _WORD * index) for index in range(MOST_OPEN)]
+    def sealed(self) -> dict[int, int]:
+        """Sealed snapshots that are still open, by boundary, each with the number of its node's table."""
+        found = {}
+        for place in range(0, _WORD * MOST_OPEN, _WORD):
+            ordinal, number = self._load(_Of.SEALED + place), self._load(_Of.TABLES + place)
+            if ordinal and self._load(_Of.SEALED + place) == ordinal:
+                found[ordinal] = number
+        return found
 
     @property
     def saves(self) -> dict[int, Call]:
@@ -353,6 +364,14 @@ class Board:
     def is_lost(self) -> bool:
         """Whether the leader has lost rank 0 for good."""
         return self._load(_LOST) != 0
+
+    @property
+    def is_held_whole(self) -> bool:
+        """Whether each rank of the node keeps whole copies in memory from now on."""
+        return self._load(_WHOLE) != 0
+
+    def hold_whole(self) -> None:
+        self._store(_WHOLE, 1)
 
     def lose(self, is_lost: bool) -> None:
         self._store(_LOST, int(is_lost))

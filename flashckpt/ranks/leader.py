@@ -75,7 +75,10 @@ class Leader:
         it."""
         rows, self._number = self._board.rows, self._number + 1
         judged = min(row.judged for row in rows)
-        sealed = [{*row.sealed} - {0} for row in rows]
+        sealed = [row.sealed for row in rows]
+        alike = _alike(sealed)
+        if len(alike) < len(set.intersection(*map(set, sealed))):
+            self._board.hold_whole()
         entered = [row.progress.entered for row in rows]
         saves = [row.saves for row in rows]
         saves_since = max(row.saves_since for row in rows)
@@ -87,7 +90,7 @@ class Leader:
             entered_low=min(entered),
             entered_high=max(entered),
             judged=judged,
-            sealed=tuple(sorted(set.intersection(*sealed))[-MOST_OPEN:]),
+            sealed=tuple(sorted(alike)[-MOST_OPEN:]),
             missed=_missed(rows, sealed, judged),
             slots=min(slots),
             offset=rows[0].offset,
@@ -115,10 +118,20 @@ class Leader:
         return self._died
 
 
-def _missed(rows: Sequence[RankRow], sealed: Sequence[set[int]], judged: int) -> tuple[int, int]:
-    """The newest boundary that some ranks have sealed and one has missed, and that one."""
+def _alike(sealed: Sequence[dict[int, int]]) -> set[int]:
+    """The boundaries that all ranks have sealed with the same table of what they divide: of any other, what
+    one rank has left to another may stand nowhere."""
+    first = sealed[0].items()
+    return {ordinal for ordinal, number in first if all(of.get(ordinal) == number for of in sealed)}
+
+
+def _missed(rows: Sequence[RankRow], sealed: Sequence[dict[int, int]], judged: int) -> tuple[int, int]:
+    """The newest boundary that some ranks have sealed and one has missed, or sealed with another table, and
+    that one."""
     for ordinal in sorted(set().union(*sealed), reverse=True):
-        without = next((row.rank for row, of in zip(rows, sealed, strict=True) if ordinal not in of), None)
+        number = next(of[ordinal] for of in sealed if ordinal in of)
+        pairs = zip(rows, sealed, strict=True)
+        without = next((row.rank for row, of in pairs if of.get(ordinal) != number), None)
         if ordinal <= judged and without is not None:
             return ordinal, without
     return 0, NONE

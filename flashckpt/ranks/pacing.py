@@ -145,6 +145,10 @@ class Pacing(Protocol):
         thread."""
 
     @property
+    def is_held_whole(self) -> bool:
+        """Whether nothing is left to other ranks of the node from now on."""
+
+    @property
     def awaits_others(self) -> bool:
         """Whether the other ranks live, as far as is known, and may still write their parts."""
 
@@ -198,6 +202,10 @@ class OwnPace:
     @property
     def committed(self) -> tuple[int, ...]:
         return ()
+
+    @property
+    def is_held_whole(self) -> bool:
+        return True
 
     @property
     def awaits_others(self) -> bool:
@@ -343,6 +351,10 @@ class JointPace:
     @property
     def committed(self) -> tuple[int, ...]:
         return self._heard.announced.committed
+
+    @property
+    def is_held_whole(self) -> bool:
+        return self._board.is_held_whole
 
     @property
     def awaits_others(self) -> bool:

@@ -7,6 +7,7 @@ slots' control pages and published; what was announced is written to the pages. 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from flashckpt.errors import DamagedError
 from flashckpt.memory.slot import Sealed, Slot, SlotState
 from flashckpt.ranks.board import Board, RankRow
 from flashckpt.ranks.messages import MOST_COMMITTED, Announcement
+from flashckpt.ranks.node_table import NodeTable
 
 
 @dataclass
@@ -63,6 +65,8 @@ class Snapshots:
         self._clock = clock
         self._asked: dict[int, Sealed] = {}
         self._committed: list[int] = []
+        self._table = NodeTable() if len(board.ranks) > 1 else None
+        self._numbers: dict[int, int] = {}
         self._begun, self._begun_s, self._landing_s = 0, 0.0, 0.0
         self.complete = (attempt_number, 0)
         self.void: frozenset[tuple[int, int]] = frozenset()
@@ -78,8 +82,19 @@ class Snapshots:
         budget = self._budget
         self._row.measure(writable, budget.plain_s or 0.0, budget.cost_s or 0.0, self._landing_s)
         judged = judged_until(settled, begun, is_writing=held.is_writing)
-        self._row.publish(judged, {each for each in held.sealed if each > announced.decided})
+        self._row.publish(judged, self._numbered(held, announced.decided))
         self._row.hear(announced.number)
+
+    def _numbered(self, held: HeldBoundaries, decided: int) -> dict[int, int]:
+        """Of the boundaries that are sealed and not decided, the numbers of their node's tables. What cannot
+        be read is not sealed."""
+        before, self._numbers = self._numbers, {}
+        for ordinal, sealed in held.sealed.items():
+            if ordinal > decided:
+                with contextlib.suppress(DamagedError):
+                    number = self._table.number(sealed) if self._table and ordinal not in before else 0
+                    self._numbers[ordinal] = before.get(ordinal, number)
+        return self._numbers
 
     def _apply(self, announced: Announcement, slots: Sequence[Slot], held: HeldBoundaries) -> None:
         # Before the word that lets others be overwritten: what is to be persisted is not given away.

@@ -1,10 +1,18 @@
-"""Snapshots that survived in this node's slots: pinned, audited, given as they stand."""
+"""Snapshots that survived in this node's slots: pinned, audited, given as they stand.
+
+What a rank has left to others of its node is read where it stands in their slots, and counts only with the
+digest of the rank's own table. None of these slots is pinned from here: only a trainer of its own rank writes
+a slot, and none does before all ranks have filled their state. What would be written all the same is found by
+the digests that are taken of the live state then.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from flashckpt.errors import DamagedError
+from flashckpt.format.metadata import Metadata
 from flashckpt.format.names import AttemptName
 from flashckpt.format.typed import decode_json
 from flashckpt.memory.slot import Sealed, Slot, SlotState, Word
@@ -17,7 +25,8 @@ class Held:
     """A slot of this rank, mapped by this process, and the owner index that this process has in it.
 
     `sealed` is the snapshot in it, `pinned` the word while it is ours, `constants` the region that the
-    snapshot names, mapped, where it names one that is here.
+    snapshot names, mapped, where it names one that is here; `others`, by rank, are the slots of other ranks
+    of this node that have the same boundary, mapped.
     """
 
     slot: Slot
@@ -25,6 +34,7 @@ class Held:
     sealed: Sealed | None = None
     pinned: Word | None = None
     constants: Slot | None = None
+    others: Mapping[int, Slot] = field(default_factory=dict)
 
     @property
     def step(self) -> int:
@@ -42,6 +52,18 @@ class Held:
         assert self.sealed is not None
         record = self.sealed.record
         return AttemptName(record.attempt_number, f"{record.attempt_nonce:08x}")
+
+    def lacks(self) -> tuple[int, ...]:
+        """The ranks to which leaves of the snapshot were left and whose slots are not here. Raises
+        DamagedError."""
+        assert self.sealed is not None
+        holders = {holder for _, holder in self.slot.metadata(self.sealed).divided()}
+        return tuple(sorted(holders - {self.slot.rank} - self.others.keys()))
+
+    def close(self) -> None:
+        self.unpin()
+        for each in (self.slot, *self.others.values()):
+            each.close()
 
     def unpin(self) -> None:
         """Let the keeper and the ring have the slot again."""
@@ -97,6 +119,7 @@ def _audited(held: Held, threads: int) -> Snapshot:
         values=decode_json(metadata.values),
         image=held.slot.image_view,
         constants_image=region.image_view if region is not None else None,
+        left=_left(held, metadata),
     )
     changed = audit(snapshot, threads)
     if changed or not _is_still(held):
@@ -106,3 +129,41 @@ def _audited(held: Held, threads: int) -> Snapshot:
             step=held.step,
         )
     return snapshot
+
+
+def _left(held: Held, metadata: Metadata) -> list[tuple[memoryview, int]]:
+    """Where each leaf stands that was left to another rank: in which image, and at which byte of it. Whether
+    these are the bytes of the boundary is for the audit to say. Raises DamagedError where some are not
+    there."""
+    if metadata.left is None:
+        return []
+    # Each of these has a holder, or the metadata would not have been read.
+    holders, first = dict(metadata.divided()), metadata.image.first_left
+    places = {rank: _places(slot, held) for rank, slot in held.others.items()}
+    found = []
+    for index, leaf in enumerate(metadata.left.leaves, first):
+        rank, wanted = holders[index], (leaf.content, metadata.digests[index])
+        start = places.get(rank, {}).get(wanted)
+        if start is None:
+            raise DamagedError(
+                f"Rank {rank} holds {leaf.name} of the snapshot of step {held.step} for all ranks of its "
+                "node, and its slot does not have it. It is passed over.",
+                step=held.step,
+            )
+        found.append((held.others[rank].image_view, start))
+    return found
+
+
+def _places(slot: Slot, held: Held) -> dict[tuple[object, int], int]:
+    """Where leaves stand in the image of another rank's slot, by content and digest. Nothing where it does
+    not say that it has them, of this boundary."""
+    assert held.sealed is not None
+    try:
+        sealed = slot.sealed()
+        if sealed is None or sealed.content != held.sealed.content:
+            return {}
+        metadata = slot.metadata(sealed)
+    except DamagedError:
+        return {}
+    rows = zip(metadata.image.own, metadata.digests, metadata.image.starts(), strict=False)
+    return {(leaf.content, digest): start for leaf, digest, start in rows}

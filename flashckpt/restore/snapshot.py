@@ -21,10 +21,11 @@ from flashckpt.state.tree import Saved
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
     """One rank's state at one step, which is a `boundary` of `attempt`. `image` is a writable buffer that
-    holds what `layout` says, but for constants: those are in `constants_image`. `digests` are those of
-    `layout.leaves`; `values` is what is not a tensor, decoded; `at_rest` is where the images are of one that
-    was read from disk; `untaken` names what a step of another layout has besides, `elsewhere` what of that is
-    of modules: another rank must have a place for it."""
+    holds what `layout` says, but for constants, which are in `constants_image`, and for what was left to
+    other ranks of the node: of each such leaf `left` has the buffer that holds it, and at which byte.
+    `digests` are those of `layout.leaves`; `values` is what is not a tensor, decoded; `at_rest` is where the
+    images are of one that was read from disk; `untaken` names what a step of another layout has besides,
+    `elsewhere` what of that is of modules: another rank must have a place for it."""
 
     step: int
     attempt: AttemptName
@@ -35,6 +36,7 @@ class Snapshot:
     values: dict[str, Any]
     image: memoryview = field(repr=False)
     constants_image: memoryview | None = field(default=None, repr=False)
+    left: Sequence[tuple[memoryview, int]] = field(default=(), repr=False)
     at_rest: StepImage | None = field(default=None, repr=False)
     untaken: tuple[str, ...] = field(default=(), repr=False)
     elsewhere: tuple[str, ...] = field(default=(), repr=False)
@@ -117,10 +119,13 @@ class Snapshot:
 
     def places(self) -> list[tuple[memoryview, Leaf, int]]:
         """Where each of `layout.leaves` begins: in which buffer, and at which byte of it."""
-        own = self.layout.first_constant
-        found = []
-        for index, (leaf, start) in enumerate(zip(self.layout.leaves, self.layout.starts(), strict=True)):
-            image = self.image if index < own else self.constants_image
+        layout, found = self.layout, []
+        for index, (leaf, start) in enumerate(zip(layout.leaves, layout.starts(), strict=True)):
+            image: memoryview | None = self.image
+            if index >= layout.first_constant:
+                image = self.constants_image
+            elif index >= layout.first_left:
+                image, start = self.left[index - layout.first_left]
             assert image is not None
             found.append((image, leaf, start))
         return found

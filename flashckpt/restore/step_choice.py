@@ -255,6 +255,19 @@ class StepChoice:
         """The snapshots in memory of which this rank needs nothing but what it has of them itself."""
         return [each for each in self._survived if each.sealed is not None and self._is_of_layout(each)]
 
+    def _is_whole(self, held: Held) -> bool:
+        """Whether the other ranks of this node have what this one has left to them of a snapshot. Where they
+        do not, it is no candidate, here or for them."""
+        try:
+            lacks = held.lacks()
+        except DamagedError:
+            return True  # it is passed over, and said, when it is loaded
+        if lacks:
+            log.info(
+                "step %d in memory: the slots of ranks %s, which held a part of it, do not", held.step, lacks
+            )
+        return not lacks
+
     def _is_of_layout(self, held: Held) -> bool:
         assert held.sealed is not None
         try:
@@ -298,7 +311,7 @@ class StepChoice:
     def candidates(self) -> list[Candidate]:
         """Newest step first, memory before local; steps that this machine has marked come last."""
         # Of two snapshots of one step, the later one is of the end of the epoch that this step ends.
-        by_age = sorted(self._usable, key=lambda e: e.age, reverse=True)
+        by_age = sorted(filter(self._is_whole, self._usable), key=lambda e: e.age, reverse=True)
         held = {each.slot.name: each for each in by_age}
         survived = {name: VisibleStep(each.step, each.attempt) for name, each in held.items()}
         found = lineage.sources(self._store, survived)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from flashckpt import _native
 from flashckpt.capture import Verdict
 from flashckpt.capture.constants import Constants
 from flashckpt.capture.copy_policy import CopyPolicy, Way
+from flashckpt.capture.division import Sharing
 from flashckpt.capture.plan import Plan
 from flashckpt.memory.slot import SlotRing, SlotState
 from tests.capture.simulated import SimulatedDevice, SimulatedStream
@@ -521,3 +524,42 @@ def test_what_a_silent_optimizer_may_write_has_no_gate_and_what_was_torn_is_wait
     assert found == {"both": "wait", "one": "gate", "torn": "wait"}
     plan.release()
     device.shutdown()
+
+
+@pytest.mark.parametrize("room", [NO_ROOM, 1 << 40])
+def test_what_another_rank_holds_is_digested_in_the_loops_order_and_not_copied(
+    make: Maker, ring: SlotRing, room: int
+) -> None:
+    loop = make(room=room, sharing=Sharing(0, is_divided=True, node=(0, 1), least_bytes=1))
+    walk = loop.state.walk
+
+    def shared(used_up: Callable[..., bool]) -> Walk:
+        found = walk(used_up)
+        for live in found.leaves:
+            live.replicas = (0, 1)
+        return found
+
+    loop.state.walk = shared  # type: ignore[method-assign]
+    left: set[str] = set()
+    for _ in range(4):
+        loop.device.compute.hold()
+        assert loop.iterate().captured
+        for name in {"model.a", "model.b"} & left:  # no gate holds these back, and none is needed
+            loop.kernel(partial(loop.model.get_parameter(name[-1]).data.add_, 1))
+        loop.finish()
+        found = ring.newest_sealed()
+        assert found is not None
+        slot, sealed = found
+        assert sealed.step == loop.step
+        metadata, reference = slot.metadata(sealed), loop.references[loop.step]
+        image = metadata.image
+        rows = list(zip(image.leaves, image.starts(), metadata.digests, strict=True))
+        assert {leaf.name for leaf, _, _ in rows} == reference.keys()
+        for leaf, _, digest in rows:
+            buffer = np.frombuffer(reference[leaf.name], dtype=np.uint8)
+            assert digest == _native.digest(_native.address_of(buffer), leaf.num_bytes)
+        for leaf, start, _ in rows[: image.first_left]:
+            assert bytes(slot.image_view[start : start + leaf.num_bytes]) == reference[leaf.name]
+        left = {leaf.name for leaf, _, _ in rows[image.first_left :]}
+        assert {"model.a", "model.b"} & left, "a large one"
+        assert {name for name, way in loop.ways().items() if way == "left"} == left

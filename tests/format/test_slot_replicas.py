@@ -30,16 +30,17 @@ KEPT = Layout.of(
         Leaf(name="wide", dtype="int64", shape=(2,)),
     ]
 )
+LEFT = Layout.of([Leaf(name="left", dtype="float32", shape=(4,))])
 CONSTANTS = Layout.of([Leaf(name="frozen", dtype="int8", shape=(7,))])
-IMAGE = SlotImage(SHARD, CONSTANTS, KEPT)
+IMAGE = SlotImage(SHARD, CONSTANTS, KEPT, LEFT)
 FIRST, SECOND = ranks_of(range(4)), ranks_of((0, 2))
 SETS = (
-    ReplicaSet(FIRST, (0, 2, 4, 5), (1, None, 3, None)),
-    ReplicaSet(SECOND, (3,), (2,)),
+    ReplicaSet(FIRST, (0, 2, 4, 6), (1, None, 3, None), (1, None, 0, None)),
+    ReplicaSet(SECOND, (3, 5), (2, 2), (None, 2)),
 )
 
 
-def block(replicas: bytes, constants: Layout | None = CONSTANTS, count: int = 6) -> bytes:
+def block(replicas: bytes, constants: Layout | None = CONSTANTS, count: int = 7) -> bytes:
     plan, fixed = plan_bytes(SHARD), plan_bytes(constants) if constants is not None else b""
     sizes = len(plan), count, len(VALUES), len(fixed), len(replicas)
     places = geometry(*sizes)
@@ -54,22 +55,27 @@ def block(replicas: bytes, constants: Layout | None = CONSTANTS, count: int = 6)
 
 
 def test_there_and_back() -> None:
-    found = Metadata.unpack(block(replicas_bytes(KEPT, SETS)))
+    found = Metadata.unpack(block(replicas_bytes(KEPT, LEFT, SETS)))
     assert (found.layout, found.constants, found.kept, found.sets) == (SHARD, CONSTANTS, KEPT, SETS)
     assert found.image == IMAGE
-    assert [leaf.name for leaf in found.leaves] == ["mine", "own", "theirs too", "wide", "kept", "frozen"]
-    assert list(found.constants_digests) == [15]
+    names = [leaf.name for leaf in found.leaves]
+    assert names == ["mine", "own", "theirs too", "wide", "kept", "left", "frozen"]
+    assert (IMAGE.first_left, IMAGE.first_constant) == (5, 6)
+    assert found.divided() == [(4, 0), (5, 2), (0, 1)]
+    assert list(found.constants_digests) == [16]
     first, second = found.replicas()
     assert [(leaf.name, digest, by) for leaf, digest, by in first.rows()] == [
-        ("kept", 14, 3), ("mine", 10, 1), ("theirs too", 12, None), ("frozen", 15, None),
+        ("kept", 14, 3), ("mine", 10, 1), ("theirs too", 12, None), ("frozen", 16, None),
     ]  # fmt: skip
-    assert [(leaf.name, digest, by) for leaf, digest, by in second.rows()] == [("wide", 13, 2)]
+    assert [(leaf.name, digest, by) for leaf, digest, by in second.rows()] == [
+        ("wide", 13, 2), ("left", 15, 2),
+    ]  # fmt: skip
 
 
 def test_without_replicas_nothing_is_said_of_them() -> None:
-    found = Metadata.unpack(block(replicas_bytes(None, ()), count=4))
+    found = Metadata.unpack(block(replicas_bytes(None, None, ()), count=4))
     assert (found.kept, found.sets, found.replicas()) == (None, (), ())
-    assert replicas_bytes(None, ()) == b""
+    assert replicas_bytes(None, None, ()) == b""
 
 
 def test_what_is_kept_begins_on_a_page_behind_the_shard() -> None:
@@ -78,7 +84,8 @@ def test_what_is_kept_begins_on_a_page_behind_the_shard() -> None:
     behind = -(-SHARD.num_bytes // PAGE) * PAGE
     assert starts["wide"] == behind + KEPT.data_start
     assert starts["kept"] == starts["wide"] + 16
-    assert IMAGE.num_bytes == behind + KEPT.num_bytes
+    assert IMAGE.num_bytes == behind + KEPT.num_bytes, "what is left takes no room in the slot"
+    assert starts["left"] == LEFT.data_start
     assert starts["frozen"] == CONSTANTS.data_start
     assert SlotImage(SHARD).num_bytes == SHARD.num_bytes
 
@@ -90,13 +97,18 @@ def test_what_is_kept_begins_on_a_page_behind_the_shard() -> None:
         put("kept", "names", 1, "mine"),
         put("kept", "aliases", {"1": ["own"]}),
         put("kept", "aliases", {"1": ["frozen"]}),
+        put("kept", "aliases", {"1": ["left"]}),
+        put("left", None),
+        put("left", "names", 0, "kept"),
+        put("left", "aliases", {"0": ["mine"]}),
+        put("left", "aliases", {"0": ["frozen"]}),
         put("sets", None),
         put("sets", []),
-        put("sets", [[[[0, 4, 1]], [0], [1]]]),
+        put("sets", [[[[0, 4, 1]], [0], [1], [1]]]),
         put("sets", 0, 0, [[0, 1, 1]]),
         put("sets", 0, 0, [[0, 1 << 40, 1]]),
         put("sets", 0, 1, []),
-        put("sets", 0, 1, 0, 6),
+        put("sets", 0, 1, 0, 7),
         put("sets", 0, 1, 0, -1),
         put("sets", 0, 1, 0, True),
         put("sets", 0, 1, 0, "0"),
@@ -108,16 +120,21 @@ def test_what_is_kept_begins_on_a_page_behind_the_shard() -> None:
         put("sets", 0, 2, 0, False),
         put("sets", 0, 2, 2, None),
         put("sets", 1, [[[0, 4, 1]]]),
+        put("sets", 0, 3, [1]),
+        put("sets", 0, 3, 0, 4),
+        put("sets", 0, 3, 0, False),
+        put("sets", 1, 3, 1, None),
+        put("sets", 1, 2, 1, None),
     ],
 )
 def test_what_contradicts_itself(change: Callable[[Any], None]) -> None:
-    said = json.loads(replicas_bytes(KEPT, SETS))
+    said = json.loads(replicas_bytes(KEPT, LEFT, SETS))
     change(said)
     with pytest.raises(DamagedError):
         Metadata.unpack(block(json.dumps(said).encode()))
 
 
-@pytest.mark.parametrize("said", [b"{", b"[]", b"{}", b"\xff", b'{"kept":{},"sets":[]}'])
+@pytest.mark.parametrize("said", [b"{", b"[]", b"{}", b"\xff", b'{"kept":{},"left":{},"sets":[]}'])
 def test_what_says_nothing(said: bytes) -> None:
     with pytest.raises(DamagedError):
         Metadata.unpack(block(said))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -15,8 +15,9 @@ from flashckpt.capture.schedule import Pace
 from flashckpt.format.names import AttemptName
 from flashckpt.format.typed import encode_json
 from flashckpt.memory.held_regions import Regions
-from flashckpt.memory.slot import Slot, SlotRing
+from flashckpt.memory.slot import Sealed, Slot, SlotRing
 from flashckpt.options import Options
+from flashckpt.restore.memory_tier import Held
 from flashckpt.state.leaves import Walk
 from flashckpt.state.tree import Tree
 from tests.persist.node import Rank
@@ -52,30 +53,57 @@ class SharingRank(Rank):
     """A rank whose slots are filled by a capture. All have the same weights and see the same gradients."""
 
     def __init__(
-        self, regions: Regions, rank: int, attempt: AttemptName, *, world: int, is_divided: bool = True
+        self,
+        regions: Regions,
+        rank: int,
+        attempt: AttemptName,
+        *,
+        world: int,
+        is_divided: bool = True,
+        node: tuple[int, ...] = (),
     ) -> None:
         torch.manual_seed(3)
         self.rank, self.attempt, self.net = rank, attempt, Net()
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.01)
         self.tree = SharedTree({"model": self.net, "optimizer": self.optimizer})
         self.tree.ranks = tuple(range(world))
-        self.sharing = Sharing(rank, is_divided=is_divided, least_bytes=1)
+        self.sharing = Sharing(rank, is_divided=is_divided, node=node, least_bytes=1)
         self.sealer = _native.Sealer()
         self.train(0)
         self.capture = Capture(
             self.tree, None, self.sealer, Options(), schedule=Pace(None), optimizers=self.tree.optimizers,
             attempt=(attempt.number, int(attempt.nonce, 16)), sharing=self.sharing,
         )  # fmt: skip
+        self.slots = list[Slot]()
+        self.have_slots(regions, range(3))
+
+    def have_slots(self, regions: Regions, indexes: Sequence[int]) -> None:
+        """Slots for the state as it is; those before go."""
         size = self.capture.room_needed(ordered=True)
         assert size is not None
-        made = regions.make(rank, range(3), size)
+        made = regions.make(self.rank, indexes, size)
         assert made.error is None
         held = [regions.take(region) for region in made.regions]
-        self.slots = [Slot.open(os.dup(each.slot.descriptor), map_image=True) for each in held]
-        lock = f"trainer-{rank:05d}-1-{'a' * 8}.lock"
-        self.owners = {each.name: each.enroll(os.getpid(), lock, lambda _: True) for each in self.slots}
-        self.ring = SlotRing(self.slots)
+        slots = [Slot.open(os.dup(each.slot.descriptor), map_image=True) for each in held]
+        lock = f"trainer-{self.rank:05d}-1-{'a' * 8}.lock"
+        self.owners = {each.name: each.enroll(os.getpid(), lock, lambda _: True) for each in slots}
+        self.ring = SlotRing(slots)
         self.capture.set_slots(self.ring, self.owners)
+        for slot in self.slots:
+            slot.close()
+        self.slots = slots
+
+    def held(self, others: Iterable[SharingRank] = ()) -> Held:
+        """What is newest in its slots, and that of other ranks, as a resume has them."""
+        slot, sealed = self.newest()
+        return Held(
+            slot, self.owners[slot.name], sealed, others={each.rank: each.newest()[0] for each in others}
+        )
+
+    def newest(self) -> tuple[Slot, Sealed]:
+        found = self.ring.newest_sealed()
+        assert found is not None
+        return found
 
     def train(self, step: int) -> None:
         torch.manual_seed(step)
@@ -98,9 +126,7 @@ class SharingRank(Rank):
         outcome = self.capture.boundary(step, self._values, due=True, ordered=True)
         assert outcome.captured, outcome
         assert self.sealer.drain(240)
-        found = self.ring.newest_sealed()
-        assert found is not None
-        slot, sealed = found
+        slot, sealed = self.newest()
         if persist:
             slot.request_persist(sealed.generation)
         return slot, sealed.generation

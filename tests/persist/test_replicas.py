@@ -23,7 +23,7 @@ from flashckpt.memory.runtime import identity_of
 from flashckpt.persist.audit import differing
 from flashckpt.persist.job import JobState, SealedSnapshot
 from flashckpt.restore.filling import audit
-from flashckpt.restore.memory_tier import Held, load
+from flashckpt.restore.memory_tier import load
 from flashckpt.restore.snapshot import Snapshot
 from flashckpt.restore.step_image import read_image
 from flashckpt.store.local import LocalStore
@@ -49,11 +49,14 @@ Make = Callable[..., list[Node]]
 def make_nodes(tmp_path: Path, store: LocalStore) -> Iterator[Make]:
     made: list[Node] = []
 
-    def make(of: tuple[tuple[int, ...], ...] = NODES, *, is_divided: bool = True) -> list[Node]:
+    def make(
+        of: tuple[tuple[int, ...], ...] = NODES, *, is_divided: bool = True, is_whole: bool = False
+    ) -> list[Node]:
         world = sum(map(len, of))
         attempt = begun(store, world)
-        rank = partial(SharingRank, world=world, is_divided=is_divided)
         for ranks in of:
+            node = () if is_whole else ranks
+            rank = partial(SharingRank, world=world, is_divided=is_divided, node=node)
             memory = tmp_path / f"memory-{len(made)}"
             made.append(Node(store, memory, attempt, ranks, world, make=rank))
         return made
@@ -103,14 +106,12 @@ def test_each_rank_gets_all_of_its_state_back(make_nodes: Make, of: tuple[tuple[
         parts = read_step(record.store, STEP, record.attempt, {rank.rank}, with_writers=True)
         assert at_rest(parts, rank.rank) == rank.live()
     assert verify(nodes[0].store).ok
-    # Memory: each slot has all of its rank, however little that rank wrote.
-    for rank in ranks:
-        found = rank.ring.newest_sealed()
-        assert found is not None
-        slot, sealed = found
-        held = Held(slot, rank.owners[slot.name], sealed)
-        assert content(load(held, 1)) == rank.live()
-        held.unpin()
+    # Memory: the slots of a node have all of each of its ranks, however little that rank wrote.
+    for node in nodes:
+        for rank in ranks_of([node]):
+            held = rank.held(each for each in ranks_of([node]) if each is not rank)
+            assert content(load(held, 1)) == rank.live()
+            held.unpin()
 
 
 def test_what_is_alike_is_written_once(make_nodes: Make) -> None:
@@ -142,7 +143,7 @@ def test_undivided_each_writes_its_own_and_they_are_compared_all_the_same(make_n
 
 
 def test_a_replica_that_diverged_is_named_and_kept_by_rank_from_then_on(make_nodes: Make) -> None:
-    nodes = make_nodes()
+    nodes = make_nodes(is_whole=True)
     persist(nodes)
     harmed = ranks_of(nodes)[3]
     with torch.no_grad():
@@ -194,7 +195,7 @@ def test_what_is_learned_while_a_plan_is_made_is_not_missed(
 
 
 def test_a_tear_in_what_another_rank_writes_is_seen_in_memory(make_nodes: Make) -> None:
-    nodes = make_nodes()
+    nodes = make_nodes(is_whole=True)
     rank = ranks_of(nodes)[0]
     slot, generation = rank.snapshot(STEP)
     sealed = slot.sealed()
@@ -202,12 +203,12 @@ def test_a_tear_in_what_another_rank_writes_is_seen_in_memory(make_nodes: Make) 
     metadata = slot.metadata(sealed)
     snapshot = SealedSnapshot(slot, generation, rank.owners[slot.name])
     assert differing(metadata, snapshot.sources(metadata)) == []
-    kept = metadata.image.first_constant - 1
+    kept = metadata.image.first_left - 1
     assert kept >= len(metadata.layout.leaves), "a leaf that another rank writes"
     slot.image_view[metadata.image.starts()[kept]] ^= 1
     assert differing(metadata, snapshot.sources(metadata)) == [kept]
     with pytest.raises(DamagedError, match="not what was captured"):
-        load(Held(slot, rank.owners[slot.name], sealed), 1)
+        load(rank.held(), 1)
 
 
 def test_damage_in_the_shard_of_another_rank_is_damage_of_the_step(
@@ -240,7 +241,7 @@ def test_what_a_dead_job_left_in_memory_is_recovered(
     attempts.start(store, attempt, None, 0, 2)
     attempts.mark_ended(store, attempt, "dead")
     identity = identity_of(open_run(store, create=False).run_id, store.place())
-    node = Node(store, runtime, attempt, (0, 1), 2, identity, make=partial(SharingRank, world=2))
+    node = Node(store, runtime, attempt, (0, 1), 2, identity, make=partial(SharingRank, world=2, node=(0, 1)))
     node.seal(STEP, persist=False)
     live = {rank.rank: rank.live() for rank in ranks_of([node])}
     node.close(leaves_memory=True)

@@ -1,13 +1,12 @@
 """What the ranks of these tests train: DDP on gloo, with dropout, BatchNorm and a DistributedSampler.
 
 `python -m tests.ranks.rank tests.ranks.ddp RUN ORDERS-JSON`. Each step prints "step N LOSS BATCH", the end
-"state HASH". Orders, all optional: `options` of the loop, `keep_last`, `epochs`, `workers` of the loader,
-`save_at`: a step that is persisted, several, or "each": then none is left out, `freeze_at`: in that
-iteration the
-node's keeper is stopped, `hold_at`: in that iteration a rank prints "held N"
-and stands still, to be killed; `harm_at`: [rank, step], in which that rank changes a parameter for itself;
-and `deaths`: of each incarnation of the group the rank that dies in it, and
-at which of the package's crash points.
+"state HASH". Orders, all optional: `options` of the loop, `keep_last`, `epochs`, `width` of the model,
+`workers` of the loader, `save_at`: a step that is persisted, several, or "each": then none is left out,
+`freeze_at`: in that iteration the node's keeper is stopped, `harm_at`: [rank, step], in which that rank
+changes a parameter for itself, `hold_at`: in that iteration a rank prints "held N" and stands still, to be
+killed; and `deaths`: of each incarnation of the group the rank that dies in it, and at which of the package's
+crash points.
 """
 
 from __future__ import annotations
@@ -35,9 +34,11 @@ from tests.waiting import until_room, until_slots
 SAMPLES, BATCH, EPOCHS = 48, 4, 3
 
 
-def model() -> nn.Module:
+def model(width: int = 16) -> nn.Module:
     torch.manual_seed(7)
-    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
+    return nn.Sequential(
+        nn.Linear(6, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.3), nn.Linear(width, 3)
+    )
 
 
 def noisy(samples: list[Any]) -> list[Any]:
@@ -85,7 +86,7 @@ def train(run: str, orders: dict[str, Any]) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     # Without it DDP orders its buckets anew after the first backward of a process, so that what several ranks
     # add up there is added in another order than in a process that had gone on: exact for two ranks alone.
-    net = DistributedDataParallel(model(), find_unused_parameters=True)
+    net = DistributedDataParallel(model(orders.get("width", 16)), find_unused_parameters=True)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     data = loader(rank, world, orders.get("workers", 0))
     torch.manual_seed(100 + rank)  # each drops others

@@ -7,12 +7,15 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
+from array import array
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from flashckpt.capture.schedule import Every
+from flashckpt.format.layout import Layout
+from flashckpt.format.metadata import Metadata
 from flashckpt.memory.control_page import Record
 from flashckpt.memory.slot import Sealed, SlotRing, SlotState, Word
 from flashckpt.ranks.board import Board
@@ -55,6 +58,10 @@ class PlayedSlot:
         counts |= {"step": self.boundary, "boundary": self.boundary, "captured_ns": self.boundary}
         slot: Any = self
         return Sealed(slot, self.word, Record(**counts), b"")
+
+    def metadata(self, sealed: Sealed) -> Metadata:
+        """Of a state without leaves."""
+        return Metadata(Layout.of(()), array("Q"), b"{}")
 
     def set_complete(self, attempt_number: int, boundary: int) -> None:
         self.complete = attempt_number, boundary

@@ -102,13 +102,13 @@ def test_calls_of_save_are_known_or_known_not_to_be() -> None:
 def test_what_is_sealed_keeps_its_place_while_others_come_and_go() -> None:
     """Who reads beside the writer misses none."""
     [row] = board_of(0).rows
-    row.publish(5, {3, 5})
-    place = row.sealed.index(3)
-    row.publish(9, {3, 8, 9})
-    assert row.sealed[place] == 3
-    assert {*row.sealed} == {0, 3, 8, 9}
+    row.publish(5, {3: 30, 5: 50})
+    place = list(row.sealed).index(3)
+    row.publish(9, {3: 30, 8: 80, 9: 90})
+    assert list(row.sealed)[place] == 3
+    assert row.sealed == {3: 30, 8: 80, 9: 90}
     assert row.judged == 9
-    row.publish(8, set())
+    row.publish(8, {})
     assert row.judged == 9, "it only moves on"
 
 

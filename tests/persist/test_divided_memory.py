@@ -1,0 +1,193 @@
+"""A node's memory has what its ranks hold alike once: each rank gets its bits back out of all their slots, or
+is told that it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashckpt.errors import DamagedError
+from flashckpt.memory.slot import SlotState
+from flashckpt.persist.audit import audit
+from flashckpt.persist.job import SealedSnapshot
+from flashckpt.ranks.board import Board
+from flashckpt.ranks.leader import Leader
+from flashckpt.ranks.node_table import NodeTable
+from flashckpt.restore.filling import audit as unlike
+from flashckpt.restore.memory_tier import Held, load
+from flashckpt.restore.step_choice import StepChoice
+from tests.commit.runs import new_run
+from tests.persist.node import Node, begun
+from tests.persist.sharing import SharingRank, bytes_of
+
+NODE = (0, 1, 2)
+STEP = 3
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    store, world = new_run(tmp_path / "run"), len(NODE)
+    make = partial(SharingRank, world=world, node=NODE)
+    node = Node(store, tmp_path / "memory", begun(store, world), NODE, world, make=make)
+    yield node
+    node.close()
+
+
+@pytest.fixture
+def ranks(node: Node) -> list[SharingRank]:
+    node.seal(STEP, persist=False)
+    found = [node.ranks[rank] for rank in NODE]
+    assert all(isinstance(rank, SharingRank) for rank in found)
+    return found  # type: ignore[return-value]
+
+
+def others(ranks: list[SharingRank], rank: int) -> list[SharingRank]:
+    return [each for each in ranks if each.rank != rank]
+
+
+def loaded(held: Held) -> dict[str, bytes]:
+    try:
+        snapshot = load(held, 1)
+        assert unlike(snapshot, 1) == []
+        return {name: bytes_of(snapshot.tensor(name)) for name in snapshot.digests_by_name}
+    finally:
+        held.unpin()
+
+
+def in_slot(rank: SharingRank) -> dict[str, int]:
+    """Leaves whose bytes stand in a rank's own slot, with their sizes."""
+    slot, sealed = rank.newest()
+    return {leaf.name: leaf.num_bytes for leaf in slot.metadata(sealed).image.own}
+
+
+def numbers(ranks: list[SharingRank]) -> list[int]:
+    return [NodeTable().number(rank.newest()[1]) for rank in ranks]
+
+
+def test_each_leaf_that_is_alike_stands_in_one_slot_and_every_rank_has_all_of_its_bits(
+    ranks: list[SharingRank],
+) -> None:
+    slots = [in_slot(rank) for rank in ranks]
+    alike = {live.name for live in ranks[0].tree.walk(ranks[0].capture.hooks.used_up).leaves if live.replicas}
+    odd = {name for name in alike if sum(name in slot for slot in slots) > 1}
+    # Rows in another order than they are stored in are made so on their way into a slot, on each rank.
+    assert odd == {name for name in alike if "conv.weight" in name and not name.endswith(".step")}
+    for name in alike - odd:
+        assert sum(name in slot for slot in slots) == 1, name
+    sizes = [sum(size for name, size in slot.items() if name in alike - odd) for slot in slots]
+    assert max(sizes) < sum(sizes) / 2
+    for rank in ranks:
+        assert loaded(rank.held(others(ranks, rank.rank))) == rank.live()
+
+
+def test_what_a_rank_writes_stands_in_its_own_slot(node: Node, ranks: list[SharingRank]) -> None:
+    """A part needs no other rank's memory."""
+    for rank in ranks:
+        slot, sealed = rank.newest()
+        metadata = slot.metadata(sealed)
+        left = metadata.image.leaves[metadata.image.first_left : metadata.image.first_constant]
+        assert left
+        assert not {leaf.name for leaf in metadata.layout.leaves} & {leaf.name for leaf in left}
+        snapshot = SealedSnapshot(slot, sealed.generation, rank.owners[slot.name])
+        assert audit(snapshot) is True
+        slot.image_view[metadata.image.starts()[metadata.image.first_left - 1]] ^= 1
+        assert getattr(audit(snapshot), "leaves", ()), "what it holds for others is audited, too"
+
+
+@pytest.mark.parametrize("what", ["gone", "flipped", "another boundary", "freed", "digest"])
+def test_a_slot_of_another_rank_that_is_not_what_it_was_makes_it_unreadable(
+    ranks: list[SharingRank], what: str
+) -> None:
+    rank, other = ranks[0], ranks[1]
+    held = rank.held(others(ranks, 0))
+    slot, sealed = other.newest()
+    if what == "gone":
+        held = rank.held(ranks[2:])
+        assert held.lacks() == (1,)
+    elif what == "flipped":
+        image = slot.metadata(sealed).image
+        left = {leaf.name for leaf in rank.newest()[0].metadata(rank.newest()[1]).left.leaves}  # type: ignore[union-attr]
+        rows = zip(image.own, image.starts(), strict=False)
+        slot.image_view[next(start for leaf, start in rows if leaf.name in left and leaf.num_bytes)] ^= 1
+    elif what == "another boundary":
+        for step in range(STEP + 1, STEP + 4):  # each of its slots is written again
+            other.snapshot(step)
+    elif what == "freed":
+        assert slot.free(slot.state())
+    else:
+        with torch.no_grad():
+            for parameter in other.net.parameters():
+                parameter += 1
+        other.boundary = STEP
+        again, _ = other.again(STEP)
+        held = Held(held.slot, held.owner, held.sealed, others={**held.others, 1: again})
+    before = rank.live()
+    with pytest.raises(DamagedError, match="passed over"):
+        loaded(held)
+    assert held.slot.state().state is SlotState.SEALED, "its own stays for whoever needs it"
+    assert rank.live() == before
+
+
+def test_what_cannot_be_put_together_is_no_candidate(node: Node, ranks: list[SharingRank]) -> None:
+    def candidates(held: Held) -> list[int]:
+        choice = StepChoice(node.store, [held], 0, lambda snapshot: None, 1)
+        return [each.step for each in choice.candidates()]
+
+    assert candidates(ranks[0].held(others(ranks, 0))) == [STEP]
+    assert candidates(ranks[0].held(ranks[2:])) == []
+
+
+def test_ranks_that_have_the_same_table_say_so_by_one_number(ranks: list[SharingRank]) -> None:
+    [number] = {*numbers(ranks)}
+    assert number
+    for rank in ranks:
+        rank.snapshot(STEP + 1)
+    assert len({*numbers(ranks)} | {number}) == 2
+    with torch.no_grad():
+        ranks[1].net.first.bias[0] += 1  # whoever holds it
+    for rank in ranks:
+        rank.again(STEP + 2)
+    first, second, third = numbers(ranks)
+    assert first == third != second
+
+
+def test_a_rank_that_divides_otherwise_has_another_number(node: Node, ranks: list[SharingRank]) -> None:
+    ranks[2].sharing.keep_by_rank(["model.second.weight"])
+    ranks[2].have_slots(node.regions, range(3, 6))
+    for rank in ranks:
+        rank.snapshot(STEP + 1)
+    first, second, third = numbers(ranks)
+    assert first == second != third
+
+
+def test_ranks_that_hold_whole_copies_need_no_other(node: Node, ranks: list[SharingRank]) -> None:
+    for rank in ranks:
+        rank.capture.hold_whole()
+        size = rank.capture.room_needed(ordered=True)
+        assert size is not None
+        assert size.image_bytes > rank.slots[0].size.image_bytes, "slots grow with it"
+        rank.have_slots(node.regions, range(3, 6))
+        rank.snapshot(STEP + 1)
+        assert in_slot(rank).keys() == rank.live().keys()
+        assert loaded(rank.held()) == rank.live()
+    assert numbers(ranks) == [0, 0, 0]
+
+
+def test_a_boundary_of_which_tables_differ_is_missed_and_ends_the_division() -> None:
+    board = Board(bytearray(Board.num_bytes(3)), NODE)
+    board.format()
+    leader = Leader(board)
+    for row in board.rows:
+        row.enter(2, 2)
+        row.settle(2)
+        row.publish(1, {1: 7})
+    assert (leader.say().sealed, board.is_held_whole) == ((1,), False)
+    for row, number in zip(board.rows, (8, 8, 9), strict=True):
+        row.publish(2, {1: 7, 2: number})
+    said = leader.say()
+    assert (said.sealed, said.missed) == ((1,), (2, 2))
+    assert board.is_held_whole

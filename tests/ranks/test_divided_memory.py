@@ -1,0 +1,74 @@
+"""Ranks of a node that divide its memory: killed at any point they go on with their own bits, out of each
+other's slots."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import flashckpt
+from flashckpt.memory.region import is_region_name
+from tests.ranks.launch import Launcher
+from tests.ranks.test_ddp import PROGRAM, start, steps_of, undisturbed
+from tests.ranks.test_kills import STEPS_PER_EPOCH, assert_whole
+
+pytestmark = pytest.mark.dist
+# So wide that it is worth dividing: parameters and two moments of each are all but a little of the state.
+WIDTH = 1 << 16
+STATE_BYTES = 12 * WIDTH * 4 * 3
+# Of each incarnation the rank that dies, and where: before its own seal, with the other's done or not, and
+# while it reads what the other holds for it.
+DEATHS = [(1, "capture.copied:3"), (0, "seal.submitting:2"), (1, "resume.verified"), (1, "seal.submitting:1")]
+
+
+def region_bytes(launcher: Launcher) -> list[int]:
+    found = [each for each in launcher.runtime().rglob("*") if is_region_name(each.name)]
+    return [each.stat().st_size for each in found]
+
+
+def test_ranks_are_killed_and_go_on_out_of_each_others_slots(launcher: Launcher, tmp_path: Path) -> None:
+    run, ranks, epochs = tmp_path / "run", 2, 3
+    whole = undisturbed(launcher, tmp_path / "whole", ranks, epochs=epochs, width=WIDTH)
+    orders = {"epochs": epochs, "save_at": "each", "deaths": DEATHS, "width": WIDTH}
+    said, sizes = [], list[int]()
+    for restart in range(len(DEATHS) + 1):
+        job = launcher.fork(PROGRAM, run, json.dumps(orders), ranks=ranks, restart=restart)
+        if restart < len(DEATHS):
+            job.until_died(DEATHS[restart][0])
+            sizes += region_bytes(launcher)
+            job.kill()
+        else:
+            last = job.finished()
+        said.append([job.said(rank) for rank in range(ranks)])
+    assert sizes
+    assert max(sizes) < STATE_BYTES, "a slot of each rank, with room to grow, has less than all of it"
+    assert_whole(said, whole, last, run)
+    resumed = [out[0].split() for each in said[1:] for out in each if out]
+    assert {tier for word, _, tier in resumed if word == "resumed"} == {"memory"}
+
+
+def test_what_has_diverged_ends_the_division_and_each_rank_gets_its_own_back(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    run, orders = tmp_path / "run", {"width": WIDTH, "harm_at": [1, 5]}
+    whole = undisturbed(launcher, tmp_path / "whole", 2, epochs=5, **orders)
+    job = start(launcher, run, 2, epochs=4, options={"persist_every": 1}, **orders)
+    job.finished()
+    assert "whole copy in memory" in job.told()
+    assert "replicas have diverged" in job.told()
+    # Its one save finds anew what has diverged, and says so at the end.
+    ended = start(launcher, run, 2, epochs=5, width=WIDTH).ended()
+    step = 4 * STEPS_PER_EPOCH
+    for expected, each in zip(whole, ended, strict=True):
+        assert each.out[0].startswith(f"resumed {step} ")
+        assert steps_of(each.out) == {n: line for n, line in steps_of(expected.out).items() if n > step}
+
+
+def test_what_diverges_in_the_last_step_is_saved_all_the_same(launcher: Launcher, tmp_path: Path) -> None:
+    """The boundary of the end is void, and is captured again with whole copies, by those who know of it."""
+    run = tmp_path / "run"
+    start(launcher, run, 2, epochs=1, harm_at=[1, STEPS_PER_EPOCH], width=WIDTH).finished()
+    assert flashckpt.steps(run)[-1] > STEPS_PER_EPOCH
+    assert flashckpt.verify(run).ok
