@@ -377,9 +377,11 @@ class Queue:
         self._told(job, StepOutcome(JobState.VOID, Void.SUPERSEDED, str(job.attempt), message=why))
 
     def _counted_otherwise(self, job: StepJob, ranks: Collection[int]) -> dict[int, int]:
-        """Those of these ranks that have sealed the same boundary as another step, with that step."""
+        """Those of these ranks that have sealed the same boundary as another step, with that step. One that
+        has sealed it as this step since it was looked for is none of them."""
         same = [e for e in self._regions.sealed() if (e.attempt, e.boundary) == (job.attempt, job.boundary)]
-        return {each.slot.rank: each.step for each in same if each.slot.rank in ranks}
+        unlike = [each for each in same if each.step != job.step]
+        return {each.slot.rank: each.step for each in unlike if each.slot.rank in ranks}
 
     def _has_passed(self, job: StepJob, rank: int) -> bool:
         """Whether a rank that does not hold it has sealed a later boundary: it never will."""

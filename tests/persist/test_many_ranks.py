@@ -308,6 +308,29 @@ def test_ranks_that_count_a_boundary_as_different_steps_are_named(nodes: MakeNod
     assert is_whole(node.store, 7, node.attempt, 2)
 
 
+def test_a_rank_that_seals_while_it_is_looked_for_counts_as_the_others_do(
+    nodes: MakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = nodes((0, 1), 2)
+    node.seal(5, 1, boundary=5)
+    node.queue.next()
+    look, looks = node.regions.sealed, iter(range(100))
+
+    def sealed_between_two_looks(rank: int | None = None) -> list[Sealed]:
+        found = look(rank)
+        if next(looks) == 0:
+            node.seal(5, 0, boundary=5)
+        return found
+
+    [job] = node.queue._jobs
+    monkeypatch.setattr(node.regions, "sealed", sealed_between_two_looks)
+    node.queue._gather(job)
+    monkeypatch.undo()
+    assert not job.lacks
+    node.run()
+    assert is_whole(node.store, 5, node.attempt, 2)
+
+
 def test_nodes_with_different_boundaries_of_a_step_make_no_step(nodes: MakeNode, store: LocalStore) -> None:
     """All trainers died, and each node saves the newest that its own ranks hold."""
     first, second = nodes((0,), 2), nodes((1,), 2)
