@@ -14,7 +14,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from flashckpt.errors import DamagedError, NoSuchStepError, RunError, SupersededError, UnusableRunError
+from flashckpt.errors import (
+    DamagedError,
+    FormatError,
+    NoSuchStepError,
+    RunError,
+    SupersededError,
+    UnusableRunError,
+)
 from flashckpt.format.names import (
     ATTEMPTS,
     MAX_STEP,
@@ -266,6 +273,19 @@ def started_after(store: Store, name: AttemptName) -> AttemptName | None:
         if other != name and store.exists(start_path(other)):
             return other
     return None
+
+
+def superseded_by(store: Store, name: AttemptName, step: int, boundary: int) -> AttemptName | None:
+    """A newer attempt that has started and keeps `name` from committing this boundary, or None. Where nodes
+    have folders of their own, what an attempt began with stays a step of the one that made it: another node
+    may have committed it as such, and of two names none would be a step that all have."""
+    newer = started_after(store, name)
+    if newer is not None:
+        with suppress(DamagedError, FormatError):
+            begun = read_start(store, newer)
+            if begun is not None and begun.ranks is not None and begun.took_up(name, step, boundary):
+                return None
+    return newer
 
 
 def attempt_folders(store: Store, folder: str) -> list[AttemptName]:

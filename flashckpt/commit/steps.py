@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from flashckpt import crashpoints
 from flashckpt._native import xxh3_128
-from flashckpt.commit.attempts import ranks_here, started_after
+from flashckpt.commit.attempts import ranks_here, superseded_by
 from flashckpt.commit.replicas import check_alike, unlike
 from flashckpt.commit.step_parts import StepParts
 from flashckpt.errors import DamagedError, NoSuchStepError, SupersededError
@@ -196,7 +196,7 @@ def commit(
     manifest = replace(_manifest(step, attempt, world, rows, heads), ranks=ranks)
     _check_files(store, folder, manifest.shards, step)
     _check_files(store, attempt_folder(attempt), manifest.constants, step)
-    newer = started_after(store, attempt)
+    newer = superseded_by(store, attempt, step, heads[0].boundary)
     if newer is not None:
         raise SupersededError(
             f"attempt {newer} has started; step {step} of attempt {attempt} is not committed. Committed "

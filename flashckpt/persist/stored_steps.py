@@ -107,7 +107,7 @@ def refusal(store: Store, stored: StoredStep, *, read: bool) -> tuple[str, bool]
         return stored.problem or "not all of its ranks' parts are there", bool(stored.problem)
     if not have_one_boundary(stored.heads):
         return "its parts are of different boundaries, and no step together", False
-    newer = attempts.started_after(store, stored.attempt)
+    newer = attempts.superseded_by(store, stored.attempt, stored.step, stored.heads[0].boundary)
     if newer is not None:
         return f"attempt {newer} has begun since: what older ones left does not become part of the run", False
     if attempts.read_start(store, stored.attempt) is None:

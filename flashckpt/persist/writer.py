@@ -196,12 +196,13 @@ class Writer:
 
     def attempt_for(self, job: StepJob) -> tuple[AttemptName, bool]:
         """Whose step it is, and whether its own attempt's. What a started attempt says it went on from counts
-        as that attempt's, on every rank of every node, and is never relabelled."""
+        as that attempt's, on every rank of every node, and is never relabelled; where nodes have folders of
+        their own it stays a step of its own attempt (see `attempts.superseded_by`)."""
         newest = attempts.newest_started(self._store)
         if newest is not None and newest.number > job.attempt.number:
             start = attempts.read_start(self._store, newest)
             if start is not None and start.took_up(job.attempt, job.step, job.boundary):
-                return newest, False
+                return (newest if start.ranks is None else job.attempt), False
         return job.attempt, True
 
     def place_of(self, job: StepJob) -> lineage.VisibleStep:
@@ -334,7 +335,7 @@ class Writer:
             found = next((each for each in visible if each.step <= step), None)
             if found is not None and found.step == step and self._holds(tried, found.attempt):
                 return True
-        newer = attempts.started_after(self._store, attempt)
+        newer = attempts.superseded_by(self._store, attempt, step, tried.job.boundary)
         if newer is not None:
             raise SupersededError(f"attempt {newer} has started; attempt {attempt} commits nothing more.")
         return False

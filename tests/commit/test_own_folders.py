@@ -10,14 +10,14 @@ from flashckpt.checkpointer.folders import _one_run, _shared
 from flashckpt.cli.history import step_rows
 from flashckpt.commit import turns
 from flashckpt.commit.attempts import bounds, claim, open_run, read_start, start
-from flashckpt.commit.lineage import branch, visible
+from flashckpt.commit.lineage import VisibleStep, branch, visible
 from flashckpt.commit.retention import doomed, prune
 from flashckpt.commit.steps import Committed, check_has_all, commit, read_manifest, read_step
-from flashckpt.errors import NoSuchStepError, OptionError, UnusableRunError
+from flashckpt.errors import NoSuchStepError, OptionError, SupersededError, UnusableRunError
 from flashckpt.format.names import AttemptName, manifest_path, start_path
 from flashckpt.format.records import Manifest
 from flashckpt.options import Keep
-from flashckpt.persist.stored_steps import Completeness, stored_step
+from flashckpt.persist.stored_steps import Completeness, refusal, stored_step
 from flashckpt.restore.step_choice import StepChoice
 from flashckpt.store.local import LocalStore
 from tests.commit.runs import HOLDER, new_run, publish
@@ -107,6 +107,36 @@ def test_what_an_attempt_began_with_stays_while_one_step_is_everywhere(
     assert [each.step for each in visible(store)] == [10, 30, 40]
     prune(store, second, Keep(last=1), common=[3, 4])
     assert [each.step for each in visible(store)] == [30, 40]
+
+
+def test_what_an_attempt_began_with_is_still_committed_as_a_step_of_before(
+    store: LocalStore, attempt: AttemptName
+) -> None:
+    """Another node may have committed it before that attempt began, and no other content."""
+    for step in (10, 20, 30):
+        for rank in (1, 3):
+            publish(store, step, attempt, ranks=(rank,), world=WORLD, keeper=rank, boundary=step // 10)
+    second = claim(store, HOLDER)
+    start(store, second, attempt, 20, WORLD, 2, HERE)
+    for step in (10, 30):
+        assert refusal(store, stored_step(store, step, attempt), read=False)[0]
+        with pytest.raises(SupersededError):
+            commit(store, step, attempt, WORLD, HERE)
+    assert refusal(store, stored_step(store, 20, attempt), read=False) == ("", False)
+    assert commit(store, 20, attempt, WORLD, HERE)
+    assert visible(store) == [VisibleStep(20, attempt)]
+
+
+def test_once_another_attempt_began_with_something_else_it_is_too_late(
+    store: LocalStore, attempt: AttemptName
+) -> None:
+    commit_here(store, attempt, 10)
+    for rank in (1, 3):
+        publish(store, 20, attempt, ranks=(rank,), world=WORLD, keeper=rank, boundary=2)
+    start(store, claim(store, HOLDER), attempt, 20, WORLD, 2, HERE)
+    start(store, claim(store, HOLDER), attempt, 10, WORLD, 1, HERE)
+    with pytest.raises(SupersededError):
+        commit(store, 20, attempt, WORLD, HERE)
 
 
 def test_a_branch_has_the_same_ranks(store: LocalStore, attempt: AttemptName) -> None:

@@ -18,13 +18,13 @@ from flashckpt.store import ENTRY_POINTS
 from flashckpt.store.base import MemoryRange, Written
 from flashckpt.store.local import LocalStore
 
-_SCHEME = "disk://"
+_SCHEME, _ROOM = "disk://", "-room"
 
 
 class OwnDisk(LocalStore):
     """The folder of the node that this process is on. Which nodes share one stands in FLASHCKPT_TEST_SHARED:
     "name=other" has the first use the second's; and in FLASHCKPT_TEST_FULL from which step on one is full:
-    "name=step"."""
+    "name=step", until `make_room`."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -35,7 +35,8 @@ class OwnDisk(LocalStore):
     ) -> Written:
         name, _, step = os.environ.get("FLASHCKPT_TEST_FULL", "").partition("=")
         found = re.match("steps/([0-9]+)/", path)
-        if name == os.path.basename(os.environ["FLASHCKPT_RUNTIME"]) and found and int(found[1]) >= int(step):
+        is_here = name == os.path.basename(os.environ["FLASHCKPT_RUNTIME"])
+        if is_here and found and int(found[1]) >= int(step) and not os.path.exists(self._root + _ROOM):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
         return super().write_shard(path, layout, source, threads=threads, progress=progress)
 
@@ -49,6 +50,11 @@ def folder_of(url: str, runtime: str | Path) -> str:
     name = os.path.basename(str(runtime))
     shared = dict(each.split("=") for each in os.environ.get("FLASHCKPT_TEST_SHARED", "").split())
     return f"{url.removeprefix(_SCHEME)}-{shared.get(name, name)}"
+
+
+def make_room(folder: Path) -> None:
+    """From now on this folder's disk is not full."""
+    Path(f"{folder}{_ROOM}").touch()
 
 
 def installed(folder: Path) -> str:

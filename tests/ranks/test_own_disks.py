@@ -15,7 +15,7 @@ from flashckpt.commit.lineage import resolve
 from flashckpt.errors import NoSuchStepError
 from flashckpt.store.local import LocalStore
 from tests.ranks.launch import Launch, Launcher
-from tests.ranks.own_disk import folder_of, installed
+from tests.ranks.own_disk import folder_of, installed, make_room
 from tests.ranks.test_ddp import PROGRAM, assert_went_on, steps_of, undisturbed
 from tests.waiting import until
 
@@ -128,3 +128,23 @@ def test_nodes_that_share_a_folder_commit_together(disks: Disks) -> None:
         newest = resolve(store)
         assert newest.manifest.ranks == ranks
         assert read_start(store, newest.attempt).ranks == ranks
+
+
+def test_what_a_job_goes_on_from_in_memory_is_one_step_on_all_disks(disks: Disks) -> None:
+    """One node has committed it and the other not yet when the job dies: the other does so later, as the same
+    step, and all can go on from it again."""
+    full = f"{disks.launcher.runtime(1).name}=5"
+    job = disks.start(options={"every": None}, save_at=[3, 5], hold_at=6, full=full)
+    job.until_said("held 6")
+    until(lambda: 5 in disks.steps(0), "what one node commits alone")
+    job.kill()
+    job = disks.start(restart=1, hold_at=5, options={"every": None}, full=full)
+    job.until_said("held 5")
+    assert [job.said(rank)[0] for rank in range(2)] == ["resumed 5 memory"] * 2
+    make_room(disks.folder(1))
+    until(lambda: 5 in disks.steps(1), "what the other node commits later")
+    disks.launcher.freeze_keepers(0, 1)
+    job.kill()
+    disks.forget(0, 1)
+    ended = disks.start(restart=2, epochs=1, options={"every": None}).finished()
+    assert [each.out[0] for each in ended] == ["resumed 5 local"] * 2
