@@ -8,7 +8,6 @@ import pytest
 
 from flashckpt.checkpointer.folders import _one_run, _shared
 from flashckpt.cli.history import step_rows
-from flashckpt.commit import turns
 from flashckpt.commit.attempts import bounds, claim, open_run, read_start, start
 from flashckpt.commit.lineage import VisibleStep, branch, visible
 from flashckpt.commit.retention import doomed, prune
@@ -18,6 +17,7 @@ from flashckpt.format.names import AttemptName, manifest_path, start_path
 from flashckpt.format.records import Manifest
 from flashckpt.options import Keep
 from flashckpt.persist.stored_steps import Completeness, refusal, stored_step
+from flashckpt.persist.writer import looks_before
 from flashckpt.restore.step_choice import StepChoice
 from flashckpt.store.local import LocalStore
 from tests.commit.runs import HOLDER, new_run, publish
@@ -156,7 +156,7 @@ def test_a_run_is_made_with_the_id_that_all_nodes_have(tmp_path: Path) -> None:
 
 def test_keepers_of_a_folder_take_turns_among_its_ranks() -> None:
     here = (range(0, 2000, 2),)
-    first = [rank for rank in here[0] if turns.looks_before(7, [rank], 2000, here) == 0]
+    first = [rank for rank in here[0] if looks_before(7, [rank], 2000, here) == 0]
     assert len(first) == 1
 
 
