@@ -187,6 +187,7 @@ class StepChoice:
         # Attempts by whether they have some ranks in this folder alone, and steps without this rank.
         self._divided: dict[AttemptName, bool] = {}
         self._others: list[VisibleStep] = []
+        self._lacking: dict[str, tuple[Held, tuple[int, ...]]] = {}
         self.refused: list[str] = []
 
     def choose(self) -> Loaded | None:
@@ -215,6 +216,7 @@ class StepChoice:
         for content in contents:
             if (taken := self._try(content)) is not None:
                 return taken
+        self._tell_lacking()
         if contents:
             reasons = "\n".join(f"  {reason}" for reason in self.refused)
             raise UnusableRunError(
@@ -263,10 +265,23 @@ class StepChoice:
         except DamagedError:
             return True  # it is passed over, and said, when it is loaded
         if lacks:
-            log.info(
-                "step %d in memory: the slots of ranks %s, which held a part of it, do not", held.step, lacks
-            )
+            self._lacking[held.slot.name] = held, lacks
         return not lacks
+
+    def _tell_lacking(self, step: int = -1) -> None:
+        """What is newer than the step that is taken, and lacks what other ranks of this node held of it: they
+        do not list it either, so nobody else can tell."""
+        survived = {name: VisibleStep(held.step, held.attempt) for name, (held, _) in self._lacking.items()}
+        find = partial(lineage.sources, self._store, survived)
+        for each in self._patiently("its steps", find) if survived else ():
+            if each.slot is not None and each.step > step:
+                ranks = ", ".join(map(str, self._lacking[each.slot][1]))
+                reason = (
+                    f"step {each.step} of attempt {each.attempt} (memory): the slots of ranks {ranks} of "
+                    "this node, which held a part of it for all, do not have it"
+                )
+                self.refused.append(reason)
+                log.warning("cannot resume from %s", reason)
 
     def _is_of_layout(self, held: Held) -> bool:
         assert held.sealed is not None
@@ -290,6 +305,7 @@ class StepChoice:
                 undo.callback(loaded.drop)
             if self._voter.vote(ballot) and loaded is not None:
                 self._tell_incomplete(candidate.step)
+                self._tell_lacking(candidate.step)
                 undo.pop_all()
                 return loaded
         if loaded is not None:

@@ -141,6 +141,16 @@ def test_what_cannot_be_put_together_is_no_candidate(node: Node, ranks: list[Sha
     assert candidates(ranks[0].held(ranks[2:])) == []
 
 
+def test_what_cannot_be_put_together_is_told_though_no_rank_lists_it(
+    node: Node, ranks: list[SharingRank]
+) -> None:
+    choice = StepChoice(node.store, [ranks[0].held(ranks[2:])], 0, lambda snapshot: None, 1)
+    assert choice.choose() is None, "there is nothing else"
+    [reason] = choice.refused
+    assert f"step {STEP} " in reason
+    assert "ranks 1 of this node" in reason
+
+
 def test_ranks_that_have_the_same_table_say_so_by_one_number(ranks: list[SharingRank]) -> None:
     [number] = {*numbers(ranks)}
     assert number
