@@ -226,6 +226,8 @@ def open_session(
             attempt, leads = _claim(store, environment, runtime, life, known.above), True
         elif claims:
             leads = _claim_too(store, environment, runtime, life, attempt)
+        if leads:
+            crashpoints.point("claim.taken")
         keeper = connect(store.url, runtime, life)
         if (unused := end_early(runtime)) >= 0:
             os.close(unused)
@@ -265,9 +267,7 @@ def _claim(
 ) -> AttemptName:
     holder = _holder(environment, runtime, life)
     with _writable(store):
-        attempt = attempts.claim(store, holder, lambda: _look(store, holder, runtime), above)
-    crashpoints.point("claim.taken")
-    return attempt
+        return attempts.claim(store, holder, lambda: _look(store, holder, runtime), above)
 
 
 def _claim_too(
@@ -281,7 +281,6 @@ def _claim_too(
         if attempts.newest_claimed(store) != attempt:
             _look(store, holder, runtime)
         if attempts.claim_as(store, attempt, holder):
-            crashpoints.point("claim.taken")
             return True
     _check_claimed(store, attempt)
     return False

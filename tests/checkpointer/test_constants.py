@@ -36,9 +36,11 @@ _MOST_STEPS = 400
 def sizes(runtime: Path, kind: str) -> dict[str, int]:
     """Regions of a kind, by name, with their sizes in bytes."""
     found = {}
-    for path in runtime.glob(f"*/*/{kind}-*"):
-        with suppress(FileNotFoundError):  # the keeper lets go of some meanwhile
-            found[path.name] = path.stat().st_size
+    for folder, _, names in os.walk(runtime):
+        for name in names:
+            if name.startswith(f"{kind}-"):
+                with suppress(FileNotFoundError):  # the keeper lets go of some meanwhile
+                    found[name] = os.stat(f"{folder}/{name}").st_size
     return found
 
 

@@ -29,11 +29,17 @@ def torn(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     seal = SlotWriter.seal
 
     def spoiled(
-        target: SlotWriter, sealer: object, waits: object, moves: object, step: int, *of: object
+        target: SlotWriter,
+        sealer: object,
+        waits: object,
+        moves: object,
+        step: int,
+        *of: object,
+        **more: object,
     ) -> None:
         if step in steps:
             target.table[0] = _native.EMPTY_DIGEST
-        seal(target, sealer, waits, moves, step, *of)  # type: ignore[arg-type]
+        seal(target, sealer, waits, moves, step, *of, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(SlotWriter, "seal", spoiled)
     return steps

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import flashckpt
 from flashckpt.memory import region
 from tests.checkpointer.test_loop import Job
-from tests.waiting import until_slots
+from tests.waiting import until, until_slots
 
 
 def descriptors(pid: int) -> set[str]:
@@ -67,8 +67,8 @@ def test_forked_workers_hold_nothing_of_a_run(
                 batches = iter(others)
                 next(batches)
                 assert len(workers()) == 2
-                for pid in workers():
-                    assert ours(pid, runtime, socket) == []
+                for pid in workers():  # one may only be beginning, and has let go of nothing yet
+                    until(lambda p=pid: not ours(p, runtime, socket), "a worker that holds nothing")
         assert len(list(batches)) == 31
     # Workers live on: what the run had is free, since none of them holds it.
     assert len(workers()) == 2
