@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,10 @@ def ours(pid: int, runtime: Path, sockets: set[str]) -> list[str]:
     mapped = {line.split(None, 5)[5] for line in maps if len(line.split(None, 5)) == 6}
     names = (str(runtime), "/memfd:slot", "/memfd:constants")
     return sorted(each for each in descriptors(pid) | mapped if each.startswith(names) or each in sockets)
+
+
+def lets_go(pid: int, runtime: Path, sockets: set[str]) -> bool:
+    return not ours(pid, runtime, sockets)
 
 
 def workers() -> list[int]:
@@ -68,7 +73,7 @@ def test_forked_workers_hold_nothing_of_a_run(
                 next(batches)
                 assert len(workers()) == 2
                 for pid in workers():  # one may only be beginning, and has let go of nothing yet
-                    until(lambda p=pid: not ours(p, runtime, socket), "a worker that holds nothing")
+                    until(partial(lets_go, pid, runtime, socket), "a worker that holds nothing")
         assert len(list(batches)) == 31
     # Workers live on: what the run had is free, since none of them holds it.
     assert len(workers()) == 2
