@@ -10,7 +10,7 @@ import pytest
 
 import flashckpt
 from flashckpt.memory.region import is_region_name
-from tests.ranks.launch import Launcher
+from tests.ranks.launch import Ended, Launcher
 from tests.ranks.test_ddp import PROGRAM, start, steps_of, undisturbed
 from tests.ranks.test_kills import STEPS_PER_EPOCH, assert_whole
 
@@ -49,6 +49,11 @@ def test_ranks_are_killed_and_go_on_out_of_each_others_slots(launcher: Launcher,
     assert {tier for word, _, tier in resumed if word == "resumed"} == {"memory"}
 
 
+def trained_after(step: int, ended: Ended) -> list[list[str]]:
+    """The losses, and all else that is said, of the steps after this one."""
+    return [line.split()[2:] for number, line in sorted(steps_of(ended.out).items()) if number > step]
+
+
 def test_what_has_diverged_ends_the_division_and_each_rank_gets_its_own_back(
     launcher: Launcher, tmp_path: Path
 ) -> None:
@@ -58,12 +63,14 @@ def test_what_has_diverged_ends_the_division_and_each_rank_gets_its_own_back(
     job.finished()
     assert "whole copy in memory" in job.told()
     assert "replicas have diverged" in job.told()
+    # Where the end came before the ranks had heard of it, it was captured once more, as one more step.
+    step, end = flashckpt.steps(run)[-1], 4 * STEPS_PER_EPOCH
+    assert step in (end, end + 1)
     # Its one save finds anew what has diverged, and says so at the end.
     ended = start(launcher, run, 2, epochs=5, width=WIDTH).ended()
-    step = 4 * STEPS_PER_EPOCH
     for expected, each in zip(whole, ended, strict=True):
         assert each.out[0].startswith(f"resumed {step} ")
-        assert steps_of(each.out) == {n: line for n, line in steps_of(expected.out).items() if n > step}
+        assert trained_after(step, each) == trained_after(end, expected) != []
 
 
 def test_what_diverges_in_the_last_step_is_saved_all_the_same(launcher: Launcher, tmp_path: Path) -> None:
