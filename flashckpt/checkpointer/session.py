@@ -201,15 +201,7 @@ def open_session(
     run_id = _run_id(store, path, known, create=join is None or claims)
     identity = identity_of(run_id, store.place())
     place = (identity, environment.rank)
-    with _guard:
-        if place in _held:
-            raise RunHeldError(
-                f"{store.url} is already attached by this process. Nothing was changed. Close the first "
-                "Checkpointer, or let its loop end, before a second one is attached; for several epochs "
-                "use loop(…, epochs=n) or Checkpointer.epochs.",
-                path=store.url,
-            )
-        _held.add(place)
+    _hold(place, store)
     with contextlib.ExitStack() as undo:
         undo.callback(_let_go, place)
         if join is not None and not claims:
@@ -221,11 +213,11 @@ def open_session(
         stacks = Stacks.open(runtime, life.name) if options.watchdog is not None else None
         if stacks is not None:
             undo.callback(stacks.close, runtime)
-        attempt, leads = join, False
-        if attempt is None:
-            attempt, leads = _claim(store, environment, runtime, life, known.above), True
-        elif claims:
-            leads = _claim_too(store, environment, runtime, life, attempt)
+        holder = _holder(environment, runtime, life)
+        if join is None:
+            attempt, leads = _claim(store, holder, runtime, known.above), True
+        else:
+            attempt, leads = join, claims and _claim_too(store, holder, runtime, join)
         if leads:
             crashpoints.point("claim.taken")
         keeper = connect(store.url, runtime, life)
@@ -241,6 +233,19 @@ def open_session(
     for warning in survival_warnings():
         log.warning("%s", warning)
     return session
+
+
+def _hold(place: tuple[str, int], store: Store) -> None:
+    """The place of a rank in a run on this node is this process's, once."""
+    with _guard:
+        if place in _held:
+            raise RunHeldError(
+                f"{store.url} is already attached by this process. Nothing was changed. Close the first "
+                "Checkpointer, or let its loop end, before a second one is attached; for several epochs "
+                "use loop(…, epochs=n) or Checkpointer.epochs.",
+                path=store.url,
+            )
+        _held.add(place)
 
 
 def _let_go(place: tuple[str, int]) -> None:
@@ -262,21 +267,15 @@ def _run_id(store: Store, path: str | os.PathLike[str], known: KnownRun, *, crea
     return found
 
 
-def _claim(
-    store: Store, environment: Environment, runtime: RuntimeFolder, life: LifeLock, above: int
-) -> AttemptName:
-    holder = _holder(environment, runtime, life)
+def _claim(store: Store, holder: Holder, runtime: RuntimeFolder, above: int) -> AttemptName:
     with _writable(store):
         return attempts.claim(store, holder, lambda: _look(store, holder, runtime), above)
 
 
-def _claim_too(
-    store: Store, environment: Environment, runtime: RuntimeFolder, life: LifeLock, attempt: AttemptName
-) -> bool:
+def _claim_too(store: Store, holder: Holder, runtime: RuntimeFolder, attempt: AttemptName) -> bool:
     """Claim the attempt that rank 0 has claimed. False where it is claimed here: by rank 0, whose folder this
     is then, or by another that shares it. That the name is taken is what tells, and no list or look, which
     on a file server may be old."""
-    holder = _holder(environment, runtime, life)
     with _writable(store):
         if attempts.newest_claimed(store) != attempt:
             _look(store, holder, runtime)

@@ -104,4 +104,6 @@ def test_what_fails_and_is_older_than_what_storage_has_keeps_nobody(
 ) -> None:
     monkeypatch.setattr(resume, "_FAILING_PATIENCE_S", 0.1)
     monkeypatch.setattr(resume, "_SAVING_PATIENCE_S", 0.1)
-    resume._saved_by_keeper(failing_session(tmp_path, 7, stored=9))
+    session = failing_session(tmp_path, 7, stored=9)
+    resume._saved_by_keeper(session)
+    assert session.asked > 1, "it was tried, and what is newer is on storage: nothing is lost"
