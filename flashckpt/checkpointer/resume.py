@@ -268,12 +268,13 @@ def _saved_by_keeper(session: Session) -> None:
         status = session.keeper.status(awaited=True)
         if not status.waiting:
             return
-        now, progress = time.monotonic(), (status.progress_bytes, len(status.committed))
+        # What fails is written anew in each try: its bytes are no progress.
+        num_bytes = before[0] if status.failing else status.progress_bytes
+        now, progress = time.monotonic(), (num_bytes, len(status.committed))
         if not status.failing or progress[1] != before[1]:
             failing_since_s = None
         moved_s, before = (now, progress) if progress != before else (moved_s, before)
         if status.failing:
-            # It writes anew in each try: bytes are no progress.
             failing_since_s = now if failing_since_s is None else failing_since_s
             if now - failing_since_s <= _FAILING_PATIENCE_S:
                 time.sleep(_LOOK_S)

@@ -3,6 +3,7 @@ test's; what is made of them is the resume's."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -107,3 +108,23 @@ def test_what_fails_and_is_older_than_what_storage_has_keeps_nobody(
     session = failing_session(tmp_path, 7, stored=9)
     resume._saved_by_keeper(session)
     assert session.asked > 1, "it was tried, and what is newer is on storage: nothing is lost"
+
+
+class Rewriting(Saying):
+    """Each try of the keeper writes bytes, and fails."""
+
+    def status(self, *, awaited: bool = False) -> Status:
+        assert self.asked < 400, "it is waited for without end"
+        return replace(super().status(awaited=awaited), progress_bytes=self.asked)
+
+
+@pytest.mark.parametrize("persisting", [None, 7])
+def test_bytes_that_are_written_in_vain_again_and_again_are_no_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, persisting: int | None
+) -> None:
+    for name in ("_FAILING_PATIENCE_S", "_SAVING_PATIENCE_S", "_WRITING_PATIENCE_S"):
+        monkeypatch.setattr(resume, name, 0.1)
+    session: Any = Rewriting(Status(waiting=(7,), failing=(7,), persisting=persisting))
+    session.store = failing_session(tmp_path, 7, stored=9).store
+    resume._saved_by_keeper(session)
+    assert session.asked > 1
