@@ -15,7 +15,7 @@ from torch.distributed import FileStore, PrefixStore, TCPStore
 from flashckpt.errors import RunError
 from flashckpt.ranks import arrival
 from flashckpt.ranks.arrival import arrive_at
-from tests.ranks.together import HOST, LIMIT_S
+from tests.ranks.together import HOST, LIMIT_S, on_threads
 
 WORLD = 3
 Stores = Callable[[], Any]
@@ -41,12 +41,7 @@ def arrived(stores: Stores, *ranks: int, patience_s: float = LIMIT_S) -> list[Ex
         except Exception as error:
             found[rank] = error
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT_S)
-        assert not thread.is_alive(), "a rank hangs"
+    on_threads(run, ranks)
     return [found[rank] for rank in ranks]
 
 

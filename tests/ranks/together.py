@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch.distributed import TCPStore
@@ -30,11 +30,15 @@ def each_rank(
         except Exception as error:
             found[rank] = error
 
-    ranks = [rank for rank in range(world) if rank not in absent]
+    on_threads(run, [rank for rank in range(world) if rank not in absent])
+    return found
+
+
+def on_threads(run: Callable[[int], None], ranks: Iterable[int]) -> None:
+    """Run a rank each, all at once; fails where one has not ended in time."""
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in ranks]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(LIMIT_S)
         assert not thread.is_alive(), "a rank hangs"
-    return found
