@@ -5,8 +5,9 @@
 `workers` of the loader, `save_at`: a step that is persisted, several, or "each": then none is left out,
 `freeze_at`: in that iteration the node's keeper is stopped, `harm_at`: [rank, step], in which that rank
 changes a parameter for itself, `hold_at`: in that iteration a rank prints "held N" and stands still, to be
-killed; and `deaths`: of each incarnation of the group the rank that dies in it, and at which of the package's
-crash points.
+killed, `holds`: of worlds of so many ranks (as text) that iteration and the nodes, null for all, whose ranks
+do so, `begins_on`: how many ranks begin a run, fewer stand still; and `deaths`: of each incarnation of the
+group the rank that dies in it, and at which of the package's crash points.
 """
 
 from __future__ import annotations
@@ -90,11 +91,15 @@ def train(run: str, orders: dict[str, Any]) -> None:
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     data = loader(rank, world, orders.get("workers", 0))
     torch.manual_seed(100 + rank)  # each drops others
+    if world < orders.get("begins_on", 1) and not Path(run).exists():
+        signal.pause()  # until the launcher has heard of the other node, and starts its ranks again
     options = {"every": 1, "persist_every": None} | orders.get("options", {})
     if "keep_last" in orders:
         options["keep"] = flashckpt.Keep(last=orders["keep_last"])
     save_at = orders.get("save_at", [])
     saved = save_at if isinstance(save_at, list) else [save_at]
+    held, nodes = orders.get("holds", {}).get(str(world), (orders.get("hold_at"), None))
+    held = held if nodes is None or os.environ["FLASHCKPT_RUNTIME"] in nodes else None
     looped = flashckpt.loop(
         data, run, epochs=orders.get("epochs", EPOCHS), model=net, optimizer=optimizer, **options
     )
@@ -107,7 +112,7 @@ def train(run: str, orders: dict[str, Any]) -> None:
         if looped.completed == orders.get("freeze_at"):
             for pid in keepers_of(Path(os.environ["FLASHCKPT_RUNTIME"])):
                 os.kill(pid, signal.SIGSTOP)
-        if looped.completed == orders.get("hold_at"):
+        if looped.completed == held:
             print(f"held {looped.completed}", flush=True)
             signal.pause()
         if save_at == "each" or looped.completed + 1 in saved:

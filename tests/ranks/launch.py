@@ -12,8 +12,6 @@ import os
 import secrets
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -50,15 +48,17 @@ class Launch:
     name: str
     folder: Path
     world: int
-    launchers: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    launchers: dict[int, zygote.Forked] = field(default_factory=dict)
     forked: dict[int, zygote.Forked] = field(default_factory=dict)
     store: TCPStore | None = None
+    command: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     def pid_of(self, rank: int) -> int:
         """The process of a rank that lives, waited for."""
         if self.forked:
             return self.forked[rank].pid
-        parents, wanted = {each.pid for each in self.launchers}, f"RANK={rank}".encode()
+        parents, wanted = {each.pid for each in self.launchers.values()}, f"RANK={rank}".encode()
         found: list[int] = []
 
         def look() -> bool:
@@ -79,14 +79,21 @@ class Launch:
 
     def kill(self) -> None:
         """SIGKILL for launchers and ranks, not for keepers: as a node that is let go at once."""
-        for launcher in self.launchers:
-            launcher.kill()
-            launcher.wait(LIMIT_S)
+        for node in self.launchers:
+            self.kill_launcher(node)
         if self.forked:
             end([each.pid for each in self.forked.values() if each.poll() is None])
             for each in self.forked.values():
                 each.wait(LIMIT_S)
         end(_trainers(f"{LAUNCH}={self.name}"))
+
+    def kill_launcher(self, node: int) -> None:
+        """SIGKILL for a node's launcher, and its ranks die with it."""
+        launcher, wanted = self.launchers[node], f"{LAUNCH}={self.name}"
+        ranks = [pid for pid in _trainers(wanted) if _parent(pid) == launcher.pid]
+        launcher.kill()
+        launcher.wait(LIMIT_S)
+        end(ranks)
 
     def said(self, rank: int, restart: int = 0) -> list[str]:
         """The whole lines that a rank has printed so far, in one incarnation of the group."""
@@ -107,12 +114,16 @@ class Launch:
         assert process.poll() == -signal.SIGKILL, self.told()
 
     def is_running(self) -> bool:
-        processes = [*self.launchers, *self.forked.values()]
+        processes = [*self.launchers.values(), *self.forked.values()]
         return any(each.poll() is None for each in processes)
+
+    def until_over(self, limit_s: float = LIMIT_S) -> None:
+        """Wait for the job's end, however it ends."""
+        self._until(lambda: not self.is_running(), "the job's end", limit_s)
 
     def ended(self, restart: int = 0, limit_s: float = LIMIT_S) -> list[Ended]:
         """Wait for the job's end. How each rank's incarnation of this number ended, in their order."""
-        self._until(lambda: not self.is_running(), "the job's end", limit_s)
+        self.until_over(limit_s)
         return [self._ended(rank, restart) for rank in range(self.world)]
 
     def finished(self, restart: int = 0, limit_s: float = LIMIT_S) -> list[Ended]:
@@ -182,29 +193,31 @@ class Launcher:
                 "--rdzv-backend=c10d",
                 f"--rdzv-endpoint={HOST}:{launch.store.port}",
                 f"--rdzv-id={launch.name}",
-                "--rdzv-conf=is_host=false,join_timeout=200,last_call_timeout=3",
+                # A launcher that says nothing for ten seconds is gone; one more is waited for three.
+                "--rdzv-conf=is_host=false,join_timeout=200,last_call_timeout=3,"
+                "keep_alive_interval=1,keep_alive_max_attempt=10",
                 f"--local-addr={HOST}",
             ]
-        command = [
-            sys.executable, "-m", "torch.distributed.run", *meeting, f"--nproc-per-node={ranks}",
-            f"--max-restarts={max_restarts}", "--monitor-interval=0.1", "-m", "tests.ranks.rank", program,
-            *map(str, arguments),
+        launch.command = [
+            *meeting, f"--nproc-per-node={ranks}", f"--max-restarts={max_restarts}",
+            "--monitor-interval=0.1", "-m", "tests.ranks.rank", program, *map(str, arguments),
         ]  # fmt: skip
-        # Else a node that is started again because of another finds that one's addresses of before.
-        more = {**(environment or {}), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        launch.environment = environment or {}
         for node in which:
-            with open(self._folder / f"{launch.name}-node-{node}.log", "wb") as log:
-                launcher = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    cwd=zygote.ROOT,
-                    env=self._environment(launch, node, more),
-                    start_new_session=True,
-                )
-            launch.launchers.append(launcher)
+            self.start_launcher(launch, node)
         return launch
+
+    def start_launcher(self, launch: Launch, node: int) -> None:
+        """The launcher of one node of a job; one that was killed comes again so."""
+        with open(self._folder / f"{launch.name}-node-{node}.log", "ab") as log:
+            launch.launchers[node] = zygote.shared().start(
+                ["tests.ranks.launcher", *launch.command],
+                stdin=zygote.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._environment(launch, node, launch.environment),
+                start_new_session=True,
+            )
 
     def fork(
         self,
