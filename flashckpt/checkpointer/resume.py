@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +39,7 @@ from flashckpt.commit import lineage
 from flashckpt.errors import DamagedError, FlashckptError, FormatError, OptionError, RunError
 from flashckpt.format.replicas import in_words
 from flashckpt.keeper.client import SlotGrant
+from flashckpt.keeper.protocol import Status
 from flashckpt.memory.slot import Sealed, Slot
 from flashckpt.options import Environment, Keep, Options, check_call
 from flashckpt.persist.ledger import Event
@@ -60,7 +62,7 @@ log = logging.getLogger(__name__)
 # makes no progress (it may be synced), one that writes nothing, one that has written all but for the parts of
 # other nodes.
 _WRITING_PATIENCE_S, _SAVING_PATIENCE_S, _OTHERS_PATIENCE_S, _LOOK_S = 120.0, 10.0, 5.0, 0.05
-# And one whose storage fails, over and over.
+# And one whose storage fails, over and over: as long at least as the tries take.
 _FAILING_PATIENCE_S = 60.0
 # What each rank may have its own of: its devices, its machine.
 _OWN_OPTIONS = {"device_memory", "streams", "notice_file", "threads"}
@@ -262,33 +264,56 @@ def _saved_by_keeper(session: Session) -> None:
     """Wait until this node's keeper has saved what it can of what dead trainers left: ranks that are others
     now, or elsewhere, find it in storage. Not for one that makes no progress. RunError where storage fails:
     to go on from an older step would leave a whole one behind."""
-    moved_s, before = time.monotonic(), (-1, 0)
-    failing_since_s: float | None = None
+    moved_s, before = time.monotonic(), (-1, 0, 0)
+    tries = _FailedTries(session)
     while True:
         status = session.keeper.status(awaited=True)
         if not status.waiting:
             return
-        # What fails is written anew in each try: its bytes are no progress.
-        num_bytes = before[0] if status.failing else status.progress_bytes
-        now, progress = time.monotonic(), (num_bytes, len(status.committed))
-        if not status.failing or progress[1] != before[1]:
-            failing_since_s = None
+        now = time.monotonic()
+        tries.look(status, now)
+        progress = len(status.committed), tries.number, status.progress_bytes
+        if tries.are_in_vain:
+            progress = len(status.committed), before[1], before[2]
         moved_s, before = (now, progress) if progress != before else (moved_s, before)
-        if status.failing:
-            failing_since_s = now if failing_since_s is None else failing_since_s
-            if now - failing_since_s <= _FAILING_PATIENCE_S:
-                time.sleep(_LOOK_S)
-                continue
-            _check_none_is_left(session, status.failing)
-        patience_s = (
-            _SAVING_PATIENCE_S if set(status.waiting) - set(status.for_others) else _OTHERS_PATIENCE_S
-        )
-        if now - moved_s > (patience_s if status.persisting is None else _WRITING_PATIENCE_S):
-            if status.persisting is not None:
-                _check_none_is_left(session, (status.persisting,))
+        if now - moved_s > _patience_s(status, fails=bool(status.failing) and not tries.are_in_vain):
+            persisting = () if status.persisting is None else (status.persisting,)
+            if steps := (*status.failing, *persisting):
+                _check_none_is_left(session, steps)
             log.warning("steps %s are not all in storage yet, and are waited for no longer", status.waiting)
             return
         time.sleep(_LOOK_S)
+
+
+def _patience_s(status: Status, *, fails: bool) -> float:
+    """For a keeper that makes no progress."""
+    if status.persisting is not None:
+        return _WRITING_PATIENCE_S
+    if fails:
+        return _FAILING_PATIENCE_S
+    return _SAVING_PATIENCE_S if set(status.waiting) - set(status.for_others) else _OTHERS_PATIENCE_S
+
+
+class _FailedTries:
+    """The tries of a keeper that storage has failed: their `number`, and whether they are in vain. That is
+    judged when one has failed: of a large state one that is under way and writes takes its time."""
+
+    def __init__(self, session: Session) -> None:
+        self._session, self._since_s = session, math.inf
+        self._committed = self.number = 0
+        self.are_in_vain = False
+
+    def look(self, status: Status, now_s: float) -> None:
+        """RunError where what fails has been tried for long and is newer than all that is in storage."""
+        before, self.number = self.number, status.counts.get("failed", 0)
+        committed, self._committed = self._committed, len(status.committed)
+        if not status.failing or committed != self._committed:
+            self._since_s, self.are_in_vain = math.inf, False
+        if status.failing:
+            self._since_s = min(self._since_s, now_s)
+            if self.number != before and now_s - self._since_s > _FAILING_PATIENCE_S:
+                _check_none_is_left(self._session, status.failing)
+                self.are_in_vain = True
 
 
 def _check_none_is_left(session: Session, steps: Sequence[int]) -> None:

@@ -115,7 +115,8 @@ class Rewriting(Saying):
 
     def status(self, *, awaited: bool = False) -> Status:
         assert self.asked < 400, "it is waited for without end"
-        return replace(super().status(awaited=awaited), progress_bytes=self.asked)
+        said = super().status(awaited=awaited)
+        return replace(said, progress_bytes=self.asked, counts={"failed": self.asked // 2})
 
 
 @pytest.mark.parametrize("persisting", [None, 7])
@@ -124,7 +125,24 @@ def test_bytes_that_are_written_in_vain_again_and_again_are_no_progress(
 ) -> None:
     for name in ("_FAILING_PATIENCE_S", "_SAVING_PATIENCE_S", "_WRITING_PATIENCE_S"):
         monkeypatch.setattr(resume, name, 0.1)
-    session: Any = Rewriting(Status(waiting=(7,), failing=(7,), persisting=persisting))
+    failing = Status(waiting=(7,), failing=(7,), persisting=persisting)
+    session: Any = Rewriting(failing)
     session.store = failing_session(tmp_path, 7, stored=9).store
     resume._saved_by_keeper(session)
     assert session.asked > 1
+    newest: Any = Rewriting(failing)
+    newest.store = failing_session(tmp_path / "newest", 7).store
+    with pytest.raises(RunError, match="step 7 is whole in this node's memory"):
+        resume._saved_by_keeper(newest)
+
+
+def test_a_second_try_that_writes_for_long_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Longer than storage that fails is, as long as its bytes become more."""
+    monkeypatch.setattr(resume, "_FAILING_PATIENCE_S", 0.0)
+    trying = Status(waiting=(7,), failing=(7,), persisting=7, counts={"failed": 1})
+    session: Any = Saying(*(replace(trying, progress_bytes=n) for n in range(6)), Status(committed=(7,)))
+    session.store = new_run(tmp_path / "run")
+    resume._saved_by_keeper(session)
+    assert session.asked == 7
