@@ -16,7 +16,7 @@ from flashckpt.errors import DamagedError
 from flashckpt.format.layout import Layout, Leaf
 from flashckpt.restore.box_copies import BoxCopy, copy_of, cut
 from flashckpt.restore.step_image import LOST_BYTES, UnreadableShardError
-from flashckpt.restore.step_leaves import BoxRegion, Parts, Piece, StepFile
+from flashckpt.restore.step_leaves import BoxRegion, Parts, Piece, StepFile, shape_of
 from flashckpt.store.base import LengthError, Store
 
 _BLOCK_CHUNKS = 4
@@ -58,6 +58,10 @@ class _Blocks:
         for piece, common in parts:
             shard = piece.file.contents.shard
             begin, block_bytes = shard.data_start + piece.leaf.offset, _BLOCK_CHUNKS * shard.chunk_bytes
+            if len(common.shape) != len(wanted.shape):
+                flat = wanted.flat(shape_of(leaf))
+                assert flat is not None, leaf.name
+                wanted = flat
             whole = copy_of(piece.leaf, begin, piece.region, wanted, target, common)
             for number, copy in cut(whole, block_bytes, shard.chunk_bytes):
                 self._at(piece.file, number).copies.append(copy)

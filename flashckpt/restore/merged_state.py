@@ -20,9 +20,9 @@ from torch import Tensor
 from flashckpt.capture.plan import local
 from flashckpt.errors import DamagedError, MismatchError, StateError
 from flashckpt.format.layout import Box, Leaf
-from flashckpt.format.typed import Hole, LeafRef, children, decode, encode_json
-from flashckpt.restore.state_names import short_names, state_name
-from flashckpt.restore.step_leaves import BoxRegion, Parts, StepTensor
+from flashckpt.format.typed import LeafRef, children, encode_json
+from flashckpt.restore.saved_rank import SavedRank, SavedState
+from flashckpt.restore.step_leaves import BoxRegion, Index, Parts, StepTensor
 from flashckpt.restore.step_ranks import StepRanks
 from flashckpt.state.leaves import LiveLeaf, leaf_names
 from flashckpt.state.modules import ModuleEntry
@@ -44,54 +44,6 @@ class TakenLeaf:
 
     leaf: Leaf
     parts: Parts
-
-
-class SavedRank:
-    """The values of one rank of a step, decoded."""
-
-    def __init__(self, rank: int, values: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
-        self.rank, self.renamed = rank, renamed
-        self.values: dict[str, Any] = decode(dict(values))
-        self.entries: dict[str, Any] = self.values["state"]["entries"]
-
-    @cached_property
-    def gradients(self) -> dict[str, tuple[str, Any]]:
-        """By parameter: the kind of its gradient, and what is noted of it besides."""
-        value = self.values["state"][NAMESPACE]
-        pairs = zip(value["names"], value["kinds"], strict=True)
-        return {name: (kind, value["exceptions"].get(name)) for name, kind in pairs}
-
-    @cached_property
-    def states(self) -> dict[tuple[str, str], _SavedState]:
-        """By optimizer and full name of the parameter."""
-        return {
-            (name, full): state
-            for name, value in self.entries.items()
-            if value["kind"] == "optimizer"
-            for full, state in self._states_of(name, value)
-        }
-
-    def _states_of(self, name: str, value: Mapping[str, Any]) -> Iterator[tuple[str, _SavedState]]:
-        short = short_names(name, value["params"], self.entries)
-        order, scalars = [full for group in value["params"] for full in group], iter(value["scalars"])
-        for index, number in zip(*value["state"], strict=True):
-            schema, full = value["schemas"][number], order[index]
-            own = [next(scalars) for _ in range(_holes(schema))]
-            yield full, _SavedState(state_name(name, short[full]), schema, own)
-
-
-@dataclass(frozen=True, slots=True)
-class _SavedState:
-    """What an optimizer has of one parameter: a schema with references, and what stands in its holes. Names
-    of its leaves, in its rank's record, begin with `prefix`."""
-
-    prefix: str
-    schema: Any
-    scalars: list[Any]
-
-
-def _holes(schema: Any) -> int:
-    return 1 if type(schema) is Hole else sum(_holes(item) for _, item in children(schema))
 
 
 class MergedState:
@@ -157,12 +109,24 @@ class MergedState:
         if live.kind == "parameter":
             self._check_shared(tensor)
         self._holder.update(dict.fromkeys(names, self._nearest(tensor)))
-        region = BoxRegion((0,) * len(tensor.shape), tensor.shape)
-        if live.box is not None and live.box.shape == tensor.shape:
+        here = _whole_shape(live)
+        shape = here if self._was(names[0], tensor) == self._is(live.tensor, here) else tensor.shape
+        region = BoxRegion((0,) * len(shape), shape)
+        if live.box is not None and live.box.shape == shape:
             region = BoxRegion(live.box.start, tuple(local(live.tensor).shape))
         stored = tensor.leaf
         stride = stored.stride if region.shape == stored.shape else None
-        self._want(names[0], tensor, region, stride, tuple(names[1:]))
+        self._want(names[0], tensor, region, stride, tuple(names[1:]), shape)
+
+    # What a parameter was and is, but for FSDP1, which lays it out in one dimension: then it is taken as it
+    # lies here.
+
+    def _was(self, name: str, tensor: StepTensor) -> list[Any]:
+        return self.saved(self._nearest(tensor)).flat.get(name, list(tensor.shape))  # type: ignore[no-any-return]
+
+    def _is(self, live: Tensor, here: Index) -> list[Any]:
+        flat = self._live.flat.get(live)
+        return list(here) if flat is None else flat.whole
 
     def _check_shared(self, tensor: StepTensor) -> None:
         """MismatchError for a parameter of which each rank has another, where ranks are not those of
@@ -240,12 +204,15 @@ class MergedState:
         region: BoxRegion,
         stride: tuple[int, ...] | None,
         aliases: tuple[str, ...] = (),
+        shape: Index | None = None,
     ) -> None:
+        """`region`: of the tensor in that shape, where it is not taken in its own."""
         if name in self._names:
             return
+        shape = shape or tensor.shape
         self._used.add(tensor.name)
         self._names.update((name, *aliases))
-        box = None if region.shape == tensor.shape else Box(shape=tensor.shape, start=region.start)
+        box = None if region.shape == shape else Box(shape=shape, start=region.start)
         leaf = Leaf(
             name=name, dtype=tensor.dtype, shape=region.shape, stride=stride, aliases=aliases, box=box
         )
@@ -254,7 +221,15 @@ class MergedState:
             as_it_was = replace(own.leaf, name=name, aliases=aliases, offset=-1)
             self.leaves.append(TakenLeaf(as_it_was, [(own, own.region)]))
         else:
-            self._wanted.append((leaf, tensor, region))
+            self._wanted.append((leaf, tensor, self._in_step(tensor, region, shape)))
+
+    def _in_step(self, tensor: StepTensor, region: BoxRegion, shape: Index) -> BoxRegion:
+        if shape == tensor.shape:
+            return region
+        flat = tensor.in_one(region, shape)
+        # Of more ranks there is more padding: nothing of that is stored, and what is not filled is zero.
+        start = min(flat.start[0], tensor.num_elements)
+        return BoxRegion((start,), (min(flat.shape[0], tensor.num_elements - start),))
 
     def _nearest(self, tensor: StepTensor) -> int:
         """The rank whose own things are taken, if it had something of a tensor, else another that had."""
@@ -342,7 +317,21 @@ class MergedState:
                     extra[path] = state
                     self._take_references(references(state, join(path, "_extra_state")), rank)
         merged.pop("extra", None)
+        merged["flat"] = self._flat_of(entry)
         return {**merged, "extra": extra} if extra else merged
+
+    def _flat_of(self, entry: ModuleEntry) -> dict[str, Any]:
+        """Of the parameters that are flat here what they were; and of those that were flat, and are others
+        here."""
+        found = {}
+        for name, parameter in entry.parameters:
+            tensor, live = self._ranks.leaves.get(name), self._live.named.get(name)
+            if tensor is not None and live is not None:
+                was = self._was(name, tensor)
+                is_flat = name in entry.flat or name in self.saved(self._nearest(tensor)).flat
+                if is_flat and (name in entry.flat or was != self._is(parameter, _whole_shape(live))):
+                    found[name] = was
+        return found
 
     def _all_of(self, key: str, values: Sequence[Mapping[str, Any]]) -> list[str]:
         return sorted({name for value in values for name in value.get(key, ())})
@@ -386,7 +375,8 @@ class MergedState:
         scalars: list[Any] = []
         places = [place for group in entry.places() for place in group]
         for index, (full, prefix, parameter) in enumerate(places):
-            found = self._state_of(entry.name, full) if entry.steps(parameter) else None
+            is_here = entry.steps(parameter) and not (parameter in self._live.flat and not parameter.numel())
+            found = self._state_of(entry.name, full) if is_here else None
             if found is None:
                 continue
             saved, state = found
@@ -401,11 +391,14 @@ class MergedState:
             "scalars": scalars,
         }
 
-    def _state_of(self, optimizer: str, full: str) -> tuple[SavedRank, _SavedState] | None:
+    def _state_of(self, optimizer: str, full: str) -> tuple[SavedRank, SavedState] | None:
         rank = self._holder.get(full)
         if rank is None:
             return None
-        ranks = [rank]
+        ranks, tensor = [rank], self._ranks.leaves.get(full)
+        if tensor is not None and full in self.saved(rank).flat:
+            ranks += [each for each, box in tensor.boxes() if box.num_elements]
+            ranks += range(self._ranks.record.world)
         if self.saved(rank).entries.get(optimizer, {}).get("partitioned"):
             ranks += range(self._ranks.record.world)  # one of them has stepped it
         for each in ranks:
@@ -415,7 +408,7 @@ class MergedState:
         return None
 
     def _as_here(
-        self, saved: SavedRank, state: _SavedState, prefix: str, full: str, optimizer: str, parameter: Tensor
+        self, saved: SavedRank, state: SavedState, prefix: str, full: str, optimizer: str, parameter: Tensor
     ) -> Any:
         """The schema with tensors as they are made for this parameter; takes their leaves."""
 
@@ -424,29 +417,35 @@ class MergedState:
             tensors = [self._ranks.leaves.get(saved.renamed.get(leaf, leaf)) for leaf in leaves]
             here = [prefix + leaf[len(state.prefix) :] for leaf in leaves]
             if len(leaves) == 1 and tensors[0] is not None:
-                return self._made(ref, tensors[0], here[0], parameter)
+                return self._made(ref, tensors[0], here[0], full, parameter)
             for leaf, name in zip(leaves, here, strict=True):
                 self._own(leaf, saved.rank, name)
             return LeafRef("", ref.about)
 
         return _replaced(state.schema, state.prefix, made)
 
-    def _made(self, ref: LeafRef, tensor: StepTensor, name: str, like: Tensor) -> LeafRef:
+    def _made(self, ref: LeafRef, tensor: StepTensor, name: str, full: str, like: Tensor) -> LeafRef:
         """One tensor that belongs to a parameter, as it is here: a DTensor where the parameter is one, if it
         has its shape or was one, and else plain."""
         self._check_shared(tensor)
         was_sharded, stored = ref.about.get("parts") == _DTENSOR, tensor.leaf
-        whole = BoxRegion((0,) * len(tensor.shape), tensor.shape)
-        if is_sharded(like) and (was_sharded or tensor.shape == tuple(like.shape)):
-            about = self._sharded(ref, tensor, like)
-            wanted = replace(stored, name=name, shape=tensor.shape, box=None)
-            here = self._to_make(about, wanted, like, name)
-            start = here.box.start if here.box is not None else whole.start
-            stride = stored.stride if here.shape == stored.shape else None
-            self._want(name, tensor, BoxRegion(start, here.shape), stride)
+        parameter, flat, shape = self._ranks.leaves.get(full), self._live.flat.get(like), tensor.shape
+        box = flat.piece.box if flat is not None else None
+        if parameter is not None and parameter.shape == shape:
+            here = box.shape if box is not None else tuple(like.shape)
+            shape = here if self._was(full, parameter) == self._is(like, here) else shape
+        whole = BoxRegion((0,) * len(shape), shape)
+        if is_sharded(like) and (was_sharded or shape == tuple(like.shape)):
+            about = self._sharded(ref, tensor, shape, like)
+            wanted = replace(stored, name=name, shape=shape, box=None)
+            to_make = self._to_make(about, wanted, like, name)
+            start = to_make.box.start if to_make.box is not None else whole.start
+            stride = stored.stride if to_make.shape == stored.shape else None
+            self._want(name, tensor, BoxRegion(start, to_make.shape), stride, shape=shape)
             return LeafRef("", about)
-        stride = stored.stride if stored.box is None else None
-        self._want(name, tensor, whole, stride)
+        stride = stored.stride if stored.box is None and stored.shape == shape else None
+        region = BoxRegion(box.start, tuple(like.shape)) if box is not None and box.shape == shape else whole
+        self._want(name, tensor, region, stride, shape=shape)
         if was_sharded:
             kept = ("device", "requires_grad")
             return LeafRef("", {key: ref.about[key] for key in kept if key in ref.about})
@@ -463,18 +462,18 @@ class MergedState:
                 differences=((name, f"DTensor {leaf.shape}", "another mesh"),),
             ) from error
 
-    def _sharded(self, ref: LeafRef, tensor: StepTensor, like: Tensor) -> dict[str, object]:
+    def _sharded(self, ref: LeafRef, tensor: StepTensor, shape: Index, like: Tensor) -> dict[str, object]:
         if ref.about.get("parts") == _DTENSOR:
             # Its own placements are those of another mesh where its shape is its parameter's.
-            same = tensor.shape == tuple(like.shape)
+            same = shape == tuple(like.shape)
             return {**ref.about, "class": kind_of(like)} | ({"context": None} if same else {})
-        shape = tensor.shape
+        stride = tensor.leaf.stride if tensor.leaf.shape == shape else None
         about = {
             "class": kind_of(like),
             "parts": list(_DTENSOR),
             "context": None,
             "shape": shape,
-            "stride": tensor.leaf.stride or _row_major(shape),
+            "stride": stride or _row_major(shape),
         }
         return {**{key: ref.about[key] for key in ("device",) if key in ref.about}, **about}
 
@@ -503,7 +502,7 @@ class MergedState:
         tensor = self._ranks.leaves.get(self._primary(place, saved.rank))
         if tensor is None:
             return ref if ref.about else None
-        made = self._made(ref, tensor, place, parameter)
+        made = self._made(ref, tensor, place, place.removeprefix(f"{NAMESPACE}."), parameter)
         return LeafRef(place, made.about) if made.about else None
 
     def _parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -515,12 +514,17 @@ class MergedState:
                     yield name, parameter
 
 
+def _whole_shape(live: LiveLeaf) -> Index:
+    return live.box.shape if live.box is not None else tuple(local(live.tensor).shape)
+
+
 def _ties(there: Sequence[tuple[str, StepTensor]]) -> dict[StepTensor, list[str]]:
     """Names that one stored tensor has, under the first of them."""
     stored: dict[tuple[int, str], StepTensor] = {}
     found: dict[StepTensor, list[str]] = {}
     for name, tensor in there:
-        rank = tensor.ranks[0]
+        # Of what is of no elements none is tied to another.
+        rank = next((rank for rank, box in tensor.boxes() if box.num_elements), tensor.ranks[0])
         first = stored.setdefault((rank, tensor.leaf_of(rank).name), tensor)
         found.setdefault(first, []).append(name)
     return found

@@ -72,8 +72,13 @@ class LiveLayout:
 def _is_elsewhere(live: LiveLeaf, saved: Leaf | None) -> bool:
     if saved is None:
         return True
+    here = tuple(local(live.tensor).shape)
     is_divided = saved.box is not None or live.box is not None
-    return is_divided and (saved.box, saved.shape) != (live.box, tuple(local(live.tensor).shape))
+    # All of a parameter is here and was there, and is laid out in one dimension on one side alone (FSDP1).
+    is_flat = (
+        live.kind == "parameter" and len(here) != len(saved.shape) and 1 in (len(here), len(saved.shape))
+    )
+    return (is_divided or is_flat) and (saved.box, saved.shape) != (live.box, here)
 
 
 def read_for_layout(tree: Tree, record: StepRecord, rank: int, world: int, threads: int) -> Snapshot:

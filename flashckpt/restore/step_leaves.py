@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from flashckpt.errors import MismatchError
-from flashckpt.format.layout import Leaf
+from flashckpt.format.layout import Box, Leaf
 from flashckpt.format.records import Contents, RankRecord
 
 Index = tuple[int, ...]
@@ -47,6 +47,19 @@ class BoxRegion:
         if any(low >= high for low, high in zip(start, stop, strict=True)):
             return None
         return BoxRegion(start, tuple(high - low for low, high in zip(start, stop, strict=True)))
+
+    def flat(self, whole: Index) -> BoxRegion | None:
+        """The same elements of a tensor of this shape that is laid out row-major in one dimension; None where
+        they do not follow one another there."""
+        if not self.num_elements:
+            return BoxRegion((0,), (0,))
+        first = next((d for d, size in enumerate(self.shape) if size > 1), len(self.shape))
+        if self.shape[first + 1 :] != whole[first + 1 :]:
+            return None
+        start = 0
+        for at, size in zip(self.start, whole, strict=True):
+            start = start * size + at
+        return BoxRegion((start,), (self.num_elements,))
 
     def __str__(self) -> str:
         pairs = zip(self.start, self.shape, strict=True)
@@ -93,12 +106,13 @@ class StepTensor:
         self._writers: dict[BoxRegion, int] = {}
         self._is_declared = False
         self._order: _Order | None = None
+        self._flat: StepTensor | None = None
 
     def add_replica(self, rank: int, leaf: Leaf, writer: int) -> None:
         """Something that a rank has like others, and that is in the files of `writer`."""
         self._leaves[rank] = leaf
         self._writers[BoxRegion.of(leaf)] = writer
-        self._is_declared = True
+        self._is_declared, self._flat = True, None
 
     def declare(self) -> None:
         """Ranks that have it, or the same box of it, have the same by declaration."""
@@ -109,7 +123,36 @@ class StepTensor:
         self._leaves[piece.rank] = piece.leaf
         if piece.region.num_elements or not math.prod(shape_of(piece.leaf)):
             self._holders.setdefault(piece.region, []).append(piece)
-        self._order = None
+        self._order = self._flat = None
+
+    def in_dimensions(self, count: int) -> StepTensor:
+        """It itself, or laid out row-major in one dimension where that is asked for. MismatchError where a
+        box would lie in several pieces there."""
+        if count == len(self.shape):
+            return self
+        if self._flat is None:
+            self._flat = StepTensor(self.name)
+            self._flat._leaves = {rank: self._flat_leaf(leaf) for rank, leaf in self._leaves.items()}
+            self._flat._writers = {self.in_one(region): writer for region, writer in self._writers.items()}
+            self._flat._is_declared = self._is_declared
+            for region, pieces in self._holders.items():
+                flat = self.in_one(region)
+                self._flat._holders[flat] = [replace(piece, region=flat) for piece in pieces]
+        return self._flat
+
+    def _flat_leaf(self, leaf: Leaf) -> Leaf:
+        region, total = self.in_one(BoxRegion.of(leaf)), math.prod(shape_of(leaf))
+        box = Box(shape=(total,), start=region.start) if region.num_elements < total else None
+        return replace(leaf, shape=region.shape, stride=None, box=box)
+
+    def in_one(self, region: BoxRegion, shape: Index | None = None) -> BoxRegion:
+        """A box of it, or of it in that shape, laid out in one dimension. MismatchError where it would lie in
+        several pieces."""
+        found = region.flat(shape or self.shape)
+        if found is None:
+            why = f"FSDP1 lays it out in one dimension, where its box {region} would lie in several pieces"
+            raise self._refused(why)
+        return found
 
     @property
     def ranks(self) -> list[int]:
@@ -124,6 +167,10 @@ class StepTensor:
     @property
     def shape(self) -> Index:
         return shape_of(self.leaf)
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
 
     @property
     def dtype(self) -> str:

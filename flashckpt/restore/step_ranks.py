@@ -84,14 +84,14 @@ class StepRanks:
             left = []
             for index in open_:
                 name, region = wanted[index]
-                parts = self._known(name).parts_of(region, self._rank)
+                parts = self._known(name, region).parts_of(region, self._rank)
                 if parts is None:
                     left.append(index)
                 else:
                     found[index] = parts
             if left and self.is_complete:
                 name, region = wanted[left[0]]
-                raise self._known(name).holes(region)
+                raise self._known(name, region).holes(region)
             if left:
                 self._read_more(self._guesses(wanted[index]) for index in left)
             open_ = left
@@ -101,10 +101,11 @@ class StepRanks:
         """The same of several, which reads less often."""
         return self._tensors(names)
 
-    def _known(self, name: str) -> StepTensor:
+    def _known(self, name: str, region: BoxRegion) -> StepTensor:
+        """A tensor as the box of it that is wanted lies in it."""
         tensor = self.leaves.get(name)
         assert tensor is not None, name
-        return tensor
+        return tensor.in_dimensions(len(region.shape))
 
     def _tensors(self, names: Sequence[str]) -> list[StepTensor | None]:
         while not self.is_complete and any(self.leaves.get(name) is None for name in names):
@@ -133,7 +134,7 @@ class StepRanks:
         """Ranks that may have what is missing of a box, going by how boxes go with ranks among those known:
         as on a mesh, by equal steps from one box to the next."""
         name, region = wanted
-        tensor, world = self._known(name), self.record.world
+        tensor, world = self._known(name, region), self.record.world
         yield from tensor.writers(region)
         held = [(rank, box) for rank, box in tensor.boxes() if box.num_elements]
         missing = tensor.missing(region)

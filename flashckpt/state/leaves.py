@@ -25,7 +25,7 @@ from flashckpt import _native
 from flashckpt.errors import DamagedError
 from flashckpt.format.layout import Box, Leaf
 from flashckpt.format.typed import LeafRef
-from flashckpt.state.sharding import Meshes, Ranks, TensorBox, Whole, assembled, own_placements
+from flashckpt.state.sharding import FlatPiece, Meshes, Ranks, TensorBox, Whole, assembled, own_placements
 from flashckpt.state.tensors import (
     assemble,
     check,
@@ -117,15 +117,16 @@ class Walk(Sink):
     `encode_json` at once: it may hold live containers. `asked` are the names of leaves that stand among
     values, and are asked for again with them. `owners`: which module or optimizer owns a parameter, and under
     which key: the first that was found. `replicas`: the ranks that hold a parameter too because it was
-    declared so (DDP), of parameters that are no DTensors. A plan of it stands while every guard's container
-    has its length, every anchor (container, key, object) holds that very object, and every leaf is where it
-    was."""
+    declared so (DDP), of parameters that are no DTensors; `flat` is what FSDP1 has here of one. A plan of it
+    stands while every guard's container has its length, every anchor (container, key, object) holds that very
+    object, and every leaf is where it was."""
 
     def __init__(self) -> None:
         self.leaves: list[LiveLeaf] = []
         self.value: dict[str, Any] = {}
         self.owners: dict[Tensor, tuple[str, str]] = {}
         self.replicas: dict[Tensor, Ranks] = {}
+        self.flat: dict[object, FlatPiece] = {}
         self.meshes = Meshes()
         self.guards: list[tuple[Sized, int]] = []
         self.anchors: list[tuple[object, object, object]] = []
@@ -193,6 +194,9 @@ class Walk(Sink):
         """What a plain tensor is a part of, and who has it too. A gradient that is still to be used is
         declared to be nobody else's."""
         parameter = place.parameter
+        like: Any = place.owner if place.kind == "gradient" else parameter
+        if (flat := self.flat.get(like)) is not None and tensor.shape == like.shape:
+            return flat.piece
         if parameter is None or place.piece != TensorBox(None, ()):
             return place.piece if place.kind != "gradient" else TensorBox(place.piece.box, ())
         if not is_sharded(parameter):

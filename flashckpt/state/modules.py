@@ -33,7 +33,7 @@ from flashckpt.state.leaves import (
     step_name,
 )
 from flashckpt.state.objects import MISSING, Row, StateEntry, misfit
-from flashckpt.state.sharding import Ranks, TensorBox, has_unreduced_gradients
+from flashckpt.state.sharding import FlatPiece, Ranks, TensorBox, flat_pieces, has_unreduced_gradients
 from flashckpt.state.tensors import DTYPE_NAMES, described, fits, is_sharded, is_wrapper, refuse, span
 from flashckpt.state.values import Settling, join, references, survey
 
@@ -49,12 +49,13 @@ _REMEDY = (
 
 class _Around(NamedTuple):
     """What the modules around a module say of it: the sharded parameters of the last walk (None: this is the
-    first), which modules they are, which FSDP shards it, which ranks have its parameters too (DDP), and of
-    which that is not true."""
+    first), which modules they are, which FSDP shards it, what FSDP1 has here of its parameters, which ranks
+    have them too (DDP), and of which that is not true."""
 
     sharded: Mapping[nn.Module, Mapping[str, Tensor]] | None
     ids: tuple[int, ...] = ()
     fsdp: Literal[0, 1, 2] = 0
+    flat: Mapping[Tensor, FlatPiece] = {}
     replicas: Ranks = ()
     ignored: Set[Tensor] = frozenset()
 
@@ -66,7 +67,7 @@ class _Around(NamedTuple):
                 module.reshard()  # type: ignore[operator]  # frees what it had gathered; no collective
             around = around._replace(fsdp=2)
         elif _is_gathered(module):
-            around = around._replace(fsdp=1)
+            around = around._replace(fsdp=1, flat={**around.flat, **flat_pieces(module)})
         if isinstance(module, nn.parallel.DistributedDataParallel):
             names = module.parameters_to_ignore
             # torch looks for parameters of the module itself with a dot in front, too.
@@ -90,7 +91,8 @@ class _Around(NamedTuple):
 
 
 class ModuleEntry(StateEntry):
-    """One named module. `extras` are the modules that have a get_extra_state, as of the last walk."""
+    """One named module. As of the last walk: `extras` are the modules that have a get_extra_state; `flat`
+    says of parameters that FSDP1 lays out in one dimension what they are (`FlatPiece.whole`)."""
 
     kind = "module"
 
@@ -98,6 +100,8 @@ class ModuleEntry(StateEntry):
         super().__init__(name, target)
         self.modules: dict[str, nn.Module] = {}
         self.extras: list[tuple[str, nn.Module]] = []
+        self.flat: dict[str, list[Any]] = {}
+        self._flat_record = Encoded(self.flat)
         self._transient: list[str] = []
         self._shapes: dict[str, torch.Size] = {}  # of persistent buffers, when they were seen first
         self._resized: set[str] = set()
@@ -110,8 +114,9 @@ class ModuleEntry(StateEntry):
 
     def take(self, walk: Walk) -> None:
         self.modules, self.extras, self._transient, self.parameters = {}, [], [], []
-        before, self._sharded, self._fsdp = self._sharded, {}, []
+        before, self._sharded, self._fsdp, self.flat = self._sharded, {}, [], {}
         self._visit(self.target, self.name, walk, _Around(before))
+        self._flat_record = Encoded(self.flat)
 
     def values(self, sink: Sink) -> dict[str, Any]:
         for path, module in self._fsdp:
@@ -119,6 +124,8 @@ class ModuleEntry(StateEntry):
                 why = "has gradients that FSDP2 has accumulated and not reduced yet"
                 refuse(path, why, "It can be saved after the optimizer's step.")
         value: dict[str, Any] = {"kind": self.kind, "frozen": self._frozen_now()}
+        if self.flat:
+            value["flat"] = self._flat_record
         if self._transient:
             value["transient"] = self._transient
         if self._resized:
@@ -183,6 +190,9 @@ class ModuleEntry(StateEntry):
                 if around.fsdp == 1 or (around.fsdp == 2 and is_sharded(tensor)):
                     walk.anchor(held, key, shown)
                     place = place._replace(container=self._keep(module, key, tensor))
+                    if (flat := around.flat.get(tensor)) is not None:
+                        walk.flat[tensor], self.flat[join(path, key)] = flat, flat.whole
+                        place = place._replace(piece=flat.piece)
                 elif around.replicas and tensor not in around.ignored:
                     walk.replicas[tensor] = around.replicas
                     place = place._replace(piece=TensorBox(None, around.replicas))
@@ -207,11 +217,18 @@ class ModuleEntry(StateEntry):
                 rows += [(name, recorded, here) for _, recorded, here in wrong]
         for name in mine.keys() - recorded.keys() - set(self._transient):
             rows.append((name, MISSING, described(mine[name].tensor, mine[name].box)))
+        rows += self._flat_rows(value.get("flat", {}), {row[0] for row in rows})
         recorded_extra, live_extra = set(value.get("extra", {})), {path for path, _ in self.extras}
         for path in sorted(recorded_extra ^ live_extra):
             sides = ("extra state", MISSING) if path in recorded_extra else (MISSING, "extra state")
             rows.append((join(path, _EXTRA), *sides))
         return rows
+
+    def _flat_rows(self, saved: Mapping[str, object], named: Collection[str]) -> Iterator[Row]:
+        for name in sorted(saved.keys() | self.flat.keys() - named):
+            was, is_ = saved.get(name), self.flat.get(name)
+            if was != is_ and name not in named:
+                yield name, f"flat, of {was}" if was else "not flat", f"flat, of {is_}" if is_ else "not flat"
 
     def _is_mine(self, name: str, in_extra: Collection[str]) -> bool:
         return name.startswith(self.name + ".") and name not in in_extra

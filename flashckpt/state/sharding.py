@@ -251,3 +251,44 @@ def has_unreduced_gradients(module: Any) -> bool:
             if whole is not None and whole.grad is not None:
                 return True
     return False
+
+
+# FSDP1
+
+
+class FlatPiece(NamedTuple):
+    """What this rank has of a parameter that FSDP1 lays out in one dimension. `piece` lies in what is so laid
+    out, with the padding at its end; `whole` says what that is: the shape of a parameter, or the names and
+    shapes of several that are one."""
+
+    piece: TensorBox
+    whole: list[Any]
+
+
+def flat_pieces(module: Any) -> dict[Tensor, FlatPiece]:
+    """Of the parameters that a FullyShardedDataParallel shards by itself."""
+    handle = module._handle
+    if handle is None:
+        return {}
+    flat, is_sharded = handle.flat_param, handle.uses_sharded_strategy
+    if flat._params is None:
+        size, parts = flat.numel(), handle.world_size if is_sharded else 1
+        if is_sharded:
+            size = flat._sharded_size.numel()
+        whole = [[name, list(shape)] for name, shape in zip(flat._fqns, flat._shapes, strict=True)]
+        return {flat: FlatPiece(_flat_piece(parts * size, handle.rank * size, size), whole)}
+    if not is_sharded:
+        return {}  # they are shown as they are
+    rows = list(zip(flat._param_infos, flat._params, flat._shapes, flat._shard_param_infos, strict=True))
+    found, by_place = {}, {}
+    for info, parameter, shape, here in rows:
+        start, size = here.intra_param_start_idx or 0, here.numel_in_shard or 0
+        found[parameter] = FlatPiece(_flat_piece(shape.numel(), start, size), list(shape))
+        by_place[info.module, info.param_name] = found[parameter]
+    for info, parameter in zip(flat._shared_param_infos, flat._shared_params, strict=True):
+        found[parameter] = by_place[info.prim_module, info.prim_param_name]
+    return found
+
+
+def _flat_piece(total: int, start: int, size: int) -> TensorBox:
+    return TensorBox(Box(shape=(total,), start=(start,)) if size < total else None, ())

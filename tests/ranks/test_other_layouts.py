@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 
 from tests.ranks.launch import Ended, Launcher
-from tests.ranks.relaid import SAMPLES
+from tests.ranks.relaid import DATA_PARALLEL, SAMPLES
 
 pytestmark = pytest.mark.dist
 PROGRAM = "tests.ranks.relaid"
-LAYOUTS = [("fsdp", 4), ("fsdp", 2), ("one", 1), ("tp", 2), ("zero", 2), ("zero", 3), ("fsdp", 3)]
+LAYOUTS = [
+    ("fsdp", 4), ("fsdp", 2), ("fsdp1", 2), ("fsdp1", 3), ("one", 1), ("tp", 2), ("zero", 2), ("zero", 3),
+    ("fsdp", 3),
+]  # fmt: skip
 
 
 def said(ended: Ended, word: str) -> str:
@@ -30,6 +33,6 @@ def test_a_run_goes_on_with_other_ranks_and_meshes(launcher: Launcher, tmp_path:
                 assert said(rank, "begins") == ends, (layout, ranks)
         [ends] = {said(rank, "ends") for rank in ended}
         steps += 2
-        shares = ended if layout in ("fsdp", "zero") else ended[:1]
+        shares = ended if layout in DATA_PARALLEL else ended[:1]
         seen = [int(number) for rank in shares for number in said(rank, "samples").split("-")]
         assert sorted(seen) == list(range(SAMPLES)), "each sample once in the epoch"

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, debug
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -83,12 +83,18 @@ EDGES = {"pp": 2, "pp of one": 1, "pp of three": 3}
 
 
 def built(kind: str, world: int, *, is_tied: bool = True) -> Live:
-    """A state whose tensors hold nothing yet. kind: "whole", "fsdp", "tp", "hsdp", "fsdp+tp", or of EDGES."""
+    """A state whose tensors hold nothing yet. kind: "whole", "fsdp", "fsdp1", "fsdp1 flat", "tp", "hsdp",
+    "fsdp+tp", or of EDGES."""
     model = Net(is_tied=is_tied)
     if kind == "fsdp":
         mesh = init_device_mesh("cpu", (world,))
         fully_shard(model.first, mesh=mesh)
         fully_shard(model, mesh=mesh)
+    elif kind == "fsdp1":
+        model.first = flat(model.first, use_orig_params=True)
+        return live_of(model, flat(model, use_orig_params=True))
+    elif kind == "fsdp1 flat":
+        return live_of(model, flat(model, use_orig_params=False))
     elif kind == "tp":
         _in_columns(model, init_device_mesh("cpu", (world,)))
     elif kind == "hsdp":
@@ -105,17 +111,27 @@ def built(kind: str, world: int, *, is_tied: bool = True) -> Live:
     return live_of(model)
 
 
-def live_of(model: nn.Module) -> Live:
+def flat(module: nn.Module, *, use_orig_params: bool) -> nn.Module:
+    return FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=use_orig_params)
+
+
+def live_of(model: nn.Module, wrapped: nn.Module | None = None) -> Live:
     """A model with an optimizer of its stages and counters of its own."""
     optimizer = torch.optim.AdamW(_groups(model), lr=0.1)
     counters: dict[str, Any] = {"rank": -1, "seen": 0}
-    return Live(Tree({"model": model, "optimizer": optimizer, "own": counters}), model, optimizer, counters)
+    wrapped = wrapped or model
+    return Live(
+        Tree({"model": wrapped, "optimizer": optimizer, "own": counters}), wrapped, optimizer, counters
+    )
 
 
 def _groups(model: nn.Module) -> list[dict[str, Any]]:
     """One for each stage, also where it is on another rank."""
     groups: list[dict[str, Any]] = [{"params": []}, {"params": [], "lr": 0.5}]
     seen: set[int] = set()
+    if "_flat_param" in model._parameters:
+        groups[0]["params"].append(model._parameters["_flat_param"])
+        return groups
     for group, names in zip(groups, STAGES, strict=True):
         modules = [model._modules[name] for name in names]
         for parameter in (each for module in modules if module is not None for each in module.parameters()):
@@ -134,7 +150,8 @@ def stepped(live: Live) -> None:
     """Make the optimizer's state, as its first step does."""
     for group in live.optimizer.param_groups:
         for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
+            # As in training: what FSDP1 has nothing of on this rank gets no gradient.
+            parameter.grad = torch.zeros_like(parameter) if parameter.numel() else None
     live.optimizer.step()
     live.optimizer.zero_grad()
 
@@ -158,6 +175,8 @@ def due(leaf: LiveLeaf, rank: int) -> torch.Tensor:
     """What a leaf of a rank must hold. Buffers are each rank's own."""
     salt = str(rank) if leaf.kind == "buffer" else ""
     whole = truth_of(leaf.name, whole_shape(leaf), leaf.tensor.dtype, salt)
+    if "_flat_param" in leaf.name and whole.ndim:
+        whole[sum(each.numel() for each in Net().parameters()) :] = 0  # padding
     region = region_of(leaf)
     index = tuple(slice(at, at + n) for at, n in zip(region.start, region.shape, strict=True))
     return whole[index]
@@ -238,7 +257,10 @@ def wrong(live: Live, source: int, rank: int, world: int, buffers: int | None = 
     assert "optimizer" in {leaf.kind for leaf in walk.leaves}
     for group in live.optimizer.param_groups:
         for parameter in group["params"]:
-            held = live.optimizer.state[parameter]
+            held = live.optimizer.state.get(parameter, {})
+            if not parameter.numel():
+                assert not held
+                continue
             assert held.keys() == {"step", "exp_avg", "exp_avg_sq"}
             assert type(held["exp_avg"]) is type(torch.zeros_like(parameter))
             assert held["exp_avg"].shape == parameter.shape

@@ -29,6 +29,8 @@ from tests.restore.sharded import Held, committed
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 FEW = [("whole", 1), ("whole", 3), ("fsdp", 3), ("tp", 2), ("hsdp", 4), ("fsdp+tp", 4)]
+# FSDP1 lays parameters out in one dimension: what goes from it and to it lies in rows.
+ROWS = [("whole", 1), ("fsdp", 3), ("fsdp1", 1), ("fsdp1", 2), ("fsdp1", 4)]
 ALL = [
     *(("whole", world) for world in (1, 2, 3, 4, 8)),
     *(("fsdp", world) for world in (1, 2, 3, 4, 8)),
@@ -55,7 +57,8 @@ def taken_up(
             live = layouts.built(kind, world, is_tied=is_tied)
             snapshot = LiveLayout(live.tree, rank, world).read(record, 2)
             check_fits(live.tree, snapshot)
-            assert ("pp" in kind) == bool(snapshot.untaken), snapshot.untaken
+            has_nothing_of_some = "pp" in kind or (kind == "fsdp1" and world > 1)
+            assert has_nothing_of_some == bool(snapshot.untaken), snapshot.untaken
             left.append(set(snapshot.elsewhere))
             had |= snapshot.names
             fill(live.tree, snapshot, 2)
@@ -70,6 +73,21 @@ def test_a_layout_goes_on_from_every_other(store: Store, kind: str, world: int) 
     record = layouts.saved(store, kind, world)
     for other, ranks in FEW:
         assert not taken_up(record, other, ranks)
+
+
+@pytest.mark.parametrize(("kind", "world"), ROWS, ids=str)
+def test_fsdp1_goes_on_from_rows_and_rows_from_it(store: Store, kind: str, world: int) -> None:
+    record = layouts.saved(store, kind, world)
+    for other, ranks in ROWS:
+        assert not taken_up(record, other, ranks), (other, ranks)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_fsdp1_of_flat_parameters_goes_on_on_other_ranks(store: Store, world: int) -> None:
+    """As many as are in one, with padding, of which there is more or less."""
+    record = layouts.saved(store, "fsdp1 flat", world)
+    for ranks in (1, 2, 4):
+        assert not taken_up(record, "fsdp1 flat", ranks), ranks
 
 
 @pytest.mark.long
@@ -100,6 +118,24 @@ def test_the_edge_of_a_pipelines_stages_is_moved(store: Store, moved: str) -> No
 def test_a_pipeline_goes_on_from_a_model_that_was_whole(store: Store) -> None:
     whole = layouts.saved(store, "fsdp", 3, is_tied=False)
     assert not taken_up(whole, "pp", 2, is_tied=False)
+
+
+def test_fsdp1_is_refused_what_lies_in_columns_and_what_is_another_model(store: Store) -> None:
+    step = layouts.saved(store, "tp", 2)
+    with layouts.one_of(2, 1):
+        assert refused(step, layouts.built("fsdp1", 2), 2) == {"model.second.weight"}
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        step = layouts.saved(new_run(os.path.join(folder, "run")), "fsdp1", 2)
+        for rank in range(2):
+            with layouts.one_of(2, rank):
+                assert refused(step, layouts.built("tp", 2), 2) == {"model.second.weight"}
+        # As many elements, in another shape: bytes would fit.
+        with layouts.one_of(3, 0):
+            other = layouts.Net(is_tied=False)
+            other.embed = nn.Embedding(6, 11)
+            other.head.weight = nn.Parameter(torch.zeros(11, 6))
+            wrapped = layouts.flat(other, use_orig_params=True)
+            assert refused(step, layouts.live_of(other, wrapped), 3) >= {"model.embed.weight"}
 
 
 def refused(record: StepRecord, live: layouts.Live, world: int) -> set[str]:
