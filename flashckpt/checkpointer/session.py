@@ -25,6 +25,7 @@ from flashckpt import crashpoints
 from flashckpt.commit import attempts, retention
 from flashckpt.commit.attempts import open_run
 from flashckpt.commit.holder import check, here
+from flashckpt.commit.lineage import VisibleStep
 from flashckpt.errors import DamagedError, FlashckptError, KeeperError, RunError, RunHeldError
 from flashckpt.format.names import AttemptName
 from flashckpt.format.records import Holder
@@ -72,7 +73,7 @@ class Session:
     """One rank's place in a claimed attempt, with a keeper that knows it. `identity` names the run on this
     node, `leads` says who writes where the attempt goes on from, for all ranks or, where nodes have folders
     of their own, for those of its folder; `group` are all ranks, `ranks` those of its folder, None for all.
-    `run_id` is what run.json says.
+    `run_id` is what run.json says, `loaded` the step that the attempt went on from.
     `surroundings`, of which each snapshot has a copy, is what around this process can change numbers.
     `complete` is the snapshot that all ranks have when the attempt starts (number of the attempt, boundary);
     zeros for a rank alone."""
@@ -91,6 +92,7 @@ class Session:
     complete: tuple[int, int] = (0, 0)
     ranks: Ranks | None = None
     run_id: str = ""
+    loaded: VisibleStep | None = None
     surroundings: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -129,6 +131,7 @@ class Session:
         crashpoints.point("start.written")
         if self.environment.world > 1:
             self.complete = (self.attempt.number, 0) if parent is None else (parent.number, boundary)
+        self.loaded = None if parent is None else VisibleStep(step, parent)
         if parent is not None and from_memory:
             self.keeper.started(parent, step, boundary)
 
@@ -278,7 +281,7 @@ def _claim_too(store: Store, holder: Holder, runtime: RuntimeFolder, attempt: At
     on a file server may be old."""
     with _writable(store):
         if attempts.newest_claimed(store) != attempt:
-            _look(store, holder, runtime)
+            _look(store, holder, runtime, attempt)
         if attempts.claim_as(store, attempt, holder):
             return True
     _check_claimed(store, attempt)
@@ -290,9 +293,9 @@ def _holder(environment: Environment, runtime: RuntimeFolder, life: LifeLock) ->
     return here(runtime.path, life.name, job_id=job_id, restart_count=restart_count)
 
 
-def _look(store: Store, holder: Holder, runtime: RuntimeFolder) -> None:
+def _look(store: Store, holder: Holder, runtime: RuntimeFolder, ours: AttemptName | None = None) -> None:
     """Before each try to claim: who loses a race for the number looks at the winner."""
-    check(store, holder, lambda _, name: is_alive(runtime, name))
+    check(store, holder, lambda _, name: is_alive(runtime, name), ours=ours)
     try:
         retention.sweep_dead(store)
     except (OSError, FlashckptError) as error:

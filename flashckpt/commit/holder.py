@@ -50,12 +50,15 @@ def check(
     *,
     watch_s: float = WATCH_S,
     sleep: Callable[[float], None] = time.sleep,
+    ours: AttemptName | None = None,
 ) -> None:
-    """RunHeldError if a trainer of the newest attempt lives. May take `watch_s` seconds to find out.
+    """RunHeldError if a trainer of the newest attempt lives. May take `watch_s` seconds to find out. `ours`:
+    this job's own attempt, which another node may have claimed in this very moment.
 
     `probe` answers for locks in runtime folders of this machine; without it only the counter tells.
     """
-    while (newest := newest_claimed(store)) is not None:
+    while (newest := newest_claimed(store)) not in (None, ours):
+        assert newest is not None
         ended, theirs = _ended(store, newest), _holder(store, newest)
         if ended:
             return

@@ -5,17 +5,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from flashckpt.checkpointer.session import Session, open_session
+from flashckpt.checkpointer import session as opening
+from flashckpt.checkpointer.session import KnownRun, Session, open_session
 from flashckpt.commit import attempts
 from flashckpt.errors import RunError, RunHeldError, SupersededError
-from flashckpt.format.names import AttemptName
+from flashckpt.format.names import ATTEMPTS, RUN, AttemptName, alive_path
 from flashckpt.keeper.client import KeeperClient
 from flashckpt.keeper.daemon import Keeper
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder
 from flashckpt.options import Environment, Keep, Options
+from flashckpt.store.base import Entry
+from flashckpt.store.local import LocalStore
+from tests.commit.runs import HOLDER
 from tests.waiting import until
 
 WORLD = 2
@@ -47,9 +52,11 @@ class Node:
     def lead(self) -> Session:
         return self._kept(open_session(self.run, Keep(), OPTIONS, self.environment(0), connect=self.connect))
 
-    def join(self, attempt: AttemptName, rank: int = 1) -> Session:
+    def join(self, attempt: AttemptName, rank: int = 1, **known: Any) -> Session:
         place = self.environment(rank)
-        return self._kept(open_session(self.run, Keep(), OPTIONS, place, join=attempt, connect=self.connect))
+        return self._kept(
+            open_session(self.run, Keep(), OPTIONS, place, join=attempt, connect=self.connect, **known)
+        )
 
     def known_ranks(self) -> dict[int, tuple[str, int]]:
         assert self.keeper is not None
@@ -144,3 +151,30 @@ def test_a_rank_is_held_once_by_a_process(node: Node) -> None:
     node.join(first.attempt)
     with pytest.raises(RunHeldError):
         node.join(first.attempt)
+
+
+def test_a_node_that_shares_its_folder_may_claim_the_attempt_in_the_same_moment(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two nodes find no claim of the leader's in the folder that they share: one claims it, the other one
+    joins, and takes it for no other job."""
+    name = AttemptName(1, "ab" * 4)
+
+    class Shared(LocalStore):
+        """The other node claims it after the first look, and its keeper says that it lives."""
+
+        def list(self, folder: str) -> list[Entry]:
+            found = super().list(folder)
+            if folder == ATTEMPTS and self.exists(RUN):
+                attempts.claim_as(LocalStore(self._root), name, HOLDER)
+            return found
+
+        def read(self, path: str, most: int) -> bytes:
+            if path == alive_path(name):
+                attempts.beat_on(LocalStore(self._root), name)
+            return super().read(path, most)
+
+    monkeypatch.setattr(opening, "open_store", lambda path: Shared(str(path)))
+    known = KnownRun("ab" * 8)
+    joined = node.join(name, rank=1, known=known, claims=True)
+    assert (joined.attempt, joined.leads) == (name, False)
