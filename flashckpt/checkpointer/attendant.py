@@ -23,7 +23,7 @@ from flashckpt.checkpointer.signals import Signals
 from flashckpt.checkpointer.slots import Slots
 from flashckpt.commit import lineage
 from flashckpt.commit.attempts import beat_on, newest_claimed
-from flashckpt.commit.steps import missing_ranks, steps_of_boundary
+from flashckpt.commit.steps import is_committed, missing_ranks, steps_of_boundary
 from flashckpt.errors import FlashckptError, KeeperError, PersistError
 from flashckpt.format.names import step_attempt_folder
 from flashckpt.keeper import start
@@ -41,6 +41,7 @@ _WAITING_TICK_S = 0.005
 # How often it is looked whether all ranks have what this one has: the outcome of a snapshot waits for that.
 _RANKS_TICK_S = 0.05
 _CLAIM_LOOK_S = 2.0
+_START_LOOK_S = 0.25
 _SLOWEST_BYTES_PER_S = 1 << 28
 _EVENTS_KEPT = _MOST_SAID = 1000
 _LEAST_JOIN_S = 1.0
@@ -80,7 +81,8 @@ class Attendant:
         self._waiting = 0
         self._hurried = False
         self._ended = False
-        self._looked_s = 0.0
+        self._looked_s = self._start_looked_s = 0.0
+        self._began_from_storage = False
         self._tended = False
         # Boundaries that every node has committed, where nodes have folders of their own.
         self._common: tuple[int, ...] = ()
@@ -171,9 +173,10 @@ class Attendant:
         Raises PersistError where the snapshot was torn or given up, where the keeper goes on failing for the
         grace period, or makes no progress for as long.
         """
-        newest = self._newest_of_all()
+        newest, boundary = self._newest_of_all()
         if newest is None:
             self._wait_loaded()
+            self._wait_for_nodes(boundary)
             return
         self.slots.request_persist_of(newest)
         # Another snapshot may have been committed under its number: the one that was loaded, for one.
@@ -182,24 +185,27 @@ class Attendant:
             newest.generation,
             lambda: self._is_committed(newest.step) and self.slots.is_persisted(newest),
         )
-        self._wait_for_nodes(newest)
+        self._wait_for_nodes(boundary, newest.step)
 
-    def _wait_for_nodes(self, newest: Sealed) -> None:
-        """Where nodes have folders of their own a step counts once every one has committed it. Raises
-        PersistError where that is not so."""
-        if self._session.ranks is None:
+    def _wait_for_nodes(self, boundary: int, step: int | None = None) -> None:
+        """Where nodes have folders of their own a step counts once every one has committed it. `boundary` 0
+        is what the attempt went on from. Raises PersistError where that is not so."""
+        loaded = self._session.loaded
+        if self._session.ranks is None or (not boundary and loaded is None):
             return
+        if step is None:
+            step = self.status.newest_committed if boundary or loaded is None else loaded.step
 
         def is_everywhere() -> bool:
-            return max(self._common, default=0) >= newest.boundary
+            return max(self._common, default=-1) >= boundary
 
         # Where rank 0 is gone nobody says it any more.
         self._wait_until(lambda: is_everywhere() or not self._pacing.awaits_others, self.patience_s)
         if not is_everywhere():
             raise PersistError(
-                f"step {newest.step} is committed on this node's disk, and not known to be on those of all "
+                f"step {step} is committed on this node's disk, and not known to be on those of all "
                 "others. A resume takes the newest step that every node has. See what the other nodes say.",
-                step=newest.step,
+                step=step,
                 path=self._session.store.url,
             )
 
@@ -209,16 +215,16 @@ class Attendant:
         self._capture.keep_by_rank(self.status.diverged)
         return any(each.step == step and each.has_diverged for each in self.status.failures)
 
-    def _newest_of_all(self) -> Sealed | None:
-        """The newest snapshot of this attempt: among ranks, where the present boundary was not captured on
-        all of them at once, the newest that all have. All ranks that wait here wait for the same one. Raises
+    def _newest_of_all(self) -> tuple[Sealed | None, int]:
+        """The newest snapshot of this attempt and its boundary: among ranks, where the present boundary was
+        not captured on all of them at once, the newest that all have. All ranks that wait here wait for the
+        same one. None for one that is committed and not in memory any more; 0 where there is none. Raises
         PersistError where this rank has lost that one before it was committed."""
         ordinal, pacing = self._capture.ordinal, self._pacing
-        if not pacing.is_settled(ordinal):
-            return self.slots.newest_own()
-        outcome = pacing.outcome(ordinal, self.deadline_s)
-        if not outcome.is_known:
-            return self.slots.newest_own()
+        outcome = pacing.outcome(ordinal, self.deadline_s) if pacing.is_settled(ordinal) else None
+        if outcome is None or not outcome.is_known:
+            own = self.slots.newest_own()
+            return own, 0 if own is None else own.boundary
         found = self.slots.of_boundary(outcome.newest) if outcome.newest else None
         if found is None and outcome.newest and not pacing.is_persisted(outcome.newest):
             # All had it and it is nowhere: to return would say that it is safe.
@@ -227,7 +233,7 @@ class Attendant:
                 "audit has discarded it, as bytes that are not those of that boundary. No later one is whole "
                 "on all ranks; call save() on all of them"
             )
-        return found
+        return found, outcome.newest
 
     def _is_committed(self, step: int) -> bool:
         newest = self.status.newest_committed
@@ -343,6 +349,7 @@ class Attendant:
         while not self._ended:
             self._tended = self._tried(self._round, "the keeper cannot be asked")
             self._tried(self._look_at_attempts, "the run's attempts cannot be looked at")
+            self._tried(self._look_at_start, "the run's steps cannot be looked at")
             self._look_at_ranks()
             with self._answered:
                 self._rounds += 1
@@ -356,6 +363,19 @@ class Attendant:
         tick_s = _TICK_S if self._pacing.is_alone else _RANKS_TICK_S
         while (left_s := until_s - time.monotonic()) > 0 and not self._woken.wait(min(left_s, tick_s)):
             self._look_at_ranks()
+
+    def _look_at_start(self) -> None:
+        """Whether what this attempt went on from is on this node's own disk: what one node has in memory is
+        on its way there, another may have it there already. Once is said by one rank of the node."""
+        session, loaded = self._session, self._session.loaded
+        is_due = session.ranks is not None and session.environment.rank == session.group.node[0]
+        if not is_due or self._began_from_storage or loaded is None:
+            return
+        if time.monotonic() - self._start_looked_s >= _START_LOOK_S:
+            self._start_looked_s = time.monotonic()
+            if is_committed(session.store, loaded.step, loaded.attempt):
+                self._began_from_storage = True
+                self._pacing.began_from_storage()
 
     def _look_at_ranks(self) -> None:
         self._tried(partial(self._pacing.look, self.slots), "the other ranks cannot be heard")

@@ -197,11 +197,11 @@ class RankRow:
     def commit(self, ordinals: Sequence[int]) -> None:
         """The newest boundaries that are in storage, as many as MOST_COMMITTED. An entry keeps its place as
         long as it stands."""
-        stands = self.committed
-        new = sorted(set(ordinals) - {*stands})
-        for index, each in enumerate(stands):
-            if each not in ordinals:
-                self._store(_Of.COMMITTED + _WORD * index, new.pop() if new else 0)
+        new = sorted(set(ordinals) - self.committed)
+        for index in range(MOST_COMMITTED):
+            place = _Of.COMMITTED + _WORD * index
+            if self._load(place) - 1 not in ordinals:
+                self._store(place, new.pop() + 1 if new else 0)
 
     def end(self) -> None:
         """The rank has let its run go, and passes no boundary any more."""
@@ -273,9 +273,10 @@ class RankRow:
         return self._load(_Of.PERSISTED)
 
     @property
-    def committed(self) -> list[int]:
-        """Places of the newest boundaries that are in storage; 0 for none."""
-        return [self._load(_Of.COMMITTED + _WORD * index) for index in range(MOST_COMMITTED)]
+    def committed(self) -> set[int]:
+        """The newest boundaries that are in storage, and 0 for what the attempt went on from."""
+        words = (self._load(_Of.COMMITTED + _WORD * index) for index in range(MOST_COMMITTED))
+        return {word - 1 for word in words if word}
 
     @property
     def newest_failed(self) -> int:

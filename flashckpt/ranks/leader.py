@@ -104,7 +104,7 @@ class Leader:
             withdrawn=max(((row.withdrawn, row.rank) for row in rows if row.withdrawn), default=(0, NONE)),
             persisted=rows[0].newest_persisted,
             failed=rows[0].newest_failed,
-            committed=tuple(sorted({*rows[0].committed} - {0})),
+            committed=tuple(sorted(rows[0].committed)),
             is_ended=all(row.is_ended for row in rows),
             gone=Gone(self._who_died(), next((row.rank for row in rows if row.is_ended), NONE)),
         )

@@ -135,9 +135,10 @@ class NodeMessage:
     missed. missed: the newest such, and a rank that missed it. slots: of the rank that has fewest. offset:
     step less ordinal of its leader. plain_ns, cost_ns, landing_ns: the shortest iteration without a snapshot,
     what a snapshot costs the loop at most, and how long it takes to be sealed at most; 0 where not known.
-    persisted, failed: the newest boundaries whose snapshots were, or could not be. committed: the newest ones
-    that are in this node's storage. promise: the newest stop that was answered, and how. saves_since: of
-    boundaries from there on all calls of save() are known. gone: of its ranks.
+    persisted, failed: the newest boundaries whose snapshots were, or could not be. committed: the newest
+    ones that are in this node's storage, and 0 for what the attempt went on from. promise: the newest stop
+    that was answered, and how. saves_since: of boundaries from there on all calls of save() are known. gone:
+    of its ranks.
     """
 
     number: int = 0

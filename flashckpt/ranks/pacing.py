@@ -141,8 +141,11 @@ class Pacing(Protocol):
 
     @property
     def committed(self) -> tuple[int, ...]:
-        """The newest boundaries that are in the storage of every node, as far as is known. For the background
-        thread."""
+        """The newest boundaries that are in the storage of every node, as far as is known; 0 is what the
+        attempt went on from. For the background thread."""
+
+    def began_from_storage(self) -> None:
+        """What the attempt went on from is in this node's storage. For the background thread."""
 
     @property
     def is_held_whole(self) -> bool:
@@ -202,6 +205,9 @@ class OwnPace:
     @property
     def committed(self) -> tuple[int, ...]:
         return ()
+
+    def began_from_storage(self) -> None:
+        pass
 
     @property
     def is_held_whole(self) -> bool:
@@ -351,6 +357,9 @@ class JointPace:
     @property
     def committed(self) -> tuple[int, ...]:
         return self._heard.announced.committed
+
+    def began_from_storage(self) -> None:
+        self._snapshots.began_from_storage()
 
     @property
     def is_held_whole(self) -> bool:

@@ -120,6 +120,11 @@ class Snapshots:
             self._committed = sorted(new.union(self._committed))[-MOST_COMMITTED:]
             self._row.commit(self._committed)
 
+    def began_from_storage(self) -> None:
+        """What the attempt went on from is in this node's storage."""
+        self._committed = sorted({0, *self._committed})[-MOST_COMMITTED:]
+        self._row.commit(self._committed)
+
     def _ask(self, ordinal: int, held: HeldBoundaries) -> None:
         sealed = held.sealed.get(ordinal)
         if sealed is None:

@@ -6,8 +6,10 @@
 `freeze_at`: in that iteration the node's keeper is stopped, `harm_at`: [rank, step], in which that rank
 changes a parameter for itself, `hold_at`: in that iteration a rank prints "held N" and stands still, to be
 killed, `holds`: of worlds of so many ranks (as text) that iteration and the nodes, null for all, whose ranks
-do so, `begins_on`: how many ranks begin a run, fewer stand still; and `deaths`: of each incarnation of the
-group the rank that dies in it, and at which of the package's crash points.
+do so, `wait_at`: an iteration that begins with wait(), of which it prints "unsafe N" each time that it
+raises and "safe N", `grace`: the option, `begins_on`: how many ranks begin a run, fewer stand still; and
+`deaths`: of each incarnation of the group the rank that dies in it, and at which of the package's crash
+points.
 """
 
 from __future__ import annotations
@@ -94,6 +96,8 @@ def train(run: str, orders: dict[str, Any]) -> None:
     if world < orders.get("begins_on", 1) and not Path(run).exists():
         signal.pause()  # until the launcher has heard of the other node, and starts its ranks again
     options = {"every": 1, "persist_every": None} | orders.get("options", {})
+    if "grace" in orders:
+        options["options"] = flashckpt.Options(grace=orders["grace"])
     if "keep_last" in orders:
         options["keep"] = flashckpt.Keep(last=orders["keep_last"])
     save_at = orders.get("save_at", [])
@@ -112,6 +116,8 @@ def train(run: str, orders: dict[str, Any]) -> None:
         if looped.completed == orders.get("freeze_at"):
             for pid in keepers_of(Path(os.environ["FLASHCKPT_RUNTIME"])):
                 os.kill(pid, signal.SIGSTOP)
+        if looped.completed == orders.get("wait_at"):
+            wait(looped.checkpointer, looped.completed)
         if looped.completed == held:
             print(f"held {looped.completed}", flush=True)
             signal.pause()
@@ -127,6 +133,18 @@ def train(run: str, orders: dict[str, Any]) -> None:
         numbers = "-".join(str(int(each)) for each in which)
         print(f"step {looped.completed + 1} {loss.item().hex()} {numbers}", flush=True)
     print(f"state {state_of(net, optimizer)}", flush=True)
+
+
+def wait(checkpointer: flashckpt.Checkpointer, completed: int) -> None:
+    """Until what there is is safe."""
+    while True:
+        try:
+            checkpointer.wait()
+        except flashckpt.PersistError:
+            print(f"unsafe {completed}", flush=True)
+        else:
+            print(f"safe {completed}", flush=True)
+            return
 
 
 def die(deaths: Sequence[tuple[int, str]]) -> None:
