@@ -11,9 +11,10 @@ from __future__ import annotations
 import errno
 import logging
 import secrets
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from flashckpt import crashpoints
 from flashckpt.commit import constants
@@ -411,20 +412,29 @@ class Survivor:
     complete: tuple[int, int] = (0, 0)
 
 
-def needed(store: Store, survivors: Sequence[Survivor]) -> set[str]:
+def needed(
+    store: Store,
+    survivors: Sequence[Survivor],
+    common: Mapping[AttemptName, Collection[int]] = MappingProxyType({}),
+) -> set[str]:
     """Names of the slots that hold something that is committed nowhere and still counts: the newest step of
     an attempt that all its ranks here hold, as long as no step of its run from there on, and no attempt that
-    did not start from it, is committed; and what the newest attempt has started from."""
+    did not start from it, is committed; and what the newest attempt has started from. That stays, where nodes
+    have folders of their own, until all have committed a boundary of the attempt: one of `common`."""
     started = newest_started(store)
     visible = next(iter(newest_first(store)), None)
     start = read_start(store, started) if started is not None else None
     kept = set()
+    agreed = common.get(started, ()) if started is not None else ()
+    alone = start is not None and start.ranks is not None and not any(agreed)
     for attempt in {each.attempt for each in survivors}:
         mine = [each for each in survivors if each.attempt == attempt]
         # What the newest attempt has started from is its, whatever else is left of the one that made it.
         loaded = [e for e in mine if start is not None and start.took_up(attempt, e.step, e.boundary)]
         for each in [*_newest_whole(mine), *(e for e in loaded if not e.is_committed)]:
-            if started is None or attempt == started or each in loaded:
+            if alone and each in loaded:
+                is_kept = True
+            elif started is None or attempt == started or each in loaded:
                 is_kept = visible is None or visible.step < each.step
             else:
                 newest = None if visible is None else (visible.step, visible.attempt)

@@ -11,6 +11,7 @@ import os
 import secrets
 import select
 import time
+from collections.abc import Collection
 
 from flashckpt import crashpoints
 from flashckpt.errors import KeeperError
@@ -206,16 +207,20 @@ class Keeper:
         attempt = AttemptName.parse(outcome.attempt)
         if outcome.state is not JobState.COMMITTED or attempt is None:
             return
-        slots = {each.slot.name for each in job.members()}
-        for each in self.regions.sealed():
-            # A commit of a newer attempt settles what attempts before it left and it did not start from.
-            is_left = each.attempt.number < attempt.number and each.slot.name not in slots
-            if is_left and each.word.state is SlotState.SEALED:
-                each.slot.free(each.word)
+        if outcome.is_of_all:
+            self._settle(attempt, {each.slot.name for each in job.members()})
         known = self.queue.known(attempt)
         if known is not None and known.keep is not None:
             # After the commit was told, and beside the next one: nobody waits for deletions.
             self._delete(attempt, known)
+
+    def _settle(self, attempt: AttemptName, slots: Collection[str] = ()) -> None:
+        """All nodes have committed a step of this attempt: what those before it left and it did not start
+        from (that is in `slots`) is of no use."""
+        for each in self.regions.sealed():
+            is_left = each.attempt.number < attempt.number and each.slot.name not in slots
+            if is_left and each.word.state is SlotState.SEALED:
+                each.slot.free(each.word)
 
     def _delete(self, attempt: AttemptName, known: NodeRanks) -> None:
         """What is kept no longer of an attempt may go."""
@@ -232,6 +237,7 @@ class Keeper:
             ):
                 continue
             self._common = {attempt: each.common}
+            self._settle(attempt)
             known = self.queue.known(attempt)
             if known is not None and known.keep is not None:
                 self._delete(attempt, known)
@@ -277,7 +283,7 @@ class Keeper:
         """Regions go, but those that hold what is committed nowhere; then the names, the lock last: a
         keeper that is started meanwhile finds it held, or finds everything gone. A look at storage may
         hang, and another keeper be elected meanwhile: then all of it is that one's."""
-        kept = self.exit.kept()
+        kept = self.exit.kept(self._common)
         crashpoints.point("leave.begun")
         for held in self.regions.slots():
             if not self._election.stands(self.folder):

@@ -203,8 +203,9 @@ class ExitRule:
         until = self._gone_until if self.run_is_gone else self._until
         return max(0.0, until - time.monotonic())
 
-    def kept(self) -> set[str]:
-        """Slots that stay for the next attempt, or for recover, though no process is left."""
+    def kept(self, common: Mapping[AttemptName, Collection[int]]) -> set[str]:
+        """Slots that stay for the next attempt, or for recover, though no process is left. `common`: of
+        attempts the boundaries that all nodes have committed, where each has a folder of its own."""
         survivors = [
             Survivor(
                 slot=each.slot.name,
@@ -222,7 +223,7 @@ class ExitRule:
         if self.run_is_gone:
             return _newest_uncommitted(survivors)
         try:
-            return needed(self._store, survivors)
+            return needed(self._store, survivors, common)
         except (OSError, FlashckptError) as error:
             log.warning("the run cannot be read (%s): slots stay as they are", error)
             return {each.slot for each in survivors if not each.is_committed}

@@ -146,7 +146,8 @@ class StepOutcome:
     """What became of a step in one try. Sizes in bytes, times in seconds. `written`: what this try wrote of
     each rank. Of one that is torn, `slot` is the slot and `leaves` are (index, name) of those that differed;
     `diverged` are the names of replicas that are not alike; `errno` is 0 where the system gave none.
-    `lacks_region`: without the region that a snapshot names it can never be persisted."""
+    `lacks_region`: without the region that a snapshot names it can never be persisted. `is_of_all`: where it
+    is committed all ranks of the job have it, and not those of this folder alone."""
 
     state: JobState
     void: Void | None = None
@@ -161,6 +162,7 @@ class StepOutcome:
     message: str = ""
     errno: int = 0
     lacks_region: bool = False
+    is_of_all: bool = True
 
 
 @dataclass(eq=False, kw_only=True)

@@ -244,7 +244,7 @@ class Writer:
         tried = _Try(job, contents, *self.attempt_for(job))
         if not self._is_settled(tried):
             raise SupersededError(job.lacks, step=job.step)
-        return StepOutcome(JobState.COMMITTED, attempt=str(tried.attempt))
+        return self._committed(job, tried.attempt)
 
     def _persist_pinned(self, job: StepJob) -> StepOutcome:
         contents = [_checked(each) for each in job.members()]
@@ -262,7 +262,7 @@ class Writer:
 
     def _persist_as(self, tried: _Try) -> StepOutcome:
         if self._is_settled(tried):
-            return StepOutcome(JobState.COMMITTED, attempt=str(tried.attempt))
+            return self._committed(tried.job, tried.attempt)
         # A part that stands was written in an earlier try, or by the keeper before this one.
         if self._store.exists(tried.part_path):
             tried.num_bytes = sum(rank.shard.num_bytes for rank in self._own_part(tried).ranks)
@@ -294,7 +294,12 @@ class Writer:
             found = steps.commit(self._store, job.step, attempt, world, ranks)
         if found is steps.Committed.BURIED:
             raise SupersededError(f"step {job.step} of attempt {attempt} was pruned meanwhile.")
-        return StepOutcome(JobState.COMMITTED if found else JobState.PART_WRITTEN, attempt=str(attempt))
+        waits = StepOutcome(JobState.PART_WRITTEN, attempt=str(attempt))
+        return self._committed(job, attempt) if found else waits
+
+    def _committed(self, job: StepJob, attempt: AttemptName) -> StepOutcome:
+        is_of_all = self._ranks_here(job, attempt, self._world(job, attempt)) is None
+        return StepOutcome(JobState.COMMITTED, attempt=str(attempt), is_of_all=is_of_all)
 
     def _world(self, job: StepJob, attempt: AttemptName) -> int:
         """As many ranks as the attempt has that captured it, which a later one that went on from it may not

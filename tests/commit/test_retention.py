@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flashckpt.commit import steps as steps_module
-from flashckpt.commit.attempts import attempts, bounds, claim
+from flashckpt.commit.attempts import attempts, bounds, claim, start
 from flashckpt.commit.lineage import branch, check_records, mark, steps, visible
 from flashckpt.commit.retention import Survivor, bury, doomed, needed, prune, sweep_dead
 from flashckpt.commit.steps import is_committed, read_manifest
@@ -316,6 +316,18 @@ def test_two_boundaries_of_one_step_are_no_whole_step_in_memory(store: LocalStor
         for name, (rank, step, boundary) in contents.items()
     ]
     assert needed(store, survivors) == {"a", "b"}
+
+
+def test_what_was_gone_on_from_stays_in_memory_until_all_nodes_have_a_newer_step(store: LocalStore) -> None:
+    """Where each node has a folder of its own, what this one has committed alone settles nothing."""
+    first = attempt_at(store)
+    train(store, first, 50)
+    second = claim(store, HOLDER)
+    start(store, second, first, 100, world=2, boundary=9, ranks=(range(1),))
+    train(store, second, 150)
+    survivors = [Survivor(slot="a", rank=0, attempt=first, step=100, boundary=9)]
+    assert needed(store, survivors) == needed(store, survivors, {second: (0,)}) == {"a"}
+    assert needed(store, survivors, {second: (0, 4)}) == set()
 
 
 def test_a_claim_goes_with_its_own_attempt_alone(store: LocalStore) -> None:

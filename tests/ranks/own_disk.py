@@ -23,8 +23,8 @@ _SCHEME, _ROOM = "disk://", "-room"
 
 class OwnDisk(LocalStore):
     """The folder of the node that this process is on. Which nodes share one stands in FLASHCKPT_TEST_SHARED:
-    "name=other" has the first use the second's; and in FLASHCKPT_TEST_FULL from which step on one is full:
-    "name=step", until `make_room`."""
+    "name=other" has the first use the second's; and in FLASHCKPT_TEST_FULL which steps find one full:
+    "name=first" or "name=first-last", until `make_room`."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -33,10 +33,11 @@ class OwnDisk(LocalStore):
     def write_shard(
         self, path: str, layout: Layout, source: MemoryRange, *, threads: int = 2, progress: int = 0
     ) -> Written:
-        name, _, step = os.environ.get("FLASHCKPT_TEST_FULL", "").partition("=")
-        found = re.match("steps/([0-9]+)/", path)
-        is_here = name == os.path.basename(os.environ["FLASHCKPT_RUNTIME"])
-        if is_here and found and int(found[1]) >= int(step) and not os.path.exists(self._root + _ROOM):
+        found, name = re.match("steps/([0-9]+)/", path), os.path.basename(os.environ["FLASHCKPT_RUNTIME"])
+        full = dict(each.split("=") for each in os.environ.get("FLASHCKPT_TEST_FULL", "").split())
+        first, _, last = full.get(name, "").partition("-")
+        is_full = first and found and int(first) <= int(found[1]) <= int(last or found[1])
+        if is_full and not os.path.exists(self._root + _ROOM):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
         return super().write_shard(path, layout, source, threads=threads, progress=progress)
 

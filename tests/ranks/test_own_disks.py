@@ -132,17 +132,42 @@ def test_nodes_that_share_a_folder_commit_together(disks: Disks) -> None:
 
 def test_what_a_job_goes_on_from_in_memory_is_one_step_on_all_disks(disks: Disks) -> None:
     """One node has committed it and the other not yet when the job dies: the other does so later, as the same
-    step, and all can go on from it again."""
+    step, and all can go on from it again. Until then no rank is told that it is safe."""
     full = f"{disks.launcher.runtime(1).name}=5"
     job = disks.start(options={"every": None}, save_at=[3, 5], hold_at=6, full=full)
     job.until_said("held 6")
     until(lambda: 5 in disks.steps(0), "what one node commits alone")
     job.kill()
-    job = disks.start(restart=1, hold_at=5, options={"every": None}, full=full)
-    job.until_said("held 5")
+    options = {"every": None}
+    job = disks.start(restart=1, wait_at=5, hold_at=5, grace="1s", options=options, full=full)
+    job.until_said("unsafe 5")
     assert [job.said(rank)[0] for rank in range(2)] == ["resumed 5 memory"] * 2
     make_room(disks.folder(1))
-    until(lambda: 5 in disks.steps(1), "what the other node commits later")
+    job.until_said("safe 5")
+    assert disks.steps(1)[-1] == 5
+    job.until_said("held 5")
+    disks.launcher.freeze_keepers(0, 1)
+    job.kill()
+    disks.forget(0, 1)
+    ended = disks.start(restart=2, epochs=1, options={"every": None}).finished()
+    assert [each.out[0] for each in ended] == ["resumed 5 local"] * 2
+
+
+def test_what_a_job_went_on_from_stays_until_all_disks_have_a_newer_step(disks: Disks) -> None:
+    """One node's disk lacks it, and takes a newer step, which the other's does not: what it has in memory is
+    not let go for that, and is what all go on from."""
+    names = [disks.launcher.runtime(node).name for node in range(2)]
+    full = f"{names[0]}=8 {names[1]}=5-7"
+    job = disks.start(options={"every": None}, save_at=[3, 5], hold_at=6, full=full)
+    job.until_said("held 6")
+    until(lambda: 5 in disks.steps(0), "what one node commits alone")
+    job.kill()
+    job = disks.start(restart=1, options={"every": None}, save_at=8, hold_at=9, full=full)
+    job.until_said("held 9")
+    assert [job.said(rank)[0] for rank in range(2)] == ["resumed 5 memory"] * 2
+    until(lambda: disks.steps(1) == [3, 8], "what the other node commits alone")
+    make_room(disks.folder(1))
+    until(lambda: disks.steps(1) == [3, 5, 8], "what was in memory alone")
     disks.launcher.freeze_keepers(0, 1)
     job.kill()
     disks.forget(0, 1)
