@@ -8,8 +8,10 @@ What holds of the memory of a node, and where:
 1. What a rank writes to storage stands in its own slot: a part never needs another rank's memory (`divide`).
 2. Each rank digests all leaves at each boundary, whoever holds them: its table is of its own state.
 3. A boundary counts as sealed by a node only if all its ranks have the same table of what they divide: names,
-   digests and holders (`ranks.node_table`). Any other is void, so that the one before it stays, and from
-   then on each rank holds its own. So every leaf of a boundary that counts is in some slot of the node.
+   digests and holders (`ranks.node_table`). Any other is void, so that the one before it stays. From then on
+   each rank holds its own of the leaves that may be meant, the rest stays divided: digests are compared in
+   groups of leaves, by name, and whoever commits says which leaves of a group are not alike. So every leaf of
+   a boundary that counts is in some slot of the node. Where boundary after boundary is void, each holds all.
 4. A resume reads what a rank lacks out of the other slots of the same boundary, and believes it only by the
    digests in the rank's own table, before the vote and again in the live state (`restore.memory_tier`). No
    trainer writes a slot before all ranks have filled theirs. A slot that is gone, torn or written again makes
@@ -23,6 +25,7 @@ import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from flashckpt._native import xxh3_64
 from flashckpt.format.layout import Leaf
 from flashckpt.format.replicas import EVERY, Ranks, has_rank
 
@@ -33,6 +36,14 @@ log = logging.getLogger(__name__)
 
 # A rank has a file of its own anyway; with less than a chunk of it nothing is won by dividing further.
 LEAST_BYTES = 4 << 20
+# In so many groups of leaves the ranks of a node compare what they divide: one word has a bit for each.
+GROUPS = 64
+ALL_GROUPS = (1 << GROUPS) - 1
+
+
+def group_of(name: str) -> int:
+    """Of a leaf, the same on all ranks."""
+    return xxh3_64(name.encode()) % GROUPS
 
 
 class Division(NamedTuple):
@@ -88,8 +99,9 @@ class Sharing:
     """What `rank` does about leaves that others hold too. `is_divided`: one rank writes each, and all that
     read it must be able to reach its files; else each does. `within` are the ranks that share this one's
     folder, None for all: others count as none. `node` are the ranks of its node, which divide what all of
-    them hold in memory, too, until `hold_whole`. `by_rank` names those that have diverged, EVERY all that
-    there are."""
+    them hold in memory, too, but for the groups of leaves `held_whole`, a bit each. `by_rank` names those
+    that have diverged, EVERY all that there are: where it has some of a group, the others of it are divided
+    again."""
 
     def __init__(
         self,
@@ -103,7 +115,7 @@ class Sharing:
         self.rank, self.is_divided, self._least_bytes = rank, is_divided, least_bytes
         self._within, self._node = within, frozenset(node) | {rank}
         self._holders: dict[tuple[int, ...], tuple[int, ...]] = {}
-        self.is_held_whole = len(self._node) == 1 or not is_divided
+        self.held_whole = ALL_GROUPS if len(self._node) == 1 or not is_divided else 0
         self.by_rank: frozenset[str] = frozenset()
 
     def keep_by_rank(self, names: Iterable[str]) -> None:
@@ -113,20 +125,22 @@ class Sharing:
             self.by_rank |= fresh
             log.warning("%d leaves are not alike on all ranks: each keeps its own from now on", len(fresh))
 
-    def hold_whole(self) -> None:
-        """The ranks of this node do not divide its memory alike, or what they divide is not alike: from the
-        next capture on each has all of its own. Any thread."""
-        if not self.is_held_whole:
-            self.is_held_whole = True
+    def hold_whole(self, groups: int = ALL_GROUPS) -> None:
+        """The ranks of this node do not divide its memory alike, or what they divide of these groups is not
+        alike: from the next capture on each has its own of them. Any thread."""
+        if groups & ~self.held_whole:
+            self.held_whole |= groups
             log.warning(
                 "what the ranks of this node are to hold alike was not the same on all of them: a snapshot "
-                "is void, and from now on each rank keeps a whole copy in memory"
-            )
+                "is void, and from now on each rank keeps a copy of its own in memory of %s",
+                "all" if self.held_whole == ALL_GROUPS else
+                f"the leaves that may have diverged, {self.held_whole.bit_count()} of {GROUPS} groups",
+            )  # fmt: skip
 
     @property
-    def ground(self) -> tuple[frozenset[str], bool]:
+    def ground(self) -> tuple[frozenset[str], int]:
         """What a plan is made by."""
-        return self.by_rank, self.is_held_whole
+        return self.by_rank, self.held_whole
 
     def sets(
         self,
@@ -170,16 +184,23 @@ class Sharing:
     ) -> SharedLeaves:
         """`always`, `since`: sizes of what is divided, each for itself."""
         writers: dict[str, int | None] = dict.fromkeys(names)
-        holders = writers.copy()
+        holders, held_whole = writers.copy(), self._groups_held()
         for sizes in (since, always) if self.is_divided else ():
             here = {name: sizes[name] for name in names if name in sizes}
             division = divide(here, ranks, self._node, self._least_bytes)
             writers |= division.writers
             if sizes is always and self._divides_memory(ranks, here):
-                holders |= {name: rank for name, rank in division.holders.items() if name in plain}
+                left = {name for name in plain if not held_whole >> group_of(name) & 1}
+                holders |= {name: rank for name, rank in division.holders.items() if name in left}
         return SharedLeaves(ranks, writers, holders)
 
     def _divides_memory(self, ranks: tuple[int, ...], sizes: Mapping[str, int]) -> bool:
         # Of sets that all of the node are in, alone: then one number says of all its ranks that they agree.
         is_worth_it = sum(sizes.values()) >= 2 * self._least_bytes
-        return is_worth_it and self._node <= set(ranks) and not self.is_held_whole
+        return is_worth_it and self._node <= set(ranks)
+
+    def _groups_held(self) -> int:
+        if self.held_whole == ALL_GROUPS:
+            return ALL_GROUPS
+        known = sum(1 << group for group in {group_of(name) for name in self.by_rank})
+        return self.held_whole & ~known

@@ -21,7 +21,7 @@ from flashckpt.capture.constants import Constants, ConstantsChanged, region_size
 from flashckpt.capture.copies import PreparedCopies
 from flashckpt.capture.copy_policy import CopyPolicy, describe
 from flashckpt.capture.devices import Device
-from flashckpt.capture.division import Sharing
+from flashckpt.capture.division import ALL_GROUPS, Sharing
 from flashckpt.capture.hooks import StepHooks, unwrapped
 from flashckpt.capture.in_flight import InFlight, PendingSnapshot, RegionCopy
 from flashckpt.capture.plan import ConstantsRegion
@@ -165,10 +165,11 @@ class Capture:
         if self._sharing is not None and names:
             self._sharing.keep_by_rank(names)
 
-    def hold_whole(self) -> None:
-        """From the next capture on nothing is left to other ranks of the node. Any thread."""
+    def hold_whole(self, groups: int = ALL_GROUPS) -> None:
+        """From the next capture on nothing of these groups of leaves is left to other ranks of the node. Any
+        thread."""
         if self._sharing is not None:
-            self._sharing.hold_whole()
+            self._sharing.hold_whole(groups)
 
     # ---- constants
 

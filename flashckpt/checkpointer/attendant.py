@@ -379,8 +379,7 @@ class Attendant:
 
     def _look_at_ranks(self) -> None:
         self._tried(partial(self._pacing.look, self.slots), "the other ranks cannot be heard")
-        if self._pacing.is_held_whole:
-            self._capture.hold_whole()
+        self._capture.hold_whole(self._pacing.held_whole)
 
     def _tried(self, deed: Callable[[], None], failed: str) -> bool:
         """Whether it was done. What keeps it from being done is said, and tried again in the next round."""

@@ -306,8 +306,8 @@ class Boundaries:
         self._capture.wait()
         if not self._is_to_capture(persist=persist):
             return True
-        if self._pacing.is_held_whole:  # the attendant may not have said it yet: this one would be void, too
-            self._capture.hold_whole()
+        # The attendant may not have said it yet: this one would be void, too.
+        self._capture.hold_whole(self._pacing.held_whole)
         self._taken_step = self._progress.step
         step, slots, attendant, outgrown = self._progress.step, self._slots, self._attendant, False
         before = slots.newest_own() if anew else None

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from typing_extensions import Buffer
 
 from flashckpt import _native
+from flashckpt.capture.division import GROUPS
 from flashckpt.errors import DamagedError
 from flashckpt.ranks.liveness import ProcessId
 from flashckpt.ranks.messages import (
@@ -29,13 +30,12 @@ from flashckpt.ranks.messages import (
 MOST_RANKS = 64
 _PAGE = 4096
 _WORD = 8
-_ROW_BYTES = 640
 _MASK = (1 << 32) - 1
 _SIGN = 1 << 64
 _TRIES = 100
 
 # On the first page: how often something was announced, the confirmed stop, since when nothing was heard,
-# whether the ranks divide their memory no more, and two places for announcements, of which the one that is
+# which groups of leaves the ranks divide no more, and two places for announcements, of which the one that is
 # not read is written.
 _ANNOUNCED, _CONFIRMED, _LOST, _WHOLE = 0, 64, 72, 80
 _PLACES = (1024, 1024 + MOST_BYTES + _WORD)
@@ -68,6 +68,19 @@ class _Of(IntEnum):
     SEALED = 320
     PID, STARTED, NAMESPACE = 448, 456, 464
     TABLES = 512
+
+
+_TABLE_BYTES = _WORD * (1 + GROUPS)
+_ROW_BYTES = -(-(_Of.TABLES + MOST_OPEN * _TABLE_BYTES) // 64) * 64
+
+
+class Table(NamedTuple):
+    """What a rank has sealed of what its node divides: two are the same if these numbers are. `ground`: of
+    names, forms and holders, 0 where nothing is divided; `groups`: of the digests of each group of leaves, 0
+    where none of it is divided."""
+
+    ground: int = 0
+    groups: tuple[int, ...] = (0,) * GROUPS
 
 
 class LoopProgress(NamedTuple):
@@ -161,18 +174,19 @@ class RankRow:
 
     # ---- written by the rank's background thread
 
-    def publish(self, judged: int, sealed: Mapping[int, int]) -> None:
+    def publish(self, judged: int, sealed: Mapping[int, Table]) -> None:
         """The outcome of every boundary up to `judged` is known: of those that are still open these are
-        sealed, and no others, each with the number of its node's table. An entry keeps its place as long as
-        it stands: who reads beside this misses none."""
+        sealed, and no others, each with its table. An entry keeps its place as long as it stands: who reads
+        beside this misses none."""
         stands = [self._load(_Of.SEALED + _WORD * index) for index in range(MOST_OPEN)]
         new = sorted(sealed.keys() - {*stands})
         for index, each in enumerate(stands):
             if each not in sealed:
-                # Nothing while the number is another one: it must never be read as that of this boundary.
+                # Nothing while the table is another one: it must never be read as that of this boundary.
                 self._store(_Of.SEALED + _WORD * index, 0)
                 if new:
-                    self._store(_Of.TABLES + _WORD * index, sealed[new[-1]])
+                    for place, word in enumerate((sealed[new[-1]].ground, *sealed[new[-1]].groups)):
+                        self._store(_Of.TABLES + _TABLE_BYTES * index + _WORD * place, word)
                     self._store(_Of.SEALED + _WORD * index, new.pop())
         assert not new, "more snapshots than slots"
         if judged > self.judged:
@@ -210,13 +224,16 @@ class RankRow:
     # ---- read by the node's leader
 
     @property
-    def sealed(self) -> dict[int, int]:
-        """Sealed snapshots that are still open, by boundary, each with the number of its node's table."""
+    def sealed(self) -> dict[int, Table]:
+        """Sealed snapshots that are still open, by boundary, each with its table."""
         found = {}
-        for place in range(0, _WORD * MOST_OPEN, _WORD):
-            ordinal, number = self._load(_Of.SEALED + place), self._load(_Of.TABLES + place)
-            if ordinal and self._load(_Of.SEALED + place) == ordinal:
-                found[ordinal] = number
+        for index in range(MOST_OPEN):
+            if ordinal := self._load(_Of.SEALED + _WORD * index):
+                first = _Of.TABLES + _TABLE_BYTES * index
+                ground, *groups = (self._load(first + _WORD * place) for place in range(1 + GROUPS))
+                # It may have been written again meanwhile.
+                if self._load(_Of.SEALED + _WORD * index) == ordinal:
+                    found[ordinal] = Table(ground, tuple(groups))
         return found
 
     @property
@@ -367,12 +384,14 @@ class Board:
         return self._load(_LOST) != 0
 
     @property
-    def is_held_whole(self) -> bool:
-        """Whether each rank of the node keeps whole copies in memory from now on."""
-        return self._load(_WHOLE) != 0
+    def held_whole(self) -> int:
+        """The groups of leaves of which each rank of the node keeps its own in memory from now on, a bit
+        each."""
+        return self._load(_WHOLE)
 
-    def hold_whole(self) -> None:
-        self._store(_WHOLE, 1)
+    def hold_whole(self, groups: int) -> None:
+        """The leader alone."""
+        self._store(_WHOLE, self.held_whole | groups)
 
     def lose(self, is_lost: bool) -> None:
         self._store(_LOST, int(is_lost))

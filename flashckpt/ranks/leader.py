@@ -10,7 +10,8 @@ import math
 import time
 from collections.abc import Sequence
 
-from flashckpt.ranks.board import Board, RankRow
+from flashckpt.capture.division import ALL_GROUPS
+from flashckpt.ranks.board import Board, RankRow, Table
 from flashckpt.ranks.messages import (
     MOST_OPEN,
     MOST_SAVES,
@@ -25,6 +26,8 @@ from flashckpt.ranks.messages import (
 )
 
 _LOOK_S = 0.5
+# Ranks hear what they divide no more in different rounds: until all have, one that differs says nothing.
+_MOST_UNLIKE = 4
 
 
 class Leader:
@@ -35,6 +38,7 @@ class Leader:
         self._answered = (0, Answer.NONE)
         self._limit = NONE
         self._died, self._looked_s = NONE, -math.inf
+        self._compared = self._unlike = 0
 
     @property
     def is_hurried(self) -> bool:
@@ -77,8 +81,7 @@ class Leader:
         judged = min(row.judged for row in rows)
         sealed = [row.sealed for row in rows]
         alike = _alike(sealed)
-        if len(alike) < len(set.intersection(*map(set, sealed))):
-            self._board.hold_whole()
+        self._compare(sealed)
         entered = [row.progress.entered for row in rows]
         saves = [row.saves for row in rows]
         saves_since = max(row.saves_since for row in rows)
@@ -109,6 +112,22 @@ class Leader:
             gone=Gone(self._who_died(), next((row.rank for row in rows if row.is_ended), NONE)),
         )
 
+    def _compare(self, sealed: Sequence[dict[int, Table]]) -> None:
+        """What is divided no more: the groups in which the ranks differ where they divide alike, and all of
+        them where one boundary after the other was not the same. Each boundary once."""
+        for ordinal in sorted(set.intersection(*map(set, sealed))):
+            if ordinal <= self._compared:
+                continue
+            self._compared = ordinal
+            tables = [of[ordinal] for of in sealed]
+            is_alike = all(table == tables[0] for table in tables)
+            self._unlike = 0 if is_alike else self._unlike + 1
+            if self._unlike >= _MOST_UNLIKE:
+                self._board.hold_whole(ALL_GROUPS)
+            elif len({table.ground for table in tables}) == 1:
+                by_group = zip(*(table.groups for table in tables), strict=True)
+                self._board.hold_whole(sum(1 << g for g, each in enumerate(by_group) if len({*each}) > 1))
+
     def _who_died(self) -> int:
         """Asked of the system now and then: messages may follow one another fast."""
         now_s = time.monotonic()
@@ -118,20 +137,20 @@ class Leader:
         return self._died
 
 
-def _alike(sealed: Sequence[dict[int, int]]) -> set[int]:
+def _alike(sealed: Sequence[dict[int, Table]]) -> set[int]:
     """The boundaries that all ranks have sealed with the same table of what they divide: of any other, what
     one rank has left to another may stand nowhere."""
     first = sealed[0].items()
-    return {ordinal for ordinal, number in first if all(of.get(ordinal) == number for of in sealed)}
+    return {ordinal for ordinal, table in first if all(of.get(ordinal) == table for of in sealed)}
 
 
-def _missed(rows: Sequence[RankRow], sealed: Sequence[dict[int, int]], judged: int) -> tuple[int, int]:
+def _missed(rows: Sequence[RankRow], sealed: Sequence[dict[int, Table]], judged: int) -> tuple[int, int]:
     """The newest boundary that some ranks have sealed and one has missed, or sealed with another table, and
     that one."""
     for ordinal in sorted(set().union(*sealed), reverse=True):
-        number = next(of[ordinal] for of in sealed if ordinal in of)
+        table = next(of[ordinal] for of in sealed if ordinal in of)
         pairs = zip(rows, sealed, strict=True)
-        without = next((row.rank for row, of in pairs if of.get(ordinal) != number), None)
+        without = next((row.rank for row, of in pairs if of.get(ordinal) != table), None)
         if ordinal <= judged and without is not None:
             return ordinal, without
     return 0, NONE

@@ -148,8 +148,9 @@ class Pacing(Protocol):
         """What the attempt went on from is in this node's storage. For the background thread."""
 
     @property
-    def is_held_whole(self) -> bool:
-        """Whether nothing is left to other ranks of the node from now on."""
+    def held_whole(self) -> int:
+        """The groups of leaves of which nothing is left to other ranks of the node from now on, a bit
+        each."""
 
     @property
     def awaits_others(self) -> bool:
@@ -210,8 +211,8 @@ class OwnPace:
         pass
 
     @property
-    def is_held_whole(self) -> bool:
-        return True
+    def held_whole(self) -> int:
+        return 0
 
     @property
     def awaits_others(self) -> bool:
@@ -362,8 +363,8 @@ class JointPace:
         self._snapshots.began_from_storage()
 
     @property
-    def is_held_whole(self) -> bool:
-        return self._board.is_held_whole
+    def held_whole(self) -> int:
+        return self._board.held_whole
 
     @property
     def awaits_others(self) -> bool:

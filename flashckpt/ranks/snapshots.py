@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from flashckpt.capture.schedule import Budget
 from flashckpt.errors import DamagedError
 from flashckpt.memory.slot import Sealed, Slot, SlotState
-from flashckpt.ranks.board import Board, RankRow
+from flashckpt.ranks.board import Board, RankRow, Table
 from flashckpt.ranks.messages import MOST_COMMITTED, Announcement
 from flashckpt.ranks.node_table import NodeTable
 
@@ -66,7 +66,7 @@ class Snapshots:
         self._asked: dict[int, Sealed] = {}
         self._committed: list[int] = []
         self._table = NodeTable() if len(board.ranks) > 1 else None
-        self._numbers: dict[int, int] = {}
+        self._tables: dict[int, Table] = {}
         self._begun, self._begun_s, self._landing_s = 0, 0.0, 0.0
         self.complete = (attempt_number, 0)
         self.void: frozenset[tuple[int, int]] = frozenset()
@@ -82,19 +82,21 @@ class Snapshots:
         budget = self._budget
         self._row.measure(writable, budget.plain_s or 0.0, budget.cost_s or 0.0, self._landing_s)
         judged = judged_until(settled, begun, is_writing=held.is_writing)
-        self._row.publish(judged, self._numbered(held, announced.decided))
+        self._row.publish(judged, self._compared(held, announced.decided))
         self._row.hear(announced.number)
 
-    def _numbered(self, held: HeldBoundaries, decided: int) -> dict[int, int]:
-        """Of the boundaries that are sealed and not decided, the numbers of their node's tables. What cannot
-        be read is not sealed."""
-        before, self._numbers = self._numbers, {}
+    def _compared(self, held: HeldBoundaries, decided: int) -> dict[int, Table]:
+        """Of the boundaries that are sealed and not decided, what is compared in their node. What cannot be
+        read is not sealed."""
+        before, self._tables = self._tables, {}
         for ordinal, sealed in held.sealed.items():
             if ordinal > decided:
                 with contextlib.suppress(DamagedError):
-                    number = self._table.number(sealed) if self._table and ordinal not in before else 0
-                    self._numbers[ordinal] = before.get(ordinal, number)
-        return self._numbers
+                    if ordinal in before:
+                        self._tables[ordinal] = before[ordinal]
+                    else:
+                        self._tables[ordinal] = self._table.table(sealed) if self._table else Table()
+        return self._tables
 
     def _apply(self, announced: Announcement, slots: Sequence[Slot], held: HeldBoundaries) -> None:
         # Before the word that lets others be overwritten: what is to be persisted is not given away.

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from flashckpt.capture.division import ALL_GROUPS, GROUPS, group_of
 from flashckpt.errors import DamagedError
 from flashckpt.memory.slot import SlotState
 from flashckpt.persist.audit import audit
 from flashckpt.persist.job import SealedSnapshot
-from flashckpt.ranks.board import Board
+from flashckpt.ranks.board import Board, Table
 from flashckpt.ranks.leader import Leader
 from flashckpt.ranks.node_table import NodeTable
 from flashckpt.restore.filling import audit as unlike
@@ -64,8 +65,8 @@ def in_slot(rank: SharingRank) -> dict[str, int]:
     return {leaf.name: leaf.num_bytes for leaf in slot.metadata(sealed).image.own}
 
 
-def numbers(ranks: list[SharingRank]) -> list[int]:
-    return [NodeTable().number(rank.newest()[1]) for rank in ranks]
+def tables(ranks: list[SharingRank]) -> list[Table]:
+    return [NodeTable().table(rank.newest()[1]) for rank in ranks]
 
 
 def test_each_leaf_that_is_alike_stands_in_one_slot_and_every_rank_has_all_of_its_bits(
@@ -151,18 +152,21 @@ def test_what_cannot_be_put_together_is_told_though_no_rank_lists_it(
     assert "ranks 1 of this node" in reason
 
 
-def test_ranks_that_have_the_same_table_say_so_by_one_number(ranks: list[SharingRank]) -> None:
-    [number] = {*numbers(ranks)}
-    assert number
+def test_ranks_that_have_the_same_table_say_so_by_few_numbers(ranks: list[SharingRank]) -> None:
+    [table] = {*tables(ranks)}
+    assert table.ground
     for rank in ranks:
         rank.snapshot(STEP + 1)
-    assert len({*numbers(ranks)} | {number}) == 2
+    assert len({*tables(ranks)} | {table}) == 2
     with torch.no_grad():
         ranks[1].net.first.bias[0] += 1  # whoever holds it
     for rank in ranks:
         rank.again(STEP + 2)
-    first, second, third = numbers(ranks)
-    assert first == third != second
+    first, second, third = tables(ranks)
+    assert first == third
+    assert first.ground == second.ground
+    pairs = enumerate(zip(first.groups, second.groups, strict=True))
+    assert [group for group, (one, other) in pairs if one != other] == [group_of("model.first.bias")]
 
 
 def test_a_rank_that_divides_otherwise_has_another_number(node: Node, ranks: list[SharingRank]) -> None:
@@ -170,8 +174,9 @@ def test_a_rank_that_divides_otherwise_has_another_number(node: Node, ranks: lis
     ranks[2].have_slots(node.regions, range(3, 6))
     for rank in ranks:
         rank.snapshot(STEP + 1)
-    first, second, third = numbers(ranks)
-    assert first == second != third
+    first, second, third = tables(ranks)
+    assert first == second
+    assert first.ground != third.ground
 
 
 def test_ranks_that_hold_whole_copies_need_no_other(node: Node, ranks: list[SharingRank]) -> None:
@@ -184,20 +189,92 @@ def test_ranks_that_hold_whole_copies_need_no_other(node: Node, ranks: list[Shar
         rank.snapshot(STEP + 1)
         assert in_slot(rank).keys() == rank.live().keys()
         assert loaded(rank.held()) == rank.live()
-    assert numbers(ranks) == [0, 0, 0]
+    assert tables(ranks) == [Table()] * 3
 
 
-def test_a_boundary_of_which_tables_differ_is_missed_and_ends_the_division() -> None:
+def board_of_the_node() -> Board:
     board = Board(bytearray(Board.num_bytes(3)), NODE)
     board.format()
-    leader = Leader(board)
     for row in board.rows:
-        row.enter(2, 2)
-        row.settle(2)
-        row.publish(1, {1: 7})
-    assert (leader.say().sealed, board.is_held_whole) == ((1,), False)
-    for row, number in zip(board.rows, (8, 8, 9), strict=True):
-        row.publish(2, {1: 7, 2: number})
+        row.enter(9, 9)
+        row.settle(9)
+    return board
+
+
+def sealed_as(board: Board, ordinal: int, *numbers: Table) -> None:
+    for row, table in zip(board.rows, numbers, strict=True):
+        row.publish(ordinal, {**row.sealed, ordinal: table})
+
+
+def test_a_boundary_of_which_tables_differ_is_missed_and_what_differs_is_divided_no_more() -> None:
+    board = board_of_the_node()
+    leader, seven, eight = Leader(board), table_of(7), table_of(8)
+    sealed_as(board, 1, seven, seven, seven)
+    assert (leader.say().sealed, board.held_whole) == ((1,), 0)
+    sealed_as(board, 2, eight, eight, table_of(8, {5: 1, 63: 2}))
     said = leader.say()
     assert (said.sealed, said.missed) == ((1,), (2, 2))
-    assert board.is_held_whole
+    assert board.held_whole == 1 << 5 | 1 << 63
+    leader.say()
+    assert board.held_whole == 1 << 5 | 1 << 63, "each boundary is compared once"
+
+
+def test_ranks_that_hear_what_is_divided_no_more_one_after_the_other_divide_all_else_on() -> None:
+    """Each boundary until all have heard is void. Where that does not end, nothing is divided."""
+    board = board_of_the_node()
+    leader, old, new = Leader(board), table_of(7), table_of(8)
+    for ordinal, row in enumerate([(old, new, old), (old, new, new), (new, old, new)], 1):
+        sealed_as(board, ordinal, *row)
+        assert (leader.say().sealed, board.held_whole) == ((), 0)
+    sealed_as(board, 4, new, new, new)
+    assert (leader.say().sealed, board.held_whole) == ((4,), 0)
+    for ordinal in range(5, 9):
+        assert board.held_whole == 0
+        sealed_as(board, ordinal, old, new, new)
+        assert leader.say().sealed == (4,)
+    assert board.held_whole == ALL_GROUPS
+
+
+def table_of(ground: int, groups: dict[int, int] | None = None) -> Table:
+    return Table(ground, tuple((groups or {}).get(group, ground) for group in range(GROUPS)))
+
+
+def test_all_but_what_has_diverged_stays_divided(node: Node, ranks: list[SharingRank]) -> None:
+    """A node that has no room for whole copies has snapshots on: first with each rank's own of a group of
+    leaves, and of the leaf that has diverged alone once the committer has named it."""
+    leaf, undivided = "model.first.bias", sum(map(len, ranks[0].live().values()))
+    with torch.no_grad():
+        ranks[1].net.first.bias[0] += 1
+    board = board_of_the_node()
+    leader, divided = Leader(board), [in_slot(rank).keys() for rank in ranks]
+
+    def compared(ordinal: int) -> bool:
+        """Whether the boundary counts."""
+        sealed_as(board, ordinal, *tables(ranks))
+        return ordinal in leader.say().sealed
+
+    def learned(*names: str) -> None:
+        for rank in ranks:
+            rank.capture.hold_whole(board.held_whole)
+            rank.capture.keep_by_rank(names)
+            rank.have_slots(node.regions, range(3, 6) if not names else range(6, 9))
+
+    for rank in ranks:
+        rank.again(STEP + 1)
+    assert not compared(1)
+    learned()
+    for rank in ranks:
+        rank.again(STEP + 2)
+        group = {name for name in rank.live() if group_of(name) == group_of(leaf)}
+        assert in_slot(rank).keys() == divided[rank.rank] | group
+        assert sum(in_slot(rank).values()) < undivided
+    assert compared(2)
+    learned(leaf)
+    for rank in ranks:
+        rank.again(STEP + 3)
+        assert leaf in in_slot(rank)
+    assert compared(3)
+    left = [name for rank in ranks for name in in_slot(rank)]
+    assert left.count(leaf) == 3
+    for rank in ranks:
+        assert loaded(rank.held(others(ranks, rank.rank))) == rank.live(), "each has its own"

@@ -6,7 +6,8 @@ import random
 import sys
 import threading
 
-from flashckpt.ranks.board import Board, RankRow
+from flashckpt.capture.division import GROUPS
+from flashckpt.ranks.board import Board, RankRow, Table
 from flashckpt.ranks.leader import Leader
 from flashckpt.ranks.messages import Announcement, Call, Save
 from flashckpt.ranks.snapshots import judged_until
@@ -102,11 +103,12 @@ def test_calls_of_save_are_known_or_known_not_to_be() -> None:
 def test_what_is_sealed_keeps_its_place_while_others_come_and_go() -> None:
     """Who reads beside the writer misses none."""
     [row] = board_of(0).rows
-    row.publish(5, {3: 30, 5: 50})
+    tables = {each: Table(each, tuple(range(each, each + GROUPS))) for each in (3, 5, 8, 9)}
+    row.publish(5, {each: tables[each] for each in (3, 5)})
     place = list(row.sealed).index(3)
-    row.publish(9, {3: 30, 8: 80, 9: 90})
+    row.publish(9, {each: tables[each] for each in (3, 8, 9)})
     assert list(row.sealed)[place] == 3
-    assert row.sealed == {3: 30, 8: 80, 9: 90}
+    assert row.sealed == {each: tables[each] for each in (3, 8, 9)}
     assert row.judged == 9
     row.publish(8, {})
     assert row.judged == 9, "it only moves on"

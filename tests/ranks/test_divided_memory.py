@@ -54,14 +54,15 @@ def trained_after(step: int, ended: Ended) -> list[list[str]]:
     return [line.split()[2:] for number, line in sorted(steps_of(ended.out).items()) if number > step]
 
 
-def test_what_has_diverged_ends_the_division_and_each_rank_gets_its_own_back(
+def test_what_has_diverged_is_divided_no_more_and_each_rank_gets_its_own_back(
     launcher: Launcher, tmp_path: Path
 ) -> None:
     run, orders = tmp_path / "run", {"width": WIDTH, "harm_at": [1, 5]}
     whole = undisturbed(launcher, tmp_path / "whole", 2, epochs=5, **orders)
     job = start(launcher, run, 2, epochs=4, options={"persist_every": 1}, **orders)
     job.finished()
-    assert "whole copy in memory" in job.told()
+    assert "in memory of the leaves that may have diverged" in job.told()
+    assert "in memory of all" not in job.told()
     assert "replicas have diverged" in job.told()
     # Where the end came before the ranks had heard of it, it was captured once more, as one more step.
     step, end = flashckpt.steps(run)[-1], 4 * STEPS_PER_EPOCH
@@ -74,7 +75,7 @@ def test_what_has_diverged_ends_the_division_and_each_rank_gets_its_own_back(
 
 
 def test_what_diverges_in_the_last_step_is_saved_all_the_same(launcher: Launcher, tmp_path: Path) -> None:
-    """The boundary of the end is void, and is captured again with whole copies, by those who know of it."""
+    """The boundary of the end is void, and is captured again, divided no more, by those who know of it."""
     run = tmp_path / "run"
     start(launcher, run, 2, epochs=1, harm_at=[1, STEPS_PER_EPOCH], width=WIDTH).finished()
     assert flashckpt.steps(run)[-1] > STEPS_PER_EPOCH

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flashckpt.ranks.board import RankRow
+from flashckpt.ranks.board import RankRow, Table
 from flashckpt.ranks.decisions import Decider
 from flashckpt.ranks.leader import Leader
 from flashckpt.ranks.messages import Announcement, Call
@@ -82,7 +82,7 @@ def test_calls_that_come_faster_than_messages_are_answered_all_the_same() -> Non
                 row.enter(at, at)
                 row.begin(at)
                 row.settle(at)
-                row.publish(at, {each: 0 for each in range(8, at + 1, 8) if each > at - 24})
+                row.publish(at, {each: Table() for each in range(8, at + 1, 8) if each > at - 24})
         if ordinal % 8 == 7:
             asked |= {*job.round().persist}
             job.rows[0].persisted(max(asked, default=0))
