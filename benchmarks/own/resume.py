@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,11 +65,11 @@ def _timed() -> Iterator[dict[str, float]]:
     of reading the file alone (`read_file_s`)."""
     stages: dict[str, float] = {}
     begins: list[float] = []
-    load, read_file = StepChoice.load, _native.read_file
+    try_, read_file = StepChoice._try, _native.read_file
 
-    def timed_load(choice: StepChoice, candidate: Candidate) -> Loaded | None:
+    def timed_try(choice: StepChoice, content: Sequence[Candidate]) -> Loaded | None:
         began = time.perf_counter()
-        loaded = load(choice, candidate)
+        loaded = try_(choice, content)
         if loaded is not None:
             stages["verified_s"] = time.perf_counter() - min([began, *begins])
         return loaded
@@ -83,7 +83,7 @@ def _timed() -> Iterator[dict[str, float]]:
             stages["read_file_s"] = time.perf_counter() - began
 
     with (
-        mock.patch.object(StepChoice, "load", timed_load),
+        mock.patch.object(StepChoice, "_try", timed_try),
         mock.patch.object(_native, "read_file", timed_read),
     ):
         yield stages

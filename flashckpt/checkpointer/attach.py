@@ -187,5 +187,7 @@ def _begin_early(path: str | os.PathLike[str], options: Options) -> EarlyRead | 
             threads = options.threads or max(
                 1, len(os.sched_getaffinity(0)) // max(1, environment.local_world)
             )
-            return EarlyRead(store, environment.rank, threads, environment.world)
+            # What others wrote for it the ranks of a node read together, once they have met.
+            own_alone = environment.local_world > 1
+            return EarlyRead(store, environment.rank, threads, environment.world, own_alone=own_alone)
     return None

@@ -14,7 +14,7 @@ import re
 import weakref
 from typing import Protocol
 
-_MEMFD = re.compile(r"/memfd:(?:slot|constants)-[0-9a-f-]+ \(deleted\)")
+_MEMFD = re.compile(r"/memfd:(?:slot|constants|chunks)-[0-9a-f-]+ \(deleted\)")
 
 
 class DescriptorHolder(Protocol):

@@ -181,7 +181,7 @@ class RanksVoter:
     """Agrees with the other ranks, step by step, all in one order."""
 
     def __init__(self, job: Job) -> None:
-        self._job = job
+        self._job, self.node = job, job.node
         self.why = ""
 
     def common(
@@ -212,6 +212,10 @@ class RanksVoter:
         may lack one that others find."""
         what = "what only memory has, saved"
         self._job.agree(what, None, lambda rows: None, patience_s=LOADING_PATIENCE_S)
+
+    def beside(self, what: str, mine: Any) -> dict[int, Any]:
+        """What each rank of this node has said, once all ranks have said theirs."""
+        return self._job.beside(what, mine, patience_s=LOADING_PATIENCE_S)
 
     def vote(self, ballot: Ballot) -> bool:
         """Whether all ranks could load it. One that ends says so by raising, to all of them."""

@@ -130,6 +130,19 @@ class Job:
         what a rank has told with `fail` instead of this; RunError where one says nothing for `patience_s`."""
         return self._round(what, {"said": mine}, decide, patience_s)
 
+    def beside(self, what: str, mine: Any, *, patience_s: float | None = None) -> dict[int, Any]:
+        """Say `mine` (plain JSON) and hear, once all ranks have said theirs, what those of this node have:
+        no rank but 0 is told more. Raises as `agree` does."""
+        number = self._asked
+        self._round(what, {"said": mine}, lambda rows: None, patience_s)
+        try:
+            rows = self.store.multi_get([f"{number}/{rank}" for rank in self.node])
+        except RuntimeError as error:
+            self.failed = True
+            raise _unreachable(what, error) from error
+        # One that has left since is heard of in the next round.
+        return {rank: json.loads(row).get("said") for rank, row in zip(self.node, rows, strict=True)}
+
     def together(self, what: str, deed: Callable[[], T], *, patience_s: float | None = None) -> T:
         """Do something on each rank, and hear that all could. Where a rank could not, all raise alike, and
         the message names it. In the deed the ranks may agree on more, all of them in the same order."""

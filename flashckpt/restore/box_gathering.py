@@ -1,5 +1,6 @@
 """Boxes of tensors out of the files of a step, put together in memory: each chunk that is needed is read and
-verified once, and no other. A piece of which all is taken is compared with its digest besides.
+verified once, and no other. A piece of which all is taken is compared with its digest besides. Nothing is
+believed of where the bytes come from.
 
 Threads read blocks of a few chunks side by side; beside the result each takes the memory of one block.
 """
@@ -10,54 +11,63 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from flashckpt import _native
 from flashckpt.errors import DamagedError
 from flashckpt.format.layout import Layout, Leaf
+from flashckpt.format.records import Contents
 from flashckpt.restore.box_copies import BoxCopy, copy_of, cut
 from flashckpt.restore.step_image import LOST_BYTES, UnreadableShardError
 from flashckpt.restore.step_leaves import BoxRegion, Parts, Piece, StepFile, shape_of
-from flashckpt.store.base import LengthError, Store
+from flashckpt.store.base import LengthError
 
-_BLOCK_CHUNKS = 4
+BLOCK_CHUNKS = 4
 # Each has a block in memory; more than these seldom read any faster.
-_MOST_THREADS = 8
+MOST_THREADS = 8
 _HASH_BYTES = _native.BLOCK_BYTES
 
 
-def gather(store: Store, layout: Layout, parts: Sequence[Parts], into: memoryview, threads: int) -> int:
+class Source(Protocol):
+    """Where chunks come from: a store, or something that reads what it lacks from one."""
+
+    @property
+    def url(self) -> str: ...
+
+    def read_bytes(self, path: str, offset: int, num_bytes: int) -> bytes:
+        """See `Store.read_bytes`."""
+
+
+def gather(source: Source, layout: Layout, parts: Sequence[Parts], into: memoryview, threads: int) -> int:
     """Fill an image of `layout`, whose leaves are made up of `parts`, in its order. Returns the bytes read.
-
-    Raises DamagedError where a chunk or a piece is not what was committed, UnreadableShardError where the
-    disk does not give one, OSError.
-    """
+    Raises as `Gathering.run` does."""
     into[: layout.data_start] = layout.header
-    blocks = _Blocks()
-    for leaf, made_of in zip(layout.leaves, parts, strict=True):
-        blocks.take(leaf, layout.data_start + leaf.offset, made_of)
-    # Whatever fails, nothing writes to the memory any more once this is left.
-    pool = ThreadPoolExecutor(max(1, min(threads, _MOST_THREADS)), "flashckpt-gather")
-    try:
-        read = list(pool.map(lambda block: block.run(store, into), blocks.in_order()))
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-    for digest in blocks.digests:
-        digest.check(store.url)
-    return sum(read)
+    return Gathering.of(layout, parts).run(source, into, threads)
 
 
-class _Blocks:
-    """What is to be done, by file and block of it."""
+class Gathering:
+    """What is to be done to put leaves together, by file and block of it."""
 
     def __init__(self) -> None:
         self._by_place: dict[tuple[str, int], _Block] = {}
-        self.digests: list[PieceDigest] = []
+        self._digests: list[PieceDigest] = []
+        self.num_bytes = 0
+
+    @classmethod
+    def of(cls, layout: Layout, parts: Sequence[Parts]) -> Gathering:
+        """All leaves of an image, which are made up of `parts`, in its order."""
+        found = cls()
+        for leaf, made_of in zip(layout.leaves, parts, strict=True):
+            found.take(leaf, layout.data_start + leaf.offset, made_of)
+        return found
 
     def take(self, leaf: Leaf, target: int, parts: Parts) -> None:
+        """Also this leaf, which begins at `target` of the image."""
         wanted = BoxRegion.of(leaf)
+        self.num_bytes += leaf.num_bytes
         for piece, common in parts:
             shard = piece.file.contents.shard
-            begin, block_bytes = shard.data_start + piece.leaf.offset, _BLOCK_CHUNKS * shard.chunk_bytes
+            begin, block_bytes = shard.data_start + piece.leaf.offset, BLOCK_CHUNKS * shard.chunk_bytes
             if len(common.shape) != len(wanted.shape):
                 flat = wanted.flat(shape_of(leaf))
                 assert flat is not None, leaf.name
@@ -68,9 +78,35 @@ class _Blocks:
             if common == piece.region:
                 self._digest(piece, begin, block_bytes)
 
+    def needs(self) -> Iterator[tuple[str, Contents, int, int]]:
+        """The chunks that are read, in runs, in order: of which file, the first and the one behind the
+        last."""
+        for block in self._in_order():
+            contents = block.file.contents
+            for first, last in block.chunks(contents.shard.chunk_bytes):
+                yield block.file.path, contents, first, last
+
+    def run(self, source: Source, into: memoryview, threads: int) -> int:
+        """Fill the image. Returns the bytes read. It may be run again.
+
+        Raises DamagedError where a chunk or a piece is not what was committed, UnreadableShardError where the
+        disk does not give one, OSError.
+        """
+        for digest in self._digests:
+            digest.reset()
+        # Whatever fails, nothing writes to the memory any more once this is left.
+        pool = ThreadPoolExecutor(max(1, min(threads, MOST_THREADS)), "flashckpt-gather")
+        try:
+            read = list(pool.map(lambda block: block.run(source, into), self._in_order()))
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+        for digest in self._digests:
+            digest.check(source.url)
+        return sum(read)
+
     def _digest(self, piece: Piece, begin: int, block_bytes: int) -> None:
         digest, stop = PieceDigest(piece, begin), begin + piece.leaf.num_bytes
-        self.digests.append(digest)
+        self._digests.append(digest)
         for number in range(begin // block_bytes, -(-stop // block_bytes)):
             first, last = max(begin, number * block_bytes), min(stop, (number + 1) * block_bytes)
             self._at(piece.file, number).digests.append((first, last, digest))
@@ -81,7 +117,7 @@ class _Blocks:
             self._by_place[place] = _Block(file)
         return self._by_place[place]
 
-    def in_order(self) -> list[_Block]:
+    def _in_order(self) -> list[_Block]:
         return [block for _, block in sorted(self._by_place.items(), key=lambda item: item[0])]
 
 
@@ -94,11 +130,11 @@ class _Block:
     copies: list[BoxCopy] = field(default_factory=list)
     digests: list[tuple[int, int, PieceDigest]] = field(default_factory=list)
 
-    def run(self, store: Store, into: memoryview) -> int:
+    def run(self, source: Source, into: memoryview) -> int:
         """The number of bytes that were read."""
         total, chunk_bytes = 0, self.file.contents.shard.chunk_bytes
-        for first, last in self._chunks(chunk_bytes):
-            data, begin = memoryview(self._read(store, first, last)), first * chunk_bytes
+        for first, last in self.chunks(chunk_bytes):
+            data, begin = memoryview(self._read(source, first, last)), first * chunk_bytes
             stop = begin + len(data)
             for copy in self.copies:
                 if begin <= copy.source < stop:
@@ -109,7 +145,7 @@ class _Block:
             total += len(data)
         return total
 
-    def _chunks(self, chunk_bytes: int) -> Iterator[tuple[int, int]]:
+    def chunks(self, chunk_bytes: int) -> Iterator[tuple[int, int]]:
         """Chunks that are needed, in runs: the first and the one behind the last."""
         ranges = [(copy.source, copy.stop) for copy in self.copies]
         ranges += [(low, high) for low, high, _ in self.digests]
@@ -124,20 +160,20 @@ class _Block:
         if run[1] > run[0]:
             yield run
 
-    def _read(self, store: Store, first: int, last: int) -> bytes:
+    def _read(self, source: Source, first: int, last: int) -> bytes:
         shard = self.file.contents.shard
         begin = first * shard.chunk_bytes
         try:
-            data = store.read_bytes(
+            data = source.read_bytes(
                 self.file.path, begin, min(last * shard.chunk_bytes, shard.num_bytes) - begin
             )
         except FileNotFoundError:
-            raise self._damaged(store, "it is missing") from None
+            raise self._damaged(source, "it is missing") from None
         except LengthError as error:
-            raise self._damaged(store, f"it has {error}") from error
+            raise self._damaged(source, f"it has {error}") from error
         except OSError as error:
             if error.errno in LOST_BYTES:
-                where = f"{store.url}/{self.file.path}"
+                where = f"{source.url}/{self.file.path}"
                 raise UnreadableShardError(error.errno, error.strerror, where) from error
             raise
         address = _native.address_of(data)
@@ -145,11 +181,11 @@ class _Block:
             start = (index - first) * shard.chunk_bytes
             num_bytes = min(shard.chunk_bytes, len(data) - start)
             if _native.xxh3_128_at(address + start, num_bytes) != shard.checksums[16 * index :][:16]:
-                raise self._damaged(store, f"chunk {index} does not have its checksum")
+                raise self._damaged(source, f"chunk {index} does not have its checksum")
         return data
 
-    def _damaged(self, store: Store, why: str) -> DamagedError:
-        where = f"{store.url}/{self.file.path}"
+    def _damaged(self, source: Source, why: str) -> DamagedError:
+        where = f"{source.url}/{self.file.path}"
         return DamagedError(f"{where} is damaged: {why}. Nothing of it was loaded.", path=where)
 
 
@@ -159,7 +195,12 @@ class PieceDigest:
 
     def __init__(self, piece: Piece, begin: int) -> None:
         self._piece, self._begin = piece, begin
-        self._hashes, self._lock = 0, threading.Lock()
+        self._lock = threading.Lock()
+        self.reset()
+
+    def reset(self) -> None:
+        """Nothing has come yet."""
+        self._hashes = 0
         self._torn: dict[int, bytearray] = {}
         self._missing: dict[int, int] = {}
 

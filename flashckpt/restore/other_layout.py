@@ -17,12 +17,13 @@ from flashckpt.capture.plan import local
 from flashckpt.commit.steps import StepRecord
 from flashckpt.format.layout import Layout, Leaf, SlotImage
 from flashckpt.memory.control_page import round_up
-from flashckpt.restore.box_gathering import gather
+from flashckpt.restore.box_gathering import Gathering
 from flashckpt.restore.filling import check_values
 from flashckpt.restore.merged_state import MergedState
 from flashckpt.restore.snapshot import Snapshot
 from flashckpt.restore.step_image import StepImage, private_memory
 from flashckpt.restore.step_ranks import StepRanks
+from flashckpt.restore.step_reading import StepReading
 from flashckpt.state.leaves import LiveLeaf, Saved, Walk
 from flashckpt.state.loader.other_ranks import merged_progress, merged_rng
 from flashckpt.state.modules import ModuleEntry
@@ -64,9 +65,9 @@ class LiveLayout:
         mine = record.rank(self.rank)
         return self.is_of(record.world, [leaf for _, leaf, _ in (*mine.counted(), *mine.elsewhere())])
 
-    def read(self, record: StepRecord, threads: int) -> Snapshot:
-        """See `read_for_layout`."""
-        return read_for_layout(self.tree, record, self.rank, self.world, threads)
+    def begin(self, record: StepRecord, threads: int) -> StepReading:
+        """See `begin_for_layout`."""
+        return begin_for_layout(self.tree, record, self.rank, self.world, threads)
 
 
 def _is_elsewhere(live: LiveLeaf, saved: Leaf | None) -> bool:
@@ -81,11 +82,12 @@ def _is_elsewhere(live: LiveLeaf, saved: Leaf | None) -> bool:
     return (is_divided or is_flat) and (saved.box, saved.shape) != (live.box, here)
 
 
-def read_for_layout(tree: Tree, record: StepRecord, rank: int, world: int, threads: int) -> Snapshot:
-    """What `rank` of `world` takes of a step, verified, for the live state as it is built. Changes nothing.
+def begin_for_layout(tree: Tree, record: StepRecord, rank: int, world: int, threads: int) -> StepReading:
+    """What `rank` of `world` takes of a step, for the live state as it is built: compared with that, and all
+    of its bytes left to be read. Changes nothing.
 
-    Raises MismatchError where the step is of another model, or does not go together; DamagedError,
-    UnreadableShardError, OSError, OutOfRoomError as the reading of an own shard does.
+    Raises MismatchError where the step is of another model, or does not go together; OutOfRoomError, and
+    DamagedError or OSError where its records cannot be read.
     """
     ranks = StepRanks(record, rank, world)
     merged = MergedState(tree, _walked(tree), ranks, rank, world)
@@ -97,30 +99,30 @@ def read_for_layout(tree: Tree, record: StepRecord, rank: int, world: int, threa
     parts = {taken.leaf.name: taken.parts for taken in merged.leaves}
     memory = private_memory(record.step, [round_up(layout.num_bytes)])
     image = StepImage(record, ranks.source, [memoryview(each) for each in memory], memory)
-    try:
-        [into] = image.images
-        num_bytes = gather(record.store, layout, [parts[leaf.name] for leaf in layout.leaves], into, threads)
-        digests = _digests(layout, into, threads)
-    except BaseException:
-        image.discard()
-        raise
-    log.info(
-        "step %d of %d ranks was put together for rank %d of %d: %d leaves, %d bytes read for %d",
-        record.step, record.world, rank, world, len(layout.leaves), num_bytes, layout.num_bytes,
-    )  # fmt: skip
-    return Snapshot(
-        step=record.step,
-        attempt=record.attempt,
-        boundary=record.boundary,
-        tier="local",
-        layout=SlotImage(layout),
-        digests=digests,
-        values=values,
-        image=into,
-        at_rest=image,
-        untaken=merged.untaken(),
-        elsewhere=merged.untaken(("module",)),
-    )
+    [into] = image.images
+    into[: layout.data_start] = layout.header
+    left = Gathering.of(layout, [parts[leaf.name] for leaf in layout.leaves])
+
+    def made() -> Snapshot:
+        log.info(
+            "step %d of %d ranks was put together for rank %d of %d: %d leaves, %d bytes",
+            record.step, record.world, rank, world, len(layout.leaves), layout.num_bytes,
+        )  # fmt: skip
+        return Snapshot(
+            step=record.step,
+            attempt=record.attempt,
+            boundary=record.boundary,
+            tier="local",
+            layout=SlotImage(layout),
+            digests=_digests(layout, into, threads),
+            values=values,
+            image=into,
+            at_rest=image,
+            untaken=merged.untaken(),
+            elsewhere=merged.untaken(("module",)),
+        )
+
+    return StepReading(image, left, made)
 
 
 def _values(merged: MergedState, ranks: StepRanks, rank: int, world: int) -> dict[str, Any]:

@@ -13,10 +13,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from flashckpt import crashpoints
 from flashckpt.commit import attempts, lineage
@@ -28,9 +28,12 @@ from flashckpt.format.names import AttemptName
 from flashckpt.format.records import Manifest
 from flashckpt.format.replicas import has_rank, in_words
 from flashckpt.restore import memory_tier
+from flashckpt.restore.box_gathering import Source
 from flashckpt.restore.memory_tier import Held
+from flashckpt.restore.node_chunks import NodeChunks
 from flashckpt.restore.snapshot import Snapshot
 from flashckpt.restore.step_image import EarlyRead, UnreadableShardError, read_image
+from flashckpt.restore.step_reading import StepReading
 from flashckpt.store.base import Store
 
 log = logging.getLogger(__name__)
@@ -118,12 +121,21 @@ class Voter(Protocol):
     def saved(self) -> None:
         """This node's keeper has saved what it can. Returns when those of all nodes have."""
 
+    @property
+    def node(self) -> Sequence[int]:
+        """The ranks of this node; none where there are no others anywhere."""
+
+    def beside(self, what: str, mine: Any) -> Mapping[int, Any]:
+        """Say something (plain JSON), and hear what each rank of this node has said."""
+
     def vote(self, ballot: Ballot) -> bool:
         """Told of each content that was tried here; whether all could load it."""
 
 
 class AloneVoter:
     """A rank that has no others."""
+
+    node: Sequence[int] = ()
 
     def common(
         self, own: Sequence[Candidate], *, has_more: bool, is_saved: bool, first: Origin | None = None
@@ -132,6 +144,9 @@ class AloneVoter:
 
     def saved(self) -> None:
         pass
+
+    def beside(self, what: str, mine: Any) -> Mapping[int, Any]:
+        return {}
 
     def vote(self, ballot: Ballot) -> bool:
         return ballot.could
@@ -146,8 +161,8 @@ class Layouts(Protocol):
     def has(self, record: StepRecord) -> bool:
         """Whether what this rank has of a step is what it needs now."""
 
-    def read(self, record: StepRecord, threads: int) -> Snapshot:
-        """A step of another layout, put together for this rank. `record` may lack parts. Raises as
+    def begin(self, record: StepRecord, threads: int) -> StepReading:
+        """Begin to put a step of another layout together for this rank. `record` may lack parts. Raises as
         `read_image` does, and MismatchError."""
 
 
@@ -160,7 +175,7 @@ class AsItWas:
     def has(self, record: StepRecord) -> bool:
         return True
 
-    def read(self, record: StepRecord, threads: int) -> Snapshot:
+    def begin(self, record: StepRecord, threads: int) -> StepReading:
         raise AssertionError("it has that of every step")
 
 
@@ -310,16 +325,22 @@ class StepChoice:
 
     def _try(self, content: Sequence[Candidate]) -> Loaded | None:
         """Load one content, from the nearest tier that can give it. None where one who votes could not."""
-        loaded = None
+        begun = None
         for candidate in content:
             self._tried = candidate
-            if (loaded := self.load(candidate)) is not None:
+            if (begun := self._usable_or_none(candidate, partial(self._begin, candidate))) is not None:
                 break
-        ballot = self._ballot(candidate, loaded)
-        with contextlib.ExitStack() as undo:
-            if loaded is not None:
-                undo.callback(loaded.drop)
-            if self._voter.vote(ballot) and loaded is not None:
+        with contextlib.ExitStack() as ends, contextlib.ExitStack() as undo:
+            if begun is not None:
+                undo.callback(begun.drop)
+            reading = begun if isinstance(begun, StepReading) else None
+            # Until the vote others of the node may take from what is read here.
+            source = ends.enter_context(self._source(reading))
+            loaded = begun if isinstance(begun, Loaded) else None
+            if reading is not None:
+                finish = partial(self._finish, candidate, reading, source)
+                loaded = self._usable_or_none(candidate, finish)
+            if self._voter.vote(self._ballot(candidate, loaded)) and loaded is not None:
                 self._tell_incomplete(candidate.step)
                 self._tell_lacking(candidate.step)
                 undo.pop_all()
@@ -327,6 +348,23 @@ class StepChoice:
         if loaded is not None:
             self._pass_over(f"{_named(candidate)}: it is whole here, and another rank could not load it")
         return None
+
+    @contextlib.contextmanager
+    def _source(self, reading: StepReading | None) -> Iterator[Source]:
+        """Where what is left of a step is read from."""
+        if not self._voter.node:
+            yield self._store
+            return
+        chunks = NodeChunks(self._store, self._rank)
+        try:
+            chunks.exchange(reading if self._shares else None, self._voter.beside, self._threads)
+            yield chunks
+        finally:
+            chunks.close()
+
+    @property
+    def _shares(self) -> bool:
+        return len(self._voter.node) > 1
 
     def _ballot(self, candidate: Candidate, loaded: Loaded | None) -> Ballot:
         if loaded is None:
@@ -366,22 +404,33 @@ class StepChoice:
             return True  # it is passed over, and said, when it is loaded
         return not isinstance(manifest, Manifest) or manifest.has(self._rank)
 
-    def load(self, candidate: Candidate) -> Loaded | None:
-        """The candidate, verified and known to fit. None, said and noted in `refused`, where it cannot be
-        used. Raises what `choose` does."""
+    def _usable_or_none(self, candidate: Candidate, read: Callable[[], _Found]) -> _Found | None:
+        """What `read` gives of a candidate. None, said and noted in `refused`, where it cannot be used.
+        Raises what `choose` does."""
         try:
-            loaded = self._patiently(_named(candidate), partial(self._read, candidate))
-            self._check(loaded)
+            return read()
         except UnreadableShardError as error:
             self._see_that_records_are_there(candidate)
             self._leave_behind(candidate, error)
         except (DamagedError, FileNotFoundError) as error:
             self._refuse(candidate, error)
-        else:
-            return loaded
         return None
 
-    def _read(self, candidate: Candidate) -> Loaded:
+    def _begin(self, candidate: Candidate) -> Loaded | StepReading:
+        """A candidate in memory, verified and known to fit; of one at rest what needs no other rank."""
+        begun = self._patiently(_named(candidate), partial(self._read, candidate))
+        if isinstance(begun, Loaded):
+            self._check(begun)
+        return begun
+
+    def _finish(self, candidate: Candidate, reading: StepReading, source: Source) -> Loaded:
+        """The same of one at rest: all of it."""
+        finish = partial(reading.finish, source, self._threads)
+        loaded = Loaded(self._patiently(_named(candidate), finish), None)
+        self._check(loaded)
+        return loaded
+
+    def _read(self, candidate: Candidate) -> Loaded | StepReading:
         if candidate.held is not None:
             if self._early is not None:
                 self._early.close()
@@ -396,13 +445,14 @@ class StepChoice:
         if not self._layout.has(record):
             if self._early is not None:
                 self._early.close()
-            return Loaded(self._roomy(lambda: self._layout.read(record, self._threads)), None)
+            return self._roomy(lambda: self._layout.begin(record, self._threads))
         image = self._early.take(record) if self._early is not None else None
         if image is None:
-            image = self._roomy(lambda: read_image(record, self._rank, self._threads))
+            read = partial(read_image, record, self._rank, self._threads, own_alone=self._shares)
+            image = self._roomy(read)
         crashpoints.point("resume.read")
         try:
-            return Loaded(Snapshot.of(image), None)
+            return StepReading.of_own(image)
         except BaseException:
             image.discard()
             raise

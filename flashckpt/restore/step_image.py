@@ -40,12 +40,13 @@ class UnreadableShardError(OSError):
 @dataclass(frozen=True)
 class StepImage:
     """What one rank has of a step, verified: `images` holds its shard, with what other ranks wrote for it
-    behind, and its constants, where it has any."""
+    behind, unless only its own files were read (`is_whole`), and its constants, where it has any."""
 
     record: StepRecord
     rank: int
     images: Sequence[memoryview] = field(repr=False)
     _memory: Sequence[_native.Mapping] = field(repr=False)
+    is_whole: bool = True
 
     def discard(self) -> None:
         """Give the memory back now, whoever still has a view of it: that shows zeros."""
@@ -53,9 +54,11 @@ class StepImage:
             each.discard()
 
 
-def read_image(record: StepRecord, rank: int, threads: int, cancel: int = 0) -> StepImage:
-    """Read one rank's files of a committed step, and of those of others what they wrote for it. `cancel`: see
-    `Store.read_ranges`.
+def read_image(
+    record: StepRecord, rank: int, threads: int, cancel: int = 0, *, own_alone: bool = False
+) -> StepImage:
+    """Read one rank's files of a committed step, and of those of others what they wrote for it; with
+    `own_alone` there is memory for that, and it is not read. `cancel`: see `Store.read_ranges`.
 
     Raises DamagedError where a byte is not what was committed, UnreadableShardError where the disk does not
     give it, OSError where it cannot be read for another reason, OutOfRoomError where there is no memory for
@@ -65,14 +68,16 @@ def read_image(record: StepRecord, rank: int, threads: int, cancel: int = 0) -> 
     borrowed = _borrowed(record, rank)
     layout, _ = image_of(record, rank)
     sizes = [round_up(layout.num_bytes), *(each.room for each in files[1:])]
-    more = max((each.file.room for each in borrowed if each.is_most), default=0)
+    read_now = [] if own_alone else borrowed
+    more = max((each.file.room for each in read_now if each.is_most), default=0)
     memory = private_memory(record.step, sizes, more)
-    image = StepImage(record, rank, [memoryview(each) for each in memory], memory)
+    is_whole = len(read_now) == len(borrowed)
+    image = StepImage(record, rank, [memoryview(each) for each in memory], memory, is_whole)
     try:
         for into, file in zip(image.images, files, strict=True):
             file.read(into[: file.room], threads, cancel)
         starts = {leaf.name: start for leaf, start in zip(layout.leaves, layout.starts(), strict=True)}
-        for each in borrowed:
+        for each in read_now:
             each.read(image.images[0], starts, threads, cancel)
     except BaseException:
         image.discard()  # whoever keeps the error keeps what was read into, too
@@ -223,14 +228,20 @@ class _Borrowed:
 class EarlyRead:
     """Reads, in a thread, the step that a resume would take if nothing of the run is in memory. Says and
     raises nothing: whatever is wrong, the resume comes to it by itself. What is read is a copy of a step that
-    was whole; whether it is the one to go on from is decided later, by who takes it."""
+    was whole; whether it is the one to go on from is decided later, by who takes it. `own_alone`: see
+    `read_image`."""
 
-    def __init__(self, store: Store, rank: int, threads: int, world: int = 1) -> None:
+    def __init__(
+        self, store: Store, rank: int, threads: int, world: int = 1, *, own_alone: bool = False
+    ) -> None:
         self._cancel = array("Q", [0])
         self._record: StepRecord | None = None
         self._image: StepImage | None = None
         self._thread = threading.Thread(
-            target=self._run, args=(store, rank, threads, world), name="flashckpt-read", daemon=True
+            target=self._run,
+            args=(store, rank, threads, world, own_alone),
+            name="flashckpt-read",
+            daemon=True,
         )
         self._thread.start()
 
@@ -252,14 +263,15 @@ class EarlyRead:
         if image is not None:
             image.discard()
 
-    def _run(self, store: Store, rank: int, threads: int, world: int) -> None:
+    def _run(self, store: Store, rank: int, threads: int, world: int, own_alone: bool) -> None:
         try:
             for each in sources(store, {}, says=False)[:1]:
                 record = read_step(store, each.step, each.attempt, {rank}, with_writers=True)
                 if record.world != world:
                     return  # a rank's own files are not what this one takes of it
                 self._record = record
-                self._image = read_image(self._record, rank, threads, _native.address_of(self._cancel))
+                cancel = _native.address_of(self._cancel)
+                self._image = read_image(record, rank, threads, cancel, own_alone=own_alone)
         except Exception as error:
             log.debug("no step was read early: %s", error)
 

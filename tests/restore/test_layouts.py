@@ -55,7 +55,7 @@ def taken_up(
     for rank in range(world):
         with layouts.one_of(world, rank):
             live = layouts.built(kind, world, is_tied=is_tied)
-            snapshot = LiveLayout(live.tree, rank, world).read(record, 2)
+            snapshot = LiveLayout(live.tree, rank, world).begin(record, 2).finish(record.store, 2)
             check_fits(live.tree, snapshot)
             has_nothing_of_some = "pp" in kind or (kind == "fsdp1" and world > 1)
             assert has_nothing_of_some == bool(snapshot.untaken), snapshot.untaken
@@ -142,7 +142,7 @@ def refused(record: StepRecord, live: layouts.Live, world: int) -> set[str]:
     """The names for which the live state cannot take the step up, and is as it was."""
     before = layouts.held_by(live)
     with pytest.raises(MismatchError) as raised:
-        LiveLayout(live.tree, 0, world).read(record, 2)
+        LiveLayout(live.tree, 0, world).begin(record, 2).finish(record.store, 2)
     assert layouts.held_by(live) == before
     names = [name for name, _, _ in raised.value.differences]
     assert len(set(names)) == len(names)
@@ -181,7 +181,7 @@ def test_leaves_that_have_no_place_are_named_for_all_to_compare(store: Store) ->
         other.second = nn.Identity()
         fully_shard(other, mesh=init_device_mesh("cpu", (3,)))
         live = layouts.live_of(other)
-        snapshot = LiveLayout(live.tree, 0, 3).read(record, 2)
+        snapshot = LiveLayout(live.tree, 0, 3).begin(record, 2).finish(record.store, 2)
         names = [f"{of}.second.{name}" for of in ("model",) for name in ("bias", "weight")]
         names += [f"optimizer.state.model.second.{name}.{key}" for name in ("bias", "weight")
                   for key in ("exp_avg", "exp_avg_sq", "step")]  # fmt: skip
@@ -198,7 +198,7 @@ def test_parameters_that_differ_by_rank_go_on_on_as_many_ranks_alone(store: Stor
     model.w = nn.Parameter(torch.zeros(3))
     tree = Tree({"model": model})
     with pytest.raises(MismatchError, match=r"model\.w is whole on ranks 0, 1"):
-        LiveLayout(tree, 0, 1).read(record, 2)
+        LiveLayout(tree, 0, 1).begin(record, 2).finish(record.store, 2)
     assert LiveLayout(tree, 1, 2).has(record)
 
 
@@ -251,7 +251,8 @@ def test_new_ranks_have_random_numbers_of_their_own_and_the_same_ones_each_time(
     for rank in range(4):
         with layouts.one_of(4, rank):
             tree = layouts.built("whole", 4).tree
-            states = [LiveLayout(tree, rank, 4).read(record, 1).values["rng"] for _ in range(2)]
+            layout = LiveLayout(tree, rank, 4)
+            states = [layout.begin(record, 1).finish(record.store, 1).values["rng"] for _ in range(2)]
             assert states[0] == states[1]
             rng.restore(states[0])
             found[rank] = torch.rand(3).tolist()

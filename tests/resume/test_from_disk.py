@@ -249,9 +249,9 @@ def test_a_step_that_is_deleted_meanwhile_is_not_taken(
     kill_keepers(remove_regions=True)
     init = EarlyRead.__init__
 
-    def read_then_delete(early: EarlyRead, *arguments: Any) -> None:
+    def read_then_delete(early: EarlyRead, *arguments: Any, **options: Any) -> None:
         record = newest(run)
-        init(early, *arguments)
+        init(early, *arguments, **options)
         early._thread.join()
         assert images() == 2
         shutil.rmtree(run / os.path.dirname(record.shard_path(0)))
