@@ -26,11 +26,13 @@ from flashckpt.restore.filling import audit
 from flashckpt.restore.memory_tier import load
 from flashckpt.restore.snapshot import Snapshot
 from flashckpt.restore.step_image import read_image
+from flashckpt.restore.step_reading import StepReading
 from flashckpt.store.local import LocalStore
 from tests.commit.runs import new_run
 from tests.persist.node import Node, begun
 from tests.persist.sharing import SharingRank, bytes_of
 from tests.recovery.scene import recovered
+from tests.restore import node as reading
 
 WORLD = 4
 STEP = 5
@@ -112,6 +114,26 @@ def test_each_rank_gets_all_of_its_state_back(make_nodes: Make, of: tuple[tuple[
             held = rank.held(each for each in ranks_of([node]) if each is not rank)
             assert content(load(held, 1)) == rank.live()
             held.unpin()
+
+
+@pytest.mark.parametrize("of", [NODES, ((0, 1, 2, 3),)])
+def test_ranks_of_a_node_read_what_they_hold_alike_once(
+    make_nodes: Make, of: tuple[tuple[int, ...], ...]
+) -> None:
+    """Own files as ever, each by its rank; what the other node wrote is divided."""
+    nodes = make_nodes(of)
+    persist(nodes)
+    record, ranks = record_of(nodes), ranks_of(nodes)
+    files = sum(contents.shard.num_bytes for rank in ranks for _, contents in record.files(rank.rank))
+    for local in of:
+        images = [read_image(record, rank, 1, own_alone=True) for rank in local]
+        assert not any(image.is_whole for image in images)
+        chunks = reading.Node(len(local))
+        found = chunks.read(record.store, [StepReading.of_own(image) for image in images])
+        assert [content(each) for each in found] == [ranks[rank].live() for rank in local]
+        assert sum(each.stored_bytes for each in chunks.chunks.values()) <= files
+        for image in images:
+            image.discard()
 
 
 def test_what_is_alike_is_written_once(make_nodes: Make) -> None:

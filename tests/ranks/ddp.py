@@ -7,15 +7,16 @@
 changes a parameter for itself, `hold_at`: in that iteration a rank prints "held N" and stands still, to be
 killed, `holds`: of worlds of so many ranks (as text) that iteration and the nodes, null for all, whose ranks
 do so, `wait_at`: an iteration that begins with wait(), of which it prints "unsafe N" each time that it
-raises and "safe N", `grace`: the option, `begins_on`: how many ranks begin a run, fewer stand still; and
-`deaths`: of each incarnation of the group the rank that dies in it, and at which of the package's crash
-points.
+raises and "safe N", `grace`: the option, `begins_on`: how many ranks begin a run, fewer stand still; `log`:
+what the package logs is told; and `deaths`: of each incarnation of the group the rank that dies in it, and at
+which of the package's crash points.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import signal
 import sys
@@ -158,6 +159,8 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     orders = json.loads(sys.argv[2])
+    if orders.get("log"):
+        logging.basicConfig(level=logging.INFO)
     die(orders.get("deaths", []))
     try:
         train(sys.argv[1], orders)

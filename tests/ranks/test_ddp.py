@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,17 @@ def assert_went_on(whole: Ended, before: Sequence[str], after: Sequence[str], st
     assert after[-1] == whole.out[-1], "the state at the end"
 
 
+def assert_read_once(ended: Sequence[Ended], run: Path) -> None:
+    """Together these ranks, of one node, read the step that they went on from once."""
+    said = re.compile(r"(\d+) bytes of the step were read from storage, and (\d+) came from other ranks")
+    found = [said.search(each.err) for each in ended]
+    stored, taken = zip(*(map(int, each.groups()) for each in found if each), strict=True)
+    [folder] = (run / "steps" / f"{SAVED:012d}").iterdir()
+    assert sum(stored) == sum(file.stat().st_size for file in folder.glob("shard-*"))
+    assert len(stored) == len(ended)
+    assert sum(taken) > 0
+
+
 SAVED, HELD = 8, 10
 
 
@@ -63,8 +75,10 @@ def test_killed_ranks_go_on_bit_for_bit(
     before = [killed.said(rank) for rank in range(ranks)]
     if tier == "local":
         launcher.kill_keepers(remove_regions=True)
-    ended = start(launcher, run, ranks, workers=workers).finished()
+    ended = start(launcher, run, ranks, workers=workers, log=tier == "local").finished()
     step = held if tier == "memory" else SAVED
+    if tier == "local":
+        assert_read_once(ended, run)
     for rank in range(ranks):
         assert ended[rank].out[0] == f"resumed {step} {tier}"
         assert_went_on(whole[rank], before[rank], ended[rank].out, step)

@@ -8,7 +8,7 @@ import os
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,57 +31,12 @@ from flashckpt.restore.step_ranks import StepRanks
 from flashckpt.restore.step_reading import StepReading
 from flashckpt.store.base import Store
 from tests.commit.runs import new_run
+from tests.restore.node import Node
 from tests.restore.sharded import CHUNK_BYTES, Counted, Held, committed, flip, partitions, taken, tensors
 from tests.restore.test_other_layouts import wanted_leaf
 
-LIMIT_S = 60.0
 WHOLE = np.arange(64 * 1024, dtype="float32").reshape(64, 1024)
 ALL = BoxRegion((0, 0), WHOLE.shape)
-
-
-class Node:
-    """Ranks of one node, a thread each. `before_taking` is called by each when all have read their shares."""
-
-    def __init__(
-        self, world: int, before_taking: Callable[[NodeChunks, int], None] = lambda *_: None
-    ) -> None:
-        self._barrier = threading.Barrier(world)
-        self._rows: dict[str, dict[int, Any]] = {}
-        self._before_taking, self.world = before_taking, world
-        self.chunks: dict[int, NodeChunks] = {}
-
-    def say(self, rank: int, what: str, mine: Any) -> Mapping[int, Any]:
-        self._rows.setdefault(what, {})[rank] = mine
-        self._barrier.wait(LIMIT_S)
-        return dict(self._rows[what])
-
-    def read(self, store: Store, readings: Sequence[StepReading | None]) -> list[Any]:
-        """What each rank's reading gives, or raises."""
-        found: list[Any] = [None] * self.world
-
-        def run(rank: int) -> None:
-            reading, chunks = readings[rank], NodeChunks(store, rank)
-            self.chunks[rank] = chunks
-            try:
-                chunks.exchange(reading, lambda what, mine: self.say(rank, what, mine), 2)
-                self._before_taking(chunks, rank)
-                self._barrier.wait(LIMIT_S)
-                found[rank] = reading.finish(chunks, 2) if reading is not None else None
-            except DamagedError as error:
-                found[rank] = error
-            except BaseException:
-                self._barrier.abort()
-                raise
-            self._barrier.wait(LIMIT_S)
-            chunks.close()
-
-        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(self.world)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(LIMIT_S)
-            assert not thread.is_alive(), "a rank hangs"
-        return found
 
 
 def reading_of(
