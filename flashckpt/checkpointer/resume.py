@@ -148,7 +148,7 @@ def _alike(
 def _replicas(tree: Tree) -> dict[tuple[int, ...], dict[str, str]]:
     """Of each set of ranks that hold leaves alike by declaration, or parts of them, these, in words."""
     found: dict[tuple[int, ...], dict[str, str]] = {}
-    for leaf in tree.walk(_nothing_used_up).leaves:
+    for leaf in tree.found().leaves:
         dtype = str(leaf.tensor.dtype).removeprefix("torch.")
         if leaf.whole is not None:
             found.setdefault(leaf.whole.ranks, {})[leaf.name] = f"{dtype} {leaf.whole.words}"

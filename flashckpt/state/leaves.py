@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from array import array
-from collections.abc import Callable, Mapping, Set, Sized
+from collections.abc import Callable, Iterable, Mapping, Set, Sized
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -149,13 +149,16 @@ class Walk(Sink):
     def stand(self) -> bool:
         """Whether modules and optimizers still hold the parameters and buffers that were found in them: the
         state's own code may have put others there since, also in this very walk."""
-        found = [
-            (leaf.container, leaf.key, leaf.tensor)
-            for leaf in self.leaves
-            # What a wrapper is made of, it may make anew each time it is asked.
-            if leaf.kind in ("parameter", "buffer") and not isinstance(leaf.container, Tensor)
-        ]
-        return _native.Standing(self.guards, [*found, *self.anchors]).stands()
+        return self._hold(leaf for leaf in self.leaves if leaf.kind in ("parameter", "buffer"))
+
+    def stand_whole(self) -> bool:
+        """The same of every leaf that has a place."""
+        return self._hold(leaf for leaf in self.leaves if leaf.container is not None)
+
+    def _hold(self, leaves: Iterable[LiveLeaf]) -> bool:
+        # What a wrapper is made of, it may make anew each time it is asked.
+        places = [(e.container, e.key, e.tensor) for e in leaves if not isinstance(e.container, Tensor)]
+        return _native.Standing(self.guards, [*places, *self.anchors]).stands()
 
     def add(self, name: str, tensor: Tensor, place: Place) -> LeafRef:
         """Take a tensor under a name. Raises StateError for what cannot be saved exactly."""

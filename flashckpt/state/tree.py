@@ -80,6 +80,7 @@ class Tree:
         self._gradients = Gradients([])
         self._used_up: UsedUp = _all_used_up
         self.current: Walk | None = None
+        self._found: Walk | None = None
         self._fitting: tuple[Saved, Walk] | None = None
         self._structure: dict[str, object] | None = None  # at the first walk; None once a change was said
         walk = self.walk(_all_used_up)
@@ -122,9 +123,17 @@ class Tree:
                 gc.enable()
         walk.value = {"entries": {name: found[name] for name in self._entries}, NAMESPACE: mask}
         self.current, self._gradients, self._used_up = walk, gradients, used_up
+        self._found = walk if used_up is _all_used_up else None
         if self._structure is not None:
             self._tell_changed(self._structure)
         return walk
+
+    def found(self) -> Walk:
+        """Every leaf and value with all gradients taken for used up: to compare with, and not to capture. The
+        last walk that was of this kind, as long as the state holds what it found; else a new one. While
+        nothing of the program runs, as in `attach`, one is enough. Raises StateError."""
+        found = self._found
+        return found if found is not None and found.stand_whole() else self.walk(_all_used_up)
 
     def _structure_now(self) -> dict[str, object]:
         """What the program has to build before it can be filled: parameters with their shapes, and the number
@@ -166,7 +175,7 @@ class Tree:
     def differences(self, saved: Saved) -> list[Row]:
         """What does not fit, as rows (name, in the checkpoint, live); the live state stays as it is.
         Raises DamagedError if the snapshot's values are not whole."""
-        live, self.current = self.walk(_all_used_up), None
+        live, self.current = self.found(), None
         try:
             rows = self._differences(saved, live)
             self._fitting = None if rows else (saved, live)
@@ -237,7 +246,7 @@ class Tree:
                     "intact.",
                     location=entry.name,
                 ) from error
-        self.current = None
+        self.current = self._found = None
         left = sorted(saved.leaves.keys() - {name for name, _ in filled})
         if left:
             raise DamagedError(

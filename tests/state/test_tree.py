@@ -11,7 +11,7 @@ from torch import nn
 
 from flashckpt.format.typed import encode_json
 from flashckpt.state.tree import Tree, Walk
-from tests.state.image import all_used_up
+from tests.state.image import all_used_up, none_used_up
 
 
 def at(container: Any, key: Any) -> object:
@@ -82,6 +82,23 @@ def test_a_change_of_structure_is_seen(change: str) -> None:
     CHANGES[change](model, optimizer, scaler)
     assert not stands(walk)
     assert stands(tree.walk(all_used_up))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_was_found_is_told_again_as_long_as_the_state_holds_it(change: str) -> None:
+    model, optimizer, scaler, tree = build()
+    found = tree.found()
+    assert tree.found() is found
+    CHANGES[change](model, optimizer, scaler)
+    assert tree.found() is not found
+    assert stands(tree.found())
+
+
+def test_what_was_walked_for_a_snapshot_is_not_what_is_compared() -> None:
+    """Gradients that are still to be used are leaves of a snapshot."""
+    _, _, _, tree = build()
+    assert "gradient" in {leaf.kind for leaf in tree.walk(none_used_up).leaves}
+    assert "gradient" not in {leaf.kind for leaf in tree.found().leaves}
 
 
 def test_a_step_changes_no_structure() -> None:
