@@ -84,3 +84,15 @@ def test_the_keepers_half_imports_without_torch() -> None:
     code = f"import sys, {modules}; print('torch' in sys.modules, 'numpy' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.split() == ["False", "False"]
+
+
+@pytest.mark.process
+def test_one_process_imports_nothing_of_what_ranks_need() -> None:
+    """Each module is a millisecond or two of every start."""
+    code = (
+        "import sys, flashckpt.checkpointer.resume\n"
+        "print(sorted({'flashckpt.ranks.board', 'flashckpt.ranks.candidates', 'flashckpt.ranks.decisions', "
+        "'flashckpt.restore.merged_state', 'flashckpt.persist.job'} & set(sys.modules)))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.split() == ["[]"]

@@ -30,7 +30,6 @@ from flashckpt.keeper import start
 from flashckpt.keeper.protocol import Failure, Status
 from flashckpt.memory.slot import Sealed
 from flashckpt.options import MOST_SLOTS, Options
-from flashckpt.persist.job import unlike_steps
 from flashckpt.persist.ledger import Event
 from flashckpt.ranks.pacing import Pacing
 
@@ -288,6 +287,8 @@ class Attendant:
                 at = session.store, step, session.attempt, session.environment.world
                 counted = steps_of_boundary(*at)
                 if len({*counted.values()}) > 1:
+                    from flashckpt.persist.job import unlike_steps  # the keeper's: a start has no need of it
+
                     return unlike_steps(counted)
                 ranks = missing_ranks(*at)
                 shown = ", ".join(map(str, ranks[:_MOST_RANKS])) + (", …" if ranks[_MOST_RANKS:] else "")

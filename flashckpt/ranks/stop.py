@@ -11,9 +11,10 @@ import logging
 import signal
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from flashckpt.ranks.board import Board, RankRow
+if TYPE_CHECKING:
+    from flashckpt.ranks.board import Board, RankRow
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from torch import nn
 
 import flashckpt
 from flashckpt.memory.slot import Slot, SlotRing
-from flashckpt.ranks import pacing
+from flashckpt.ranks import joint_pace
 from flashckpt.ranks.pacing import SnapshotSlots
 from tests.ranks.ddp import state_of
 
@@ -56,7 +56,7 @@ def deaf_until(checkpointer: flashckpt.Checkpointer, step: int) -> None:
 def train(run: str, orders: dict[str, Any]) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     arrange(rank, orders)
-    pacing.CALL_PATIENCE_S = orders.get("call_patience_s", pacing.CALL_PATIENCE_S)
+    joint_pace.CALL_PATIENCE_S = orders.get("call_patience_s", joint_pace.CALL_PATIENCE_S)
     torch.manual_seed(3)
     net = nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)

@@ -14,8 +14,8 @@ import pytest
 from flashckpt.errors import MismatchError, OptionError, OutOfRoomError, RunError
 from flashckpt.options import Environment
 from flashckpt.ranks import job, liveness
-from flashckpt.ranks.group import Ranks
 from flashckpt.ranks.job import Job
+from flashckpt.ranks.joint_group import Ranks
 from flashckpt.ranks.liveness import ProcessId
 from tests.ranks.together import each_rank
 from tests.waiting import until

@@ -17,13 +17,14 @@ from flashckpt.checkpointer.attendant import Advance
 from flashckpt.errors import BoundaryError
 from flashckpt.keeper.protocol import Status
 from flashckpt.options import Options
-from flashckpt.ranks import pacing
+from flashckpt.ranks import joint_pace
 from flashckpt.ranks.board import Board
 from flashckpt.ranks.decisions import Decider
+from flashckpt.ranks.joint_pace import JointPace
 from flashckpt.ranks.leader import Leader
 from flashckpt.ranks.liveness import SILENT_S, ProcessId
 from flashckpt.ranks.messages import NONE, Announcement, Gone, NodeMessage
-from flashckpt.ranks.pacing import Cadence, JointPace
+from flashckpt.ranks.pacing import Cadence
 
 pytestmark = pytest.mark.process
 NODE = (4, 5)
@@ -79,7 +80,7 @@ def test_what_a_rank_that_is_gone_would_decide_is_not_waited_for(
 ) -> None:
     pace = node.pace
     assert (pace.lost, pace.awaits_others) == ("", True)
-    monkeypatch.setattr(pacing, "_LAST_WORD_S", 0.1)
+    monkeypatch.setattr(joint_pace, "_LAST_WORD_S", 0.1)
     node.board.announce(Announcement(number=1, gone=Gone(ended=7)))
     assert not pace.outcome(5, math.inf).is_known, "it has let its run go before this boundary"
     assert (pace.lost, pace.awaits_others) == ("", True), "its parts are on their way"
