@@ -99,7 +99,12 @@ def _print(report: RecoveryReport) -> None:
     if report.resume is not None:
         tier = "this node's memory" if report.resume.tier == "memory" else "storage"
         at = f"step {report.resume.step} of attempt {report.resume.attempt}, from {tier}"
-        out.print(f"training resumes from {at}" + (", as things stand" if report.dry_run else ""))
+        stands = ", as things stand" if report.dry_run else ""
+        if report.resume.of_all:
+            out.print(f"training resumes from {at}{stands}")
+        else:
+            out.print(f"this node can resume from {at}{stands}")
+            out.print("training resumes from the newest step that all nodes can: run this on the others, too")
     elif report.resume_problem:
         out.print(f"training cannot resume: {report.resume_problem}", style="red")
     else:

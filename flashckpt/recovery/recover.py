@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 from contextlib import closing
+from dataclasses import replace
 
 from flashckpt.commit import attempts, constants
 from flashckpt.commit.attempts import open_run
@@ -40,6 +41,7 @@ from flashckpt.recovery.report import Fate, Finding, Kind, RecoveryReport, Watch
 from flashckpt.recovery.storage import Examined, clear, debris_found, examine, mark, parts_found
 from flashckpt.recovery.survey import (
     Seen,
+    has_own_disk,
     job_of,
     lacks_region,
     resume_of,
@@ -95,6 +97,9 @@ def _report(
 ) -> RecoveryReport:  # fmt: skip
     watcher.stage("resume")
     resume, problem = resume_of(store, runtime, examined.damaged)
+    if resume is not None:
+        is_elsewhere = bool(unseen) and resume.tier == "memory"
+        resume = replace(resume, of_all=not (is_elsewhere or has_own_disk(store)))
     return RecoveryReport(
         run=store.url,
         run_id=run.run_id,

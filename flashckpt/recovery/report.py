@@ -78,14 +78,18 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """Where training goes on from: a step in "memory" or in the store ("local")."""
+    """Where training goes on from: a step in "memory" or in the store ("local"). `of_all`: as far as this
+    node can tell, every rank can read it; else training goes on from the newest step that all of them can."""
 
     step: int
     attempt: AttemptName
     tier: str
+    of_all: bool = True
 
     def to_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "attempt": str(self.attempt), "tier": self.tier}
+        return {
+            "step": self.step, "attempt": str(self.attempt), "tier": self.tier, "of_all": self.of_all,
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -183,6 +183,12 @@ def unseen_ranks(store: Store, runtime: RuntimeFolder | None) -> tuple[int, ...]
     return tuple(rank for rank in range(newest.start.world) if newest.start.world > 1 and rank not in here)
 
 
+def has_own_disk(store: Store) -> bool:
+    """Whether other nodes have the run in folders of their own: what is committed here they may lack."""
+    started = attempts.newest_started(store)
+    return started is not None and attempts.ranks_here(store, started) is not None
+
+
 def _is_sound(runtime: RuntimeFolder, name: str) -> bool:
     with job_of(runtime, name) as job:
         return job is not None and torn_leaves(job.members()[0]) == []

@@ -12,10 +12,11 @@ import pytest
 
 from flashckpt.cli.command import ExitCode
 from flashckpt.cli.recovery import exit_code_of
-from flashckpt.commit.attempts import mark_ended
+from flashckpt.commit import steps
+from flashckpt.commit.attempts import claim, mark_ended, start
 from flashckpt.format.names import AttemptName
 from flashckpt.recovery.report import Fate, Finding, Kind, RecoveryReport, Resume
-from tests.commit.runs import attempt_at, commit, new_run
+from tests.commit.runs import HOLDER, attempt_at, commit, new_run, publish
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "recovery.md"
@@ -107,7 +108,7 @@ def test_the_shape_of_the_json(tmp_path: Path, runtime: Path) -> None:
         assert list(told) == KEYS
         assert [list(row) for row in told["found"]] == [ROW]
         assert told["dry_run"] is dry_run
-        assert told["resume"] == {"step": 1, "attempt": str(attempt), "tier": "local"}
+        assert told["resume"] == {"step": 1, "attempt": str(attempt), "tier": "local", "of_all": True}
         assert done.returncode == told["exit_code"] == 1
     again = json.loads(shell("recover", store.url, "--json", "--no-verify").stdout)
     assert again["verified"] is False
@@ -139,6 +140,22 @@ def test_the_shape_of_what_prune_and_export_say(tmp_path: Path, runtime: Path) -
     assert shell("export", store.url, tmp_path / "out").returncode == 2, "it is there already"
     assert shell("prune", store.url).returncode == 2, "what to keep must be said"
     assert shell("prune", store.url, "--keep-last", 0).returncode == 2
+
+
+def test_a_node_with_a_disk_of_its_own_says_what_it_can_alone(tmp_path: Path, runtime: Path) -> None:
+    """The other nodes may lack the step: nobody is promised that all go on from it."""
+    store, here = new_run(tmp_path / "run"), (range(1),)
+    attempt = claim(store, HOLDER)
+    start(store, attempt, None, 0, world=2, ranks=here)
+    mark_ended(store, attempt, "closed")
+    publish(store, 3, attempt, world=2)
+    assert steps.commit(store, 3, attempt, world=2, ranks=here)
+    done = shell("recover", store.url)
+    assert done.returncode == 0
+    assert f"this node can resume from step 3 of attempt {attempt}, from storage" in done.stdout
+    assert "training resumes from the newest step that all nodes can" in done.stdout
+    told = json.loads(shell("recover", store.url, "--json").stdout)
+    assert told["resume"]["of_all"] is False
 
 
 def test_words_for_people(tmp_path: Path, runtime: Path) -> None:

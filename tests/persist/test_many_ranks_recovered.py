@@ -83,6 +83,8 @@ def test_each_node_saves_its_part_and_the_last_one_commits(
     assert {row for row in rows(report) if row[2] == 5} == {("snapshot", "kept", 5), ("parts", "kept", 5)}
     assert not report.failed
     assert report.unseen == (2, 3)
+    assert report.resume is not None
+    assert (report.resume.tier, report.resume.of_all) == ("memory", False), "the other node may have lost it"
     assert not is_committed(store, 5, first.attempt)
     assert sorted(regions_of(first.folder)) == sorted(before)
     assert files(store, 5, first.attempt) == ["part-00000.json", "shard-00000", "shard-00001"]
@@ -92,7 +94,7 @@ def test_each_node_saves_its_part_and_the_last_one_commits(
     assert ("snapshot", "committed", 5) in rows(done)
     assert is_whole(store, 5, first.attempt, 4)
     assert done.resume is not None
-    assert done.resume.step == 5
+    assert (done.resume.step, done.resume.tier, done.resume.of_all) == (5, "local", True)
     assert regions_of(second.folder) == []
 
     monkeypatch.setenv("FLASHCKPT_RUNTIME", str(runtime))
