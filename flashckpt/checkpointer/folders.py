@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from flashckpt.errors import NoSuchStepError, OptionError, RunError, UnusableRun
 from flashckpt.format.checked_json import compact
 from flashckpt.format.names import AttemptName
 from flashckpt.format.replicas import Ranks, has_rank, in_words, ranks_of, ranks_to_json
+from flashckpt.memory.room import mounts
 from flashckpt.options import Keep, Options
 from flashckpt.ranks.group import Group
 from flashckpt.store import open_store
@@ -98,12 +100,12 @@ def _folder_ranks(session: Session, group: Group) -> Ranks | None:
     def mark() -> list[Any]:
         holder = attempts.read_claim(session.store, session.attempt).holder
         who = [holder.boot_id, holder.runtime_id, holder.runtime, holder.lock]
-        return [group.node[0], f"{xxh3_64(compact(who)):016x}"]
+        return [group.node[0], f"{xxh3_64(compact(who)):016x}", file_system_of(session.store.url)]
 
     found = group.agree("which nodes share the run's folder", mark, _shared)
     if found is None:
         return None
-    folders = [tuple(range(*run) for run in runs) for runs in found]
+    folders = [tuple(range(*run) for run in runs) for runs, _ in found]
     ranks = next(each for each in folders if has_rank(each, group.environment.rank))
     if session.leads:
         log.warning(
@@ -112,19 +114,49 @@ def _folder_ranks(session: Session, group: Group) -> Ranks | None:
             "all nodes have it",
             session.store.url, in_words(ranks), group.environment.world, len(folders),
         )  # fmt: skip
+    if group.leads and (
+        unlike := unlike_kinds({of: kind for of, (_, kind) in zip(folders, found, strict=True)})
+    ):
+        log.warning("%s %s", session.store.url, unlike)
     return ranks
 
 
+def unlike_kinds(kinds: Mapping[Ranks, str]) -> str:
+    """What is said where folders are on file systems of different kinds; empty where they are not."""
+    if len(set(kinds.values())) < 2:
+        return ""
+    each = "; ".join(f"{kind or 'unknown'} for {in_words(ranks)}" for ranks, kind in kinds.items())
+    return (
+        f"is on file systems of different kinds ({each}): one that nodes share may not be mounted on all of "
+        "them. If it is meant to be, stop, mount it and start again in an empty folder: what each node "
+        "commits now the others do not see"
+    )
+
+
+def file_system_of(folder: str) -> str:
+    """The kind of the file system that has a folder, "root " before that of "/"; empty if nothing tells."""
+    path = os.path.realpath(folder)
+    if not os.path.isdir(path):
+        return ""
+    above = [each for each in mounts() if os.path.commonpath([each.point, path]) == each.point]
+    found = max(above, key=lambda each: len(each.point), default=None)
+    return "" if found is None else f"{'root ' * (found.point == '/')}{found.kind}"
+
+
 def _shared(rows: list[Any]) -> list[Any] | None:
-    """The ranks of each folder; None where there is one. OptionError where ranks of one node have several:
-    their keeper is one, and has one."""
+    """The ranks of each folder and the kind of its file system; None where there is one. OptionError where
+    ranks of one node have several: their keeper is one, and has one."""
     folders: dict[str, list[int]] = {}
     of_node: dict[int, str] = {}
-    for rank, (first, mark) in enumerate(rows):
+    kinds: dict[str, str] = {}
+    for rank, (first, mark, kind) in enumerate(rows):
         folders.setdefault(mark, []).append(rank)
+        kinds[mark] = kind
         if of_node.setdefault(first, mark) != mark:
             raise OptionError(
                 f"Ranks {first} and {rank} are on one node, and the run's path is not the same folder for "
                 "them. Nothing was loaded or changed. Give the ranks of a node one folder."
             )
-    return None if len(folders) == 1 else [ranks_to_json(ranks_of(ranks)) for ranks in folders.values()]
+    if len(folders) == 1:
+        return None
+    return [[ranks_to_json(ranks_of(ranks)), kinds[mark]] for mark, ranks in folders.items()]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.checkpointer.folders import _one_run, _shared
+from flashckpt.checkpointer.folders import _one_run, _shared, file_system_of, unlike_kinds
 from flashckpt.cli.history import step_rows
 from flashckpt.commit.attempts import bounds, claim, open_run, read_start, start
 from flashckpt.commit.lineage import VisibleStep, branch, visible
@@ -179,7 +179,18 @@ def test_nodes_agree_on_one_run_and_on_who_shares_its_folder() -> None:
     assert _one_run(seen) == ["a" * 16, 9]
     with pytest.raises(UnusableRunError, match="run a+ on the node of rank 0; run b+ on the node of rank 2"):
         _one_run([["a" * 16, 7], None, ["b" * 16, 1]])
-    assert _shared([[0, "x"], [0, "x"], [2, "x"]]) is None
-    assert _shared([[0, "x"], [0, "x"], [2, "y"], [3, "x"]]) == [[[0, 2, 1], [3, 4, 1]], [[2, 3, 1]]]
+    assert _shared([[0, "x", "nfs4"], [0, "x", "nfs4"], [2, "x", "nfs4"]]) is None
+    rows = [[0, "x", "nfs4"], [0, "x", "nfs4"], [2, "y", "root ext4"], [3, "x", "nfs4"]]
+    assert _shared(rows) == [[[[0, 2, 1], [3, 4, 1]], "nfs4"], [[[2, 3, 1]], "root ext4"]]
     with pytest.raises(OptionError, match="Ranks 0 and 1 are on one node"):
-        _shared([[0, "x"], [0, "y"]])
+        _shared([[0, "x", ""], [0, "y", ""]])
+
+
+def test_a_file_system_that_is_not_mounted_on_one_node_is_told(tmp_path: Path) -> None:
+    here, there = (range(8),), (range(8, 16),)
+    said = unlike_kinds({here: "nfs4", there: "root ext4"})
+    assert "nfs4 for ranks 0-7; root ext4 for ranks 8-15" in said
+    assert unlike_kinds({here: "ext4", there: "ext4"}) == ""
+    assert file_system_of("/").startswith("root ")
+    assert file_system_of("/dev/shm") == "tmpfs"
+    assert file_system_of(str(tmp_path / "none")) == ""

@@ -6,10 +6,10 @@
 `freeze_at`: in that iteration the node's keeper is stopped, `harm_at`: [rank, step], in which that rank
 changes a parameter for itself, `hold_at`: in that iteration a rank prints "held N" and stands still, to be
 killed, `holds`: of worlds of so many ranks (as text) that iteration and the nodes, null for all, whose ranks
-do so, `wait_at`: an iteration that begins with wait(), of which it prints "unsafe N" each time that it
-raises and "safe N", `grace`: the option, `begins_on`: how many ranks begin a run, fewer stand still; `log`:
-what the package logs is told; and `deaths`: of each incarnation of the group the rank that dies in it, and at
-which of the package's crash points.
+do so, `holds_once`: not in a run that was resumed, `wait_at`: an iteration that begins with wait(), of which
+it prints "unsafe N" each time that it raises and "safe N", `grace`: the option, `begins_on`: how many ranks
+begin a run, fewer stand still; `log`: what the package logs is told; and `deaths`: of each incarnation of
+the group the rank that dies in it, and at which of the package's crash points.
 """
 
 from __future__ import annotations
@@ -110,6 +110,7 @@ def train(run: str, orders: dict[str, Any]) -> None:
     )
     resumed = looped.checkpointer.resumed
     print(f"resumed {resumed.step} {resumed.tier}" if resumed is not None else "began", flush=True)
+    held = None if resumed is not None and orders.get("holds_once") else held
     for x, y, which in looped:
         if options.get("enabled", True):
             until_slots(looped.checkpointer)

@@ -67,10 +67,20 @@ def installed(folder: Path) -> str:
     return str(folder)
 
 
+def arm_keeper(url: str) -> None:
+    """Of a run that begins, this node's keeper stops at the crash point that FLASHCKPT_TEST_STOPS names:
+    "name=point"."""
+    name, _, point = os.environ.get("FLASHCKPT_TEST_STOPS", "").partition("=")
+    runtime = os.environ["FLASHCKPT_RUNTIME"]
+    if name == os.path.basename(runtime) and not os.path.exists(folder_of(url, runtime)):
+        os.environ["FLASHCKPT_CRASH_AT"] = f"{point}:stop"
+
+
 if __name__ == "__main__":
     packages = os.environ["FLASHCKPT_TEST_PACKAGES"]
     sys.path.append(packages)
     # For its keeper.
     os.environ["PYTHONPATH"] = f"{packages}:{os.environ.get('PYTHONPATH', '')}"
     sys.argv = sys.argv[1:]
+    arm_keeper(sys.argv[1])
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from flashckpt.commit.attempts import read_start
 from flashckpt.commit.lineage import resolve
 from flashckpt.errors import NoSuchStepError
 from flashckpt.store.local import LocalStore
+from tests.processes import end, keepers_of
 from tests.ranks.launch import Launch, Launcher
 from tests.ranks.own_disk import folder_of, installed, make_room
 from tests.ranks.test_ddp import PROGRAM, assert_went_on, steps_of, undisturbed
@@ -40,23 +42,35 @@ class Disks:
         restart: int = 0,
         shared: str = "",
         full: str = "",
+        stops: str = "",
+        max_restarts: int = 0,
         **orders: Any,
     ) -> Launch:
+        """Under torchrun where it is to start ranks again. `stops`: at which crash point a node's keeper is
+        stopped, in a run that begins: "name=point:count"."""
         more = {
             "FLASHCKPT_TEST_PACKAGES": self._packages,
             "FLASHCKPT_TEST_SHARED": shared,
             "FLASHCKPT_TEST_FULL": full,
+            "FLASHCKPT_TEST_STOPS": stops,
         }
-        return self.launcher.fork(
-            "tests.ranks.own_disk", PROGRAM, self.url, json.dumps(orders), ranks=ranks, nodes=nodes,
-            restart=restart, environment=more,
-        )  # fmt: skip
+        about = "tests.ranks.own_disk", PROGRAM, self.url, json.dumps(orders)
+        places: dict[str, Any] = {"ranks": ranks, "nodes": nodes, "environment": more}
+        if max_restarts:
+            return self.launcher.torchrun(*about, **places, max_restarts=max_restarts)
+        return self.launcher.fork(*about, **places, restart=restart)
 
     def forget(self, *nodes: int) -> None:
         """All that nodes have in memory goes, and what their keepers had not written yet."""
         self.launcher.freeze_keepers(*nodes)
         for node in nodes:
             self.launcher.kill_keepers(node, remove_regions=True)
+
+    def has_stopped(self, node: int) -> bool:
+        """Whether a node's keeper stands at its crash point."""
+        pids = keepers_of(self.launcher.runtime(node))
+        states = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in pids]
+        return states == ["T"]
 
     def steps(self, node: int) -> list[int]:
         return flashckpt.steps(self.folder(node))
@@ -193,3 +207,33 @@ def test_a_job_that_died_between_the_first_commits_of_its_nodes_begins_anew(disk
     disks.forget(0, 1)
     disks.start(restart=3, options=options, epochs=1, save_at=4).finished()
     assert disks.steps(0) == disks.steps(1) == [4, 6]
+
+
+def test_torchrun_goes_on_from_what_all_disks_have_where_all_died_between_two_commits(
+    disks: Disks, tmp_path: Path
+) -> None:
+    """One node's keeper is at its manifest when ranks, keepers and memory of both go: that step is the other
+    node's alone. The one before, of which wait() said that it is safe, is what all go on from."""
+    whole = undisturbed(disks.launcher, tmp_path / "whole", 2)
+    stops = f"{disks.launcher.runtime(1).name}=manifest.checked:2"
+    options = {"every": None}
+    job = disks.start(
+        stops=stops, max_restarts=1, options=options, save_at=[3, 5], wait_at=4, hold_at=6, holds_once=True
+    )
+    job.until_said("held 6")
+    until(lambda: disks.has_stopped(1) and 5 in disks.steps(0), "a commit, and one that is about to be")
+    assert (disks.steps(0), disks.steps(1)) == ([3, 5], [3])
+    for launcher in job.launchers.values():
+        launcher.send_signal(signal.SIGSTOP)
+    disks.launcher.freeze_keepers(0, 1)
+    end([job.pid_of(rank) for rank in range(2)])
+    disks.forget(0, 1)
+    for launcher in job.launchers.values():
+        launcher.send_signal(signal.SIGCONT)
+    ended = job.finished(restart=1)
+    for rank in range(2):
+        before = job.said(rank)
+        assert "safe 4" in before
+        assert ended[rank].out[0] == "resumed 3 local"
+        assert_went_on(whole[rank], before, ended[rank].out, 3)
+    assert disks.steps(0)[-1] == disks.steps(1)[-1] == max(steps_of(whole[0].out))
