@@ -69,9 +69,9 @@ def bench(
     python, failures = (sys.executable, {}) if here else _environment()
     if ranks:
         worlds = [int(world) for world in ranks.split(",")]
-        jobs = Jobs(_of_jobs(settings, gib), work, python, failures, timeout, console)
+        jobs = Jobs(_of_jobs(settings, gib), work, python, failures, timeout, output, console)
         turns = rounds or (1 if quick else _TURNS)
-        _measure_jobs(jobs, names, worlds, _chosen("kind", kinds, KINDS), turns, output)
+        _measure_jobs(jobs, names, worlds, _chosen("kind", kinds, KINDS), turns)
         return
     run = Run(settings, work, python, failures, timeout)
     try:
@@ -91,14 +91,12 @@ def _of_jobs(settings: Settings, gib: float) -> Settings:
     return replace(settings, state_bytes=size, rounds=_PAIRS, repetitions=_ALONE)
 
 
-def _measure_jobs(
-    jobs: Jobs, names: list[str], worlds: list[int], kinds: list[str], turns: int, output: Path
-) -> None:
+def _measure_jobs(jobs: Jobs, names: list[str], worlds: list[int], kinds: list[str], turns: int) -> None:
     try:
         found = jobs.all(names, worlds, kinds, turns)
     finally:
         files.remove(jobs.work)
-    written = table.write(found, output)
+    written = table.write(found, jobs.output)
     table.show(found, console)
     console.print(f"written: [bold]{written}[/]")
 

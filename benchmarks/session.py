@@ -103,8 +103,12 @@ class Session:
         return f"/dev/shm/flashckpt-bench-{self.tag}"
 
     def environment(self) -> dict[str, str]:
+        inherited = dict(os.environ)
+        # pip compiled the peers' modules when it installed them. flashckpt stands in a source tree: compiled
+        # anew in each process, its modules would be half of a small load's CPU.
+        inherited.pop("PYTHONDONTWRITEBYTECODE", None)
         return {
-            **os.environ,
+            **inherited,
             TAG: self.tag,
             # One that was started by another session's process is ended with it, too.
             **({_OUTER: os.environ[TAG]} if TAG in os.environ else {}),

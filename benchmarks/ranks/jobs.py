@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks import direct_io, files, machine
+from benchmarks.ranks import table
 from benchmarks.ranks.peers import PEERS
 from benchmarks.session import ProcessFailed, Session
 from benchmarks.settings import MIB, Job, Settings
@@ -24,7 +25,7 @@ _RANK = "benchmarks.ranks.rank"
 
 
 class Jobs:
-    """`failures`: why a distribution is not there, by its name."""
+    """`failures`: why a distribution is not there, by its name. `output`: where the raw numbers go."""
 
     def __init__(
         self,
@@ -33,9 +34,10 @@ class Jobs:
         python: str,
         failures: dict[str, str],
         timeout_s: float,
+        output: Path,
         console: Console,
     ) -> None:
-        self.settings, self.work, self.python = settings, work, python
+        self.settings, self.work, self.python, self.output = settings, work, python, output
         self.failures, self.timeout_s, self.console = failures, timeout_s, console
 
     def all(
@@ -56,6 +58,7 @@ class Jobs:
                 results["disk"].append(self._disk())
                 for name in names:
                     self._one(results, name, kind, world, number)
+                    table.write(results, self.output)  # a run that is killed leaves what it has
         results["seconds"] = time.time() - began
         results["load_average_after"] = os.getloadavg()
         return results

@@ -7,6 +7,7 @@ of other values. What a job takes is what its slowest rank takes; the clock is t
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import sys
@@ -139,6 +140,13 @@ class Rank:
             files.keep_newest(self.folder, 1)
         _together()
 
+    def end(self) -> None:
+        """Let all go in order, once all have reported: a run that nobody has ended would be watched for its
+        trainers by the next job, which has a runtime folder of its own. The session ends what is left."""
+        _together()
+        with contextlib.suppress(Exception):
+            self.peer.close()
+
     # ---- loading
 
     def load(self, last: dict[str, Any]) -> dict[str, Any]:
@@ -194,6 +202,7 @@ def main() -> None:
         rank = Rank(job)
         is_load = "last" in job.extra
         job.report(rank.load(job.extra["last"]) if is_load else rank.save())
+        rank.end()
         _together()
         if not is_load:
             rank.peer.close()

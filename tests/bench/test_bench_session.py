@@ -145,3 +145,11 @@ os.waitpid(child, 0)
 
 def _is_dead(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_what_is_measured_has_its_modules_compiled_once(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    assert "PYTHONDONTWRITEBYTECODE" not in session.environment()
+    assert session.environment()["PATH"] == os.environ["PATH"]
