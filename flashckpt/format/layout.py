@@ -95,7 +95,7 @@ class Layout:
         ordered = sorted(leaves, key=image_order)
         placed, offset = [], 0
         for leaf in ordered:
-            placed.append(replace(leaf, offset=offset))
+            placed.append(leaf if leaf.offset == offset else replace(leaf, offset=offset))
             offset += leaf.num_bytes
         header = header_bytes(placed)
         return cls(tuple(placed), header, len(header), len(header) + offset)
@@ -241,6 +241,7 @@ def leaves_from_columns(fields: Fields) -> tuple[Leaf, ...]:
     strides, aliases = _sparse(fields, "strides", len(names)), _sparse(fields, "aliases", len(names))
     boxes = _sparse(fields, "boxes", len(names))
     leaves, offset, before = [], 0, (-1 << 30, "")
+    known: dict[Any, Any] = {}  # layers have the same shapes and boxes over and over: one object for each
     for i, (name, dtype, shape) in enumerate(zip(names, dtypes, shapes, strict=True)):
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS or name == RESERVED:
             fields.refuse(f"leaf {i} has no name that can be")
@@ -249,6 +250,7 @@ def leaves_from_columns(fields: Fields) -> tuple[Leaf, ...]:
             fields.refuse(f"leaf {name[:200]!r} is out of order or stands twice")
         whole = _sizes(fields, shape)
         stored, box = _box(fields, boxes[i], whole) if i in boxes else (whole, None)
+        stored, box = known.setdefault(stored, stored), known.setdefault(box, box)
         leaf = Leaf(
             name=name,
             dtype=dtype,

@@ -357,8 +357,11 @@ class StepLeaves:
         """What one rank has, in these files. `renamed`: leaves that are known here by another name than in
         the record."""
         by_name = {file.contents.shard.file: file for file in files}
+        regions: dict[BoxRegion, BoxRegion] = {}  # many leaves of a rank have the same: one object for each
         for file, leaf, digest in record.counted():
-            piece = Piece(BoxRegion.of(leaf), record.rank, by_name[file], leaf, digest)
+            region = BoxRegion.of(leaf)
+            region = regions.setdefault(region, region)
+            piece = Piece(region, record.rank, by_name[file], leaf, digest)
             for tensor in self._of(leaf, renamed):
                 tensor.add(piece)
         for writer, leaf, _ in record.elsewhere():
