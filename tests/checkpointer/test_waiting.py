@@ -16,8 +16,9 @@ from torch import nn
 import flashckpt
 from flashckpt import PersistError
 from flashckpt.checkpointer.attendant import Advance, CommitWait
+from flashckpt.commit.lineage import VisibleStep
 from flashckpt.keeper.protocol import Failure, Status, TornSnapshot
-from flashckpt.ranks.pacing import Outcome
+from flashckpt.ranks.pacing import Outcome, OwnPace
 from tests.checkpointer.test_loop import Job
 from tests.keeper.driver import told
 from tests.keeper.faulty import faulty_keeper
@@ -301,3 +302,28 @@ def test_what_all_ranks_had_and_an_audit_has_discarded_here_is_not_called_safe(
         monkeypatch.undo()
     assert isinstance(error, PersistError) is not is_persisted, error
     assert is_persisted or "this rank's snapshot is gone" in str(error)
+
+
+def test_what_is_committed_on_this_nodes_disk_alone_is_not_called_safe(
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a boundary that is in no slot any more, and of what a resume went on from."""
+    with attached(tmp_path / "run", grace="1s") as checkpointer:
+        pacing, session = checkpointer._pacing, checkpointer._session
+        monkeypatch.setattr(session, "ranks", (range(1),))
+        assert waited(checkpointer) is None, "there is nothing"
+        monkeypatch.setattr(session, "loaded", VisibleStep(3, session.attempt))
+        monkeypatch.setattr(pacing, "is_settled", lambda ordinal: True)
+        monkeypatch.setattr(pacing, "is_persisted", lambda ordinal: True)
+        for newest, common, is_safe in (
+            (0, (), False),
+            (0, (0,), True),
+            (7, (0, 6), False),
+            (7, (6, 7), True),
+        ):
+            outcome = Outcome(True, newest)
+            monkeypatch.setattr(pacing, "outcome", lambda ordinal, until_s, found=outcome: found)
+            monkeypatch.setattr(OwnPace, "committed", common)
+            error = waited(checkpointer)
+            assert isinstance(error, PersistError) is not is_safe, error
+        monkeypatch.undo()
