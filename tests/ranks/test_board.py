@@ -6,6 +6,8 @@ import random
 import sys
 import threading
 
+import pytest
+
 from flashckpt.capture.division import GROUPS
 from flashckpt.ranks.board import Board, RankRow, Table
 from flashckpt.ranks.leader import Leader
@@ -120,3 +122,57 @@ def test_a_boundary_whose_snapshot_is_on_its_way_is_not_judged() -> None:
     assert judged_until(7, 7, is_writing=True) == 6
     # One is being begun at a boundary that is still open: the one before it has ended.
     assert judged_until(7, 8, is_writing=True) == 7
+
+
+def row_and_its_reader() -> tuple[RankRow, RankRow]:
+    """The same row, as it is written and as it is read."""
+    memory = bytearray(Board.num_bytes(1))
+    [row], [read] = Board(memory, (0,)).rows, Board(memory, (0,)).rows
+    return row, read
+
+
+def table_of(ordinal: int) -> Table:
+    return Table(ordinal, tuple(range(ordinal, ordinal + GROUPS)))
+
+
+def sealed_up_to(newest: int) -> dict[int, Table]:
+    return {ordinal: table_of(ordinal) for ordinal in range(max(1, newest - 2), newest + 1)}
+
+
+def test_what_is_sealed_is_never_read_with_the_table_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After each word that is written another rank's is read: two that are alike would be taken for unlike,
+    or two that are not for alike."""
+    row, read = row_and_its_reader()
+    store, seen = row._store, set()
+
+    def store_and_look(offset: int, value: int) -> None:
+        store(offset, value)
+        for ordinal, table in read.sealed.items():
+            assert table == table_of(ordinal)
+            seen.add(ordinal)
+
+    monkeypatch.setattr(row, "_store", store_and_look)
+    for newest in range(1, 8):
+        row.publish(newest, sealed_up_to(newest))
+    assert seen == set(range(1, 8))
+
+
+def test_what_is_written_again_while_it_is_read_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between any two words that are read another snapshot may have taken the place."""
+    row, read = row_and_its_reader()
+    load, loads, moment = read._load, 0, 0
+
+    def load_and_write(offset: int) -> int:
+        nonlocal loads
+        found, loads = load(offset), loads + 1
+        if loads == moment:
+            row.publish(newest, sealed_up_to(newest))
+        return found
+
+    monkeypatch.setattr(read, "_load", load_and_write)
+    newest = 1
+    while loads >= moment:
+        row.publish(newest, sealed_up_to(newest))
+        loads, moment, newest = 0, moment + 1, newest + 3
+        assert all(table == table_of(ordinal) for ordinal, table in read.sealed.items()), moment
+    assert moment > 3 * GROUPS
