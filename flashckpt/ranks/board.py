@@ -70,17 +70,18 @@ class _Of(IntEnum):
     TABLES = 512
 
 
-_TABLE_BYTES = _WORD * (1 + GROUPS)
+_TABLE_BYTES = _WORD * (2 + GROUPS)
 _ROW_BYTES = -(-(_Of.TABLES + MOST_OPEN * _TABLE_BYTES) // 64) * 64
 
 
 class Table(NamedTuple):
-    """What a rank has sealed of what its node divides: two are the same if these numbers are. `ground`: of
-    names, forms and holders, 0 where nothing is divided; `groups`: of the digests of each group of leaves, 0
-    where none of it is divided."""
+    """What a rank has sealed of what its node divides, and at which step: two are the same if these numbers
+    are. `ground`: of names, forms and holders, 0 where nothing is divided; `groups`: of the digests of each
+    group of leaves, 0 where none of it is divided."""
 
     ground: int = 0
     groups: tuple[int, ...] = (0,) * GROUPS
+    step: int = 0
 
 
 class LoopProgress(NamedTuple):
@@ -185,7 +186,8 @@ class RankRow:
                 # Nothing while the table is another one: it must never be read as that of this boundary.
                 self._store(_Of.SEALED + _WORD * index, 0)
                 if new:
-                    for place, word in enumerate((sealed[new[-1]].ground, *sealed[new[-1]].groups)):
+                    table = sealed[new[-1]]
+                    for place, word in enumerate((table.step, table.ground, *table.groups)):
                         self._store(_Of.TABLES + _TABLE_BYTES * index + _WORD * place, word)
                     self._store(_Of.SEALED + _WORD * index, new.pop())
         assert not new, "more snapshots than slots"
@@ -230,10 +232,10 @@ class RankRow:
         for index in range(MOST_OPEN):
             if ordinal := self._load(_Of.SEALED + _WORD * index):
                 first = _Of.TABLES + _TABLE_BYTES * index
-                ground, *groups = (self._load(first + _WORD * place) for place in range(1 + GROUPS))
+                step, ground, *groups = (self._load(first + _WORD * at) for at in range(2 + GROUPS))
                 # It may have been written again meanwhile.
                 if self._load(_Of.SEALED + _WORD * index) == ordinal:
-                    found[ordinal] = Table(ground, tuple(groups))
+                    found[ordinal] = Table(ground, tuple(groups), step)
         return found
 
     @property

@@ -8,6 +8,7 @@ what was once decided stands.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from collections.abc import Sequence
@@ -32,6 +33,8 @@ from flashckpt.ranks.messages import (
     StopState,
     Terms,
 )
+
+log = logging.getLogger(__name__)
 
 # What a round trip is taken for before one was measured, and how many of the newest count: the longest does.
 _FIRST_ROUND_TRIP_S = 2.0
@@ -189,8 +192,8 @@ class Timing:
 
 
 class Verdicts:
-    """Which boundaries all ranks have sealed. `decided`: the outcome of every one up to here is known.
-    `missed`: the newest that some have and not all, and who has not."""
+    """Which boundaries all ranks have sealed, at one step. `decided`: the outcome of every one up to here is
+    known. `missed`: the newest that some have and not all, and who has not."""
 
     def __init__(self, nodes: Sequence[tuple[int, ...]]) -> None:
         self._nodes = nodes
@@ -206,7 +209,11 @@ class Verdicts:
         held = [set(each.sealed) for each in known]
         somewhere = set().union(*held, *({each.missed[0]} for each in known))
         new = sorted(each for each in somewhere if before < each <= until)
-        complete = [each for each in new if all(each in of for of in held)]
+        complete = [
+            each
+            for each in new
+            if all(each in of for of in held) and len({of.step_of(each) for of in known}) == 1
+        ]
         void = [each for each in new if each not in complete]
         self.decided = until
         self.complete.extend(complete)
@@ -220,7 +227,18 @@ class Verdicts:
                 return each.missed[1]
             if ordinal not in each.sealed:
                 return ranks[0]
-        return NONE
+        # All have it: some count other steps.
+        first, steps = self._nodes[0][0], [each.step_of(ordinal) for each in known]
+        which = next((index for index, step in enumerate(steps) if step != steps[0]), None)
+        if which is None:
+            return NONE
+        other = self._nodes[which][0]
+        log.error(
+            "rank %d counts step %d where rank %d counts step %d: there is no snapshot of both. Let all "
+            "ranks run the same loop and call save() alike",
+            other, steps[which], first, steps[0],
+        )  # fmt: skip
+        return other
 
 
 @dataclass(frozen=True)

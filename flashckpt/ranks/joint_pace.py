@@ -314,9 +314,9 @@ def _not_alike(refused: Refused) -> BoundaryError:
 
 def _not_taken(rank: int) -> str:
     return (
-        f"A snapshot that save() ordered is not persisted: {_rank(rank)} could not take it, and a step "
-        "counts where all ranks have it. Training was not touched, and earlier steps stand. Call save() on "
-        "all ranks again."
+        f"A snapshot that save() ordered is not persisted: {_rank(rank)} could not take it, or took it as "
+        "another step, and a step counts where all ranks have it. Training was not touched, and earlier "
+        "steps stand. Call save() on all ranks again."
     )
 
 

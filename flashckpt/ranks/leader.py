@@ -80,7 +80,7 @@ class Leader:
         rows, self._number = self._board.rows, self._number + 1
         judged = min(row.judged for row in rows)
         sealed = [row.sealed for row in rows]
-        alike = _alike(sealed)
+        alike = sorted(_alike(sealed))[-MOST_OPEN:]
         self._compare(sealed)
         entered = [row.progress.entered for row in rows]
         saves = [row.saves for row in rows]
@@ -93,7 +93,8 @@ class Leader:
             entered_low=min(entered),
             entered_high=max(entered),
             judged=judged,
-            sealed=tuple(sorted(alike)[-MOST_OPEN:]),
+            sealed=tuple(alike),
+            steps=tuple(sealed[0][ordinal].step for ordinal in alike),
             missed=_missed(rows, sealed, judged),
             slots=min(slots),
             offset=rows[0].offset,
@@ -119,7 +120,7 @@ class Leader:
             if ordinal <= self._compared:
                 continue
             self._compared = ordinal
-            tables = [of[ordinal] for of in sealed]
+            tables = [of[ordinal]._replace(step=0) for of in sealed]
             is_alike = all(table == tables[0] for table in tables)
             self._unlike = 0 if is_alike else self._unlike + 1
             if self._unlike >= _MOST_UNLIKE:

@@ -32,6 +32,7 @@ _STOP = struct.Struct("<IIBIB")
 _SAVE = struct.Struct("<IBIIB")
 _REFUSED = struct.Struct("<III")
 _ORDINAL = struct.Struct("<I")
+_STEP = struct.Struct("<Q")
 _NODE_MAGIC, _ANNOUNCED_MAGIC = b"FNOD", b"FANN"
 _COUNT = struct.Struct("<B")
 _CHECKSUM_BYTES = 8
@@ -131,10 +132,11 @@ class NodeMessage:
 
     heard: the newest announcement that all of them have acted on. entered_low, entered_high: the newest
     boundary of the slowest and of the fastest. judged: the outcome of every boundary up to it is known here;
-    of those, `sealed` were sealed by all its ranks, as far as slots still hold them undecided; any other was
-    missed. missed: the newest such, and a rank that missed it. slots: of the rank that has fewest. offset:
-    step less ordinal of its leader. plain_ns, cost_ns, landing_ns: the shortest iteration without a snapshot,
-    what a snapshot costs the loop at most, and how long it takes to be sealed at most; 0 where not known.
+    of those, `sealed` were sealed by all its ranks, as far as slots still hold them undecided, at these
+    `steps`; any other was missed. missed: the newest such, and a rank that missed it. slots: of the rank that
+    has fewest. offset: step less ordinal of its leader. plain_ns, cost_ns, landing_ns: the shortest iteration
+    without a snapshot, what a snapshot costs the loop at most, and how long it takes to be sealed at most; 0
+    where not known.
     persisted, failed: the newest boundaries whose snapshots were, or could not be. committed: the newest
     ones that are in this node's storage, and 0 for what the attempt went on from. promise: the newest stop
     that was answered, and how. saves_since: of boundaries from there on all calls of save() are known. gone:
@@ -161,8 +163,13 @@ class NodeMessage:
     is_ended: bool = False
     gone: Gone = Gone()
     sealed: tuple[int, ...] = ()
+    steps: tuple[int, ...] = ()
     saves: tuple[Save, ...] = ()
     committed: tuple[int, ...] = ()
+
+    def step_of(self, ordinal: int) -> int:
+        """Of one of `sealed`; 0 where none was said."""
+        return dict(zip(self.sealed, self.steps, strict=False)).get(ordinal, 0)
 
     def packed(self) -> bytes:
         head = _NODE.pack(
@@ -176,7 +183,8 @@ class NodeMessage:
         sealed, committed = (
             _rows(_ORDINAL, ((each,) for each in row)) for row in (self.sealed, self.committed)
         )
-        return _checked(head + sealed + _rows(_SAVE, self.saves) + committed)
+        steps = _rows(_STEP, ((each,) for each in self.steps))
+        return _checked(head + sealed + steps + _rows(_SAVE, self.saves) + committed)
 
     @classmethod
     def unpacked(cls, data: bytes) -> NodeMessage:
@@ -208,6 +216,7 @@ class NodeMessage:
             is_ended=bool(slots >> 16),
             gone=Gone(died, ended),
             sealed=tuple(ordinal for (ordinal,) in reader.rows(_ORDINAL, MOST_OPEN)),
+            steps=tuple(step for (step,) in reader.rows(_STEP, MOST_OPEN)),
             saves=tuple(
                 Save(ordinal, _enum(Call, call), caller, absent, bool(is_over))
                 for ordinal, call, caller, absent, is_over in reader.rows(_SAVE, MOST_SAVES)

@@ -33,14 +33,14 @@ class NodeTable:
         if record.plan_id != self._plan_id:
             self._learn(sealed)
         if not self._indexes:
-            return Table()
+            return Table(step=sealed.step)
         start = record.metadata_bytes - record.values_bytes - _DIGEST_BYTES * record.table_count
         table = sealed.slot.metadata_view[start : start + _DIGEST_BYTES * record.table_count]
         digests: NDArray[np.uint64] = np.frombuffer(table, dtype=np.uint64)
         groups = [0] * GROUPS
         for group, indexes in self._indexes.items():
             groups[group] = xxh3_64(digests[indexes].tobytes()) or 1
-        return Table(self._ground, tuple(groups))
+        return Table(self._ground, tuple(groups), sealed.step)
 
     def _learn(self, sealed: Sealed) -> None:
         metadata = sealed.slot.metadata(sealed)

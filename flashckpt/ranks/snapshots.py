@@ -95,7 +95,8 @@ class Snapshots:
                     if ordinal in before:
                         self._tables[ordinal] = before[ordinal]
                     else:
-                        self._tables[ordinal] = self._table.table(sealed) if self._table else Table()
+                        table = self._table.table(sealed) if self._table else Table(step=sealed.step)
+                        self._tables[ordinal] = table
         return self._tables
 
     def _apply(self, announced: Announcement, slots: Sequence[Slot], held: HeldBoundaries) -> None:

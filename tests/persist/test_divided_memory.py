@@ -189,7 +189,7 @@ def test_ranks_that_hold_whole_copies_need_no_other(node: Node, ranks: list[Shar
         rank.snapshot(STEP + 1)
         assert in_slot(rank).keys() == rank.live().keys()
         assert loaded(rank.held()) == rank.live()
-    assert tables(ranks) == [Table()] * 3
+    assert tables(ranks) == [Table(step=STEP + 1)] * 3
 
 
 def board_of_the_node() -> Board:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from flashckpt.ranks.decisions import Commits
+from flashckpt.ranks.board import Board, Table
+from flashckpt.ranks.decisions import Commits, Verdicts
+from flashckpt.ranks.leader import Leader
 from flashckpt.ranks.messages import NodeMessage
 
 from .simulated import Conditions, SimulatedJob
@@ -171,3 +173,28 @@ def test_what_every_node_has_committed_is_known_and_nothing_else() -> None:
     # What a node said once it keeps, though newer ones have taken its place in the message.
     assert look((50,), (30, 40)) == (10, 30, 40)
     assert look(tuple(range(51, 57)), tuple(range(51, 57))) == tuple(range(51, 57))
+
+
+def test_a_boundary_that_nodes_took_as_other_steps_is_void_and_a_rank_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its parts would never meet, and what it overwrites in the slots is the last one that counts."""
+    verdicts = Verdicts([(0, 1), (2, 3)])
+    one = NodeMessage(judged=4, sealed=(3, 4), steps=(103, 104))
+    found = verdicts.look([one, NodeMessage(judged=4, sealed=(3, 4), steps=(103, 105))])
+    assert (found.complete, found.void) == ((3,), (4,))
+    assert verdicts.missed == (4, 2)
+    assert "rank 2 counts step 105 where rank 0 counts step 104" in caplog.text
+
+
+def test_a_boundary_that_ranks_of_a_node_took_as_other_steps_is_missed() -> None:
+    """What they divide stays divided."""
+    board = Board(bytearray(Board.num_bytes(2)), (4, 5))
+    board.format()
+    for row, step in zip(board.rows, (103, 104), strict=True):
+        row.enter(3, 103)
+        row.settle(3)
+        row.publish(3, {2: Table(7, step=102), 3: Table(7, step=step)})
+    said = Leader(board).say()
+    assert (said.sealed, said.steps, said.missed) == ((2,), (102,), (3, 5))
+    assert board.held_whole == 0

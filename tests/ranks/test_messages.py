@@ -46,6 +46,7 @@ SAID = NodeMessage(
     failed=40,
     is_ended=True,
     sealed=tuple(range(40, 40 + MOST_OPEN)),
+    steps=tuple(range(10**12, 10**12 + MOST_OPEN)),
     saves=(Save(70, Call.INSIDE, 0, NONE, True), Save(71, Call.OUTSIDE, 1, 0, False)),
 )
 TOLD = Announcement(
