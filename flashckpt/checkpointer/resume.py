@@ -475,21 +475,25 @@ def _checkpointer(
     resumed = taken.resumed
     cadence = Cadence(every=every, persist_every=persist_every, options=options)
     pacing = session.group.begin(session.runtime, session.attempt, cadence)
-    capture = _capture(session, tree, options, pacing, taken)
-    loaded_step = resumed.step if resumed is not None and resumed.tier == "memory" else None
-    limits, signals = limits_s(every, persist_every), Signals(options)
-    attendant = Attendant(session, capture, options, limits, loaded_step, signals, pacing)
-    checkpointer = Checkpointer(
-        tree=tree,
-        progress=progress,
-        capture=capture,
-        session=session,
-        attendant=attendant,
-        use=_use(tree, capture, progress, options),
-        signals=signals,
-        pacing=pacing,
-        resumed=resumed,
-    )
+    with contextlib.ExitStack() as undo:
+        undo.callback(pacing.close, closed=False)  # its thread would go on for a run that never began
+        capture = _capture(session, tree, options, pacing, taken)
+        undo.callback(capture.close)
+        loaded_step = resumed.step if resumed is not None and resumed.tier == "memory" else None
+        limits, signals = limits_s(every, persist_every), Signals(options)
+        attendant = Attendant(session, capture, options, limits, loaded_step, signals, pacing)
+        checkpointer = Checkpointer(
+            tree=tree,
+            progress=progress,
+            capture=capture,
+            session=session,
+            attendant=attendant,
+            use=_use(tree, capture, progress, options),
+            signals=signals,
+            pacing=pacing,
+            resumed=resumed,
+        )
+        undo.pop_all()
     try:
         # Encoded once now: what typed JSON cannot hold is refused here, not at hour ten.
         checkpointer._boundaries.values()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import flashckpt
+from flashckpt.checkpointer import resume
 from flashckpt.memory import room
 from flashckpt.ranks import arrival
 
@@ -144,6 +146,17 @@ def no_memory(run: Path, rank: int) -> None:
         attached(run)
 
 
+def not_begun(run: Path, rank: int) -> None:
+    """What fails on the leader after its thread has begun leaves none behind."""
+    error = flashckpt.KeeperError("nothing can run beside the loop")
+    try:
+        with mock.patch.object(resume, "Attendant", side_effect=error if rank == 0 else resume.Attendant):
+            attached(run)
+    finally:
+        left = [each.name for each in threading.enumerate() if each.name == "flashckpt-ranks"]
+        print(f"threads of ranks left: {left}", flush=True)
+
+
 def no_runtime(run: Path, rank: int) -> None:
     with runtime("/proc/nowhere" if rank == 1 else os.environ["FLASHCKPT_RUNTIME"]):
         attached(run)
@@ -189,7 +202,7 @@ CASES: dict[str, Case] = {
         rank_0_alone,
         other_path, other_options, other_names, other_replica, other_shards, other_lengths, other_epochs,
         bad_loader, bad_option, bad_state, other_model,
-        no_runtime, damaged_on_one, damaged_everywhere, no_memory,
+        not_begun, no_runtime, damaged_on_one, damaged_everywhere, no_memory,
     )
 }  # fmt: skip
 

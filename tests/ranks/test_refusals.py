@@ -30,6 +30,7 @@ EXPECTED = {
     "bad_option": ("OptionError", "rank 1 of 2: every='often'"),
     "bad_state": ("StateError", "rank 1 of 2: ", "own"),
     "other_model": ("MismatchError", "rank 1 of 2: ", "weight"),
+    "not_begun": ("KeeperError", "rank 0 of 2: ", "nothing can run beside the loop"),
     "no_runtime": ("KeeperError", "rank 1 of 2: ", "/proc/nowhere"),
     "damaged_everywhere": ("UnusableRunError", "rank 0 of 2", "rank 1 of 2"),
     "no_memory": ("OutOfRoomError", "rank 1 of 2: ", "bytes of host memory"),
@@ -59,6 +60,7 @@ def test_all_ranks_are_refused_alike(told: list[list[str]], tmp_path: Path) -> N
     assert "rank 1 of the default process group did not call it" in alone
     for out in told:
         assert "unchanged True" in out, "what does not fit changes nothing"
+        assert "threads of ranks left: []" in out
     # A step that one rank cannot read is left by all of them.
     assert "went on True 2.0" in told[0]
     assert "went on True 12.0" in told[1]
