@@ -179,6 +179,35 @@ def test_a_rank_that_divides_otherwise_has_another_number(node: Node, ranks: lis
     assert first.ground != third.ground
 
 
+def test_what_is_compared_follows_each_new_plan_and_each_new_boundary(
+    node: Node, ranks: list[SharingRank]
+) -> None:
+    """What was read of one plan says nothing of the next, which may have as many leaves."""
+    known, rank, step = NodeTable(), ranks[0], STEP
+
+    def compared() -> Table:
+        found = known.table(rank.newest()[1])
+        assert found == NodeTable().table(rank.newest()[1])
+        return found
+
+    before = compared()
+    for learn in (
+        partial(rank.capture.hold_whole, 1 << group_of("model.second.weight")),
+        partial(rank.capture.keep_by_rank, ["model.first.weight"]),
+        rank.capture.hold_whole,
+    ):
+        learn()
+        step += 1
+        rank.have_slots(node.regions, range(3 * step, 3 * step + 3))
+        rank.snapshot(step)
+        after = compared()
+        assert after.ground != before.ground
+        step, before = step + 1, after
+        rank.snapshot(step)
+        assert compared()._replace(step=before.step, groups=before.groups) == before
+    assert before.ground == 0
+
+
 def test_ranks_that_hold_whole_copies_need_no_other(node: Node, ranks: list[SharingRank]) -> None:
     for rank in ranks:
         rank.capture.hold_whole()
