@@ -85,6 +85,38 @@ def test_killed_ranks_go_on_bit_for_bit(
     assert flashckpt.steps(run)[-1] == max(steps_of(whole[0].out))
 
 
+def test_a_rank_dies_while_they_read_together_and_a_bit_on_disk_is_flipped(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    """The first leaves nobody waiting, the second sends all of them to the step before."""
+    run, older = tmp_path / "run", SAVED // 2
+    killed = start(launcher, run, 2, hold_at=HELD, save_at=[older, SAVED])
+    killed.until_said(f"held {HELD}")
+    until(lambda: {older, SAVED} <= set(flashckpt.steps(run)), "two commits")
+    launcher.freeze_keepers(0)
+    killed.kill()
+    before = [killed.said(rank) for rank in range(2)]
+    launcher.kill_keepers(remove_regions=True)
+
+    alone, dead = start(launcher, run, 2, deaths=[[1, "resume.read"]]).ended()
+    assert dead.status is None
+    assert alone.status == 1
+    assert "rank 1 of 2: its process has ended in the middle of attach" in alone.err
+
+    # Both need this file: rank 0 wrote it, with what they hold alike.
+    record = read_step(open_store(run), SAVED, lineage.sources(open_store(run), {})[0].attempt)
+    path = run / record.shard_path(0)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    for rank, ended in enumerate(start(launcher, run, 2).finished()):
+        assert ended.out[0] == f"resumed {older} local"
+        expected, done = steps_of(before[rank]), steps_of(ended.out)
+        assert {step: done[step] for step in expected if step > older} == {
+            step: line for step, line in expected.items() if step > older
+        }
+
+
 def test_a_node_that_lost_its_memory_goes_on_from_storage_and_the_other_from_memory(
     launcher: Launcher, tmp_path: Path
 ) -> None:
