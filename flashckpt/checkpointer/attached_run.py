@@ -135,6 +135,10 @@ class AttachedRun:
             raise self._attendant.not_captured(
                 ordered_at + 1, "the iteration in which save() was called was left before its boundary"
             )
+        if ordered_at is not None and ordered_at < self._progress.step:
+            raise self._attendant.not_captured(
+                ordered_at + 1, "no slot was free at its boundary, and the order stands for the next one"
+            )
 
     def _or_commit(self, capture: Callable[[], object]) -> None:
         """Capture. Where that fails, what was captured before is committed before it is raised."""

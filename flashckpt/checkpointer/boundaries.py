@@ -205,9 +205,10 @@ class Boundaries:
 
     def _capture_here(self, *, ordered: bool) -> None:
         self._taken_step = self._progress.step
-        if self._capture.schedule.every_step and self._slots.ring is None and not self._asked_first:
-            # Every step is to be captured, so the first one is. Waited for once: a keeper that does not give
-            # slots must not hold up every boundary after it.
+        is_wanted = self._capture.schedule.every_step or ordered or self._capture.is_ordered
+        if is_wanted and self._slots.ring is None and not self._asked_first:
+            # Every step is to be captured, so the first one is; or save() has asked for this one. Waited for
+            # once: a keeper that does not give slots must not hold up every boundary after it.
             self._asked_first = True
             try:
                 self._growth.require()

@@ -21,9 +21,7 @@ from flashckpt.commit.attempts import (
     bounds,
     claim,
     mark_ended,
-    newest_started,
     open_run,
-    read_start,
     start,
 )
 from flashckpt.commit.holder import WATCH_S, Probe, check, here
@@ -314,21 +312,13 @@ def check_usable(store: Store) -> None:
         )
 
     steps = [each for each in everything(store) if has_manifest(store, each)]
-    if steps and not _began_anew(store):
+    if steps:
         raise UnusableRunError(
             f"{store.url} has committed steps, and its newest attempt went on from none of them. Nothing was "
             "changed, and it is not taken for a fresh run. Name the step to go on from with "
             f"`flashckpt branch {store.url} STEP@ATTEMPT`{_named(steps)}, or use another folder.",
             path=store.url,
         )
-
-
-def _began_anew(store: Store) -> bool:
-    """Whether the newest attempt has gone on from nothing though there was a step: on this node's own disk
-    alone, which all ranks have agreed on (`ranks/candidates.py`)."""
-    newest = newest_started(store)
-    begun = None if newest is None else read_start(store, newest)
-    return begun is not None and begun.parent is None and begun.ranks is not None
 
 
 def _named(steps: list[VisibleStep]) -> str:

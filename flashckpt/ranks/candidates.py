@@ -18,7 +18,7 @@ from flashckpt.errors import MismatchError, UnusableRunError
 from flashckpt.format.checked_json import compact
 from flashckpt.format.names import AttemptName
 from flashckpt.ranks.job import LOADING_PATIENCE_S, Job
-from flashckpt.restore.step_choice import Ballot, Candidate, Origin
+from flashckpt.restore.step_choice import Ballot, Candidate
 
 log = logging.getLogger(__name__)
 
@@ -104,33 +104,19 @@ def _age(each: Readable) -> tuple[int, int]:
     return each.step, _number(each.attempt)
 
 
-def was_never_common(rows: Sequence[Sequence[Readable]], first: Sequence[Origin | None]) -> bool:
-    """Whether nodes with disks of their own have but the first step of a run, and not all of them: it died
-    between their first commits, and nobody was told that it was safe. `first` is what each rank's folder
-    has of that attempt. Where two were common once, two are kept: one may be the first alone."""
-    alike = first[0] is not None and all(each == first[0] for each in first)
-    if not alike or first[0] is None or first[0].world != len(rows):
-        return False
-    at_rest = [[each for each in row if each.boundary is None] for row in rows]
-    return all(len(row) < 2 and all(each.attempt == first[0].attempt for each in row) for row in at_rest)
-
-
-def decide(
-    rows: Sequence[Sequence[Readable]], first: Sequence[Origin | None] = (None,)
-) -> tuple[list[Content], str]:
+def decide(rows: Sequence[Sequence[Readable]]) -> tuple[list[Content], str]:
     """What is tried, and what is said of what is not. Raises UnusableRunError where some rank has committed
-    steps and there is none that all can read: that is no fresh run, unless it was never one step of all."""
+    steps and there is none that all can read: that is no fresh run."""
     found = common(rows)
     said = lacking(rows, found)
     if not found and any(each.boundary is None for row in rows for each in row):
-        if was_never_common(rows, first):
-            return [], f"{said or 'ranks have different first steps'}; none was on the disks of all nodes"
         raise UnusableRunError(
             "There are committed steps, and none that every rank can read: "
             f"{said or 'each lacks another one'}. Nothing was loaded or changed, and it is not taken for a "
             "fresh run. Give all ranks the storage that has the run's steps, or bring back the node whose "
             "memory or disk has the others'. Where nodes have disks of their own, start as many ranks as "
-            "made the step, each where its folder is."
+            "made the step, each where its folder is. If the run died before its first step was on all of "
+            "them, there is nothing to go on from: name another path."
         )
     return found, said
 
@@ -185,7 +171,7 @@ class RanksVoter:
         self.why = ""
 
     def common(
-        self, own: Sequence[Candidate], *, has_more: bool, is_saved: bool, first: Origin | None = None
+        self, own: Sequence[Candidate], *, has_more: bool, is_saved: bool
     ) -> list[list[Candidate]] | None:
         """Of each content that all can read this rank's candidates, nearest first. None, once, where memory
         has something newer."""
@@ -193,7 +179,7 @@ class RanksVoter:
         # The other nodes' keepers may have had as much to save as storage takes time for.
         patience_s = LOADING_PATIENCE_S if is_saved else None
         while True:
-            mine = [has_more, [_row(each) for each in own[:most]], len(own) > most, first]
+            mine = [has_more, [_row(each) for each in own[:most]], len(own) > most]
             found, said, is_cut = self._job.agree(
                 "which steps all ranks can read", mine, decide, patience_s=patience_s
             )
@@ -248,12 +234,12 @@ class RanksVoter:
 
 def _decide(said_by: list[Any], *, is_saved: bool) -> tuple[list[list[Any]] | None, str, bool]:
     """What all try, what is said of what is not tried, and whether the rows are too short to tell."""
-    rows = [[Readable(*each) for each in row] for _, row, *_ in said_by]
-    if any(is_cut for _, _, is_cut, _ in said_by) and not common(rows):
+    rows = [[Readable(*each) for each in row] for _, row, _ in said_by]
+    if any(is_cut for *_, is_cut in said_by) and not common(rows):
         return None, "", True
     if not is_saved and (any(has_more for has_more, *_ in said_by) or is_behind(rows)):
         return None, "", False
-    found, said = decide(rows, [Origin(*each) if each else None for *_, each in said_by])
+    found, said = decide(rows)
     return [[each.step, each.attempt, each.boundary] for each in found], said, False
 
 

@@ -484,6 +484,8 @@ class MergedState:
         for full, parameter in self._parameters():
             rank = self._holder.get(full, self._ranks.source)
             saved = self.source if full in self.source.gradients else self.saved(rank)
+            if full in saved.flat:
+                saved = self._with_elements(full, saved)
             kind, exception = saved.gradients.get(full, ("-", None))
             names.append(full)
             kinds += kind
@@ -497,6 +499,20 @@ class MergedState:
             if exception is not None:
                 exceptions[full] = exception
         return {"names": names, "kinds": kinds, "exceptions": exceptions}
+
+    def _with_elements(self, full: str, saved: SavedRank) -> SavedRank:
+        """A rank that has something of a parameter: one that has nothing of FSDP1's has no gradient of it."""
+        tensor = self._ranks.leaves.get(full)
+        while tensor is not None:
+            having = [rank for rank, box in tensor.boxes() if box.num_elements]
+            if saved.rank in having or not tensor.num_elements:
+                return saved
+            if having:
+                return self.saved(having[0])
+            if self._ranks.is_complete:
+                return saved
+            self._ranks.read(range(self._ranks.record.world))
+        return saved
 
     def _gradient(self, ref: LeafRef, place: str, saved: SavedRank, parameter: Tensor) -> LeafRef | None:
         tensor = self._ranks.leaves.get(self._primary(place, saved.rank))

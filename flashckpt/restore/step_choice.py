@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from flashckpt import crashpoints
 from flashckpt.commit import attempts, lineage
@@ -26,7 +26,7 @@ from flashckpt.errors import DamagedError, OutOfRoomError, RunError, UnusableRun
 from flashckpt.format.layout import Leaf
 from flashckpt.format.names import AttemptName
 from flashckpt.format.records import Manifest
-from flashckpt.format.replicas import has_rank, in_words
+from flashckpt.format.replicas import in_words
 from flashckpt.restore import memory_tier
 from flashckpt.restore.box_gathering import Source
 from flashckpt.restore.memory_tier import Held
@@ -97,26 +97,18 @@ class Ballot:
         return self.boundary is not None
 
 
-class Origin(NamedTuple):
-    """An attempt that went on from nothing, and how many ranks it has."""
-
-    attempt: str
-    world: int
-
-
 class Voter(Protocol):
     """Who goes on with this run: this rank, and the others where there are any."""
 
     def common(
-        self, own: Sequence[Candidate], *, has_more: bool, is_saved: bool, first: Origin | None = None
+        self, own: Sequence[Candidate], *, has_more: bool, is_saved: bool
     ) -> Sequence[Sequence[Candidate]] | None:
         """Takes what this rank can read, in its order. What all can, in the order in which all try it: of
         each content the candidates that this rank has of it, nearest first.
 
         `has_more`: this node's memory has snapshots that are no use there, but would be in storage. None
         where some node has such, unless keepers have saved what they can (`is_saved`): once they have, all
-        are asked again. `first`: where nodes have folders of their own, the attempt that began the run, if
-        it is the newest in this one."""
+        are asked again."""
 
     def saved(self) -> None:
         """This node's keeper has saved what it can. Returns when those of all nodes have."""
@@ -138,7 +130,7 @@ class AloneVoter:
     node: Sequence[int] = ()
 
     def common(
-        self, own: Sequence[Candidate], *, has_more: bool, is_saved: bool, first: Origin | None = None
+        self, own: Sequence[Candidate], *, has_more: bool, is_saved: bool
     ) -> Sequence[Sequence[Candidate]] | None:
         return None if has_more and not is_saved else [[each] for each in own]
 
@@ -273,15 +265,7 @@ class StepChoice:
     def _contents(self, *, is_saved: bool) -> Sequence[Sequence[Candidate]] | None:
         own = self._patiently("its steps", self.candidates)
         has_more = not is_saved and (len(self._usable) < len(self._survived) or self._is_unsaved())
-        first = self._patiently("its attempts", self._first)
-        return self._voter.common(own, has_more=has_more, is_saved=is_saved, first=first)
-
-    def _first(self) -> Origin | None:
-        started = attempts.newest_started(self._store)
-        start = None if started is None else attempts.read_start(self._store, started)
-        if start is None or start.parent is not None or start.ranks is None:
-            return None
-        return Origin(str(started), start.world) if has_rank(start.ranks, self._rank) else None
+        return self._voter.common(own, has_more=has_more, is_saved=is_saved)
 
     @cached_property
     def _usable(self) -> list[Held]:

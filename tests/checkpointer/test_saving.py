@@ -45,6 +45,44 @@ def torn(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     return steps
 
 
+def test_the_first_save_of_a_run_waits_for_memory(tmp_path: Path) -> None:
+    """It passed its boundary by, since there were no slots yet, and wait() said nothing of it."""
+    run, job = str(tmp_path / "run"), Job()
+    checkpointer = flashckpt.attach(run, every=None, persist_every=None, **job.named)
+    for x in checkpointer.batches(loader()):
+        if checkpointer.completed == 2:
+            checkpointer.wait()
+            assert flashckpt.steps(run) == [2]
+            break
+        job.train(x)
+        if checkpointer.completed == 1:
+            checkpointer.save()
+    abandon(checkpointer)
+
+
+def test_a_save_that_waits_for_a_slot_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order stands until a boundary finds a slot: until then nobody is told that it is safe."""
+    run, job = str(tmp_path / "run"), Job()
+    checkpointer = flashckpt.attach(run, every=None, persist_every=None, **job.named)
+    batches = checkpointer.batches(loader(8))
+    for _ in range(3):
+        job.train(next(batches))
+        until_slots(checkpointer)
+    ring = checkpointer._attendant.slots.ring
+    assert ring is not None
+    with monkeypatch.context() as full:
+        full.setattr(type(ring), "take", lambda self: None)
+        checkpointer.save()
+        checkpointer.wait()  # its boundary is to come
+        job.train(next(batches))
+        with pytest.raises(PersistError, match="the order stands for the next one"):
+            checkpointer.wait()
+    job.train(next(batches))
+    checkpointer.wait()
+    assert len(flashckpt.steps(run)) == 1
+    abandon(checkpointer)
+
+
 def test_a_save_whose_snapshot_is_torn_is_of_the_boundary_after_it(tmp_path: Path, torn: set[int]) -> None:
     run, job = str(tmp_path / "run"), Job()
     torn.add(4)

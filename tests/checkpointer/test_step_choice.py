@@ -365,7 +365,7 @@ def test_what_a_keeper_saves_while_it_is_waited_for_is_found(run: Path) -> None:
 
     class Waiting(step_choice.AloneVoter):
         def common(
-            self, own: Sequence[step_choice.Candidate], *, is_saved: bool, **about: Any
+            self, own: Sequence[step_choice.Candidate], *, has_more: bool, is_saved: bool
         ) -> Sequence[Sequence[step_choice.Candidate]] | None:
             asked.append([each.step for each in own])
             return super().common(own, has_more=True, is_saved=is_saved)

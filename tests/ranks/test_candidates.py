@@ -14,7 +14,7 @@ from flashckpt.commit.steps import commit, publish_part
 from flashckpt.errors import MismatchError, UnusableRunError
 from flashckpt.ranks.candidates import Content, RanksVoter, Readable, common, decide, is_behind, verdict
 from flashckpt.ranks.job import Job
-from flashckpt.restore.step_choice import Ballot, Origin, StepChoice
+from flashckpt.restore.step_choice import Ballot, StepChoice
 from tests.commit.runs import attempt_at, new_run, part_of
 from tests.ranks.together import LIMIT_S, each_rank
 
@@ -83,23 +83,6 @@ def test_committed_steps_that_not_all_can_read_are_no_fresh_run() -> None:
         decide([[stored(4)], []])
     with pytest.raises(UnusableRunError, match="none that every rank can read"):
         decide([[stored(4)], [stored(3)]])
-
-
-def test_a_first_step_that_was_never_on_all_disks_is_begun_before() -> None:
-    """The job died between the first commits of its nodes, and nobody was told that one is safe."""
-    first, other = [Origin(A, 2)] * 2, Origin(B, 2)
-    assert decide([[stored(4)], []], first)[0] == []
-    assert "rank 1" in decide([[stored(4)], []], first)[1]
-    assert decide([[stored(4)], [stored(3), memory(5, 5)]], first)[0] == []
-    for rows, said in (
-        ([[stored(4)], []], [Origin(A, 2), None]),  # its folder is another one
-        ([[stored(4)], []], [Origin(A, 2), other]),
-        ([[stored(4)], []], [Origin(A, 4)] * 2),  # other ranks have some of it
-        ([[stored(4), stored(3)], []], first),  # the older one may have been on all
-        ([[stored(4, B)], []], first),
-    ):
-        with pytest.raises(UnusableRunError):
-            decide(rows, said)
 
 
 def test_a_step_is_taken_where_all_have_loaded_the_same_boundary_of_it() -> None:

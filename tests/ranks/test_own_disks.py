@@ -189,26 +189,6 @@ def test_what_a_job_went_on_from_stays_until_all_disks_have_a_newer_step(disks: 
     assert [each.out[0] for each in ended] == ["resumed 5 local"] * 2
 
 
-def test_a_job_that_died_between_the_first_commits_of_its_nodes_begins_anew(disks: Disks) -> None:
-    """Nothing that was on all disks is lost, and it can be started again, also where it dies once more."""
-    options, full = {"every": None}, f"{disks.launcher.runtime(1).name}=3"
-    job = disks.start(options=options, save_at=3, hold_at=4, full=full)
-    job.until_said("held 4")
-    until(lambda: disks.steps(0) == [3], "what one node commits alone")
-    for restart in (1, 2):
-        disks.launcher.freeze_keepers(0, 1)
-        job.kill()
-        disks.forget(0, 1)
-        job = disks.start(restart=restart, options=options, hold_at=1)
-        job.until_said("held 1")
-        assert [job.said(rank)[0] for rank in range(2)] == ["began"] * 2
-    disks.launcher.freeze_keepers(0, 1)
-    job.kill()
-    disks.forget(0, 1)
-    disks.start(restart=3, options=options, epochs=1, save_at=4).finished()
-    assert disks.steps(0) == disks.steps(1) == [4, 6]
-
-
 def test_torchrun_goes_on_from_what_all_disks_have_where_all_died_between_two_commits(
     disks: Disks, tmp_path: Path
 ) -> None:

@@ -193,6 +193,33 @@ def _walk(live: Live) -> Any:
     return live.tree.walk(lambda parameter, gradient: True)
 
 
+GRADIENT = 5.0
+
+
+def accumulated(live: Live, *, zeros: bool = False) -> None:
+    """Gradients of a micro-batch that no step has used yet, or zeros in their place; FSDP1 has none of what
+    it has nothing of on this rank."""
+    for parameter in live.model.parameters():
+        if local(parameter).numel():
+            parameter.grad = torch.full_like(parameter, 0.0 if zeros else GRADIENT)
+
+
+def saved_between_steps(store: Store, kind: str, world: int, *, zeros: bool) -> StepRecord:
+    """A committed step of that layout that has gradients."""
+    ranks, values = [], []
+    for rank in range(world):
+        with one_of(world, rank):
+            live = built(kind, world)
+            stepped(live)
+            fill(live, rank)
+            accumulated(live, zeros=zeros)
+            walk = live.tree.walk(lambda parameter, gradient: False)
+            ranks.append([held for leaf in walk.leaves if (held := _held(leaf, True))])
+            torch.manual_seed(rank)
+            values.append(_encoded(live.tree.values(lambda parameter, gradient: False), world))
+    return committed(store, ranks, values=values)
+
+
 def saved(store: Store, kind: str, world: int, *, shares: bool = True, is_tied: bool = True) -> StepRecord:
     """A committed step of that layout. shares: what is declared to be alike is written once."""
     ranks, values = [], []

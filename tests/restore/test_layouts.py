@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from flashckpt.capture.plan import local
 from flashckpt.commit.steps import StepRecord, read_step
 from flashckpt.errors import MismatchError
 from flashckpt.restore.filling import check_fits, fill
@@ -88,6 +89,25 @@ def test_fsdp1_of_flat_parameters_goes_on_on_other_ranks(store: Store, world: in
     record = layouts.saved(store, "fsdp1 flat", world)
     for ranks in (1, 2, 4):
         assert not taken_up(record, "fsdp1 flat", ranks), ranks
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize(("kind", "world"), [("fsdp1", 2), ("fsdp1", 4), ("fsdp", 3)], ids=str)
+def test_gradients_between_two_steps_go_on(store: Store, kind: str, world: int, zeros: bool) -> None:
+    """Of FSDP1 a rank has none of what it has nothing of; that says nothing of the others'."""
+    record = layouts.saved_between_steps(store, kind, world, zeros=zeros)
+    for other, ranks in (("whole", 1), ("fsdp1", 3), ("fsdp", 2)):
+        for rank in range(ranks):
+            with layouts.one_of(ranks, rank):
+                live = layouts.built(other, ranks)
+                snapshot = LiveLayout(live.tree, rank, ranks).begin(record, 2).finish(record.store, 2)
+                check_fits(live.tree, snapshot)
+                fill(live.tree, snapshot, 2)
+                for name, parameter in live.model.named_parameters():
+                    if local(parameter).numel():
+                        assert parameter.grad is not None, (other, name)
+                        assert (local(parameter.grad) == (0.0 if zeros else layouts.GRADIENT)).all(), name
+                snapshot.discard()
 
 
 @pytest.mark.long
