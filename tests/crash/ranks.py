@@ -108,6 +108,9 @@ class RanksJob:
         self.attempt, self.number, self.lives = "", 0, 0
         self.resumed_tiers: list[str] = []
         self.void: set[int] = set()
+        self.lacking: set[int] = (
+            set()
+        )  # steps that a rank took no snapshot of, in any life: keepers outlive it
         self.readable: list[Any] = []
 
     # ---- lives
@@ -203,6 +206,7 @@ class RanksJob:
         steps = range(self.step + 1, self.step + 2 + ahead)
         self.sealed = steps[-1]
         has = {(rank, steps[0]): False for rank in missing}
+        self.lacking |= {step for _, step in has}
         first = [rank for rank in range(self.world) if rank not in late]
         for some in (first, late):
             asked = [(rank, step) for step in steps for rank in some if (rank, step) not in has]
@@ -225,7 +229,8 @@ class RanksJob:
         """What keepers tell of commits. Raises Dead."""
         for status in self._all("status"):
             self.committed = max([self.committed, *status["committed"]])
-            passed = self.void | set(range(self.committed))  # of what is older than these nobody needs more
+            # Of what is older than what is committed nobody needs more.
+            passed = self.void | self.lacking | set(range(self.committed))
             failed = [each for each in status["failures"] if each["step"] not in passed]
             if failed:
                 why = f"what nothing is wrong with could not be saved: {failed}"
