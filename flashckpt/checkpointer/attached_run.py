@@ -129,7 +129,7 @@ class AttachedRun:
         if unsaved is not None:
             raise unsaved
         lost = self._capture.lost_step
-        if lost is not None and not (self._in_iteration and (self.stopping or self._capture.is_ordered)):
+        if lost is not None and not (self._in_iteration and self.stopping):
             raise self._attendant.not_captured(lost, "its bytes are not those of its boundary")
         if ordered_at is not None and not self._in_iteration:
             raise self._attendant.not_captured(

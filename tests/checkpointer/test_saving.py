@@ -92,6 +92,9 @@ def test_a_save_whose_snapshot_is_torn_is_of_the_boundary_after_it(tmp_path: Pat
             job.train(x)
             if checkpointer.completed == 3:
                 checkpointer.save()
+            if checkpointer.completed == 4:
+                with pytest.raises(PersistError, match="Step 4"):
+                    checkpointer.wait()  # it is taken again at the next boundary, and not safe yet
             if checkpointer.completed == 6:
                 break
         checkpointer.wait()
