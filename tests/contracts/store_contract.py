@@ -6,8 +6,9 @@ import errno
 import multiprocessing
 import os
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +32,11 @@ def shard() -> Iterator[Shard]:
 
 
 class StoreContract:
-    """The fixture `store` is an empty store whose root exists."""
+    """The fixture `opener`, which can be pickled, opens an empty store whose root exists."""
+
+    @pytest.fixture
+    def store(self, opener: Callable[[], Store]) -> Store:
+        return opener()
 
     def test_reads_back_what_was_created(self, store: Store) -> None:
         data = bytes(range(256)) * 999
@@ -59,19 +64,12 @@ class StoreContract:
             assert store.read("file", MAX) == b"new"
 
     @pytest.mark.process
-    def test_one_of_many_creates(self, store: Store) -> None:
+    def test_one_of_many_creates(self, store: Store, opener: Callable[[], Store]) -> None:
         assert store.capabilities.conditional_create
-        context = multiprocessing.get_context("fork")
+        # Not forked: a client may have threads.
+        context = multiprocessing.get_context("spawn")
         barrier, wins = context.Barrier(4), context.Queue()
-
-        def race(who: int) -> None:
-            for turn in range(25):
-                barrier.wait(240)
-                # Into a folder that each of them may have to make.
-                if store.create(f"turn-{turn}/name", f"{who}".encode() * 100):
-                    wins.put((turn, who))
-
-        racers = [context.Process(target=race, args=(who,)) for who in range(4)]
+        racers = [context.Process(target=_race, args=(opener, who, barrier, wins)) for who in range(4)]
         for racer in racers:
             racer.start()
         found = dict(wins.get(timeout=240) for _ in range(25))
@@ -238,6 +236,15 @@ class StoreContract:
                 store.read_ranges("shard", shard.contents, into, cancel=_native.address_of(cancel))
             assert caught.value.errno == errno.ECANCELED
         assert not any(room)
+
+
+def _race(opener: Callable[[], Store], who: int, barrier: Any, wins: Any) -> None:
+    store = opener()
+    for turn in range(25):
+        barrier.wait(240)
+        # Into a folder that each of them may have to make.
+        if store.create(f"turn-{turn}/name", f"{who}".encode() * 100):
+            wins.put((turn, who))
 
 
 class Shard:

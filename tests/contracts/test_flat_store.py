@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,8 +20,8 @@ __all__ = ["shard"]
 
 class TestFlatStore(StoreContract):
     @pytest.fixture
-    def store(self, tmp_path: Path) -> Store:
-        return FlatStore(f"flat://{tmp_path}")
+    def opener(self, tmp_path: Path) -> Callable[[], Store]:
+        return partial(FlatStore, f"flat://{tmp_path}")
 
 
 class Overwriting(FlatStore):

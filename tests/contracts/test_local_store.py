@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,8 +18,8 @@ __all__ = ["shard"]
 
 class TestLocalStore(StoreContract):
     @pytest.fixture
-    def store(self, tmp_path: Path) -> Store:
-        return LocalStore(str(tmp_path))
+    def opener(self, tmp_path: Path) -> Callable[[], Store]:
+        return partial(LocalStore, str(tmp_path))
 
 
 class NoLinks(System):
@@ -27,5 +29,5 @@ class NoLinks(System):
 
 class TestLocalStoreWithoutLinks(StoreContract):
     @pytest.fixture
-    def store(self, tmp_path: Path) -> Store:
-        return LocalStore(str(tmp_path), NoLinks())
+    def opener(self, tmp_path: Path) -> Callable[[], Store]:
+        return partial(LocalStore, str(tmp_path), NoLinks())

@@ -1,0 +1,296 @@
+"""A run on an object store: keys instead of folders, no renames or links, one object created at a time.
+
+Owns what the store contract means in requests: which are made, in which order, how many bytes each. What a
+request is to a server, and how its errors are told apart, is its client's: see clients.py.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import mmap
+import os
+import secrets
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+from flashckpt import _native
+from flashckpt.format.layout import PAGE, Layout
+from flashckpt.format.records import CHUNK_BYTES, Contents
+from flashckpt.store.base import (
+    Capabilities,
+    Entry,
+    MemoryRange,
+    Read,
+    Written,
+    other_length,
+    split,
+    too_long,
+)
+from flashckpt.store.image_sums import ImageSums
+
+PART_BYTES = 16 << 20
+"""Of an upload, and of a ranged read: whole chunks. Larger where a shard would have too many of them."""
+_MOST_PARTS = 10_000
+_AT_ONCE = 8
+_TRIES = 8
+
+
+class ObjectClient(Protocol):
+    """Requests to one bucket. Keys are '/'-separated. Each tries again what may succeed later, for as long
+    as its policy says, and then raises OSError: FileNotFoundError for a missing object alone, PermissionError
+    where it is refused, ENOSPC where the bucket is full, ENODEV where it is missing, EIO for the rest.
+
+    An UncertainError says that a `put` may have been done."""
+
+    @property
+    def url(self) -> str:
+        """As a user would name it; without credentials."""
+
+    @property
+    def conditional_create(self) -> bool: ...
+
+    def put(self, key: str, data: memoryview, *, mark: str | None) -> bool:
+        """One request. With a mark, only where there is no such object: False where there is one; an object
+        so made carries the mark."""
+
+    def mark(self, key: str) -> str:
+        """The mark that an object carries, empty where it carries none."""
+
+    def upload(self, key: str, parts: Iterable[memoryview], part_bytes: int) -> None:
+        """One object in parts, a few of them at once; nothing is there where it fails."""
+
+    def get(self, key: str, max_bytes: int) -> bytes | memoryview | int:
+        """A whole object, or its length where that is larger."""
+
+    def get_range(self, key: str, start: int, stop: int) -> memoryview:
+        """Fewer bytes where the object ends before, none where it ends before `start`."""
+
+    def size(self, key: str) -> int: ...
+
+    def list(self, prefix: str) -> builtins.list[Entry]:
+        """What is below a prefix (empty, or with '/' at its end), to the next '/'; all pages of it."""
+
+    def keys(self, prefix: str) -> Iterator[str]:
+        """All keys that begin with it."""
+
+    def delete(self, keys: builtins.list[str]) -> None:
+        """Those that are there."""
+
+
+class UncertainError(OSError):
+    """The answer to a request was lost: it may have been done."""
+
+
+class ObjectStore:
+    """See Store in base.py."""
+
+    def __init__(self, client: ObjectClient) -> None:
+        self._client = client
+
+    @property
+    def url(self) -> str:
+        return self._client.url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            conditional_create=self._client.conditional_create,
+            rename=False,
+            is_shared=True,
+            part_bytes=PART_BYTES,
+        )
+
+    def place(self) -> str:
+        return self.url
+
+    def move_to(self, url: str) -> None:
+        raise AssertionError("a run on an object store does not move")
+
+    # Small files
+
+    def read(self, path: str, max_bytes: int) -> bytes:
+        found = self._client.get(_key(path), max_bytes)
+        if isinstance(found, int):
+            raise too_long(path, found, max_bytes)
+        return bytes(found)
+
+    def create(self, path: str, data: bytes) -> bool:
+        return self._create(_key(path), memoryview(data))
+
+    def _create(self, key: str, data: memoryview) -> bool:
+        """The mark tells an object of ours, of a try whose answer was lost, from another's of the same bytes:
+        of two who claim one number, one alone may go on."""
+        mark, is_uncertain = secrets.token_hex(8), False
+        for attempt in range(_TRIES):
+            try:
+                if self._client.put(key, data, mark=mark):
+                    return True
+                # The client tries again by itself, too.
+                return self._client.mark(key) == mark
+            except UncertainError:
+                is_uncertain = True
+                if attempt + 1 == _TRIES:
+                    raise
+            except FileNotFoundError:
+                # It was there, and somebody has removed it: ours, too, may have been that one.
+                if is_uncertain or attempt + 1 == _TRIES:
+                    raise OSError(errno.EIO, "it was removed while it was made", key) from None
+        raise AssertionError("an object was made for longer than it is tried")
+
+    def replace(self, path: str, data: bytes, *, durable: bool = True) -> None:
+        self._client.put(_key(path), memoryview(data), mark=None)
+
+    def append(self, path: str, data: bytes, max_bytes: int) -> bool:
+        try:
+            before = self._client.get(_key(path), max(0, max_bytes - len(data)))
+        except FileNotFoundError:
+            before = b""
+        if isinstance(before, int):
+            return False
+        self._client.put(_key(path), memoryview(bytes(before) + data), mark=None)
+        return True
+
+    def copy(self, source: str, target: str) -> bool:
+        _key(source), _key(target)
+        return False
+
+    def list(self, folder: str) -> builtins.list[Entry]:
+        found = self._client.list(f"{_key(folder)}/" if folder else "")
+        return sorted(found, key=lambda entry: entry.name)
+
+    def exists(self, path: str) -> bool:
+        try:
+            self._client.size(_key(path))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def remove(self, path: str) -> None:
+        self._client.delete([_key(path)])
+
+    def remove_tree(self, path: str) -> None:
+        key = _key(path)
+        self._client.delete([key, *self._client.keys(f"{key}/")])
+
+    # Shards
+
+    def write_shard(
+        self, path: str, layout: Layout, source: MemoryRange, *, threads: int = 2, progress: int = 0
+    ) -> Written:
+        key, num_bytes = _key(path), layout.num_bytes
+        if os.fstat(source.descriptor).st_size < source.offset + num_bytes:
+            raise OSError(errno.EIO, "the region ends before the bytes that are to be written", path)
+        sums, part_bytes = ImageSums(layout, CHUNK_BYTES), _part_bytes(num_bytes)
+        parts = _parts(source, num_bytes, part_bytes, sums, progress)
+        if num_bytes <= part_bytes:
+            is_new = self._create(key, next(parts))
+            next(parts, None)
+        elif is_new := not self.exists(path):
+            self._client.upload(key, parts, part_bytes)
+        if not is_new:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+        return Written(digests=sums.digests(), checksums=sums.checksums())
+
+    def read_ranges(
+        self,
+        path: str,
+        contents: Contents,
+        into: memoryview | None,
+        *,
+        threads: int = 2,
+        progress: int = 0,
+        cancel: int = 0,
+    ) -> Read:
+        shard, key = contents.shard, _key(path)
+        if (size := self._client.size(key)) != shard.num_bytes:
+            raise other_length(path, size, shard.num_bytes)
+        sums = ImageSums(contents.layout(), shard.chunk_bytes)
+
+        def fetch(start: int, stop: int) -> None:
+            data = self._range(path, start, stop)
+            if into is not None:
+                # What is checked is what the caller will use.
+                into[start:stop] = data
+                data = into[start:stop]
+            sums.add(start, data)
+            if progress:
+                _native.fetch_add(progress, stop - start)
+
+        step = max(1, PART_BYTES // shard.chunk_bytes) * shard.chunk_bytes
+        ranges = ((start, min(start + step, size)) for start in range(0, size, step))
+        _all_of(fetch, ranges, lambda: bool(cancel and _native.load(cancel)), path)
+        found = sums.checksums()
+        bad = [i for i in range(len(found) // 16) if found[16 * i :][:16] != shard.checksums[16 * i :][:16]]
+        return Read(digests=sums.digests(), bad_chunks=bad)
+
+    def read_bytes(self, path: str, offset: int, num_bytes: int) -> bytes:
+        return bytes(self._range(path, offset, offset + num_bytes))
+
+    def view(self, path: str, num_bytes: int) -> memoryview:
+        if (size := self._client.size(_key(path))) != num_bytes:
+            raise other_length(path, size, num_bytes)
+        memory = memoryview(_native.Mapping(-(-max(1, num_bytes) // PAGE) * PAGE))[:num_bytes]
+
+        def fetch(start: int, stop: int) -> None:
+            memory[start:stop] = self._range(path, start, stop)
+
+        starts = range(0, num_bytes, PART_BYTES)
+        _all_of(fetch, ((start, min(start + PART_BYTES, num_bytes)) for start in starts), lambda: False, path)
+        return memory
+
+    def _range(self, path: str, start: int, stop: int) -> memoryview:
+        data = self._client.get_range(_key(path), start, stop) if start < stop else memoryview(b"")
+        if len(data) != stop - start:
+            raise other_length(path, start + len(data), stop)
+        return data
+
+
+def _key(path: str) -> str:
+    return "/".join(split(path))
+
+
+def _part_bytes(num_bytes: int) -> int:
+    least = -(-num_bytes // _MOST_PARTS)
+    return max(PART_BYTES, -(-least // CHUNK_BYTES) * CHUNK_BYTES)
+
+
+def _parts(
+    source: MemoryRange, num_bytes: int, part_bytes: int, sums: ImageSums, progress: int
+) -> Iterator[memoryview]:
+    """The parts of an image, each mapped alone: memory that is mapped raises a process's OOM score. What was
+    taken is counted as done with the next."""
+    for start in range(0, num_bytes, part_bytes):
+        size, begin = min(part_bytes, num_bytes - start), source.offset + start
+        window = mmap.mmap(source.descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ, offset=begin)
+        # Its sums are those of the very memory that is sent.
+        part = memoryview(window)
+        sums.add(start, part)
+        yield part
+        if progress:
+            _native.fetch_add(progress, size)
+
+
+def _all_of(
+    fetch: Callable[[int, int], None],
+    ranges: Iterator[tuple[int, int]],
+    is_cancelled: Callable[[], bool],
+    path: str,
+) -> None:
+    """Fetch ranges, some at once. The first error ends it, once those under way are done."""
+    under_way: deque[Future[None]] = deque()
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="fetch") as pool:
+        try:
+            for start, stop in ranges:
+                if is_cancelled():
+                    raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED), path)
+                if len(under_way) == 2 * _AT_ONCE:
+                    under_way.popleft().result()
+                under_way.append(pool.submit(fetch, start, stop))
+            while under_way:
+                under_way.popleft().result()
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise

@@ -1,0 +1,204 @@
+"""Requests to s3://, gs:// and az:// through obstore, which speaks to all three.
+
+Owns its options, how often and how long a request is tried, and what its errors mean. Knows no name of a
+run's files and nothing of images.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+from flashckpt.errors import OptionError
+from flashckpt.store.base import Entry
+from flashckpt.store.objects import UncertainError
+
+SCHEMES = frozenset({"s3", "gs", "az"})
+_MARK = "flashckpt-mark"
+
+# The one policy of tries: each request of its own, parts of an upload too.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _DEADLINE_S = 0.1, 5.0, 60.0
+_TIMEOUT_S = 60.0
+
+_AT_ONCE = 8
+
+
+class ObstoreClient:
+    """See ObjectClient in objects.py.
+
+    `options` are what obstore takes by keyword for this kind of store (`endpoint`, `region`,
+    `access_key_id` …, and those of its HTTP client, as `allow_http`); what is not among them it takes from
+    the environment, under the names that the clouds' own tools use. OptionError for what cannot be, before
+    any request.
+    """
+
+    conditional_create = True
+
+    def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
+        self._url, self._options = url, dict(options or {})
+        self._obstore = _obstore(url)
+        self._store = self._open()
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    def put(self, key: str, data: memoryview, *, mark: str | None) -> bool:
+        how: dict[str, Any] = {"use_multipart": False}
+        if mark is not None:
+            how |= {"mode": "create", "attributes": {_MARK: mark}}
+        with _told(key, self._url, writes=True):
+            try:
+                self._obstore.put(self._store, key, data, **how)
+            except self._obstore.exceptions.AlreadyExistsError:
+                return False
+        return True
+
+    def mark(self, key: str) -> str:
+        with _told(key, self._url):
+            found = self._obstore.get(self._store, key, options={"head": True})
+            return str(found.attributes.get(_MARK, ""))
+
+    def upload(self, key: str, parts: Iterable[memoryview], part_bytes: int) -> None:
+        with _told(key, self._url, writes=True):
+            self._obstore.put(
+                self._store, key, parts, use_multipart=True, chunk_size=part_bytes, max_concurrency=_AT_ONCE
+            )
+
+    def get(self, key: str, max_bytes: int) -> memoryview | int:
+        with _told(key, self._url):
+            found = self._obstore.get(self._store, key)
+            size: int = found.meta["size"]
+            return size if size > max_bytes else memoryview(found.bytes())
+
+    def get_range(self, key: str, start: int, stop: int) -> memoryview:
+        with _told(key, self._url):
+            return memoryview(self._obstore.get_range(self._store, key, start=start, end=stop))
+
+    def size(self, key: str) -> int:
+        with _told(key, self._url):
+            size: int = self._obstore.head(self._store, key)["size"]
+            return size
+
+    def list(self, prefix: str) -> builtins.list[Entry]:
+        with _told(prefix, self._url):
+            found = self._obstore.list_with_delimiter(self._store, prefix or None)
+        folders = [Entry(_last(path), True, 0) for path in found["common_prefixes"]]
+        files = [
+            Entry(_last(each["path"]), False, each["size"], each["last_modified"].timestamp())
+            for each in found["objects"]
+        ]
+        return folders + files
+
+    def keys(self, prefix: str) -> Iterator[str]:
+        with _told(prefix, self._url):
+            for page in self._obstore.list(self._store, prefix.rstrip("/") or None):
+                yield from (each["path"] for each in page)
+
+    def delete(self, keys: builtins.list[str]) -> None:
+        with _told(keys[0] if keys else "", self._url):
+            try:
+                self._obstore.delete(self._store, keys)
+            except FileNotFoundError:
+                # Some say so. It may have been one of many: those behind it are asked for one by one.
+                for key in keys if len(keys) > 1 else ():
+                    self.delete([key])
+
+    def _open(self) -> Any:
+        client = {name: self._options[name] for name in self._options if name in _CLIENT_OPTIONS}
+        own = {name: value for name, value in self._options.items() if name not in client}
+        retries = {
+            "max_retries": 1000,  # the deadline ends them
+            "retry_timeout": timedelta(seconds=_DEADLINE_S),
+            "backoff": {
+                "init_backoff": timedelta(seconds=_FIRST_PAUSE_S),
+                "max_backoff": timedelta(seconds=_LONGEST_PAUSE_S),
+                "base": 2,
+            },
+        }
+        try:
+            return self._obstore.store.from_url(
+                self._url,
+                client_options={"timeout": timedelta(seconds=_TIMEOUT_S), **client},
+                retry_config=retries,
+                **_defaults(self._url),
+                **own,
+            )
+        except Exception as error:
+            raise OptionError(
+                f"{self._url} cannot be used: {_first_line(error)}. Nothing was changed. Check the URL and "
+                "its options."
+            ) from error
+
+
+_CLIENT_OPTIONS = frozenset(
+    {
+        "allow_http", "allow_invalid_certificates", "connect_timeout", "default_headers", "http1_only",
+        "http2_only", "pool_idle_timeout", "pool_max_idle_per_host", "proxy_url", "proxy_ca_certificate",
+        "proxy_excludes", "randomize_addresses", "read_timeout", "root_certificate", "timeout", "user_agent",
+    }
+)  # fmt: skip
+
+
+def _obstore(url: str) -> Any:
+    try:
+        import obstore
+        import obstore.store
+    except ImportError as error:
+        raise OptionError(
+            f"{url}: object storage needs the package obstore, which is not installed. Nothing was changed. "
+            "Install it: pip install 'flashckpt[object]'."
+        ) from error
+    return obstore
+
+
+def _defaults(url: str) -> dict[str, Any]:
+    # Signing a payload costs 3 s of CPU a GiB; over TLS it adds nothing, and shards have sums of their own.
+    return {"unsigned_payload": True} if urlsplit(url).scheme.startswith("s3") else {}
+
+
+@contextmanager
+def _told(key: str, url: str, *, writes: bool = False) -> Iterator[None]:
+    """Raises what ObjectClient says for what obstore raises."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        if re.search("NoSuchBucket|ContainerNotFound|bucket does not exist", str(error)) or writes:
+            raise OSError(errno.ENODEV, f"the bucket of {url} is not there", key) from error
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), key) from error
+    except OSError:
+        raise
+    except Exception as error:
+        raise _as_os_error(error, key, writes) from error
+
+
+def _as_os_error(error: Exception, key: str, writes: bool) -> OSError:
+    kind, text = type(error).__name__, str(error)
+    status = re.search(r"status code: (\d{3})", text)
+    code = status[1] if status else ""
+    if code == "507" or re.search("QuotaExceeded|InsufficientCapacity|EntityTooLarge", text):
+        return OSError(errno.ENOSPC, _first_line(error), key)
+    if kind in ("PermissionDeniedError", "UnauthenticatedError"):
+        return PermissionError(errno.EACCES, _first_line(error), key)
+    if writes and not code.startswith("4"):
+        return UncertainError(errno.EIO, _first_line(error), key)
+    return OSError(errno.EIO, _first_line(error), key)
+
+
+def _first_line(error: Exception) -> str:
+    """What obstore says first, and the server's own code; the rest is its debugger's."""
+    text = str(error)
+    code = re.search(r"<Code>(\w+)</Code>", text)
+    first = text.partition("\n")[0].partition("<?xml")[0].strip().rstrip(":")
+    return f"{first} ({code[1]})" if code else first
+
+
+def _last(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[2]

@@ -1,0 +1,46 @@
+"""A server that lives as long as the tests of a process, and a bucket for each test."""
+
+from __future__ import annotations
+
+import secrets
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.stores.s3_server import ACCESS_KEY, REGION, SECRET_KEY, S3Server, missing
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3Server]:
+    if lacking := missing():
+        reason = (
+            f"no real S3 server here, so NOTHING of object storage is tested: {', '.join(lacking)} missing"
+        )
+        warnings.warn(pytest.PytestWarning(reason), stacklevel=1)
+        pytest.skip(reason)
+    server = S3Server(Path(tempfile.mkdtemp(prefix="flashckpt-ceph-")))
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def boto(s3_server: S3Server) -> Any:
+    """Another client of the server."""
+    import boto3
+
+    return boto3.client(
+        "s3", endpoint_url=s3_server.endpoint, region_name=REGION,
+        aws_access_key_id=ACCESS_KEY, aws_secret_access_key=SECRET_KEY,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def bucket(boto: Any) -> str:
+    """The name of a new bucket."""
+    name = f"bucket-{secrets.token_hex(6)}"
+    boto.create_bucket(Bucket=name)
+    return name

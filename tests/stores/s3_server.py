@@ -1,0 +1,161 @@
+"""A real S3 server on loopback: one node of Ceph and its gateway, as processes of the test.
+
+Debian, Ubuntu: apt-get install --no-install-recommends ceph-mon ceph-osd ceph-common radosgw
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import uuid
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
+
+from tests.waiting import until
+
+_PROGRAMS = ("ceph", "ceph-mon", "ceph-osd", "monmaptool", "radosgw", "radosgw-admin")
+ACCESS_KEY, SECRET_KEY, REGION = "test", "testsecret", "us-east-1"
+_GIB = 1 << 30
+
+_CONFIG = """[global]
+fsid = {fsid}
+mon host = [v1:127.0.0.1:{mon_port}/0]
+public addr = 127.0.0.1
+cluster addr = 127.0.0.1
+auth cluster required = none
+auth service required = none
+auth client required = none
+paxos propose interval = 0.05
+mon data = {folder}/mon
+mon data avail crit = 0
+mon allow pool size one = true
+osd data = {folder}/osd
+osd objectstore = bluestore
+bluestore block create = true
+bluestore block size = {disk_bytes}
+osd memory target = 1073741824
+osd class update on start = false
+osd crush update on start = false
+osd crush chooseleaf type = 0
+osd pool default size = 1
+osd pool default min size = 1
+osd pool default pg num = 8
+osd pool default pg autoscale mode = off
+mon max pg per osd = 1000
+ms crc data = false
+run dir = {folder}/run
+admin socket = {folder}/run/$name.asok
+pid file = {folder}/run/$name.pid
+log file = {folder}/log/$name.log
+[client.rgw]
+rgw frontends = beast endpoint=127.0.0.1:{port} tcp_nodelay=1
+rgw gc obj min wait = 1
+rgw gc processor period = 1
+"""
+
+
+def missing() -> list[str]:
+    """The programs that the server needs and that are not installed."""
+    return [name for name in _PROGRAMS if shutil.which(name) is None]
+
+
+class S3Server:
+    """Its gateway can be killed and started again; what it holds stays. All of it ends with the process that
+    made it, however that ends."""
+
+    def __init__(self, folder: Path, disk_bytes: int = 8 * _GIB) -> None:
+        self._folder, self.port = folder, _free_port()
+        self.endpoint = f"http://127.0.0.1:{self.port}"
+        fsid, osd = str(uuid.uuid4()), str(uuid.uuid4())
+        for name in ("mon", "osd", "run", "log"):
+            (folder / name).mkdir(parents=True)
+        mon_port = _free_port()
+        config = _CONFIG.format(
+            fsid=fsid, mon_port=mon_port, port=self.port, folder=folder, disk_bytes=disk_bytes
+        )
+        (folder / "ceph.conf").write_text(config)
+        self._environment = {**os.environ, "CEPH_CONF": str(folder / "ceph.conf")}
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        address = f"[v1:127.0.0.1:{mon_port}/0]"
+        self._run("monmaptool", "--create", "--addv", "a", address, "--fsid", fsid, "monmap")
+        self._run("ceph-mon", "--mkfs", "-i", "a", "--monmap", "monmap")
+        self._start("ceph-mon", "-i", "a")
+        number = self._run("ceph", "osd", "new", osd).strip()
+        self._run("ceph-osd", "-i", number, "--mkfs", "--osd-uuid", osd)
+        self._run("ceph", "osd", "crush", "create-or-move", f"osd.{number}", "1.0", "root=default", "host=h")
+        self._start("ceph-osd", "-i", number)
+        self._run(
+            "radosgw-admin", "user", "create", "--uid=test", "--display-name=test",
+            f"--access-key={ACCESS_KEY}", f"--secret={SECRET_KEY}",
+        )  # fmt: skip
+        self.start()
+
+    def start(self) -> None:
+        """Start the gateway, and wait until it answers."""
+        self._start("radosgw", "-n", "client.rgw")
+        until(self._answers, "an answer of the gateway")
+
+    def kill(self) -> None:
+        """The gateway dies at once; requests under way are cut."""
+        self._end("radosgw")
+
+    def pause(self) -> None:
+        """It answers nothing any more, and takes connections all the same."""
+        self._processes["radosgw"].send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._processes["radosgw"].send_signal(signal.SIGCONT)
+
+    def admin(self, *arguments: str) -> str:
+        """What `radosgw-admin` says."""
+        return self._run("radosgw-admin", *arguments)
+
+    def close(self) -> None:
+        for name in ("radosgw", "ceph-osd", "ceph-mon"):
+            self._end(name)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def options(self) -> dict[str, object]:
+        """What a store of it is opened with."""
+        return {
+            "endpoint": self.endpoint, "access_key_id": ACCESS_KEY, "secret_access_key": SECRET_KEY,
+            "region": REGION, "allow_http": True,
+        }  # fmt: skip
+
+    def _answers(self) -> bool:
+        try:
+            with urlopen(self.endpoint, timeout=5):
+                return True
+        except (URLError, OSError):
+            return False
+
+    def _run(self, *command: str) -> str:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=240, cwd=self._folder, env=self._environment
+        )
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def _start(self, *command: str) -> None:
+        log = self._folder / "log" / f"{command[0]}.out"
+        with open(log, "ab") as out:
+            self._processes[command[0]] = subprocess.Popen(
+                ["setpriv", "--pdeathsig", "KILL", *command, "-f"],
+                stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=self._folder, env=self._environment,
+            )  # fmt: skip
+
+    def _end(self, name: str) -> None:
+        if (process := self._processes.pop(name, None)) is not None:
+            process.kill()
+            process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
