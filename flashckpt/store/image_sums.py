@@ -80,9 +80,12 @@ class ImageSums:
     def add(self, offset: int, data: memoryview) -> None:
         """Bytes that stand at `offset` of the image."""
         for start in range(0, len(data), self._chunk_bytes):
-            place = 16 * ((offset + start) // self._chunk_bytes)
-            chunk = data[start : start + self._chunk_bytes]
+            # A chunk at a time: the second look at it finds it in the cache.
+            place, chunk = 16 * ((offset + start) // self._chunk_bytes), data[start : start + self._chunk_bytes]
             self._checksums[place : place + 16] = _native.xxh3_128(chunk)
+            self._add_chunk(offset + start, chunk)
+
+    def _add_chunk(self, offset: int, data: memoryview) -> None:
         address, stop = _native.address_of(data), offset + len(data)
         for place in range(max(0, bisect_right(self._starts, offset) - 1), len(self._starts)):
             index, begin = self._order[place], self._starts[place]

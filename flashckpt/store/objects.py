@@ -264,7 +264,8 @@ def _parts(
     taken is counted as done with the next."""
     for start in range(0, num_bytes, part_bytes):
         size, begin = min(part_bytes, num_bytes - start), source.offset + start
-        window = mmap.mmap(source.descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ, offset=begin)
+        how = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # else a fault for each page
+        window = mmap.mmap(source.descriptor, size, how, mmap.PROT_READ, offset=begin)
         # Its sums are those of the very memory that is sent.
         part = memoryview(window)
         sums.add(start, part)
