@@ -47,7 +47,13 @@ def open_store(url_or_path: str | os.PathLike[str]) -> Store:
 
 
 def _factory(url: str, scheme: str) -> Callable[[str], Store]:
-    from importlib.metadata import entry_points  # late: most runs are folders
+    # Late, all of it: most runs are folders.
+    if scheme in ("s3", "gs", "az"):
+        from flashckpt.store.objects import ObjectStore
+        from flashckpt.store.obstore_client import ObstoreClient
+
+        return lambda url: ObjectStore(ObstoreClient(url))
+    from importlib.metadata import entry_points
 
     for each in entry_points(group=ENTRY_POINTS, name=scheme):
         factory: Callable[[str], Store] = each.load()

@@ -126,7 +126,11 @@ class ObstoreClient:
         try:
             return self._obstore.store.from_url(
                 self._url,
-                client_options={"timeout": timedelta(seconds=_TIMEOUT_S), **client},
+                client_options={
+                    "timeout": timedelta(seconds=_TIMEOUT_S),
+                    "allow_http": _names_plain_http(self._options),
+                    **client,
+                },
                 retry_config=retries,
                 **_defaults(self._url),
                 **own,
@@ -146,6 +150,9 @@ _CLIENT_OPTIONS = frozenset(
     }
 )  # fmt: skip
 
+# In the order in which obstore looks for them.
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
+
 
 def _obstore(url: str) -> Any:
     try:
@@ -162,6 +169,12 @@ def _obstore(url: str) -> Any:
 def _defaults(url: str) -> dict[str, Any]:
     # Signing a payload costs 3 s of CPU a GiB; over TLS it adds nothing, and shards have sums of their own.
     return {"unsigned_payload": True} if urlsplit(url).scheme.startswith("s3") else {}
+
+
+def _names_plain_http(options: Mapping[str, Any]) -> bool:
+    """Whether an endpoint without TLS was named: who names one wants it."""
+    named = options.get("endpoint") or next(filter(None, map(os.environ.get, _ENDPOINTS)), "")
+    return str(named).startswith("http://")
 
 
 @contextmanager
