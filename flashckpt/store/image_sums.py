@@ -81,7 +81,10 @@ class ImageSums:
         """Bytes that stand at `offset` of the image."""
         for start in range(0, len(data), self._chunk_bytes):
             # A chunk at a time: the second look at it finds it in the cache.
-            place, chunk = 16 * ((offset + start) // self._chunk_bytes), data[start : start + self._chunk_bytes]
+            place, chunk = (
+                16 * ((offset + start) // self._chunk_bytes),
+                data[start : start + self._chunk_bytes],
+            )
             self._checksums[place : place + 16] = _native.xxh3_128(chunk)
             self._add_chunk(offset + start, chunk)
 

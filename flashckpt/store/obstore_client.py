@@ -115,7 +115,7 @@ class ObstoreClient:
         client = {name: self._options[name] for name in self._options if name in _CLIENT_OPTIONS}
         own = {name: value for name, value in self._options.items() if name not in client}
         retries = {
-            "max_retries": 1000,  # the deadline ends them
+            "max_retries": 1_000_000,  # the deadline ends them
             "retry_timeout": timedelta(seconds=_DEADLINE_S),
             "backoff": {
                 "init_backoff": timedelta(seconds=_FIRST_PAUSE_S),
@@ -151,7 +151,13 @@ _CLIENT_OPTIONS = frozenset(
 )  # fmt: skip
 
 # In the order in which obstore looks for them.
-_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
+_ENDPOINTS = (
+    "AWS_ENDPOINT_URL_S3",
+    "AWS_ENDPOINT_URL",
+    "AWS_ENDPOINT",
+    "AZURE_STORAGE_ENDPOINT",
+    "AZURE_ENDPOINT",
+)
 
 
 def _obstore(url: str) -> Any:
@@ -182,13 +188,16 @@ def _told(key: str, url: str, *, writes: bool = False) -> Iterator[None]:
     """Raises what ObjectClient says for what obstore raises."""
     try:
         yield
-    except FileNotFoundError as error:
-        if re.search("NoSuchBucket|ContainerNotFound|bucket does not exist", str(error)) or writes:
-            raise OSError(errno.ENODEV, f"the bucket of {url} is not there", key) from error
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), key) from error
-    except OSError:
-        raise
     except Exception as error:
+        is_missing = isinstance(error, FileNotFoundError)
+        if re.search("NoSuchBucket|ContainerNotFound|bucket does not exist", str(error)) or (
+            is_missing and writes
+        ):
+            raise OSError(errno.ENODEV, f"the bucket of {url} is not there", key) from error
+        if is_missing:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), key) from error
+        if isinstance(error, OSError):
+            raise
         raise _as_os_error(error, key, writes) from error
 
 

@@ -250,10 +250,10 @@ def _race(opener: Callable[[], Store], who: int, barrier: Any, wins: Any) -> Non
 class Shard:
     """An image of some chunks in memory, and what is true of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_rows: int = 1000) -> None:
         random = np.random.default_rng(3)
         leaves = {
-            "a": random.standard_normal((1000, 1000)),
+            "a": random.standard_normal((num_rows, 1000)),
             "b": random.integers(0, 255, 3_000_001).astype("uint8"),
             "empty": np.zeros((0, 3), "float32"),
         }

@@ -95,7 +95,7 @@ class S3Server:
         self.start()
 
     def start(self) -> None:
-        """Start the gateway, and wait until it answers."""
+        """Start the gateway, and wait until it answers. For the main thread: it dies with the thread."""
         self._start("radosgw", "-n", "client.rgw")
         until(self._answers, "an answer of the gateway")
 

@@ -1,0 +1,118 @@
+"""A proxy before a server, which spoils what a test says. Real sockets: the client cannot tell."""
+
+from __future__ import annotations
+
+import http.client
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+Fault = Literal["", "lose answer", "refuse", "cut"]
+"""Of one request: "lose answer" forwards it and closes the connection; "refuse" answers 503 and forwards
+nothing; "cut" closes the connection and forwards nothing."""
+
+_NOT_FORWARDED = {"transfer-encoding", "connection", "content-length"}
+
+
+@dataclass
+class Request:
+    method: str
+    path: str
+    status: int = 0
+
+
+@dataclass
+class Proxy:
+    """`fault` is asked for each request, from several threads."""
+
+    target: str
+    fault: Callable[[Request], Fault] = lambda request: ""
+    requests: list[Request] = field(default_factory=list)
+
+    def __enter__(self) -> Proxy:
+        proxy = self
+
+        class Handler(_Handler):
+            owner = proxy
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_address[1]}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    owner: Proxy
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def _forward(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        request = Request(self.command, self.path)
+        self.owner.requests.append(request)
+        fault = self.owner.fault(request)
+        if fault == "refuse":
+            request.status = 503
+            self._answer(503, {}, b"<Error><Code>SlowDown</Code></Error>")
+            return
+        if fault != "cut":
+            try:
+                status, headers, data = self._ask(body)
+            except (OSError, http.client.HTTPException):
+                # The server is away: so is the proxy.
+                self.close_connection = True
+                return
+            request.status = status
+            if fault != "lose answer":
+                self._answer(status, headers, data)
+                return
+        self.close_connection = True
+
+    def _ask(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
+        server = urlsplit(self.owner.target)
+        assert server.hostname is not None
+        connection = http.client.HTTPConnection(server.hostname, server.port, timeout=240)
+        try:
+            # The Host that the client has signed.
+            connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+            for name, value in self.headers.items():
+                connection.putheader(name, value)
+            connection.endheaders(body)
+            answer = connection.getresponse()
+            headers = {
+                name: value for name, value in answer.getheaders() if name.lower() not in _NOT_FORWARDED
+            }
+            length = answer.getheader("Content-Length")
+            data = answer.read()
+            if self.command == "HEAD" and length is not None:
+                headers["Content-Length"] = length
+            return answer.status, headers, data
+        finally:
+            connection.close()
+
+    def _answer(self, status: int, headers: dict[str, str], data: bytes) -> None:
+        self.send_response_only(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        if "Content-Length" not in headers:
+            self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _forward
+
+    def log_message(self, *_: Any) -> None:
+        """Tests keep what was asked themselves."""

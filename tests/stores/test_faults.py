@@ -1,0 +1,187 @@
+"""Object storage that answers wrongly or not at all: nothing is lost, half there, or taken for another's."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from flashckpt.errors import OptionError
+from flashckpt.store import obstore_client
+from flashckpt.store.objects import PART_BYTES, ObjectStore
+from flashckpt.store.obstore_client import ObstoreClient
+from tests.contracts.store_contract import Shard, shard
+from tests.stores.proxy import Fault, Proxy, Request
+from tests.stores.s3_server import S3Server
+
+__all__ = ["shard"]
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture
+def proxy(s3_server: S3Server) -> Iterator[Proxy]:
+    with Proxy(s3_server.endpoint) as made:
+        yield made
+
+
+@pytest.fixture
+def store(proxy: Proxy, s3_server: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
+    monkeypatch.setattr(obstore_client, "_FIRST_PAUSE_S", 0.001)
+    return opened(f"s3://{bucket}/run", s3_server, endpoint=proxy.endpoint)
+
+
+@pytest.fixture(scope="module")
+def large() -> Iterator[Shard]:
+    made = Shard(num_rows=8_000)
+    yield made
+    os.close(made.region.descriptor)
+
+
+def opened(url: str, server: S3Server, **options: Any) -> ObjectStore:
+    return ObjectStore(ObstoreClient(url, {**server.options(), **options}))
+
+
+def puts(proxy: Proxy) -> list[int]:
+    return [request.status for request in proxy.requests if request.method == "PUT"]
+
+
+class First:
+    """The fault of the first so many requests of a method."""
+
+    def __init__(self, count: int, fault: Fault, method: str = "PUT") -> None:
+        self._left, self._fault, self._method = count, fault, method
+        self._lock = threading.Lock()
+
+    def __call__(self, request: Request) -> Fault:
+        with self._lock:
+            if request.method != self._method or not self._left:
+                return ""
+            self._left -= 1
+            return self._fault
+
+
+@pytest.mark.parametrize("fault", ["lose answer", "cut", "refuse"])
+def test_who_creates_knows_it_though_an_answer_is_lost(
+    store: ObjectStore, proxy: Proxy, fault: Fault
+) -> None:
+    proxy.fault = First(1, fault)
+    assert store.create("manifest.json", b"mine"), "it is ours, whatever the last answer says"
+    assert len(puts(proxy)) == 2
+    assert store.read("manifest.json", 100) == b"mine"
+
+
+def test_another_s_object_of_the_same_bytes_is_not_taken_for_ours(
+    store: ObjectStore, proxy: Proxy, s3_server: S3Server, bucket: str
+) -> None:
+    other = opened(f"s3://{bucket}/run", s3_server)
+    lose = First(1, "cut")
+
+    def fault(request: Request) -> Fault:
+        found = lose(request)
+        if found:
+            assert other.create("claim.json", b"the same bytes")
+        return found
+
+    proxy.fault = fault
+    assert not store.create("claim.json", b"the same bytes"), "two would both go on"
+
+
+def test_a_storm_of_refusals_is_weathered(store: ObjectStore, proxy: Proxy, shard: Shard) -> None:
+    for method in ("PUT", "GET", "HEAD"):
+        proxy.fault = First(4, "refuse", method)
+        written = store.write_shard(f"{method}/shard", shard.layout, shard.region)
+        assert written.digests.tolist() == list(shard.contents.digests)
+        read = store.read_ranges(f"{method}/shard", shard.contents, None)
+        assert not read.bad_chunks
+        assert not read.wrong_leaves(shard.contents)
+
+
+def test_a_server_that_stays_away_ends_in_an_error(
+    store: ObjectStore, s3_server: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(obstore_client, "_DEADLINE_S", 0.5)
+    with Proxy("http://127.0.0.1:9", lambda request: "refuse") as away:
+        lost = opened(f"s3://{bucket}/run", s3_server, endpoint=away.endpoint)
+        for act in (
+            lambda: lost.create("a", b"1"),
+            lambda: lost.read("a", 10),
+            lambda: lost.list(""),
+            lambda: lost.exists("a"),
+            lambda: lost.remove("a"),
+        ):
+            with pytest.raises(OSError, match="SlowDown|503") as caught:
+                act()
+            assert caught.value.errno == errno.EIO
+
+
+def test_what_is_permanent_is_told_at_once(s3_server: S3Server, bucket: str) -> None:
+    url = f"s3://{bucket}/run"
+    with pytest.raises(PermissionError, match="SignatureDoesNotMatch"):
+        opened(url, s3_server, secret_access_key="wrong").create("a", b"1")
+    with pytest.raises(PermissionError, match="InvalidAccessKeyId"):
+        opened(url, s3_server, access_key_id="nobody").create("a", b"1")
+    absent = opened("s3://no-such-bucket/run", s3_server)
+    for act in (lambda: absent.create("a", b"1"), lambda: absent.read("a", 9), lambda: absent.list("")):
+        with pytest.raises(OSError, match="the bucket of s3://no-such-bucket/run is not there") as caught:
+            act()
+        assert caught.value.errno == errno.ENODEV
+    with pytest.raises(OptionError, match="nonsense"):
+        opened(url, s3_server, nonsense=1)
+
+
+def test_a_bucket_that_is_full(s3_server: S3Server, boto: Any, bucket: str) -> None:
+    store = opened(f"s3://{bucket}/run", s3_server)
+    assert store.create("a", b"1")
+    s3_server.admin("quota", "set", "--quota-scope=bucket", f"--bucket={bucket}", "--max-objects=1")
+    s3_server.admin("quota", "enable", "--quota-scope=bucket", f"--bucket={bucket}")
+    with pytest.raises(OSError, match="QuotaExceeded") as caught:
+        store.create("b", b"1")
+    assert caught.value.errno == errno.ENOSPC
+    assert store.read("a", 9) == b"1"
+
+
+def test_a_server_that_is_killed_in_an_upload_and_comes_again(
+    store: ObjectStore, proxy: Proxy, s3_server: S3Server, large: Shard, boto: Any, bucket: str
+) -> None:
+    assert len(large.image) > 3 * PART_BYTES
+    third = threading.Event()
+
+    def fault(request: Request) -> Fault:
+        if "partNumber=3" in request.path and not third.is_set():
+            third.set()
+            return "cut"
+        return ""
+
+    proxy.fault = fault
+    with ThreadPoolExecutor(1) as pool:
+        upload = pool.submit(store.write_shard, "shard", large.layout, large.region)
+        assert third.wait(240)
+        s3_server.kill()
+        s3_server.start()
+        written = upload.result()
+    assert written.checksums == large.contents.shard.checksums
+    assert not store.read_ranges("shard", large.contents, None).bad_chunks
+    assert "Uploads" not in boto.list_multipart_uploads(Bucket=bucket)
+
+
+def test_an_upload_that_fails_leaves_nothing_visible(
+    store: ObjectStore, proxy: Proxy, large: Shard, boto: Any, bucket: str
+) -> None:
+    def fault(request: Request) -> Fault:
+        return "refuse" if "partNumber=2" in request.path else ""
+
+    proxy.fault = fault
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(obstore_client, "_DEADLINE_S", 0.5)
+        failing = ObjectStore(ObstoreClient(store.url, store._client._options))  # type: ignore[attr-defined]
+        with pytest.raises(OSError, match="SlowDown|503"):
+            failing.write_shard("shard", large.layout, large.region)
+    assert not store.exists("shard")
+    assert store.list("") == []
+    assert "Uploads" not in boto.list_multipart_uploads(Bucket=bucket), "its parts are not paid for"
