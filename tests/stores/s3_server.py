@@ -38,6 +38,7 @@ osd objectstore = bluestore
 bluestore block create = true
 bluestore block size = {disk_bytes}
 osd memory target = 1073741824
+osd client watch timeout = 2
 osd class update on start = false
 osd crush update on start = false
 osd crush chooseleaf type = 0
