@@ -115,7 +115,7 @@ def test_a_server_that_stays_away_ends_in_an_error(
             lambda: lost.exists("a"),
             lambda: lost.remove("a"),
         ):
-            with pytest.raises(OSError, match="SlowDown|503") as caught:
+            with pytest.raises(OSError, match="Error performing") as caught:
                 act()
             assert caught.value.errno == errno.EIO
 
