@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from flashckpt.errors import OptionError
 
@@ -109,6 +110,9 @@ class Options:
         takes it from the run's own steps (10 minutes at least), None watches nothing.
     watchdog_action: what becomes of a stuck trainer. "report" writes its Python stacks into the ledger and
         persists the newest snapshot; "kill" also ends it with SIGKILL, so that its launcher restarts it.
+    storage_options: what the client of an object store takes beside the URL (`endpoint`, `region`,
+        `access_key_id` …: the keywords of obstore); what is not here it takes from the environment. None of
+        it is written down; the keeper gets it from the trainer that starts it.
     """
 
     overhead: float = 0.01
@@ -124,6 +128,7 @@ class Options:
     threads: int | None = None
     watchdog: str | None = "auto"
     watchdog_action: Literal["report", "kill"] = "report"
+    storage_options: Mapping[str, str | int | float | bool] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if not (isinstance(self.overhead, (int, float)) and 0 < self.overhead < 1):
@@ -144,6 +149,7 @@ class Options:
         duration_s(self.grace, "grace")
         _check_watchdog(self.watchdog, self.watchdog_action)
         _check_signals(self.signals, self.warning_signals or ())
+        _check_storage(self.storage_options, "storage_options")
 
     @property
     def linger_s(self) -> float:
@@ -192,6 +198,30 @@ def is_switched_off() -> bool:
 def crash_at() -> str:
     """The point at which a test wants this process to die (see crashpoints.py); empty outside of tests."""
     return os.environ.get("FLASHCKPT_CRASH_AT", "")
+
+
+def storage_options() -> dict[str, Any]:
+    """What FLASHCKPT_STORAGE_OPTIONS says, for the shell above all. OptionError where it is no JSON object of
+    plain values; none of them is shown."""
+    text = os.environ.get("FLASHCKPT_STORAGE_OPTIONS", "")
+    try:
+        found = json.loads(text or "{}")
+    except ValueError:
+        found = None
+    _check_storage(found, "FLASHCKPT_STORAGE_OPTIONS")
+    assert isinstance(found, dict)
+    return found
+
+
+def _check_storage(options: object, name: str) -> None:
+    kinds = (str, int, float, bool)
+    if not isinstance(options, Mapping) or not all(
+        isinstance(key, str) and isinstance(value, kinds) for key, value in options.items()
+    ):
+        raise OptionError(
+            f"{name}: names and plain values (text, numbers, true or false), such as "
+            '{"endpoint": "https://storage.example", "region": "eu-1"}. Nothing was changed.'
+        )
 
 
 def _number(name: str, default: int) -> int:

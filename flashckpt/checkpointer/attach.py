@@ -174,7 +174,7 @@ def _begin_early(path: str | os.PathLike[str], options: Options) -> EarlyRead | 
     is_new = "flashckpt.checkpointer.resume" not in sys.modules and environment.local_rank == 0
     in_memory = False
     with suppress(FlashckptError, OSError, RuntimeError):  # the last where there are no more threads
-        store = open_store(path)
+        store = open_store(path, options.storage_options)
         identity = identity_of(open_run(store, create=False).run_id, store.place())
         with suppress(FileNotFoundError):
             runtime = RuntimeFolder.open(base_folder(environment.runtime_folder), identity, create=is_new)

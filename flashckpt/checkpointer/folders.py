@@ -41,7 +41,9 @@ def open_together(path: str | os.PathLike[str], keep: Keep, options: Options, gr
 
     rank, first = group.environment.rank, group.node[0]
     try:
-        found = group.agree("which run it is", partial(_seen, path) if rank == first else _nothing, _one_run)
+        found = group.agree(
+            "which run it is", partial(_seen, path, options) if rank == first else _nothing, _one_run
+        )
         known = KnownRun(*found) if found is not None else KnownRun()
         name, run_id = group.led("the claim of the run", partial(opened, known, None, False))
         claimed, known = AttemptName.parse(name), KnownRun(run_id)
@@ -64,10 +66,10 @@ def _nothing() -> None:
     """What a rank does while others have something to do."""
 
 
-def _seen(path: str | os.PathLike[str]) -> list[Any]:
+def _seen(path: str | os.PathLike[str], options: Options) -> list[Any]:
     """The run's id in the folder that this node sees, empty where there is none, and the highest number of an
     attempt."""
-    store = open_store(path)
+    store = open_store(path, options.storage_options)
     try:
         return [attempts.open_run(store, create=False).run_id, attempts.highest_number(store)]
     except NoSuchStepError:

@@ -200,7 +200,7 @@ def open_session(
     Raises RunHeldError, RunError and its kin (SupersededError where the attempt to join is not the newest),
     KeeperError, OptionError for a scheme that is not there.
     """
-    store = open_store(path)
+    store = open_store(path, options.storage_options)
     run_id = _run_id(store, path, known, create=join is None or claims)
     identity = identity_of(run_id, store.place())
     place = (identity, environment.rank)

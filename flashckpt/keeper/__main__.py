@@ -14,19 +14,24 @@ import os
 import signal
 import site
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 log = logging.getLogger("flashckpt.keeper")
 _NICENESS = 5
 _MOST_CPUS = 4096
 
 
-def run(run_path: str, runtime_path: str, starter: int = 0) -> None:
+def run(run_path: str, runtime_path: str, starter: int = 0, storage: Mapping[str, Any] | None = None) -> None:
     """Be the keeper of a run until it is time to go; return at once if the run has one. `starter` is the
-    trainer's process."""
+    trainer's process, `storage` what its store was opened with."""
     from flashckpt.keeper.daemon import Keeper
     from flashckpt.memory.runtime import RuntimeFolder
+    from flashckpt.store import give_options
 
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(process)d %(message)s")
+    if storage:
+        give_options(run_path, storage)
     keeper = Keeper.elected(run_path, RuntimeFolder.at(runtime_path), starter)
     if keeper is None:
         return
@@ -52,7 +57,7 @@ def run(run_path: str, runtime_path: str, starter: int = 0) -> None:
     os._exit(0)
 
 
-def _ordered() -> tuple[str, str, int]:
+def _ordered() -> tuple[str, str, int, dict[str, Any]]:
     """What a trainer orders, in a process that is nobody's any more: see `run`."""
     orders = json.load(sys.stdin)
     # The trainer's child ends here and is reaped at once; its child, in a session of its own and not
@@ -66,7 +71,7 @@ def _ordered() -> tuple[str, str, int]:
         if path not in sys.path and os.path.basename(path) in ("site-packages", "dist-packages"):
             site.addsitedir(path)
     sys.path[:] = paths + [path for path in sys.path if path not in paths]
-    return str(orders["run"]), str(orders["runtime"]), int(orders["starter"])
+    return str(orders["run"]), str(orders["runtime"]), int(orders["starter"]), dict(orders["storage"])
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ from concurrent.futures import Future
 from flashckpt.errors import FlashckptError, KeeperError
 from flashckpt.keeper.protocol import LOG_NAME, close_all
 from flashckpt.memory.runtime import RuntimeFolder
+from flashckpt.store import options_of
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +110,11 @@ def _started(run_path: str, runtime: RuntimeFolder) -> int:
             "but nothing would be persisted. Run under an ordinary python."
         )
     paths = [os.path.abspath(path) for path in sys.path]
-    told = {"paths": paths, "run": run_path, "runtime": runtime.path, "starter": os.getpid()}
+    told = {
+        "paths": paths, "run": run_path, "runtime": runtime.path, "starter": os.getpid(),
+        # On its stdin: not in what `ps` shows.
+        "storage": options_of(run_path),
+    }  # fmt: skip
     program = os.path.join(os.path.dirname(os.path.abspath(__file__)), "__main__.py")
     log = runtime.open_file(LOG_NAME, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     reading = writing = -1

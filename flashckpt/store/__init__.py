@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from flashckpt.errors import OptionError
+from flashckpt.options import storage_options
 from flashckpt.store.base import Store
 from flashckpt.store.local import LocalStore
 
@@ -18,11 +20,22 @@ URL. It is looked up in each process by itself: trainer, keeper and shell. It mu
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
-def open_store(url_or_path: str | os.PathLike[str]) -> Store:
+# By URL, for this process: what its client was given beside the URL.
+_given: dict[str, dict[str, Any]] = {}
+
+
+def open_store(url_or_path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Store:
     """The store that a run's path or URL names. Nothing is created or read.
 
-    OptionError for a scheme that neither this library nor an installed package has, which is named.
+    `options` is what an object store's client takes beside the URL, see `Options.storage_options`. Those
+    given for a URL hold for later calls of this process without any; where none were,
+    FLASHCKPT_STORAGE_OPTIONS counts, a JSON object.
+
+    OptionError for a scheme that neither this library nor an installed package has, which is named, for
+    options that cannot be, and for a URL with a password in it, which is not.
     """
+    if options:
+        give_options(os.fspath(url_or_path), options)
     text = os.fspath(url_or_path) if isinstance(url_or_path, (str, os.PathLike)) else None
     if not isinstance(text, str):
         raise OptionError(f"the run's path is {url_or_path!r}. Nothing was changed. Name a folder, as text.")
@@ -31,6 +44,11 @@ def open_store(url_or_path: str | os.PathLike[str]) -> Store:
         if not text:
             raise OptionError("the run's path is empty. Nothing was changed. Name a folder.")
         return LocalStore(text)
+    if "@" in urlsplit(text).netloc:
+        raise OptionError(
+            f"a URL of {match[1]}:// has a user or a password in it, which would stand in logs. Nothing was "
+            "changed. Leave them out, and give them in the environment or as storage_options."
+        )
     if match[1].lower() != "file":
         return _factory(text, match[1].lower())(text)
     parts = urlsplit(text)
@@ -46,13 +64,23 @@ def open_store(url_or_path: str | os.PathLike[str]) -> Store:
     return LocalStore(unquote(parts.path))
 
 
+def give_options(url: str, options: Mapping[str, Any]) -> None:
+    """What stores of this URL are opened with from now on, in this process."""
+    _given[url] = dict(options)
+
+
+def options_of(url: str) -> dict[str, Any]:
+    """What a store of this URL is opened with."""
+    return _given.get(url) or storage_options()
+
+
 def _factory(url: str, scheme: str) -> Callable[[str], Store]:
     # Late, all of it: most runs are folders.
     if scheme in ("s3", "gs", "az"):
         from flashckpt.store.objects import ObjectStore
         from flashckpt.store.obstore_client import ObstoreClient
 
-        return lambda url: ObjectStore(ObstoreClient(url))
+        return lambda url: ObjectStore(ObstoreClient(url, options_of(url)))
     from importlib.metadata import entry_points
 
     for each in entry_points(group=ENTRY_POINTS, name=scheme):

@@ -42,7 +42,7 @@ class ObstoreClient:
     conditional_create = True
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
-        self._url, self._options = url, dict(options or {})
+        self._url, self._options = url.rstrip("/"), dict(options or {})
         self._obstore = _obstore(url)
         self._store = self._open()
 

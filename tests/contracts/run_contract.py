@@ -1,0 +1,114 @@
+"""A run's whole life on a store that is no file system: trainers, keepers and the shell, each a process of
+its own, find it by its URL, and nothing of the run is anywhere else. A store's tests subclass RunContract."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+import flashckpt
+from flashckpt.persist.ledger import lines_of
+from flashckpt.store import open_store
+from tests.resume.training import ROOT, Trainer, last_of_each
+from tests.waiting import until
+
+
+class UrlTrainer(Trainer):
+    """A trainer of a run at a URL, always in an interpreter of its own: the zygote has no such store."""
+
+    def __init__(self, url: str, folder: Path, runtime: Path, **options: object) -> None:
+        super().__init__(folder, runtime, "workers", **options)
+        self.run = url  # type: ignore[assignment]
+
+    def events(self, kind: str) -> list[dict[str, object]]:
+        store = open_store(str(self.run))
+        names = sorted({entry.name.partition(".")[0] for entry in store.list("events")})
+        return [line for name in names for line in lines_of(store, name) if line["event"] == kind]
+
+    def wait_committed(self) -> None:
+        until(self.committed, "a committed step")
+
+    def committed(self) -> list[int]:
+        try:
+            return flashckpt.steps(str(self.run))
+        except flashckpt.NoSuchStepError:
+            return []
+
+
+def shell(*arguments: object) -> Any:
+    """What a command says as JSON."""
+    program = "from flashckpt.cli.main import main; main()"
+    command = [sys.executable, "-c", program, *map(str, arguments), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout)
+
+
+def reference(folder: Path, runtime: Path) -> dict[object, object]:
+    folder.mkdir()
+    whole = Trainer(folder, runtime, "workers")
+    whole.finish(fresh=True)
+    return last_of_each(whole.records())
+
+
+class RunContract:
+    """The fixture `trainer` trains a run at a URL that has nothing yet, which this process can open, too."""
+
+    def test_killed_and_resumed_from_memory_and_from_storage(
+        self, trainer: UrlTrainer, tmp_path: Path, runtime: Path, kill_keepers: Callable[..., None]
+    ) -> None:
+        trainer.kill_in_step(6, fresh=True)
+        trainer.kill_in_step(9, fresh=True)
+        trainer.wait_committed()
+        kill_keepers(remove_regions=True)
+        trainer.finish(fresh=True)
+        memory, storage = trainer.events("resume")
+        assert (memory["tier"], storage["tier"]) == ("memory", "local")
+        assert last_of_each(trainer.records()) == reference(tmp_path / "reference", runtime)
+        assert flashckpt.verify(str(trainer.run)).ok
+        assert {name.partition("-")[0] for name in os.listdir(tmp_path)} <= {
+            "bucket", "err", "log", "packages", "reference",
+        }, "nothing of the run is here"  # fmt: skip
+
+    def test_what_a_crash_left_in_memory_is_recovered_pruned_and_exported(
+        self, trainer: UrlTrainer, tmp_path: Path, kill_keepers: Callable[..., None]
+    ) -> None:
+        trainer.options["persist_every"] = 2
+        trainer.kill_in_step(9, fresh=True)
+        until(lambda: len(trainer.committed()) >= 2, "two committed steps")
+        kill_keepers()
+        url = str(trainer.run)
+        before = trainer.committed()
+        shell("recover", url, "--dry-run")
+        assert trainer.committed() == before
+        report = shell("recover", url)
+        recovered = trainer.committed()
+        assert report["resume"]["step"] == recovered[-1] >= 7
+        assert report["resume"]["tier"] == "local"
+        assert shell("recover", url)["found"] == []
+
+        gone = shell("prune", url, "--keep-last", 2)
+        assert [row["step"] for row in gone["gone"]] == recovered[:-2]
+        assert trainer.committed() == gone["kept"] == recovered[-2:]
+        assert [row["step"] for row in shell("ls", url)["steps"]] == recovered[-2:]
+        assert shell("show", url)["step"] == recovered[-1]
+        assert flashckpt.verify(url).ok
+
+        exported = shell("export", url, tmp_path / "weights", "--only", "model")
+        assert exported["step"] == recovered[-1]
+        loaded, weights = flashckpt.load(url, only="model"), load_file(tmp_path / "weights")
+        assert weights.keys() <= loaded.keys(), "tied leaves are stored once"
+        assert all((loaded[name] == tensor).all() for name, tensor in weights.items())
+
+        name = flashckpt.branch(url, recovered[-2])
+        assert trainer.committed() == recovered[-2:-1]
+        trainer.finish(fresh=True)
+        assert trainer.resumed_steps() == [recovered[-2]]
+        assert name != trainer.events("resume")[0]["from_attempt"]
