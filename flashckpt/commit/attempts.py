@@ -55,6 +55,8 @@ def open_run(store: Store, create: bool, run_id: str = "") -> Run:
             "overwrite another's. Nothing was changed. Use another storage for the run.",
             path=store.url,
         )
+    if create:
+        store.check()
     try:
         return _read(store)
     except FileNotFoundError:

@@ -96,6 +96,11 @@ class Store(Protocol):
     def place(self) -> str:
         """What tells this place from one that holds a copy of the run. OSError where it is not there."""
 
+    def check(self) -> None:
+        """Find out, before a run begins or goes on, whether files can be made here, each name once, and
+        removed. What it writes it removes. OSError, or RunError where the storage overwrites what is to be
+        created."""
+
     def move_to(self, url: str) -> None:
         """The run is found there from now on: somebody has moved it. Calls under way end where it was."""
 

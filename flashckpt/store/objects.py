@@ -14,9 +14,11 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Protocol
 
 from flashckpt import _native
+from flashckpt.errors import RunError
 from flashckpt.format.layout import PAGE, Layout
 from flashckpt.format.records import CHUNK_BYTES, Contents
 from flashckpt.store.base import (
@@ -48,9 +50,6 @@ class ObjectClient(Protocol):
     @property
     def url(self) -> str:
         """As a user would name it; without credentials."""
-
-    @property
-    def conditional_create(self) -> bool: ...
 
     def put(self, key: str, data: memoryview, *, mark: str | None) -> bool:
         """One request. With a mark, only where there is no such object: False where there is one; an object
@@ -97,7 +96,7 @@ class ObjectStore:
     @property
     def capabilities(self) -> Capabilities:
         return Capabilities(
-            conditional_create=self._client.conditional_create,
+            conditional_create=True,  # see check
             rename=False,
             is_shared=True,
             part_bytes=PART_BYTES,
@@ -105,6 +104,21 @@ class ObjectStore:
 
     def place(self) -> str:
         return self.url
+
+    def check(self) -> None:
+        """Some servers take the condition of a creation and ignore it: two would commit one step."""
+        key = f"probe-{secrets.token_hex(8)}"
+        try:
+            if not self._create(key, memoryview(b"1")) or self._create(key, memoryview(b"2")):
+                raise RunError(
+                    f"{self.url}: this server overwrites an object that is to be created (If-None-Match is "
+                    "ignored), so a commit there could overwrite another's. Nothing was changed. Use another "
+                    "storage for the run.",
+                    path=self.url,
+                )
+        finally:
+            with suppress(OSError):
+                self._client.delete([key])
 
     def move_to(self, url: str) -> None:
         raise AssertionError("a run on an object store does not move")

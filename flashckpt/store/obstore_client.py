@@ -39,8 +39,6 @@ class ObstoreClient:
     any request.
     """
 
-    conditional_create = True
-
     def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
         self._url, self._options = url.rstrip("/"), dict(options or {})
         self._obstore = _obstore(url)
@@ -159,6 +157,15 @@ _ENDPOINTS = (
     "AZURE_ENDPOINT",
 )
 
+_MEANINGS = {
+    "AccessDenied": "these credentials may not do that",
+    "InvalidAccessKeyId": "the server does not know this access key",
+    "SignatureDoesNotMatch": "the secret key is not that of this access key",
+    "RequestTimeTooSkewed": "this machine's clock is not the server's",
+    "ExpiredToken": "these credentials have expired",
+    "QuotaExceeded": "the bucket or its owner may hold no more",
+}
+
 
 def _obstore(url: str) -> Any:
     try:
@@ -218,6 +225,8 @@ def _first_line(error: Exception) -> str:
     """What obstore says first, and the server's own code; the rest is its debugger's."""
     text = str(error)
     code = re.search(r"<Code>(\w+)</Code>", text)
+    if code and code[1] in _MEANINGS:
+        return f"{_MEANINGS[code[1]]} ({code[1]})"
     first = text.partition("\n")[0].partition("<?xml")[0].strip().rstrip(":")
     return f"{first} ({code[1]})" if code else first
 

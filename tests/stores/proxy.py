@@ -10,9 +10,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-Fault = Literal["", "lose answer", "refuse", "cut"]
+Fault = Literal["", "lose answer", "refuse", "cut", "overwrite"]
 """Of one request: "lose answer" forwards it and closes the connection; "refuse" answers 503 and forwards
-nothing; "cut" closes the connection and forwards nothing."""
+nothing; "cut" closes the connection and forwards nothing; "overwrite" says that what exists was created, as a
+server that ignores the condition does."""
 
 _NOT_FORWARDED = {"transfer-encoding", "connection", "content-length"}
 
@@ -75,6 +76,8 @@ class _Handler(BaseHTTPRequestHandler):
                 # The server is away: so is the proxy.
                 self.close_connection = True
                 return
+            if fault == "overwrite" and status == 412:
+                status, headers, data = 200, {"ETag": '"0"'}, b""
             request.status = status
             if fault != "lose answer":
                 self._answer(status, headers, data)

@@ -7,12 +7,16 @@ import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from flashckpt.errors import OptionError
-from flashckpt.store import obstore_client
+import flashckpt
+from flashckpt.commit.attempts import open_run
+from flashckpt.errors import OptionError, RunError
+from flashckpt.store import obstore_client, open_store
 from flashckpt.store.objects import PART_BYTES, ObjectStore
 from flashckpt.store.obstore_client import ObstoreClient
 from tests.contracts.store_contract import Shard, shard
@@ -133,6 +137,44 @@ def test_what_is_permanent_is_told_at_once(s3_server: S3Server, bucket: str) -> 
         assert caught.value.errno == errno.ENODEV
     with pytest.raises(OptionError, match="nonsense"):
         opened(url, s3_server, nonsense=1)
+
+
+def test_a_server_that_overwrites_is_found_out_before_a_run_begins(
+    store: ObjectStore, proxy: Proxy, s3_server: S3Server, bucket: str
+) -> None:
+    store.check()
+    open_run(store, create=True)
+    proxy.fault = lambda request: "overwrite"
+    with pytest.raises(RunError, match="overwrites"):
+        open_run(store, create=True)
+    assert [entry.name for entry in store.list("")] == ["run.json"], "it has cleared up"
+
+
+@pytest.mark.parametrize(
+    ("bucket_name", "options", "message"),
+    [
+        ("no-such-bucket", {}, "the bucket of s3://no-such-bucket/run is not there"),
+        ("", {"secret_access_key": "wrong"}, "the secret key is not that of this access key"),
+        ("", {"access_key_id": "nobody"}, "the server does not know this access key"),
+        ("", {"endpoint": "http://127.0.0.1:9"}, "Error performing"),
+        ("", {"nonsense": "1"}, "nonsense"),
+    ],
+)
+def test_what_is_wrong_is_said_at_attach(
+    s3_server: S3Server, bucket: str, runtime: Path, bucket_name: str, options: dict[str, Any], message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(obstore_client, "_DEADLINE_S", 0.5)
+    given = flashckpt.Options(storage_options={**s3_server.options(), **options})
+    with pytest.raises((RunError, OptionError), match=message) as caught:
+        flashckpt.attach(f"s3://{bucket_name or bucket}/run", options=given, w=torch.zeros(3))
+    assert "testsecret" not in str(caught.value)
+
+
+def test_a_url_with_a_password_is_refused_and_not_shown() -> None:
+    with pytest.raises(OptionError, match="password") as caught:
+        open_store("s3://key:geheim@bucket/run")
+    assert "geheim" not in str(caught.value)
 
 
 def test_a_bucket_that_is_full(s3_server: S3Server, boto: Any, bucket: str) -> None:
