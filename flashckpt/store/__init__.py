@@ -10,8 +10,10 @@ from urllib.parse import unquote, urlsplit
 
 from flashckpt.errors import OptionError
 from flashckpt.options import storage_options
+from flashckpt.store import upload_rate
 from flashckpt.store.base import Store
 from flashckpt.store.local import LocalStore
+from flashckpt.store.upload_rate import UploadRate
 
 ENTRY_POINTS = "flashckpt.stores"
 """The group of entry points in which a package names a store: the URL's scheme, and a callable that takes the
@@ -22,6 +24,7 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 # By URL, for this process: what its client was given beside the URL.
 _given: dict[str, dict[str, Any]] = {}
+_rates: dict[tuple[str, Any], UploadRate] = {}
 
 
 def open_store(url_or_path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Store:
@@ -74,19 +77,32 @@ def options_of(url: str) -> dict[str, Any]:
     return _given.get(url) or storage_options()
 
 
+def _client_options(url: str) -> dict[str, Any]:
+    return {name: value for name, value in options_of(url).items() if name != upload_rate.OPTION}
+
+
+def _rate_of(url: str) -> UploadRate:
+    """One for all stores of a URL that were given the same ceiling."""
+    ceiling = options_of(url).get(upload_rate.OPTION, 0)
+    if (url, ceiling) not in _rates:
+        _rates[url, ceiling] = UploadRate(ceiling)
+    return _rates[url, ceiling]
+
+
 def _factory(url: str, scheme: str) -> Callable[[str], Store]:
     # Late, all of it: most runs are folders.
     if scheme in ("s3", "gs", "az"):
         from flashckpt.store.objects import ObjectStore
         from flashckpt.store.obstore_client import ObstoreClient
 
-        return lambda url: ObjectStore(ObstoreClient(url, options_of(url)))
+        return lambda url: ObjectStore(ObstoreClient(url, _client_options(url)), _rate_of(url))
     from importlib.metadata import entry_points
 
     for each in entry_points(group=ENTRY_POINTS, name=scheme):
         factory: Callable[[str], Store] = each.load()
         return factory
-    raise OptionError(
-        f"{url!r}: {scheme}:// is not supported here, and no installed package has it. Nothing was changed. "
-        "Name a folder or a file:// URL."
-    )
+    from flashckpt.store.fsspec_client import FsspecClient
+    from flashckpt.store.objects import ObjectStore
+
+    client = FsspecClient(url, _client_options(url))
+    return lambda url: ObjectStore(client, _rate_of(url))

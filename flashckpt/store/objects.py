@@ -1,7 +1,8 @@
 """A run on an object store: keys instead of folders, no renames or links, one object created at a time.
 
 Owns what the store contract means in requests: which are made, in which order, how many bytes each. What a
-request is to a server, and how its errors are told apart, is its client's: see clients.py.
+request is to a server, and how its errors are told apart, is its client's: see obstore_client.py,
+fsspec_client.py.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from flashckpt.store.base import (
     too_long,
 )
 from flashckpt.store.image_sums import ImageSums
+from flashckpt.store.upload_rate import UploadRate
 
 PART_BYTES = 16 << 20
 """Of an upload, and of a ranged read: whole chunks. Larger where a shard would have too many of them."""
@@ -50,6 +52,10 @@ class ObjectClient(Protocol):
     @property
     def url(self) -> str:
         """As a user would name it; without credentials."""
+
+    @property
+    def refusal(self) -> str:
+        """Why no run is trained there; empty where one may be."""
 
     def put(self, key: str, data: memoryview, *, mark: str | None) -> bool:
         """One request. With a mark, only where there is no such object: False where there is one; an object
@@ -86,8 +92,8 @@ class UncertainError(OSError):
 class ObjectStore:
     """See Store in base.py."""
 
-    def __init__(self, client: ObjectClient) -> None:
-        self._client = client
+    def __init__(self, client: ObjectClient, rate: UploadRate | None = None) -> None:
+        self._client, self._rate = client, rate or UploadRate()
 
     @property
     def url(self) -> str:
@@ -107,13 +113,19 @@ class ObjectStore:
 
     def check(self) -> None:
         """Some servers take the condition of a creation and ignore it: two would commit one step."""
+        if self._client.refusal:
+            raise RunError(
+                f"{self.url}: no run is trained there, since {self._client.refusal}. Nothing was changed. "
+                "What is there can be read. Use another storage for the run.",
+                path=self.url,
+            )
         key = f"probe-{secrets.token_hex(8)}"
         try:
             if not self._create(key, memoryview(b"1")) or self._create(key, memoryview(b"2")):
                 raise RunError(
-                    f"{self.url}: this server overwrites an object that is to be created (If-None-Match is "
-                    "ignored), so a commit there could overwrite another's. Nothing was changed. Use another "
-                    "storage for the run.",
+                    f"{self.url}: this server overwrites what is to be created (it ignores the condition, "
+                    "If-None-Match on S3), so a commit there could overwrite another's. Nothing was changed. "
+                    "Use another storage for the run.",
                     path=self.url,
                 )
         finally:
@@ -132,6 +144,7 @@ class ObjectStore:
         return bytes(found)
 
     def create(self, path: str, data: bytes) -> bool:
+        self._rate.count(len(data))
         return self._create(_key(path), memoryview(data))
 
     def _create(self, key: str, data: memoryview) -> bool:
@@ -155,6 +168,7 @@ class ObjectStore:
         raise AssertionError("an object was made for longer than it is tried")
 
     def replace(self, path: str, data: bytes, *, durable: bool = True) -> None:
+        self._rate.count(len(data))
         self._client.put(_key(path), memoryview(data), mark=None)
 
     def append(self, path: str, data: bytes, max_bytes: int) -> bool:
@@ -164,6 +178,7 @@ class ObjectStore:
             before = b""
         if isinstance(before, int):
             return False
+        self._rate.count(len(before) + len(data))
         self._client.put(_key(path), memoryview(bytes(before) + data), mark=None)
         return True
 
@@ -198,7 +213,7 @@ class ObjectStore:
         if os.fstat(source.descriptor).st_size < source.offset + num_bytes:
             raise OSError(errno.EIO, "the region ends before the bytes that are to be written", path)
         sums, part_bytes = ImageSums(layout, CHUNK_BYTES), _part_bytes(num_bytes)
-        parts = _parts(source, num_bytes, part_bytes, sums, progress)
+        parts = _parts(source, num_bytes, part_bytes, sums, progress, self._rate)
         if num_bytes <= part_bytes:
             is_new = self._create(key, next(parts))
             next(parts, None)
@@ -272,12 +287,13 @@ def _part_bytes(num_bytes: int) -> int:
 
 
 def _parts(
-    source: MemoryRange, num_bytes: int, part_bytes: int, sums: ImageSums, progress: int
+    source: MemoryRange, num_bytes: int, part_bytes: int, sums: ImageSums, progress: int, rate: UploadRate
 ) -> Iterator[memoryview]:
     """The parts of an image, each mapped alone: memory that is mapped raises a process's OOM score. What was
-    taken is counted as done with the next."""
+    taken is counted as done with the next. Each comes no sooner than it may be sent."""
     for start in range(0, num_bytes, part_bytes):
         size, begin = min(part_bytes, num_bytes - start), source.offset + start
+        rate.wait_for(size)
         how = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # else a fault for each page
         window = mmap.mmap(source.descriptor, size, how, mmap.PROT_READ, offset=begin)
         # Its sums are those of the very memory that is sent.

@@ -48,6 +48,10 @@ class ObstoreClient:
     def url(self) -> str:
         return self._url
 
+    @property
+    def refusal(self) -> str:
+        return ""
+
     def put(self, key: str, data: memoryview, *, mark: str | None) -> bool:
         how: dict[str, Any] = {"use_multipart": False}
         if mark is not None:

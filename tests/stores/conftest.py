@@ -11,20 +11,34 @@ from typing import Any
 
 import pytest
 
-from tests.stores.s3_server import ACCESS_KEY, REGION, SECRET_KEY, S3Server, missing
+from tests.stores import s3_server as s3
+from tests.stores import ssh_server as ssh
+from tests.stores.s3_server import ACCESS_KEY, REGION, SECRET_KEY, S3Server
+from tests.stores.ssh_server import SshServer
 
 
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[S3Server]:
-    if lacking := missing():
-        reason = (
-            f"no real S3 server here, so NOTHING of object storage is tested: {', '.join(lacking)} missing"
-        )
-        warnings.warn(pytest.PytestWarning(reason), stacklevel=1)
-        pytest.skip(reason)
+    _skip_without("no real S3 server here, so NOTHING of object storage is tested", s3.missing())
     server = S3Server(Path(tempfile.mkdtemp(prefix="flashckpt-ceph-")))
     yield server
     server.close()
+
+
+@pytest.fixture(scope="session")
+def ssh_server() -> Iterator[SshServer]:
+    _skip_without("no SSH server here, so NOTHING of sftp:// is tested", ssh.missing())
+    with tempfile.TemporaryDirectory(prefix="flashckpt-ssh-") as folder:
+        server = SshServer(Path(folder))
+        yield server
+        server.close()
+
+
+def _skip_without(why: str, lacking: list[str]) -> None:
+    if lacking:
+        reason = f"{why}: {', '.join(lacking)} missing"
+        warnings.warn(pytest.PytestWarning(reason), stacklevel=1)
+        pytest.skip(reason)
 
 
 @pytest.fixture

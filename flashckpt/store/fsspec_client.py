@@ -1,0 +1,279 @@
+"""Requests to any other URL through fsspec.
+
+Owns which file systems a run may be trained on, and what a request means on one that has folders. Those are
+the ones in `_WAYS`, each with a rename that refuses a taken name: a file is written beside its name and then
+renamed, so none is ever half visible. All others are only read: fsspec has no promise for creating.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import os
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from datetime import datetime
+from typing import Any, TypeVar
+
+from flashckpt.errors import OptionError
+from flashckpt.store.base import Entry
+from flashckpt.store.fsspec_ways import LocalWay, MemoryWay, ReadOnlyWay, SftpWay, Way
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _DEADLINE_S = 0.1, 5.0, 60.0
+# How often a folder may vanish under us, because another process found it empty and removed it.
+_FOLDER_TRIES = 8
+
+_WAYS: dict[str, type[Way]] = {"local": LocalWay, "memory": MemoryWay, "sftp": SftpWay, "ssh": SftpWay}
+
+_Found = TypeVar("_Found")
+
+
+class FsspecClient:
+    """See ObjectClient in objects.py. Keys are paths below the URL's folder.
+
+    `options` are what fsspec's file system of this scheme takes by keyword. OptionError where fsspec or what
+    it needs for the scheme is not installed. Connects at the first request; one that is lost is made anew.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
+        self._url, scheme = url.rstrip("/"), url.partition("://")[0].lower()
+        self._class = _file_system(url, scheme)
+        self._root = str(self._class._strip_protocol(self._url)).rstrip("/")
+        self._options = {**self._class._get_kwargs_from_urls(self._url), **(options or {})}
+        self._way = _WAYS.get(scheme, ReadOnlyWay)()
+        # Few of them may be used by two threads at once.
+        self._system, self._lock = None, threading.RLock()
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    @property
+    def refusal(self) -> str:
+        return self._way.refusal
+
+    def put(self, key: str, data: memoryview, *, mark: str | None) -> bool:
+        return self._write(key, (data,), is_new=mark is not None)
+
+    def mark(self, key: str) -> str:
+        """A try whose answer was lost is told by `put` itself."""
+        return ""
+
+    def upload(self, key: str, parts: Iterable[memoryview], part_bytes: int) -> None:
+        if not self._write(key, parts, is_new=True):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), key)
+
+    def get(self, key: str, max_bytes: int) -> bytes | int:
+        data = self.get_range(key, 0, max_bytes + 1)
+        return bytes(data) if len(data) <= max_bytes else self.size(key)
+
+    def get_range(self, key: str, start: int, stop: int) -> memoryview:
+        return memoryview(self._call(key, lambda system: self._way.read(system, self._at(key), start, stop)))
+
+    def size(self, key: str) -> int:
+        about = self._call(key, lambda system: system.info(self._at(key)))
+        if about["type"] != "file":
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), key)
+        return int(about["size"])
+
+    def list(self, prefix: str) -> builtins.list[Entry]:
+        place = self._at(prefix.rstrip("/"))
+        try:
+            found = self._call(prefix, lambda system: _listed(system, place))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        entries = []
+        for about in found:
+            above, _, name = str(about["name"]).rstrip("/").rpartition("/")
+            if above.strip("/") != place.strip("/") or about["type"] not in ("file", "directory"):
+                continue  # a file that was to be listed itself, or a link
+            is_folder = about["type"] == "directory"
+            size, modified_s = (0, 0.0) if is_folder else (int(about["size"] or 0), _modified_s(about))
+            entries.append(Entry(name, is_folder, size, modified_s))
+        return entries
+
+    def keys(self, prefix: str) -> Iterator[str]:
+        """Folders, too, each after what is in it."""
+        for entry in self.list(prefix):
+            key = f"{prefix}{entry.name}"
+            if entry.is_folder:
+                yield from self.keys(f"{key}/")
+            yield key
+
+    def delete(self, keys: builtins.list[str]) -> None:
+        for key in keys:
+            with suppress(FileNotFoundError, NotADirectoryError):
+                self._call(key, lambda system: self._way.remove(system, self._at(key)))  # noqa: B023
+            # As in a bucket, a folder is there as long as something is in it.
+            while "/" in key:
+                key = key.rpartition("/")[0]
+                try:
+                    self._call(key, lambda system: self._way.remove_empty(system, self._at(key)))  # noqa: B023
+                except OSError:
+                    break
+
+    def _at(self, key: str) -> str:
+        return f"{self._root}/{key}" if key else self._root or "/"
+
+    # Writing
+
+    def _write(self, key: str, parts: Iterable[memoryview], *, is_new: bool) -> bool:
+        """A file is whole under a name of its own before it gets the one it is to have. False where that is
+        taken."""
+        target = self._at(key)
+        above, _, name = target.rpartition("/")
+        temporary = f"{above}/.{name}.{secrets.token_hex(8)}.tmp"
+        try:
+            self._fill(key, temporary, parts)
+            if is_new:
+                return self._rename_new(key, temporary, target)
+            self._call(key, lambda system: self._way.replace(system, temporary, target))
+            return True
+        except BaseException:
+            self._discard(temporary)
+            raise
+
+    def _fill(self, key: str, temporary: str, parts: Iterable[memoryview]) -> None:
+        # Parts of a shard come once: what fails in the middle of it ends here, and is tried by its writer.
+        again = isinstance(parts, tuple)
+        folder = temporary.rpartition("/")[0]
+        for attempt in range(_FOLDER_TRIES):
+            try:
+                self._call(key, lambda system: self._way.write(system, temporary, parts), again=again)
+                return
+            except FileNotFoundError:
+                if attempt + 1 == _FOLDER_TRIES:
+                    raise
+                self._call(key, lambda system: self._way.make_folders(system, folder))
+
+    def _rename_new(self, key: str, temporary: str, target: str) -> bool:
+        """Where the answer was lost, the file tells by its first name: nobody else renames it."""
+        is_uncertain = False
+
+        def rename(system: Any) -> bool:
+            nonlocal is_uncertain
+            was_uncertain, is_uncertain = is_uncertain, True
+            try:
+                return self._way.rename_new(system, temporary, target)
+            except FileNotFoundError:
+                if was_uncertain and system.exists(target):
+                    return True
+                raise
+
+        done = self._call(key, rename)
+        if not done:
+            self._discard(temporary)
+        return done
+
+    def _discard(self, temporary: str) -> None:
+        # Else it is debris, which `recover` knows by its name.
+        with suppress(OSError):
+            self._call(temporary, lambda system: self._way.remove(system, temporary), again=False)
+
+    # Requests
+
+    def _call(self, key: str, act: Callable[[Any], _Found], *, again: bool = True) -> _Found:
+        """One policy for all: what may succeed later is tried again, on a new connection."""
+        pause, deadline = _FIRST_PAUSE_S, time.monotonic() + _DEADLINE_S
+        while True:
+            try:
+                with self._lock:
+                    return act(self._opened())
+            except OptionError:
+                raise
+            except Exception as error:
+                known = _as_os_error(error, key)
+                if known is not None:
+                    raise known from error
+                with self._lock:
+                    self._system = None
+                if not again or time.monotonic() + pause > deadline:
+                    raise OSError(errno.EIO, f"{self._url}: {_text(error)}", key) from error
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def _opened(self) -> Any:
+        if self._system is None:
+            from fsspec.dircache import DirCache
+
+            try:
+                system = self._class(**self._options, skip_instance_cache=True)
+            except (TypeError, ValueError) as error:
+                raise OptionError(
+                    f"{self._url} cannot be used: {_text(error)}. Nothing was changed. Check the URL and its "
+                    "options."
+                ) from error
+            # Others write there, too.
+            system.dircache = DirCache(use_listings_cache=False)
+            self._way.opened(system)
+            self._system = system
+        return self._system
+
+
+def _file_system(url: str, scheme: str) -> Any:
+    try:
+        import fsspec
+    except ImportError as error:
+        raise OptionError(
+            f"{url}: {scheme}:// needs the package fsspec, which is not installed. Nothing was changed. "
+            "Install it: pip install 'flashckpt[fsspec]'."
+        ) from error
+    try:
+        return fsspec.get_filesystem_class(scheme)
+    except ImportError as error:
+        raise OptionError(
+            f"{url}: fsspec needs a package for {scheme}:// that is not installed: {error}. Nothing was "
+            "changed. Install it."
+        ) from error
+    except ValueError as error:
+        raise OptionError(
+            f"{url!r}: {scheme}:// is not supported here, and no installed package has it. Nothing was "
+            "changed. Name a folder or a file:// URL."
+        ) from error
+
+
+def _listed(system: Any, place: str) -> builtins.list[dict[str, Any]]:
+    system.invalidate_cache()
+    return list(system.ls(place, detail=True))
+
+
+def _modified_s(about: Mapping[str, Any]) -> float:
+    for name in ("mtime", "modified", "LastModified", "last_modified", "updated", "created"):
+        value = about.get(name)
+        if isinstance(value, datetime):
+            return value.timestamp()
+        if isinstance(value, (int, float)):
+            return float(value)
+    return 0.0
+
+
+_CODES = {
+    FileNotFoundError: errno.ENOENT, FileExistsError: errno.EEXIST, PermissionError: errno.EACCES,
+    NotADirectoryError: errno.ENOTDIR, IsADirectoryError: errno.EISDIR,
+}  # fmt: skip
+_NEVER = (TypeError, ValueError, AttributeError, NotImplementedError)
+
+
+def _as_os_error(error: Exception, key: str) -> OSError | None:
+    """What the error is for good, None where another try may succeed."""
+    text, name = _text(error), type(error).__name__
+    if re.search("Authentication|BadHostKey", name) or "not found in known_hosts" in text:
+        return PermissionError(errno.EACCES, text, key)
+    if isinstance(error, _NEVER):
+        return OSError(errno.EIO, f"{name}: {text}", key)
+    is_lost = isinstance(error, (ConnectionError, TimeoutError)) or "Socket is closed" in text
+    if not isinstance(error, OSError) or is_lost or error.errno in (errno.EIO, errno.EHOSTUNREACH):
+        return None
+    if name == "NoValidConnectionsError":
+        return None
+    # Some raise a kind of error without its number; of some servers' answers there is no more than a text.
+    code = error.errno or next((code for kind, code in _CODES.items() if isinstance(error, kind)), None)
+    return OSError(code or errno.EIO, os.strerror(code) if code else text, key)
+
+
+def _text(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__

@@ -1,0 +1,143 @@
+"""File systems of fsspec against the contract, and what is said of those that no run may be trained on."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fsspec.registry import _registry
+
+from flashckpt.errors import OptionError
+from flashckpt.store import open_store, upload_rate
+from flashckpt.store.base import Store
+from flashckpt.store.fsspec_client import FsspecClient
+from flashckpt.store.objects import PART_BYTES, ObjectStore
+from flashckpt.store.upload_rate import UploadRate
+from tests.contracts.store_contract import Shard, StoreContract, shard
+from tests.stores.ssh_server import SshServer
+
+__all__ = ["shard"]
+
+
+def opened(url: str, options: dict[str, Any]) -> ObjectStore:
+    return ObjectStore(FsspecClient(url, options))
+
+
+class TestLocalFileSystem(StoreContract):
+    @pytest.fixture
+    def opener(self, tmp_path: Path) -> Callable[[], Store]:
+        return partial(opened, f"local://{tmp_path}", {})
+
+
+class TestMemoryFileSystem(StoreContract):
+    """Of one process: nothing of it is tested with several, and no run is trained there."""
+
+    @pytest.fixture
+    def opener(self) -> Callable[[], Store]:
+        return partial(opened, f"memory://{secrets.token_hex(8)}", {})
+
+    def test_one_of_many_creates(self, opener: Callable[[], Store]) -> None:
+        stores = [opener() for _ in range(4)]
+        with ThreadPoolExecutor(4) as pool:
+            for turn in range(25):
+                made = pool.map(lambda store: store.create(f"turn-{turn}/name", b"1"), stores)  # noqa: B023
+                assert sorted(made) == [False, False, False, True]
+
+
+@pytest.mark.process
+class TestSftp(StoreContract):
+    @pytest.fixture
+    def opener(self, ssh_server: SshServer, tmp_path: Path) -> Callable[[], Store]:
+        return partial(opened, ssh_server.url(tmp_path), ssh_server.options())
+
+    def test_a_connection_that_is_cut_is_made_anew(self, store: Store, ssh_server: SshServer) -> None:
+        assert store.create("a/file", b"1")
+        ssh_server.kill_connections()
+        assert store.read("a/file", 9) == b"1"
+        ssh_server.kill_connections()
+        assert not store.create("a/file", b"2")
+        ssh_server.kill_connections()
+        assert store.create("b/file", b"3")
+        assert [entry.name for entry in store.list("a")] == ["file"]
+
+
+def test_a_rename_that_was_done_and_not_answered_counts_as_ours(tmp_path: Path) -> None:
+    client = FsspecClient(f"local://{tmp_path}")
+    rename, lost = client._way.rename_new, [True]
+
+    def lose_answer(*arguments: Any) -> bool:
+        done = rename(*arguments)
+        if lost and done:
+            lost.clear()
+            raise ConnectionResetError
+        return done
+
+    client._way.rename_new = lose_answer  # type: ignore[method-assign]
+    assert ObjectStore(client).create("file", b"mine")
+    assert not ObjectStore(client).create("file", b"other")
+    assert (tmp_path / "file").read_bytes() == b"mine"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OptionError, match="nowhere:// is not supported here"):
+        open_store("nowhere://host/run")
+    monkeypatch.delitem(_registry, "sftp", raising=False)
+    monkeypatch.setitem(sys.modules, "paramiko", None)
+    monkeypatch.delitem(sys.modules, "fsspec.implementations.sftp", raising=False)
+    with pytest.raises(OptionError, match="package for sftp://.*paramiko"):
+        open_store("sftp://host/run")
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    with pytest.raises(OptionError, match=r"pip install 'flashckpt\[fsspec\]'"):
+        open_store("sftp://host/run")
+
+
+# ---- the ceiling
+
+
+class Clock:
+    """Time that passes by sleeping alone."""
+
+    def __init__(self) -> None:
+        self.now_s, self.pauses = 0.0, list[float]()
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def sleep(self, pause_s: float) -> None:
+        self.pauses.append(pause_s)
+        self.now_s += pause_s
+
+
+def test_an_upload_keeps_to_the_ceiling(shard: Shard) -> None:
+    clock, bytes_per_s = Clock(), 4 << 20
+    rate = UploadRate(bytes_per_s, clock=clock, sleep=clock.sleep)
+    store = ObjectStore(FsspecClient(f"memory://{secrets.token_hex(8)}"), rate)
+    large = Shard(num_rows=8_000)
+    for name in ("one", "two"):
+        store.write_shard(name, large.layout, large.region)
+    parts = -(-len(large.image) // PART_BYTES)
+    assert parts > 3
+    assert len(clock.pauses) == 2 * parts - 1, "the very first goes at once"
+    last = len(large.image) - (parts - 1) * PART_BYTES
+    assert clock.now_s == pytest.approx((2 * len(large.image) - last) / bytes_per_s)
+    store.create("small", bytes(bytes_per_s))
+    before = clock.now_s
+    store.write_shard("three", shard.layout, shard.region)
+    assert clock.now_s - before == pytest.approx((last + bytes_per_s) / bytes_per_s), "it waits for both"
+
+
+def test_all_stores_of_a_url_share_the_ceiling(tmp_path: Path) -> None:
+    url = f"local://{tmp_path}"
+    one, two = (open_store(url, {upload_rate.OPTION: 1 << 20}) for _ in range(2))
+    assert one._rate is two._rate  # type: ignore[attr-defined]
+    assert open_store(url, {upload_rate.OPTION: 2 << 20})._rate is not one._rate  # type: ignore[attr-defined]
+    for wrong in (1000, "10M", 1.5, True, -1):
+        with pytest.raises(OptionError, match="at least 1048576"):
+            open_store(url, {upload_rate.OPTION: wrong})
