@@ -7,7 +7,6 @@ Threads read blocks of a few chunks side by side; beside the result each takes t
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -21,11 +20,11 @@ from flashckpt.restore.box_copies import BoxCopy, copy_of, cut
 from flashckpt.restore.step_image import LOST_BYTES, UnreadableShardError
 from flashckpt.restore.step_leaves import BoxRegion, Parts, Piece, StepFile, shape_of
 from flashckpt.store.base import LengthError
+from flashckpt.store.image_sums import LeafDigest
 
 BLOCK_CHUNKS = 4
 # Each has a block in memory; more than these seldom read any faster.
 MOST_THREADS = 8
-_HASH_BYTES = _native.BLOCK_BYTES
 
 
 class Source(Protocol):
@@ -195,55 +194,19 @@ class PieceDigest:
 
     def __init__(self, piece: Piece, begin: int) -> None:
         self._piece, self._begin = piece, begin
-        self._lock = threading.Lock()
         self.reset()
 
     def reset(self) -> None:
         """Nothing has come yet."""
-        self._hashes = 0
-        self._torn: dict[int, bytearray] = {}
-        self._missing: dict[int, int] = {}
+        self._digest = LeafDigest(self._piece.leaf.num_bytes)
 
     def add(self, offset: int, data: memoryview) -> None:
         """Bytes that stand at `offset` of the file."""
-        at = offset - self._begin
-        first, last = -(-at // _HASH_BYTES), (at + len(data)) // _HASH_BYTES
-        if at + len(data) == self._piece.leaf.num_bytes:
-            last = -(-(at + len(data)) // _HASH_BYTES)
-        if first >= last:
-            self._add_torn(at, data)
-            return
-        start, stop = first * _HASH_BYTES - at, min(last * _HASH_BYTES - at, len(data))
-        whole = data[start:stop]
-        hashes = _native.hash_blocks(_native.address_of(whole), len(whole), first)
-        with self._lock:
-            self._hashes += hashes
-        if start:
-            self._add_torn(at, data[:start])
-        if stop < len(data):
-            self._add_torn(at + stop, data[stop:])
-
-    def _add_torn(self, at: int, data: memoryview) -> None:
-        """Bytes of one or two blocks that stand in two chunks."""
-        while data:
-            block, start = divmod(at, _HASH_BYTES)
-            size = min(_HASH_BYTES, self._piece.leaf.num_bytes - block * _HASH_BYTES)
-            here = data[: size - start]
-            with self._lock:
-                held = self._torn.setdefault(block, bytearray(size))
-                held[start : start + len(here)] = here
-                left = self._missing.get(block, size) - len(here)
-                self._missing[block] = left
-                if not left:
-                    self._hashes += _native.hash_blocks(_native.address_of(held), size, block)
-            at, data = at + len(here), data[len(here) :]
+        self._digest.add(offset - self._begin, data)
 
     def check(self, url: str) -> None:
         """DamagedError where it is not that of the boundary."""
-        num_bytes = self._piece.leaf.num_bytes
-        if any(self._missing.values()):
-            raise AssertionError("a piece was digested before all of it had come")
-        if _native.finish_digest(num_bytes, self._hashes % (1 << 64)) != self._piece.digest:
+        if self._digest.value() != self._piece.digest:
             where = f"{url}/{self._piece.file.path}"
             raise DamagedError(
                 f"{where} is damaged: {self._piece.leaf.name} is not what was captured. Nothing of it was "
