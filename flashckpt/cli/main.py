@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 import flashckpt
+from flashckpt.cli.copy import copy
 from flashckpt.cli.recovery import keepers, recover
 from flashckpt.cli.show import show
 from flashckpt.cli.steps import branch, export, ls, prune, verify
@@ -27,7 +28,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (ls, show, verify, branch, recover, prune, export, keepers):
+for command in (ls, show, verify, branch, copy, recover, prune, export, keepers):
     app.command(epilog=_EPILOG)(command)
 
 

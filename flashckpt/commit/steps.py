@@ -122,6 +122,11 @@ class StepRecord:
             files.append((constants, mine.constants))
         return files
 
+    def part_bytes(self, place: int) -> bytes:
+        """A part's file, as it stands, by its place in the manifest. DamagedError where it is another."""
+        folder = step_attempt_folder(self.step, self.attempt)
+        return _read_named(self.store, folder, self.manifest.parts[place], self.manifest)
+
     def leaves(self, rank: int) -> list[FileLeaf]:
         """All leaves of a rank's state: those in its own files, then those that other ranks wrote for it.
         DamagedError where these have not written them."""
@@ -204,11 +209,16 @@ def commit(
             step=step,
             path=folder,
         )
+    return publish_manifest(store, manifest, manifest.to_bytes())
+
+
+def publish_manifest(store: Store, manifest: Manifest, data: bytes) -> Committed:
+    """Create a manifest, whose parts and files are there; `data` is its file. DamagedError as of `commit`."""
     crashpoints.point("manifest.checked")
-    if store.create(manifest_path(step, attempt), manifest.to_bytes()):
+    if store.create(manifest_path(manifest.step, manifest.attempt), data):
         crashpoints.point("manifest.linked")
         return _stands(store, manifest)
-    found = read_manifest(store, step, attempt)
+    found = read_manifest(store, manifest.step, manifest.attempt)
     return Committed.WAITING if found is None else _judge(store, found)
 
 

@@ -170,6 +170,10 @@ class Store(Protocol):
     def read_bytes(self, path: str, offset: int, num_bytes: int) -> bytes:
         """Bytes of a file as they are, for who compares them himself. LengthError where it ends before."""
 
+    def descriptor(self, path: str, num_bytes: int) -> int | None:
+        """A file of this machine, open to be read and mapped; whoever asked closes it. None where a store's
+        bytes are elsewhere. LengthError for a file of another length."""
+
     def view(self, path: str, num_bytes: int) -> memoryview:
         """A whole file as memory of this process, which may write to it: mapped copy-on-write where that can
         be, else read. Unchecked. LengthError for a file of another length."""

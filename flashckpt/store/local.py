@@ -326,6 +326,12 @@ class LocalStore:
                 data = data + piece if data else piece
             return data
 
+    def descriptor(self, path: str, num_bytes: int) -> int | None:
+        with self._opened(path) as (file, there):
+            if there != num_bytes:
+                raise other_length(path, there, num_bytes)
+            return os.dup(file)
+
     def view(self, path: str, num_bytes: int) -> memoryview:
         with self._opened(path) as (file, there):
             if there != num_bytes:

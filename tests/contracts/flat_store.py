@@ -217,6 +217,9 @@ class FlatStore:
             raise other_length(path, offset + len(data), offset + num_bytes)
         return data
 
+    def descriptor(self, path: str, num_bytes: int) -> int | None:
+        return None
+
     def view(self, path: str, num_bytes: int) -> memoryview:
         data = bytearray(self._bucket.get(_key(path)))
         if len(data) != num_bytes:

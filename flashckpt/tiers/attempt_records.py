@@ -1,0 +1,112 @@
+"""The records of attempts, brought to another store of the same run: claims and start.json, as they stand.
+
+Owns whether two stores have one history. A store whose own attempts are others has gone on by itself: nothing
+is mixed. No `alive` is brought but that of an attempt that ended: nobody trains there by having been copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from flashckpt.commit import attempts
+from flashckpt.errors import DamagedError, RunError
+from flashckpt.format.names import AttemptName, alive_path, claim_path, start_path
+from flashckpt.format.records import Alive, Claim, Start
+from flashckpt.store.base import Store
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptRecords:
+    """The two files of an attempt, as they stand in a store. `start` is empty for one that never started."""
+
+    name: AttemptName
+    claim: bytes
+    start: bytes
+    ended: str
+
+    @classmethod
+    def of(cls, store: Store, name: AttemptName) -> AttemptRecords | None:
+        """None where the claim is gone with its attempt. DamagedError."""
+        try:
+            attempts.read_claim(store, name)
+            claim = store.read(claim_path(name.number), Claim.MAX_BYTES)
+        except FileNotFoundError:
+            return None
+        start = b""
+        if attempts.read_start(store, name) is not None:
+            start = store.read(start_path(name), Start.MAX_BYTES)
+        alive = attempts.alive(store, name)
+        return cls(name, claim, start, "" if alive is None else alive.ended)
+
+
+def needed(source: Store, step_of: AttemptName) -> list[AttemptRecords]:
+    """Those by which a step of `step_of` is seen, oldest first: of its attempt, of the newest that started,
+    and of its lineage. DamagedError where those of the newest cannot be read."""
+    lineage = [bound.attempt for bound in attempts.bounds(source)]
+    found = []
+    for name in sorted({*lineage, step_of}):
+        try:
+            records = AttemptRecords.of(source, name)
+        except DamagedError:
+            if name == lineage[0]:
+                raise
+            continue  # the newest's start.json has its lineage
+        if records is not None and records.start:
+            found.append(records)
+    return found
+
+
+def check_one_history(
+    source: Store, target: Store, records: list[AttemptRecords], may_supersede: Callable[[], None]
+) -> None:
+    """RunError where the target has attempts of its own that these are not the history of, or would hide the
+    steps of. `may_supersede` is asked, and raises, before a living attempt there is followed by a newer."""
+    for each in records:
+        _check_alike(target, each)
+    newest = attempts.newest_claimed(target)
+    if newest is None or not records or records[-1].name.number <= newest.number:
+        return
+    if newest not in {info.name for info in attempts.attempts(source)} | {each.name for each in records}:
+        lineage = {bound.attempt for bound in attempts.bounds(source)}
+        if newest not in lineage and attempts.read_start(target, newest) is not None:
+            raise _other_history(target, newest)
+    alive = attempts.alive(target, newest)
+    if alive is not None and not alive.ended:
+        may_supersede()
+
+
+def bring(target: Store, records: list[AttemptRecords]) -> None:
+    """Make them the target's, oldest first. What stands there is left; RunError where it is another's."""
+    for each in records:
+        if not target.exists(start_path(each.name)) or not target.exists(claim_path(each.name.number)):
+            target.create(claim_path(each.name.number), each.claim)
+            _check_alike(target, each)
+            target.create(start_path(each.name), each.start)
+        if each.ended and attempts.alive(target, each.name) is None:
+            target.create(alive_path(each.name), Alive(count=0, ended=each.ended).to_bytes())
+        _check_alike(target, each)
+
+
+def _check_alike(target: Store, records: AttemptRecords) -> None:
+    for path, data in (
+        (claim_path(records.name.number), records.claim),
+        (start_path(records.name), records.start),
+    ):
+        try:
+            found = target.read(path, Start.MAX_BYTES)
+        except FileNotFoundError:
+            continue
+        except DamagedError as error:
+            raise DamagedError(f"{target.url}: {error}", path=path) from error
+        if found != data:
+            raise _other_history(target, records.name, path)
+
+
+def _other_history(target: Store, name: AttemptName, path: str = "") -> RunError:
+    what = f"{path} is another there" if path else f"the source has no attempt {name}"
+    return RunError(
+        f"{target.url} has been trained by itself, or holds another node's part of the run: {what}. Nothing "
+        "was published there, and what it has is as it was. Copy to a place of its own.",
+        path=target.url,
+    )

@@ -1,0 +1,369 @@
+"""One committed step from one store to another, byte for byte: files, part after part, attempts, manifest.
+
+Owns what may be taken for sent already, and that a part stands in the target only for bytes that were
+compared with it. Deletes nothing but what it wrote itself and nobody reads. The order is that of
+docs/commit.md: whoever is killed leaves a step that is not there, and the next copier goes on from it.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import re
+import secrets
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from flashckpt import _native, crashpoints
+from flashckpt.commit import constants
+from flashckpt.commit.lineage import VisibleStep, has_manifest
+from flashckpt.commit.steps import (
+    Committed,
+    StepRecord,
+    missing_files,
+    publish_manifest,
+    read_manifest,
+    read_step,
+)
+from flashckpt.commit.verification import verify_file
+from flashckpt.errors import DamagedError, NoSuchStepError, RunError
+from flashckpt.format.layout import PAGE
+from flashckpt.format.names import AttemptName, attempt_folder, manifest_path, step_attempt_folder
+from flashckpt.format.records import CHUNK_BYTES, Contents, Manifest, Part, RankRecord, Tombstone, manifest_of
+from flashckpt.store.base import LengthError, MemoryRange, Read, Store, Written
+from flashckpt.tiers.attempt_records import bring, check_one_history, needed
+
+_TRIES = 4
+_SHOWN = 8
+_TEMPORARY = re.compile(r"\.((?:shard|constants)-[0-9a-f-]+\.safetensors)\.[0-9a-f]{16}\.tmp")
+
+
+class Outcome(Enum):
+    COPIED = "copied"
+    THERE = "there already"
+    BURIED = "deleted there"
+    """A tombstone stands there: retention, or somebody, has deleted the step, and it stays deleted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copied:
+    """What became of one step. `num_bytes` are those of its files, `sent_bytes` those that were sent now."""
+
+    step: int
+    attempt: AttemptName
+    outcome: Outcome
+    num_bytes: int
+    sent_bytes: int
+
+
+class StepCopier:
+    """Copies steps of one run. `progress`: 0, or the address of a u64 that grows by the bytes that are done
+    with, sent or found there. `may_supersede` as for `check_one_history`."""
+
+    def __init__(
+        self,
+        source: Store,
+        target: Store,
+        *,
+        threads: int = 2,
+        progress: int = 0,
+        may_supersede: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._source, self._target = source, target
+        self._threads, self._progress, self._may_supersede = threads, progress, may_supersede
+        self._known: dict[str, Contents] = {}  # constants that stand in the target, by their path
+        self._sent_bytes = 0
+
+    def copy(self, step: int, attempt: AttemptName) -> Copied:
+        """Commit a step of the source in the target, which is the same run.
+
+        NoSuchStepError where the source has not got it, or not any more; DamagedError where its bytes are not
+        those of its record; RunError where the target holds something else in its place. Then nothing of the
+        step is to be seen in the target.
+        """
+        self._sent_bytes = 0
+        try:
+            return self._copied(step, attempt)
+        except (DamagedError, FileNotFoundError):
+            if not has_manifest(self._source, VisibleStep(step, attempt)):
+                raise NoSuchStepError(
+                    f"step {step} of attempt {attempt} was deleted in {self._source.url} while it was "
+                    "copied. It is not committed in the target. Name a newer one.",
+                    step=step,
+                    path=self._source.url,
+                ) from None
+            raise
+
+    def _copied(self, step: int, attempt: AttemptName) -> Copied:
+        record, path = read_step(self._source, step, attempt), manifest_path(step, attempt)
+        data = self._source.read(path, Manifest.MAX_BYTES)
+        if manifest_of(data, path) != record.manifest:
+            raise _damaged(self._source, path, "it has changed while it was read", step)
+        records = needed(self._source, attempt)
+        check_one_history(self._source, self._target, records, self._may_supersede)
+        outcome = self._standing(record.manifest)
+        if outcome is Outcome.COPIED:
+            for place in range(len(record.parts)):
+                self._copy_part(record, place)
+        bring(self._target, records)
+        crashpoints.point("copy.records")
+        if outcome is Outcome.COPIED:
+            outcome = self._publish(record.manifest, data)
+            self._clear(step, attempt)
+        sizes = [*record.manifest.shards, *record.manifest.constants]
+        return Copied(
+            step=step,
+            attempt=attempt,
+            outcome=outcome,
+            num_bytes=sum(each.num_bytes for each in sizes),
+            sent_bytes=self._sent_bytes,
+        )
+
+    def _standing(self, manifest: Manifest) -> Outcome:
+        """COPIED where there is something to do."""
+        path = manifest_path(manifest.step, manifest.attempt)
+        try:
+            found = read_manifest(self._target, manifest.step, manifest.attempt)
+        except DamagedError as error:
+            raise _damaged(self._target, path, str(error), manifest.step) from error
+        if isinstance(found, Tombstone):
+            return Outcome.BURIED
+        if found is not None and found != manifest:
+            raise self._in_its_place(path, manifest.step)
+        return (
+            Outcome.THERE if found is not None and not missing_files(self._target, found) else Outcome.COPIED
+        )
+
+    def _publish(self, manifest: Manifest, data: bytes) -> Outcome:
+        path = manifest_path(manifest.step, manifest.attempt)
+        if missing := missing_files(self._target, manifest):
+            raise self._gone(missing[0], manifest.step)
+        try:
+            committed = publish_manifest(self._target, manifest, data)
+        except DamagedError as error:
+            raise self._gone(path, manifest.step) from error
+        if committed is Committed.WAITING:
+            raise self._gone(path, manifest.step)
+        return Outcome.COPIED if committed else Outcome.BURIED
+
+    # ---- parts and files
+
+    def _copy_part(self, record: StepRecord, place: int) -> None:
+        part, data = record.parts[place], record.part_bytes(place)
+        folder = step_attempt_folder(record.step, record.attempt)
+        path = f"{folder}/{part.file}"
+        is_there = self._has_part(path, data, record.step)
+        sizes = {f"{folder}/{each.name}": each.num_bytes for each in self._target.list(folder)}
+        above = attempt_folder(record.attempt)
+        sizes |= {f"{above}/{each.name}": each.num_bytes for each in self._target.list(above)}
+        for rank in part.ranks:
+            for file, contents in record.files(rank.rank):
+                self._send(record, rank, file, contents, sizes.get(file), is_recorded=is_there)
+        if not is_there:
+            crashpoints.point("copy.files")
+            if not self._target.create(path, data):
+                self._has_part(path, data, record.step)
+            crashpoints.point("copy.part")
+
+    def _has_part(self, path: str, data: bytes, step: int) -> bool:
+        """Whether this very part stands in the target: then its files were compared with it."""
+        try:
+            found = self._target.read(path, Part.MAX_BYTES)
+        except FileNotFoundError:
+            return False
+        if found != data:
+            raise self._in_its_place(path, step)
+        return True
+
+    def _send(
+        self, record: StepRecord, rank: RankRecord, path: str, contents: Contents, size: int | None,
+        *, is_recorded: bool,
+    ) -> None:  # fmt: skip
+        """`size`: what the target has under this name; `is_recorded`: and has compared with this part."""
+        num_bytes, is_there = contents.shard.num_bytes, size is not None
+        if self._known.get(path) != contents:
+            is_there = is_there or self._has_linked(path, contents)
+            is_known = size == num_bytes and (is_recorded or self._is_named(record, rank, contents))
+            if size is not None and not is_known and not self._is_whole(path, contents):
+                raise self._in_its_place(path, record.step)
+            if not is_there:
+                self._write(path, contents, record.step)
+                self._sent_bytes += num_bytes
+        if is_there and self._progress:
+            _native.fetch_add(self._progress, num_bytes)
+        if contents is rank.constants:
+            self._known[path] = contents
+
+    def _has_linked(self, path: str, contents: Contents) -> bool:
+        """The same constants of an earlier attempt, where they stand in the target by another name."""
+        like = replace(contents.shard, file="")
+        for other, known in self._known.items():
+            is_alike = (known.leaves, known.digests) == (contents.leaves, contents.digests)
+            if is_alike and replace(known.shard, file="") == like:
+                return self._target.copy(other, path)
+        return False
+
+    def _is_named(self, record: StepRecord, rank: RankRecord, contents: Contents) -> bool:
+        """Whether a committed step of the target has these constants: then they were compared."""
+        if contents is not rank.constants:
+            return False
+        named = constants.named(self._target, record.attempt, rank.rank)
+        return any(each == contents for attempt, each in named if attempt == record.attempt)
+
+    def _is_whole(self, path: str, contents: Contents) -> bool:
+        status, detail = verify_file(self._target, path, contents, threads=self._threads)
+        if status == "unreadable":
+            raise OSError(errno.EIO, detail, f"{self._target.url}/{path}")
+        return status == "ok"
+
+    def _write(self, path: str, contents: Contents, step: int) -> None:
+        """A local file gets its name once its bytes were compared. An object has its name from the beginning:
+        there the source is read and compared before."""
+        is_beside = self._target.capabilities.rename
+        with self._image(path, contents, step, is_checked=not is_beside) as descriptor:
+            for _ in range(_TRIES):
+                if is_beside:
+                    if self._write_beside(path, contents, descriptor, step):
+                        return
+                else:
+                    with suppress(FileExistsError):
+                        self._write_as(path, path, contents, descriptor, step)
+                        return
+                if self._target.exists(path):
+                    # Of another copier, or of one that is dead.
+                    if not self._is_whole(path, contents):
+                        raise self._in_its_place(path, step)
+                    return
+                is_beside = False
+        raise self._gone(path, step)
+
+    def _write_beside(self, path: str, contents: Contents, descriptor: int, step: int) -> bool:
+        """False where the name is taken meanwhile, or there are no links."""
+        folder, _, name = path.rpartition("/")
+        temporary = f"{folder}/.{name}.{secrets.token_hex(8)}.tmp"
+        try:
+            self._write_as(temporary, path, contents, descriptor, step)
+            crashpoints.point("copy.written")
+            return self._target.copy(temporary, path)
+        except FileNotFoundError:
+            # Another copier has put the same file there, and cleared up.
+            return False
+        finally:
+            with suppress(OSError):
+                self._target.remove(temporary)
+
+    def _write_as(self, name: str, path: str, contents: Contents, descriptor: int, step: int) -> None:
+        written = self._target.write_shard(
+            name,
+            contents.layout(),
+            MemoryRange(descriptor, 0),
+            threads=self._threads,
+            progress=self._progress,
+        )
+        try:
+            if wrong := self._unlike(name, contents, written):
+                raise _damaged(self._source, path, wrong, step)
+        except BaseException:
+            with suppress(OSError):
+                self._target.remove(name)
+            raise
+
+    def _unlike(self, name: str, contents: Contents, written: Written) -> str:
+        """What is wrong with what was written, in words."""
+        if contents.shard.chunk_bytes != CHUNK_BYTES:
+            return verify_file(self._target, name, contents, threads=self._threads)[1]
+        bad = [] if written.checksums == contents.shard.checksums else [0]
+        return _words(Read(digests=written.digests, bad_chunks=bad), contents)
+
+    @contextmanager
+    def _image(self, path: str, contents: Contents, step: int, *, is_checked: bool) -> Iterator[int]:
+        """A file of the source as a descriptor: its own where it is here, else what was read of it."""
+        num_bytes, wrong = contents.shard.num_bytes, ""
+        try:
+            descriptor = self._source.descriptor(path, num_bytes)
+        except (LengthError, FileNotFoundError) as error:
+            raise _damaged(self._source, path, str(error) or "it is missing", step) from error
+        is_here = descriptor is not None
+        descriptor = _spool(num_bytes) if descriptor is None else descriptor
+        try:
+            if not is_here:
+                wrong = self._fetch(path, contents, descriptor)
+            elif is_checked:
+                status, wrong = verify_file(self._source, path, contents, threads=self._threads)
+                if status == "unreadable":
+                    raise OSError(errno.EIO, wrong, f"{self._source.url}/{path}")
+            if wrong:
+                raise _damaged(self._source, path, wrong, step)
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def _fetch(self, path: str, contents: Contents, descriptor: int) -> str:
+        """Read a file of the source; what is wrong with it, in words."""
+        with mmap.mmap(descriptor, -(-contents.shard.num_bytes // PAGE) * PAGE) as memory:
+            view = memoryview(memory)
+            try:
+                found = self._source.read_ranges(path, contents, view, threads=self._threads)
+            except FileNotFoundError:
+                return "it is missing"
+            except LengthError as error:
+                return str(error)
+            finally:
+                view.release()
+        return _words(found, contents)
+
+    def _clear(self, step: int, attempt: AttemptName) -> None:
+        """What copiers that were killed left of files that stand now."""
+        for folder in (step_attempt_folder(step, attempt), attempt_folder(attempt)):
+            with suppress(OSError):
+                names = {each.name for each in self._target.list(folder)}
+                for name in names:
+                    if (match := _TEMPORARY.fullmatch(name)) is not None and match[1] in names:
+                        self._target.remove(f"{folder}/{name}")
+
+    # ---- errors
+
+    def _in_its_place(self, path: str, step: int) -> RunError:
+        return RunError(
+            f"{self._target.url}/{path} is another file than the source's, or one that is not whole. Nothing "
+            f"of step {step} was published there, and that file was not touched. Run `flashckpt verify` on "
+            "both; if no step of the target needs it and no other copy runs, delete it, and copy again.",
+            step=step,
+            path=path,
+        )
+
+    def _gone(self, path: str, step: int) -> RunError:
+        return RunError(
+            f"{self._target.url}/{path} went away while step {step} was copied: somebody deletes there. The "
+            "step is not committed there. Copy again.",
+            step=step,
+            path=path,
+        )
+
+
+def _words(found: Read, contents: Contents) -> str:
+    """What is wrong, empty where nothing is."""
+    leaves = ", ".join(found.wrong_leaves(contents)[:_SHOWN])
+    if leaves:
+        return f"not the bytes that were captured: {leaves}"
+    return "chunks do not have their checksums" if found.bad_chunks else ""
+
+
+def _spool(num_bytes: int) -> int:
+    """A file without a name, with room for so many bytes: what is written to it may go to the disk."""
+    with tempfile.TemporaryFile() as file:
+        os.posix_fallocate(file.fileno(), 0, -(-num_bytes // PAGE) * PAGE)
+        return os.dup(file.fileno())
+
+
+def _damaged(store: Store, path: str, why: str, step: int) -> DamagedError:
+    return DamagedError(
+        f"{store.url}/{path} is damaged: {why}. Step {step} was not copied, other steps are as they were. "
+        "Run `flashckpt verify` on the run to see which steps are whole.",
+        step=step,
+        path=path,
+    )
