@@ -49,7 +49,7 @@ def needed(source: Store, step_of: AttemptName) -> list[AttemptRecords]:
         try:
             records = AttemptRecords.of(source, name)
         except DamagedError:
-            if name == lineage[0]:
+            if name in lineage[:1]:
                 raise
             continue  # the newest's start.json has its lineage
         if records is not None and records.start:
@@ -62,10 +62,12 @@ def check_one_history(
 ) -> None:
     """RunError where the target has attempts of its own that these are not the history of, or would hide the
     steps of. `may_supersede` is asked, and raises, before a living attempt there is followed by a newer."""
+    if not records:
+        return
     for each in records:
         _check_alike(target, each)
     newest = attempts.newest_claimed(target)
-    if newest is None or not records or records[-1].name.number <= newest.number:
+    if newest is None or records[-1].name.number <= newest.number:
         return
     if newest not in {info.name for info in attempts.attempts(source)} | {each.name for each in records}:
         lineage = {bound.attempt for bound in attempts.bounds(source)}

@@ -20,6 +20,7 @@ from enum import Enum
 
 from flashckpt import _native, crashpoints
 from flashckpt.commit import constants
+from flashckpt.commit.attempts import newest_started
 from flashckpt.commit.lineage import VisibleStep, has_manifest
 from flashckpt.commit.steps import (
     Committed,
@@ -76,6 +77,8 @@ class StepCopier:
         self._source, self._target = source, target
         self._threads, self._progress, self._may_supersede = threads, progress, may_supersede
         self._known: dict[str, Contents] = {}  # constants that stand in the target, by their path
+        # Attempts whose records are alike in both, with all that the newest went on from: they never change.
+        self._alike: set[tuple[AttemptName | None, AttemptName]] = set()
         self._sent_bytes = 0
 
     def copy(self, step: int, attempt: AttemptName) -> Copied:
@@ -103,13 +106,15 @@ class StepCopier:
         data = self._source.read(path, Manifest.MAX_BYTES)
         if manifest_of(data, path) != record.manifest:
             raise _damaged(self._source, path, "it has changed while it was read", step)
-        records = needed(self._source, attempt)
+        lineage = newest_started(self._source), attempt
+        records = [] if lineage in self._alike else needed(self._source, attempt)
         check_one_history(self._source, self._target, records, self._may_supersede)
         outcome = self._standing(record.manifest)
         if outcome is Outcome.COPIED:
             for place in range(len(record.parts)):
                 self._copy_part(record, place)
         bring(self._target, records)
+        self._alike.add(lineage)
         crashpoints.point("copy.records")
         if outcome is Outcome.COPIED:
             outcome = self._publish(record.manifest, data)
@@ -221,10 +226,9 @@ class StepCopier:
         return status == "ok"
 
     def _write(self, path: str, contents: Contents, step: int) -> None:
-        """A local file gets its name once its bytes were compared. An object has its name from the beginning:
-        there the source is read and compared before."""
+        """A local file gets its name once its bytes were compared; an object has its name at once."""
         is_beside = self._target.capabilities.rename
-        with self._image(path, contents, step, is_checked=not is_beside) as descriptor:
+        with self._image(path, contents, step) as descriptor:
             for _ in range(_TRIES):
                 if is_beside:
                     if self._write_beside(path, contents, descriptor, step):
@@ -280,8 +284,10 @@ class StepCopier:
         return _words(Read(digests=written.digests, bad_chunks=bad), contents)
 
     @contextmanager
-    def _image(self, path: str, contents: Contents, step: int, *, is_checked: bool) -> Iterator[int]:
-        """A file of the source as a descriptor: its own where it is here, else what was read of it."""
+    def _image(self, path: str, contents: Contents, step: int) -> Iterator[int]:
+        """A file of the source as a descriptor: its own where it is here, else what was read of it. It was
+        compared with its record: nothing wrong is sent, and where a disk gives no bytes it is said (in a
+        mapping it would be a SIGBUS)."""
         num_bytes, wrong = contents.shard.num_bytes, ""
         try:
             descriptor = self._source.descriptor(path, num_bytes)
@@ -292,7 +298,7 @@ class StepCopier:
         try:
             if not is_here:
                 wrong = self._fetch(path, contents, descriptor)
-            elif is_checked:
+            else:
                 status, wrong = verify_file(self._source, path, contents, threads=self._threads)
                 if status == "unreadable":
                     raise OSError(errno.EIO, wrong, f"{self._source.url}/{path}")

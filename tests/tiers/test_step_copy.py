@@ -22,7 +22,7 @@ from flashckpt.commit.attempts import open_run
 from flashckpt.commit.verification import verify
 from flashckpt.errors import DamagedError, NoSuchStepError, RunError
 from flashckpt.format.names import AttemptName, manifest_path, step_attempt_folder
-from flashckpt.store.base import Store
+from flashckpt.store.base import Read, Store
 from flashckpt.store.local import LocalStore, System
 from flashckpt.tiers.run_copy import copy_run
 from flashckpt.tiers.step_copy import Copied, Outcome, StepCopier
@@ -272,6 +272,22 @@ def test_a_file_in_the_target_is_trusted_only_if_its_part_stands(
     done = StepCopier(source, target).copy(10, attempt)
     assert done.outcome is Outcome.COPIED
     assert done.sent_bytes < done.num_bytes
+
+
+class BadSector(LocalStore):
+    """Gives the records, and no bytes of shards."""
+
+    def read_ranges(self, path: str, *args: Any, **how: Any) -> Read:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+
+def test_a_disk_that_gives_no_bytes_is_no_damage(tmp_path: Path) -> None:
+    made(LocalStore(str(tmp_path / "source")), [10])
+    target = LocalStore(str(tmp_path / "target"))
+    with pytest.raises(OSError, match="source/steps/.*shard") as told:
+        copy_run(BadSector(str(tmp_path / "source")), target)
+    assert told.value.errno == errno.EIO
+    assert list(lineage.newest_first(target)) == []
 
 
 class FullDisk(System):
