@@ -118,6 +118,7 @@ class StepCopier:
         crashpoints.point("copy.records")
         if outcome is Outcome.COPIED:
             outcome = self._publish(record.manifest, data)
+        if self._target.capabilities.rename:
             self._clear(step, attempt)
         sizes = [*record.manifest.shards, *record.manifest.constants]
         return Copied(

@@ -9,9 +9,12 @@ import torch
 
 import flashckpt
 from flashckpt.commit import lineage
-from flashckpt.store import open_store
+from flashckpt.commit.verification import verify
+from flashckpt.store import obstore_client, open_store
 from flashckpt.store.objects import PART_BYTES
 from flashckpt.tiers.run_copy import copy_run
+from tests.commit.runs import attempt_at, commit, new_run
+from tests.stores.proxy import Fault, Proxy, Request
 from tests.stores.s3_server import S3Server
 
 pytestmark = pytest.mark.process
@@ -42,3 +45,35 @@ def test_a_run_goes_on_from_its_copy(s3_server: S3Server, bucket: str, tmp_path:
     assert flashckpt.verify(tmp_path / "run").ok
     assert lineage.visible(local)[-1] == lineage.visible(remote)[-1]
     assert trained(tmp_path / "run", flashckpt.Options(), 1).unique().tolist() == [6]
+
+
+def test_a_copy_through_a_server_that_loses_answers(
+    s3_server: S3Server, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each object the first request of each kind is refused, or done and its answer lost."""
+    monkeypatch.setattr(obstore_client, "_FIRST_PAUSE_S", 0.001)
+    source = new_run(tmp_path / "run")
+    attempt = attempt_at(source)
+    for step in (10, 20):
+        assert commit(source, step, attempt, constants=True)
+    seen: set[tuple[str, str]] = set()
+
+    def fault(request: Request) -> Fault:
+        name = request.method, request.path.partition("?")[0]
+        if name in seen:
+            return ""
+        seen.add(name)
+        return "lose answer" if request.method == "PUT" else "refuse"
+
+    with Proxy(s3_server.endpoint, fault) as proxy:
+        options = {**s3_server.options(), "endpoint": proxy.endpoint}
+        done = copy_run(source, open_store(f"s3://{bucket}/run", options), all_steps=True)
+    assert [each.step for each in done.steps if each.is_visible] == [20, 10]
+    remote = open_store(f"s3://{bucket}/run", s3_server.options())
+    assert verify(remote).ok
+    back = open_store(tmp_path / "back")
+    assert copy_run(remote, back, all_steps=True).ok
+    assert lineage.visible(back) == lineage.visible(source)
+    for path in (tmp_path / "run").rglob("*.safetensors"):
+        name = path.relative_to(tmp_path / "run")
+        assert (tmp_path / "back" / name).read_bytes() == path.read_bytes()

@@ -112,7 +112,11 @@ def test_what_was_copied_is_the_same(pair: tuple[Store, Store], tmp_path: Path) 
     assert mine == {name: data for name, data in theirs.items() if f"steps/{30:012d}" not in name}
     assert not [name for name in files(tmp_path / "target") if name.endswith(".tmp")]
 
+    remains = f"{step_attempt_folder(40, second)}/.shard-00000-5f2c0a1b.safetensors.0123456789abcdef.tmp"
+    if target.capabilities.rename:
+        target.create(remains, b"of a copier that was killed as another committed the step")
     again = copy_run(source, target, all_steps=True)
+    assert not target.exists(remains)
     assert {each.copied.outcome for each in again.steps if each.copied} == {Outcome.THERE}
     assert again.sent_bytes == 0
 
