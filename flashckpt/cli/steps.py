@@ -224,6 +224,7 @@ def prune(
                 "gone": [asdict(each) | {"attempt": str(each.attempt)} for each in done.gone],
                 "kept": list(done.kept),
                 "refusal": done.refusal or None,
+                "uploads": [each.to_dict() for each in done.uploads],
             }
         )
     else:
@@ -245,6 +246,8 @@ def _print_pruned(done: pruning.Pruning) -> None:
     kept = ", ".join(map(str, done.kept)) or "none"
     deleted = "would delete" if done.dry_run else "deleted"
     results().print(f"{deleted} {command.count(len(done.gone), 'step')}, {total}; kept: {kept}")
+    for found in done.uploads:
+        results().print(f"{found.outcome.value}: {found.place}: {found.detail}")
 
 
 # ---- verify

@@ -190,6 +190,11 @@ def unused_files(
     return found
 
 
+def ended_attempts(store: Store) -> set[AttemptName]:
+    """Attempts of which no keeper writes anything any more, as far as the run's records say."""
+    return _over(attempts(store))
+
+
 def half_written(store: Store, writers: Collection[str]) -> list[Unused]:
     """The shards that these keepers, which are certainly dead, began and that nothing names, in whatever
     attempt.

@@ -11,7 +11,9 @@ from flashckpt.commit.steps import read_step
 from flashckpt.errors import DamagedError
 from flashckpt.format.names import AttemptName
 from flashckpt.options import Keep
-from flashckpt.recovery.node import hold, refuse_if_held, runtime_of
+from flashckpt.recovery.node import dead_keepers, hold, refuse_if_held, runtime_of
+from flashckpt.recovery.report import Finding
+from flashckpt.recovery.uploads import dead_uploads, end_dead_uploads
 from flashckpt.store.base import Store
 
 
@@ -26,13 +28,15 @@ class Pruned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pruning:
-    """What went, oldest first, and which visible steps stay. `refusal` says why nothing may go."""
+    """What went, oldest first, and which visible steps stay. `refusal` says why nothing may go. `uploads` are
+    the files of which an upload died in the middle: its parts went, or would."""
 
     run: str
     dry_run: bool
     gone: tuple[Pruned, ...]
     kept: tuple[int, ...]
     refusal: str = ""
+    uploads: tuple[Finding, ...] = ()
 
 
 def prune(store: Store, keep: Keep, *, dry_run: bool = False) -> Pruning:
@@ -45,18 +49,24 @@ def prune(store: Store, keep: Keep, *, dry_run: bool = False) -> Pruning:
     if dry_run:
         with runtime_of(store, run) as runtime:
             refuse_if_held(store, runtime)
+            writers = dead_keepers(runtime) if runtime is not None else set[str]()
         lineage.check_records(store)
-        return _foreseen(store, keep)
+        planned = _foreseen(store, keep)
+        if not planned.refusal:
+            planned = replace(planned, uploads=tuple(dead_uploads(store, (), writers)))
+        return planned
     with hold(store, run) as held:
         lineage.check_records(store)
         planned = _foreseen(store, keep)
-        newest, gone = attempts.newest_started(store), set[VisibleStep]()
+        newest, gone, ended = attempts.newest_started(store), set[VisibleStep](), list[Finding]()
         if newest is not None and not planned.refusal:
             held.guard()
             gone = set(retention.prune(store, newest, keep, claimed=held.claimed))
+        if not planned.refusal:
+            ended = end_dead_uploads(held, dead_keepers(held.runtime))
         done = tuple(each for each in planned.gone if VisibleStep(each.step, each.attempt) in gone)
         kept = tuple(each.step for each in visible(store))
-        return replace(planned, dry_run=False, gone=done, kept=kept)
+        return replace(planned, dry_run=False, gone=done, kept=kept, uploads=tuple(ended))
 
 
 def _foreseen(store: Store, keep: Keep) -> Pruning:

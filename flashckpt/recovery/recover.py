@@ -49,6 +49,7 @@ from flashckpt.recovery.survey import (
     torn_leaves,
     unseen_ranks,
 )
+from flashckpt.recovery.uploads import dead_uploads, end_dead_uploads
 from flashckpt.store.base import Store
 
 log = logging.getLogger(__name__)
@@ -133,7 +134,8 @@ def _save(
         if keeper is None:
             _bury(held, memory.unsaved, ledger)
         watcher.stage("clearing")
-        debris = clear(held, dead_keepers(held.runtime) if keeper is None else (), ledger)
+        writers = dead_keepers(held.runtime) if keeper is None else set[str]()
+        debris = clear(held, writers, ledger) + end_dead_uploads(held, writers)
         if keeper is None:
             if not any(each.outcome is Fate.FAILED for each in debris):
                 memory.forget_dead_keepers()
@@ -217,7 +219,8 @@ def _look(
     dead, writers = list[AttemptName](), set[str]()
     if runtime is not None and keeper is None:
         dead, writers = died_here(store, runtime), dead_keepers(runtime)
-    return keeper, found + examined.findings + debris_found(unused_files(store, dead, writers)), examined
+    debris = debris_found(unused_files(store, dead, writers)) + dead_uploads(store, dead, writers)
+    return keeper, found + examined.findings + debris, examined
 
 
 def _snapshots(store: Store, runtime: RuntimeFolder, examined: Examined, *, discard: bool) -> list[Finding]:

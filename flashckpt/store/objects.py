@@ -100,6 +100,10 @@ class ObjectStore:
         return self._client.url
 
     @property
+    def client(self) -> ObjectClient:
+        return self._client
+
+    @property
     def capabilities(self) -> Capabilities:
         return Capabilities(
             conditional_create=True,  # see check

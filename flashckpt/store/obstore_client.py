@@ -49,6 +49,10 @@ class ObstoreClient:
         return self._url
 
     @property
+    def options(self) -> Mapping[str, Any]:
+        return self._options
+
+    @property
     def refusal(self) -> str:
         return ""
 
@@ -153,7 +157,7 @@ _CLIENT_OPTIONS = frozenset(
 )  # fmt: skip
 
 # In the order in which obstore looks for them.
-_ENDPOINTS = (
+ENDPOINTS = (
     "AWS_ENDPOINT_URL_S3",
     "AWS_ENDPOINT_URL",
     "AWS_ENDPOINT",
@@ -190,7 +194,7 @@ def _defaults(url: str) -> dict[str, Any]:
 
 def _names_plain_http(options: Mapping[str, Any]) -> bool:
     """Whether an endpoint without TLS was named: who names one wants it."""
-    named = options.get("endpoint") or next(filter(None, map(os.environ.get, _ENDPOINTS)), "")
+    named = options.get("endpoint") or next(filter(None, map(os.environ.get, ENDPOINTS)), "")
     return str(named).startswith("http://")
 
 

@@ -130,7 +130,7 @@ def test_the_shape_of_what_prune_and_export_say(tmp_path: Path, runtime: Path) -
     for step in (1, 2, 3):
         commit(store, step, attempt)
     told = json.loads(shell("prune", store.url, "--keep-last", 2, "--dry-run", "--json").stdout)
-    assert list(told) == ["run", "dry_run", "gone", "kept", "refusal"]
+    assert list(told) == ["run", "dry_run", "gone", "kept", "refusal", "uploads"]
     assert [list(row) for row in told["gone"]] == [["step", "attempt", "num_bytes"]]
     assert told["kept"] == [2, 3]
     done = shell("export", store.url, tmp_path / "out", "--step", f"1@{attempt}", "--json")

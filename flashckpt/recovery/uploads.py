@@ -1,0 +1,78 @@
+"""Uploads that died in the middle: which of those below a run nobody goes on with, and their end.
+
+An upload that lives is never ended: its writer would have to begin anew.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+
+from flashckpt.format.names import AttemptName, shard_writer
+from flashckpt.persist.deletions import ended_attempts
+from flashckpt.recovery.node import Hold
+from flashckpt.recovery.report import Fate, Finding, Kind
+from flashckpt.store.base import Store
+from flashckpt.store.unfinished_uploads import (
+    UnfinishedUploads,
+    Upload,
+    UploadsUnknownError,
+    unfinished_uploads,
+)
+
+log = logging.getLogger(__name__)
+
+SAFE_AGE_S = 7 * 86400.0
+"""No upload takes as long; Azure's limit, too."""
+
+
+def dead_uploads(
+    store: Store, dead: Collection[AttemptName] = (), writers: Collection[str] = ()
+) -> list[Finding]:
+    """What would be ended: see `unused_files` for `dead` and `writers`. Changes nothing."""
+    _, found = _dead(store, dead, writers)
+    return [_finding(each) for each in found]
+
+
+def end_dead_uploads(hold: Hold, writers: Collection[str]) -> list[Finding]:
+    """End them. RunHeldError once a job has begun meanwhile."""
+    uploads, found = _dead(hold.store, (), writers)
+    findings = []
+    for each in found:
+        hold.guard()
+        try:
+            assert uploads is not None
+            uploads.abort(each)
+        except OSError as error:
+            findings.append(_finding(each, Fate.FAILED, f"its upload could not be ended: {error}"))
+        else:
+            findings.append(_finding(each))
+    return findings
+
+
+def _dead(
+    store: Store, dead: Collection[AttemptName], writers: Collection[str]
+) -> tuple[UnfinishedUploads | None, list[Upload]]:
+    try:
+        if (uploads := unfinished_uploads(store)) is None or not (found := uploads.list()):
+            return None, []
+    except UploadsUnknownError as error:
+        log.warning("%s", error)
+        return None, []
+    over = ended_attempts(store) | set(dead)
+
+    def is_dead(upload: Upload) -> bool:
+        writer = shard_writer(upload.path.rpartition("/")[2])
+        return upload.age_s > SAFE_AGE_S or writer in writers or _attempt(upload) in over
+
+    return uploads, [each for each in found if is_dead(each)]
+
+
+def _attempt(upload: Upload) -> AttemptName | None:
+    return next(filter(None, map(AttemptName.parse, upload.path.split("/"))), None)
+
+
+def _finding(
+    upload: Upload, outcome: Fate = Fate.REMOVED, why: str = "its upload was cut off, its parts are paid for"
+) -> Finding:
+    return Finding(Kind.DEBRIS, outcome, upload.path, attempt=_attempt(upload), detail=why)
