@@ -21,7 +21,7 @@ from flashckpt.store.base import Entry
 from flashckpt.store.objects import UncertainError
 
 SCHEMES = frozenset({"s3", "gs", "az"})
-_MARK = "flashckpt-mark"
+_MARK = "flashckptmark"  # Azure takes names of C# alone, some proxies drop an underscore
 
 # The one policy of tries: each request of its own, parts of an upload too.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _DEADLINE_S = 0.1, 5.0, 60.0

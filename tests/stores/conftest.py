@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from tests.stores import azure_server as azure
 from tests.stores import s3_server as s3
 from tests.stores import ssh_server as ssh
+from tests.stores.azure_server import AzureServer
 from tests.stores.s3_server import ACCESS_KEY, REGION, SECRET_KEY, S3Server
 from tests.stores.ssh_server import SshServer
 
@@ -23,6 +25,15 @@ def s3_server() -> Iterator[S3Server]:
     server = S3Server(Path(tempfile.mkdtemp(prefix="flashckpt-ceph-")))
     yield server
     server.close()
+
+
+@pytest.fixture(scope="session")
+def azure_server() -> Iterator[AzureServer]:
+    _skip_without("no Azurite here, so NOTHING of az:// is tested", azure.missing())
+    with tempfile.TemporaryDirectory(prefix="flashckpt-azurite-") as folder:
+        server = AzureServer(Path(folder))
+        yield server
+        server.close()
 
 
 @pytest.fixture(scope="session")

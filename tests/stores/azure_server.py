@@ -1,0 +1,79 @@
+"""Azurite, Microsoft's emulator of Azure's blob storage, on loopback and in its own memory.
+
+npm install --global azurite
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import os
+import shutil
+import socket
+import subprocess
+from email.utils import formatdate
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+from tests.waiting import until
+
+_PROGRAM = "azurite-blob"
+# Those of every Azurite, published by Microsoft.
+ACCOUNT = "devstoreaccount1"
+KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+
+
+def missing() -> list[str]:
+    """The programs that it needs and that are not installed."""
+    return [name for name in ("node", _PROGRAM) if shutil.which(name) is None]
+
+
+class AzureServer:
+    """It lives as long as the process that made it at most."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            self.port: int = listener.getsockname()[1]
+        self.endpoint = f"http://127.0.0.1:{self.port}/{ACCOUNT}"
+        command = [
+            "setpriv", "--pdeathsig", "KILL", shutil.which(_PROGRAM) or "", "--inMemoryPersistence",
+            "--disableTelemetry", "--skipApiVersionCheck", "--silent", "--blobHost", "127.0.0.1",
+            "--blobPort", str(self.port),
+        ]  # fmt: skip
+        with open(folder / "log", "ab") as out:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=folder,
+                env={**os.environ, "AZURITE_TELEMETRY": "false"},
+            )  # fmt: skip
+        until(self._answers, "an answer of Azurite")
+
+    def make_container(self, name: str) -> None:
+        about = f"x-ms-date:{formatdate(usegmt=True)}\nx-ms-version:2021-12-02"
+        text = f"PUT{12 * chr(10)}{about}\n/{ACCOUNT}/{ACCOUNT}/{name}\nrestype:container"
+        signed = base64.b64encode(hmac.digest(base64.b64decode(KEY), text.encode(), hashlib.sha256)).decode()
+        headers = dict(line.split(":", 1) for line in about.split("\n"))
+        headers["Authorization"] = f"SharedKey {ACCOUNT}:{signed}"
+        request = Request(f"{self.endpoint}/{name}?restype=container", method="PUT", headers=headers)
+        with urlopen(request, timeout=60) as answer:
+            assert answer.status == 201
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def options(self) -> dict[str, object]:
+        """What a store of it is opened with."""
+        return {"endpoint": self.endpoint, "account_name": ACCOUNT, "account_key": KEY, "allow_http": True}
+
+    def _answers(self) -> bool:
+        assert self._process.poll() is None, "Azurite has ended"
+        try:
+            with urlopen(self.endpoint, timeout=5):
+                return True
+        except HTTPError:
+            return True
+        except OSError:
+            return False
