@@ -21,12 +21,13 @@ from flashckpt.commit import steps as steps_module
 from flashckpt.commit.attempts import open_run
 from flashckpt.commit.verification import verify
 from flashckpt.errors import DamagedError, NoSuchStepError, RunError
-from flashckpt.format.names import AttemptName, manifest_path, step_attempt_folder
+from flashckpt.format.names import AttemptName, claim_path, manifest_path, step_attempt_folder
+from flashckpt.format.replicas import ranks_of
 from flashckpt.store.base import Read, Store
 from flashckpt.store.local import LocalStore, System
 from flashckpt.tiers.run_copy import copy_run
 from flashckpt.tiers.step_copy import Copied, Outcome, StepCopier
-from tests.commit.runs import attempt_at, publish
+from tests.commit.runs import HOLDER, attempt_at, publish
 from tests.contracts.flat_store import FlatStore
 
 POINTS = [
@@ -443,3 +444,25 @@ def test_a_copy_goes_back(tmp_path: Path) -> None:
     copy_run(target, source, 20)
     assert [each.step for each in lineage.visible(source)] == [10, 20, 30]
     assert verify(source).ok
+
+
+def test_the_disks_of_two_nodes_are_copied_apart(near: tuple[Store, Store], tmp_path: Path) -> None:
+    """Their manifests have the same name and list other parts: together they would be neither's."""
+    first, target = near
+    second = LocalStore(str(tmp_path / "second"))
+    open_run(first, create=True)
+    open_run(second, create=True, run_id=open_run(first, create=False).run_id)
+    name = attempts.claim(first, HOLDER)
+    second.create(claim_path(name.number), first.read(claim_path(name.number), 1 << 20))
+    for rank, store in enumerate((first, second)):
+        ranks = ranks_of([rank])
+        attempts.start(store, name, None, 0, 2, ranks=ranks)
+        publish(store, 10, name, ranks=(rank,), world=2, keeper=rank)
+        assert steps_module.commit(store, 10, name, 2, ranks)
+    copy_run(first, target)
+    before = of_step(tmp_path / "target")
+    with pytest.raises(RunError, match="another node's part"):
+        copy_run(second, target)
+    assert of_step(tmp_path / "target") == before
+    assert [each.step for each in lineage.visible(target)] == [10]
+    assert verify(target).ok
