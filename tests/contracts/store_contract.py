@@ -7,6 +7,7 @@ import multiprocessing
 import os
 from array import array
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -236,6 +237,17 @@ class StoreContract:
                 store.read_ranges("shard", shard.contents, into, cancel=_native.address_of(cancel))
             assert caught.value.errno == errno.ECANCELED
         assert not any(room)
+
+
+class OneProcessContract(StoreContract):
+    """Where the race between processes would show no more than that between threads, or cannot be."""
+
+    def test_one_of_many_creates(self, store: Store, opener: Callable[[], Store]) -> None:
+        stores = [store, *(opener() for _ in range(3))]
+        with ThreadPoolExecutor(4) as pool:
+            for turn in range(25):
+                made = pool.map(lambda each: each.create(f"turn-{turn}/name", b"1"), stores)  # noqa: B023
+                assert sorted(made) == [False, False, False, True]
 
 
 def _race(opener: Callable[[], Store], who: int, barrier: Any, wins: Any) -> None:

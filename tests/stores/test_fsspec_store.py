@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from flashckpt.store.base import Store
 from flashckpt.store.fsspec_client import FsspecClient
 from flashckpt.store.objects import PART_BYTES, ObjectStore
 from flashckpt.store.upload_rate import UploadRate
-from tests.contracts.store_contract import Shard, StoreContract, shard
+from tests.contracts.store_contract import OneProcessContract, Shard, StoreContract, shard
 from tests.stores.ssh_server import SshServer
 
 __all__ = ["shard"]
@@ -29,25 +28,18 @@ def opened(url: str, options: dict[str, Any]) -> ObjectStore:
     return ObjectStore(FsspecClient(url, options))
 
 
-class TestLocalFileSystem(StoreContract):
+class TestLocalFileSystem(OneProcessContract):
     @pytest.fixture
     def opener(self, tmp_path: Path) -> Callable[[], Store]:
         return partial(opened, f"local://{tmp_path}", {})
 
 
-class TestMemoryFileSystem(StoreContract):
+class TestMemoryFileSystem(OneProcessContract):
     """Of one process: nothing of it is tested with several, and no run is trained there."""
 
     @pytest.fixture
     def opener(self) -> Callable[[], Store]:
         return partial(opened, f"memory://{secrets.token_hex(8)}", {})
-
-    def test_one_of_many_creates(self, opener: Callable[[], Store]) -> None:
-        stores = [opener() for _ in range(4)]
-        with ThreadPoolExecutor(4) as pool:
-            for turn in range(25):
-                made = pool.map(lambda store: store.create(f"turn-{turn}/name", b"1"), stores)  # noqa: B023
-                assert sorted(made) == [False, False, False, True]
 
 
 @pytest.mark.process

@@ -13,7 +13,7 @@ import pytest
 from flashckpt.store.base import Store
 from flashckpt.store.objects import ObjectStore
 from flashckpt.store.obstore_client import ObstoreClient
-from tests.contracts.store_contract import Shard, StoreContract, shard
+from tests.contracts.store_contract import OneProcessContract, Shard, StoreContract, shard
 from tests.stores.azure_server import AzureServer
 from tests.stores.s3_server import S3Server
 
@@ -32,7 +32,7 @@ class TestS3Store(StoreContract):
         return partial(opened, f"s3://{bucket}/runs/one", s3_server.options())
 
 
-class TestAzureStore(StoreContract):
+class TestAzureStore(OneProcessContract):
     @pytest.fixture
     def opener(self, azure_server: AzureServer) -> Callable[[], Store]:
         name = f"container-{secrets.token_hex(6)}"
