@@ -130,7 +130,7 @@ class FsspecClient:
         try:
             self._fill(key, temporary, parts)
             if is_new:
-                return self._rename_new(key, temporary, target)
+                return self._rename_new(key, temporary, target, parts)
             self._call(key, lambda system: self._way.replace(system, temporary, target))
             return True
         except BaseException:
@@ -150,8 +150,9 @@ class FsspecClient:
                     raise
                 self._call(key, lambda system: self._way.make_folders(system, folder))
 
-    def _rename_new(self, key: str, temporary: str, target: str) -> bool:
-        """Where the answer was lost, the file tells by its first name: nobody else renames it."""
+    def _rename_new(self, key: str, temporary: str, target: str, parts: Iterable[memoryview]) -> bool:
+        """Where the answer was lost, the file tells: its first name is gone, and its bytes are there. Others
+        may have cleared the first name away, once they had taken the second; a shard's has one writer."""
         is_uncertain = False
 
         def rename(system: Any) -> bool:
@@ -160,9 +161,10 @@ class FsspecClient:
             try:
                 return self._way.rename_new(system, temporary, target)
             except FileNotFoundError:
-                if was_uncertain and system.exists(target):
-                    return True
-                raise
+                if not was_uncertain or not system.exists(target):
+                    raise
+                data = b"".join(parts) if isinstance(parts, tuple) else None
+                return data is None or self._way.read(system, target, 0, len(data) + 1) == data
 
         done = self._call(key, rename)
         if not done:

@@ -77,6 +77,21 @@ def test_a_rename_that_was_done_and_not_answered_counts_as_ours(tmp_path: Path) 
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def test_a_rename_that_was_lost_does_not_take_another_s_file_for_ours(tmp_path: Path) -> None:
+    client = FsspecClient(f"local://{tmp_path}")
+    rename = client._way.rename_new
+
+    def lose_request(system: Any, path: str, target: str) -> bool:
+        client._way.rename_new = rename  # type: ignore[method-assign]
+        (tmp_path / "claim").write_bytes(b"another's")
+        Path(path).unlink()  # as who has claimed clears away what a loser left
+        raise ConnectionResetError
+
+    client._way.rename_new = lose_request  # type: ignore[method-assign]
+    assert not ObjectStore(client).create("claim", b"mine"), "two would both go on"
+    assert (tmp_path / "claim").read_bytes() == b"another's"
+
+
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OptionError, match="nowhere:// is not supported here"):
         open_store("nowhere://host/run")
