@@ -48,7 +48,10 @@ def ssh_server() -> Iterator[SshServer]:
 def _skip_without(why: str, lacking: list[str]) -> None:
     if lacking:
         reason = f"{why}: {', '.join(lacking)} missing"
-        warnings.warn(pytest.PytestWarning(reason), stacklevel=1)
+        with warnings.catch_warnings():
+            # Shown, and no error as any other is.
+            warnings.simplefilter("always")
+            warnings.warn(pytest.PytestWarning(reason), stacklevel=1)
         pytest.skip(reason)
 
 
