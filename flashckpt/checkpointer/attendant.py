@@ -420,7 +420,7 @@ class Attendant:
         if self._ended or time.monotonic() - self._looked_s < _CLAIM_LOOK_S:
             return
         self._looked_s = time.monotonic()
-        newest = newest_claimed(self._session.store)
+        newest = newest_claimed(self._session.store.at_once())
         if newest is not None and newest.number > self._session.attempt.number:
             self.superseded_by = str(newest)
         elif not self._tended:

@@ -204,8 +204,8 @@ def _before(store: Store, parent: AttemptName, step: int) -> Iterator[tuple[Atte
         # did, what came before it is not visible any more, and stays.
         with suppress(DamagedError):
             lineage = bounds(store)
-    names = [each.attempt for each in lineage]
-    behind = lineage[names.index(parent) + 1 :] if parent in names else []
+    of = [each.attempt for each in lineage]
+    behind = lineage[of.index(parent) + 1 :] if parent in of else []
     numbers = _steps(store)
     for position, each in enumerate(behind):
         if position < _NEAR or any(store.exists(manifest_path(n, each.attempt)) for n in numbers):
@@ -216,7 +216,7 @@ def attempts(store: Store) -> list[AttemptInfo]:
     """All attempts, oldest first. A damaged start.json is told of its attempt: only who asks for the lineage
     that hangs on it fails."""
     found: list[AttemptInfo] = []
-    for number, name in sorted(_names(store).items()):
+    for number, name in sorted(names(store).items()):
         try:
             record: Claim | None = _read_claim(store, number)
         except (DamagedError, FileNotFoundError):
@@ -252,7 +252,7 @@ def newest_claimed(store: Store) -> AttemptName | None:
 
 def newest_started(store: Store) -> AttemptName | None:
     """The newest attempt that has a start.json: what is visible hangs on it."""
-    for _, name in sorted(_names(store).items(), reverse=True):
+    for _, name in sorted(names(store).items(), reverse=True):
         if store.exists(start_path(name)):
             return name
     return None
@@ -271,7 +271,7 @@ def check_newest(store: Store, name: AttemptName) -> None:
 
 def started_after(store: Store, name: AttemptName) -> AttemptName | None:
     """A newer attempt that has started, or None. From its start on, `name` must commit nothing."""
-    for _, other in sorted(_names(store, least=name.number).items(), reverse=True):
+    for _, other in sorted(names(store, least=name.number).items(), reverse=True):
         if other != name and store.exists(start_path(other)):
             return other
     return None
@@ -292,8 +292,8 @@ def superseded_by(store: Store, name: AttemptName, step: int, boundary: int) -> 
 
 def attempt_folders(store: Store, folder: str) -> list[AttemptName]:
     """The attempts that have a folder in `folder`: that of all attempts, or one of a step."""
-    names = (AttemptName.parse(entry.name) for entry in store.list(folder) if entry.is_folder)
-    return [name for name in names if name is not None]
+    found = (AttemptName.parse(entry.name) for entry in store.list(folder) if entry.is_folder)
+    return [name for name in found if name is not None]
 
 
 def read_claim(store: Store, name: AttemptName) -> Claim:
@@ -310,8 +310,8 @@ def read_start(store: Store, name: AttemptName) -> Start | None:
         record = Start.from_bytes(store.read(start_path(name), Start.MAX_BYTES), start_path(name))
     except FileNotFoundError:
         return None
-    names = [name, *filter(None, [record.parent]), *(attempt for attempt, _ in record.before)]
-    if any(older.number >= newer.number for newer, older in pairwise(names)):
+    lineage = [name, *filter(None, [record.parent]), *(attempt for attempt, _ in record.before)]
+    if any(older.number >= newer.number for newer, older in pairwise(lineage)):
         raise DamagedError(
             f"{start_path(name)} is damaged: it names an attempt that is not older. Nothing of it was used. "
             "Use `flashckpt branch` to go on from a step that is whole.",
@@ -383,7 +383,7 @@ def _by_folder(store: Store) -> dict[int, AttemptName]:
     return {number: name for number, name in found.items() if number not in doubled}
 
 
-def _names(store: Store, least: int = 1) -> dict[int, AttemptName]:
+def names(store: Store, least: int = 1) -> dict[int, AttemptName]:
     """Every claimed attempt from number `least` on. For a damaged claim, its folder stands."""
     found = {}
     by_folder: dict[int, AttemptName] | None = None

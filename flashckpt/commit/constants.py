@@ -66,11 +66,11 @@ def stands(store: Store, attempt: AttemptName, rank: int, layout: Layout, digest
     return any(is_of(contents, layout, digests) for _, contents in named(store, attempt, rank))
 
 
-def unnamed(store: Store, attempt: AttemptName) -> list[str]:
-    """The constants shards of an attempt that no part of it names, but for the newest of each rank, which the
-    part of the next step may name. DamagedError where a part is none: it may name any."""
+def unnamed(above: Store, store: Store, attempt: AttemptName) -> list[str]:
+    """The constants shards of an attempt, which `above` shows, that no part of it names, but for the newest
+    of each rank, which the next step may name. DamagedError where a part is none: it may name any."""
     numbers: dict[int, list[tuple[int, str]]] = {}
-    for entry in store.list(attempt_folder(attempt)):
+    for entry in above.list(attempt_folder(attempt)):
         if CONSTANTS.fullmatch(entry.name) and not entry.is_folder:
             rank, number = _numbers(entry.name)
             numbers.setdefault(rank, []).append((number, entry.name))

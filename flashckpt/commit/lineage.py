@@ -12,6 +12,7 @@ import secrets
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TypeVar
 
 from flashckpt.commit.attempts import (
@@ -32,6 +33,7 @@ from flashckpt.format.names import (
     MARK,
     STEPS,
     AttemptName,
+    manifest_path,
     start_path,
     step_attempt_folder,
     step_folder,
@@ -53,17 +55,20 @@ class VisibleStep:
 
 def visible(store: Store) -> list[VisibleStep]:
     """The committed, complete steps of the run, newest last, each once."""
-    return list(newest_first(store))[::-1]
+    return list(newest_first(store.at_once(), at_once=_FETCHED))[::-1]
 
 
-def newest_first(store: Store, at: AttemptName | None = None) -> Iterator[VisibleStep]:
-    """The visible steps from the newest down, looked at only as far as they are drawn. A step that
-    several attempts of the lineage committed is the newest attempt's."""
-    seen = None
-    for each in in_lineage(store, bounds(store, at)):
-        if each.step != seen and is_committed(store, each.step, each.attempt):
-            seen = each.step
-            yield each
+def newest_first(store: Store, at: AttemptName | None = None, *, at_once: int = 1) -> Iterator[VisibleStep]:
+    """The visible steps from the newest down, looked at only as far as they are drawn, `at_once` of them. A
+    step that several attempts of the lineage committed is the newest attempt's."""
+    seen, begun = None, in_lineage(store, bounds(store, at))
+    while some := [*islice(begun, at_once)]:
+        if at_once > 1:
+            store.fetch([manifest_path(each.step, each.attempt) for each in some], Manifest.MAX_BYTES)
+        for each in some:
+            if each.step != seen and is_committed(store, each.step, each.attempt):
+                seen = each.step
+                yield each
 
 
 def in_lineage(store: Store, lineage: Sequence[Bound]) -> Iterator[VisibleStep]:
@@ -86,6 +91,7 @@ def everything(store: Store) -> Iterator[VisibleStep]:
             yield VisibleStep(step, name)
 
 
+_FETCHED = 64
 _MAX_MARKS = 64
 _MAX_HOST_CHARS = 255
 _MAX_REASON_CHARS = 2000
@@ -151,8 +157,9 @@ def steps(store: Store) -> list[int]:
     UnusableRunError where records of attempts are lost: what would be listed is not what a resume sees.
     """
     open_run(store, create=False)
-    check_records(store)
-    return [each.step for each in visible(store)]
+    look = store.at_once()
+    check_records(look)
+    return [each.step for each in newest_first(look, at_once=_FETCHED)][::-1]
 
 
 def candidates(store: Store, *, says: bool = True) -> list[VisibleStep]:

@@ -19,9 +19,11 @@ from types import MappingProxyType
 from flashckpt import crashpoints
 from flashckpt.commit import constants
 from flashckpt.commit.attempts import (
+    Bound,
     attempt_folders,
     attempts,
     bounds,
+    names,
     newest_claimed,
     newest_started,
     read_start,
@@ -95,15 +97,16 @@ def prune(
     OSError where something could not be deleted (a step that somebody made read-only): all else is first.
     """
     claimed = claimed or attempt
-    start = read_start(store, attempt)
-    if start is None or newest_claimed(store) != claimed:
+    # The claims are looked at anew before each step that goes.
+    above, look = store.at_once(ATTEMPTS), store.at_once()
+    if newest_claimed(above) != claimed or (start := read_start(above, attempt)) is None:
         return []
-    lineage = _look(store)
+    lineage = _look(look, bounds(above))
     if not any(each.attempt == attempt for each in lineage.committed):
         return []
     needed: Collection[VisibleStep] = ()
     if start.ranks is not None:
-        agreed = _agreed(store, lineage, attempt, common)
+        agreed = _agreed(look, lineage, attempt, common)
         if not agreed:
             return []
         # Two, so that there is another where one has rotted; what the attempt began with may be the second.
@@ -112,19 +115,26 @@ def prune(
     crashpoints.point("prune.begun")
     gone: list[VisibleStep] = []
     errors: list[OSError] = []
-    for each in [each for each in _going(store, lineage, keep) if each not in needed]:
-        if newest_claimed(store) != claimed:
+
+    def may_still() -> bool:
+        return newest_claimed(store.at_once()) == claimed
+
+    buried = dict.fromkeys(lineage.buried, look)
+    for each in [each for each in _going(look, lineage, keep) if each not in needed]:
+        if not may_still():
             return gone
         with noted(errors):
-            if bury(store, each.step, each.attempt, lambda: newest_claimed(store) == claimed):
-                lineage.buried.append(each)
+            left = store.at_once()
+            if bury(left, each.step, each.attempt, may_still, look):
+                buried[each] = left
                 gone += [each] if each in lineage.committed else []
     newest = max(each.step for each in lineage.committed if each.attempt == attempt)
     if in_hand is not None:
-        _remove_tombstones(store, lineage.buried, attempt, newest, in_hand, errors)
-        _remove_unnamed(store, attempt, errors)
-    _sweep(store, attempt, errors, may_still=lambda: newest_claimed(store) == attempt)
-    _remove_empty_steps(store, {newest, *(in_hand or ())}, errors)
+        _remove_tombstones(buried, attempt, newest, in_hand, errors)
+        _remove_unnamed(above, look, attempt, errors)
+    claims = lambda: newest_claimed(store.at_once()) == attempt  # noqa: E731
+    _sweep(store, attempt, errors, may_still=claims, above=above, look=look)
+    _remove_empty_steps(look, {newest, *(in_hand or ())}, errors)
     if errors:
         raise errors[0]
     return gone
@@ -152,49 +162,66 @@ def doomed(store: Store, attempt: AttemptName, keep: Keep) -> list[VisibleStep]:
     start = read_start(store, attempt)
     if start is None or start.ranks is not None:
         return []
-    lineage = _look(store)
-    kept = _kept(store, lineage.committed, keep)
+    look = store.at_once()
+    lineage = _look(look, bounds(store))
+    kept = _kept(look, lineage.committed, keep)
     return [each for each in reversed(lineage.committed) if each.step not in kept]
 
 
-def bury(store: Store, step: int, attempt: AttemptName, may_still: Callable[[], bool] = lambda: True) -> bool:
+def bury(
+    store: Store,
+    step: int,
+    attempt: AttemptName,
+    may_still: Callable[[], bool] = lambda: True,
+    look: Store | None = None,
+) -> bool:
     """A tombstone in the manifest's place, then the deletion of all else. False where a manifest
     appeared in a step that had none: it is left alone.
 
     may_still: asked once the tombstone stands. Whoever claims after that finds it; for who has claimed
-    before, and may have read the manifest, it comes back: then False, and nothing was deleted.
+    before, and may have read the manifest, it comes back: then False, and nothing was deleted. `look` shows
+    the manifest that is to go.
     """
     folder, path = step_attempt_folder(step, attempt), manifest_path(step, attempt)
     stone, errors = Tombstone(step=step, attempt=attempt).to_bytes(), list[OSError]()
     try:
-        found = read_manifest(store, step, attempt)
+        found = read_manifest(look or store, step, attempt)
     except DamagedError:
         # It names nothing that could be kept: it goes like a manifest.
         store.replace(path, stone)
     else:
         if isinstance(found, Manifest):
-            if not _replace_manifest(store, found, stone, may_still):
+            # As it stands: another version may have written it.
+            before = (look or store).read(path, Manifest.MAX_BYTES)
+            if not _replace_manifest(store, path, before, stone, may_still):
                 return False
         elif found is None and not store.create(path, stone):
             return False
     crashpoints.point("prune.buried")
-    for entry in store.list(folder):
+    entries = store.list(folder)
+
+    def files() -> Iterator[str]:
+        for entry in entries:
+            if not entry.is_folder and entry.name != MANIFEST:
+                yield f"{folder}/{entry.name}"
+                crashpoints.point("prune.removed")
+
+    for entry in entries:
         with noted(errors):
             if entry.is_folder:
                 store.remove_tree(f"{folder}/{entry.name}")
-            elif entry.name != MANIFEST:
-                store.remove(f"{folder}/{entry.name}")
-                crashpoints.point("prune.removed")
+    with noted(errors):
+        store.remove_files(files())
     if errors:
         raise errors[0]
     return True
 
 
-def _replace_manifest(store: Store, found: Manifest, stone: bytes, may_still: Callable[[], bool]) -> bool:
+def _replace_manifest(
+    store: Store, path: str, before: bytes, stone: bytes, may_still: Callable[[], bool]
+) -> bool:
     """The tombstone in a manifest's place, at once. False where another came meanwhile, or the manifest is
     back."""
-    path = manifest_path(found.step, found.attempt)
-    before = store.read(path, Manifest.MAX_BYTES)  # as it stands: another version may have written it
     # So that it can come back where the disk fills up meanwhile. With the name of what a write leaves that
     # was cut off: nobody reads it, and it goes with all else.
     second = f"{path.removesuffix(MANIFEST)}.{MANIFEST}.{secrets.token_hex(8)}.tmp"
@@ -235,18 +262,19 @@ def sweep_dead(store: Store) -> list[AttemptName]:
     find that it is too late, and must not find its files gone. Of those that claimed and never started the
     last few stay: one may be slow, and its start.json must find its claim.
     """
-    found, with_steps = attempts(store), {each.attempt for each in everything(store)}
-    swept, lineage, errors = list[AttemptName](), bounds(store), list[OSError]()
+    look = store.at_once()
+    found, with_steps = attempts(look), {each.attempt for each in everything(look)}
+    swept, lineage, errors = list[AttemptName](), bounds(look), list[OSError]()
     if lineage:
         spared = [each.attempt for each in lineage[1:2]]
-        swept = _sweep(store, lineage[0].attempt, errors, spared=spared)
+        swept = _sweep(store, lineage[0].attempt, errors, above=look, look=look, spared=spared)
     unstarted = [each.name for each in found if not each.has_started and each.name not in swept]
     for name in unstarted[:-_LAST_UNSTARTED]:
         if name not in with_steps:
             with noted(errors):
                 _remove_attempt(store, name)
                 swept.append(name)
-    _remove_empty_steps(store, (), errors)
+    _remove_empty_steps(look, (), errors)
     if errors:
         log.warning("what dead attempts left could not be removed, and fills the storage: %s", errors[0])
     return swept
@@ -257,15 +285,18 @@ def _sweep(
     attempt: AttemptName,
     errors: list[OSError],
     *,
+    above: Store,
+    look: Store,
     spared: Collection[AttemptName] = (),
     may_still: Callable[[], bool] = lambda: True,
 ) -> list[AttemptName]:
-    """Delete what is left of attempts older than this one that have no step left. Returns them."""
-    with_steps, folders = _attempts_of_steps(store, attempt)
+    """Delete what is left of attempts older than this one that have no step left. Returns them. `above` shows
+    attempts, `look` steps."""
+    with_steps, folders = _attempts_of_steps(look, attempt)
     swept = []
-    claimed = {info.name for info in attempts(store)}
+    claimed = set(names(above).values())
     # A keeper that was slow may have made a folder anew that was swept before, claim and all.
-    there = claimed.union(folders, attempt_folders(store, ATTEMPTS))
+    there = claimed.union(folders, attempt_folders(above, ATTEMPTS))
     for name in sorted(there - with_steps):
         if name.number >= attempt.number or (name in spared and name in folders) or not may_still():
             continue
@@ -285,9 +316,9 @@ def _remove_attempt(store: Store, name: AttemptName, *, with_claim: bool = True)
         store.remove(claim_path(name.number))
 
 
-def _look(store: Store) -> _Lineage:
+def _look(store: Store, of: Sequence[Bound]) -> _Lineage:
     lineage = _Lineage([], [], [])
-    for each in in_lineage(store, bounds(store)):
+    for each in in_lineage(store, of):
         if _is_buried(store, each):
             lineage.buried.append(each)
             continue
@@ -309,23 +340,24 @@ def _is_buried(store: Store, each: VisibleStep) -> bool:
 
 
 def _remove_tombstones(
-    store: Store, buried: Sequence[VisibleStep], attempt: AttemptName, newest: int, in_hand: Collection[int],
+    buried: Mapping[VisibleStep, Store], attempt: AttemptName, newest: int, in_hand: Collection[int],
     errors: list[OSError],
 ) -> None:  # fmt: skip
-    """Else each commit leaves a folder that every later look at the steps goes through."""
-    for each in buried:
+    """Else each commit leaves a folder that every later look at the steps goes through. Each comes with the
+    look that saw nothing but its tombstone."""
+    for each, store in buried.items():
         if each.attempt == attempt and each.step < newest and each.step not in in_hand:
             with noted(errors):
                 store.remove_tree(step_attempt_folder(each.step, attempt))
 
 
-def _remove_unnamed(store: Store, attempt: AttemptName, errors: list[OSError]) -> None:
+def _remove_unnamed(above: Store, store: Store, attempt: AttemptName, errors: list[OSError]) -> None:
     """Else each set of constants, and each keeper killed while it wrote one, leaves a file until the end."""
     try:
-        names = constants.unnamed(store, attempt)
+        unnamed = constants.unnamed(above, store, attempt)
     except DamagedError:
         return
-    for name in names:
+    for name in unnamed:
         with noted(errors):
             store.remove(f"{attempt_folder(attempt)}/{name}")
 

@@ -22,6 +22,7 @@ from flashckpt.errors import DamagedError, NoSuchStepError, SupersededError
 from flashckpt.format.checked_json import FORMAT, TAIL_BYTES, checked, checksum_in
 from flashckpt.format.layout import Leaf
 from flashckpt.format.names import (
+    ATTEMPTS,
     PART,
     STEPS,
     AttemptName,
@@ -166,20 +167,28 @@ def publish_part(store: Store, part: Part) -> bool:
 
 
 def commit(
-    store: Store, step: int, attempt: AttemptName, world: int, ranks: Ranks | None = None
+    store: Store,
+    step: int,
+    attempt: AttemptName,
+    world: int,
+    ranks: Ranks | None = None,
+    *,
+    seen: Store | None = None,
 ) -> Committed:
     """Write the manifest once the parts cover every rank exactly once. Any number may call it at once.
-    `ranks`: those that commit here, where others have folders of their own; None for all of `world`.
+    `ranks`: those that commit here, where others have folders of their own; None for all of `world`. `seen`:
+    the look by which the one part of all ranks was just published, where it is: its files need no other.
 
     SupersededError if a newer attempt has started, or the nodes have snapshots of different boundaries under
     this number, of which nobody makes one step; DivergedError where replicas are not alike; DamagedError
     where parts contradict each other or a shard is missing, also where there is a manifest.
     """
-    found = read_manifest(store, step, attempt)
+    look = store.at_once() if seen is None else seen
+    found = read_manifest(look, step, attempt)
     if found is not None:
-        return _judge(store, found)
+        return _judge(look, found)
     folder = step_attempt_folder(step, attempt)
-    rows, heads = _read_heads(store, folder, step, attempt, world)
+    rows, heads = _read_heads(look, folder, step, attempt, world)
     if ranks is not None:
         # Of ranks that commit elsewhere something may have been copied here.
         pairs = zip(rows, heads, strict=True)
@@ -194,14 +203,18 @@ def commit(
             step=step,
             path=folder,
         )
-    check_alike(store, folder, heads)
+    check_alike(look, folder, heads)
     if not _are_few(rows):
         for row in rows:
-            _read_bytes(store, folder, row, step)
+            _read_bytes(look, folder, row, step)
     manifest = replace(_manifest(step, attempt, world, rows, heads), ranks=ranks)
-    _check_files(store, folder, manifest.shards, step)
-    _check_files(store, attempt_folder(attempt), manifest.constants, step)
-    newer = superseded_by(store, attempt, step, heads[0].boundary)
+    # To read many parts takes a while.
+    _check_files(look if len(rows) == 1 else store.at_once(), folder, manifest.shards, step)
+    above = store.at_once()
+    if manifest.constants:
+        above.list(ATTEMPTS)  # so that one listing has them, and the attempts that have started
+        _check_files(above, attempt_folder(attempt), manifest.constants, step)
+    newer = superseded_by(above, attempt, step, heads[0].boundary)
     if newer is not None:
         raise SupersededError(
             f"attempt {newer} has started; step {step} of attempt {attempt} is not committed. Committed "
@@ -217,7 +230,7 @@ def publish_manifest(store: Store, manifest: Manifest, data: bytes) -> Committed
     crashpoints.point("manifest.checked")
     if store.create(manifest_path(manifest.step, manifest.attempt), data):
         crashpoints.point("manifest.linked")
-        return _stands(store, manifest)
+        return _stands(store.at_once(), manifest)
     found = read_manifest(store, manifest.step, manifest.attempt)
     return Committed.WAITING if found is None else _judge(store, found)
 

@@ -34,6 +34,7 @@ _DELETE_SELF = 0x400
 _READ_BYTES = 4096
 # A few beats: a keeper on a busy machine is late by one.
 _STILL_S = 3 * BEAT_S
+_STANDS_S = 5.0  # on storage where it costs a request to ask
 
 End = Literal["closed", "dead"]
 
@@ -55,6 +56,7 @@ class RunFolder:
         self._store, self._identity = store, identity
         self._run_id: str | None = None
         self._told: str | None = None
+        self._stood_until = 0.0
         self._counts: dict[AttemptName, int] = {}
         # Counters of attempts that have ended here: as each was first seen, and when.
         self._still: dict[AttemptName, tuple[int, float]] = {}
@@ -69,7 +71,10 @@ class RunFolder:
 
     def stands(self) -> bool:
         """Whether the run is in the store; a moved one is followed there. OSError where nobody can tell."""
+        if not self._store.capabilities.rename and time.monotonic() < self._stood_until:
+            return True  # each look costs a request, and nothing is done that a run which is gone would miss
         if self._is_ours(self._store):
+            self._stood_until = time.monotonic() + _STANDS_S
             return True
         told = self._told
         if told is None or told == self._store.url or not self._store.capabilities.rename:
@@ -119,7 +124,7 @@ class RunFolder:
                     if not moves:
                         attempts.mark_ended(self._store, attempt, how)
                 marked.append(attempt)
-            claimed = attempts.newest_claimed(self._store)
+            claimed = attempts.newest_claimed(self._store.at_once())
         except (OSError, FlashckptError) as error:
             problem = str(error)
         return Look(is_there=True, claimed=claimed, marked=tuple(marked), problem=problem)

@@ -21,6 +21,7 @@ from flashckpt.format.checked_json import strict_loads
 from flashckpt.format.layout import Layout
 from flashckpt.format.metadata import Metadata
 from flashckpt.format.names import (
+    ATTEMPTS,
     RUN,
     AttemptName,
     attempt_folder,
@@ -93,6 +94,7 @@ class _Try:
     written: list[RankWrite] = field(default_factory=list)
     num_bytes: int = 0
     direct: bool = True
+    seen: Store | None = None  # the look by which the part was published, where it is the whole step
 
     @property
     def folder(self) -> str:
@@ -189,18 +191,20 @@ class Writer:
             except Torn as found:
                 raise DamagedError(str(found)) from found
             tried = _Try(job, contents, *self.attempt_for(job))
-            state = JobState.COMMITTED if self._is_settled(tried) else JobState.GATHERING
+            is_settled = self._is_settled(tried, self._store.at_once(), self._store.at_once())
+            state = JobState.COMMITTED if is_settled else JobState.GATHERING
             return StepOutcome(state, attempt=str(tried.attempt))
 
         return self._tried(deed, job)
 
-    def attempt_for(self, job: StepJob) -> tuple[AttemptName, bool]:
+    def attempt_for(self, job: StepJob, look: Store | None = None) -> tuple[AttemptName, bool]:
         """Whose step it is, and whether its own attempt's. What a started attempt says it went on from counts
         as that attempt's, on every rank of every node, and is never relabelled; where nodes have folders of
         their own it stays a step of its own attempt (see `attempts.superseded_by`)."""
-        newest = attempts.newest_started(self._store)
+        look = self._store.at_once() if look is None else look
+        newest = attempts.newest_started(look)
         if newest is not None and newest.number > job.attempt.number:
-            start = attempts.read_start(self._store, newest)
+            start = attempts.read_start(look, newest)
             if start is not None and start.took_up(job.attempt, job.step, job.boundary):
                 return (newest if start.ranks is None else job.attempt), False
         return job.attempt, True
@@ -242,7 +246,7 @@ class Writer:
         have died before it told all of them."""
         contents = [_checked(each) for each in job.members()]
         tried = _Try(job, contents, *self.attempt_for(job))
-        if not self._is_settled(tried):
+        if not self._is_settled(tried, self._store.at_once(), self._store.at_once()):
             raise SupersededError(job.lacks, step=job.step)
         return self._committed(job, tried.attempt)
 
@@ -250,7 +254,8 @@ class Writer:
         contents = [_checked(each) for each in job.members()]
         if not self._stands():
             raise FileNotFoundError(errno.ENOENT, "the run is not there any more", self._store.url)
-        tried = _Try(job, contents, *self.attempt_for(job))
+        # The newest attempts may be some seconds old here: before the manifest they are looked at again.
+        tried = _Try(job, contents, *self.attempt_for(job, self._store.at_once(ATTEMPTS)))
         while True:
             try:
                 return self._persist_as(tried)
@@ -261,15 +266,16 @@ class Writer:
                     raise
 
     def _persist_as(self, tried: _Try) -> StepOutcome:
-        if self._is_settled(tried):
+        look = self._store.at_once()
+        if self._is_settled(tried, look, self._store.at_once(ATTEMPTS)):
             return self._committed(tried.job, tried.attempt)
         # A part that stands was written in an earlier try, or by the keeper before this one.
-        if self._store.exists(tried.part_path):
+        if look.exists(tried.part_path):
             tried.num_bytes = sum(rank.shard.num_bytes for rank in self._own_part(tried).ranks)
         else:
             self._write(tried)
         tried.job.part_of = tried.attempt
-        outcome = self._commit(tried.job, tried.attempt)
+        outcome = self._commit(tried.job, tried.attempt, tried.seen)
         written = tuple(tried.written)
         return replace(outcome, num_bytes=tried.num_bytes, direct=tried.direct, written=written)
 
@@ -283,7 +289,7 @@ class Writer:
     def _read_part(self, tried: _Try) -> Part:
         return Part.from_bytes(self._store.read(tried.part_path, Part.MAX_BYTES), tried.part_path)
 
-    def _commit(self, job: StepJob, attempt: AttemptName) -> StepOutcome:
+    def _commit(self, job: StepJob, attempt: AttemptName, seen: Store | None = None) -> StepOutcome:
         self._guard()
         world = self._world(job, attempt)
         ranks = self._ranks_here(job, attempt, world)
@@ -291,7 +297,7 @@ class Writer:
         if not gathers and job.looks < looks_before(job.step, job.node.ranks, world, ranks):
             found = steps.look(self._store, job.step, attempt)
         else:
-            found = steps.commit(self._store, job.step, attempt, world, ranks)
+            found = steps.commit(self._store, job.step, attempt, world, ranks, seen=seen)
         if found is steps.Committed.BURIED:
             raise SupersededError(f"step {job.step} of attempt {attempt} was pruned meanwhile.")
         waits = StepOutcome(JobState.PART_WRITTEN, attempt=str(attempt))
@@ -327,11 +333,11 @@ class Writer:
                 return self._starts[each].ranks
         return None
 
-    def _is_settled(self, tried: _Try) -> bool:
+    def _is_settled(self, tried: _Try, look: Store, above: Store) -> bool:
         """Whether these very contents are committed. SupersededError where they cannot be any more: the
-        number is another content's, or a newer attempt has started."""
+        number is another content's, or a newer attempt has started. `look` shows steps, `above` attempts."""
         step, attempt = tried.job.step, tried.attempt
-        if steps.is_committed(self._store, step, attempt):
+        if steps.is_committed(look, step, attempt):
             if not self._holds(tried, attempt):
                 raise tried.other_content()
             return True
@@ -340,7 +346,7 @@ class Writer:
             found = next((each for each in visible if each.step <= step), None)
             if found is not None and found.step == step and self._holds(tried, found.attempt):
                 return True
-        newer = attempts.superseded_by(self._store, attempt, step, tried.job.boundary)
+        newer = attempts.superseded_by(above, attempt, step, tried.job.boundary)
         if newer is not None:
             raise SupersededError(f"attempt {newer} has started; attempt {attempt} commits nothing more.")
         return False
@@ -371,7 +377,12 @@ class Writer:
                 environment=environment if isinstance(environment, dict) else dict(job.node.environment),
             )
             self._guard()
-            is_published = steps.publish_part(self._store, part)
+            look = self._store.at_once()
+            is_published = steps.publish_part(look, part)
+            is_whole = len(records) == count_of(
+                self._ranks_here(job, tried.attempt, world) or (range(world),)
+            )
+            tried.seen = look if is_published and is_whole else None
         finally:
             if not is_published:
                 self._remove_shards(tried)

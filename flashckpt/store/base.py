@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -30,13 +31,14 @@ class Capabilities:
     conditional_create: `create` refuses a taken name even when two ask at once; a run cannot be without it.
     rename: the run itself may be moved while it is in use, and is then followed. is_shared: other nodes see
     the same files; None where only a probe could tell. part_bytes: a longer shard is sent in pieces of this
-    size; 0 where there are no pieces.
+    size; 0 where there are no pieces. appends: a file grows by what is added, without being written anew.
     """
 
     conditional_create: bool
     rename: bool
     is_shared: bool | None
     part_bytes: int
+    appends: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,12 @@ class Store(Protocol):
         removed. What it writes it removes. OSError, or RunError where the storage overwrites what is to be
         created."""
 
+    def at_once(self, recent: str = "") -> Store:
+        """This store for one look at several of its files. Where a request costs, names and lengths below a
+        folder are listed together when one of them is first asked for, and stand as they were then, but for
+        what is written through it; those below the folder `recent` may be some seconds older. Whoever
+        needs them anew asks for another one. For one thread."""
+
     def move_to(self, url: str) -> None:
         """The run is found there from now on: somebody has moved it. Calls under way end where it was."""
 
@@ -108,6 +116,10 @@ class Store(Protocol):
 
     def read(self, path: str, max_bytes: int) -> bytes:
         """A whole file. FileNotFoundError where there is none, DamagedError beyond `max_bytes`."""
+
+    def fetch(self, paths: Iterable[str], max_bytes: int) -> None:
+        """These files are read next: where each costs a round trip, several are read at once. One that is not
+        there, or is longer, is left out."""
 
     def create(self, path: str, data: bytes) -> bool:
         """Write a new file, durably and whole or not at all. False where the name is taken: what stands
@@ -136,6 +148,10 @@ class Store(Protocol):
     def remove(self, path: str) -> None:
         """Remove one file, or a folder with nothing in it; nothing where there is none, or where something
         is in it. Not durable by itself."""
+
+    def remove_files(self, paths: Iterable[str]) -> None:
+        """Remove files; nothing where one is not there. One that cannot be removed is told of once all others
+        are. Not durable by itself."""
 
     def remove_tree(self, path: str) -> None:
         """Remove all files below a folder; nothing where there are none. Links are removed, not followed. One

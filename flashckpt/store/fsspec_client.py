@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from flashckpt.errors import OptionError
 from flashckpt.store.base import Entry
 from flashckpt.store.fsspec_ways import LocalWay, MemoryWay, ReadOnlyWay, SftpWay, Way
+from flashckpt.store.listing import Found
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _DEADLINE_S = 0.1, 5.0, 60.0
 # How often a folder may vanish under us, because another process found it empty and removed it.
@@ -56,8 +57,9 @@ class FsspecClient:
     def refusal(self) -> str:
         return self._way.refusal
 
-    def put(self, key: str, data: memoryview, *, mark: str | None) -> bool:
-        return self._write(key, (data,), is_new=mark is not None)
+    def put(self, key: str, data: memoryview, *, mark: str | None) -> str | None:
+        """No version: the times that file systems give are too coarse for one."""
+        return "" if self._write(key, (data,), is_new=mark is not None) else None
 
     def mark(self, key: str) -> str:
         """A try whose answer was lost is told by `put` itself."""
@@ -67,9 +69,9 @@ class FsspecClient:
         if not self._write(key, parts, is_new=True):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), key)
 
-    def get(self, key: str, max_bytes: int) -> bytes | int:
+    def get(self, key: str, max_bytes: int) -> tuple[bytes | int, str]:
         data = self.get_range(key, 0, max_bytes + 1)
-        return bytes(data) if len(data) <= max_bytes else self.size(key)
+        return bytes(data) if len(data) <= max_bytes else self.size(key), ""
 
     def get_range(self, key: str, start: int, stop: int) -> memoryview:
         return memoryview(self._call(key, lambda system: self._way.read(system, self._at(key), start, stop)))
@@ -103,6 +105,14 @@ class FsspecClient:
             if entry.is_folder:
                 yield from self.keys(f"{key}/")
             yield key
+
+    def walk(self, prefix: str) -> Iterator[Found]:
+        for entry in self.list(prefix):
+            key = f"{prefix}{entry.name}"
+            if entry.is_folder:
+                yield from self.walk(f"{key}/")
+            else:
+                yield Found(key, entry.num_bytes, entry.modified_s)
 
     def delete(self, keys: builtins.list[str]) -> None:
         for key in keys:

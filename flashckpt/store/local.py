@@ -15,7 +15,7 @@ import os
 import secrets
 import stat
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
@@ -136,6 +136,9 @@ class LocalStore:
     def check(self) -> None:
         """The first file says it soon enough, and a link or a rename never overwrites."""
 
+    def at_once(self, recent: str = "") -> LocalStore:
+        return self
+
     def move_to(self, url: str) -> None:
         self._root = os.path.abspath(url)
 
@@ -146,6 +149,9 @@ class LocalStore:
             if num_bytes > max_bytes:
                 raise too_long(path, num_bytes, max_bytes)
             return _read_all(file, max_bytes)
+
+    def fetch(self, paths: Iterable[str], max_bytes: int) -> None:
+        """Nothing is gained by it."""
 
     def create(self, path: str, data: bytes) -> bool:
         def create_in(name: str, folder: int) -> bool:
@@ -248,6 +254,16 @@ class LocalStore:
                 if not stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
                     raise
                 self._remove_empty(name, folder)
+
+    def remove_files(self, paths: Iterable[str]) -> None:
+        errors = []
+        for path in paths:
+            try:
+                self.remove(path)
+            except OSError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def remove_tree(self, path: str) -> None:
         *folders, name = split(path)

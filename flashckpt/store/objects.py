@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import builtins
 import errno
+import math
 import mmap
 import os
 import secrets
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,7 +21,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from flashckpt import _native
-from flashckpt.errors import RunError
+from flashckpt.errors import DamagedError, RunError
 from flashckpt.format.layout import PAGE, Layout
 from flashckpt.format.records import CHUNK_BYTES, Contents
 from flashckpt.store.base import (
@@ -33,6 +35,7 @@ from flashckpt.store.base import (
     too_long,
 )
 from flashckpt.store.image_sums import ImageSums
+from flashckpt.store.listing import LARGEST_RECENT, Found, Listing, RecentObjects
 from flashckpt.store.upload_rate import UploadRate
 
 PART_BYTES = 16 << 20
@@ -40,6 +43,9 @@ PART_BYTES = 16 << 20
 _MOST_PARTS = 10_000
 _AT_ONCE = 8
 _TRIES = 8
+_MOST_WALKED = 1000
+RECENT_S = 2.0
+"""So old the listing of a folder may be for who says that it need not be newer."""
 
 
 class ObjectClient(Protocol):
@@ -57,9 +63,9 @@ class ObjectClient(Protocol):
     def refusal(self) -> str:
         """Why no run is trained there; empty where one may be."""
 
-    def put(self, key: str, data: memoryview, *, mark: str | None) -> bool:
-        """One request. With a mark, only where there is no such object: False where there is one; an object
-        so made carries the mark."""
+    def put(self, key: str, data: memoryview, *, mark: str | None) -> str | None:
+        """One request; the version of what stands there now, empty where the server names none. With a mark,
+        only where there is no such object: None where there is one; an object so made carries the mark."""
 
     def mark(self, key: str) -> str:
         """The mark that an object carries, empty where it carries none."""
@@ -67,8 +73,8 @@ class ObjectClient(Protocol):
     def upload(self, key: str, parts: Iterable[memoryview], part_bytes: int) -> None:
         """One object in parts, a few of them at once; nothing is there where it fails."""
 
-    def get(self, key: str, max_bytes: int) -> bytes | memoryview | int:
-        """A whole object, or its length where that is larger."""
+    def get(self, key: str, max_bytes: int) -> tuple[bytes | memoryview | int, str]:
+        """A whole object, or its length where that is larger; and its version, or nothing."""
 
     def get_range(self, key: str, start: int, stop: int) -> memoryview:
         """Fewer bytes where the object ends before, none where it ends before `start`."""
@@ -80,6 +86,9 @@ class ObjectClient(Protocol):
 
     def keys(self, prefix: str) -> Iterator[str]:
         """All keys that begin with it."""
+
+    def walk(self, prefix: str) -> Iterator[Found]:
+        """All objects below a prefix, with '/' at its end; page by page."""
 
     def delete(self, keys: builtins.list[str]) -> None:
         """Those that are there."""
@@ -93,7 +102,9 @@ class ObjectStore:
     """See Store in base.py."""
 
     def __init__(self, client: ObjectClient, rate: UploadRate | None = None) -> None:
-        self._client, self._rate = client, rate or UploadRate()
+        self._client, self._rate, self._recent = client, rate or UploadRate(), RecentObjects()
+        # By top folder: when it was last walked, and what was found.
+        self._walked: dict[str, tuple[float, Listing]] = {}
 
     @property
     def url(self) -> str:
@@ -110,7 +121,11 @@ class ObjectStore:
             rename=False,
             is_shared=True,
             part_bytes=PART_BYTES,
+            appends=False,
         )
+
+    def at_once(self, recent: str = "") -> ObjectStore:
+        return _Look(self, recent)
 
     def place(self) -> str:
         return self.url
@@ -142,10 +157,16 @@ class ObjectStore:
     # Small files
 
     def read(self, path: str, max_bytes: int) -> bytes:
-        found = self._client.get(_key(path), max_bytes)
+        key = _key(path)
+        found, version = self._client.get(key, max_bytes)
         if isinstance(found, int):
             raise too_long(path, found, max_bytes)
-        return bytes(found)
+        data = bytes(found)
+        self._recent.put(key, version, data)
+        return data
+
+    def fetch(self, paths: Iterable[str], max_bytes: int) -> None:
+        """Nothing: what was read is found again only where a look has listed it."""
 
     def create(self, path: str, data: bytes) -> bool:
         self._rate.count(len(data))
@@ -157,7 +178,11 @@ class ObjectStore:
         mark, is_uncertain = secrets.token_hex(8), False
         for attempt in range(_TRIES):
             try:
-                if self._client.put(key, data, mark=mark):
+                version = self._client.put(key, data, mark=mark)
+                if version is not None:
+                    if len(data) <= LARGEST_RECENT:
+                        self._recent.put(key, version, bytes(data))
+                    self._made(Found(key, len(data), version=version))
                     return True
                 # The client tries again by itself, too.
                 return self._client.mark(key) == mark
@@ -171,13 +196,16 @@ class ObjectStore:
                     raise OSError(errno.EIO, "it was removed while it was made", key) from None
         raise AssertionError("an object was made for longer than it is tried")
 
+    def _made(self, found: Found) -> None:
+        """Told of what was created."""
+
     def replace(self, path: str, data: bytes, *, durable: bool = True) -> None:
         self._rate.count(len(data))
         self._client.put(_key(path), memoryview(data), mark=None)
 
     def append(self, path: str, data: bytes, max_bytes: int) -> bool:
         try:
-            before = self._client.get(_key(path), max(0, max_bytes - len(data)))
+            before, _ = self._client.get(_key(path), max(0, max_bytes - len(data)))
         except FileNotFoundError:
             before = b""
         if isinstance(before, int):
@@ -203,6 +231,10 @@ class ObjectStore:
 
     def remove(self, path: str) -> None:
         self._client.delete([_key(path)])
+
+    def remove_files(self, paths: Iterable[str]) -> None:
+        if keys := [_key(path) for path in paths]:
+            self._client.delete(keys)
 
     def remove_tree(self, path: str) -> None:
         key = _key(path)
@@ -282,6 +314,94 @@ class ObjectStore:
         if len(data) != stop - start:
             raise other_length(path, start + len(data), stop)
         return data
+
+
+class _Look(ObjectStore):
+    """The same objects by names and lengths as they were when a folder above them was first asked for; what
+    was created through it since is among them. For one thread."""
+
+    def __init__(self, store: ObjectStore, recent: str) -> None:
+        self._client, self._rate = store._client, store._rate
+        self._recent, self._walked = store._recent, store._walked
+        when, listing = self._walked.get(recent, (-math.inf, None))
+        is_recent = listing is not None and time.monotonic() - when < RECENT_S
+        self._listings = [listing] if listing is not None and is_recent else []
+
+    def list(self, folder: str) -> builtins.list[Entry]:
+        return self._listing(folder).entries(_key(folder)) if folder else super().list(folder)
+
+    def exists(self, path: str) -> bool:
+        if "/" not in path:
+            return super().exists(path)
+        return self._listing(path.rpartition("/")[0]).get(_key(path)) is not None
+
+    def read(self, path: str, max_bytes: int) -> bytes:
+        if "/" not in path:
+            return super().read(path, max_bytes)
+        found = self._listing(path.rpartition("/")[0]).get(_key(path))
+        if found is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        if found.num_bytes > max_bytes:
+            raise too_long(path, found.num_bytes, max_bytes)
+        data = self._recent.get(found.key, found.version)
+        return super().read(path, max_bytes) if data is None else data
+
+    def fetch(self, paths: Iterable[str], max_bytes: int) -> None:
+        found = [self._listing(path.rpartition("/")[0]).get(_key(path)) for path in paths]
+        wanted = [each.key for each in found if each is not None and each.num_bytes <= max_bytes]
+
+        def fetch(key: str) -> None:
+            with suppress(FileNotFoundError, DamagedError):
+                self.read(key, max_bytes)
+
+        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="fetch") as pool:
+            for each in [pool.submit(fetch, key) for key in wanted]:
+                each.result()
+
+    def _listing(self, folder: str) -> Listing:
+        for each in self._listings:
+            if each.covers(folder):
+                return each
+        key, began = _key(folder), time.monotonic()
+        found = Listing(key, self._client.walk(f"{key}/"))
+        self._listings.append(found)
+        if "/" not in key and found.count <= _MOST_WALKED:
+            self._walked[key] = began, found
+        return found
+
+    def _made(self, found: Found) -> None:
+        for each in self._listings:
+            if each.covers(found.key):
+                each.add(found)
+
+    def _changed(self, path: str) -> None:
+        """It is listed anew when it is next asked for."""
+        self._listings = [each for each in self._listings if not each.covers(path)]
+
+    def create(self, path: str, data: bytes) -> bool:
+        is_new = super().create(path, data)
+        if not is_new or (path.count("/") and self._listing(path.rpartition("/")[0]).get(path) is None):
+            self._changed(path)
+        return is_new
+
+    def replace(self, path: str, data: bytes, *, durable: bool = True) -> None:
+        self._changed(path)
+        super().replace(path, data, durable=durable)
+
+    def remove(self, path: str) -> None:
+        self._changed(path)
+        super().remove(path)
+
+    def remove_files(self, paths: Iterable[str]) -> None:
+        gone = [*paths]
+        super().remove_files(gone)
+        for path in gone:
+            for each in self._listings:
+                each.remove(path)
+
+    def remove_tree(self, path: str) -> None:
+        """What was there."""
+        self.remove_files(self._listing(path).paths(path))
 
 
 def _key(path: str) -> str:

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from flashckpt.errors import OptionError
 from flashckpt.store.base import Entry
+from flashckpt.store.listing import Found
 from flashckpt.store.objects import UncertainError
 
 SCHEMES = frozenset({"s3", "gs", "az"})
@@ -56,16 +57,15 @@ class ObstoreClient:
     def refusal(self) -> str:
         return ""
 
-    def put(self, key: str, data: memoryview, *, mark: str | None) -> bool:
+    def put(self, key: str, data: memoryview, *, mark: str | None) -> str | None:
         how: dict[str, Any] = {"use_multipart": False}
         if mark is not None:
             how |= {"mode": "create", "attributes": {_MARK: mark}}
         with _told(key, self._url, writes=True):
             try:
-                self._obstore.put(self._store, key, data, **how)
+                return _version(self._obstore.put(self._store, key, data, **how))
             except self._obstore.exceptions.AlreadyExistsError:
-                return False
-        return True
+                return None
 
     def mark(self, key: str) -> str:
         with _told(key, self._url):
@@ -78,11 +78,11 @@ class ObstoreClient:
                 self._store, key, parts, use_multipart=True, chunk_size=part_bytes, max_concurrency=_AT_ONCE
             )
 
-    def get(self, key: str, max_bytes: int) -> memoryview | int:
+    def get(self, key: str, max_bytes: int) -> tuple[memoryview | int, str]:
         with _told(key, self._url):
             found = self._obstore.get(self._store, key)
             size: int = found.meta["size"]
-            return size if size > max_bytes else memoryview(found.bytes())
+            return size if size > max_bytes else memoryview(found.bytes()), _version(found.meta)
 
     def get_range(self, key: str, start: int, stop: int) -> memoryview:
         with _told(key, self._url):
@@ -104,9 +104,13 @@ class ObstoreClient:
         return folders + files
 
     def keys(self, prefix: str) -> Iterator[str]:
+        return (each.key for each in self.walk(prefix))
+
+    def walk(self, prefix: str) -> Iterator[Found]:
         with _told(prefix, self._url):
-            for page in self._obstore.list(self._store, prefix.rstrip("/") or None):
-                yield from (each["path"] for each in page)
+            for page in self._obstore.list(self._store, prefix.rstrip("/") or None, chunk_size=1000):
+                for each in page:
+                    yield Found(each["path"], each["size"], each["last_modified"].timestamp(), _version(each))
 
     def delete(self, keys: builtins.list[str]) -> None:
         with _told(keys[0] if keys else "", self._url):
@@ -237,6 +241,10 @@ def _first_line(error: Exception) -> str:
         return f"{_MEANINGS[code[1]]} ({code[1]})"
     first = text.partition("\n")[0].partition("<?xml")[0].strip().rstrip(":")
     return f"{first} ({code[1]})" if code else first
+
+
+def _version(answer: Any) -> str:
+    return str(answer.get("e_tag") or "")
 
 
 def _last(path: str) -> str:

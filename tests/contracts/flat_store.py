@@ -117,7 +117,12 @@ class FlatStore:
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(conditional_create=True, rename=False, is_shared=True, part_bytes=PART_BYTES)
+        return Capabilities(
+            conditional_create=True, rename=False, is_shared=True, part_bytes=PART_BYTES, appends=False
+        )
+
+    def at_once(self, recent: str = "") -> FlatStore:
+        return self
 
     def place(self) -> str:
         return self.url
@@ -133,6 +138,9 @@ class FlatStore:
         if size > max_bytes:
             raise too_long(path, size, max_bytes)
         return self._bucket.get(_key(path))
+
+    def fetch(self, paths: Iterable[str], max_bytes: int) -> None:
+        """It keeps nothing."""
 
     def create(self, path: str, data: bytes) -> bool:
         return self._bucket.put(_key(path), _parts(data), only_if_new=True)
@@ -172,6 +180,10 @@ class FlatStore:
 
     def remove(self, path: str) -> None:
         self._bucket.delete(_key(path))
+
+    def remove_files(self, paths: Iterable[str]) -> None:
+        for path in paths:
+            self.remove(path)
 
     def remove_tree(self, path: str) -> None:
         prefix, after = f"{_key(path)}/", ""

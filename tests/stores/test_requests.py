@@ -1,0 +1,135 @@
+"""What a run on an object store costs in requests, counted before a real server."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+from flashckpt.commit import lineage, retention
+from flashckpt.commit.attempts import newest_claimed, open_run
+from flashckpt.format.names import manifest_path, part_name, shard_name, step_attempt_folder
+from flashckpt.format.records import FileRecord, Manifest, PartRecord
+from flashckpt.options import Keep
+from flashckpt.persist.job import JobState
+from flashckpt.persist.ledger import Event, Ledger, lines_of
+from flashckpt.store import objects
+from flashckpt.store.base import Store
+from flashckpt.store.objects import ObjectStore
+from flashckpt.store.obstore_client import ObstoreClient
+from tests.persist.node import Node, begun
+from tests.stores.proxy import Proxy
+from tests.stores.s3_server import S3Server
+
+pytestmark = pytest.mark.process
+
+
+class Counted:
+    """A run behind a proxy, whose requests are told apart by what they do to which files."""
+
+    def __init__(self, proxy: Proxy, server: S3Server, bucket: str) -> None:
+        self._proxy, options = proxy, {**server.options(), "endpoint": proxy.endpoint}
+        self.store: Store = ObjectStore(ObstoreClient(f"s3://{bucket}/run", options))
+
+    def taken(self) -> Counter[str]:
+        """Of the requests since the last call; not those for run.json, asked for by the clock."""
+        found, self._proxy.requests[:] = [*self._proxy.requests], []
+        kinds = [self._kind(each.method, unquote(each.path)) for each in found]
+        return Counter(kind for kind in kinds if "run.json" not in kind)
+
+    @staticmethod
+    def _kind(method: str, path: str) -> str:
+        if "list-type" in path:
+            return "list " + path.partition("prefix=run/")[2].partition("/")[0]
+        if path.endswith("?delete"):
+            return "delete"
+        name = path.rpartition("/")[2]
+        return f"{method.lower()} " + re.sub(r"-.*(?=\.)|^\d+", "", name)
+
+
+@pytest.fixture
+def run(s3_server: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
+    # That a keeper looks at the attempts every second is not left to the clock here.
+    monkeypatch.setattr(objects, "RECENT_S", 3600.0)
+    with Proxy(s3_server.endpoint) as proxy:
+        found = Counted(proxy, s3_server, bucket)
+        open_run(found.store, create=True)
+        found.taken()
+        yield found
+
+
+def test_a_commit_and_the_deletion_of_an_old_step(run: Counted, tmp_path: Path) -> None:
+    attempt = begun(run.store, 1)
+    node = Node(run.store, tmp_path / "node", attempt, (0,), 1)
+    try:
+        for step in (1, 2, 3, 4):
+            newest_claimed(run.store.at_once())  # as each round of a keeper does
+            run.taken()
+            node.seal(step)
+            node.run()
+            assert node.told[-1] == (step, JobState.COMMITTED)
+            saved = run.taken()
+            gone = retention.prune(run.store, attempt, Keep(last=2), in_hand=set())
+            deleted = run.taken()
+        node.ledger.close()
+    finally:
+        node.close()
+    assert [each.step for each in gone] == [2]
+    assert saved.pop("put shard.safetensors") == 1, "the data"
+    for each in [each for each in saved if "jsonl" in each]:
+        del saved[each]
+    assert saved == {
+        "list steps": 3,  # is it there already; are its shards, before the part; are they, with the manifest
+        "put part.json": 1,
+        "list attempts": 1,  # whether a newer one has started, just before the manifest
+        "put manifest.json": 1,
+    }
+    assert saved.total() == 6
+    assert deleted == {
+        "list steps": 2,  # what there is; what is left beside the tombstone
+        "list attempts": 2,  # whether a newer one has claimed, before the tombstone and after it
+        "put manifest.json": 1,  # the tombstone
+        "delete": 2,  # all else; the tombstone
+    }
+
+
+def test_lines_of_the_ledger_that_come_together_are_one_request(run: Counted) -> None:
+    """And those of several writers overwrite none of another's."""
+    books = [Ledger(run.store, stands=lambda: True) for _ in range(3)]
+    for step in range(20):
+        for each in books:
+            each.add("000001-0123abcd", Event.COMMIT, step=step)
+    for each in books:
+        each.close()
+    assert run.taken() == {"put .jsonl": 3}
+    assert sorted(line["step"] for line in lines_of(run.store, "000001-0123abcd")) == sorted(3 * [*range(20)])
+
+
+def test_a_thousand_steps_are_listed_in_one_walk(run: Counted, s3_server: S3Server, bucket: str) -> None:
+    attempt = begun(run.store, 1)
+    directly = ObjectStore(ObstoreClient(f"s3://{bucket}/run", s3_server.options()))
+
+    # Of parts and shards their lengths are looked at.
+    row = PartRecord(file=part_name(0), num_bytes=1, checksum="0" * 32)
+    shard = FileRecord(file=shard_name(0, "5f2c0a1b"), num_bytes=1)
+
+    def make(step: int) -> None:
+        folder = step_attempt_folder(step, attempt)
+        for file in (row.file, shard.file):
+            directly.replace(f"{folder}/{file}", b"1")
+        made = Manifest(step=step, attempt=attempt, world=1, parts=(row,), shards=(shard,), constants=())
+        directly.replace(manifest_path(step, attempt), made.to_bytes())
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(make, range(1, 1001)))
+    run.taken()
+    assert lineage.steps(run.store) == [*range(1, 1001)]
+    # Three files a step, a thousand names a page, and an empty one; what each manifest names.
+    taken = run.taken()
+    assert taken.pop("list steps") <= 4
+    assert taken == {"list attempts": 1, "get manifest.json": 1000}
