@@ -29,7 +29,7 @@ from flashckpt.commit.lineage import VisibleStep, branch, candidates, everything
 from flashckpt.commit.retention import prune
 from flashckpt.commit.verification import verify
 from flashckpt.errors import DamagedError, NoSuchStepError
-from flashckpt.format.names import AttemptName, step_attempt_folder
+from flashckpt.format.names import MANIFEST, AttemptName, step_attempt_folder
 from flashckpt.options import Keep
 from flashckpt.recovery.recover import recover
 from flashckpt.store.local import LocalStore
@@ -157,6 +157,8 @@ class Life(RuleBasedStateMachine):
         folder = Path(self.path) / step_attempt_folder(each.step, each.attempt)
         path = pick.choice(sorted(folder.iterdir()))
         data = bytearray(path.read_bytes())
+        if how == "remove" and path.name == MANIFEST:
+            return  # `recover` writes it again from the parts: that is no damage
         if how == "flip":
             data[pick.randrange(len(data))] ^= 1 << pick.randrange(8)
             path.write_bytes(data)
