@@ -75,6 +75,7 @@ class Life(RuleBasedStateMachine):
         self.store = new_run(self.path)
         self.committed: set[VisibleStep] = set()
         self.unsure: set[VisibleStep] = set()
+        self.begun: set[VisibleStep] = set()
         self.damaged: set[VisibleStep] = set()
         self.lineage: list[tuple[AttemptName, int]] = []
         self.attempt: AttemptName | None = None
@@ -105,6 +106,7 @@ class Life(RuleBasedStateMachine):
         system = Mortal(calls)
         store, each = LocalStore(self.path, system), VisibleStep(self.step, self.attempt)
         self.unsure.add(each)
+        self.begun.add(each)
         try:
             part = part_of(store, self.step, self.attempt, nonce=f"{self.step:08x}")
             steps.publish_part(store, part)
@@ -182,6 +184,8 @@ class Life(RuleBasedStateMachine):
         if newest is not None:
             mark_ended(self.store, newest, "dead")  # a keeper's last word: nobody need be watched
         report = recover(self.store)
+        # It commits what a kill has cut off just before its manifest.
+        self.committed |= {each for each in self.begun if self._is_complete(each)}
         expected = max(self._seen() - self.damaged, default=None)
         named = report.resume
         assert (None if named is None else (named.step, named.attempt)) == (
