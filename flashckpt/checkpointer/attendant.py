@@ -25,7 +25,7 @@ from flashckpt.commit import lineage
 from flashckpt.commit.attempts import beat_on, newest_claimed
 from flashckpt.commit.steps import is_committed, missing_ranks, steps_of_boundary
 from flashckpt.errors import FlashckptError, KeeperError, PersistError
-from flashckpt.format.names import step_attempt_folder
+from flashckpt.format.names import AttemptName, step_attempt_folder
 from flashckpt.keeper import start
 from flashckpt.keeper.protocol import Failure, Status
 from flashckpt.memory.slot import Sealed
@@ -40,6 +40,7 @@ _WAITING_TICK_S = 0.005
 # How often it is looked whether all ranks have what this one has: the outcome of a snapshot waits for that.
 _RANKS_TICK_S = 0.05
 _CLAIM_LOOK_S = 2.0
+_CLAIM_LOOK_BESIDE_S = 10.0
 _START_LOOK_S = 0.25
 _SLOWEST_BYTES_PER_S = 1 << 28
 _EVENTS_KEPT = _MOST_SAID = 1000
@@ -416,8 +417,14 @@ class Attendant:
 
     def _look_at_attempts(self) -> None:
         """Whether a newer attempt has claimed the run. As long as no keeper moves this one's counter on, that
-        is done here: on another machine a counter that stands still means that nobody trains."""
-        if self._ended or time.monotonic() - self._looked_s < _CLAIM_LOOK_S:
+        is done here: on another machine a counter that stands still means that nobody trains. Where each look
+        costs a request, a keeper that answers has looked already, and all ranks of its node need not."""
+        is_told = self._tended and not self._session.store.capabilities.appends
+        told = AttemptName.parse(self.status.superseded_by or "") if is_told else None
+        if told is not None and told.number > self._session.attempt.number:
+            self.superseded_by = str(told)
+        pause_s = _CLAIM_LOOK_BESIDE_S if is_told else _CLAIM_LOOK_S
+        if self._ended or time.monotonic() - self._looked_s < pause_s:
             return
         self._looked_s = time.monotonic()
         newest = newest_claimed(self._session.store.at_once())

@@ -8,6 +8,10 @@ from typing import Any
 import pytest
 
 import flashckpt
+from flashckpt.checkpointer import attendant
+from flashckpt.commit import attempts
+from flashckpt.commit.holder import here
+from flashckpt.store import open_store
 from tests.contracts.run_contract import RunContract, UrlTrainer
 from tests.stores.s3_server import ACCESS_KEY, REGION, SECRET_KEY, S3Server
 
@@ -45,3 +49,23 @@ def test_options_reach_the_keeper_and_are_written_nowhere(
     logs = [path.read_bytes() for path in runtime.rglob("*") if path.is_file()]
     assert not any(SECRET_KEY.encode() in data for data in logs)
     assert SECRET_KEY not in repr(options)
+
+
+def test_a_newer_attempt_is_heard_of_from_the_keeper(
+    s3_server: S3Server, bucket: str, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where each look costs a request, not each rank looks for itself."""
+    monkeypatch.setattr(attendant, "_CLAIM_LOOK_BESIDE_S", 1e9)
+    url, options = f"s3://{bucket}/run", flashckpt.Options(storage_options=s3_server.options())
+    weights = {"w": __import__("torch").zeros(1000)}
+
+    def train() -> None:
+        with flashckpt.attach(url, options=options, **weights) as run:
+            for _ in run.epochs(1):
+                run.step()
+                attempts.claim(open_store(url), here())
+                while True:
+                    run.step()
+
+    with pytest.raises(flashckpt.SupersededError):
+        train()
