@@ -174,7 +174,7 @@ def test_a_node_that_shares_its_folder_may_claim_the_attempt_in_the_same_moment(
                 attempts.beat_on(LocalStore(self._root), name)
             return super().read(path, most)
 
-    monkeypatch.setattr(opening, "open_store", lambda path: Shared(str(path)))
+    monkeypatch.setattr(opening, "open_store", lambda path, options: Shared(str(path)))
     known = KnownRun("ab" * 8)
     joined = node.join(name, rank=1, known=known, claims=True)
     assert (joined.attempt, joined.leads) == (name, False)
