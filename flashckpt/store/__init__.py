@@ -37,8 +37,6 @@ def open_store(url_or_path: str | os.PathLike[str], options: Mapping[str, Any] |
     OptionError for a scheme that neither this library nor an installed package has, which is named, for
     options that cannot be, and for a URL with a password in it, which is not.
     """
-    if options:
-        give_options(os.fspath(url_or_path), options)
     text = os.fspath(url_or_path) if isinstance(url_or_path, (str, os.PathLike)) else None
     if not isinstance(text, str):
         raise OptionError(f"the run's path is {url_or_path!r}. Nothing was changed. Name a folder, as text.")
@@ -47,13 +45,11 @@ def open_store(url_or_path: str | os.PathLike[str], options: Mapping[str, Any] |
         if not text:
             raise OptionError("the run's path is empty. Nothing was changed. Name a folder.")
         return LocalStore(text)
-    if "@" in urlsplit(text).netloc:
-        raise OptionError(
-            f"a URL of {match[1]}:// has a user or a password in it, which would stand in logs. Nothing was "
-            "changed. Leave them out, and give them in the environment or as storage_options."
-        )
     if match[1].lower() != "file":
-        return _factory(text, match[1].lower())(text)
+        url = _one_form(text)
+        if options:
+            give_options(url, options)
+        return _factory(url, match[1].lower())(url)
     parts = urlsplit(text)
     if re.search(r"[?#\x00-\x1f]", text):
         raise OptionError(
@@ -68,13 +64,32 @@ def open_store(url_or_path: str | os.PathLike[str], options: Mapping[str, Any] |
 
 
 def give_options(url: str, options: Mapping[str, Any]) -> None:
-    """What stores of this URL are opened with from now on, in this process."""
+    """What stores of this URL, as a store gives it, are opened with from now on, in this process."""
     _given[url] = dict(options)
 
 
 def options_of(url: str) -> dict[str, Any]:
-    """What a store of this URL is opened with."""
+    """What a store of this URL, as a store gives it, is opened with."""
     return _given.get(url) or storage_options()
+
+
+def _one_form(url: str) -> str:
+    """The one form of a URL that names a run: by it its keeper and its memory are found on a node.
+    OptionError, which shows no part that may be secret, for one that some client would take for another's."""
+    scheme, _, rest = url.partition("://")
+    scheme, rest = scheme.lower(), rest.rstrip("/")
+    if "@" in rest.partition("/")[0]:
+        raise OptionError(
+            f"a URL of {scheme}:// has a user or a password in it, which would stand in logs. Nothing was "
+            "changed. Leave them out, and give them in the environment or as storage_options."
+        )
+    if re.search(r"[?#%\x00-\x1f]", rest) or not {"", ".", ".."}.isdisjoint(rest.split("/")[1:]):
+        raise OptionError(
+            f"a URL of {scheme}:// has a query, a fragment, %XX, or a part that is empty, . or .. in it: "
+            "clients would leave it out, and two runs be one. Nothing was changed. Name the run with plain "
+            "characters; a signature or a token is given in the environment or as storage_options."
+        )
+    return f"{scheme}://{rest}"
 
 
 def _client_options(url: str) -> dict[str, Any]:

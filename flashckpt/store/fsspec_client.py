@@ -54,6 +54,10 @@ class FsspecClient:
         return self._url
 
     @property
+    def server(self) -> str:
+        return " ".join(str(self._options[name]) for name in ("host", "port") if name in self._options)
+
+    @property
     def refusal(self) -> str:
         return self._way.refusal
 

@@ -60,6 +60,10 @@ class ObjectClient(Protocol):
         """As a user would name it; without credentials."""
 
     @property
+    def server(self) -> str:
+        """Which one it is, where the URL alone does not say: the same bucket's name on another is another."""
+
+    @property
     def refusal(self) -> str:
         """Why no run is trained there; empty where one may be."""
 
@@ -128,7 +132,7 @@ class ObjectStore:
         return _Look(self, recent)
 
     def place(self) -> str:
-        return self.url
+        return f"{self.url} {self._client.server}".rstrip()
 
     def check(self) -> None:
         """Some servers take the condition of a creation and ignore it: two would commit one step."""

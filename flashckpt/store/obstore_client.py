@@ -50,6 +50,13 @@ class ObstoreClient:
         return self._url
 
     @property
+    def server(self) -> str:
+        account = self._options.get("account_name") or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME", "")
+        return (
+            f"{_endpoint(self._url, self._options)} {account if self._url.startswith('az:') else ''}".strip()
+        )
+
+    @property
     def options(self) -> Mapping[str, Any]:
         return self._options
 
@@ -138,7 +145,8 @@ class ObstoreClient:
                 self._url,
                 client_options={
                     "timeout": timedelta(seconds=_TIMEOUT_S),
-                    "allow_http": _names_plain_http(self._options),
+                    # Who names an endpoint without TLS wants it.
+                    "allow_http": _endpoint(self._url, self._options).startswith("http://"),
                     **client,
                 },
                 retry_config=retries,
@@ -196,10 +204,12 @@ def _defaults(url: str) -> dict[str, Any]:
     return {"unsigned_payload": True} if urlsplit(url).scheme.startswith("s3") else {}
 
 
-def _names_plain_http(options: Mapping[str, Any]) -> bool:
-    """Whether an endpoint without TLS was named: who names one wants it."""
-    named = options.get("endpoint") or next(filter(None, map(os.environ.get, ENDPOINTS)), "")
-    return str(named).startswith("http://")
+def _endpoint(url: str, options: Mapping[str, Any]) -> str:
+    """The server that was named beside the URL, empty where none was."""
+    cloud = "AZURE" if url.startswith("az:") else "AWS"
+    names = [name for name in ENDPOINTS if name.startswith(cloud)] if not url.startswith("gs:") else []
+    named = options.get("endpoint") or next(filter(None, map(os.environ.get, names)), "")
+    return str(named).rstrip("/")
 
 
 @contextmanager

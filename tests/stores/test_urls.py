@@ -1,0 +1,46 @@
+"""Which URL names which run: one form each, and nothing secret in it. No request is made."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashckpt.errors import OptionError
+from flashckpt.store import open_store, options_of
+
+S3 = {"region": "us-east-1", "access_key_id": "id", "secret_access_key": "geheim"}
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://bucket/run", "S3://bucket/run", "s3://bucket/run/", "s3://bucket/run//"]
+)
+def test_forms_of_one_run_are_one(url: str) -> None:
+    store = open_store(url, S3)
+    assert store.url == "s3://bucket/run"
+    assert store.place() == open_store("s3://bucket/run", S3).place()
+    assert options_of(store.url) == S3, "the keeper is started with them"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://bucket/lr#1", "s3://bucket/run?sig=geheim", "s3://bucket/my%20run", "s3://bucket/a//b",
+        "s3://bucket/a/../b", "s3://bucket/./b", "s3://bucket/a\nb", "s3://key:geheim@bucket/run",
+    ],
+)  # fmt: skip
+def test_what_clients_would_read_otherwise_is_refused(url: str) -> None:
+    with pytest.raises(OptionError, match="Nothing was changed") as caught:
+        open_store(url, S3)
+    assert "geheim" not in str(caught.value)
+
+
+def test_a_bucket_of_another_server_is_another_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A keeper that lives on the first server must not be taken for this run's."""
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+    one, other = "https://one.example", "https://other.example"
+    places = [open_store("s3://bucket/run", {**S3, "endpoint": each}).place() for each in (one, other)]
+    assert len(set(places)) == 2
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"{one}/")
+    assert open_store("s3://bucket/run", S3).place() == places[0]
+    accounts = [{"account_name": each, "account_key": "Z2VoZWlt"} for each in ("a", "b")]
+    assert len({open_store("az://container/run", each).place() for each in accounts}) == 2
