@@ -108,9 +108,8 @@ class RanksJob:
         self.attempt, self.number, self.lives = "", 0, 0
         self.resumed_tiers: list[str] = []
         self.void: set[int] = set()
-        self.lacking: set[int] = (
-            set()
-        )  # steps that a rank took no snapshot of, in any life: keepers outlive it
+        # Steps that a rank took no snapshot of, in any life: a keeper outlives it.
+        self.lacking: set[int] = set()
         self.readable: list[Any] = []
 
     # ---- lives

@@ -148,7 +148,7 @@ class FakeTrainer:
         for grant in self.client.surviving():
             slot = grant.open(map_image=False)
             sealed = slot.sealed() if not grant.holds_constants else None
-            if sealed is not None and audit(SealedSnapshot(slot, sealed.generation, grant.owner)) is True:
+            if sealed is not None and self._is_sound(SealedSnapshot(slot, sealed.generation, grant.owner)):
                 survived[grant.name] = lineage.VisibleStep(sealed.step, sealed.attempt)
             slot.close()
         return [
@@ -156,6 +156,15 @@ class FakeTrainer:
             for each in lineage.sources(self.store, survived)
             if each.slot is not None or self._is_whole(each.step, each.attempt)
         ]
+
+    def _is_sound(self, snapshot: SealedSnapshot) -> bool:
+        """A keeper that pins it, or lets go of it, makes an audit say nothing: then it is asked again."""
+        until = time.monotonic() + 240
+        while (found := audit(snapshot)) is False and time.monotonic() < until:
+            held = snapshot.slot.sealed()
+            if held is None or held.generation != snapshot.generation:
+                break
+        return found is True
 
     def _is_whole(self, step: int, attempt: AttemptName) -> bool:
         files = read_step(self.store, step, attempt).files(self.rank)
