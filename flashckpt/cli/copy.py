@@ -29,6 +29,7 @@ from flashckpt.recovery.node import lock_probe
 from flashckpt.store import open_store
 from flashckpt.store.base import Store
 from flashckpt.tiers.run_copy import RunCopy, StepResult, copy_run
+from flashckpt.tiers.step_copy import Outcome
 
 Url = Annotated[
     str, typer.Argument(metavar="URL", help="Where to: a folder, file://, s3://, gs:// or az://.")
@@ -116,6 +117,11 @@ def _print(done: RunCopy, seconds: float) -> None:
         )
     results().print(table)
     results().print(f"sent {size(done.sent_bytes)} in {seconds:.1f} s to {done.target}", soft_wrap=True)
+    if any(each.copied is not None and each.copied.outcome is Outcome.THERE for each in done.steps):
+        notices().print(
+            "flashckpt: of what is there already the lengths were compared, and no byte was read: "
+            f"`flashckpt verify {done.target}` reads every one."
+        )
     if hidden := [each.step for each in done.steps if each.copied is not None and not each.is_visible]:
         notices().print(
             f"flashckpt: a resume from {done.target} does not see {', '.join(map(str, hidden))}: of another "

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -51,6 +53,9 @@ _CUT_OFF = "its write was cut off"
 _LOOK_S = 1.0
 _MOST_SWEEPS = 3
 _MOST_NAMED = 20
+
+COPY_AGE_S = 86400.0
+"""A copier writes to attempts that have ended, and no record tells of it: so long it may be at work."""
 
 
 class Deletions:
@@ -178,7 +183,7 @@ def unused_files(
             found += _temporaries(store, attempt_folder(name), name, None) + _constants(store, name)
     for each in begun:
         if each.attempt in over:
-            found += _of_step(store, each.step, each.attempt)
+            found += _of_step(store, each.step, each.attempt, writers)
         elif writers:
             found += _begun_by(store, each.step, each.attempt, writers)
     with_steps = {each.attempt for each in begun}
@@ -204,6 +209,24 @@ def half_written(store: Store, writers: Collection[str]) -> list[Unused]:
     another nonce."""
     begun = everything(store) if writers else ()
     return [found for each in begun for found in _begun_by(store, each.step, each.attempt, writers)]
+
+
+def is_unused_still(store: Store, each: Unused) -> bool:
+    """To be asked just before a removal: a copier may have published the step of a shard meanwhile."""
+    file = each.path.rpartition("/")[2]
+    if each.attempt is None or each.kind != "file":
+        return True
+    if CONSTANTS.fullmatch(file):
+        with suppress(DamagedError):
+            return file not in named_in(store, each.attempt)
+        return False
+    if each.step is None or not SHARD.fullmatch(file):
+        return True
+    stored = stored_step(store, each.step, each.attempt)
+    if stored.completeness is Completeness.BURIED:
+        return True
+    named = _named_shards(store, stored)
+    return named is not None and file not in named
 
 
 def remove(store: Store, each: Unused) -> None:
@@ -253,7 +276,7 @@ def _over(known: list[AttemptInfo]) -> set[AttemptName]:
     return over
 
 
-def _of_step(store: Store, step: int, attempt: AttemptName) -> list[Unused]:
+def _of_step(store: Store, step: int, attempt: AttemptName, writers: Collection[str]) -> list[Unused]:
     folder = step_attempt_folder(step, attempt)
     stored = stored_step(store, step, attempt)
     entries = [entry for entry in store.list(folder) if not entry.is_folder]
@@ -264,7 +287,8 @@ def _of_step(store: Store, step: int, attempt: AttemptName) -> list[Unused]:
     named = _named_shards(store, stored)
     if named is None:
         return found
-    gone = [each for each in entries if SHARD.fullmatch(each.name) and each.name not in named]
+    shards = [each for each in entries if SHARD.fullmatch(each.name) and each.name not in named]
+    gone = [each for each in shards if shard_writer(each.name) in writers or not _may_be_copied(store, each)]
     found += _files(folder, gone, _CUT_OFF, attempt, step)
     if not entries and stored.completeness is Completeness.NOTHING:
         found.append(Unused(path=folder, kind="folder", attempt=attempt, step=step, why="it is empty"))
@@ -279,8 +303,15 @@ def _constants(store: Store, attempt: AttemptName) -> list[Unused]:
         named = named_in(store, attempt) if found else set()
     except DamagedError:
         return []
-    gone = [each for each in found if each.name not in named]
+    gone = [each for each in found if each.name not in named and not _may_be_copied(store, each)]
     return _files(folder, gone, "no step names it", attempt, None)
+
+
+def _may_be_copied(store: Store, each: Entry) -> bool:
+    """Whether a copier may have just put it there. Where there are renames, a shard has its name only just
+    before its part; an object has its own from its upload to that of the step's last."""
+    is_young = not each.modified_s or time.time() - each.modified_s < COPY_AGE_S
+    return is_young and not store.capabilities.rename
 
 
 def _named_shards(store: Store, stored: StoredStep) -> set[str] | None:

@@ -12,7 +12,7 @@ from flashckpt.commit import attempts, lineage, steps
 from flashckpt.commit.lineage import VisibleStep
 from flashckpt.commit.verification import Row, verify
 from flashckpt.format.names import AttemptName, step_attempt_folder
-from flashckpt.persist.deletions import Unused, remove, unused_files
+from flashckpt.persist.deletions import Unused, is_unused_still, remove, unused_files
 from flashckpt.persist.ledger import Event, Ledger
 from flashckpt.persist.stored_steps import Completeness, StoredStep, stored_step
 from flashckpt.recovery.node import Hold
@@ -118,10 +118,13 @@ def _listed(store: Store) -> Examined:
 def clear(hold: Hold, writers: Collection[str], ledger: Ledger) -> list[Finding]:
     """Delete debris, that of dead keepers included: `writers` are their nonces. RunHeldError once a job has
     begun meanwhile."""
-    unused, failed = unused_files(hold.store, (), writers), {}
-    for each in unused:
+    unused, failed = list[Unused](), dict[str, str]()
+    for each in unused_files(hold.store, (), writers):
         hold.guard()
         try:
+            if not is_unused_still(hold.store, each):
+                continue
+            unused.append(each)
             remove(hold.store, each)
         except OSError as error:
             failed[each.path] = str(error)

@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from flashckpt import _native, crashpoints
-from flashckpt.commit import constants
 from flashckpt.commit.attempts import newest_started
 from flashckpt.commit.lineage import VisibleStep, has_manifest
 from flashckpt.commit.steps import (
@@ -79,7 +78,7 @@ class StepCopier:
         self._known: dict[str, Contents] = {}  # constants that stand in the target, by their path
         # Attempts whose records are alike in both, with all that the newest went on from: they never change.
         self._alike: set[tuple[AttemptName | None, AttemptName]] = set()
-        self._sent_bytes = 0
+        self._sent_bytes, self._compared = 0, set[str]()
 
     def copy(self, step: int, attempt: AttemptName) -> Copied:
         """Commit a step of the source in the target, which is the same run.
@@ -88,7 +87,7 @@ class StepCopier:
         those of its record; RunError where the target holds something else in its place. Then nothing of the
         step is to be seen in the target.
         """
-        self._sent_bytes = 0
+        self._sent_bytes, self._compared = 0, set()
         try:
             return self._copied(step, attempt)
         except (DamagedError, FileNotFoundError):
@@ -111,13 +110,14 @@ class StepCopier:
         check_one_history(self._source, self._target, records, self._may_supersede)
         outcome = self._standing(record.manifest)
         if outcome is Outcome.COPIED:
-            for place in range(len(record.parts)):
-                self._copy_part(record, place)
+            self._copy_parts(record)
         bring(self._target, records)
         self._alike.add(lineage)
         crashpoints.point("copy.records")
         if outcome is Outcome.COPIED:
             outcome = self._publish(record.manifest, data)
+        if outcome is Outcome.COPIED:
+            outcome = self._completed(record)
         if self._target.capabilities.rename:
             self._clear(step, attempt)
         sizes = [*record.manifest.shards, *record.manifest.constants]
@@ -151,12 +151,29 @@ class StepCopier:
         try:
             committed = publish_manifest(self._target, manifest, data)
         except DamagedError as error:
+            with suppress(DamagedError):
+                if read_manifest(self._target, manifest.step, manifest.attempt) == manifest:
+                    return Outcome.COPIED
             raise self._gone(path, manifest.step) from error
         if committed is Committed.WAITING:
             raise self._gone(path, manifest.step)
         return Outcome.COPIED if committed else Outcome.BURIED
 
+    def _completed(self, record: StepRecord) -> Outcome:
+        """Send again what went before the manifest stood: a recovery takes for debris what no part names yet.
+        Now it finds the manifest, and takes no more."""
+        for _ in range(_TRIES):
+            outcome = self._standing(record.manifest)
+            if outcome is not Outcome.COPIED:
+                return Outcome.COPIED if outcome is Outcome.THERE else outcome
+            self._copy_parts(record)
+        raise self._gone(manifest_path(record.step, record.attempt), record.step)
+
     # ---- parts and files
+
+    def _copy_parts(self, record: StepRecord) -> None:
+        for place in range(len(record.parts)):
+            self._copy_part(record, place)
 
     def _copy_part(self, record: StepRecord, place: int) -> None:
         part, data = record.parts[place], record.part_bytes(place)
@@ -168,7 +185,7 @@ class StepCopier:
         sizes |= {f"{above}/{each.name}": each.num_bytes for each in self._target.list(above)}
         for rank in part.ranks:
             for file, contents in record.files(rank.rank):
-                self._send(record, rank, file, contents, sizes.get(file), is_recorded=is_there)
+                self._send(record, rank, file, contents, sizes.get(file))
         if not is_there:
             crashpoints.point("copy.files")
             if not self._target.create(path, data):
@@ -176,7 +193,7 @@ class StepCopier:
             crashpoints.point("copy.part")
 
     def _has_part(self, path: str, data: bytes, step: int) -> bool:
-        """Whether this very part stands in the target: then its files were compared with it."""
+        """Whether this very part stands in the target."""
         try:
             found = self._target.read(path, Part.MAX_BYTES)
         except FileNotFoundError:
@@ -186,21 +203,24 @@ class StepCopier:
         return True
 
     def _send(
-        self, record: StepRecord, rank: RankRecord, path: str, contents: Contents, size: int | None,
-        *, is_recorded: bool,
-    ) -> None:  # fmt: skip
-        """`size`: what the target has under this name; `is_recorded`: and has compared with this part."""
-        num_bytes, is_there = contents.shard.num_bytes, size is not None
-        if self._known.get(path) != contents:
-            is_there = is_there or self._has_linked(path, contents)
-            is_known = size == num_bytes and (is_recorded or self._is_named(record, rank, contents))
-            if size is not None and not is_known and not self._is_whole(path, contents):
+        self, record: StepRecord, rank: RankRecord, path: str, contents: Contents, size: int | None
+    ) -> None:
+        """`size`: what the target has under this name. A manifest is to be published over it: what this
+        process did not send or compare itself may have rotted since."""
+        num_bytes = contents.shard.num_bytes
+        if size is None:
+            self._known.pop(path, None)
+        is_there = size is not None or self._has_linked(path, contents)
+        if not is_there:
+            self._write(path, contents, record.step)
+            self._sent_bytes += num_bytes
+        elif size is not None:
+            is_known = self._known.get(path) == contents or path in self._compared
+            if not (is_known and size == num_bytes) and not self._is_whole(path, contents):
                 raise self._in_its_place(path, record.step)
-            if not is_there:
-                self._write(path, contents, record.step)
-                self._sent_bytes += num_bytes
         if is_there and self._progress:
             _native.fetch_add(self._progress, num_bytes)
+        self._compared.add(path)
         if contents is rank.constants:
             self._known[path] = contents
 
@@ -212,13 +232,6 @@ class StepCopier:
             if is_alike and replace(known.shard, file="") == like:
                 return self._target.copy(other, path)
         return False
-
-    def _is_named(self, record: StepRecord, rank: RankRecord, contents: Contents) -> bool:
-        """Whether a committed step of the target has these constants: then they were compared."""
-        if contents is not rank.constants:
-            return False
-        named = constants.named(self._target, record.attempt, rank.rank)
-        return any(each == contents for attempt, each in named if attempt == record.attempt)
 
     def _is_whole(self, path: str, contents: Contents) -> bool:
         status, detail = verify_file(self._target, path, contents, threads=self._threads)

@@ -39,6 +39,9 @@ def test_a_run_is_copied_and_is_one_there(run: MadeRun, shell: Shell, tmp_path: 
     told = shell("copy", run.folder, there, "--step", 20)
     assert told.code == 0
     assert f"to {there}" in told.out
+    again = shell("copy", run.folder, there)
+    assert "lengths" in again.err
+    assert f"flashckpt verify {there}" in " ".join(again.err.split())
     assert flashckpt.verify(there).ok
     assert flashckpt.steps(there) == [10, 20, 30]
 

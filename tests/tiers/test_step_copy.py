@@ -23,6 +23,10 @@ from flashckpt.commit.verification import verify
 from flashckpt.errors import DamagedError, NoSuchStepError, RunError
 from flashckpt.format.names import AttemptName, claim_path, manifest_path, step_attempt_folder
 from flashckpt.format.replicas import ranks_of
+from flashckpt.persist import deletions
+from flashckpt.persist.deletions import Unused, unused_files
+from flashckpt.recovery import storage
+from flashckpt.recovery.recover import recover
 from flashckpt.store.base import Read, Store
 from flashckpt.store.local import LocalStore, System
 from flashckpt.tiers.run_copy import copy_run
@@ -248,24 +252,110 @@ def test_a_damaged_source_is_told_and_not_published(
     assert verify(target).ok
 
 
-def test_a_file_in_the_target_is_trusted_only_if_its_part_stands(
+class Stop(Exception):
+    pass
+
+
+def stopped(copier: StepCopier, step: int, attempt: AttemptName, patch: pytest.MonkeyPatch, at: str) -> None:
+    """Copy up to a point, the first time."""
+
+    def stop(name: str) -> None:
+        if name == at:
+            raise Stop
+
+    with patch.context() as armed:
+        armed.setattr(crashpoints, "point", stop)
+        with pytest.raises(Stop):
+            copier.copy(step, attempt)
+
+
+@pytest.mark.parametrize("file", ["shard-00001", "constants-00000"])
+def test_what_rotted_before_the_manifest_is_not_published(
+    pair: tuple[Store, Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    source, target = pair
+    attempt = made(source, [10])
+    stopped(mirrored(source, target), 10, attempt, monkeypatch, "copy.records")
+    path = next(each for each in (tmp_path / "target").rglob("*") if f"/{file}" in unquote(str(each)))
+    whole = path.read_bytes()
+    path.write_bytes(flipped(whole))
+    with pytest.raises(RunError, match="is not whole"):
+        StepCopier(source, target).copy(10, attempt)
+    assert not target.exists(manifest_path(10, attempt))
+    path.write_bytes(whole)
+    done = StepCopier(source, target).copy(10, attempt)
+    assert (done.outcome, done.sent_bytes) == (Outcome.COPIED, 0)
+    assert verify(target).ok
+
+
+@pytest.mark.parametrize("age_s", [86400.0, -3600.0], ids=["young", "old"])
+def test_a_recovery_of_the_target_beside_a_copy(
+    pair: tuple[Store, Store], runtime: Path, monkeypatch: pytest.MonkeyPatch, age_s: float
+) -> None:
+    """The copy goes on between the recovery's look and its removals."""
+    source, target = pair
+    attempt = made(source, [10, 20])
+    mirrored(source, target).copy(10, attempt)
+    stopped(StepCopier(source, target), 20, attempt, monkeypatch, "copy.files")
+    monkeypatch.setattr(deletions, "COPY_AGE_S", age_s)
+    surveyed: list[Unused] = []
+
+    def survey(*args: Any) -> list[Unused]:
+        surveyed.extend(unused_files(*args))
+        StepCopier(source, target).copy(20, attempt)
+        return surveyed
+
+    monkeypatch.setattr(storage, "unused_files", survey)
+    assert recover(target).findings == ()
+    assert bool(surveyed) is (target.capabilities.rename or age_s < 0)
+    assert [each.step for each in lineage.visible(target)] == [10, 20]
+    assert verify(target).ok
+
+
+def test_debris_of_an_attempt_that_ended_stays_for_a_day_where_a_copier_may_be_at_work(
+    near: tuple[Store, Store], runtime: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    source, target = near
+    attempt = made(source, [10, 20])
+    mirrored(source, target).copy(10, attempt)
+    stopped(StepCopier(source, target), 20, attempt, monkeypatch, "copy.files")
+    before = of_step(tmp_path / "target")
+    assert recover(target).findings == ()
+    assert before.items() <= of_step(tmp_path / "target").items()
+    monkeypatch.setattr(deletions, "COPY_AGE_S", -3600.0)
+    [gone] = recover(target).findings
+    assert "shard-00000" in gone.place
+    assert not target.exists(gone.place)
+
+
+@pytest.mark.parametrize("file", ["shard-00001", "constants-00000", "part-00000"])
+def test_what_goes_as_the_manifest_is_published_is_sent_again(
+    pair: tuple[Store, Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    source, target = pair
+    attempt = made(source, [10])
+
+    def lose(name: str) -> None:
+        if name == "manifest.linked":
+            for each in (tmp_path / "target").rglob("*"):
+                if f"/{file}" in unquote(str(each)):
+                    each.unlink()
+
+    copier = mirrored(source, target)
+    monkeypatch.setattr(crashpoints, "point", lose)
+    assert copier.copy(10, attempt).outcome is Outcome.COPIED
+    assert verify(target).ok
+    assert [each.step for each in lineage.visible(target)] == [10]
+
+
+def test_a_file_in_the_target_is_trusted_only_if_it_is_whole(
     pair: tuple[Store, Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, target = pair
     attempt = made(source, [10])
     copier = mirrored(source, target)
 
-    class Stop(Exception):
-        pass
-
-    def stop(name: str) -> None:
-        if name == "copy.files":
-            raise Stop
-
-    with monkeypatch.context() as patch:
-        patch.setattr(crashpoints, "point", stop)
-        with pytest.raises(Stop):
-            copier.copy(10, attempt)
+    stopped(copier, 10, attempt, monkeypatch, "copy.files")
     path = next(each for each in (tmp_path / "target").rglob("*") if "/shard-00000" in unquote(str(each)))
     whole = path.read_bytes()
     path.write_bytes(flipped(whole))
