@@ -1,6 +1,7 @@
 """Uploads that died in the middle: which of those below a run nobody goes on with, and their end.
 
-An upload that lives is never ended: its writer would have to begin anew.
+An upload that lives is never ended: its writer would have to begin anew. Nor is another's: only a key that is
+spelled as that of a shard of the run is looked at.
 """
 
 from __future__ import annotations
@@ -8,8 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 
-from flashckpt.format.names import AttemptName, shard_writer
-from flashckpt.persist.deletions import ended_attempts
+from flashckpt.format.names import ATTEMPTS, CONSTANTS, STEPS, AttemptName, shard_writer, step_number
+from flashckpt.persist.deletions import COPY_AGE_S, ended_attempts
 from flashckpt.recovery.node import Hold
 from flashckpt.recovery.report import Fate, Finding, Kind
 from flashckpt.store.base import Store
@@ -62,14 +63,26 @@ def _dead(
     over = ended_attempts(store) | set(dead)
 
     def is_dead(upload: Upload) -> bool:
-        writer = shard_writer(upload.path.rpartition("/")[2])
-        return upload.age_s > SAFE_AGE_S or writer in writers or _attempt(upload) in over
+        if (attempt := _attempt(upload)) is None:
+            return False
+        is_over = attempt in over and upload.age_s > COPY_AGE_S
+        return is_over or upload.age_s > SAFE_AGE_S or shard_writer(_file(upload)) in writers
 
     return uploads, [each for each in found if is_dead(each)]
 
 
 def _attempt(upload: Upload) -> AttemptName | None:
-    return next(filter(None, map(AttemptName.parse, upload.path.split("/"))), None)
+    """That of the shard or the constants that its key spells, None for any other key."""
+    match upload.path.split("/"):
+        case [top, attempt, file] if top == ATTEMPTS and CONSTANTS.fullmatch(file):
+            return AttemptName.parse(attempt)
+        case [top, step, attempt, file] if top == STEPS and step_number(step) is not None:
+            return AttemptName.parse(attempt) if shard_writer(file) else None
+    return None
+
+
+def _file(upload: Upload) -> str:
+    return upload.path.rpartition("/")[2]
 
 
 def _finding(

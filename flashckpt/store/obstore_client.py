@@ -219,6 +219,13 @@ def _told(key: str, url: str, *, writes: bool = False) -> Iterator[None]:
         yield
     except Exception as error:
         is_missing = isinstance(error, FileNotFoundError)
+        if "NoSuchUpload" in str(error):
+            raise OSError(
+                errno.EIO,
+                "its upload was ended by another process or a rule of the bucket, nothing of it is there "
+                "(NoSuchUpload)",
+                key,
+            ) from error
         if re.search("NoSuchBucket|ContainerNotFound|bucket does not exist", str(error)) or (
             is_missing and writes
         ):

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from flashckpt.store.base import Store
 from flashckpt.store.objects import ObjectStore
@@ -41,7 +41,7 @@ class UnfinishedUploads:
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         parts = urlsplit(url)
-        self._bucket, self._prefix = parts.netloc, f"{parts.path.strip('/')}/".lstrip("/")
+        self._bucket, self._prefix = parts.netloc, f"{unquote(parts.path).strip('/')}/".lstrip("/")
         self._client = _client(url, options)
 
     def list(self) -> list[Upload]:
