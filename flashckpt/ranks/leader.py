@@ -26,8 +26,9 @@ from flashckpt.ranks.messages import (
 )
 
 _LOOK_S = 0.5
-# Ranks hear what they divide no more in different rounds: until all have, one that differs says nothing.
-_MOST_UNLIKE = 4
+# Ranks hear what they divide no more in different rounds: until all have, one that differs says nothing. On a
+# busy machine that takes seconds.
+_MOST_UNLIKE_S = 60.0
 
 
 class Leader:
@@ -38,7 +39,7 @@ class Leader:
         self._answered = (0, Answer.NONE)
         self._limit = NONE
         self._died, self._looked_s = NONE, -math.inf
-        self._compared = self._unlike = 0
+        self._compared, self._unlike_since_s = 0, math.inf
 
     @property
     def is_hurried(self) -> bool:
@@ -115,19 +116,28 @@ class Leader:
 
     def _compare(self, sealed: Sequence[dict[int, Table]]) -> None:
         """What is divided no more: the groups in which the ranks differ where they divide alike, and all of
-        them where one boundary after the other was not the same. Each boundary once."""
+        them where for long no boundary was the same. Each boundary once."""
         for ordinal in sorted(set.intersection(*map(set, sealed))):
             if ordinal <= self._compared:
                 continue
             self._compared = ordinal
             tables = [of[ordinal]._replace(step=0) for of in sealed]
-            is_alike = all(table == tables[0] for table in tables)
-            self._unlike = 0 if is_alike else self._unlike + 1
-            if self._unlike >= _MOST_UNLIKE:
-                self._board.hold_whole(ALL_GROUPS)
-            elif len({table.ground for table in tables}) == 1:
-                by_group = zip(*(table.groups for table in tables), strict=True)
-                self._board.hold_whole(sum(1 << g for g, each in enumerate(by_group) if len({*each}) > 1))
+            self._divide_less(tables)
+
+    def _divide_less(self, tables: Sequence[Table]) -> None:
+        now_s, since_s, news = time.monotonic(), self._unlike_since_s, 0
+        self._unlike_since_s = math.inf
+        if all(table == tables[0] for table in tables):
+            return
+        if len({table.ground for table in tables}) == 1:
+            by_group = zip(*(table.groups for table in tables), strict=True)
+            news = sum(1 << g for g, each in enumerate(by_group) if len({*each}) > 1)
+        if news & ~self._board.held_whole:
+            self._board.hold_whole(news)
+            return
+        self._unlike_since_s = min(since_s, now_s)
+        if now_s - self._unlike_since_s >= _MOST_UNLIKE_S:
+            self._board.hold_whole(ALL_GROUPS)
 
     def _who_died(self) -> int:
         """Asked of the system now and then: messages may follow one another fast."""

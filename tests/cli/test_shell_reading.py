@@ -193,7 +193,7 @@ def test_a_step_that_is_not_there_ends_with_3_and_says_what_is(
 @pytest.mark.parametrize(
     "arguments",
     [("show", "RUN", "12a"), ("show", "RUN", "30@x"), ("show", "RUN", "-1"), ("ls",), ("ls", "RUN", "--no"),
-     ("no-such-command",), ("ls", "s3://bucket/run"), ("branch", "RUN")],
+     ("no-such-command",), ("ls", "gopher://bucket/run"), ("branch", "RUN")],
 )  # fmt: skip
 def test_wrong_usage_ends_with_2(arguments: tuple[str, ...], run: MadeRun, shell: Shell) -> None:
     ended = shell(*(str(run.folder) if each == "RUN" else each for each in arguments))

@@ -15,6 +15,7 @@ from flashckpt.errors import DamagedError
 from flashckpt.memory.slot import SlotState
 from flashckpt.persist.audit import audit
 from flashckpt.persist.job import SealedSnapshot
+from flashckpt.ranks import leader as leader_module
 from flashckpt.ranks.board import Board, Table
 from flashckpt.ranks.leader import Leader
 from flashckpt.ranks.node_table import NodeTable
@@ -248,8 +249,11 @@ def test_a_boundary_of_which_tables_differ_is_missed_and_what_differs_is_divided
     assert board.held_whole == 1 << 5 | 1 << 63, "each boundary is compared once"
 
 
-def test_ranks_that_hear_what_is_divided_no_more_one_after_the_other_divide_all_else_on() -> None:
-    """Each boundary until all have heard is void. Where that does not end, nothing is divided."""
+def test_ranks_that_hear_what_is_divided_no_more_one_after_the_other_divide_all_else_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each boundary until all have heard is void, however many pass. Where that does not end, nothing is
+    divided."""
     board = board_of_the_node()
     leader, old, new = Leader(board), table_of(7), table_of(8)
     for ordinal, row in enumerate([(old, new, old), (old, new, new), (new, old, new)], 1):
@@ -258,9 +262,11 @@ def test_ranks_that_hear_what_is_divided_no_more_one_after_the_other_divide_all_
     sealed_as(board, 4, new, new, new)
     assert (leader.say().sealed, board.held_whole) == ((4,), 0)
     for ordinal in range(5, 9):
-        assert board.held_whole == 0
         sealed_as(board, ordinal, old, new, new)
-        assert leader.say().sealed == (4,)
+        assert (leader.say().sealed, board.held_whole) == ((4,), 0)
+    monkeypatch.setattr(leader_module, "_MOST_UNLIKE_S", 0.0)
+    sealed_as(board, 9, old, new, new)
+    assert leader.say().sealed == (4,)
     assert board.held_whole == ALL_GROUPS
 
 
