@@ -331,13 +331,14 @@ def ranks_here(store: Store, attempt: AttemptName) -> Ranks | None:
 
 
 def beat(store: Store, name: AttemptName, count: int) -> None:
-    """Move the counter on. Not durable: it says something only while it moves."""
-    store.replace(alive_path(name), Alive(count=count).to_bytes(), durable=False)
+    """Move the counter on. Not durable, and tried for a moment only: the next one is soon to come, and it
+    says something only while it moves."""
+    store.brief().replace(alive_path(name), Alive(count=count).to_bytes(), durable=False)
 
 
 def beat_on(store: Store, name: AttemptName) -> None:
     """The same, from where the counter stands: for a trainer whose keeper does not move it."""
-    before = alive(store, name)
+    before = alive(store.brief(), name)
     beat(store, name, before.count + 1 if before is not None else 1)
 
 

@@ -24,7 +24,6 @@ Probe = Callable[[str, str], bool]
 
 # A keeper moves its counter on at least this often.
 BEAT_S = 1.0
-WATCH_S = 5.0
 _LOOKS = 10
 
 
@@ -48,15 +47,17 @@ def check(
     me: Holder,
     probe: Probe | None = None,
     *,
-    watch_s: float = WATCH_S,
+    watch_s: float | None = None,
     sleep: Callable[[float], None] = time.sleep,
     ours: AttemptName | None = None,
 ) -> None:
-    """RunHeldError if a trainer of the newest attempt lives. May take `watch_s` seconds to find out. `ours`:
-    this job's own attempt, which another node may have claimed in this very moment.
+    """RunHeldError if a trainer of the newest attempt lives. May take `watch_s` seconds to find out, by
+    default as many as the store says. `ours`: this job's own attempt, which another node may have claimed in
+    this very moment.
 
     `probe` answers for locks in runtime folders of this machine; without it only the counter tells.
     """
+    watch_s = store.capabilities.watch_s if watch_s is None else watch_s
     while (newest := newest_claimed(store)) not in (None, ours):
         assert newest is not None
         ended, theirs = _ended(store, newest), _holder(store, newest)

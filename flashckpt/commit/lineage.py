@@ -25,7 +25,7 @@ from flashckpt.commit.attempts import (
     open_run,
     start,
 )
-from flashckpt.commit.holder import WATCH_S, Probe, check, here
+from flashckpt.commit.holder import Probe, check, here
 from flashckpt.commit.steps import StepRecord, is_committed, missing_files, read_manifest, read_step
 from flashckpt.errors import DamagedError, FlashckptError, NoSuchStepError, UnusableRunError
 from flashckpt.format.names import (
@@ -366,7 +366,7 @@ def branch(
     *,
     probe: Probe | None = None,
     me: Holder | None = None,
-    watch_s: float = WATCH_S,
+    watch_s: float | None = None,
 ) -> AttemptName:
     """Claim and start an attempt at a visible step, or at `step` of `attempt`. The next resume, and all
     after it, go on from there. Returns the new attempt.

@@ -6,6 +6,7 @@ the length that it says. Never deletes; see retention.py. The order is numbered 
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -15,7 +16,7 @@ from typing import NamedTuple
 
 from flashckpt import crashpoints
 from flashckpt._native import xxh3_128
-from flashckpt.commit.attempts import ranks_here, superseded_by
+from flashckpt.commit.attempts import ranks_here, read_start, started_after, superseded_by
 from flashckpt.commit.replicas import check_alike, unlike
 from flashckpt.commit.step_parts import StepParts
 from flashckpt.errors import DamagedError, NoSuchStepError, SupersededError
@@ -50,6 +51,8 @@ from flashckpt.store.base import Entry, LengthError, Store
 _FEW_BYTES = 16 << 20
 # The head of a part of eight ranks is a few KiB.
 _HEAD_BYTES = 64 << 10
+# A manifest that took longer was tried again meanwhile, or waited for its server.
+_LATE_S = 1.0
 
 
 class Committed(Enum):
@@ -222,7 +225,27 @@ def commit(
             step=step,
             path=folder,
         )
-    return publish_manifest(store, manifest, manifest.to_bytes())
+    began = time.monotonic()
+    done = publish_manifest(store, manifest, manifest.to_bytes())
+    if done and time.monotonic() - began > _LATE_S:
+        _check_seen(store.at_once(), step, attempt)
+    return done
+
+
+def _check_seen(store: Store, step: int, attempt: AttemptName) -> None:
+    """SupersededError where an attempt that has started meanwhile went on without this step."""
+    newer = started_after(store, attempt)
+    begun = None if newer is None else read_start(store, newer)
+    if begun is None or any(
+        each == attempt and step <= last for each, last in ((begun.parent, begun.step), *begun.before)
+    ):
+        return
+    raise SupersededError(
+        f"attempt {newer} has started while step {step} of attempt {attempt} was committed, and went on "
+        "without it: no resume sees it. Other steps are untouched. End this process.",
+        step=step,
+        path=step_attempt_folder(step, attempt),
+    )
 
 
 def publish_manifest(store: Store, manifest: Manifest, data: bytes) -> Committed:

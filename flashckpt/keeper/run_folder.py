@@ -25,7 +25,7 @@ from flashckpt.errors import DamagedError, FlashckptError, FormatError, NoSuchSt
 from flashckpt.format.names import AttemptName, attempt_folder
 from flashckpt.memory.runtime import identity_of
 from flashckpt.store import open_store
-from flashckpt.store.base import Store
+from flashckpt.store.base import WATCH_S, Store
 
 log = logging.getLogger(__name__)
 
@@ -71,9 +71,12 @@ class RunFolder:
 
     def stands(self) -> bool:
         """Whether the run is in the store; a moved one is followed there. OSError where nobody can tell."""
+        return self._stands(self._store)
+
+    def _stands(self, store: Store) -> bool:
         if not self._store.capabilities.rename and time.monotonic() < self._stood_until:
             return True  # each look costs a request, and nothing is done that a run which is gone would miss
-        if self._is_ours(self._store):
+        if self._is_ours(store):
             self._stood_until = time.monotonic() + _STANDS_S
             return True
         told = self._told
@@ -106,15 +109,17 @@ class RunFolder:
     ) -> Look:
         """Move the counters of living attempts on and write down the end of the others: of those `elsewhere`,
         which have ranks on other nodes, once their counters stand still. One that moves is left to the keeper
-        that moves it, which counts as written down here."""
+        that moves it, which counts as written down here. What fails is told soon: the next beat must not wait
+        for it."""
+        store = self._store.brief()
         marked: list[AttemptName] = []
         claimed, problem = None, ""
         try:
-            if not self.stands():
+            if not self._stands(store):
                 return Look(is_there=False)
             for attempt in living:
                 with self._unless_swept(attempt):
-                    attempts.beat(self._store, attempt, self._next_count(attempt))
+                    attempts.beat(store, attempt, self._next_count(attempt))
             for attempt, how in ended:
                 moves = self._moves(attempt) if attempt in elsewhere else False
                 if moves is None:
@@ -122,9 +127,9 @@ class RunFolder:
                 crashpoints.point("end.marking")
                 with self._unless_swept(attempt):
                     if not moves:
-                        attempts.mark_ended(self._store, attempt, how)
+                        attempts.mark_ended(store, attempt, how)
                 marked.append(attempt)
-            claimed = attempts.newest_claimed(self._store.at_once())
+            claimed = attempts.newest_claimed(store.at_once())
         except (OSError, FlashckptError) as error:
             problem = str(error)
         return Look(is_there=True, claimed=claimed, marked=tuple(marked), problem=problem)
@@ -140,17 +145,21 @@ class RunFolder:
 
     def _moves(self, attempt: AttemptName) -> bool | None:
         """Whether another node's keeper moves a counter on; None while that cannot be told yet."""
-        found, now = attempts.alive(self._store, attempt), time.monotonic()
+        found, now = attempts.alive(self._store.brief(), attempt), time.monotonic()
         count = -1 if found is None else found.count
         before, since_s = self._still.setdefault(attempt, (count, now))
         if count != before:
             return True
-        return False if now - since_s >= _STILL_S else None
+        return False if now - since_s >= self._still_s() else None
+
+    def _still_s(self) -> float:
+        watch_s = self._store.capabilities.watch_s
+        return _STILL_S if watch_s <= WATCH_S else watch_s
 
     def _next_count(self, attempt: AttemptName) -> int:
         """On from where an earlier keeper's counter stood: it must never stand still or come back."""
         if attempt not in self._counts:
-            before = attempts.alive(self._store, attempt)
+            before = attempts.alive(self._store.brief(), attempt)
             self._counts[attempt] = before.count if before is not None else 0
         self._counts[attempt] += 1
         return self._counts[attempt]

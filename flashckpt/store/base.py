@@ -18,6 +18,8 @@ from flashckpt.format.layout import Layout
 from flashckpt.format.records import Contents
 
 _MAX_NAME_BYTES = 255
+# A few beats of a keeper on this machine's own storage.
+WATCH_S = 5.0
 
 
 class LengthError(DamagedError):
@@ -32,6 +34,8 @@ class Capabilities:
     rename: the run itself may be moved while it is in use, and is then followed. is_shared: other nodes see
     the same files; None where only a probe could tell. part_bytes: a longer shard is sent in pieces of this
     size; 0 where there are no pieces. appends: a file grows by what is added, without being written anew.
+    watch_s: for how long a living trainer's counter may seem to stand still, since a write of it waits for a
+    server or is refused by one that is busy.
     """
 
     conditional_create: bool
@@ -39,6 +43,7 @@ class Capabilities:
     is_shared: bool | None
     part_bytes: int
     appends: bool = True
+    watch_s: float = WATCH_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +113,10 @@ class Store(Protocol):
         folder are listed together when one of them is first asked for, and stand as they were then, but for
         what is written through it; those below the folder `recent` may be some seconds older. Whoever
         needs them anew asks for another one. For one thread."""
+
+    def brief(self) -> Store:
+        """This store for who is better told soon that something failed, and does it anew: where requests are
+        tried again for long, they are for some seconds only."""
 
     def move_to(self, url: str) -> None:
         """The run is found there from now on: somebody has moved it. Calls under way end where it was."""

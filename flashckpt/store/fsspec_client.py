@@ -12,7 +12,6 @@ import errno
 import os
 import re
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -25,6 +24,7 @@ from flashckpt.store.fsspec_ways import LocalWay, MemoryWay, ReadOnlyWay, SftpWa
 from flashckpt.store.listing import Found
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _DEADLINE_S = 0.1, 5.0, 60.0
+_BRIEF_DEADLINE_S = 5.0
 # How often a folder may vanish under us, because another process found it empty and removed it.
 _FOLDER_TRIES = 8
 
@@ -40,14 +40,16 @@ class FsspecClient:
     it needs for the scheme is not installed. Connects at the first request; one that is lost is made anew.
     """
 
-    def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, is_brief: bool = False) -> None:
         self._url, scheme = url.rstrip("/"), url.partition("://")[0].lower()
         self._class = _file_system(url, scheme)
         self._root = str(self._class._strip_protocol(self._url)).rstrip("/")
         self._options = {**self._class._get_kwargs_from_urls(self._url), **(options or {})}
         self._way = _WAYS.get(scheme, ReadOnlyWay)()
-        # Few of them may be used by two threads at once.
-        self._system, self._lock = None, threading.RLock()
+        self._deadline_s = _BRIEF_DEADLINE_S if is_brief else _DEADLINE_S
+        # Connections that nobody uses now: few may be used by two threads at once, and a beat of a trainer's
+        # life is not to wait for an upload.
+        self._idle: list[Any] = []
 
     @property
     def url(self) -> str:
@@ -60,6 +62,9 @@ class FsspecClient:
     @property
     def refusal(self) -> str:
         return self._way.refusal
+
+    def brief(self) -> FsspecClient:
+        return FsspecClient(self._url, self._options, is_brief=True)
 
     def put(self, key: str, data: memoryview, *, mark: str | None) -> str | None:
         """No version: the times that file systems give are too coarse for one."""
@@ -194,40 +199,46 @@ class FsspecClient:
 
     def _call(self, key: str, act: Callable[[Any], _Found], *, again: bool = True) -> _Found:
         """One policy for all: what may succeed later is tried again, on a new connection."""
-        pause, deadline = _FIRST_PAUSE_S, time.monotonic() + _DEADLINE_S
+        pause, deadline = _FIRST_PAUSE_S, time.monotonic() + self._deadline_s
         while True:
+            system = None
             try:
-                with self._lock:
-                    return act(self._opened())
+                with self._way.alone:
+                    system = self._opened()
+                    found = act(system)
+                self._idle.append(system)
+                return found
             except OptionError:
                 raise
             except Exception as error:
                 known = _as_os_error(error, key)
                 if known is not None:
+                    if system is not None:
+                        self._idle.append(system)
                     raise known from error
-                with self._lock:
-                    self._system = None
+                self._idle.clear()  # they are of the same server, which may have gone
                 if not again or time.monotonic() + pause > deadline:
                     raise OSError(errno.EIO, f"{self._url}: {_text(error)}", key) from error
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def _opened(self) -> Any:
-        if self._system is None:
-            from fsspec.dircache import DirCache
+        """A connection that nobody else uses."""
+        with suppress(IndexError):
+            return self._idle.pop()
+        from fsspec.dircache import DirCache
 
-            try:
-                system = self._class(**self._options, skip_instance_cache=True)
-            except (TypeError, ValueError) as error:
-                raise OptionError(
-                    f"{self._url} cannot be used: {_text(error)}. Nothing was changed. Check the URL and its "
-                    "options."
-                ) from error
-            # Others write there, too.
-            system.dircache = DirCache(use_listings_cache=False)
-            self._way.opened(system)
-            self._system = system
-        return self._system
+        try:
+            system = self._class(**self._options, skip_instance_cache=True)
+        except (TypeError, ValueError) as error:
+            raise OptionError(
+                f"{self._url} cannot be used: {_text(error)}. Nothing was changed. Check the URL and its "
+                "options."
+            ) from error
+        # Others write there, too.
+        system.dircache = DirCache(use_listings_cache=False)
+        self._way.opened(system)
+        return system
 
 
 def _file_system(url: str, scheme: str) -> Any:

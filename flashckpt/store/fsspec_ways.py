@@ -9,7 +9,7 @@ import errno
 import os
 import threading
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 _TIMEOUT_S = 60.0
@@ -21,6 +21,9 @@ class Way:
 
     refusal = ""
     """Why no run is trained there; empty where one may be."""
+
+    alone: AbstractContextManager[Any] = nullcontext()
+    """Held while anything is done, where several connections are one."""
 
     def opened(self, system: Any) -> None:
         """To be told of each connection."""
@@ -111,17 +114,16 @@ class LocalWay(Way):
 class MemoryWay(Way):
     refusal = "files there are in the memory of one process, and its keeper is another"
 
-    _lock = threading.Lock()
+    alone = threading.RLock()
 
     def write(self, system: Any, path: str, parts: Iterable[memoryview]) -> None:
         system.pipe_file(path, b"".join(parts))
 
     def rename_new(self, system: Any, path: str, target: str) -> bool:
-        with self._lock:
-            if system.exists(target):
-                return False
-            self.replace(system, path, target)
-            return True
+        if system.exists(target):
+            return False
+        self.replace(system, path, target)
+        return True
 
     def replace(self, system: Any, path: str, target: str) -> None:
         system.store[target] = system.store.pop(path)

@@ -139,6 +139,9 @@ class LocalStore:
     def at_once(self, recent: str = "") -> LocalStore:
         return self
 
+    def brief(self) -> LocalStore:
+        return self
+
     def move_to(self, url: str) -> None:
         self._root = os.path.abspath(url)
 

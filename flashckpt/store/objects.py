@@ -44,6 +44,9 @@ _MOST_PARTS = 10_000
 _AT_ONCE = 8
 _TRIES = 8
 _MOST_WALKED = 1000
+WATCH_S = 30.0
+"""Several beats that were tried for as long as a brief client tries: servers refuse for many seconds what is
+written too often, and a beat is one of many requests that wait for a line."""
 RECENT_S = 2.0
 """So old the listing of a folder may be for who says that it need not be newer."""
 
@@ -66,6 +69,9 @@ class ObjectClient(Protocol):
     @property
     def refusal(self) -> str:
         """Why no run is trained there; empty where one may be."""
+
+    def brief(self) -> ObjectClient:
+        """One like it that tries for some seconds only."""
 
     def put(self, key: str, data: memoryview, *, mark: str | None) -> str | None:
         """One request; the version of what stands there now, empty where the server names none. With a mark,
@@ -109,6 +115,7 @@ class ObjectStore:
         self._client, self._rate, self._recent = client, rate or UploadRate(), RecentObjects()
         # By top folder: when it was last walked, and what was found.
         self._walked: dict[str, tuple[float, Listing]] = {}
+        self._brief: ObjectStore | None = None
 
     @property
     def url(self) -> str:
@@ -126,10 +133,18 @@ class ObjectStore:
             is_shared=True,
             part_bytes=PART_BYTES,
             appends=False,
+            watch_s=WATCH_S,
         )
 
     def at_once(self, recent: str = "") -> ObjectStore:
         return _Look(self, recent)
+
+    def brief(self) -> ObjectStore:
+        if self._brief is None:
+            brief = ObjectStore(self._client.brief(), self._rate)
+            brief._recent, brief._walked, brief._brief = self._recent, self._walked, brief
+            self._brief = brief
+        return self._brief
 
     def place(self) -> str:
         return f"{self.url} {self._client.server}".rstrip()
@@ -326,7 +341,7 @@ class _Look(ObjectStore):
 
     def __init__(self, store: ObjectStore, recent: str) -> None:
         self._client, self._rate = store._client, store._rate
-        self._recent, self._walked = store._recent, store._walked
+        self._recent, self._walked, self._brief = store._recent, store._walked, None
         when, listing = self._walked.get(recent, (-math.inf, None))
         is_recent = listing is not None and time.monotonic() - when < RECENT_S
         self._listings = [listing] if listing is not None and is_recent else []

@@ -26,9 +26,15 @@ _MARK = "flashckptmark"  # Azure takes names of C# alone, some proxies drop an u
 
 # The one policy of tries: each request of its own, parts of an upload too.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _DEADLINE_S = 0.1, 5.0, 60.0
-_TIMEOUT_S = 60.0
+_BRIEF_PAUSE_S, _BRIEF_DEADLINE_S = 0.5, 5.0
+_CONNECT_S = 30.0
+# Nothing comes. It is counted while a request's body is sent, too: no limit for what is large.
+_SILENT_S = 60.0
 
 _AT_ONCE = 8
+_SMALL = 1 << 20
+# Its parts of 16 MiB share a line of 100 kB/s.
+_UPLOAD_S = _AT_ONCE * (16 << 20) / 100e3
 
 
 class ObstoreClient:
@@ -40,10 +46,19 @@ class ObstoreClient:
     any request.
     """
 
-    def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, is_brief: bool = False) -> None:
         self._url, self._options = url.rstrip("/"), dict(options or {})
         self._obstore = _obstore(url)
-        self._store = self._open()
+        if is_brief:
+            self._store = self._open(_BRIEF_DEADLINE_S, _BRIEF_PAUSE_S, timeout=_BRIEF_DEADLINE_S)
+            self._uploads = self._store
+        else:
+            tries = _DEADLINE_S, _LONGEST_PAUSE_S
+            self._store = self._open(*tries, timeout=_UPLOAD_S, read_timeout=_SILENT_S)
+            self._uploads = self._open(*tries, timeout=_UPLOAD_S)
+
+    def brief(self) -> ObstoreClient:
+        return ObstoreClient(self._url, self._options, is_brief=True)
 
     @property
     def url(self) -> str:
@@ -68,9 +83,10 @@ class ObstoreClient:
         how: dict[str, Any] = {"use_multipart": False}
         if mark is not None:
             how |= {"mode": "create", "attributes": {_MARK: mark}}
+        store = self._store if len(data) <= _SMALL else self._uploads
         with _told(key, self._url, writes=True):
             try:
-                return _version(self._obstore.put(self._store, key, data, **how))
+                return _version(self._obstore.put(store, key, data, **how))
             except self._obstore.exceptions.AlreadyExistsError:
                 return None
 
@@ -82,7 +98,12 @@ class ObstoreClient:
     def upload(self, key: str, parts: Iterable[memoryview], part_bytes: int) -> None:
         with _told(key, self._url, writes=True):
             self._obstore.put(
-                self._store, key, parts, use_multipart=True, chunk_size=part_bytes, max_concurrency=_AT_ONCE
+                self._uploads,
+                key,
+                parts,
+                use_multipart=True,
+                chunk_size=part_bytes,
+                max_concurrency=_AT_ONCE,
             )
 
     def get(self, key: str, max_bytes: int) -> tuple[memoryview | int, str]:
@@ -128,15 +149,15 @@ class ObstoreClient:
                 for key in keys if len(keys) > 1 else ():
                     self.delete([key])
 
-    def _open(self) -> Any:
+    def _open(self, deadline_s: float, longest_pause_s: float, **limits_s: float) -> Any:
         client = {name: self._options[name] for name in self._options if name in _CLIENT_OPTIONS}
         own = {name: value for name, value in self._options.items() if name not in client}
         retries = {
             "max_retries": 1_000_000,  # the deadline ends them
-            "retry_timeout": timedelta(seconds=_DEADLINE_S),
+            "retry_timeout": timedelta(seconds=deadline_s),
             "backoff": {
                 "init_backoff": timedelta(seconds=_FIRST_PAUSE_S),
-                "max_backoff": timedelta(seconds=_LONGEST_PAUSE_S),
+                "max_backoff": timedelta(seconds=longest_pause_s),
                 "base": 2,
             },
         }
@@ -144,7 +165,8 @@ class ObstoreClient:
             return self._obstore.store.from_url(
                 self._url,
                 client_options={
-                    "timeout": timedelta(seconds=_TIMEOUT_S),
+                    "connect_timeout": timedelta(seconds=_CONNECT_S),
+                    **{name: timedelta(seconds=limit) for name, limit in limits_s.items()},
                     # Who names an endpoint without TLS wants it.
                     "allow_http": _endpoint(self._url, self._options).startswith("http://"),
                     **client,

@@ -17,6 +17,7 @@ from flashckpt.commit.holder import check, here
 from flashckpt.errors import RunHeldError
 from flashckpt.format.names import alive_path
 from flashckpt.format.records import Holder
+from flashckpt.store import open_store
 from flashckpt.store.local import LocalStore
 from tests.commit.runs import new_run
 
@@ -210,6 +211,17 @@ def test_a_claim_during_the_watch_is_looked_at(store: LocalStore, tmp_path: Path
 
     with pytest.raises(RunHeldError, match="node-9"):
         check(store, holder(tmp_path), never, sleep=Beats(act))
+
+
+@pytest.mark.parametrize(("url", "seconds"), [("{}", 5.0), ("local://{}", 30.0)])
+def test_a_store_says_how_long_a_counter_may_stand_still(tmp_path: Path, url: str, seconds: float) -> None:
+    """Servers refuse for seconds what is written often: no reason to think that a trainer is dead."""
+    new_run(tmp_path / "run")
+    slept: list[float] = []
+    store = open_store(url.format(tmp_path / "run"))
+    claim(store, holder(tmp_path, boot_id="other"))
+    check(store, holder(tmp_path), never, sleep=slept.append)
+    assert sum(slept) == pytest.approx(seconds)
 
 
 def test_the_file_is_opened_at_each_look(store: LocalStore, tmp_path: Path) -> None:

@@ -124,6 +124,9 @@ class FlatStore:
     def at_once(self, recent: str = "") -> FlatStore:
         return self
 
+    def brief(self) -> FlatStore:
+        return self
+
     def place(self) -> str:
         return self.url
 

@@ -233,7 +233,7 @@ def test_an_attempt_on_several_nodes_has_ended_once_no_keeper_moves_its_counter(
 ) -> None:
     attempt = begun(store, 2)
     here, there = RunFolder(store, ""), RunFolder(store, "")
-    monkeypatch.setattr(RunFolder, "stands", lambda _: True)
+    monkeypatch.setattr(RunFolder, "_stands", lambda *_: True)
     ended, living = [(attempt, "dead")], [attempt]
 
     def end() -> str:

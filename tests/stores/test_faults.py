@@ -14,12 +14,15 @@ import pytest
 import torch
 
 import flashckpt
-from flashckpt.commit.attempts import open_run
+from flashckpt.commit.attempts import alive, open_run
 from flashckpt.errors import OptionError, RunError
+from flashckpt.keeper.run_folder import RunFolder
+from flashckpt.memory.runtime import identity_of
 from flashckpt.store import obstore_client, open_store
 from flashckpt.store.objects import PART_BYTES, ObjectStore
 from flashckpt.store.obstore_client import ObstoreClient
 from tests.contracts.store_contract import Shard, shard
+from tests.persist.node import begun
 from tests.stores.proxy import Fault, Proxy, Request
 from tests.stores.s3_server import S3Server
 
@@ -122,6 +125,48 @@ def test_a_server_that_stays_away_ends_in_an_error(
             with pytest.raises(OSError, match="Error performing") as caught:
                 act()
             assert caught.value.errno == errno.EIO
+
+
+def test_a_beat_is_no_longer_tried_than_the_next_one_waits(
+    proxy: Proxy, s3_server: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that refuses what is written often may do so for a while, and then hears of the next beat."""
+    monkeypatch.setattr(obstore_client, "_DEADLINE_S", 4.0)
+    monkeypatch.setattr(obstore_client, "_BRIEF_DEADLINE_S", 0.1, raising=False)
+    store = opened(f"s3://{bucket}/run", s3_server, endpoint=proxy.endpoint)
+    folder = RunFolder(store, identity_of(open_run(store, create=True).run_id, store.place()))
+    attempt = begun(store, 1)
+    assert not folder.round([attempt], []).problem
+    proxy.fault = lambda request: "refuse" if request.method == "PUT" else ""
+    proxy.requests.clear()
+    assert "503" in folder.round([attempt], []).problem
+    assert 0 < len(puts(proxy)) <= 4, "tried for a moment only; for four seconds it is fifteen times"
+    proxy.fault = lambda request: ""
+    assert not folder.round([attempt], []).problem
+    found = alive(store, attempt)
+    assert found is not None
+    assert found.count == 3
+
+
+def test_a_slow_line_ends_no_upload(
+    proxy: Proxy, s3_server: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_TIMEOUT_S", "_SILENT_S"):
+        monkeypatch.setattr(obstore_client, name, 0.5, raising=False)
+    monkeypatch.setattr(obstore_client, "_DEADLINE_S", 0.5)
+    slow = threading.Event()  # never set: what is sent takes longer than a silence may
+
+    def fault(request: Request) -> Fault:
+        if "partNumber=1&" in request.path:
+            slow.wait(1.5)
+        return ""
+
+    proxy.fault = fault
+    part = memoryview(bytes(PART_BYTES))
+    store = opened(f"s3://{bucket}/run", s3_server, endpoint=proxy.endpoint)
+    store.client.upload("shard", [part, part], PART_BYTES)
+    monkeypatch.undo()
+    assert opened(f"s3://{bucket}/run", s3_server).client.size("shard") == 2 * PART_BYTES
 
 
 def test_what_is_permanent_is_told_at_once(s3_server: S3Server, bucket: str) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,35 @@ class TestSftp(StoreContract):
         ssh_server.kill_connections()
         assert store.create("b/file", b"3")
         assert [entry.name for entry in store.list("a")] == ["file"]
+
+
+def test_nobody_waits_for_another_s_upload(tmp_path: Path) -> None:
+    """The beat that says a trainer lives must pass, however long a shard takes."""
+    store, seen = opened(f"local://{tmp_path}", {}), []
+    store.replace("alive", b"1")
+
+    def beat() -> None:
+        store.replace("alive", b"2")
+        seen.append(store.read("alive", 9))
+
+    def parts() -> Iterator[memoryview]:
+        other = threading.Thread(target=beat, daemon=True)
+        other.start()
+        other.join(10)
+        yield memoryview(b"shard" if seen else b"waited")
+
+    store.client.upload("shard", parts(), PART_BYTES)
+    assert store.read("shard", 9) == b"shard"
+    assert seen == [b"2"]
+
+
+def test_a_connection_is_used_again_and_never_by_two(tmp_path: Path) -> None:
+    client = FsspecClient(f"local://{tmp_path}")
+    for _ in range(3):
+        assert client.list("") == []
+        with pytest.raises(FileNotFoundError):
+            client.size("none")
+    assert len(client._idle) == 1
 
 
 def test_a_rename_that_was_done_and_not_answered_counts_as_ours(tmp_path: Path) -> None:
