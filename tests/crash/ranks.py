@@ -108,7 +108,7 @@ class RanksJob:
         self.attempt, self.number, self.lives = "", 0, 0
         self.resumed_tiers: list[str] = []
         self.void: set[int] = set()
-        # Steps that a rank took no snapshot of, in any life: a keeper outlives it.
+        # Steps that are not known to be complete, of any life: its keepers may outlive it.
         self.lacking: set[int] = set()
         self.readable: list[Any] = []
 
@@ -205,7 +205,7 @@ class RanksJob:
         steps = range(self.step + 1, self.step + 2 + ahead)
         self.sealed = steps[-1]
         has = {(rank, steps[0]): False for rank in missing}
-        self.lacking |= {step for _, step in has}
+        self.lacking |= {*steps}
         first = [rank for rank in range(self.world) if rank not in late]
         for some in (first, late):
             asked = [(rank, step) for step in steps for rank in some if (rank, step) not in has]
@@ -219,6 +219,7 @@ class RanksJob:
         for self.step in steps:
             if all(has[rank, self.step] for rank in range(self.world)):
                 self.complete = self.step
+                self.lacking.discard(self.step)
                 self._all("complete", self.number, self.step)
             else:
                 self.void.add(self.step)
