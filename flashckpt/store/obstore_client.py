@@ -275,6 +275,8 @@ def _as_os_error(error: Exception, key: str, writes: bool) -> OSError:
 def _first_line(error: Exception) -> str:
     """What obstore says first, and the server's own code; the rest is its debugger's."""
     text = str(error)
+    if "http://169.254.169.254/" in text:  # where a machine of the cloud has its role's
+        return "no credentials were found, neither in the options, the environment nor this machine's role"
     code = re.search(r"<Code>(\w+)</Code>", text)
     if code and code[1] in _MEANINGS:
         return f"{_MEANINGS[code[1]]} ({code[1]})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flashckpt.errors import OptionError
-from flashckpt.store import open_store, options_of
+from flashckpt.store import obstore_client, open_store, options_of
 
 S3 = {"region": "us-east-1", "access_key_id": "id", "secret_access_key": "geheim"}
 
@@ -44,3 +44,11 @@ def test_a_bucket_of_another_server_is_another_place(monkeypatch: pytest.MonkeyP
     assert open_store("s3://bucket/run", S3).place() == places[0]
     accounts = [{"account_name": each, "account_key": "Z2VoZWlt"} for each in ("a", "b")]
     assert len({open_store("az://container/run", each).place() for each in accounts}) == 2
+
+
+def test_missing_credentials_are_called_that() -> None:
+    """obstore asks the machine's role last, and tells of that request."""
+    asked = RuntimeError(
+        "Generic S3 error: Error performing PUT http://169.254.169.254/latest/api/token in 2 ms"
+    )
+    assert "no credentials were found" in obstore_client._first_line(asked)
