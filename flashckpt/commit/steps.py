@@ -15,16 +15,25 @@ from enum import Enum
 from typing import NamedTuple
 
 from flashckpt import crashpoints
-from flashckpt._native import xxh3_128
 from flashckpt.commit.attempts import ranks_here, read_start, started_after, superseded_by
 from flashckpt.commit.replicas import check_alike, unlike
-from flashckpt.commit.step_parts import StepParts
+from flashckpt.commit.step_parts import (
+    StepParts,
+    are_few,
+    check_of,
+    damaged,
+    head_of,
+    part_paths,
+    read_head,
+    read_heads,
+    read_named,
+    read_named_bytes,
+    read_part,
+)
 from flashckpt.errors import DamagedError, NoSuchStepError, SupersededError
-from flashckpt.format.checked_json import FORMAT, TAIL_BYTES, checked, checksum_in
 from flashckpt.format.layout import Leaf
 from flashckpt.format.names import (
     ATTEMPTS,
-    PART,
     STEPS,
     AttemptName,
     attempt_folder,
@@ -45,12 +54,8 @@ from flashckpt.format.records import (
     manifest_of,
 )
 from flashckpt.format.replicas import Ranks, count_of, has_rank, in_words
-from flashckpt.store.base import Entry, LengthError, Store
+from flashckpt.store.base import Store
 
-# Parts that have no more together are read whole before a manifest names them, of others the heads alone.
-_FEW_BYTES = 16 << 20
-# The head of a part of eight ranks is a few KiB.
-_HEAD_BYTES = 64 << 10
 # A manifest that took longer was tried again meanwhile, or waited for its server.
 _LATE_S = 1.0
 
@@ -129,7 +134,7 @@ class StepRecord:
     def part_bytes(self, place: int) -> bytes:
         """A part's file, as it stands, by its place in the manifest. DamagedError where it is another."""
         folder = step_attempt_folder(self.step, self.attempt)
-        return _read_named(self.store, folder, self.manifest.parts[place], self.manifest)
+        return read_named(self.store, folder, self.manifest.parts[place], self.manifest)
 
     def leaves(self, rank: int) -> list[FileLeaf]:
         """All leaves of a rank's state: those in its own files, then those that other ranks wrote for it.
@@ -142,7 +147,7 @@ class StepRecord:
             there = theirs[writer].get(leaf.name)
             if there is None or (there.leaf.content, there.digest) != (leaf.content, digest):
                 path = step_attempt_folder(self.step, self.attempt)
-                raise _damaged(
+                raise damaged(
                     path, f"rank {writer} has not written {leaf.name} as {rank} holds it", self.step
                 )
             found.append(there)
@@ -190,8 +195,7 @@ def commit(
     found = read_manifest(look, step, attempt)
     if found is not None:
         return _judge(look, found)
-    folder = step_attempt_folder(step, attempt)
-    rows, heads = _read_heads(look, folder, step, attempt, world)
+    rows, heads = read_heads(look, step_attempt_folder(step, attempt), step, attempt, world)
     if ranks is not None:
         # Of ranks that commit elsewhere something may have been copied here.
         pairs = zip(rows, heads, strict=True)
@@ -199,25 +203,46 @@ def commit(
         rows, heads = [row for row, _ in mine], [head for _, head in mine]
     if sum(len(head.ranks) for head in heads) < (world if ranks is None else count_of(ranks)):
         return Committed.WAITING
+    manifest = replace(_manifest(step, attempt, world, rows, heads), ranks=ranks)
+    _check_parts(look, manifest, rows, heads)
+    # To read many parts takes a while.
+    _check_due(store, look if len(rows) == 1 else store.at_once(), manifest, heads[0].boundary)
+    began = time.monotonic()
+    done = publish_manifest(store, manifest, manifest.to_bytes())
+    if done and time.monotonic() - began > _LATE_S:
+        _check_seen(store.at_once(), step, attempt)
+    return done
+
+
+def _check_parts(
+    look: Store, manifest: Manifest, rows: Sequence[PartRecord], heads: Sequence[PartHead]
+) -> None:
+    """That the parts are of one content, with every byte of them. Raises as `commit` does."""
+    folder = step_attempt_folder(manifest.step, manifest.attempt)
     if not have_one_boundary(heads):
         raise SupersededError(
-            f"the nodes have different snapshots of step {step} of attempt {attempt}, which are no step "
-            "together: it is never committed. Other steps are untouched.",
-            step=step,
+            f"the nodes have different snapshots of step {manifest.step} of attempt {manifest.attempt}, "
+            "which are no step together: it is never committed. Other steps are untouched.",
+            step=manifest.step,
             path=folder,
         )
     check_alike(look, folder, heads)
-    if not _are_few(rows):
+    if not are_few(rows):
         for row in rows:
-            _read_bytes(look, folder, row, step)
-    manifest = replace(_manifest(step, attempt, world, rows, heads), ranks=ranks)
-    # To read many parts takes a while.
-    _check_files(look if len(rows) == 1 else store.at_once(), folder, manifest.shards, step)
+            read_named_bytes(look, folder, row, manifest.step)
+
+
+def _check_due(store: Store, look: Store, manifest: Manifest, boundary: int) -> None:
+    """The last looks before a manifest: its files are there, by `look`, and no attempt has started that goes
+    on without it. Raises as `commit` does."""
+    step, attempt = manifest.step, manifest.attempt
+    folder = step_attempt_folder(step, attempt)
+    _check_files(look, folder, manifest.shards, step)
     above = store.at_once()
     if manifest.constants:
         above.list(ATTEMPTS)  # so that one listing has them, and the attempts that have started
         _check_files(above, attempt_folder(attempt), manifest.constants, step)
-    newer = superseded_by(above, attempt, step, heads[0].boundary)
+    newer = superseded_by(above, attempt, step, boundary)
     if newer is not None:
         raise SupersededError(
             f"attempt {newer} has started; step {step} of attempt {attempt} is not committed. Committed "
@@ -225,11 +250,6 @@ def commit(
             step=step,
             path=folder,
         )
-    began = time.monotonic()
-    done = publish_manifest(store, manifest, manifest.to_bytes())
-    if done and time.monotonic() - began > _LATE_S:
-        _check_seen(store.at_once(), step, attempt)
-    return done
 
 
 def _check_seen(store: Store, step: int, attempt: AttemptName) -> None:
@@ -268,7 +288,7 @@ def look(store: Store, step: int, attempt: AttemptName) -> Committed:
 
 def missing_ranks(store: Store, step: int, attempt: AttemptName, world: int) -> list[int]:
     """The ranks that commit here and of which no part of a step is at rest."""
-    _, heads = _read_heads(store, step_attempt_folder(step, attempt), step, attempt, world)
+    _, heads = read_heads(store, step_attempt_folder(step, attempt), step, attempt, world)
     there = {rank.rank for head in heads for rank in head.ranks}
     here = ranks_here(store, attempt) or (range(world),)
     return [rank for run in here for rank in run if rank not in there]
@@ -282,7 +302,7 @@ def steps_of_boundary(store: Store, step: int, attempt: AttemptName, world: int)
         each = step_number(entry.name)
         if each is None or store.exists(manifest_path(each, attempt)):
             continue
-        for head in _read_heads(store, step_attempt_folder(each, attempt), each, attempt, world)[1]:
+        for head in read_heads(store, step_attempt_folder(each, attempt), each, attempt, world)[1]:
             found.setdefault(head.boundary, {}).update({rank.rank: each for rank in head.ranks})
     return next((ranks for ranks in found.values() if step in ranks.values()), {})
 
@@ -332,7 +352,7 @@ def read_manifest(store: Store, step: int, attempt: AttemptName) -> Manifest | T
     except FileNotFoundError:
         return None
     if (found.step, found.attempt) != (step, attempt):
-        raise _damaged(path, f"it is that of step {found.step} of attempt {found.attempt}", step)
+        raise damaged(path, f"it is that of step {found.step} of attempt {found.attempt}", step)
     return found
 
 
@@ -344,16 +364,6 @@ def constants_of_parts(store: Store, folder: str) -> set[str]:
             ranks = Part.from_bytes(store.read(path, Part.MAX_BYTES), path).ranks
             found |= {rank.constants.shard.file for rank in ranks if rank.constants is not None}
     return found
-
-
-def part_paths(store: Store, folder: str) -> list[str]:
-    """The parts in a step's folder, whole or not."""
-    return [f"{folder}/{entry.name}" for entry in _part_entries(store, folder)]
-
-
-def _part_entries(store: Store, folder: str) -> list[Entry]:
-    entries = store.list(folder)
-    return [entry for entry in entries if not entry.is_folder and PART.fullmatch(entry.name)]
 
 
 def missing_files(store: Store, manifest: Manifest) -> list[str]:
@@ -371,7 +381,7 @@ def boundary_of(store: Store, step: int, attempt: AttemptName) -> int | None:
         if isinstance(manifest, Manifest):
             row = manifest.parts[0]
             path = f"{step_attempt_folder(step, attempt)}/{row.file}"
-            return _read_head(store, path, row.num_bytes, whole=False)[0].boundary
+            return read_head(store, path, row.num_bytes, whole=False)[0].boundary
     return None
 
 
@@ -405,10 +415,10 @@ def read_step(
         parts = StepParts.of(_parts_of(store, folder, manifest, ranks, with_writers=with_writers))
     heads = parts.heads
     if not _are_named(heads, manifest, all_parts=ranks is None):
-        raise _damaged(f"{folder}/manifest.json", "it names other shards than its parts", step)
+        raise damaged(f"{folder}/manifest.json", "it names other shards than its parts", step)
     _check_coverage(folder, heads, manifest if ranks is None else None, step)
     if ranks is None and unlike(heads):
-        raise _damaged(folder, "its parts do not say the same of their replicas", step)
+        raise damaged(folder, "its parts do not say the same of their replicas", step)
     return StepRecord(step=step, attempt=attempt, manifest=manifest, parts=parts, store=store)
 
 
@@ -417,15 +427,15 @@ def _all_parts(store: Store, folder: str, manifest: Manifest) -> StepParts:
     for."""
 
     def read(place: int) -> Part:
-        return _read_part(store, folder, manifest.parts[place], manifest)
+        return read_part(store, folder, manifest.parts[place], manifest)
 
-    if _are_few(manifest.parts):
+    if are_few(manifest.parts):
         return StepParts.of(map(read, range(len(manifest.parts))))
     heads = []
     for row in manifest.parts:
-        data, path = _read_named(store, folder, row, manifest), f"{folder}/{row.file}"
-        head = PartHead.from_prefix(data[:_HEAD_BYTES], path) or Part.from_bytes(data, path).head()
-        _check_of(head, manifest, path)
+        data, path = read_named(store, folder, row, manifest), f"{folder}/{row.file}"
+        head = head_of(data, path)
+        check_of(head, manifest, path)
         heads.append(head)
     return StepParts(heads, read)
 
@@ -445,7 +455,7 @@ def _parts_of(
         behind = bisect_right(rows, wanted, key=lambda row: part_keeper(row.file))
         for row in rows[:behind][::-1] + rows[behind:]:
             if row.file not in found:
-                part = _read_part(store, folder, row, manifest)
+                part = read_part(store, folder, row, manifest)
                 if any(rank.rank == wanted for rank in part.ranks):
                     found[row.file] = part
                     held.update((rank.rank, rank) for rank in part.ranks)
@@ -489,47 +499,8 @@ def _judge(store: Store, found: Manifest | Tombstone) -> Committed:
     missing = missing_files(store, found)
     if missing:
         # Who is told that it is committed lets go of what may be the only whole copy.
-        raise _damaged(missing[0], "it was committed, and is missing or has another length now", found.step)
+        raise damaged(missing[0], "it was committed, and is missing or has another length now", found.step)
     return Committed.YES
-
-
-def _read_heads(
-    store: Store, folder: str, step: int, attempt: AttemptName, world: int
-) -> tuple[list[PartRecord], list[PartHead]]:
-    rows, heads = [], []
-    entries = _part_entries(store, folder)
-    are_few = _are_few(entries)
-    for entry in entries:
-        path = f"{folder}/{entry.name}"
-        head, checksum = _read_head(store, path, entry.num_bytes, whole=are_few)
-        if (head.step, head.attempt, head.world, head.file) != (step, attempt, world, entry.name):
-            raise _damaged(path, "it is a part of another step, attempt, world or keeper", step)
-        rows.append(PartRecord(file=entry.name, num_bytes=entry.num_bytes, checksum=checksum))
-        heads.append(head)
-    ranks = [rank.rank for head in heads for rank in head.ranks]
-    if len(set(ranks)) != len(ranks):
-        raise _damaged(folder, "two parts hold the same rank", step)
-    return rows, heads
-
-
-def _are_few(parts: Sequence[Entry | PartRecord]) -> bool:
-    return sum(part.num_bytes for part in parts) <= _FEW_BYTES
-
-
-def _read_head(store: Store, path: str, num_bytes: int, *, whole: bool) -> tuple[PartHead, str]:
-    """The head of a part, and the checksum that ends it. `whole`: every byte is read, and checked."""
-    if not whole:
-        try:
-            first = store.read_bytes(path, 0, min(num_bytes, _HEAD_BYTES))
-            head = PartHead.from_prefix(first, path)
-            if head is not None and len(first) < num_bytes:
-                first = store.read_bytes(path, num_bytes - TAIL_BYTES, TAIL_BYTES)
-            if head is not None:
-                return head, checksum_in(first, what=path)
-        except LengthError as error:
-            raise DamagedError(str(error), path=path) from error
-    data = store.read(path, Part.MAX_BYTES)
-    return Part.from_bytes(data, path).head(), checksum_in(data, what=path)
 
 
 def _manifest(
@@ -549,50 +520,20 @@ def _shard_rows(heads: Sequence[PartHead]) -> tuple[tuple[FileRecord, ...], tupl
     return tuple(rank.shard for rank in ranks), tuple(each for each in constants if each is not None)
 
 
-def _read_part(store: Store, folder: str, row: PartRecord, manifest: Manifest) -> Part:
-    path = f"{folder}/{row.file}"
-    part = Part.from_bytes(_read_named(store, folder, row, manifest), path)
-    _check_of(part, manifest, path)
-    return part
-
-
-def _check_of(part: Part | PartHead, manifest: Manifest, path: str) -> None:
-    if (part.step, part.attempt, part.world) != (manifest.step, manifest.attempt, manifest.world):
-        raise _damaged(path, "it is a part of another step, attempt or world", manifest.step)
-
-
-def _read_named(store: Store, folder: str, row: PartRecord, manifest: Manifest) -> bytes:
-    return _read_bytes(store, folder, row, manifest.step, version=manifest.format)
-
-
-def _read_bytes(store: Store, folder: str, row: PartRecord, step: int, *, version: int = FORMAT) -> bytes:
-    """A part's bytes, which have the length and the checksum that a manifest of this version says, or is to
-    say."""
-    path = f"{folder}/{row.file}"
-    try:
-        data = store.read(path, row.num_bytes)
-    except FileNotFoundError:
-        raise _damaged(path, "it is missing", step) from None
-    found = xxh3_128(data).hex() if version == 1 else checked(data, what=path)
-    if len(data) != row.num_bytes or found != row.checksum:
-        raise _damaged(path, "it is not the part that was written", step)
-    return data
-
-
 def _check_coverage(folder: str, parts: Sequence[PartHead], manifest: Manifest | None, step: int) -> None:
     """`manifest`: None where not all its parts were read."""
     if not have_one_boundary(parts):
-        raise _damaged(folder, "its parts are of different boundaries", step)
+        raise damaged(folder, "its parts are of different boundaries", step)
     ranks = [rank.rank for part in parts for rank in part.ranks]
     is_whole = manifest is None or (len(ranks) == manifest.rank_count and all(map(manifest.has, ranks)))
     if len(set(ranks)) != len(ranks) or not is_whole:
-        raise _damaged(folder, "its parts do not cover every rank exactly once", step)
+        raise damaged(folder, "its parts do not cover every rank exactly once", step)
 
 
 def _check_files(store: Store, folder: str, files: Sequence[FileRecord], step: int) -> None:
     missing = _missing(store, folder, files)
     if missing:
-        raise _damaged(missing[0], "it is missing or has another length than was written", step)
+        raise damaged(missing[0], "it is missing or has another length than was written", step)
 
 
 def _missing(store: Store, folder: str, files: Sequence[FileRecord]) -> list[str]:
@@ -615,13 +556,4 @@ def _no_rank(manifest: Manifest, rank: int) -> NoSuchStepError:
         "changed. Run with as many ranks as made it.",
         step=manifest.step,
         rank=rank,
-    )
-
-
-def _damaged(path: str, why: str, step: int) -> DamagedError:
-    return DamagedError(
-        f"{path} is damaged: {why}. Nothing of it was used, older steps are untouched. "
-        "Run `flashckpt verify` on the run to see which steps are whole.",
-        step=step,
-        path=path,
     )

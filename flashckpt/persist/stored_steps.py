@@ -11,7 +11,8 @@ from enum import Enum
 
 from flashckpt.commit import attempts
 from flashckpt.commit.lineage import everything
-from flashckpt.commit.steps import have_one_boundary, missing_files, part_paths, read_manifest
+from flashckpt.commit.step_parts import part_paths
+from flashckpt.commit.steps import have_one_boundary, missing_files, read_manifest
 from flashckpt.commit.verification import verify_file
 from flashckpt.errors import DamagedError
 from flashckpt.format.names import AttemptName, attempt_folder, step_attempt_folder

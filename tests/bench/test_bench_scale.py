@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import scale
-from flashckpt.commit import steps
+from flashckpt.commit import step_parts, steps
 from flashckpt.commit.lineage import visible
 
 WORLD = 64
@@ -16,8 +16,8 @@ WORLD = 64
 def test_every_operation_runs_on_a_simulated_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scale, "_LAYERS", 1)
     # Parts that are small are read whole before a manifest; here they are to be read as large ones are.
-    monkeypatch.setattr(steps, "_FEW_BYTES", 0)
-    monkeypatch.setattr(steps, "_HEAD_BYTES", 4096)
+    monkeypatch.setattr(step_parts, "_FEW_BYTES", 0)
+    monkeypatch.setattr(step_parts, "_HEAD_BYTES", 4096)
     run = scale.Simulation(tmp_path / "run", WORLD)
     run.make()
     for step in scale.STEPS:

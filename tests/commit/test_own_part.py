@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.commit import steps
+from flashckpt.commit import step_parts
 from flashckpt.commit.steps import commit, publish_part, read_manifest, read_step
 from flashckpt.commit.verification import verify
 from flashckpt.errors import DamagedError, NoSuchStepError
@@ -142,7 +142,7 @@ def test_a_manifest_that_names_other_files_than_ones_part_is_refused(
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of these tests are taken for such as thousands of ranks make."""
-    monkeypatch.setattr(steps, "_FEW_BYTES", 0)
+    monkeypatch.setattr(step_parts, "_FEW_BYTES", 0)
 
 
 @pytest.mark.usefixtures("large")

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from flashckpt.commit import step_parts
 from flashckpt.commit import steps as steps_module
 from flashckpt.commit.steps import Committed, commit, publish_part, read_manifest, read_step
 from flashckpt.errors import DamagedError, DivergedError
@@ -84,8 +85,8 @@ def publish_all(store: LocalStore, attempt: AttemptName, of_rank: dict[int, Rank
 @pytest.fixture(params=["whole parts", "heads alone"])
 def _reads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "heads alone":
-        monkeypatch.setattr(steps_module, "_FEW_BYTES", 0)
-        monkeypatch.setattr(steps_module, "_HEAD_BYTES", 1200)
+        monkeypatch.setattr(step_parts, "_FEW_BYTES", 0)
+        monkeypatch.setattr(step_parts, "_HEAD_BYTES", 1200)
 
 
 @pytest.mark.usefixtures("_reads")
