@@ -8,6 +8,7 @@
 #   make torture         kill a training at random         ARGS="--kills 1000 --seed 1 --json out.json"
 #                        ranks, keepers and nodes of a job: ARGS="--nodes 2 --ranks 2 --kills 500"
 #   make rank-kills      kill a rank under torchrun, again and again    KILLS=50
+#   make test-s3         the core's tests of crashes and of exact resume, on a real S3 server (Ceph's gateway)
 #   make fuzz            read hostile bytes                ARGS="--minutes 60 --seed 1"
 #   make sanitize        tests of native code under sanitizers   WHICH=address or thread; ARGS="tests/native -x"
 #   make lint            ruff, mypy, import-linter, clang-format: look only
@@ -17,7 +18,7 @@
 #   make clean           remove what was built; make distclean: the environments too
 #
 #   PYTHON=python3.12    the interpreter to start from
-#   JOBS=3               tests at once; each may have a trainer and a keeper beside it. JOBS=0: one, in pytest's process
+#   JOBS=4               tests at once; each may have a trainer and a keeper beside it. JOBS=0: one, in pytest's process
 #   VENV=.venv           where the environment stands
 #   TORCH=system         use the torch that PYTHON already has, and install none
 #   WHEELS=folder        install from these wheels, not from the network; wants TORCH=system
@@ -26,7 +27,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?=
-JOBS ?= 3
+JOBS ?= 4
 ARGS ?=
 KILLS ?= 50
 WHICH ?= address thread
@@ -37,11 +38,11 @@ export PYTHON VENV TORCH WHEELS
 RUN := $(VENV)/bin
 CPP = $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name '*.cu' | grep -v third_party)
 
-.PHONY: help test test-fast demo bench gpu torture rank-kills fuzz sanitize lint format ptx build clean distclean
+.PHONY: help test test-fast demo bench gpu torture rank-kills test-s3 fuzz sanitize lint format ptx build clean distclean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n '3,24s/^# \{0,1\}//p' Makefile
+	@sed -n '3,25s/^# \{0,1\}//p' Makefile
 
 test:
 	@scripts/environment test,demo
@@ -69,6 +70,10 @@ torture:
 rank-kills:
 	@scripts/environment test,demo
 	@FLASHCKPT_TEST_KILLS=$(KILLS) $(RUN)/python -m pytest -n 0 tests/ranks/test_kills.py -k torchrun $(ARGS)
+
+test-s3:
+	@scripts/environment test,demo
+	@$(RUN)/python -m pytest -n $(JOBS) --dist worksteal tests/stores/test_s3_crash.py -m "long or not long" $(ARGS)
 
 fuzz:
 	@scripts/environment test,demo

@@ -55,6 +55,14 @@ def xxh3_128(buffer: Buffer) -> bytes:
 def xxh3_128_at(address: int, num_bytes: int) -> bytes:
     """The same of memory at an address."""
 
+def split_planes(source: Buffer, width: int, planes: Buffer) -> None:
+    """Numbers of `width` (1, 2, 4 or 8) bytes, little-endian, each turned left by one bit, as planes: the
+    highest byte of each, then the next ones; bytes at the end that are no whole number stand there as they
+    are. Both have one length and do not overlap."""
+
+def join_planes(planes: Buffer, width: int, destination: Buffer) -> None:
+    """The numbers that `split_planes` took apart."""
+
 def load(address: int) -> int:
     """Reads a u64 (acquire). The address must be a multiple of 8, as for all atomics."""
 
@@ -89,6 +97,10 @@ class Mapping:
 
     @overload
     def __init__(self, fd: int, num_bytes: int) -> None: ...
+    @overload
+    def __init__(self, fd: int, offset: int, num_bytes: int) -> None:
+        """A part of a region, from a multiple of the page on, to be read only. All of it is faulted in."""
+
     @overload
     def __init__(self, num_bytes: int) -> None: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
@@ -172,6 +184,20 @@ def check_file(
     cancel: int = 0,
 ) -> tuple[bytes, list[int], bool]:
     """As `read_file`, but the bytes are kept nowhere: a few chunks of memory, whatever the file's size."""
+
+class Audit:
+    """Checksums of the chunks and digests of the leaves of a file whose bytes come from elsewhere. Geometry
+    as for `write_file`. Chunks come in any order and from any thread, each once."""
+
+    def __init__(
+        self, *, num_bytes: int, chunk_bytes: int, leaf_offsets: Buffer, leaf_sizes: Buffer
+    ) -> None: ...
+    def add(self, offset: int, data: Buffer, into: Buffer | None = None) -> bytes:
+        """16 bytes for each of the chunks that stand at `offset` of the file. With `into` they are copied
+        there in the same pass, and the sums are those of the copy. ValueError for a part of a chunk."""
+
+    def digests(self) -> bytes:
+        """u64 digest of each leaf; EMPTY_DIGEST for one of which a chunk never came."""
 
 class HostEvent:
     """An event set by a thread of this process, which a `Sealer` can wait for."""

@@ -8,7 +8,7 @@ import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from flashckpt.errors import OptionError
 
@@ -16,6 +16,9 @@ from flashckpt.errors import OptionError
 MOST_SLOTS = 16
 _UNITS_S = {"ms": 1e-3, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|min|m|h|d)\s*")
+
+
+Compress = Literal["auto", "zstd", "none"]
 
 
 def duration_s(text: str, option: str) -> float:
@@ -29,7 +32,9 @@ def duration_s(text: str, option: str) -> float:
     return float(match[1]) * _UNITS_S[match[2]]
 
 
-def check_call(every: object, persist_every: object, keep: object, options: object) -> None:
+def check_call(
+    every: object, persist_every: object, keep: object, options: object, remote: RemoteCall | None = None
+) -> None:
     """What `attach` and `loop` take beside the state. Raises OptionError, before anything is done: a word
     that is not understood would otherwise mean that nothing is saved."""
     if every is not None and every != "auto" and not _is_count(every, 1):
@@ -37,19 +42,56 @@ def check_call(every: object, persist_every: object, keep: object, options: obje
             f'every={every!r}: "auto", a number of steps, or None. Nothing was started. It says how often a '
             "snapshot is taken into memory; how often one goes to disk is persist_every, which may be a time."
         )
-    if isinstance(persist_every, str):
-        duration_s(persist_every, "persist_every")
-    elif persist_every is not None and not _is_count(persist_every, 1):
-        raise OptionError(
-            f'persist_every={persist_every!r}: a duration such as "5min", a number of steps, or None. '
-            "Nothing was started."
-        )
+    check_interval(persist_every, "persist_every")
     for name, value, kind in (("keep", keep, Keep), ("options", options, Options)):
         if not isinstance(value, kind):
             raise OptionError(
                 f"{name}={value!r}: a flashckpt.{kind.__name__}, as in {name}=flashckpt.{kind.__name__}"
                 f"({'last=3' if kind is Keep else 'slots=2'}). Nothing was started."
             )
+    if remote is not None:
+        _check_remote(remote)
+
+
+def check_interval(value: object, option: str) -> None:
+    """Raises OptionError for what is neither a duration, a number of steps nor None."""
+    if isinstance(value, str):
+        duration_s(value, option)
+    elif value is not None and not _is_count(value, 1):
+        raise OptionError(
+            f'{option}={value!r}: a duration such as "5min", a number of steps, or None. Nothing was started.'
+        )
+
+
+def checked_compress(value: object, name: str = "compress") -> Compress:
+    """OptionError for what is no way to compress."""
+    for each in get_args(Compress):
+        if value == each:
+            found: Compress = each
+            return found
+    raise OptionError(
+        f"{name}={value!r}. Nothing was changed. It is 'auto', 'zstd' or 'none': whether shards are "
+        "compressed on their way, without loss."
+    )
+
+
+def _check_remote(remote: RemoteCall) -> None:
+    if remote.path is None:
+        for name, value in (("remote_every", remote.every), ("remote_keep", remote.keep)):
+            if value is not None:
+                raise OptionError(
+                    f"{name}={value!r}: there is no remote. Nothing was started. Name one, as in "
+                    'remote="s3://bucket/run", or leave this out.'
+                )
+        return
+    if not isinstance(remote.path, (str, os.PathLike)):
+        raise OptionError(f"remote={remote.path!r}: a folder or a URL, or None. Nothing was started.")
+    check_interval(remote.every, "remote_every")
+    if remote.keep is not None and not isinstance(remote.keep, Keep):
+        raise OptionError(
+            f"remote_keep={remote.keep!r}: a flashckpt.Keep, as in remote_keep=flashckpt.Keep(last=3), or "
+            "None for the same as keep. Nothing was started."
+        )
 
 
 def _is_count(value: object, least: int) -> bool:
@@ -88,6 +130,27 @@ class Keep:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RemoteCall:
+    """What `attach` was called with of a remote; see `check_call`."""
+
+    path: str | os.PathLike[str] | None = None
+    every: str | int | None = None
+    keep: Keep | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remote:
+    """A second store that committed steps are copied to. `every`: how often, see `flashckpt.attach`; `keep`:
+    which stay there; `options`: what its client takes beside the URL; `compress`: whether shards stand so."""
+
+    url: str
+    every: str | int | None = None
+    keep: Keep = Keep()
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    compress: Compress = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Options:
     """What is rarely changed.
 
@@ -113,6 +176,9 @@ class Options:
     storage_options: what the client of an object store takes beside the URL (`endpoint`, `region`,
         `access_key_id` …: the keywords of obstore); what is not here it takes from the environment. None of
         it is written down; the keeper gets it from the trainer that starts it.
+    remote_storage_options: the same for `remote`; None takes `storage_options`.
+    remote_compress: whether shards stand compressed in `remote`, without loss: "auto" where they arrive
+        earlier so, "zstd" always.
     """
 
     overhead: float = 0.01
@@ -129,6 +195,8 @@ class Options:
     watchdog: str | None = "auto"
     watchdog_action: Literal["report", "kill"] = "report"
     storage_options: Mapping[str, str | int | float | bool] = field(default_factory=dict, repr=False)
+    remote_storage_options: Mapping[str, str | int | float | bool] | None = field(default=None, repr=False)
+    remote_compress: Compress = "none"
 
     def __post_init__(self) -> None:
         if not (isinstance(self.overhead, (int, float)) and 0 < self.overhead < 1):
@@ -150,6 +218,9 @@ class Options:
         _check_watchdog(self.watchdog, self.watchdog_action)
         _check_signals(self.signals, self.warning_signals or ())
         _check_storage(self.storage_options, "storage_options")
+        if self.remote_storage_options is not None:
+            _check_storage(self.remote_storage_options, "remote_storage_options")
+        checked_compress(self.remote_compress, "remote_compress")
 
     @property
     def linger_s(self) -> float:

@@ -66,6 +66,7 @@ def test_options_and_their_defaults() -> None:
     assert defaults["every"] == "auto"
     assert defaults["persist_every"] == "5min"
     assert defaults["enabled"] is True
+    assert [defaults[f"remote{name}"] for name in ("", "_every", "_keep")] == [None] * 3
     loop = inspect.signature(flashckpt.loop).parameters
     assert set(signature.parameters) <= set(loop)
     assert {"loader", "epochs", "steps"} <= set(loop)
@@ -75,6 +76,8 @@ def test_options_and_their_defaults() -> None:
     assert (options.watchdog, options.watchdog_action) == ("auto", "report")
     assert options.signals == ("SIGTERM", "SIGINT")
     assert (options.warning_signals, options.notice_file) == (None, None)
+    assert (options.storage_options, options.remote_storage_options) == ({}, None)
+    assert options.remote_compress == "none"
 
 
 @pytest.mark.process

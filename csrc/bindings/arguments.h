@@ -71,6 +71,7 @@ nb::bytes bytes_of(const void* data, std::size_t num_bytes);
 void bind_bytes(nb::module_& module);
 void bind_memory(nb::module_& module);
 void bind_files(nb::module_& module);
+void bind_planes(nb::module_& module);
 void bind_sync(nb::module_& module);
 void bind_device(nb::module_& module);
 void bind_watch(nb::module_& module);

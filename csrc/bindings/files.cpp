@@ -1,10 +1,12 @@
 // Writing, reading and checking shards.
 #include "bindings/arguments.h"
 
+#include "base/posix.h"
 #include "io/read.h"
 #include "io/write.h"
 
 #include <cstring>
+#include <optional>
 
 namespace flashckpt {
 namespace {
@@ -89,9 +91,62 @@ nb::tuple check(nb::handle path, std::uint64_t num_bytes, std::uint64_t chunk_by
                      cancel});
 }
 
+// Chunks that come from elsewhere than a file: each once, in any order and from any thread.
+class ChunkAudit {
+  public:
+    ChunkAudit(std::uint64_t num_bytes, std::uint64_t chunk_bytes, nb::handle leaf_offsets,
+               nb::handle leaf_sizes)
+        : geometry_(geometry_of(num_bytes, chunk_bytes, leaf_offsets, leaf_sizes)) {
+        raise_if(geometry_.check());
+        audit_.emplace(geometry_);
+    }
+
+    nb::bytes add(std::uint64_t offset, nb::handle data, nb::handle into) {
+        BytesView source(data);
+        std::optional<BytesView> target;
+        if (!into.is_none()) target.emplace(into, PyBUF_WRITABLE);
+        check(offset, source.num_bytes());
+        if (target && target->num_bytes() != source.num_bytes()) raise_value("into has another length");
+        const auto* from = static_cast<const std::uint8_t*>(source.data());
+        auto* to = target ? static_cast<std::uint8_t*>(target->data()) : nullptr;
+        const std::uint64_t first = offset / geometry_.chunk_bytes;
+        std::vector<Checksum> sums(round_up(source.num_bytes(), geometry_.chunk_bytes) /
+                                   geometry_.chunk_bytes);
+        {
+            Released released;
+            for (std::size_t i = 0; i < sums.size(); ++i) {
+                const std::uint64_t begin = i * geometry_.chunk_bytes;
+                sums[i] = audit_->add(first + i, from + begin, to == nullptr ? nullptr : to + begin);
+            }
+        }
+        return bytes_of(sums.data(), sums.size() * sizeof(Checksum));
+    }
+
+    nb::bytes digests() const { return digest_bytes(audit_->digests()); }
+
+  private:
+    void check(std::uint64_t offset, std::uint64_t num_bytes) const {
+        if (offset > geometry_.num_bytes || num_bytes > geometry_.num_bytes - offset) {
+            raise_value("these bytes end beyond the last one");
+        }
+        bool is_last = offset + num_bytes == geometry_.num_bytes;
+        if (offset % geometry_.chunk_bytes != 0 || (num_bytes % geometry_.chunk_bytes != 0 && !is_last)) {
+            raise_value("these are no whole chunks");
+        }
+    }
+
+    Geometry geometry_;
+    std::optional<Audit> audit_;
+};
+
 } // namespace
 
 void bind_files(nb::module_& module) {
+    nb::class_<ChunkAudit>(module, "Audit")
+        .def(nb::init<std::uint64_t, std::uint64_t, nb::handle, nb::handle>(), nb::kw_only(),
+             nb::arg("num_bytes"), nb::arg("chunk_bytes"), nb::arg("leaf_offsets"), nb::arg("leaf_sizes"))
+        .def("add", &ChunkAudit::add, nb::arg("offset"), nb::arg("data"), nb::arg("into") = nb::none())
+        .def("digests", &ChunkAudit::digests);
     module.def("write_file", write_one, nb::arg("path"), nb::arg("source_fd"), nb::arg("source_offset"),
                nb::arg("num_bytes"), nb::kw_only(), nb::arg("chunk_bytes") = 4 << 20, nb::arg("leaf_offsets"),
                nb::arg("leaf_sizes"), nb::arg("threads") = 2, nb::arg("direct") = true,

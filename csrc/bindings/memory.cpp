@@ -40,11 +40,19 @@ void fault_in(std::uint64_t address, std::uint64_t num_bytes, int threads) {
     raise_if(error);
 }
 
-// The mapping of a region, or of memory of this process's own, as a writable buffer. It goes with its last
-// view.
+// The mapping of a region, of a part of one, or of memory of this process's own, as a buffer: of a part it
+// can only be read. It goes with its last view.
 class Region {
   public:
     Region(int fd, std::uint64_t num_bytes) { raise_if(Mapping::region(fd, 0, num_bytes, mapping_)); }
+    Region(int fd, std::uint64_t offset, std::uint64_t num_bytes) : is_readonly_(true) {
+        Error error;
+        {
+            Released released; // all of it is faulted in
+            error = Mapping::shared(fd, offset, num_bytes, false, mapping_);
+        }
+        raise_if(error);
+    }
     explicit Region(std::uint64_t num_bytes) : is_own_(true) {
         raise_if(Mapping::large(num_bytes, mapping_));
     }
@@ -56,7 +64,7 @@ class Region {
         if (mapping_.data() == nullptr) return refuse(out, "this mapping was closed");
         if (is_forked()) return refuse(out, "this mapping is another process's, which has forked this one");
         auto size = static_cast<Py_ssize_t>(mapping_.size());
-        if (PyBuffer_FillInfo(out, self, mapping_.data(), size, 0, flags) != 0) return -1;
+        if (PyBuffer_FillInfo(out, self, mapping_.data(), size, is_readonly_, flags) != 0) return -1;
         ++views_;
         return 0;
     }
@@ -120,6 +128,7 @@ class Region {
 
     const pid_t maker_ = ::getpid();
     const bool is_own_ = false;
+    const bool is_readonly_ = false;
     Mapping mapping_;
     std::size_t views_ = 0;
     bool is_registered_ = false;
@@ -149,6 +158,8 @@ void bind_memory(nb::module_& module) {
     module.def("populate", fault_in, nb::arg("address"), nb::arg("num_bytes"), nb::arg("threads"));
     nb::class_<Region>(module, "Mapping", nb::type_slots(slots))
         .def(nb::init<int, std::uint64_t>(), nb::arg("fd"), nb::arg("num_bytes"))
+        .def(nb::init<int, std::uint64_t, std::uint64_t>(), nb::arg("fd"), nb::arg("offset"),
+             nb::arg("num_bytes"))
         .def(nb::init<std::uint64_t>(), nb::arg("num_bytes"))
         .def("register", &Region::register_with, nb::arg("device"))
         .def("discard", &Region::discard)

@@ -6,6 +6,7 @@ NB_MODULE(_native, module) {
     flashckpt::bind_bytes(module);
     flashckpt::bind_memory(module);
     flashckpt::bind_files(module);
+    flashckpt::bind_planes(module);
     flashckpt::bind_sync(module);
     flashckpt::bind_device(module);
     flashckpt::bind_watch(module);

@@ -3,14 +3,16 @@
 #include "base/posix.h"
 
 #include <algorithm>
+#include <cstring>
 #include <string>
 
 namespace flashckpt {
 namespace {
 
-// Digest and checksum take turns on windows that stay in the first-level cache, the digest first: its loop
-// asks memory ahead, and the checksum finds what it brought.
-constexpr std::uint64_t kWindowBytes = 16 << 10;
+// Digest and checksum take turns on windows that stay in the second-level cache, the digest first: its loop
+// asks memory ahead, and the checksum finds what it brought. With 16 KiB
+// and a copy on the way it took a sixth longer.
+constexpr std::uint64_t kWindowBytes = 64 << 10;
 
 std::vector<std::size_t> by_offset(const Geometry& geometry) {
     std::vector<std::size_t> order;
@@ -57,13 +59,22 @@ Audit::Audit(const Geometry& geometry)
     : geometry_(geometry), order_(by_offset(geometry)), digests_(geometry.leaf_sizes) {}
 
 Checksum Audit::add(std::uint64_t chunk, const std::uint8_t* data) {
+    return add(chunk, data, nullptr);
+}
+
+Checksum Audit::add(std::uint64_t chunk, const std::uint8_t* data, std::uint8_t* into) {
     Xxh3Stream stream;
     const std::uint64_t start = chunk * geometry_.chunk_bytes;
     const std::uint64_t stop = start + geometry_.bytes_of(chunk);
     for (std::uint64_t begin = start; begin < stop;) {
         std::uint64_t end = end_of_window(begin, stop);
-        add_pieces(data + (begin - start), begin, end);
-        stream.update(data + (begin - start), end - begin);
+        const std::uint8_t* window = data + (begin - start);
+        if (into != nullptr) {
+            window =
+                static_cast<const std::uint8_t*>(std::memcpy(into + (begin - start), window, end - begin));
+        }
+        add_pieces(window, begin, end);
+        stream.update(window, end - begin);
         begin = end;
     }
     return stream.checksum();

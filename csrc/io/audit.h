@@ -34,6 +34,8 @@ class Audit {
 
     // The bytes of one chunk, all of them. Returns its checksum.
     Checksum add(std::uint64_t chunk, const std::uint8_t* data);
+    // The same of bytes that are copied on the way, unless `into` is null: of the copy.
+    Checksum add(std::uint64_t chunk, const std::uint8_t* data, std::uint8_t* into);
     // kEmptyDigest for leaves with a chunk that was never added.
     std::vector<std::uint64_t> digests() const;
 

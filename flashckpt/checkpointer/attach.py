@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from flashckpt.errors import FlashckptError, OptionError
-from flashckpt.options import Environment, Keep, Options, check_call, is_switched_off
+from flashckpt.options import Environment, Keep, Options, RemoteCall, check_call, is_switched_off
 
 if TYPE_CHECKING:
     from flashckpt.checkpointer.checkpointer import Batches, Checkpointer
@@ -26,6 +26,9 @@ def attach(
     every: int | Literal["auto"] | None = "auto",
     persist_every: str | int | None = "5min",
     keep: Keep = _KEEP,
+    remote: str | os.PathLike[str] | None = None,
+    remote_every: str | int | None = None,
+    remote_keep: Keep | None = None,
     options: Options = _OPTIONS,
     enabled: bool = True,
     state: Mapping[str, object] | None = None,
@@ -36,18 +39,22 @@ def attach(
     path: a folder or file:// URL, made if missing. every: "auto" takes a snapshot as often as
     `options.overhead` of the loop's time allows; a number takes one every so many steps; None leaves it
     to `.save()`. persist_every: how often a snapshot goes to storage, a duration ("5min"), a number of
-    steps, or None. keep: which committed steps stay (`Keep(last=3)`). enabled: False gives loops as they
-    are without this library (so does FLASHCKPT=off in the environment): nothing is restored or saved, no
-    file and no process is made, and the same calls work. state, named: what is saved, under its name:
-    modules, optimizers, schedulers, scalers, anything with state_dict and load_state_dict; and dicts, lists,
-    tensors and random generators, which are changed in place.
+    steps, or None. keep: which committed steps stay (`Keep(last=3)`). remote: a second folder or URL, to
+    which the keeper copies committed steps, and for which nothing waits; remote_every: how often, a duration,
+    a number of steps, or None for each one, as far as it takes them; remote_keep: which stay there, None for
+    the same as `keep`. enabled: False gives loops as they are without this library (so does FLASHCKPT=off in
+    the environment): nothing is restored or saved, no file and no process is made, and the same calls work.
+    state, named: what is saved, under its name: modules, optimizers, schedulers, scalers, anything with
+    state_dict and load_state_dict; and dicts, lists, tensors and random generators, which are changed in
+    place.
 
     Raises OptionError, StateError (a part that cannot be saved exactly, with its path in the state),
     RunHeldError (another job has the run), MismatchError (the checkpoint is of another model; nothing was
     changed), UnusableRunError, OutOfRoomError, FormatError, KeeperError, RunError. Unless the message says
     otherwise (storage or the keeper failed after the state was restored), the live state is as it was.
     """
-    return _attach(path, every, persist_every, keep, options, enabled, state, named, _no_loop)
+    called = RemoteCall(path=remote, every=remote_every, keep=remote_keep)
+    return _attach(path, every, persist_every, keep, called, options, enabled, state, named, _no_loop)
 
 
 def loop(
@@ -59,6 +66,9 @@ def loop(
     every: int | Literal["auto"] | None = "auto",
     persist_every: int | str | None = "5min",
     keep: Keep = _KEEP,
+    remote: str | os.PathLike[str] | None = None,
+    remote_every: str | int | None = None,
+    remote_keep: Keep | None = None,
     options: Options = _OPTIONS,
     enabled: bool = True,
     state: Mapping[str, object] | None = None,
@@ -80,7 +90,8 @@ def loop(
     if epochs is None and steps is None:
         epochs = 1
     check = partial(_check_loop, loader, epochs, steps)
-    checkpointer = _attach(path, every, persist_every, keep, options, enabled, state, named, check)
+    called = RemoteCall(path=remote, every=remote_every, keep=remote_keep)
+    checkpointer = _attach(path, every, persist_every, keep, called, options, enabled, state, named, check)
     return checkpointer._whole_run(loader, epochs, steps)
 
 
@@ -89,6 +100,7 @@ def _attach(
     every: int | Literal["auto"] | None,
     persist_every: str | int | None,
     keep: Keep,
+    remote: RemoteCall,
     options: Options,
     enabled: bool,
     state: Mapping[str, object] | None,
@@ -101,7 +113,7 @@ def _attach(
     alone = is_off or not _is_one_of_several()
     if alone:
         check(is_off)
-        check_call(every, persist_every, keep, options)
+        check_call(every, persist_every, keep, options, remote)
     if is_off:
         from flashckpt.checkpointer.disabled import DisabledCheckpointer
 
@@ -115,6 +127,7 @@ def _attach(
             every=every,
             persist_every=persist_every,
             keep=keep,
+            remote=remote,
             options=options,
             state=state,
             named=named,

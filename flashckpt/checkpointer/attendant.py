@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from flashckpt.capture import Capture
-from flashckpt.checkpointer.run_log import RankTimes, SnapshotLog, Watch
+from flashckpt.checkpointer.run_log import RankTimes, SnapshotLog, Watch, remote_report
 from flashckpt.checkpointer.session import Session
 from flashckpt.checkpointer.signals import Signals
 from flashckpt.checkpointer.slots import Slots
@@ -49,7 +49,7 @@ _LEAST_JOIN_S = 1.0
 _FRESH_ROUNDS = 2
 # Keepers that one commit may cost before what they write counts for nothing.
 _MOST_KEEPERS = 4
-# For the parts of other nodes, whose keepers nobody here sees at work.
+# For other nodes, whose keepers nobody here sees at work: for their parts, and for disks of their own.
 _OTHERS_S = 600.0
 _MOST_RANKS = 20
 
@@ -199,8 +199,16 @@ class Attendant:
         def is_everywhere() -> bool:
             return max(self._common, default=-1) >= boundary
 
-        # Where rank 0 is gone nobody says it any more.
-        self._wait_until(lambda: is_everywhere() or not self._pacing.awaits_others, self.patience_s)
+        def is_decided() -> bool:
+            # Where rank 0 is gone nobody says it any more.
+            return is_everywhere() or not self._pacing.awaits_others
+
+        def has_failed() -> bool:
+            # What keeps a node from storing what all went on from is told on that node alone.
+            return not boundary or self._pacing.failed >= boundary
+
+        self._wait_until(lambda: is_decided() or has_failed(), max(self.patience_s, _OTHERS_S))
+        self._wait_until(is_decided, self.patience_s)
         if not is_everywhere():
             raise PersistError(
                 f"step {step} is committed on this node's disk, and not known to be on those of all "
@@ -306,6 +314,7 @@ class Attendant:
             "newest_committed_step": -1 if newest is None else newest,
             **self._snapshots.report(),
             "keeper_restarts": self._session.keeper.restarts,
+            **remote_report(self.status),
         }
 
     def close(self, *, closed: bool) -> None:
@@ -413,6 +422,10 @@ class Attendant:
         self._capture.keep_by_rank(self.status.diverged)
         for failure in self.status.failures:
             self._say_once(f"step {failure.step} could not be persisted: {failure.message}; training goes on")
+        remote = self.status.remote
+        if remote is not None and remote.error:
+            key = f"remote {remote.newest}"  # a server that is away says it in many words
+            self._say_once(f"nothing is copied to the remote: {remote.error}; training goes on", key)
         self.slots.tend()
 
     def _look_at_attempts(self) -> None:

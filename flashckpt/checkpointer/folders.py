@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flashckpt._native import xxh3_64
 from flashckpt.checkpointer.session import KnownRun, Session, open_session
@@ -20,22 +20,36 @@ from flashckpt.format.checked_json import compact
 from flashckpt.format.names import AttemptName
 from flashckpt.format.replicas import Ranks, has_rank, in_words, ranks_of, ranks_to_json
 from flashckpt.memory.room import mounts
-from flashckpt.options import Keep, Options
+from flashckpt.options import Keep, Options, Remote
 from flashckpt.ranks.group import Group
 from flashckpt.store import open_store
+
+if TYPE_CHECKING:
+    from flashckpt.tiers.nearest import RemoteRun
 
 log = logging.getLogger(__name__)
 
 
-def open_together(path: str | os.PathLike[str], keep: Keep, options: Options, group: Group) -> Session:
+def open_together(
+    path: str | os.PathLike[str], keep: Keep, options: Options, group: Group, remote: Remote | None = None
+) -> Session:
     """Take part in one attempt with all ranks. Rank 0 claims it; then one rank of each other node joins, and
-    finds or starts its keeper; the others find theirs."""
+    finds or starts its keeper; the others find theirs. Rank 0 says what the remote has; where the run has
+    gone on there, the folder is told. OptionError for a remote of nodes that do not share a folder."""
     session: Session | None = None
 
     def opened(known: KnownRun, join: AttemptName | None, claims: bool) -> list[str]:
         nonlocal session
         session = open_session(
-            path, keep, options, group.environment, join=join, group=group, known=known, claims=claims
+            path,
+            keep,
+            options,
+            group.environment,
+            join=join,
+            group=group,
+            known=known,
+            claims=claims,
+            remote=remote,
         )
         return [str(session.attempt), session.run_id]
 
@@ -44,7 +58,9 @@ def open_together(path: str | os.PathLike[str], keep: Keep, options: Options, gr
         found = group.agree(
             "which run it is", partial(_seen, path, options) if rank == first else _nothing, _one_run
         )
-        known = KnownRun(*found) if found is not None else KnownRun()
+        known, seen = KnownRun(*found) if found is not None else KnownRun(), None
+        if remote is not None:
+            known, seen = _with_remote(path, options, group, known, remote)
         name, run_id = group.led("the claim of the run", partial(opened, known, None, False))
         claimed, known = AttemptName.parse(name), KnownRun(run_id)
         for what, is_due in (
@@ -54,7 +70,9 @@ def open_together(path: str | os.PathLike[str], keep: Keep, options: Options, gr
             joins = partial(opened, known, claimed, rank == first)
             group.together(what, joins if is_due and not group.leads else _nothing)
         assert session is not None
-        session.ranks = _folder_ranks(session, group)
+        session.ranks, session.remote_run = _folder_ranks(session, group), seen
+        if seen is not None:
+            _take_over(session, seen)
     except BaseException:
         if session is not None:
             session.close()
@@ -82,6 +100,32 @@ def _seen(path: str | os.PathLike[str], options: Options) -> list[Any]:
         ) from error
 
 
+def _with_remote(
+    path: str | os.PathLike[str], options: Options, group: Group, known: KnownRun, remote: Remote
+) -> tuple[KnownRun, RemoteRun]:
+    """What ranks know of the run with its remote, as rank 0 sees it: of its first start the id is made
+    there."""
+    from flashckpt.checkpointer.remote import look_at
+    from flashckpt.tiers.nearest import RemoteRun
+
+    def looked() -> list[Any]:
+        mine = known if known.run_id else KnownRun(*_seen(path, options))
+        run_id, found = look_at(remote, open_store(path, options.storage_options), mine.run_id)
+        return [run_id, max(mine.above, found.above), found.told()]
+
+    run_id, above, told = group.led("what the run's remote has", looked)
+    found = RemoteRun.heard(open_store(remote.url, remote.options), told)
+    return KnownRun(run_id, max(known.above, above)), found
+
+
+def _take_over(session: Session, remote: RemoteRun) -> None:
+    """Where the run has gone on in the remote, each folder is told by the rank that leads it."""
+    from flashckpt.tiers.nearest import take_over
+
+    told = partial(take_over, session.store, remote, session.attempt)
+    session.group.together("what the run's remote has", told if session.leads else _nothing)
+
+
 def _one_run(rows: list[Any]) -> list[Any]:
     """UnusableRunError where nodes have folders of different runs."""
     seen = {rank: row for rank, row in enumerate(rows) if row is not None}
@@ -104,7 +148,8 @@ def _folder_ranks(session: Session, group: Group) -> Ranks | None:
         who = [holder.boot_id, holder.runtime_id, holder.runtime, holder.lock]
         return [group.node[0], f"{xxh3_64(compact(who)):016x}", file_system_of(session.store.url)]
 
-    found = group.agree("which nodes share the run's folder", mark, _shared)
+    url = "" if session.remote is None else session.remote.url
+    found = group.agree("which nodes share the run's folder", mark, partial(_shared, remote=url))
     if found is None:
         return None
     folders = [tuple(range(*run) for run in runs) for runs, _ in found]
@@ -145,9 +190,10 @@ def file_system_of(folder: str) -> str:
     return "" if found is None else f"{'root ' * (found.point == '/')}{found.kind}"
 
 
-def _shared(rows: list[Any]) -> list[Any] | None:
+def _shared(rows: list[Any], remote: str = "") -> list[Any] | None:
     """The ranks of each folder and the kind of its file system; None where there is one. OptionError where
-    ranks of one node have several: their keeper is one, and has one."""
+    ranks of one node have several: their keeper is one, and has one; and where nodes do that have a
+    `remote`."""
     folders: dict[str, list[int]] = {}
     of_node: dict[int, str] = {}
     kinds: dict[str, str] = {}
@@ -161,4 +207,10 @@ def _shared(rows: list[Any]) -> list[Any] | None:
             )
     if len(folders) == 1:
         return None
+    if remote:
+        raise OptionError(
+            f"remote={remote}: the run's folder is not one on all nodes (there are {len(folders)}), and of "
+            "such a run nothing is copied to a remote. No step was loaded or changed. Give all nodes one "
+            "shared folder, or leave `remote` out."
+        )
     return [[ranks_to_json(ranks_of(ranks)), kinds[mark]] for mark, ranks in folders.items()]

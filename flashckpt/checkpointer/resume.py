@@ -9,6 +9,7 @@ cannot, none goes on.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import math
 import os
@@ -32,16 +33,24 @@ from flashckpt.checkpointer.attendant import Attendant
 from flashckpt.checkpointer.checkpointer import Checkpointer
 from flashckpt.checkpointer.folders import open_together
 from flashckpt.checkpointer.progress import Content, Progress, Use
+from flashckpt.checkpointer.remote import remote_of
 from flashckpt.checkpointer.run_log import limits_s
 from flashckpt.checkpointer.session import Session, log_differences
 from flashckpt.checkpointer.signals import Signals
-from flashckpt.commit import lineage
-from flashckpt.errors import DamagedError, FlashckptError, FormatError, OptionError, RunError
+from flashckpt.commit import attempts, lineage
+from flashckpt.errors import (
+    DamagedError,
+    FlashckptError,
+    FormatError,
+    OptionError,
+    RunError,
+    UnusableRunError,
+)
 from flashckpt.format.replicas import in_words
 from flashckpt.keeper.client import SlotGrant
 from flashckpt.keeper.protocol import Status
 from flashckpt.memory.slot import Sealed, Slot
-from flashckpt.options import Environment, Keep, Options, check_call
+from flashckpt.options import Environment, Keep, Options, Remote, RemoteCall, check_call
 from flashckpt.persist.ledger import Event
 from flashckpt.ranks.group import join
 from flashckpt.ranks.pacing import Cadence, Pacing
@@ -66,6 +75,7 @@ _WRITING_PATIENCE_S, _SAVING_PATIENCE_S, _OTHERS_PATIENCE_S, _LOOK_S = 120.0, 10
 _FAILING_PATIENCE_S = 60.0
 # What each rank may have its own of: its devices, its machine.
 _OWN_OPTIONS = {"device_memory", "streams", "notice_file", "threads"}
+_SECRET_OPTIONS = ("storage_options", "remote_storage_options")
 
 
 def attach(
@@ -74,6 +84,7 @@ def attach(
     every: Every,
     persist_every: str | int | None,
     keep: Keep,
+    remote: RemoteCall,
     options: Options,
     state: Mapping[str, object] | None,
     named: Mapping[str, object],
@@ -86,15 +97,16 @@ def attach(
     group = join(Environment.read())
     try:
 
-        def prepared() -> tuple[Tree, str, Mapping[str, str]]:
+        def prepared() -> tuple[Tree, str, Remote | None, Mapping[str, str]]:
             looped = check_loop()
-            check_call(every, persist_every, keep, options)
-            return Tree(_state_of(state, named)), open_store(path).url, looped
+            check_call(every, persist_every, keep, options, remote)
+            url = open_store(path).url
+            return Tree(_state_of(state, named)), url, remote_of(remote, url, keep, options), looped
 
-        tree, url, looped = group.together("the state and the options", prepared)
-        group.check_alike({**_alike(url, tree, every, persist_every, keep, options), **looped})
+        tree, url, second, looped = group.together("the state and the options", prepared)
+        group.check_alike({**_alike(url, tree, every, persist_every, keep, second, options), **looped})
         group.check_replicas(partial(_replicas, tree))
-        session = open_together(path, keep, options, group)
+        session = open_together(path, keep, options, group, second)
     except BaseException:
         group.close()
         raise
@@ -133,16 +145,37 @@ def attach_to(
 
 
 def _alike(
-    url: str, tree: Tree, every: Every, persist_every: str | int | None, keep: Keep, options: Options
+    url: str,
+    tree: Tree,
+    every: Every,
+    persist_every: str | int | None,
+    keep: Keep,
+    remote: Remote | None,
+    options: Options,
 ) -> dict[str, str]:
     """What all ranks must call with, by names for a message."""
     own = {
         each.name: getattr(options, each.name) for each in fields(options) if each.name not in _OWN_OPTIONS
     }
-    call = {"path": url, "every": every, "persist_every": persist_every, "keep": keep}
+    for name in _SECRET_OPTIONS:
+        own[name] = _Hidden(own[name])
+    call = {"path": url, "every": every, "persist_every": persist_every, "keep": keep, "remote": remote}
     said = {name: repr(value) for name, value in call.items()}
     said |= {f"Options({name})": repr(value) for name, value in own.items()}
     return said | {"names of the state": ", ".join(tree.names)}
+
+
+class _Hidden:
+    """Options with secrets in them: they can be compared by what is shown, and are not."""
+
+    def __init__(self, options: Mapping[str, Any] | None) -> None:
+        self._options = dict(options or {})
+
+    def __repr__(self) -> str:
+        if not self._options:
+            return "none"
+        digest = hashlib.sha256(repr(sorted(self._options.items())).encode()).hexdigest()
+        return f"{', '.join(sorted(self._options))} (values not shown, {digest[:8]})"
 
 
 def _replicas(tree: Tree) -> dict[tuple[int, ...], dict[str, str]]:
@@ -219,10 +252,13 @@ def _resume(
         save = partial(_saved_by_keeper, session)
         is_unsaved = partial(_is_unsaved, session, mapped)
         choice = StepChoice(
-            session.store, mapped, rank, fits, threads, group.voter(), early, layout, save, is_unsaved
-        )
+            session.store, mapped, rank, fits, threads, group.voter(), early, layout, save, is_unsaved,
+            session.remote_run,
+        )  # fmt: skip
         refused = choice.refused
         loaded = choice.choose()
+        if session.leads:
+            _check_reached(session, None if loaded is None else loaded.snapshot.step)
 
     try:
         group.together("the step to go on from", chosen, loads=True)
@@ -241,6 +277,23 @@ def _resume(
             held.close()
         for region in regions:
             region.close()
+
+
+def _check_reached(session: Session, step: int | None) -> None:
+    """RunError where what is gone on from (None: nothing) is older than what the run's remote is known to
+    have, and that does not answer or was left out."""
+    store = session.store
+    begun = attempts.bounds(store.at_once())
+    is_back = len(begun) > 1 and (step is None or step < begun[1].last_step)
+    if session.remote_run is not None:
+        from flashckpt.tiers.nearest import check_reached
+
+        check_reached(store, session.remote_run, step)
+    elif is_back:
+        from flashckpt.tiers.nearest import left_elsewhere
+
+        if why := left_elsewhere(store, -1 if step is None else step):
+            raise UnusableRunError(why, path=store.url)
 
 
 def _start(session: Session, *begins: Any, from_memory: bool = False) -> None:
@@ -498,7 +551,8 @@ def _checkpointer(
         # Encoded once now: what typed JSON cannot hold is refused here, not at hour ten.
         checkpointer._boundaries.values()
         folder = {} if session.ranks is None else {"folder_ranks": in_words(session.ranks)}
-        attendant.event(Event.ATTACH, step=progress.step, world=session.environment.world, **folder)
+        remote = {} if session.remote is None else {"remote": session.remote.url}
+        attendant.event(Event.ATTACH, step=progress.step, world=session.environment.world, **folder, **remote)
         attendant.start()
     except BaseException:
         checkpointer._release()  # its hooks go now, and not when nobody holds the error any more

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from flashckpt.capture import Capture
 from flashckpt.capture.slot_writer import HeartbeatWriter
+from flashckpt.keeper.protocol import Status
 from flashckpt.options import Options, duration_s
 from flashckpt.persist.ledger import Event
 
@@ -69,6 +70,20 @@ def limits_s(every: int | str | None, persist_every: int | str | None) -> tuple[
     if isinstance(persist_every, int):
         return sealed, _COMMITTED_LIMIT_S
     return sealed, max(60.0, _INTERVALS * duration_s(persist_every, "persist_every"))
+
+
+def remote_report(status: Status) -> dict[str, float]:
+    """Of what the keeper of this node copies to a remote, empty where it does not."""
+    if status.remote is None:
+        return {}
+    counts = status.counts
+    return {
+        "newest_remote_step": status.remote.newest,
+        "remote_steps": counts.get("mirrored", 0),
+        "remote_steps_skipped": counts.get("mirror_skipped", 0),
+        "remote_failures": counts.get("mirror_failed", 0),
+        "remote_bytes": counts.get("mirrored_bytes", 0),
+    }
 
 
 class SnapshotLog:

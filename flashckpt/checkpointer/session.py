@@ -17,7 +17,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -43,15 +43,21 @@ from flashckpt.memory.runtime import (
     stacks_name,
     trainer_lock_name,
 )
-from flashckpt.options import Environment, Keep, Options
+from flashckpt.options import Environment, Keep, Options, Remote
 from flashckpt.ranks.group import Alone, Group
 from flashckpt.store import open_store
 from flashckpt.store.base import Store
+
+if TYPE_CHECKING:
+    from flashckpt.tiers.nearest import RemoteRun
 
 log = logging.getLogger(__name__)
 
 Connect = Callable[[str, RuntimeFolder, LifeLock], KeeperClient]
 """Takes the run, its runtime folder and this process's life lock there; gives the link to the keeper."""
+
+# A remote may have steps of far more attempts than have any here.
+_NEAR_OF_REMOTE = 4096
 
 # Guarded: what this process holds, and the signals that it has taken for stacks and uses no more.
 _guard = threading.Lock()
@@ -73,10 +79,11 @@ class Session:
     """One rank's place in a claimed attempt, with a keeper that knows it. `identity` names the run on this
     node, `leads` says who writes where the attempt goes on from, for all ranks or, where nodes have folders
     of their own, for those of its folder; `group` are all ranks, `ranks` those of its folder, None for all.
-    `run_id` is what run.json says, `loaded` the step that the attempt went on from.
+    `run_id` is what run.json says, `loaded` the step that the attempt went on from, `remote` where the keeper
+    copies steps to.
     `surroundings`, of which each snapshot has a copy, is what around this process can change numbers.
     `complete` is the snapshot that all ranks have when the attempt starts (number of the attempt, boundary);
-    zeros for a rank alone."""
+    zeros for a rank alone. `remote_run` is what its remote had of the run, None where it has no remote."""
 
     store: Store
     identity: str
@@ -93,6 +100,8 @@ class Session:
     ranks: Ranks | None = None
     run_id: str = ""
     loaded: VisibleStep | None = None
+    remote: Remote | None = None
+    remote_run: RemoteRun | None = None
     surroundings: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -110,6 +119,8 @@ class Session:
             stacks_signal=self.stacks.signal_number if self.stacks is not None else 0,
             kill_when_stuck=options.watchdog_action == "kill",
             ranks=self.group.node,
+            remote=self.remote,
+            grace_s=options.grace_s,
         )
 
     def start(
@@ -138,7 +149,8 @@ class Session:
     def _write_start(self, parent: AttemptName | None, step: int, boundary: int) -> None:
         try:
             world = self.environment.world
-            attempts.start(self.store, self.attempt, parent, step, world, boundary, self.ranks)
+            near = attempts.NEAR if self.remote is None else _NEAR_OF_REMOTE
+            attempts.start(self.store, self.attempt, parent, step, world, boundary, self.ranks, near=near)
         except OSError as error:
             live = f"already that of step {step}" if parent is not None else "as it was"
             raise RunError(
@@ -191,11 +203,12 @@ def open_session(
     group: Group | None = None,
     known: KnownRun = KnownRun(),
     claims: bool = False,
+    remote: Remote | None = None,
 ) -> Session:
     """Open the run and take part in an attempt on it: lead a new one, for which the run is made if it is not
     there and must be held by no other job; or `join`, as another rank, the one that the leader has claimed.
     `known` is what ranks have agreed on. `claims`: where the folder has no claim of the attempt to join, it
-    is another disk than the leader's, and is claimed for it as well.
+    is another disk than the leader's, and is claimed for it as well. `remote`: where the keeper copies steps.
 
     Raises RunHeldError, RunError and its kin (SupersededError where the attempt to join is not the newest),
     KeeperError, OptionError for a scheme that is not there.
@@ -229,7 +242,7 @@ def open_session(
         group = group or Alone(environment)
         session = Session(
             store, identity, runtime, life, attempt, keeper, environment, leads=leads, group=group,
-            stacks=stacks, run_id=run_id,
+            stacks=stacks, run_id=run_id, remote=remote,
         )  # fmt: skip
         session.hello(keep, options)
         undo.pop_all()

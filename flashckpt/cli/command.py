@@ -32,6 +32,9 @@ from rich.table import Column, Table
 from flashckpt.errors import DamagedError, DivergedError, FlashckptError, RunError, UsageError
 from flashckpt.format.names import MAX_STEP, AttemptName
 from flashckpt.recovery.report import Watcher
+from flashckpt.store import open_store
+from flashckpt.store.base import Store
+from flashckpt.tiers.nearest import known_remote
 
 P = ParamSpec("P")
 # Names and numbers are data: no part of them is taken for markup, an emoji or a word to colour.
@@ -40,6 +43,10 @@ _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _BAR_AFTER_S = 1.0
 
 Run = Annotated[str, typer.Argument(metavar="RUN", help="The run: a folder or a file:// URL.")]
+Remote = Annotated[
+    str | None,
+    typer.Option("--remote", metavar="URL", help='Its remote too; "auto": the one it was last trained with.'),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
 
 
@@ -60,6 +67,17 @@ def step_name(text: str) -> StepName:
             "`flashckpt ls RUN --all` shows both."
         )
     return StepName(int(digits), attempt)
+
+
+def remote_of(store: Store, named: str | None) -> Store | None:
+    """The store that --remote names, None where it was not given. Wrong usage where "auto" finds none."""
+    if named != "auto":
+        return None if named is None else open_store(named)
+    if url := known_remote(store):
+        return open_store(url)
+    raise typer.BadParameter(
+        f"--remote auto: the newest attempts of {store.url} say of no remote. Name it by its URL."
+    )
 
 
 class ExitCode(IntEnum):

@@ -23,11 +23,9 @@ from flashckpt.cli.command import (
     word,
     write_json,
 )
-from flashckpt.commit.attempts import open_run
-from flashckpt.commit.holder import check
-from flashckpt.recovery.node import lock_probe
+from flashckpt.options import checked_compress
+from flashckpt.recovery.remote import refuse_if_trained
 from flashckpt.store import open_store
-from flashckpt.store.base import Store
 from flashckpt.tiers.run_copy import RunCopy, StepResult, copy_run
 from flashckpt.tiers.step_copy import Outcome
 
@@ -38,11 +36,26 @@ Step = Annotated[
     str | None,
     typer.Option("--step", metavar="STEP[@ATTEMPT]", help="The one a resume would take if left out."),
 ]
+CompressHow = Annotated[
+    str,
+    typer.Option(
+        "--compress",
+        metavar="auto|zstd|none",
+        help="Shards stand compressed there, without loss: where they arrive earlier so, always, or never.",
+    ),
+]
 All = Annotated[bool, typer.Option("--all", help="Every visible step, newest first.")]
 
 
 @ends
-def copy(run: Run, url: Url, step: Step = None, all_steps: All = False, as_json: AsJson = False) -> ExitCode:
+def copy(
+    run: Run,
+    url: Url,
+    step: Step = None,
+    all_steps: All = False,
+    compress: CompressHow = "none",
+    as_json: AsJson = False,
+) -> ExitCode:
     """Copy committed steps to another folder or object store: the same run there, for every command and for
     training to go on from.
 
@@ -51,6 +64,7 @@ def copy(run: Run, url: Url, step: Step = None, all_steps: All = False, as_json:
     """
     if step is not None and all_steps:
         raise typer.BadParameter("--step names one, --all every one.")
+    how = checked_compress(compress)
     at, attempt = step_name(step) if step is not None else (None, None)
     source, target = open_store(run), open_store(url)
     began_s = time.monotonic()
@@ -61,19 +75,15 @@ def copy(run: Run, url: Url, step: Step = None, all_steps: All = False, as_json:
             at,
             attempt=attempt,
             all_steps=all_steps,
+            compress=how,
             progress=bar.progress,
-            may_supersede=lambda: _refuse_if_trained(target),
+            may_supersede=lambda: refuse_if_trained(target),
         )
     if as_json:
         write_json(_plain(done))
     else:
         _print(done, time.monotonic() - began_s)
     return ExitCode.WELL if done.ok else ExitCode.DAMAGED
-
-
-def _refuse_if_trained(target: Store) -> None:
-    with lock_probe(target, open_run(target, create=False)) as (me, probe):
-        check(target, me, probe)
 
 
 def _plain(done: RunCopy) -> dict[str, object]:

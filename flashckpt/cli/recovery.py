@@ -13,10 +13,12 @@ from flashckpt.cli.command import (
     AsJson,
     Bar,
     ExitCode,
+    Remote,
     Run,
     ends,
     notices,
     number,
+    remote_of,
     results,
     size,
     text,
@@ -26,7 +28,7 @@ from flashckpt.cli.command import (
 from flashckpt.recovery import keepers as node
 from flashckpt.recovery.keepers import KeeperRow
 from flashckpt.recovery.recover import recover as save_what_survived
-from flashckpt.recovery.report import Fate, Finding, Kind, RecoveryReport, ranges_of
+from flashckpt.recovery.report import Fate, Finding, Kind, RecoveryReport, RemoteReport, ranges_of
 from flashckpt.store import open_store
 
 _MOST_DEBRIS = 8
@@ -56,17 +58,21 @@ def recover(
     dry_run: DryRun = False,
     discard: Discard = False,
     verify: Verify = True,
+    remote: Remote = None,
     as_json: AsJson = False,
 ) -> ExitCode:
-    """Save what survived a crash, in memory and at rest, and say where training goes on from.
+    """Save what survived a crash, in memory and at rest, and say where training goes on from. With --remote
+    the newest step is then copied there, for a node that goes away.
 
     Refused while a job holds the run. May be run again at any time, also after it was killed. Ends with 1 if
     damage was found, with 3 if training could not go on from any step, with 4 if something could not be
     saved: it is then still where it was.
     """
+    store = open_store(run)
+    far = remote_of(store, remote)
     with Bar(notices()) as watcher:
         report = save_what_survived(
-            open_store(run), dry_run=dry_run, discard=discard, read=verify, watcher=watcher
+            store, dry_run=dry_run, discard=discard, read=verify, remote=far, watcher=watcher
         )
     code = exit_code_of(report)
     if as_json:
@@ -97,7 +103,7 @@ def _print(report: RecoveryReport) -> None:
         names = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in ranges_of(report.unseen))
         out.print(f"ranks {names} have nothing in this node's memory: run this on their nodes, too")
     if report.resume is not None:
-        tier = "this node's memory" if report.resume.tier == "memory" else "storage"
+        tier = {"memory": "this node's memory", "remote": "its remote"}.get(report.resume.tier, "storage")
         at = f"step {report.resume.step} of attempt {report.resume.attempt}, from {tier}"
         stands = ", as things stand" if report.dry_run else ""
         if report.resume.of_all:
@@ -109,8 +115,20 @@ def _print(report: RecoveryReport) -> None:
         out.print(f"training cannot resume: {report.resume_problem}", style="red")
     else:
         out.print("training begins at step 0: the run has no step")
+    if report.remote is not None:
+        _print_remote(report.remote)
     if report.dry_run:
         out.print("nothing was changed: this was a dry run")
+
+
+def _print_remote(remote: RemoteReport) -> None:
+    step = "" if remote.step is None else f"step {remote.step}: "
+    sent = f", {size(remote.sent_bytes)} sent" if remote.sent_bytes else ""
+    style = "red" if remote.problem else "yellow" if remote.note else None
+    why = f": {remote.problem or remote.note}" if remote.problem or remote.note else ""
+    results().print(
+        f"the remote {remote.url}: {step}{remote.outcome.value}{sent}{why}", style=style, soft_wrap=True
+    )
 
 
 def _table(report: RecoveryReport) -> Table:

@@ -42,9 +42,11 @@ from flashckpt.commit.steps import StepRecord
 from flashckpt.format.replicas import in_words, numbers
 from flashckpt.store import open_store
 from flashckpt.store.base import Store
+from flashckpt.tiers.nearest import known_remote
 
 _MOST_ROWS = 32
 _MOST_WRITES = 4
+_TIERS = {"memory": "memory", "remote": "the remote"}
 
 Shown = Annotated[str | None, typer.Argument(metavar="STEP[@ATTEMPT]", help="The newest if left out.")]
 OfRank = Annotated[
@@ -83,6 +85,8 @@ def _summary(store: Store, record: StepRecord, origins: list[dict[str, Any]]) ->
     files = command.count(len(record.manifest.shards) + len(record.manifest.constants), "file")
     nodes = f", on {command.count(len(record.manifest.parts), 'node')}" if record.world > 1 else ""
     table.add_row("run", store.url)
+    if remote := known_remote(store):
+        table.add_row("remote", remote)
     table.add_row("step", f"{record.step}, of attempt {record.attempt}")
     table.add_row("branch", here)
     table.add_row("committed", command.local_time(committed_at_s(store, record.step, record.attempt)))
@@ -124,7 +128,7 @@ def _resumes(found: list[dict[str, Any]]) -> list[str]:
     lines = []
     for attempt, reads in by_attempt.items():
         seconds = max(read["seconds"] for read in reads)
-        tiers = sorted({"memory" if read["tier"] == "memory" else "storage" for read in reads})
+        tiers = sorted({_TIERS.get(read["tier"], "storage") for read in reads})
         ranks = f", {len(reads):,} ranks" if len(reads) > 1 else ""
         lines.append(f"by {attempt} in {seconds:.2f} s, from {' and '.join(tiers)}{ranks}")
     return lines
@@ -233,6 +237,7 @@ def _plain_step(
     files = [*record.manifest.shards, *record.manifest.constants]
     return {
         "run": store.url,
+        "remote": known_remote(store) or None,
         "step": record.step,
         "attempt": str(record.attempt),
         "visible": _is_visible(store, record),

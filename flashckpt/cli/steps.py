@@ -15,10 +15,12 @@ from flashckpt.cli.command import (
     AsJson,
     Bar,
     ExitCode,
+    Remote,
     Run,
     ends,
     notices,
     number,
+    remote_of,
     results,
     size,
     step_name,
@@ -45,6 +47,7 @@ from flashckpt.recovery import pruning
 from flashckpt.runs import branch as start_at
 from flashckpt.store import open_store
 from flashckpt.store.base import Store
+from flashckpt.tiers.nearest import known_remote
 
 
 class Format(str, Enum):
@@ -93,16 +96,20 @@ def ls(run: Run, all_branches: AllBranches = False, as_json: AsJson = False) -> 
     run_id = open_run(store, create=False).run_id
     lost = lost_records(store)
     rows, waits = step_rows(store, all_branches=all_branches or bool(lost)), waiting(store)
+    remote = known_remote(store)
     if as_json:
         told = {
             "steps": [_plain_row(row) for row in rows],
             "waiting": [plain_waiting(each) for each in waits],
+            "remote": remote or None,
         }
         write_json({"run": store.url, "run_id": run_id, **told, "problem": lost or None})
     elif rows:
         results().print(_step_table(rows, all_branches or bool(lost)))
     else:
         notices().print(f"{store.url} has no committed step yet.")
+    if remote and not as_json:
+        notices().print(f"The run has a remote: {remote}")
     for each in () if as_json else waits:
         notices().print(waiting_text(each), style="yellow")
     if lost:
@@ -255,28 +262,49 @@ def _print_pruned(done: pruning.Pruning) -> None:
 
 @ends
 def verify(
-    run: Run, step: Verified = None, all_branches: AllBranches = False, as_json: AsJson = False
+    run: Run,
+    step: Verified = None,
+    all_branches: AllBranches = False,
+    remote: Remote = None,
+    as_json: AsJson = False,
 ) -> ExitCode:
     """Read every byte again and compare. Ends with 1 if anything is damaged or missing; changes nothing.
 
     Where records of attempts are lost, all branches are read: which is the run's nobody can tell."""
     store = open_store(run)
     open_run(store, create=False)
+    far = remote_of(store, remote)
+    told, code = _verified(store, step, all_branches=all_branches, as_json=as_json)
+    if far is not None:
+        if not as_json:
+            results().print(f"the remote, {far.url}:", soft_wrap=True)
+        told["remote"], theirs = _verified(far, step, all_branches=all_branches, as_json=as_json)
+        code = max(code, theirs)
+    if as_json:
+        write_json(told)
+    return code
+
+
+def _verified(
+    store: Store, step: str | None, *, all_branches: bool, as_json: bool
+) -> tuple[dict[str, object], ExitCode]:
+    """One store: as JSON has it, and with which code it would end."""
     at, attempt = step_name(step) if step is not None else (None, None)
+    open_run(store, create=False)
     lost = lost_records(store) if step is None else ""
     all_branches = all_branches or bool(lost)
     began_s = time.monotonic()
     with Bar(notices(), "verifying") as bar:
         report = read_again(store, at, attempt=attempt, all_steps=all_branches, progress=bar.progress)
-    if as_json:
-        files = [asdict(row) | {"detail": row.detail or None} for row in report.rows]
-        told = {"run": store.url, "ok": report.ok and not lost, "num_bytes": report.num_bytes}
-        write_json(told | {"files": files, "problem": lost or None})
-    else:
+    if not as_json:
         _print_report(report, time.monotonic() - began_s)
     if lost:
         notices().print(lost, style="red")
-    return ExitCode.WELL if report.ok and not lost else ExitCode.DAMAGED
+    files = [asdict(row) | {"detail": row.detail or None} for row in report.rows]
+    is_whole = report.ok and not lost
+    told: dict[str, object] = {"run": store.url, "ok": is_whole, "num_bytes": report.num_bytes}
+    told |= {"files": files, "problem": lost or None, "remote": None}
+    return told, ExitCode.WELL if is_whole else ExitCode.DAMAGED
 
 
 def _print_report(report: Report, seconds: float) -> None:

@@ -97,7 +97,7 @@ def _read(store: Store) -> Run:
 
 
 # Memory holds snapshots of the last few attempts; of one before them there is what is committed, or nothing.
-_NEAR = 16
+NEAR = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,15 +162,18 @@ def start(
     world: int,
     boundary: int = 0,
     ranks: Ranks | None = None,
+    *,
+    near: int = NEAR,
 ) -> Start:
     """Write where the attempt goes on from, on all its ranks; from here on older attempts commit nothing.
     `boundary` is that of the parent, by which every keeper knows the snapshots that are this attempt's now.
-    `ranks`: those that commit here, where others have folders of their own.
+    `ranks`: those that commit here, where others have folders of their own. `near`: so many attempts are
+    named as its lineage whether or not they have steps here.
 
     SupersededError if a newer attempt has claimed the run.
     """
     check_newest(store, name)
-    before = () if parent is None else tuple(_before(store, parent, step))
+    before = () if parent is None else tuple(_before(store, parent, step, near))
     record = Start(parent=parent, step=step, boundary=boundary, world=world, before=before, ranks=ranks)
     if not store.create(start_path(name), record.to_bytes()):
         raise SupersededError(
@@ -192,7 +195,7 @@ def bounds(store: Store, at: AttemptName | None = None) -> list[Bound]:
     return lineage
 
 
-def _before(store: Store, parent: AttemptName, step: int) -> Iterator[tuple[AttemptName, int]]:
+def _before(store: Store, parent: AttemptName, step: int, near: int) -> Iterator[tuple[AttemptName, int]]:
     """The lineage behind the parent of an attempt that starts at `step`. The minimum: what an ancestor did
     past the step that its child left it at is another branch, however far the later attempts went."""
     lineage: list[Bound] = []
@@ -208,7 +211,7 @@ def _before(store: Store, parent: AttemptName, step: int) -> Iterator[tuple[Atte
     behind = lineage[of.index(parent) + 1 :] if parent in of else []
     numbers = _steps(store)
     for position, each in enumerate(behind):
-        if position < _NEAR or any(store.exists(manifest_path(n, each.attempt)) for n in numbers):
+        if position < near or any(store.exists(manifest_path(n, each.attempt)) for n in numbers):
             yield each.attempt, min(each.last_step, step)
 
 

@@ -50,7 +50,7 @@ from flashckpt.format.names import (
     step_folder,
     step_number,
 )
-from flashckpt.format.records import Manifest, Tombstone
+from flashckpt.format.records import Manifest, Start, Tombstone
 from flashckpt.options import Keep
 from flashckpt.store.base import Store
 
@@ -78,6 +78,7 @@ def prune(
     claimed: AttemptName | None = None,
     in_hand: Collection[int] | None = None,
     common: Collection[int] = (),
+    spared: Callable[[], VisibleStep | None] = lambda: None,
 ) -> list[VisibleStep]:
     """Delete the visible steps that `keep` lets go, and debris. Returns the committed ones that went.
 
@@ -94,6 +95,8 @@ def prune(
     in all of them, as far as is known. A resume needs a step that all have: it is one of these, or newer.
     Without one nothing goes.
 
+    spared: asked before each step that goes; the one that it names stays this time (it is being copied).
+
     OSError where something could not be deleted (a step that somebody made read-only): all else is first.
     """
     claimed = claimed or attempt
@@ -104,40 +107,68 @@ def prune(
     lineage = _look(look, bounds(above))
     if not any(each.attempt == attempt for each in lineage.committed):
         return []
-    needed: Collection[VisibleStep] = ()
-    if start.ranks is not None:
-        agreed = _agreed(look, lineage, attempt, common)
-        if not agreed:
-            return []
-        # Two, so that there is another where one has rotted; what the attempt began with may be the second.
-        least = agreed[min(1, len(agreed) - 1)].step
-        needed = [e for e in lineage.begun if e.step >= least or (len(agreed) == 1 and e.step == start.step)]
+    needed = _needed_by_all(look, lineage, start, attempt, common)
+    if needed is None:
+        return []
     crashpoints.point("prune.begun")
-    gone: list[VisibleStep] = []
     errors: list[OSError] = []
-
-    def may_still() -> bool:
-        return newest_claimed(store.at_once()) == claimed
-
     buried = dict.fromkeys(lineage.buried, look)
-    for each in [each for each in _going(look, lineage, keep) if each not in needed]:
-        if not may_still():
-            return gone
-        with noted(errors):
-            left = store.at_once()
-            if bury(left, each.step, each.attempt, may_still, look):
-                buried[each] = left
-                gone += [each] if each in lineage.committed else []
+    going = [each for each in _going(look, lineage, keep) if each not in needed]
+    is_ours = _bury_all(store, going, look, claimed, buried, errors, spared)
+    gone = [each for each in going if each in buried and each in lineage.committed]
+    if not is_ours:
+        return gone
     newest = max(each.step for each in lineage.committed if each.attempt == attempt)
     if in_hand is not None:
         _remove_tombstones(buried, attempt, newest, in_hand, errors)
-        _remove_unnamed(above, look, attempt, errors)
+        _remove_unnamed(store, attempt, errors, above=above, look=look)
     claims = lambda: newest_claimed(store.at_once()) == attempt  # noqa: E731
     _sweep(store, attempt, errors, may_still=claims, above=above, look=look)
     _remove_empty_steps(look, {newest, *(in_hand or ())}, errors)
     if errors:
         raise errors[0]
     return gone
+
+
+def _needed_by_all(
+    look: Store, lineage: _Lineage, start: Start, attempt: AttemptName, common: Collection[int]
+) -> Collection[VisibleStep] | None:
+    """Where nodes have folders of their own: what stays for a resume of all. None: nothing may go."""
+    if start.ranks is None:
+        return ()
+    agreed = _agreed(look, lineage, attempt, common)
+    if not agreed:
+        return None
+    # Two, so that there is another where one has rotted; what the attempt began with may be the second.
+    least = agreed[min(1, len(agreed) - 1)].step
+    return [e for e in lineage.begun if e.step >= least or (len(agreed) == 1 and e.step == start.step)]
+
+
+def _bury_all(
+    store: Store,
+    going: Sequence[VisibleStep],
+    look: Store,
+    claimed: AttemptName,
+    buried: dict[VisibleStep, Store],
+    errors: list[OSError],
+    spared: Callable[[], VisibleStep | None],
+) -> bool:
+    """Bury these steps but the one that is `spared`, and note in `buried` by which look. False, and no more
+    goes, once a newer attempt has claimed the run."""
+
+    def may_still() -> bool:
+        return newest_claimed(store.at_once()) == claimed
+
+    for each in going:
+        if not may_still():
+            return False
+        if each == spared():
+            continue
+        with noted(errors):
+            left = store.at_once()
+            if bury(left, each.step, each.attempt, may_still, look):
+                buried[each] = left
+    return True
 
 
 @contextmanager
@@ -272,8 +303,8 @@ def sweep_dead(store: Store) -> list[AttemptName]:
     for name in unstarted[:-_LAST_UNSTARTED]:
         if name not in with_steps:
             with noted(errors):
-                _remove_attempt(store, name)
-                swept.append(name)
+                if remove_attempt(store, name, look=look):
+                    swept.append(name)
     _remove_empty_steps(look, (), errors)
     if errors:
         log.warning("what dead attempts left could not be removed, and fills the storage: %s", errors[0])
@@ -302,18 +333,32 @@ def _sweep(
             continue
         if all([_clear(store, step, name, errors) for step in folders.get(name, [])]):
             with noted(errors):
-                _remove_attempt(store, name, with_claim=name in claimed)
-                swept.append(name)
+                if remove_attempt(store, name, look=look, with_claim=name in claimed):
+                    swept.append(name)
     return swept
 
 
-def _remove_attempt(store: Store, name: AttemptName, *, with_claim: bool = True) -> None:
-    store.remove_tree(attempt_folder(name))
+def remove_attempt(store: Store, name: AttemptName, *, look: Store, with_claim: bool = True) -> bool:
+    """Delete the folder of an attempt without steps, and its claim. False where steps of later attempts name
+    constants in it: then all of it stays. What somebody puts there meanwhile stays, too, and what another has
+    written down that he removes: he may be stopped just before."""
+    folder = attempt_folder(name)
+    found = store.list(folder)
+    files = [each.name for each in found if constants.is_one(each)]
+    if files and (constants.are_named(look, name) or not constants.remove(store, name, files)):
+        return False
+    left = [each for each in found if each.name not in files and not constants.is_of_remover(each)]
+    for each in left:
+        if each.is_folder:
+            store.remove_tree(f"{folder}/{each.name}")
+    store.remove_files(f"{folder}/{each.name}" for each in left if not each.is_folder)
+    store.remove(folder)
     crashpoints.point("prune.swept")
     # Last: as long as it stands, what a crash left of the attempt is found again. Where copies of a run were
     # put into one folder, the claim of this number may be another attempt's.
     if with_claim:
         store.remove(claim_path(name.number))
+    return True
 
 
 def _look(store: Store, of: Sequence[Bound]) -> _Lineage:
@@ -351,15 +396,13 @@ def _remove_tombstones(
                 store.remove_tree(step_attempt_folder(each.step, attempt))
 
 
-def _remove_unnamed(above: Store, store: Store, attempt: AttemptName, errors: list[OSError]) -> None:
+def _remove_unnamed(
+    store: Store, attempt: AttemptName, errors: list[OSError], *, above: Store, look: Store
+) -> None:
     """Else each set of constants, and each keeper killed while it wrote one, leaves a file until the end."""
-    try:
-        unnamed = constants.unnamed(above, store, attempt)
-    except DamagedError:
-        return
-    for name in unnamed:
-        with noted(errors):
-            store.remove(f"{attempt_folder(attempt)}/{name}")
+    with noted(errors):
+        if unnamed := constants.unnamed(above, look, attempt):
+            constants.remove(store, attempt, unnamed)
 
 
 def _going(store: Store, lineage: _Lineage, keep: Keep) -> list[VisibleStep]:

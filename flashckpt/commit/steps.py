@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from flashckpt import crashpoints
 from flashckpt.commit.attempts import ranks_here, read_start, started_after, superseded_by
+from flashckpt.commit.constants_files import buried_constants, missing_constants, missing_in
 from flashckpt.commit.replicas import check_alike, unlike
 from flashckpt.commit.step_parts import (
     StepParts,
@@ -36,7 +37,7 @@ from flashckpt.format.names import (
     ATTEMPTS,
     STEPS,
     AttemptName,
-    attempt_folder,
+    constants_path,
     manifest_path,
     part_keeper,
     step_attempt_folder,
@@ -58,6 +59,7 @@ from flashckpt.store.base import Store
 
 # A manifest that took longer was tried again meanwhile, or waited for its server.
 _LATE_S = 1.0
+_IS_MISSING = "it is missing or has another length than was written"
 
 
 class Committed(Enum):
@@ -120,7 +122,7 @@ class StepRecord:
         constants = self.rank(rank).constants
         if constants is None:
             return None
-        return f"{attempt_folder(self.attempt)}/{constants.shard.file}"
+        return constants_path(self.attempt, constants.shard.file)
 
     def files(self, rank: int) -> list[tuple[str, Contents]]:
         """A rank's shard, and its constants where it has any: each with its path in the store."""
@@ -166,8 +168,8 @@ def publish_part(store: Store, part: Part) -> bool:
     folder = step_attempt_folder(part.step, part.attempt)
     shards, constants = _shard_rows([part.head()])
     _check_files(store, folder, shards, part.step)
-    if constants:
-        _check_files(store, attempt_folder(part.attempt), constants, part.step)
+    if lost := missing_constants(store, part.attempt, constants):
+        raise damaged(lost[0], _IS_MISSING, part.step)
     crashpoints.point("part.checked")
     created = store.create(f"{folder}/{part.file}", part.to_bytes())
     crashpoints.point("part.linked")
@@ -206,7 +208,9 @@ def commit(
     manifest = replace(_manifest(step, attempt, world, rows, heads), ranks=ranks)
     _check_parts(look, manifest, rows, heads)
     # To read many parts takes a while.
-    _check_due(store, look if len(rows) == 1 else store.at_once(), manifest, heads[0].boundary)
+    look, above = look if len(rows) == 1 else store.at_once(), store.at_once()
+    _check_due(above, look, manifest, heads[0].boundary)
+    manifest = replace(manifest, compressed=stands_compressed(above, look, manifest))
     began = time.monotonic()
     done = publish_manifest(store, manifest, manifest.to_bytes())
     if done and time.monotonic() - began > _LATE_S:
@@ -232,16 +236,15 @@ def _check_parts(
             read_named_bytes(look, folder, row, manifest.step)
 
 
-def _check_due(store: Store, look: Store, manifest: Manifest, boundary: int) -> None:
-    """The last looks before a manifest: its files are there, by `look`, and no attempt has started that goes
-    on without it. Raises as `commit` does."""
+def _check_due(above: Store, look: Store, manifest: Manifest, boundary: int) -> None:
+    """The last looks before a manifest, at attempts by `above` and at steps by `look`: its files are there,
+    and no attempt has started that goes on without it. Raises as `commit` does."""
     step, attempt = manifest.step, manifest.attempt
     folder = step_attempt_folder(step, attempt)
     _check_files(look, folder, manifest.shards, step)
-    above = store.at_once()
     if manifest.constants:
         above.list(ATTEMPTS)  # so that one listing has them, and the attempts that have started
-        _check_files(above, attempt_folder(attempt), manifest.constants, step)
+        check_constants(above, manifest)
     newer = superseded_by(above, attempt, step, boundary)
     if newer is not None:
         raise SupersededError(
@@ -250,6 +253,18 @@ def _check_due(store: Store, look: Store, manifest: Manifest, boundary: int) -> 
             step=step,
             path=folder,
         )
+
+
+def stands_compressed(above: Store, look: Store, manifest: Manifest) -> bool:
+    """Whether any of its shards, by `look`, or of its constants, by `above`, stands compressed alone: a
+    reader that knows nothing of such files would miss it."""
+    own = step_attempt_folder(manifest.step, manifest.attempt)
+    paths = set(manifest.paths())
+    return any(
+        each.is_compressed and f"{folder}/{each.name}" in paths
+        for folder in {path.rpartition("/")[0] for path in paths}
+        for each in (look if folder == own else above).list(folder)
+    )
 
 
 def _check_seen(store: Store, step: int, attempt: AttemptName) -> None:
@@ -357,7 +372,8 @@ def read_manifest(store: Store, step: int, attempt: AttemptName) -> Manifest | T
 
 
 def constants_of_parts(store: Store, folder: str) -> set[str]:
-    """The constants shards that the parts in a step's folder name. DamagedError for a part that is none."""
+    """The constants shards that the parts in a step's folder name, as they do. DamagedError for a part that
+    is none."""
     found: set[str] = set()
     for path in part_paths(store, folder):
         with suppress(FileNotFoundError):
@@ -370,8 +386,18 @@ def missing_files(store: Store, manifest: Manifest) -> list[str]:
     """The files that a manifest names and that are not there, or have another length."""
     folder = step_attempt_folder(manifest.step, manifest.attempt)
     named = [FileRecord(file=part.file, num_bytes=part.num_bytes) for part in manifest.parts]
-    missing = _missing(store, folder, [*named, *manifest.shards])
-    return missing + _missing(store, attempt_folder(manifest.attempt), manifest.constants)
+    missing = missing_in(store, folder, [*named, *manifest.shards])
+    return missing + missing_constants(store, manifest.attempt, manifest.constants)
+
+
+def check_constants(store: Store, manifest: Manifest) -> None:
+    """DamagedError where constants shards that a manifest is to name are about to go, are missing, or have
+    another length. To be asked once its parts stand: who writes later that some go finds these."""
+    # In this order: what is to go is gone before the record of it is.
+    if going := buried_constants(store, manifest.attempt, (each.file for each in manifest.constants)):
+        raise damaged(going[0], "no step named it, and somebody is removing it", manifest.step)
+    if lost := missing_constants(store, manifest.attempt, manifest.constants):
+        raise damaged(lost[0], _IS_MISSING, manifest.step)
 
 
 def boundary_of(store: Store, step: int, attempt: AttemptName) -> int | None:
@@ -531,16 +557,9 @@ def _check_coverage(folder: str, parts: Sequence[PartHead], manifest: Manifest |
 
 
 def _check_files(store: Store, folder: str, files: Sequence[FileRecord], step: int) -> None:
-    missing = _missing(store, folder, files)
+    missing = missing_in(store, folder, files)
     if missing:
-        raise damaged(missing[0], "it is missing or has another length than was written", step)
-
-
-def _missing(store: Store, folder: str, files: Sequence[FileRecord]) -> list[str]:
-    if not files:
-        return []
-    there = {entry.name: entry.num_bytes for entry in store.list(folder) if not entry.is_folder}
-    return [f"{folder}/{each.file}" for each in files if there.get(each.file) != each.num_bytes]
+        raise damaged(missing[0], _IS_MISSING, step)
 
 
 def _no_rank(manifest: Manifest, rank: int) -> NoSuchStepError:

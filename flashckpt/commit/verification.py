@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from flashckpt import _native
 from flashckpt.commit.attempts import bounds, open_run
 from flashckpt.commit.lineage import VisibleStep, everything, has_manifest, in_lineage, looked_for, resolve
 from flashckpt.commit.steps import StepRecord, read_step
 from flashckpt.errors import DamagedError, FlashckptError, NoSuchStepError
-from flashckpt.format.names import AttemptName, manifest_path, step_attempt_folder
+from flashckpt.format.names import AttemptName, manifest_path, owner_of, step_attempt_folder
 from flashckpt.format.records import Contents
 from flashckpt.store.base import LengthError, Store
 
@@ -119,13 +119,21 @@ def _rows(
 
 
 def verify_file(
-    store: Store, path: str, contents: Contents, *, threads: int = 2, progress_word: int = 0
+    store: Store,
+    path: str,
+    contents: Contents,
+    into: memoryview | None = None,
+    *,
+    threads: int = 2,
+    progress_word: int = 0,
 ) -> tuple[FileStatus, str]:
-    """One shard or constants shard against its record: its status, and what is wrong in words."""
+    """One shard or constants shard against its record: its status, and what is wrong in words. `into`: the
+    memory that it is read into, and whose bytes are then those that were compared."""
     layout = contents.layout()
     try:
-        found = store.read_ranges(path, contents, None, threads=threads, progress=progress_word)
-        header = store.read_bytes(path, 0, layout.data_start)
+        found = store.read_ranges(path, contents, into, threads=threads, progress=progress_word)
+        size = layout.data_start
+        header = store.read_bytes(path, 0, size) if into is None else bytes(into[:size])
     except FileNotFoundError:
         return "missing", "there is no such file"
     except LengthError as error:
@@ -158,7 +166,7 @@ class _Reading:
         self._word[0] = 0
         word = _native.address_of(self._word)
         with ThreadPoolExecutor(1) as pool:
-            how = {"threads": self._threads, "progress_word": word}
+            how: dict[str, Any] = {"threads": self._threads, "progress_word": word}
             future = pool.submit(verify_file, self._store, path, contents, **how)
             while True:
                 try:
@@ -253,7 +261,7 @@ def _bytes_of(records: Iterable[StepRecord | None]) -> int:
             sizes |= {
                 ((record.step, record.attempt), each.file): each.num_bytes for each in record.manifest.shards
             }
-            sizes |= {(record.attempt, each.file): each.num_bytes for each in record.manifest.constants}
+            sizes |= {owner_of(record.attempt, e.file): e.num_bytes for e in record.manifest.constants}
     return sum(sizes.values())
 
 

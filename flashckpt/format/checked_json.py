@@ -18,9 +18,11 @@ from flashckpt._native import xxh3_128
 from flashckpt.errors import DamagedError, FormatError
 from flashckpt.format.names import AttemptName
 
-# What records are written in; those of a folder that has some ranks of a job alone in NEWEST_FORMAT, so that
-# a reader which knows nothing of such folders refuses them.
-FORMAT, NEWEST_FORMAT = 2, 3
+# What records are written in. Those of a folder that has some ranks of a job alone, manifests of shards that
+# stand compressed, and what names another attempt's constants, in one that a reader which knows nothing of
+# such things refuses.
+FORMAT, SOME_RANKS_FORMAT = 2, 3
+COMPRESSED_FORMAT = OLDER_CONSTANTS_FORMAT = NEWEST_FORMAT = 4
 MAX_DEPTH = 200
 # Python refuses longer ones by default; a longer one takes quadratic time to parse.
 MAX_INTEGER_DIGITS = 4300
@@ -246,7 +248,7 @@ class Fields:
         rows = self.items(key, max_items)
         if any(not isinstance(row, list) or len(row) != len(names) for row in rows):
             self.refuse(f"a row of {key!r} is not {', '.join(names)}")
-        return [Fields(dict(zip(names, row, strict=True)), self.what) for row in rows]
+        return [Fields(dict(zip(names, row, strict=True)), self.what, self.version) for row in rows]
 
     def within(self, key: str) -> Fields:
         return Fields(self._obj.get(key), self.what, self.version)

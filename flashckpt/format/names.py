@@ -20,6 +20,11 @@ MAX_BOUNDARY = 2**34 - 1
 SHARD = re.compile(r"shard-[0-9]{5,7}-([0-9a-f]{4,32})\.safetensors")
 WRITER_CHARS = 8
 CONSTANTS = re.compile(r"constants-[0-9]{5,7}-[0-9]{1,9}\.safetensors")
+# As a part names one: its own attempt's by its name alone, that of an older attempt with that before it.
+NAMED_CONSTANTS = re.compile(rf"(?:([0-9]{{6,9}}-[0-9a-f]{{8}})/)?{CONSTANTS.pattern}")
+# Before "constants-" in the order of names: a listing that goes by it shows no file of which it has passed
+# over the record.
+BURIED = re.compile(r"buried-[0-9a-f]{8}\.json")
 PART = re.compile(r"part-([0-9]{5,7})\.json")
 MARK = re.compile(r"mark-[0-9a-f]{8}\.json")
 _CLAIM = re.compile(r"([0-9]{6,9})\.json")
@@ -116,3 +121,32 @@ def shard_name(rank: int, nonce: str) -> str:
 def constants_name(rank: int, count: int) -> str:
     """The file name of the `count`-th constants shard that a rank wrote in one attempt."""
     return f"constants-{rank:05d}-{count}.safetensors"
+
+
+def is_of_older(constants: str) -> bool:
+    """Whether a part names a constants shard so that is not of its own attempt."""
+    return "/" in constants
+
+
+def owner_of(attempt: AttemptName, constants: str) -> tuple[AttemptName, str]:
+    """The attempt in whose folder the constants shard stands that a part of `attempt` names so, and its file
+    name there. ValueError for one of the same or a newer attempt, and for what is no such name."""
+    match = NAMED_CONSTANTS.fullmatch(constants)
+    owner = attempt if match is None or match[1] is None else AttemptName.parse(match[1])
+    if match is None or owner is None or (is_of_older(constants) and owner.number >= attempt.number):
+        raise ValueError(f"{constants[:80]!r} names no constants shard of {attempt} or an older attempt")
+    return owner, constants.rpartition("/")[2]
+
+
+def as_named_by(attempt: AttemptName, owner: AttemptName, file: str) -> str:
+    """How a part of `attempt` names a constants shard in the folder of `owner`."""
+    return file if owner == attempt else f"{owner}/{file}"
+
+
+def constants_path(attempt: AttemptName, constants: str) -> str:
+    """Where the constants shard stands that a part of `attempt` names so."""
+    return f"{ATTEMPTS}/{constants}" if is_of_older(constants) else f"{attempt_folder(attempt)}/{constants}"
+
+
+def buried_path(attempt: AttemptName, nonce: str) -> str:
+    return f"{attempt_folder(attempt)}/buried-{nonce}.json"

@@ -8,11 +8,19 @@ milliseconds. Offsets are not written: the order rule fixes them. See docs/forma
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from flashckpt.format.checked_json import Fields, JsonRecord, attempt_of, dump, parse_head
+from flashckpt.format.checked_json import (
+    FORMAT,
+    OLDER_CONSTANTS_FORMAT,
+    Fields,
+    JsonRecord,
+    attempt_of,
+    dump,
+    parse_head,
+)
 from flashckpt.format.layout import (
     PAGE,
     Layout,
@@ -29,8 +37,11 @@ from flashckpt.format.names import (
     MAX_BOUNDARY,
     MAX_RANK,
     MAX_STEP,
+    NAMED_CONSTANTS,
     SHARD,
     AttemptName,
+    is_of_older,
+    owner_of,
     part_name,
 )
 from flashckpt.format.replicas import Ranks, Replicas, has_rank, ranks_from_json, ranks_to_json
@@ -78,7 +89,7 @@ class Contents:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRecord:
-    """What one rank has of a step: its shard, the constants of its attempt, and what is no tensor.
+    """What one rank has of a step: its shard, the constants that many steps share, and what is no tensor.
 
     `values` is opaque here: JSON of the non-tensor state. `digests` are in the order of `leaves`. `replicas`
     are the tables of what it holds like other ranks by declaration, whoever wrote it.
@@ -176,9 +187,11 @@ class PartHead:
         ]
         if {index for each in files for index in each.replicas} != set(range(len(tables))):
             fields.refuse("a table of replicas is no rank's")
+        attempt = attempt_of(fields, "attempt")
+        check_owners(fields, attempt, (each.constants.file for each in files if each.constants is not None))
         return cls(
             step=fields.integer("step", 0, MAX_STEP),
-            attempt=attempt_of(fields, "attempt"),
+            attempt=attempt,
             boundary=fields.integer("boundary", 0, MAX_BOUNDARY),
             world=world,
             keeper=fields.integer("keeper", 0, MAX_RANK),
@@ -204,7 +217,7 @@ def _rank_files(row: Fields, world: int, tables: Sequence[tuple[Ranks, str]]) ->
         row.refuse(f"rank {rank} has two tables for one set of ranks")
     constants = None
     if row.text("constants"):
-        constants = file_record(row, "constants", "constants_bytes", CONSTANTS)
+        constants = file_record(row, "constants", "constants_bytes", constants_pattern(row))
     shard = file_record(row, "shard", "shard_bytes", SHARD)
     return RankFiles(rank=rank, shard=shard, constants=constants, replicas=indexes)
 
@@ -243,6 +256,11 @@ class Part(JsonRecord):
     def file(self) -> str:
         return part_name(self.keeper)
 
+    @property
+    def written_format(self) -> int:
+        constants = (rank.constants.shard.file for rank in self.ranks if rank.constants is not None)
+        return OLDER_CONSTANTS_FORMAT if any(map(is_of_older, constants)) else FORMAT
+
     def head(self) -> PartHead:
         """What it begins with."""
         return self._head(_Tables(self.ranks))
@@ -273,7 +291,7 @@ class Part(JsonRecord):
 
     def _dumped(self) -> bytes:
         head, body = self._halves()
-        return dump({"kind": self.KIND, **head}, body)
+        return dump({"kind": self.KIND, **head}, body, version=self.written_format)
 
     @classmethod
     def from_fields(cls, fields: Fields) -> Part:
@@ -422,7 +440,7 @@ def _contents_of(fields: Fields, *, constants: bool) -> Contents:
     if data_start + end != num_bytes:
         fields.refuse(f"its leaves take {end} bytes, its file has room for {num_bytes - data_start}")
     shard = ShardRecord(
-        file=fields.text("file", pattern=CONSTANTS if constants else SHARD),
+        file=fields.text("file", pattern=constants_pattern(fields) if constants else SHARD),
         num_bytes=num_bytes,
         data_start=data_start,
         chunk_bytes=chunk_bytes,
@@ -430,6 +448,20 @@ def _contents_of(fields: Fields, *, constants: bool) -> Contents:
     )
     digests = digests_of(fields.hex("digests", 8 * len(leaves)))
     return Contents(shard=shard, leaves=leaves, digests=digests)
+
+
+def constants_pattern(fields: Fields) -> re.Pattern[str]:
+    """How a record of this version may name constants shards."""
+    return NAMED_CONSTANTS if fields.version >= OLDER_CONSTANTS_FORMAT else CONSTANTS
+
+
+def check_owners(fields: Fields, attempt: AttemptName, constants: Iterable[str]) -> None:
+    """DamagedError where constants shards, named so by a record of `attempt`, are of none before it."""
+    for name in filter(is_of_older, constants):
+        try:
+            owner_of(attempt, name)
+        except ValueError as error:
+            fields.refuse(str(error))
 
 
 def file_record(row: Fields, file: str, num_bytes: str, pattern: re.Pattern[str]) -> FileRecord:

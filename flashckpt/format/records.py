@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from flashckpt.format.checked_json import (
+    COMPRESSED_FORMAT,
     FORMAT,
-    NEWEST_FORMAT,
+    OLDER_CONSTANTS_FORMAT,
+    SOME_RANKS_FORMAT,
     Fields,
     JsonRecord,
     attempt_of,
@@ -25,6 +27,9 @@ from flashckpt.format.names import (
     PART,
     SHARD,
     AttemptName,
+    constants_path,
+    is_of_older,
+    step_attempt_folder,
 )
 from flashckpt.format.parts import (
     CHECKSUM,
@@ -36,6 +41,8 @@ from flashckpt.format.parts import (
     PartHead,
     RankRecord,
     ShardRecord,
+    check_owners,
+    constants_pattern,
 )
 from flashckpt.format.replicas import (
     Ranks,
@@ -50,6 +57,7 @@ from flashckpt.format.replicas import (
 __all__ = [
     "CHUNK_BYTES",
     "Alive",
+    "Buried",
     "Claim",
     "Contents",
     "FileRecord",
@@ -157,7 +165,7 @@ class Start(JsonRecord):
 
     @property
     def written_format(self) -> int:
-        return FORMAT if self.ranks is None else NEWEST_FORMAT
+        return FORMAT if self.ranks is None else SOME_RANKS_FORMAT
 
     def took_up(self, attempt: AttemptName, step: int, boundary: int) -> bool:
         """Whether this content, on whatever rank, is what the attempt went on from: it counts as its own."""
@@ -215,7 +223,8 @@ class PartRecord(NamedTuple):
 class Manifest(JsonRecord):
     """A step's list of parts. It follows from the parts alone: two who commit at once write the same.
     `format` is the version that it is written in. `ranks` are those whose parts it lists, where the others
-    have folders of their own; None for all of `world`."""
+    have folders of their own; None for all of `world`. `compressed`: some of its files stand so where it
+    does; a step has the same content in both places."""
 
     KIND = "manifest"
     MAX_BYTES = 256 << 20
@@ -226,12 +235,17 @@ class Manifest(JsonRecord):
     parts: tuple[PartRecord, ...]
     shards: tuple[FileRecord, ...]
     constants: tuple[FileRecord, ...] = ()
-    format: int = FORMAT
+    format: int = field(default=FORMAT, compare=False)
     ranks: Ranks | None = None
+    compressed: bool = field(default=False, compare=False)
 
     @property
     def written_format(self) -> int:
-        return FORMAT if self.ranks is None else NEWEST_FORMAT
+        if self.compressed:
+            return COMPRESSED_FORMAT
+        if any(is_of_older(each.file) for each in self.constants):
+            return OLDER_CONSTANTS_FORMAT
+        return FORMAT if self.ranks is None else SOME_RANKS_FORMAT
 
     @property
     def rank_count(self) -> int:
@@ -245,6 +259,12 @@ class Manifest(JsonRecord):
     def place(self, rank: int) -> int:
         """The place of a rank's shard in `shards`."""
         return rank if self.ranks is None else place_in(self.ranks, rank)
+
+    def paths(self) -> list[str]:
+        """The paths in the store of all shards and constants shards that it names."""
+        folder = step_attempt_folder(self.step, self.attempt)
+        constants = [constants_path(self.attempt, each.file) for each in self.constants]
+        return [f"{folder}/{each.file}" for each in self.shards] + constants
 
     @property
     def absent(self) -> Ranks:
@@ -262,6 +282,7 @@ class Manifest(JsonRecord):
             "shards": [[shard.file, shard.num_bytes] for shard in self.shards],
             "constants": [[shard.file, shard.num_bytes] for shard in self.constants],
             **_ranks_to_dict(self.ranks),
+            **({"compressed": True} if self.compressed else {}),
         }
 
     @classmethod
@@ -273,10 +294,12 @@ class Manifest(JsonRecord):
             world=world,
             parts=_part_rows(fields),
             shards=_file_rows(fields, "shards", SHARD),
-            constants=_file_rows(fields, "constants", CONSTANTS),
+            constants=_file_rows(fields, "constants", constants_pattern(fields)),
             format=fields.version,
             ranks=_some_ranks(fields, world),
+            compressed=fields.version >= COMPRESSED_FORMAT and fields.has("compressed"),
         )
+        check_owners(fields, manifest.attempt, (each.file for each in manifest.constants))
         files = [each.file for each in manifest.parts]
         files += [each.file for each in (*manifest.shards, *manifest.constants)]
         if not manifest.parts or len(set(files)) != len(files):
@@ -298,6 +321,30 @@ class Tombstone(JsonRecord):
     @classmethod
     def from_fields(cls, fields: Fields) -> Tombstone:
         return cls(step=fields.integer("step", 0, MAX_STEP), attempt=attempt_of(fields, "attempt"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buried(JsonRecord):
+    """Constants shards of an attempt that are about to go: no step is committed any more that names one of
+    them. It goes after they have gone."""
+
+    KIND = "buried"
+    MAX_BYTES = 64 << 20
+    attempt: AttemptName
+    files: tuple[str, ...]
+
+    @property
+    def written_format(self) -> int:
+        return OLDER_CONSTANTS_FORMAT
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"attempt": str(self.attempt), "files": list(self.files)}
+
+    @classmethod
+    def from_fields(cls, fields: Fields) -> Buried:
+        files = fields.items("files", MAX_RANK)
+        _check_texts(fields, "files", files, CONSTANTS)
+        return cls(attempt=attempt_of(fields, "attempt"), files=tuple(files))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -341,7 +388,7 @@ def _ranks_to_dict(ranks: Ranks | None) -> dict[str, Any]:
 
 def _some_ranks(fields: Fields, world: int) -> Ranks | None:
     """The ranks that a folder has, where it has some alone."""
-    if fields.version < NEWEST_FORMAT:
+    if fields.version < SOME_RANKS_FORMAT or (fields.version > SOME_RANKS_FORMAT and not fields.has("ranks")):
         return None
     ranks = ranks_from_json(fields, "ranks", world, least=1)
     if count_of(ranks) >= world:

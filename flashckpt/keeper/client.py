@@ -10,11 +10,12 @@ from typing import Any
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper.connection import KeeperConnection, Taken
 from flashckpt.keeper.connection import SlotGrant as SlotGrant
-from flashckpt.keeper.protocol import PROTOCOL, ProtocolError, Status, close_all
+from flashckpt.keeper.protocol import PROTOCOL, ProtocolError, Status, close_all, remote_to_dict
 from flashckpt.memory.control_page import SlotSize
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder
 from flashckpt.memory.slot import Slot
-from flashckpt.options import Keep
+from flashckpt.options import Keep, Remote
+from flashckpt.store import options_of
 
 _PATIENCE_S = 30.0
 
@@ -41,12 +42,16 @@ class KeeperClient(KeeperConnection):
         stacks_signal: int = 0,
         kill_when_stuck: bool = False,
         ranks: Sequence[int] = (),
+        remote: Remote | None = None,
+        grace_s: float = 60.0,
     ) -> None:
         """Say who this trainer is: from here on the keeper watches its life lock. `attempt` is the name of
         the attempt that was claimed; `environment` (plain JSON, at most some 10 kB) goes into every part.
         `stacks_signal` makes this process write its Python stacks into its file for them (0: none does);
         `kill_when_stuck` lets the keeper end it when it is stuck. `ranks` are those of its node, itself alone
-        where none are given: what they seal of a step makes one part."""
+        where none are given: what they seal of a step makes one part. `remote` is where committed steps are
+        copied to, with the options of its store: also a keeper that lives already has them from here alone.
+        `grace_s`: for how long the keeper, after the last trainer, stays for a remote that takes nothing."""
         said = {
             "op": "hello",
             "protocol": PROTOCOL,
@@ -60,8 +65,12 @@ class KeeperClient(KeeperConnection):
             "linger_s": linger_s,
             "environment": dict(environment or {}),
             "run": self._run_path,
+            # Those of a keeper that lives already may be of credentials that have been replaced.
+            "storage": options_of(self._run_path),
             "stacks_signal": stacks_signal,
             "kill_when_stuck": kill_when_stuck,
+            "grace_s": grace_s,
+            "remote": None if remote is None else remote_to_dict(remote),
         }
         self.say(said)
 

@@ -17,6 +17,7 @@ from flashckpt import crashpoints
 from flashckpt.errors import KeeperError
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper.allocation import Allocation
+from flashckpt.keeper.mirroring import Mirroring
 from flashckpt.keeper.protocol import ELECTION_LOCK, remove_names
 from flashckpt.keeper.run_folder import End, Look, RunFolder
 from flashckpt.keeper.server import Outcomes, Requests, Server
@@ -71,10 +72,10 @@ class Keeper:
         self.outcomes = Outcomes(self.nonce)
         writer, worker = Writer(store, self.nonce, stands=run_folder.stands), Worker("writer", self._wake)
         self.queue = Queue(self.regions, writer, worker, self.ledger, told=self._told)
-        deleter = Worker("deletions", self._wake)
-        self.deletions = Deletions(
-            store, self.regions, self.ledger, deleter, self.queue.in_hand, self.outcomes.count
-        )
+        self.mirroring = mirroring = Mirroring(store, self._wake, self.ledger, self.outcomes.count)
+        deleter, hands = Worker("deletions", self._wake), (self.queue.in_hand, self.outcomes.count)
+        spared = lambda: mirroring.copying  # noqa: E731
+        self.deletions = Deletions(store, self.regions, self.ledger, deleter, *hands, spared)
         self._allocation = Allocation(
             self.regions, self.queue.is_needed, self._wake, stands=lambda: election.stands(folder)
         )
@@ -85,15 +86,17 @@ class Keeper:
         )
         self.exit = ExitRule(store, self.roster, self.queue, self.regions, starter)
         held, done = (self.regions, self.roster, self.ledger), (self.queue, self.outcomes)
-        requests = Requests(*held, self._allocation, *done, run_folder, self.exit)
+        requests = Requests(*held, self._allocation, *done, run_folder, self.exit, mirroring)
         self._server = Server(folder, requests.answer)
         self._ended: dict[AttemptName, End] = {}
         # Those of them that have ranks on other nodes, too.
         self._elsewhere: set[AttemptName] = set()
-        # Boundaries of the newest attempt that every node has committed.
+        # Boundaries of attempts that every node has committed.
         self._common: dict[AttemptName, tuple[int, ...]] = {}
         self._swept_at = self._round_at = 0.0
         self._ended_pidfds: set[int] = set()
+        # How many trainers it had seen when it let go of its memory and stayed for the remote.
+        self._emptied_after = -1
 
     def run(self) -> None:
         """Serve until it is time to go. Returns when the keeper has left in order, or was deposed."""
@@ -110,7 +113,7 @@ class Keeper:
                 if self._election.stands(self.folder):
                     self._server.mend()
                     self._sweep()
-                    if self._is_idle and self.exit.is_due(now):
+                    if self._is_idle and self.exit.is_due(now) and not self._stays_for_remote(now):
                         self._leave()
                         return
                 elif not self._is_last:
@@ -118,8 +121,10 @@ class Keeper:
                     return
             # Before each order: what a trainer has just said (world, what to keep) holds for it already.
             self.queue.know(self.roster.all())
+            self.mirroring.know(self.roster.all())
             self.queue.next()
             self.deletions.next(now)
+            self.mirroring.next(now)
             if now - self._round_at >= _ROUND_S and not self._round_worker.busy:
                 self._round_at = now
                 self.regions.remove_dead_locks()
@@ -133,6 +138,15 @@ class Keeper:
         if len(self.roster) or self.queue.worker.busy or self._allocation.busy or self.deletions.is_pending:
             return False
         return not self._ended or self.exit.run_is_gone or self.exit.discards
+
+    def _stays_for_remote(self, now: float) -> bool:
+        """Whether the last step is still on its way there. What is in memory goes all the same."""
+        if self.exit.discards or self.exit.run_is_gone or not self.mirroring.holds(now):
+            return False
+        if self._emptied_after != self.roster.seen:
+            self._emptied_after = self.roster.seen
+            self._empty(self.exit.kept(self._common))
+        return True
 
     @property
     def _is_last(self) -> bool:
@@ -209,6 +223,7 @@ class Keeper:
             return
         if outcome.is_of_all:
             self._settle(attempt, {each.slot.name for each in job.members()})
+            self.mirroring.committed(job.step, attempt)
         known = self.queue.known(attempt)
         if known is not None and known.keep is not None:
             # After the commit was told, and beside the next one: nobody waits for deletions.
@@ -225,6 +240,8 @@ class Keeper:
     def _delete(self, attempt: AttemptName, known: NodeRanks) -> None:
         """What is kept no longer of an attempt may go."""
         assert known.keep is not None
+        if self.mirroring.leaves_deletions:
+            return
         is_here = known.world == len(known.ranks)
         self.deletions.committed(attempt, known.keep, is_here=is_here, common=self._common.get(attempt, ()))
 
@@ -236,7 +253,7 @@ class Keeper:
                 self._common.get(attempt, ()), default=0
             ):
                 continue
-            self._common = {attempt: each.common}
+            self._common[attempt] = each.common  # beside a newer attempt an older one may still live
             self._settle(attempt)
             known = self.queue.known(attempt)
             if known is not None and known.keep is not None:
@@ -285,17 +302,11 @@ class Keeper:
         hang, and another keeper be elected meanwhile: then all of it is that one's."""
         kept = self.exit.kept(self._common)
         crashpoints.point("leave.begun")
-        for held in self.regions.slots():
-            if not self._election.stands(self.folder):
-                self._yield()
-                return
-            if held.slot.name not in kept:
-                self.regions.remove(held)
-        self.regions.drop_constants()
-        if not self._election.stands(self.folder):
+        if not self._empty(kept):
             self._yield()
             return
         crashpoints.point("leave.emptied")
+        self.mirroring.leave()
         self.ledger.add(None, Event.CLOSE, keeper=self.nonce, kept=sorted(kept))
         self.ledger.close()
         self._server.close()
@@ -306,6 +317,16 @@ class Keeper:
         self._life.release(self.folder)
         self._election.release(self.folder)
         self.folder.discard()
+
+    def _empty(self, kept: Collection[str]) -> bool:
+        """Let all regions go but those that are kept. False where another keeper was elected meanwhile."""
+        for held in self.regions.slots():
+            if not self._election.stands(self.folder):
+                return False
+            if held.slot.name not in kept:
+                self.regions.remove(held)
+        self.regions.drop_constants()
+        return self._election.stands(self.folder)
 
     def _yield(self) -> None:
         # The life lock's file stays: by it the other keeper learns whose half-written files may go.

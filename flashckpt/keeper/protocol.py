@@ -15,14 +15,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from flashckpt.errors import FlashckptError, KeeperError, OutOfRoomError
+from flashckpt.errors import FlashckptError, KeeperError, OptionError, OutOfRoomError
 from flashckpt.memory.region import is_region_name
 from flashckpt.memory.runtime import RuntimeFolder
+from flashckpt.options import Keep, Remote, check_interval, checked_compress
 
 SOCKET_NAME = "keeper.socket"
 ELECTION_LOCK = "keeper.lock"
 LOG_NAME = "keeper.log"
-PROTOCOL = 4
+PROTOCOL = 5
 MAX_MESSAGE_BYTES = 64 << 10
 MAX_DESCRIPTORS = 32
 _CREDENTIALS = struct.Struct("3i")
@@ -61,6 +62,20 @@ class TornSnapshot:
     leaves: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class RemoteStatus:
+    """What has become of the copies to a remote. `newest`: the newest step that is known to be committed
+    there, -1 for none; `copying`: the one that is being copied, -1 for none; `waits`: not all that is due is
+    there; `error`: why the last try failed, empty where it did not. `progress_bytes` only grows."""
+
+    url: str
+    newest: int = -1
+    copying: int = -1
+    waits: bool = False
+    error: str = ""
+    progress_bytes: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Status:
     """What the keeper has done for the attempt of who asks. Steps in `committed` are the newest 64, oldest
@@ -68,7 +83,8 @@ class Status:
     and those in `for_others`, of which only parts of other nodes are missing; `failing` are those of them, of
     whatever attempt, whose last try has failed). `progress_bytes` only grows:
     as long as it does, the keeper is writing. `diverged` names leaves that ranks were to hold alike and do
-    not; where they are too many, `EVERY` alone stands for all. `counts` are of all attempts."""
+    not; where they are too many, `EVERY` alone stands for all. `counts` are of all attempts. `remote`: None
+    where this keeper copies nothing."""
 
     keeper: str = ""
     committed: tuple[int, ...] = ()
@@ -83,6 +99,7 @@ class Status:
     superseded_by: str | None = None
     progress_bytes: int = 0
     counts: dict[str, int] = field(default_factory=dict)
+    remote: RemoteStatus | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -95,7 +112,8 @@ class Status:
             steps = {key: tuple(map(int, data[key])) for key in kinds}
             failures = tuple(Failure(**each) for each in data["failures"])
             torn = [TornSnapshot(**{**each, "leaves": tuple(each["leaves"])}) for each in data["torn"]]
-            named = {"diverged": tuple(map(str, data["diverged"])), "torn": tuple(torn)}
+            remote = None if data["remote"] is None else RemoteStatus(**data["remote"])
+            named = {"diverged": tuple(map(str, data["diverged"])), "torn": tuple(torn), "remote": remote}
             return cls(**{**data, **steps, **named, "failures": failures})
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"The keeper's status cannot be read: {error}") from error
@@ -250,6 +268,44 @@ def seconds(message: dict[str, Any], key: str) -> float:
     value: Any = message.get(key)
     _check(key, type(value) in (int, float) and 0 <= value <= 1e9)
     return float(value)
+
+
+_REMOTE_FIELDS = {"url", "every", "keep_last", "keep_every", "options", "compress"}
+_MOST_TEXT = 4096
+_MOST_OPTIONS = 256
+
+
+def remote_to_dict(remote: Remote) -> dict[str, Any]:
+    """A remote as a trainer says it; `remote_of` reads it."""
+    return {
+        "url": remote.url,
+        "every": remote.every,
+        "keep_last": remote.keep.last,
+        "keep_every": remote.keep.every_steps or 0,
+        "options": dict(remote.options),
+        "compress": remote.compress,
+    }
+
+
+def remote_of(message: dict[str, Any]) -> Remote | None:
+    """The remote that a trainer names. Raises ProtocolError, which shows none of its options."""
+    said: Any = message.get("remote")
+    if said is None:
+        return None
+    _check("remote", isinstance(said, dict) and set(said) == _REMOTE_FIELDS)
+    every, options = said["every"], said["options"]
+    try:
+        check_interval(every, "remote_every")
+        compress = checked_compress(said["compress"])
+    except OptionError:
+        _check("every", False)
+    plain = isinstance(options, dict) and all(
+        type(each) in (str, int, float, bool) for each in options.values()
+    )
+    _check("options", plain and len(options) <= _MOST_OPTIONS)
+    keep = Keep(last=number(said, "keep_last", 1), every_steps=number(said, "keep_every") or None)
+    url = text(said, "url", _MOST_TEXT)
+    return Remote(url=url, every=every, keep=keep, options=options, compress=compress)
 
 
 def _parsed(data: bytes) -> dict[str, Any]:

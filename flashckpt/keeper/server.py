@@ -17,12 +17,14 @@ import select
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 from flashckpt.errors import DamagedError, FlashckptError, FormatError, KeeperError
 from flashckpt.format.names import MAX_BOUNDARY, MAX_RANK, MAX_STEP, AttemptName
 from flashckpt.format.replicas import EVERY
 from flashckpt.keeper.allocation import Allocation
+from flashckpt.keeper.mirroring import Mirroring
 from flashckpt.keeper.protocol import (
     MAX_DESCRIPTORS,
     PROTOCOL,
@@ -38,6 +40,7 @@ from flashckpt.keeper.protocol import (
     number,
     peer_uid,
     receive,
+    remote_of,
     seconds,
     send,
     text,
@@ -50,6 +53,7 @@ from flashckpt.options import Keep
 from flashckpt.persist.job import JobState, StepJob, StepOutcome, Void
 from flashckpt.persist.ledger import Event, Ledger
 from flashckpt.persist.queue import Queue
+from flashckpt.store import give_options
 
 log = logging.getLogger(__name__)
 
@@ -181,9 +185,11 @@ class Requests:
         outcomes: Outcomes,
         run_folder: RunFolder,
         exit_rule: ExitRule,
+        mirroring: Mirroring,
     ) -> None:
         self._regions, self._roster, self._ledger, self._allocation = regions, roster, ledger, allocation
         self._queue, self._outcomes, self._run_folder, self._exit = queue, outcomes, run_folder, exit_rule
+        self._mirroring = mirroring
 
     def answer(
         self, connection: Connection, message: dict[str, Any], descriptors: list[int]
@@ -265,10 +271,14 @@ class Requests:
             environment=environment,
             stacks_signal=number(message, "stacks_signal", 0, 64),
             kill_when_stuck=flag(message, "kill_when_stuck"),
+            remote=remote_of(message),
+            grace_s=seconds(message, "grace_s"),
         )
         self._roster.watch(trainer)
         connection.lock = lock
         self._hear_of_run(message)
+        if storage := _storage(message):
+            give_options(self._run_folder.url, storage)
 
     def _started(self, message: dict[str, Any]) -> None:
         parent = AttemptName.parse(text(message, "parent", 64))
@@ -354,7 +364,7 @@ class Requests:
         attempt = trainer.attempt if trainer is not None else None
         committed = self._queue.committed(attempt)
         status = self._outcomes.status(self._queue, str(attempt) if attempt else None, committed)
-        return {"status": status.to_dict()}, ()
+        return {"status": replace(status, remote=self._mirroring.status()).to_dict()}, ()
 
     def _described(self) -> dict[str, Any]:
         """What `flashckpt keepers` shows."""
@@ -364,6 +374,7 @@ class Requests:
             "run_is_gone": self._exit.run_is_gone,
             "is_saving": self._queue.is_pending(),
             "lingers_s": round(self._exit.lingers_s, 1),
+            "remote": None if (remote := self._mirroring.status()) is None else asdict(remote),
             "trainers": [
                 {"pid": each.pid, "rank": each.rank, "attempt": str(each.attempt) if each.attempt else None}
                 for each in self._roster.all()
@@ -396,6 +407,14 @@ def _boundaries(message: dict[str, Any]) -> tuple[int, ...]:
     if not isinstance(found, list) or len(found) > _MOST_COMMON:
         raise ProtocolError("The boundaries that all nodes have are none. The connection was closed.")
     return tuple(number({"boundary": each}, "boundary", 0, MAX_BOUNDARY) for each in found)
+
+
+def _storage(message: dict[str, Any]) -> dict[str, str | int | float | bool]:
+    """What a trainer opens the run's store with; empty where it was given nothing."""
+    found = message.get("storage", {})
+    if not isinstance(found, dict) or not all(isinstance(each, (str, int, float)) for each in found.values()):
+        raise ProtocolError("The options of a store are none. The connection was closed.")
+    return found
 
 
 def _ranks(message: dict[str, Any]) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from flashckpt.format.names import AttemptName
 from flashckpt.keeper.run_folder import DeletionWatch, Look
 from flashckpt.memory.held_regions import Regions
 from flashckpt.memory.runtime import TrainerLocks
-from flashckpt.options import Keep
+from flashckpt.options import Keep, Remote
 from flashckpt.persist.queue import Queue
 from flashckpt.store.base import Store
 
@@ -34,7 +34,9 @@ _MOST_LOOKS_WITHOUT_RUN = 3
 @dataclass
 class Trainer:
     """One process that trains. `attempt` is None for one that is known by its slots only; `ranks` are all of
-    its attempt on this node; `common` the newest boundaries that it knows to be in every node's storage."""
+    its attempt on this node; `common` the newest boundaries that it knows to be in every node's storage;
+    `remote` where committed steps are copied to, which the keeper, once nobody trains, waits for `grace_s` at
+    most while it takes nothing."""
 
     lock: str
     rank: int
@@ -49,6 +51,8 @@ class Trainer:
     kill_when_stuck: bool = False
     closing: bool = False
     common: tuple[int, ...] = ()
+    remote: Remote | None = None
+    grace_s: float = 60.0
     pidfd: int = -1
 
     def __post_init__(self) -> None:

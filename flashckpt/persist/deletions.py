@@ -12,18 +12,15 @@ import logging
 import re
 import time
 from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from flashckpt.commit import retention
+from flashckpt.commit import constants, retention
 from flashckpt.commit.attempts import AttemptInfo, attempt_folders, attempts, newest_claimed
-from flashckpt.commit.constants import named_in
 from flashckpt.commit.lineage import VisibleStep, everything
 from flashckpt.commit.retention import noted
 from flashckpt.commit.steps import read_manifest
-from flashckpt.errors import DamagedError
 from flashckpt.format.names import (
     ATTEMPTS,
     CONSTANTS,
@@ -60,7 +57,8 @@ COPY_AGE_S = 86400.0
 
 class Deletions:
     """One deletion at a time; of several commits meanwhile the newest decides. `in_hand` gives the steps that
-    this process may still commit, `count` is told what was done and how often."""
+    this process may still commit, `count` is told what was done and how often, `spared` is the step that is
+    being copied elsewhere."""
 
     def __init__(
         self,
@@ -70,7 +68,10 @@ class Deletions:
         worker: Worker,
         in_hand: Callable[[], set[int]],
         count: Callable[[str, int], None],
+        spared: Callable[[], VisibleStep | None] = lambda: None,
     ) -> None:
+        self._spared_now, self._has_spared = spared, False
+        self._last: tuple[AttemptName, Keep, bool, Collection[int]] | None = None
         self._store, self._regions, self._ledger, self.worker = store, regions, ledger, worker
         self._in_hand, self._count = in_hand, count
         self._wanted: tuple[AttemptName, Keep, bool, Collection[int]] | None = None
@@ -82,14 +83,24 @@ class Deletions:
 
     @property
     def is_pending(self) -> bool:
-        return self.worker.busy or self._wanted is not None or bool(self._seen_dead)
+        return self.worker.busy or self._wanted is not None or bool(self._seen_dead) or self._may_go
 
     def committed(
         self, attempt: AttemptName, keep: Keep, *, is_here: bool, common: Collection[int] = ()
     ) -> None:
         """A step of this attempt is committed: what `keep` lets go may go. `is_here`: all its ranks are on
         this node. `common`: boundaries of it that every node has committed."""
-        self._wanted = attempt, keep, is_here, common
+        self._wanted = self._last = attempt, keep, is_here, common
+
+    def _spared(self) -> VisibleStep | None:
+        found = self._spared_now()
+        self._has_spared = self._has_spared or found is not None
+        return found
+
+    @property
+    def _may_go(self) -> bool:
+        """Whether something was spared that is copied no longer."""
+        return self._has_spared and self._spared_now() is None
 
     def next(self, now: float) -> None:
         """Begin the next deletion, if none is under way and there is one."""
@@ -103,7 +114,10 @@ class Deletions:
         if self._dead:
             self._sweep(self._dead)
             self._dead = set()
-        elif self._wanted is not None:
+            return
+        if self._may_go:
+            self._has_spared, self._wanted = False, self._wanted or self._last
+        if self._wanted is not None:
             wanted, self._wanted = self._wanted, None
             self._prune(*wanted)
 
@@ -125,7 +139,15 @@ class Deletions:
                 self._count("pruned", len(gone))
                 self._ledger.add(str(attempt), Event.PRUNE, steps=[each.step for each in gone])
 
-        prune = partial(retention.prune, self._store, attempt, keep, in_hand=in_hand, common=common)
+        prune = partial(
+            retention.prune,
+            self._store,
+            attempt,
+            keep,
+            in_hand=in_hand,
+            common=common,
+            spared=self._spared,
+        )
         self.worker.submit(prune, done)
 
     def _sweep(self, dead: set[str]) -> None:
@@ -178,9 +200,11 @@ def unused_files(
     known, claimed, begun = attempts(store), newest_claimed(store), list(everything(store))
     over = _over(known) | set(dead)
     found = _claims(store, 0 if claimed is None else claimed.number)
-    for name in attempt_folders(store, ATTEMPTS):
-        if name in over:
-            found += _temporaries(store, attempt_folder(name), name, None) + _constants(store, name)
+    folders = [name for name in attempt_folders(store, ATTEMPTS) if name in over]
+    has_constants = any(constants.files_of(store, name) for name in folders)
+    named = constants.everything_named(store) if has_constants else constants.Named()
+    for name in folders:
+        found += _temporaries(store, attempt_folder(name), name, None) + _constants(store, name, named)
     for each in begun:
         if each.attempt in over:
             found += _of_step(store, each.step, each.attempt, writers)
@@ -189,6 +213,7 @@ def unused_files(
     with_steps = {each.attempt for each in begun}
     for info in known:
         is_idle = not info.has_started and info.name != claimed and info.name not in with_steps
+        is_idle = is_idle and not constants.files_of(store, info.name)
         if is_idle and claimed is not None and info.name < claimed:
             path, why = claim_path(info.name.number), "it died before it began"
             found.append(Unused(path=path, kind="attempt", attempt=info.name, why=why))
@@ -217,9 +242,7 @@ def is_unused_still(store: Store, each: Unused) -> bool:
     if each.attempt is None or each.kind != "file":
         return True
     if CONSTANTS.fullmatch(file):
-        with suppress(DamagedError):
-            return file not in named_in(store, each.attempt)
-        return False
+        return not constants.everything_named(store, each.attempt).has(each.attempt, file)
     if each.step is None or not SHARD.fullmatch(file):
         return True
     stored = stored_step(store, each.step, each.attempt)
@@ -231,13 +254,17 @@ def is_unused_still(store: Store, each: Unused) -> bool:
 
 def remove(store: Store, each: Unused) -> None:
     """Delete what was named. OSError."""
+    file = each.path.rpartition("/")[2]
+    if each.attempt is not None and CONSTANTS.fullmatch(file):
+        constants.remove(store, each.attempt, [file])
+        return
     if each.kind == "folder":
         store.remove(each.path)
         store.remove(each.path.rpartition("/")[0])
         return
     if each.kind == "attempt" and each.attempt is not None:
-        # The claim last: as long as it stands, what a crash left of the attempt is found again.
-        store.remove_tree(attempt_folder(each.attempt))
+        retention.remove_attempt(store, each.attempt, look=store.at_once())
+        return
     store.remove(each.path)
     # Nobody has a use for a folder that this has left empty.
     if each.step is not None and each.attempt is not None:
@@ -295,15 +322,11 @@ def _of_step(store: Store, step: int, attempt: AttemptName, writers: Collection[
     return found
 
 
-def _constants(store: Store, attempt: AttemptName) -> list[Unused]:
-    """The constants shards of an attempt that none of its steps names: a base model's size each."""
+def _constants(store: Store, attempt: AttemptName, named: constants.Named) -> list[Unused]:
+    """The constants shards of an attempt that no step names: a base model's size each."""
     folder = attempt_folder(attempt)
     found = [each for each in store.list(folder) if CONSTANTS.fullmatch(each.name)]
-    try:
-        named = named_in(store, attempt) if found else set()
-    except DamagedError:
-        return []
-    gone = [each for each in found if each.name not in named and not _may_be_copied(store, each)]
+    gone = [each for each in found if not named.has(attempt, each.name) and not _may_be_copied(store, each)]
     return _files(folder, gone, "no step names it", attempt, None)
 
 

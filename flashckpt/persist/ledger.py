@@ -50,6 +50,7 @@ class Event(str, Enum):
     PERSIST = "persist"
     COMMIT = "commit"
     PRUNE = "prune"
+    MIRROR = "mirror"
     DEATH = "death"
     ADOPT = "adopt"
     RESUME = "resume"
@@ -66,7 +67,9 @@ class Event(str, Enum):
 
 
 # What comes with each step, and may wait for what comes next. All else may be the last that is heard.
-_OFTEN = frozenset({Event.SNAPSHOT, Event.SKIP, Event.PERSIST, Event.COMMIT, Event.PRUNE, Event.TIMES})
+_OFTEN = frozenset(
+    {Event.SNAPSHOT, Event.SKIP, Event.PERSIST, Event.COMMIT, Event.PRUNE, Event.MIRROR, Event.TIMES}
+)
 _Row = tuple[str, bytes, bool]  # the attempt, its line, and whether that may wait
 
 

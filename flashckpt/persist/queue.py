@@ -355,21 +355,32 @@ class Queue:
         """Pin what is sealed of a step that several ranks have, until all have it or one never will."""
         if job.state is not JobState.GATHERING or len(job.node.ranks) < 2:
             return
-        held = {each.slot.rank: each for each in self._regions.sealed() if each.content == job.content}
+        held = self._held(job)
         absent = job.missing - held.keys()
         if any(held[rank].is_persisted for rank in job.missing - absent):
             job.lacks = "another rank of this node was told that it is committed, and it is not there"
-        elif unlike := self._counted_otherwise(job, absent):
-            job.lacks = unlike_steps({rank: job.step for rank in job.snapshots} | unlike)
-        elif passed := {rank for rank in absent if self._has_passed(job, rank)}:
-            job.lacks = f"{ranks_named(passed)} of this node passed its boundary without a snapshot of it"
-        elif absent and (lost := absent - self._living_of(job.attempt)):
-            job.lacks = f"{ranks_named(lost)} of this node ended before a snapshot of it was sealed"
+        elif (why := self._why_never(job, absent)) and self._held(job).keys() == held.keys():
+            # Looked at twice: who has sealed it, and more, since the first look is neither late nor lost.
+            job.lacks = why
         elif self._may_come(job):
             for each in job.members():
                 each.take()
         else:
             job.release()
+
+    def _held(self, job: StepJob) -> dict[int, Sealed]:
+        """By rank, what this node has sealed of a job's content, asked for or not."""
+        return {each.slot.rank: each for each in self._regions.sealed() if each.content == job.content}
+
+    def _why_never(self, job: StepJob, absent: Collection[int]) -> str:
+        """Why these ranks, which did not hold it before this was asked, never will; empty where they may."""
+        if unlike := self._counted_otherwise(job, absent):
+            return unlike_steps({rank: job.step for rank in job.snapshots} | unlike)
+        if passed := {rank for rank in absent if self._has_passed(job, rank)}:
+            return f"{ranks_named(passed)} of this node passed its boundary without a snapshot of it"
+        if absent and (lost := set(absent) - self._living_of(job.attempt)):
+            return f"{ranks_named(lost)} of this node ended before a snapshot of it was sealed"
+        return ""
 
     def _void(self, job: StepJob, why: str) -> None:
         """What this node has of it will never be whole, and is in nobody's way."""

@@ -15,7 +15,7 @@ from flashckpt.commit.step_parts import part_paths
 from flashckpt.commit.steps import have_one_boundary, missing_files, read_manifest
 from flashckpt.commit.verification import verify_file
 from flashckpt.errors import DamagedError
-from flashckpt.format.names import AttemptName, attempt_folder, step_attempt_folder
+from flashckpt.format.names import AttemptName, constants_path, step_attempt_folder
 from flashckpt.format.records import Manifest, Part, PartHead
 from flashckpt.store.base import Store
 
@@ -122,7 +122,7 @@ def _wrong_files(store: Store, stored: StoredStep) -> Iterator[tuple[str, str]]:
     for rank in (rank for path in paths for rank in _part(store, path).ranks):
         named = [(f"{stored.folder}/{rank.shard.file}", rank.contents)]
         if rank.constants is not None:
-            named.append((f"{attempt_folder(stored.attempt)}/{rank.constants.shard.file}", rank.constants))
+            named.append((constants_path(stored.attempt, rank.constants.shard.file), rank.constants))
         for file, contents in named:
             status, detail = verify_file(store, file, contents)
             if status != "ok":

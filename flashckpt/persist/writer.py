@@ -1,6 +1,6 @@
 """One step of this node from its slots to storage: pin, check, constants, audited shards, one part, manifest.
 
-Owns the order of these, and whether a constants shard is used again, linked or written. Runs in a worker
+Owns the order of these, and whether a constants shard is named again or written. Runs in a worker
 thread; what it did is in its StepOutcome, and only the slots' own words are changed on the way.
 """
 
@@ -464,7 +464,7 @@ def _check_held(snapshot: SealedSnapshot) -> None:
 
 
 class _ConstantsShards:
-    """Constants shards that this keeper wrote, linked or found named by a step. `progress`: an address."""
+    """Constants shards that this keeper wrote, or found named by a step. `progress`: an address."""
 
     def __init__(self, store: Store, threads: int, progress: int) -> None:
         self._store, self._threads, self._progress = store, threads, progress
@@ -474,8 +474,9 @@ class _ConstantsShards:
     def shard_for(
         self, content: _PinnedContent, attempt: AttemptName, *, is_alone: bool
     ) -> tuple[Contents | None, int]:
-        """The constants shard of `attempt` that holds a snapshot's constants, and the bytes written for it:
-        0 where it stood already or was linked. None for one without constants.
+        """The constants shard with a snapshot's constants, as a part of `attempt` names it, and the bytes
+        written for it: 0 where it stood already, in this attempt's folder or in an older one's. None for a
+        snapshot without constants.
 
         The digests in the slot are of the live tensors at its boundary, so a file with the same digests
         has its bytes. `is_alone`: nobody else may name a constants shard of the attempt. Then those that
@@ -513,13 +514,13 @@ class _ConstantsShards:
             if not constants.is_of(contents, layout, digests):
                 continue
             if source == attempt:
+                is_good = constants.is_there(self._store, attempt, contents)
+            else:
+                is_good = constants.is_whole(
+                    self._store, attempt, contents, threads=self._threads, progress_word=self._progress
+                )
+            if is_good:
                 return contents
-            name = constants.link(
-                self._store, source, contents, attempt, rank,
-                threads=self._threads, progress_word=self._progress,
-            )  # fmt: skip
-            if name is not None:
-                return replace(contents, shard=replace(contents.shard, file=name))
         return None
 
     def _written(self, content: _PinnedContent, layout: Layout, attempt: AttemptName) -> Contents:
@@ -556,14 +557,13 @@ class _ConstantsShards:
         raise FileExistsError(f"{attempt_folder(attempt)}: every name for a constants shard was taken")
 
     def _clear(self, attempt: AttemptName, snapshot: SealedSnapshot) -> None:
-        try:
-            names = constants.unnamed_of(self._store, attempt, snapshot.rank)
-        except DamagedError:
-            return
+        names = constants.unnamed_of(self._store, attempt, snapshot.rank)
         # After the look: what stood then was begun before any keeper that has replaced this one could begin.
         _check_held(snapshot)
-        for name in names:
-            self._remove(attempt, name)
+        # A keeper of a later attempt, on another machine, may name one of them since.
+        with contextlib.suppress(OSError, FlashckptError):
+            if names:
+                constants.remove(self._store, attempt, names)
 
     def _remove(self, attempt: AttemptName, name: str) -> None:
         with contextlib.suppress(OSError, FlashckptError):

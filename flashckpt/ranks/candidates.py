@@ -31,12 +31,13 @@ _MOST_NAMED = 8
 @dataclass(frozen=True)
 class Readable:
     """What one rank can read. `boundary` is None for a step at rest, of which it stands in its part.
-    `is_marked`: this machine could not verify it once, and takes it last."""
+    `is_marked`: this machine could not verify it once, and takes it last. `is_remote`: the remote has it."""
 
     step: int
     attempt: str
     boundary: int | None
     is_marked: bool = False
+    is_remote: bool = False
 
     @property
     def at(self) -> tuple[int, str]:
@@ -45,11 +46,13 @@ class Readable:
 
 @dataclass(frozen=True)
 class Content:
-    """One step that all ranks can read. `boundary` None: from the store on all of them."""
+    """One step that all ranks can read. `boundary` None: at rest for all of them. `is_remote`: from the
+    remote on all of them, where some could read it nearer, and one may have found it damaged there."""
 
     step: int
     attempt: str
     boundary: int | None
+    is_remote: bool = False
 
 
 def common(rows: Sequence[Sequence[Readable]]) -> list[Content]:
@@ -67,13 +70,16 @@ def common(rows: Sequence[Sequence[Readable]]) -> list[Content]:
             if all(here):
                 is_marked = any(all(each.is_marked for each in row) for row in here)
                 found.append((is_marked, Content(step, attempt, boundary)))
+        is_anywhere_else = any(not each.is_remote for row in of_step for each in row)
+        if is_anywhere_else and all(any(each.is_remote for each in row) for row in of_step):
+            found.append((False, Content(step, attempt, None, is_remote=True)))
     return [content for _, content in sorted(found, key=_order)]
 
 
-def _order(row: tuple[bool, Content]) -> tuple[bool, int, int, int]:
+def _order(row: tuple[bool, Content]) -> tuple[bool, int, int, int, bool]:
     marked, content = row
     boundary = -1 if content.boundary is None else content.boundary
-    return marked, -content.step, -_number(content.attempt), -boundary
+    return marked, -content.step, -_number(content.attempt), -boundary, content.is_remote
 
 
 def _number(attempt: str) -> int:
@@ -240,15 +246,18 @@ def _decide(said_by: list[Any], *, is_saved: bool) -> tuple[list[list[Any]] | No
     if not is_saved and (any(has_more for has_more, *_ in said_by) or is_behind(rows)):
         return None, "", False
     found, said = decide(rows)
-    return [[each.step, each.attempt, each.boundary] for each in found], said, False
+    rows_found = [[each.step, each.attempt, each.boundary, each.is_remote] for each in found]
+    return rows_found, said, False
 
 
 def _row(each: Candidate) -> list[Any]:
     boundary = None if each.held is None else each.boundary
-    return [each.step, str(each.attempt), boundary, each.is_marked]
+    return [each.step, str(each.attempt), boundary, each.is_marked, each.is_remote]
 
 
 def _is_of(each: Candidate, content: Content) -> bool:
     if (each.step, str(each.attempt)) != (content.step, content.attempt):
         return False
+    if content.is_remote:
+        return each.is_remote
     return each.held is None or each.boundary == content.boundary

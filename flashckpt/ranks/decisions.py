@@ -100,7 +100,8 @@ class Decider:
         self._commits.look(known)
         self._scheduler.look(known, self._timing, found, self.announced.number)
         self._stops.look(known, self._timing)
-        self._announce(is_ended=known[0].is_ended, gone=self._gone(known))
+        failed = max(each.failed for each in known)
+        self._announce(is_ended=known[0].is_ended, failed=failed, gone=self._gone(known))
         return self.announced
 
     def _gone(self, known: Sequence[NodeMessage]) -> Gone:
@@ -114,7 +115,7 @@ class Decider:
     def all_have_ended(self) -> bool:
         return all(each is not None and each.is_ended for each in self._heard)
 
-    def _announce(self, *, is_ended: bool, gone: Gone) -> None:
+    def _announce(self, *, is_ended: bool, failed: int, gone: Gone) -> None:
         verdicts, persist = self._verdicts, set(self._persists.asked)
         new = Announcement(
             number=self.announced.number,
@@ -128,6 +129,7 @@ class Decider:
             missed=verdicts.missed,
             is_ended=is_ended,
             committed=self._commits.everywhere,
+            failed=failed,
             gone=gone,
         )
         # All act on each number, so that a round trip can be measured, but for one that nobody has acted on

@@ -69,6 +69,7 @@ class KeyValues(Protocol):
     is gone another RuntimeError."""
 
     def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
     def add(self, key: str, amount: int, /) -> int: ...
     def check(self, keys: list[str], /) -> bool: ...
     def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
@@ -184,8 +185,9 @@ class Job:
         numbers = range(max(0, self._asked - 1), self._asked + 1)
         said = {f"{number}/{self.rank}": {"failed": failed} for number in numbers}
         decided = {f"{number}/decided": {"failed": [[self.rank, *failed]]} for number in numbers}
+        known = {_failed_path(number): True for number in numbers}
         try:
-            self._store_all(said | (decided if self.rank == 0 else {}))
+            self._store_all(said | known | (decided if self.rank == 0 else {}))
             for number in numbers:
                 self.store.add(f"{number}/heard", 1)  # rank 0 does not stay for this one
         except RuntimeError as error:
@@ -209,6 +211,8 @@ class Job:
         patience_s = patience_s or self._patience_s
         try:
             self.store.set(f"{number}/{self.rank}", json.dumps(mine))
+            if "failed" in mine:
+                self.store.set(_failed_path(number), "")
             if self.rank == 0:
                 self._decide(number, what, decide, patience_s)
             # Rank 0 is to find out first who says nothing: it knows whom to name.
@@ -227,10 +231,11 @@ class Job:
         failures, told = [], None
         try:
             keys = [f"{number}/{rank}" for rank in range(self.world)]
-            rows = [json.loads(each) for each in self._awaited(keys, what, patience_s, number)]
-            failures = [RankFailure(rank, *row["failed"]) for rank, row in enumerate(rows) if "failed" in row]
+            found = self._awaited(keys, what, patience_s, number)
+            rows = {rank: json.loads(each) for rank, each in enumerate(found) if each}
+            failures = [RankFailure(rank, *row["failed"]) for rank, row in rows.items() if "failed" in row]
             if not failures:
-                told = _decided(what, decide, [row["said"] for row in rows])
+                told = _decided(what, decide, [row["said"] for row in rows.values()])
         except FlashckptError as error:
             failures = [RankFailure(None, type(error).__name__, str(error))]
         answer: dict[str, Any] = {"decided": told}
@@ -253,7 +258,8 @@ class Job:
         self, keys: Sequence[str], what: str, patience_s: float, number: int | None = None
     ) -> list[bytes]:
         """The values of keys, once all are there. RunError where they do not come. Of a round, its number:
-        what others do not say in it, since they have died, is said in their place."""
+        what others do not say in it, since they have died, is said in their place; and where one has failed
+        rank 0 waits for no others, whose values are empty then: they hear of it when they come."""
         from torch.distributed import DistStoreError
 
         until_s = time.monotonic() + patience_s
@@ -271,6 +277,11 @@ class Job:
                 self._say_for(number, self._ended_here(), _KILLED)
                 if self.rank == 0 and len(self.nodes) > 1:
                     self._say_for(number, self._silent_elsewhere(), _SILENT)
+                if self.rank == 0 and self.store.check([_failed_path(number)]):
+                    found = [self.store.get(key) if self.store.check([key]) else b"" for key in keys]
+                    # Who was taken for dead, and spoke in that moment, has not failed.
+                    if any("failed" in json.loads(each) for each in found if each):
+                        return found
 
     def _ended_here(self) -> list[int]:
         """Ranks of this node whose processes are gone. Where rank 0's is, so is the store."""
@@ -286,6 +297,7 @@ class Job:
         for rank in ranks:
             if not self.store.check([key := f"{number}/{rank}"]):
                 self.store.set(key, json.dumps({"failed": ["RunError", why]}))
+                self.store.set(_failed_path(number), "")
 
     def _store_all(self, values: dict[str, Any]) -> None:
         self.store.multi_set(list(values), [json.dumps(each) for each in values.values()])
@@ -369,6 +381,11 @@ def _node_key(environment: Environment, rank: int) -> str:
 
 def _node_path(key: str) -> str:
     return f"node/{key}"
+
+
+def _failed_path(number: int) -> str:
+    """There once a rank has failed in that round."""
+    return f"{number}/failed"
 
 
 def _beat_path(leader: int) -> str:

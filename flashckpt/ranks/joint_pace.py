@@ -198,6 +198,10 @@ class JointPace:
     def committed(self) -> tuple[int, ...]:
         return self._heard.announced.committed
 
+    @property
+    def failed(self) -> int:
+        return self._board.announced.failed
+
     def began_from_storage(self) -> None:
         self._snapshots.began_from_storage()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from flashckpt.capture.division import ALL_GROUPS
 from flashckpt.ranks.board import Board, RankRow, Table
@@ -34,12 +34,12 @@ _MOST_UNLIKE_S = 60.0
 class Leader:
     """Of the node that the board is of."""
 
-    def __init__(self, board: Board) -> None:
-        self._board, self._number = board, 0
+    def __init__(self, board: Board, clock: Callable[[], float] = time.monotonic) -> None:
+        self._board, self._number, self._clock = board, 0, clock
         self._answered = (0, Answer.NONE)
         self._limit = NONE
         self._died, self._looked_s = NONE, -math.inf
-        self._compared, self._unlike_since_s = 0, math.inf
+        self._compared, self._unlike_since_s, self._told_s = 0, math.inf, math.inf
 
     @property
     def is_hurried(self) -> bool:
@@ -115,8 +115,9 @@ class Leader:
         )
 
     def _compare(self, sealed: Sequence[dict[int, Table]]) -> None:
-        """What is divided no more: the groups in which the ranks differ where they divide alike, and all of
-        them where for long no boundary was the same. Each boundary once."""
+        """What is divided no more: the groups in which the ranks differ where they divide alike; all of them
+        where for long no boundary was the same, or where, long after that was told, ranks differ in a group
+        once more: it is divided again but for what is known not to be alike in it. Each boundary once."""
         for ordinal in sorted(set.intersection(*map(set, sealed))):
             if ordinal <= self._compared:
                 continue
@@ -125,7 +126,7 @@ class Leader:
             self._divide_less(tables)
 
     def _divide_less(self, tables: Sequence[Table]) -> None:
-        now_s, since_s, news = time.monotonic(), self._unlike_since_s, 0
+        now_s, since_s, news = self._clock(), self._unlike_since_s, 0
         self._unlike_since_s = math.inf
         if all(table == tables[0] for table in tables):
             return
@@ -134,14 +135,15 @@ class Leader:
             news = sum(1 << g for g, each in enumerate(by_group) if len({*each}) > 1)
         if news & ~self._board.held_whole:
             self._board.hold_whole(news)
+            self._told_s = now_s
             return
         self._unlike_since_s = min(since_s, now_s)
-        if now_s - self._unlike_since_s >= _MOST_UNLIKE_S:
+        if now_s - min(self._unlike_since_s, self._told_s if news else math.inf) >= _MOST_UNLIKE_S:
             self._board.hold_whole(ALL_GROUPS)
 
     def _who_died(self) -> int:
         """Asked of the system now and then: messages may follow one another fast."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         if now_s - self._looked_s >= _LOOK_S:
             self._looked_s = now_s
             self._died = next((row.rank for row in self._board.rows if row.has_died), NONE)

@@ -26,7 +26,7 @@ MOST_COMMITTED = 6
 MOST_BYTES = 1024
 
 _NODE = struct.Struct("<4sQQ10Iq5Q4I")
-_ANNOUNCED = struct.Struct("<4sQI?5I")
+_ANNOUNCED = struct.Struct("<4sQQI?5I")
 _TERMS = struct.Struct("<5I")
 _STOP = struct.Struct("<IIBIB")
 _SAVE = struct.Struct("<IBIIB")
@@ -247,8 +247,9 @@ class Announcement:
     sealed: of the newest those in `complete`, in order; all others are void. persist: those of `complete`
     that are to be persisted. missed: the newest void one that some rank had sealed, and a rank that missed
     it. agreed: the newest boundary at which all ranks have called save() outside of an iteration. committed:
-    the newest boundaries, in order, that are in the storage of every node. gone: of all ranks; one whose node
-    says nothing any more counts as dead until it does."""
+    the newest boundaries, in order, that are in the storage of every node. failed: the newest that a node
+    could not persist so far. gone: of all ranks; one whose node says nothing any more counts as dead until it
+    does."""
 
     number: int = 0
     decided: int = 0
@@ -261,6 +262,7 @@ class Announcement:
     missed: tuple[int, int] = (0, NONE)
     is_ended: bool = False
     committed: tuple[int, ...] = ()
+    failed: int = 0
     gone: Gone = Gone()
 
     @property
@@ -276,8 +278,9 @@ class Announcement:
 
     def packed(self) -> bytes:
         head = _ANNOUNCED.pack(
-            _ANNOUNCED_MAGIC, self.number, self.decided, self.is_ended, self.agreed, *self.missed, *self.gone
-        )
+            _ANNOUNCED_MAGIC, self.number, self.failed, self.decided, self.is_ended, self.agreed,
+            *self.missed, *self.gone,
+        )  # fmt: skip
         stop = () if self.stop is None else (self.stop,)
         return _checked(
             head
@@ -293,7 +296,7 @@ class Announcement:
     def unpacked(cls, data: bytes) -> Announcement:
         """Raises DamagedError for anything but what `packed` makes."""
         reader = _Reader(data)
-        magic, number, decided, is_ended, agreed, missed, missed_by, died, ended = reader.take(_ANNOUNCED)
+        magic, number, failed, decided, is_ended, agreed, missed, missed_by, *gone = reader.take(_ANNOUNCED)
         complete = tuple(ordinal for (ordinal,) in reader.rows(_ORDINAL, MOST_OPEN))
         persist = tuple(ordinal for (ordinal,) in reader.rows(_ORDINAL, MOST_OPEN))
         terms = tuple(Terms(*row) for row in reader.rows(_TERMS, 2))
@@ -325,7 +328,8 @@ class Announcement:
             missed=(missed, missed_by),
             is_ended=bool(is_ended),
             committed=committed,
-            gone=Gone(died, ended),
+            failed=failed,
+            gone=Gone(*gone),
         )
 
     def follows(self, before: Announcement) -> bool:

@@ -91,6 +91,10 @@ class Pacing(Protocol):
         """The newest boundaries that are in the storage of every node, as far as is known; 0 is what the
         attempt went on from. For the background thread."""
 
+    @property
+    def failed(self) -> int:
+        """The newest boundary that some node could not persist, so far, as far as is known; 0 for none."""
+
     def began_from_storage(self) -> None:
         """What the attempt went on from is in this node's storage. For the background thread."""
 
@@ -153,6 +157,10 @@ class OwnPace:
     @property
     def committed(self) -> tuple[int, ...]:
         return ()
+
+    @property
+    def failed(self) -> int:
+        return 0
 
     def began_from_storage(self) -> None:
         pass

@@ -1,6 +1,7 @@
 """Recovering a run, or only looking. Owns the order of its steps, each of which may be killed and done again.
 
     look → drain memory → finish commits → verify, mark → clear debris → let regions go → say what is next
+    → bring the newest step to the remote, where one is named
 
 Memory comes first: it is the one thing that a reboot would take. A region goes last, once what it held is
 known to be whole at rest.
@@ -37,6 +38,7 @@ from flashckpt.recovery.node import (
     refuse_if_held,
     runtime_of,
 )
+from flashckpt.recovery.remote import bring_newest, look_at
 from flashckpt.recovery.report import Fate, Finding, Kind, RecoveryReport, Watcher
 from flashckpt.recovery.storage import Examined, clear, debris_found, examine, mark, parts_found
 from flashckpt.recovery.survey import (
@@ -63,41 +65,52 @@ def recover(
     dry_run: bool = False,
     discard: bool = False,
     read: bool = True,
+    remote: Store | None = None,
     watcher: Watcher | None = None,
 ) -> RecoveryReport:
     """Save what survived a crash and say where training goes on from.
 
     dry_run: only look; nothing at all is changed. discard: let go of what is in memory and can be committed
-    nowhere. read: verify every byte of the visible steps.
+    nowhere. read: verify every byte of the visible steps. remote: the newest step goes there, last.
 
     Raises RunHeldError while a job, or another recovery, has the run; NoSuchStepError and RunError where the
     folder is no run; KeeperError for a keeper that does not answer.
     """
-    run = open_run(store, create=False)
     told = watcher or Watcher()
-    told.stage("looking")
+    done = _recovered(store, told, remote, dry_run=dry_run, discard=discard, read=read)
+    if remote is None:
+        return done
+    return replace(done, remote=bring_newest(store, remote, told, dry_run=dry_run))
 
+
+def _recovered(
+    store: Store, told: Watcher, remote: Store | None, *, dry_run: bool, discard: bool, read: bool
+) -> RecoveryReport:
+    run = open_run(store, create=False)
+    told.stage("looking")
     if dry_run:
         with runtime_of(store, run) as runtime:
             refuse_if_held(store, runtime)
             unseen = unseen_ranks(store, runtime)
-            found = _look(store, runtime, told, discard=discard, read=read)
-            return _report(store, run, runtime, told, unseen, *found, dry_run=True, read=read)
+            found = _look(store, runtime, told, remote, discard=discard, read=read)
+            return _report(store, run, runtime, told, remote, unseen, *found, dry_run=True, read=read)
     with hold(store, run) as held, closing(Ledger(store)) as ledger:
         unseen = unseen_ranks(store, held.runtime)
-        found = _save(held, told, ledger, discard=discard, read=read)
-        done = _report(store, run, held.runtime, told, unseen, *found, dry_run=False, read=read)
+        found = _save(held, told, ledger, remote, discard=discard, read=read)
+        done = _report(store, run, held.runtime, told, remote, unseen, *found, dry_run=False, read=read)
         resume = None if done.resume is None else done.resume.step
         ledger.add(None, Event.RECOVER, resume=resume, problem=done.resume_problem or None)
         return done
 
 
 def _report(
-    store: Store, run: Run, runtime: RuntimeFolder | None, watcher: Watcher, unseen: tuple[int, ...],
-    keeper: int | None, findings: list[Finding], examined: Examined, *, dry_run: bool, read: bool,
+    store: Store, run: Run, runtime: RuntimeFolder | None, watcher: Watcher, remote: Store | None,
+    unseen: tuple[int, ...], keeper: int | None, findings: list[Finding], examined: Examined, *,
+    dry_run: bool, read: bool,
 ) -> RecoveryReport:  # fmt: skip
     watcher.stage("resume")
-    resume, problem = resume_of(store, runtime, examined.damaged)
+    there = None if remote is None else look_at(remote)
+    resume, problem = resume_of(store, runtime, examined.damaged, there)
     if resume is not None:
         is_elsewhere = bool(unseen) and resume.tier == "memory"
         resume = replace(resume, of_all=not (is_elsewhere or has_own_disk(store)))
@@ -117,7 +130,7 @@ def _report(
 
 
 def _save(
-    held: Hold, watcher: Watcher, ledger: Ledger, *, discard: bool, read: bool
+    held: Hold, watcher: Watcher, ledger: Ledger, remote: Store | None, *, discard: bool, read: bool
 ) -> tuple[int | None, list[Finding], Examined]:
     """The keeper that goes on living, what became of all that was found, and the steps at rest."""
     keeper, told = _ask(held, watcher, discard=discard)
@@ -136,6 +149,8 @@ def _save(
         watcher.stage("clearing")
         writers = dead_keepers(held.runtime) if keeper is None else set[str]()
         debris = clear(held, writers, ledger) + end_dead_uploads(held, writers)
+        if remote is not None:
+            debris += end_dead_uploads(held, writers, remote)
         if keeper is None:
             if not any(each.outcome is Fate.FAILED for each in debris):
                 memory.forget_dead_keepers()
@@ -206,7 +221,13 @@ def _told(runtime: RuntimeFolder, status: Status) -> list[Finding]:
 
 
 def _look(
-    store: Store, runtime: RuntimeFolder | None, watcher: Watcher, *, discard: bool, read: bool
+    store: Store,
+    runtime: RuntimeFolder | None,
+    watcher: Watcher,
+    remote: Store | None,
+    *,
+    discard: bool,
+    read: bool,
 ) -> tuple[int | None, list[Finding], Examined]:
     """The same of what `_save` would do. Predicts no writes: nobody knows what storage will take."""
     keeper = keeper_of(runtime) if runtime is not None else None
@@ -220,6 +241,8 @@ def _look(
     if runtime is not None and keeper is None:
         dead, writers = died_here(store, runtime), dead_keepers(runtime)
     debris = debris_found(unused_files(store, dead, writers)) + dead_uploads(store, dead, writers)
+    if remote is not None:
+        debris += dead_uploads(store, dead, writers, remote)
     return keeper, found + examined.findings + debris, examined
 
 

@@ -78,8 +78,9 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """Where training goes on from: a step in "memory" or in the store ("local"). `of_all`: as far as this
-    node can tell, every rank can read it; else training goes on from the newest step that all of them can."""
+    """Where training goes on from: a step in "memory", in the store ("local") or in its "remote". `of_all`:
+    as far as this node can tell, every rank can read it; else training goes on from the newest step that all
+    of them can."""
 
     step: int
     attempt: AttemptName
@@ -92,12 +93,51 @@ class Resume:
         }  # fmt: skip
 
 
+class RemoteFate(str, Enum):
+    """What became of the newest step in the remote."""
+
+    COPIED = "copied"
+    THERE = "there already"
+    BURIED = "deleted there"
+    """Its retention has deleted the step, and it stays deleted."""
+    MISSING = "missing"
+    """In a dry run: it would be copied."""
+    NOTHING = "no step"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteReport:
+    """The run's newest step at rest, and its remote. `problem` says why it could not be copied, `note` what
+    is to be known of it there; both are empty where there is nothing to say."""
+
+    url: str
+    outcome: RemoteFate
+    step: int | None = None
+    attempt: AttemptName | None = None
+    sent_bytes: int = 0
+    problem: str = ""
+    note: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "url": self.url,
+            "outcome": self.outcome.value,
+            "step": self.step,
+            "attempt": None if self.attempt is None else str(self.attempt),
+            "sent_bytes": self.sent_bytes,
+            "problem": self.problem or None,
+            "note": self.note or None,
+        }
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryReport:
     """All of a recovery. `keeper` is the pid of a keeper that still lives, 0 where it has none here;
     `resume_problem` says why there is no `resume` though the run has steps. `num_bytes` were read of the
     `whole` steps at rest and of damaged ones; 0 where nothing was verified. `unseen` are ranks of the newest
-    attempt that have nothing in this node's memory: what they have in another's was not looked at."""
+    attempt that have nothing in this node's memory: what they have in another's was not looked at. `remote`
+    is None where none was named."""
 
     run: str
     run_id: str
@@ -110,10 +150,13 @@ class RecoveryReport:
     resume: Resume | None
     resume_problem: str
     unseen: tuple[int, ...] = ()
+    remote: RemoteReport | None = None
 
     @property
     def failed(self) -> bool:
         """Whether something that is to be saved could not be."""
+        if self.remote is not None and self.remote.outcome is RemoteFate.FAILED:
+            return True
         return any(each.outcome is Fate.FAILED for each in self.findings)
 
     @property
@@ -133,6 +176,7 @@ class RecoveryReport:
             "resume": None if self.resume is None else self.resume.to_dict(),
             "resume_problem": self.resume_problem or None,
             "unseen_ranks": [list(row) for row in ranges_of(self.unseen)],
+            "remote": None if self.remote is None else self.remote.to_dict(),
         }
 
 
@@ -152,7 +196,7 @@ class Watcher:
 
     def stage(self, name: str) -> None:
         """What begins now: "looking", "draining", "committing", "verifying", "marking", "clearing",
-        "letting go", "resume"."""
+        "letting go", "resume", "copying"."""
 
     def progress(self, done: int, total: int) -> None:
         """Bytes of this stage."""

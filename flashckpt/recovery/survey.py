@@ -23,6 +23,7 @@ from flashckpt.persist.audit import Torn, check_header, differing
 from flashckpt.persist.job import SealedSnapshot, StepJob, alone
 from flashckpt.recovery.report import Fate, Finding, Kind, Resume
 from flashckpt.store.base import Store
+from flashckpt.tiers.nearest import RemoteRun, is_ahead, left_elsewhere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,29 +131,46 @@ def lacks_region(snapshot: SealedSnapshot, on_storage: OnStorage) -> bool:
 
 
 def resume_of(
-    store: Store, runtime: RuntimeFolder | None, damaged: Collection[VisibleStep]
+    store: Store,
+    runtime: RuntimeFolder | None,
+    damaged: Collection[VisibleStep],
+    remote: RemoteRun | None = None,
 ) -> tuple[Resume | None, str]:
     """The step and tier of the next resume, or why there is none; neither for a run without steps. By the
     order in which a resume looks: the first that holds. `damaged` are steps at rest that cannot be used;
-    what is in memory is audited here."""
+    what is in memory is audited here, and of the `remote` nothing is read again."""
     try:
         lineage.check_records(store)
+        if remote is not None and is_ahead(store, remote) and remote.steps:
+            return _in_remote(remote.steps[0]), ""
         whole = _whole(slots_in(runtime)) if runtime is not None else {}
         survived = {slots[0]: VisibleStep(step, attempt) for (attempt, step, _), slots in whole.items()}
         slots_of = {slots[0]: slots for slots in whole.values()}
         sources = lineage.sources(store, survived)
+        last_step = {bound.attempt: bound.last_step for bound in attempts.bounds(store)}
+        there = (
+            [each for each in remote.steps if each.step <= last_step.get(each.attempt, -1)] if remote else []
+        )
         for source in sources:
+            if there and there[0] > VisibleStep(source.step, source.attempt):
+                return _in_remote(there[0]), ""
             if source.slot is None and VisibleStep(source.step, source.attempt) not in damaged:
                 return Resume(step=source.step, attempt=source.attempt, tier="local"), ""
             slots = slots_of.get(source.slot or "", [])
             if slots and runtime is not None and all(_is_sound(runtime, each) for each in slots):
                 return Resume(step=source.step, attempt=source.attempt, tier="memory"), ""
+        if there:
+            return _in_remote(there[0]), ""
         if sources:
             return None, "the run has steps and none of them can be used: training would refuse to start"
         lineage.check_usable(store)
     except UnusableRunError as error:
         return None, str(error)
-    return None, ""
+    return None, left_elsewhere(store)
+
+
+def _in_remote(each: VisibleStep) -> Resume:
+    return Resume(step=each.step, attempt=each.attempt, tier="remote")
 
 
 _Content = tuple[AttemptName, int, int]

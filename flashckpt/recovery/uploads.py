@@ -28,16 +28,20 @@ SAFE_AGE_S = 7 * 86400.0
 
 
 def dead_uploads(
-    store: Store, dead: Collection[AttemptName] = (), writers: Collection[str] = ()
+    store: Store,
+    dead: Collection[AttemptName] = (),
+    writers: Collection[str] = (),
+    remote: Store | None = None,
 ) -> list[Finding]:
-    """What would be ended: see `unused_files` for `dead` and `writers`. Changes nothing."""
-    _, found = _dead(store, dead, writers)
-    return [_finding(each) for each in found]
+    """What would be ended: see `unused_files` for `dead` and `writers`. Changes nothing. `remote`: not in the
+    run's own store but there."""
+    _, found = _dead(store, dead, writers, remote)
+    return [_finding(each, remote) for each in found]
 
 
-def end_dead_uploads(hold: Hold, writers: Collection[str]) -> list[Finding]:
+def end_dead_uploads(hold: Hold, writers: Collection[str], remote: Store | None = None) -> list[Finding]:
     """End them. RunHeldError once a job has begun meanwhile."""
-    uploads, found = _dead(hold.store, (), writers)
+    uploads, found = _dead(hold.store, (), writers, remote)
     findings = []
     for each in found:
         hold.guard()
@@ -45,20 +49,27 @@ def end_dead_uploads(hold: Hold, writers: Collection[str]) -> list[Finding]:
             assert uploads is not None
             uploads.abort(each)
         except OSError as error:
-            findings.append(_finding(each, Fate.FAILED, f"its upload could not be ended: {error}"))
+            why = f"its upload could not be ended: {error}"
+            findings.append(_finding(each, remote, Fate.FAILED, why))
         else:
-            findings.append(_finding(each))
+            findings.append(_finding(each, remote))
     return findings
 
 
 def _dead(
-    store: Store, dead: Collection[AttemptName], writers: Collection[str]
+    store: Store, dead: Collection[AttemptName], writers: Collection[str], remote: Store | None
 ) -> tuple[UnfinishedUploads | None, list[Upload]]:
+    """Which attempts are over the run's own store knows."""
     try:
-        if (uploads := unfinished_uploads(store)) is None or not (found := uploads.list()):
+        if (uploads := unfinished_uploads(remote or store)) is None or not (found := uploads.list()):
             return None, []
     except UploadsUnknownError as error:
         log.warning("%s", error)
+        return None, []
+    except OSError as error:
+        if remote is None:
+            raise
+        log.warning("unfinished uploads to %s are not known: %s", remote.url, error)
         return None, []
     over = ended_attempts(store) | set(dead)
 
@@ -86,6 +97,10 @@ def _file(upload: Upload) -> str:
 
 
 def _finding(
-    upload: Upload, outcome: Fate = Fate.REMOVED, why: str = "its upload was cut off, its parts are paid for"
+    upload: Upload,
+    remote: Store | None,
+    outcome: Fate = Fate.REMOVED,
+    why: str = "its upload was cut off, its parts are paid for",
 ) -> Finding:
-    return Finding(Kind.DEBRIS, outcome, upload.path, attempt=_attempt(upload), detail=why)
+    place = upload.path if remote is None else f"{remote.url}/{upload.path}"
+    return Finding(Kind.DEBRIS, outcome, place, attempt=_attempt(upload), detail=why)

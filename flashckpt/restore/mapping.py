@@ -4,11 +4,13 @@ those of several are put together in memory, each whole."""
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from flashckpt import _native
 from flashckpt.commit.lineage import read_whole
 from flashckpt.commit.steps import StepRecord
 from flashckpt.commit.verification import verify_file
@@ -16,6 +18,7 @@ from flashckpt.errors import DamagedError, NoSuchStepError, OptionError
 from flashckpt.format.layout import Layout, Leaf
 from flashckpt.format.records import Contents
 from flashckpt.format.typed import decode
+from flashckpt.memory.control_page import round_up
 from flashckpt.restore.snapshot import leaf_view
 from flashckpt.restore.whole_tensors import WholeTensors
 from flashckpt.state.leaves import Filling, Saved, leaf_names
@@ -116,7 +119,11 @@ def _whole_leaves(record: StepRecord, rank: int) -> _Leaves:
 
 
 def _mapped(store: Store, path: str, contents: Contents, step: int) -> dict[str, torch.Tensor]:
-    status, detail = verify_file(store, path, contents)
+    num_bytes, into = contents.shard.num_bytes, None
+    if not _is_here(store, path, num_bytes):
+        # What is used is what was compared: another answer may be of other bytes.
+        into = memoryview(_native.Mapping(round_up(num_bytes)))[:num_bytes]
+    status, detail = verify_file(store, path, contents, into)
     if status != "ok":
         raise DamagedError(
             f"{store.url}/{path} is {status}: {detail}. Nothing was loaded. Load an older step: "
@@ -124,8 +131,19 @@ def _mapped(store: Store, path: str, contents: Contents, step: int) -> dict[str,
             step=step,
             path=path,
         )
-    layout = contents.layout()
-    return _views(store.view(path, layout.num_bytes), layout)
+    return _views(store.view(path, num_bytes) if into is None else into, contents.layout())
+
+
+def _is_here(store: Store, path: str, num_bytes: int) -> bool:
+    """Whether it is a file that can be mapped; one that is missing or of another length is said to be,
+    too."""
+    try:
+        descriptor = store.descriptor(path, num_bytes)
+    except (DamagedError, OSError):
+        return True
+    if descriptor is not None:
+        os.close(descriptor)
+    return descriptor is not None
 
 
 def _views(image: memoryview, layout: Layout) -> dict[str, torch.Tensor]:

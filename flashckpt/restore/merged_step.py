@@ -23,7 +23,7 @@ from flashckpt.restore.step_image import StepImage, private_memory
 from flashckpt.restore.step_ranks import StepRanks
 from flashckpt.restore.step_reading import StepReading
 from flashckpt.state.leaves import Saved
-from flashckpt.state.loader.other_ranks import merged_progress, merged_rng
+from flashckpt.state.loader.other_ranks import goes_by_others, merged_progress, merged_rng
 from flashckpt.state.tree import Tree
 
 log = logging.getLogger(__name__)
@@ -73,9 +73,10 @@ def begin_for_layout(tree: Tree, record: StepRecord, rank: int, world: int, thre
 
 
 def _values(merged: MergedState, ranks: StepRanks, rank: int, world: int) -> dict[str, Any]:
+    own, old_world = merged.source.values, ranks.record.world
+    if rank >= old_world or goes_by_others(own["progress"]):
+        ranks.read_apart()
     known = {each: merged.saved(each).values for each in ranks.known}
-    own = merged.source.values
-    old_world = ranks.record.world
     progress = {each: values["progress"] for each, values in known.items()}
     if rank >= old_world:
         log.warning(
@@ -88,7 +89,7 @@ def _values(merged: MergedState, ranks: StepRanks, rank: int, world: int) -> dic
         **own,
         "state": merged.value,
         "progress": merged_progress(progress, rank, world, old_world),
-        "rng": merged_rng({each: values["rng"] for each, values in known.items()}, rank),
+        "rng": merged_rng({each: values["rng"] for each, values in known.items()}, rank, old_world),
     }
 
 

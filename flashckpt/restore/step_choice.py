@@ -1,4 +1,5 @@
-"""Where a run goes on from: the visible steps, newest first, at each the nearest tier first.
+"""Where a run goes on from: the visible steps, newest first, at each the nearest tier first: memory of this
+node, the run's store, its remote.
 
 Owns the order of candidates and what is said of those that cannot be used. All who are asked (`Voter`)
 must be able to load one before it is taken; nothing live changes here. An older one is taken only where a
@@ -14,15 +15,15 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from flashckpt import crashpoints
 from flashckpt.commit import attempts, lineage
 from flashckpt.commit.lineage import VisibleStep
 from flashckpt.commit.steps import StepRecord, read_manifest, read_step
-from flashckpt.errors import DamagedError, OutOfRoomError, RunError, UnusableRunError
+from flashckpt.errors import DamagedError, NoSuchStepError, OutOfRoomError, RunError, UnusableRunError
 from flashckpt.format.layout import Leaf
 from flashckpt.format.names import AttemptName
 from flashckpt.format.records import Manifest
@@ -35,6 +36,9 @@ from flashckpt.restore.snapshot import Snapshot
 from flashckpt.restore.step_image import EarlyRead, UnreadableShardError, read_image
 from flashckpt.restore.step_reading import StepReading
 from flashckpt.store.base import Store
+
+if TYPE_CHECKING:
+    from flashckpt.tiers.nearest import RemoteRun
 
 log = logging.getLogger(__name__)
 
@@ -49,13 +53,18 @@ _PAUSES_S = (0.1, 0.5, 2.0)
 
 @dataclass(frozen=True)
 class Candidate:
-    """A visible step in one tier: `held` in a slot of this node, or committed in the store. `is_marked`: this
-    machine could not verify it once."""
+    """A visible step in one tier: `held` in a slot of this node, or committed in the store, or in the remote.
+    `is_marked`: this machine could not verify it once."""
 
     step: int
     attempt: AttemptName
     held: Held | None = None
     is_marked: bool = False
+    is_remote: bool = False
+
+    @property
+    def tier(self) -> str:
+        return "memory" if self.held is not None else "remote" if self.is_remote else "local"
 
     @property
     def boundary(self) -> int | None:
@@ -178,7 +187,8 @@ class StepChoice:
     sentence for each candidate that could not be used. `fits` is asked of each that is whole, `voter` of
     every content that was tried. `early` may have read a step already. `layout` is that of the live state.
     `save` has the keeper save what dead trainers left in memory, as far as it can; `is_unsaved` is whether
-    there is something newer of that than what survived.
+    there is something newer of that than what survived. `remote`: what the run has in its remote, if it has
+    one; the store knows the newest attempt of either.
     """
 
     def __init__(
@@ -193,8 +203,9 @@ class StepChoice:
         layout: Layouts | None = None,
         save: Callable[[], None] = lambda: None,
         is_unsaved: Callable[[], bool] = lambda: False,
+        remote: RemoteRun | None = None,
     ) -> None:
-        self._store, self._survived, self._rank = store, survived, rank
+        self._store, self._survived, self._rank, self._remote = store, survived, rank, remote
         self._layout, self._save, self._is_unsaved = layout or AsItWas(), save, is_unsaved
         self._fits, self._threads, self._early = fits, threads, early
         self._voter = voter or AloneVoter()
@@ -336,10 +347,11 @@ class StepChoice:
     @contextlib.contextmanager
     def _source(self, reading: StepReading | None) -> Iterator[Source]:
         """Where what is left of a step is read from."""
+        store = self._store if reading is None else reading.record.store
         if not self._voter.node:
-            yield self._store
+            yield store
             return
-        chunks = NodeChunks(self._store, self._rank)
+        chunks = NodeChunks(store, self._rank)
         try:
             chunks.exchange(reading if self._shares else None, self._voter.beside, self._threads)
             yield chunks
@@ -363,18 +375,32 @@ class StepChoice:
         )
 
     def candidates(self) -> list[Candidate]:
-        """Newest step first, memory before local; steps that this machine has marked come last."""
+        """Newest step first, memory before local before remote; steps that this machine has marked come
+        last."""
         # Of two snapshots of one step, the later one is of the end of the epoch that this step ends.
         by_age = sorted(filter(self._is_whole, self._usable), key=lambda e: e.age, reverse=True)
         held = {each.slot.name: each for each in by_age}
         survived = {name: VisibleStep(each.step, each.attempt) for name, each in held.items()}
         found = lineage.sources(self._store, survived)
         self._others = [VisibleStep(r.step, r.attempt) for r in found if r.slot is None and not self._has(r)]
-        return [
+        own = [
             Candidate(r.step, r.attempt, None if r.slot is None else held[r.slot], r.is_marked)
             for r in found
             if r.slot is not None or VisibleStep(r.step, r.attempt) not in self._others
         ]
+        near = [each for each in own if not each.is_marked] + self._remotely()
+        near.sort(key=lambda each: (each.step, each.attempt.number), reverse=True)
+        return near + [each for each in own if each.is_marked]
+
+    def _remotely(self) -> list[Candidate]:
+        there = [] if self._remote is None else self._remote.visible_in(self._store)
+        return [Candidate(each.step, each.attempt, is_remote=True) for each in there]
+
+    def _store_of(self, candidate: Candidate) -> Store:
+        if not candidate.is_remote:
+            return self._store
+        assert self._remote is not None
+        return self._remote.store
 
     def _has(self, source: lineage.StepSource) -> bool:
         """Whether this folder, which may be one node's own disk, has what this rank saved of a step."""
@@ -396,13 +422,14 @@ class StepChoice:
         except UnreadableShardError as error:
             self._see_that_records_are_there(candidate)
             self._leave_behind(candidate, error)
-        except (DamagedError, FileNotFoundError) as error:
+        except (DamagedError, FileNotFoundError, NoSuchStepError) as error:
+            self._see_that_it_is_there(candidate, error)
             self._refuse(candidate, error)
         return None
 
     def _begin(self, candidate: Candidate) -> Loaded | StepReading:
         """A candidate in memory, verified and known to fit; of one at rest what needs no other rank."""
-        begun = self._patiently(_named(candidate), partial(self._read, candidate))
+        begun = self._patiently(_named(candidate), partial(self._read, candidate), self._store_of(candidate))
         if isinstance(begun, Loaded):
             self._check(begun)
         return begun
@@ -410,7 +437,8 @@ class StepChoice:
     def _finish(self, candidate: Candidate, reading: StepReading, source: Source) -> Loaded:
         """The same of one at rest: all of it."""
         finish = partial(reading.finish, source, self._threads)
-        loaded = Loaded(self._patiently(_named(candidate), finish), None)
+        snapshot = self._patiently(_named(candidate), finish, self._store_of(candidate))
+        loaded = Loaded(replace(snapshot, tier=candidate.tier), None)
         self._check(loaded)
         return loaded
 
@@ -444,10 +472,11 @@ class StepChoice:
     def _record(self, candidate: Candidate) -> StepRecord:
         """Of the records of a step the manifest, and the parts of the rank whose things this one takes and of
         those that wrote for it."""
-        manifest = read_manifest(self._store, candidate.step, candidate.attempt)
+        store = self._store_of(candidate)
+        manifest = read_manifest(store, candidate.step, candidate.attempt)
         world = manifest.world if isinstance(manifest, Manifest) else 1
         ranks = {self._rank % world}
-        return read_step(self._store, candidate.step, candidate.attempt, ranks, with_writers=True)
+        return read_step(store, candidate.step, candidate.attempt, ranks, with_writers=True)
 
     def _roomy(self, read: Callable[[], _Found]) -> _Found:
         """What `read` gives; where there is no memory for it, also said what takes some."""
@@ -483,16 +512,17 @@ class StepChoice:
             loaded.drop()
             raise
 
-    def _patiently(self, what: str, read: Callable[[], _Found]) -> _Found:
+    def _patiently(self, what: str, read: Callable[[], _Found], store: Store | None = None) -> _Found:
         """What `read` gives. A failure of storage is tried again; RunError when it does not end, unless it is
-        one shard's alone: UnreadableShardError."""
+        one shard's alone: UnreadableShardError. `store`: None for the run's own."""
+        url = (store or self._store).url
         for pause_s in _PAUSES_S:
             try:
                 return read()
             except FileNotFoundError:
                 raise
             except OSError as error:
-                log.warning("%s: %s cannot be read (%s); trying again", self._store.url, what, error)
+                log.warning("%s: %s cannot be read (%s); trying again", url, what, error)
                 time.sleep(pause_s)
         try:
             return read()
@@ -500,7 +530,7 @@ class StepChoice:
             raise
         except OSError as error:
             raise RunError(
-                f"{self._store.url}: {what} cannot be read ({error}), in {1 + len(_PAUSES_S)} tries. Nothing "
+                f"{url}: {what} cannot be read ({error}), in {1 + len(_PAUSES_S)} tries. Nothing "
                 "was loaded, nothing was changed and nothing was marked: the files may be whole. Start again "
                 "when the storage answers; to go on from an older step instead, say so with "
                 f"`flashckpt branch {self._store.url} STEP`.",
@@ -509,8 +539,23 @@ class StepChoice:
 
     def _see_that_records_are_there(self, candidate: Candidate) -> None:
         """RunError where the fault is not one file's but the storage's: then the resume waits for that."""
-        self._patiently("its attempts", partial(lineage.check_records, self._store))
-        self._patiently(_named(candidate), partial(self._record, candidate))
+        store = self._store_of(candidate)
+        self._patiently("its attempts", partial(lineage.check_records, store), store)
+        self._patiently(_named(candidate), partial(self._record, candidate), store)
+
+    def _see_that_it_is_there(self, candidate: Candidate, error: Exception) -> None:
+        """RunError where the remote has deleted the step: then newer ones came, and no older one is taken."""
+        store, each = self._store_of(candidate), VisibleStep(candidate.step, candidate.attempt)
+        if candidate.is_remote and not lineage.has_manifest(store, each):
+            raise RunError(
+                f"{store.url}: {_named(candidate)} was deleted there while it was read: another job goes on "
+                "with this run, and keeps newer steps. Nothing was loaded or changed. Stop that job, or wait "
+                "until it has ended, then start again.",
+                step=candidate.step,
+                path=store.url,
+            ) from error
+        if isinstance(error, NoSuchStepError):
+            raise error
 
     def _leave_behind(self, candidate: Candidate, error: Exception) -> None:
         """Not marked: the fault may be this host's. Said with the way back: what goes on from an older step
@@ -518,10 +563,10 @@ class StepChoice:
         reason = f"{_named(candidate)}: {error}, in {1 + len(_PAUSES_S)} tries"
         self.refused.append(reason)
         log.error(
-            "CANNOT READ %s. An older step is taken, if there is one, and the run goes on from there as "
-            "another branch. This step is not marked, nothing of it is deleted, and it is seen no more. If a "
-            "disk or a host was at fault and can be mended, get it back: end this run, then "
-            "`flashckpt branch %s %d@%s`.",
+            "CANNOT READ %s. What the remote has of it is taken, or an older step, if there is one: from an "
+            "older one the run goes on as another branch. This step is not marked, nothing of it is deleted, "
+            "and then it is seen no more. If a disk or a host was at fault and can be mended, get it back: "
+            "end this run, then `flashckpt branch %s %d@%s`.",
             reason, self._store.url, candidate.step, candidate.attempt,
         )  # fmt: skip
 
@@ -537,7 +582,7 @@ class StepChoice:
 
     def _refuse(self, candidate: Candidate, error: Exception) -> None:
         self._pass_over(f"{_named(candidate)}: {error}")
-        if candidate.held is None and isinstance(error, DamagedError):
+        if candidate.tier == "local" and isinstance(error, DamagedError):
             try:
                 lineage.mark(self._store, candidate.step, candidate.attempt, lineage.this_host(), str(error))
             except OSError as failure:
@@ -546,5 +591,4 @@ class StepChoice:
 
 
 def _named(candidate: Candidate) -> str:
-    tier = "local" if candidate.held is None else "memory"
-    return f"step {candidate.step} of attempt {candidate.attempt} ({tier})"
+    return f"step {candidate.step} of attempt {candidate.attempt} ({candidate.tier})"

@@ -52,6 +52,11 @@ class StepRanks:
     def is_complete(self) -> bool:
         return len(self.renamed) == self.record.world
 
+    def read_apart(self) -> None:
+        """Know ranks too that are apart in each dimension of any mesh: a value that is not the same on all
+        ranks, but goes by their place in it, is not the same on all of these."""
+        self.read([0, *(1 << exponent for exponent in range((self.record.world - 1).bit_length()))])
+
     def read(self, ranks: Iterable[int]) -> None:
         """Know these ranks too."""
         new = set(ranks) - self.renamed.keys()

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import os
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote, urlsplit
+from weakref import WeakSet
 
 from flashckpt.errors import OptionError
 from flashckpt.options import storage_options
 from flashckpt.store import upload_rate
 from flashckpt.store.base import Store
+from flashckpt.store.compressed_store import CompressedStore
 from flashckpt.store.local import LocalStore
 from flashckpt.store.upload_rate import UploadRate
+
+if TYPE_CHECKING:
+    from flashckpt.store.objects import ObjectClient
+
+_Client = TypeVar("_Client", bound="ObjectClient")
 
 ENTRY_POINTS = "flashckpt.stores"
 """The group of entry points in which a package names a store: the URL's scheme, and a callable that takes the
@@ -25,6 +33,8 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 # By URL, for this process: what its client was given beside the URL.
 _given: dict[str, dict[str, Any]] = {}
 _rates: dict[tuple[str, Any], UploadRate] = {}
+# By URL: those that are in use.
+_clients: defaultdict[str, WeakSet[ObjectClient]] = defaultdict(WeakSet)
 
 
 def open_store(url_or_path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Store:
@@ -40,6 +50,10 @@ def open_store(url_or_path: str | os.PathLike[str], options: Mapping[str, Any] |
     text = os.fspath(url_or_path) if isinstance(url_or_path, (str, os.PathLike)) else None
     if not isinstance(text, str):
         raise OptionError(f"the run's path is {url_or_path!r}. Nothing was changed. Name a folder, as text.")
+    return CompressedStore(_opened(text, options))
+
+
+def _opened(text: str, options: Mapping[str, Any] | None) -> Store:
     match = _SCHEME.match(text)
     if match is None:
         if not text:
@@ -64,8 +78,12 @@ def open_store(url_or_path: str | os.PathLike[str], options: Mapping[str, Any] |
 
 
 def give_options(url: str, options: Mapping[str, Any]) -> None:
-    """What stores of this URL, as a store gives it, are opened with from now on, in this process."""
-    _given[url] = dict(options)
+    """What stores of this URL, as a store gives it, are opened with from now on, in this process. Those that
+    are open go on with it: credentials may have been replaced. OptionError for options that cannot be."""
+    if options != _given.get(url):
+        for client in [*_clients.get(url, ())]:
+            client.renew({name: value for name, value in options.items() if name != upload_rate.OPTION})
+        _given[url] = dict(options)
 
 
 def options_of(url: str) -> dict[str, Any]:
@@ -104,13 +122,18 @@ def _rate_of(url: str) -> UploadRate:
     return _rates[url, ceiling]
 
 
+def _known(client: _Client) -> _Client:
+    _clients[client.url].add(client)
+    return client
+
+
 def _factory(url: str, scheme: str) -> Callable[[str], Store]:
     # Late, all of it: most runs are folders.
     if scheme in ("s3", "gs", "az"):
         from flashckpt.store.objects import ObjectStore
         from flashckpt.store.obstore_client import ObstoreClient
 
-        return lambda url: ObjectStore(ObstoreClient(url, _client_options(url)), _rate_of(url))
+        return lambda url: ObjectStore(_known(ObstoreClient(url, _client_options(url))), _rate_of(url))
     from importlib.metadata import entry_points
 
     for each in entry_points(group=ENTRY_POINTS, name=scheme):
@@ -119,5 +142,5 @@ def _factory(url: str, scheme: str) -> Callable[[str], Store]:
     from flashckpt.store.fsspec_client import FsspecClient
     from flashckpt.store.objects import ObjectStore
 
-    client = FsspecClient(url, _client_options(url))
+    client = _known(FsspecClient(url, _client_options(url)))
     return lambda url: ObjectStore(client, _rate_of(url))

@@ -49,12 +49,14 @@ class Capabilities:
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One name in a folder. `num_bytes` is the length of a file, 0 for a folder; `modified_s` the wall clock
-    of the store when it was written, 0 where it does not say."""
+    of the store when it was written, 0 where it does not say. `is_compressed`: it stands there in fewer
+    bytes, and is read as if it did not."""
 
     name: str
     is_folder: bool
     num_bytes: int
     modified_s: float = field(default=0.0, compare=False)
+    is_compressed: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +70,13 @@ class MemoryRange:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
     """Of the very bytes that were written: the digest of each leaf, in the layout's order, and 16 bytes for
-    each chunk. `direct`: they went past the page cache."""
+    each chunk. `direct`: they went past the page cache. `stored_bytes`: the length of the file where it
+    stands compressed, else None."""
 
     digests: array[int]
     checksums: bytes
     direct: bool = True
+    stored_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +178,10 @@ class Store(Protocol):
         """Write an image of `layout` from memory to a new file. Bytes and name are durable when this returns;
         after an error there is no such file. `progress`: 0, or the address of a u64 that grows by the bytes
         done. FileExistsError where the name is taken."""
+
+    def write_parts(self, path: str, parts: Iterable[bytes], most_bytes: int) -> None:
+        """Write a new file of pieces of any length, `most_bytes` together at most. Otherwise as
+        `write_shard`."""
 
     def read_ranges(
         self,

@@ -45,6 +45,7 @@ class FsspecClient:
         self._class = _file_system(url, scheme)
         self._root = str(self._class._strip_protocol(self._url)).rstrip("/")
         self._options = {**self._class._get_kwargs_from_urls(self._url), **(options or {})}
+        self._brief: FsspecClient | None = None
         self._way = _WAYS.get(scheme, ReadOnlyWay)()
         self._deadline_s = _BRIEF_DEADLINE_S if is_brief else _DEADLINE_S
         # Connections that nobody uses now: few may be used by two threads at once, and a beat of a trainer's
@@ -64,7 +65,15 @@ class FsspecClient:
         return self._way.refusal
 
     def brief(self) -> FsspecClient:
-        return FsspecClient(self._url, self._options, is_brief=True)
+        self._brief = self._brief or FsspecClient(self._url, self._options, is_brief=True)
+        return self._brief
+
+    def renew(self, options: Mapping[str, Any]) -> None:
+        """For connections that are made from now on."""
+        self._options = {**self._class._get_kwargs_from_urls(self._url), **options}
+        self._idle.clear()
+        if self._brief is not None:
+            self._brief.renew(options)
 
     def put(self, key: str, data: memoryview, *, mark: str | None) -> str | None:
         """No version: the times that file systems give are too coarse for one."""

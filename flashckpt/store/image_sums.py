@@ -1,18 +1,49 @@
-"""Digests and checksums of an image whose bytes come in pieces, for stores that no native engine reads.
-
-Owns how a digest is put together from pieces. Compares nothing: what the sums should be, its caller knows.
+"""A file whose bytes come in pieces: several read at once, sums of an image, the digest of a leaf. For stores
+that no native engine reads.
 """
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from array import array
-from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from flashckpt import _native
 from flashckpt.format.layout import Layout
+from flashckpt.format.parts import ShardRecord
+from flashckpt.store.base import Read
 
 _BLOCK = _native.BLOCK_BYTES
+
+
+def each_piece(
+    path: str,
+    num_bytes: int,
+    piece_bytes: int,
+    at_once: int,
+    read: Callable[[int, int], None],
+    cancel: int = 0,
+) -> None:
+    """`read(start, stop)` for each piece, on threads. The first error ends it, once those under way are done.
+    `cancel` as of `Store.read_ranges`."""
+    under_way: deque[Future[None]] = deque()
+    with ThreadPoolExecutor(at_once, thread_name_prefix="read") as pool:
+        try:
+            for start in range(0, num_bytes, piece_bytes):
+                if cancel and _native.load(cancel):
+                    raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED), path)
+                if len(under_way) == 2 * at_once:
+                    under_way.popleft().result()
+                under_way.append(pool.submit(read, start, min(start + piece_bytes, num_bytes)))
+            while under_way:
+                under_way.popleft().result()
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
 
 
 class LeafDigest:
@@ -67,47 +98,30 @@ class ImageSums:
     from several threads, each byte once; a piece begins at a chunk, and ends at one or with the image."""
 
     def __init__(self, layout: Layout, chunk_bytes: int) -> None:
-        self._layout, self._chunk_bytes = layout, chunk_bytes
+        self._chunk_bytes = chunk_bytes
         self._checksums = bytearray(16 * -(-layout.num_bytes // chunk_bytes))
-        order = sorted(range(len(layout.leaves)), key=lambda index: layout.leaves[index].offset)
-        # Leaves without bytes stand where the next one does, and have no piece.
-        self._order = [index for index in order if layout.leaves[index].num_bytes]
-        self._starts = [layout.data_start + layout.leaves[index].offset for index in self._order]
-        self._digests = array("Q", [_native.finish_digest(0, 0)]) * len(layout.leaves)
-        self._cut: dict[int, LeafDigest] = {}
-        self._lock = threading.Lock()
+        self._audit = _native.Audit(
+            num_bytes=layout.num_bytes,
+            chunk_bytes=chunk_bytes,
+            leaf_offsets=array("Q", [layout.data_start + leaf.offset for leaf in layout.leaves]),
+            leaf_sizes=array("Q", [leaf.num_bytes for leaf in layout.leaves]),
+        )
 
-    def add(self, offset: int, data: memoryview) -> None:
-        """Bytes that stand at `offset` of the image."""
-        for start in range(0, len(data), self._chunk_bytes):
-            # A chunk at a time: the second look at it finds it in the cache.
-            place, chunk = (
-                16 * ((offset + start) // self._chunk_bytes),
-                data[start : start + self._chunk_bytes],
-            )
-            self._checksums[place : place + 16] = _native.xxh3_128(chunk)
-            self._add_chunk(offset + start, chunk)
-
-    def _add_chunk(self, offset: int, data: memoryview) -> None:
-        address, stop = _native.address_of(data), offset + len(data)
-        for place in range(max(0, bisect_right(self._starts, offset) - 1), len(self._starts)):
-            index, begin = self._order[place], self._starts[place]
-            if begin >= stop:
-                return
-            num_bytes = self._layout.leaves[index].num_bytes
-            end = begin + num_bytes
-            if offset <= begin and end <= stop:
-                self._digests[index] = _native.digest(address + begin - offset, num_bytes)
-            elif end > offset:
-                with self._lock:
-                    leaf = self._cut.setdefault(index, LeafDigest(num_bytes))
-                leaf.add(max(0, offset - begin), data[max(0, begin - offset) : end - offset])
+    def add(self, offset: int, data: memoryview, into: memoryview | None = None) -> None:
+        """Bytes that stand at `offset` of the image. With `into` they are copied there on the way, and the
+        sums are those of the copy."""
+        found, place = self._audit.add(offset, data, into), 16 * (offset // self._chunk_bytes)
+        self._checksums[place : place + len(found)] = found
 
     def checksums(self) -> bytes:
         return bytes(self._checksums)
 
     def digests(self) -> array[int]:
         """In the layout's order, once all pieces have come."""
-        for index, leaf in self._cut.items():
-            self._digests[index] = leaf.value()
-        return self._digests
+        return array("Q", self._audit.digests())
+
+    def compared(self, shard: ShardRecord) -> Read:
+        """Once all of it has come: what was read, and which chunks are not those of its record."""
+        found, expected = self.checksums(), shard.checksums
+        bad = [i for i in range(len(found) // 16) if found[16 * i :][:16] != expected[16 * i :][:16]]
+        return Read(digests=self.digests(), bad_chunks=bad)

@@ -29,7 +29,7 @@ class Found:
 
 
 class Listing:
-    """Everything below `folder` at one moment."""
+    """Everything below `folder` at one moment. Whoever changes one has it alone."""
 
     def __init__(self, folder: str, found: Iterable[Found]) -> None:
         self._folder = folder
@@ -37,6 +37,12 @@ class Listing:
         self.count = 0
         for each in found:
             self.add(each)
+
+    def copy(self) -> Listing:
+        made = Listing(self._folder, ())
+        made.count = self.count
+        made._below.update({folder: dict(names) for folder, names in self._below.items()})
+        return made
 
     def covers(self, path: str) -> bool:
         return f"{path}/".startswith(f"{self._folder}/")

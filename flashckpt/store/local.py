@@ -8,7 +8,6 @@ files. See docs/commit.md.
 from __future__ import annotations
 
 import builtins
-import ctypes
 import errno
 import mmap
 import os
@@ -33,74 +32,7 @@ from flashckpt.store.base import (
     split,
     too_long,
 )
-
-_RENAME_NOREPLACE = 1
-
-
-def _libc_renameat2() -> Callable[..., int] | None:
-    try:
-        function = ctypes.CDLL(None, use_errno=True).renameat2
-    except (OSError, AttributeError):
-        return None
-    function.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
-    function.restype = ctypes.c_int
-    return function
-
-
-_renameat2 = _libc_renameat2()
-
-
-class System:
-    """Names are relative to `folder`, an open directory. All raise OSError."""
-
-    def create(self, name: str, folder: int) -> int:
-        """A new empty file, open for writing."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        return os.open(name, flags, 0o644, dir_fd=folder)
-
-    def write(self, file: int, data: memoryview) -> int:
-        return os.write(file, data)
-
-    def write_shard(
-        self, path: str, source: int, offset: int, num_bytes: int, **how: Any
-    ) -> tuple[bytes, bytes, bool]:
-        """A new file of a region's bytes, written and synced: see `_native.write_file`."""
-        return _native.write_file(path, source, offset, num_bytes, **how)
-
-    def sync(self, file: int) -> None:
-        os.fsync(file)
-
-    def sync_folder(self, folder: int) -> None:
-        try:
-            os.fsync(folder)
-        except OSError as error:
-            # A file system that has no such thing for folders says EINVAL: there is nothing more to ask.
-            if error.errno != errno.EINVAL:
-                raise
-
-    def link(self, source: str, target: str, source_folder: int, target_folder: int) -> None:
-        os.link(source, target, src_dir_fd=source_folder, dst_dir_fd=target_folder, follow_symlinks=False)
-
-    def rename(self, source: str, target: str, folder: int) -> None:
-        os.rename(source, target, src_dir_fd=folder, dst_dir_fd=folder)
-
-    def rename_new(self, source: str, target: str, folder: int) -> None:
-        """Rename unless the target is taken (FileExistsError)."""
-        if _renameat2 is None:
-            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), target)
-        if _renameat2(folder, os.fsencode(source), folder, os.fsencode(target), _RENAME_NOREPLACE):
-            code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code), target)
-
-    def make_folder(self, name: str, folder: int) -> None:
-        os.mkdir(name, 0o755, dir_fd=folder)
-
-    def remove(self, name: str, folder: int) -> None:
-        os.unlink(name, dir_fd=folder)
-
-    def remove_folder(self, name: str, folder: int) -> None:
-        os.rmdir(name, dir_fd=folder)
-
+from flashckpt.store.system import System
 
 _Found = TypeVar("_Found")
 
@@ -300,6 +232,22 @@ class LocalStore:
 
         return self._in_folder(path, write_in)
 
+    def write_parts(self, path: str, parts: Iterable[bytes], most_bytes: int) -> None:
+        # The pieces come once: nothing of them is taken where the folder is still to be made.
+        file = self._in_folder(path, self._system.create)
+        try:
+            for part in parts:
+                self._write(file, part)
+            self._system.sync(file)
+            with self._folder(split(path)[:-1]) as folder:
+                self._system.sync_folder(folder)
+        except BaseException:
+            with suppress(OSError):
+                self.remove(path)
+            raise
+        finally:
+            os.close(file)
+
     def read_ranges(
         self,
         path: str,
@@ -459,9 +407,7 @@ class LocalStore:
         temporary = f".{name}.{secrets.token_hex(8)}{_TEMPORARY}"
         file = self._system.create(temporary, folder)
         try:
-            rest = memoryview(data)
-            while rest:
-                rest = rest[self._system.write(file, rest) :]
+            self._write(file, data)
             if durable:
                 # A name must never stand for bytes that a power loss can still take.
                 self._system.sync(file)
@@ -472,6 +418,11 @@ class LocalStore:
         finally:
             os.close(file)
         return temporary
+
+    def _write(self, file: int, data: bytes) -> None:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[self._system.write(file, rest) :]
 
     def _publish(self, temporary: str, name: str, data: bytes, folder: int) -> bool:
         try:

@@ -10,15 +10,14 @@ from __future__ import annotations
 import builtins
 import errno
 import math
-import mmap
 import os
 import secrets
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Protocol
+from itertools import chain
+from typing import Any, Protocol
 
 from flashckpt import _native
 from flashckpt.errors import DamagedError, RunError
@@ -34,12 +33,14 @@ from flashckpt.store.base import (
     split,
     too_long,
 )
-from flashckpt.store.image_sums import ImageSums
+from flashckpt.store.image_sums import ImageSums, each_piece
 from flashckpt.store.listing import LARGEST_RECENT, Found, Listing, RecentObjects
 from flashckpt.store.upload_rate import UploadRate
 
 PART_BYTES = 16 << 20
 """Of an upload, and of a ranged read: whole chunks. Larger where a shard would have too many of them."""
+COMPRESSED_PART_BYTES = 8 << 20
+"""Of what is made while it is sent: parts on their way are memory of this process."""
 _MOST_PARTS = 10_000
 _AT_ONCE = 8
 _TRIES = 8
@@ -72,6 +73,10 @@ class ObjectClient(Protocol):
 
     def brief(self) -> ObjectClient:
         """One like it that tries for some seconds only."""
+
+    def renew(self, options: Mapping[str, Any]) -> None:
+        """Requests from now on are made with these options, those of what `brief` has given, too. OptionError
+        for what cannot be, and then nothing has changed."""
 
     def put(self, key: str, data: memoryview, *, mark: str | None) -> str | None:
         """One request; the version of what stands there now, empty where the server names none. With a mark,
@@ -278,6 +283,25 @@ class ObjectStore:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
         return Written(digests=sums.digests(), checksums=sums.checksums())
 
+    def write_parts(self, path: str, parts: Iterable[bytes], most_bytes: int) -> None:
+        key, part_bytes = _key(path), _part_bytes(most_bytes, COMPRESSED_PART_BYTES)
+        rest, first = self._paced(parts), list[bytes]()
+        for part in rest:
+            first.append(part)
+            if sum(map(len, first)) > part_bytes:
+                break
+        if sum(map(len, first)) <= part_bytes:
+            is_new = self._create(key, memoryview(b"".join(first)))
+        elif is_new := not self.exists(path):
+            self._client.upload(key, map(memoryview, chain(first, rest)), part_bytes)
+        if not is_new:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+
+    def _paced(self, parts: Iterable[bytes]) -> Iterator[bytes]:
+        for part in parts:
+            self._rate.wait_for(len(part))
+            yield part
+
     def read_ranges(
         self,
         path: str,
@@ -295,20 +319,14 @@ class ObjectStore:
 
         def fetch(start: int, stop: int) -> None:
             data = self._range(path, start, stop)
-            if into is not None:
-                # What is checked is what the caller will use.
-                into[start:stop] = data
-                data = into[start:stop]
-            sums.add(start, data)
+            # What is checked is what the caller will use.
+            sums.add(start, data, None if into is None else into[start:stop])
             if progress:
                 _native.fetch_add(progress, stop - start)
 
         step = max(1, PART_BYTES // shard.chunk_bytes) * shard.chunk_bytes
-        ranges = ((start, min(start + step, size)) for start in range(0, size, step))
-        _all_of(fetch, ranges, lambda: bool(cancel and _native.load(cancel)), path)
-        found = sums.checksums()
-        bad = [i for i in range(len(found) // 16) if found[16 * i :][:16] != shard.checksums[16 * i :][:16]]
-        return Read(digests=sums.digests(), bad_chunks=bad)
+        each_piece(path, size, step, _AT_ONCE, fetch, cancel)
+        return sums.compared(shard)
 
     def read_bytes(self, path: str, offset: int, num_bytes: int) -> bytes:
         return bytes(self._range(path, offset, offset + num_bytes))
@@ -324,8 +342,7 @@ class ObjectStore:
         def fetch(start: int, stop: int) -> None:
             memory[start:stop] = self._range(path, start, stop)
 
-        starts = range(0, num_bytes, PART_BYTES)
-        _all_of(fetch, ((start, min(start + PART_BYTES, num_bytes)) for start in starts), lambda: False, path)
+        each_piece(path, num_bytes, PART_BYTES, _AT_ONCE, fetch)
         return memory
 
     def _range(self, path: str, start: int, stop: int) -> memoryview:
@@ -345,6 +362,7 @@ class _Look(ObjectStore):
         when, listing = self._walked.get(recent, (-math.inf, None))
         is_recent = listing is not None and time.monotonic() - when < RECENT_S
         self._listings = [listing] if listing is not None and is_recent else []
+        self._are_own = False
 
     def list(self, folder: str) -> builtins.list[Entry]:
         return self._listing(folder).entries(_key(folder)) if folder else super().list(folder)
@@ -384,12 +402,19 @@ class _Look(ObjectStore):
         key, began = _key(folder), time.monotonic()
         found = Listing(key, self._client.walk(f"{key}/"))
         self._listings.append(found)
+        self._are_own = False
         if "/" not in key and found.count <= _MOST_WALKED:
             self._walked[key] = began, found
         return found
 
+    def _own(self) -> builtins.list[Listing]:
+        """To be changed: looks of other threads may have the same ones, which stay as they are."""
+        if not self._are_own:
+            self._listings, self._are_own = [each.copy() for each in self._listings], True
+        return self._listings
+
     def _made(self, found: Found) -> None:
-        for each in self._listings:
+        for each in self._own():
             if each.covers(found.key):
                 each.add(found)
 
@@ -415,7 +440,7 @@ class _Look(ObjectStore):
         gone = [*paths]
         super().remove_files(gone)
         for path in gone:
-            for each in self._listings:
+            for each in self._own():
                 each.remove(path)
 
     def remove_tree(self, path: str) -> None:
@@ -427,9 +452,9 @@ def _key(path: str) -> str:
     return "/".join(split(path))
 
 
-def _part_bytes(num_bytes: int) -> int:
+def _part_bytes(num_bytes: int, usual: int = PART_BYTES) -> int:
     least = -(-num_bytes // _MOST_PARTS)
-    return max(PART_BYTES, -(-least // CHUNK_BYTES) * CHUNK_BYTES)
+    return max(usual, -(-least // CHUNK_BYTES) * CHUNK_BYTES)
 
 
 def _parts(
@@ -440,34 +465,9 @@ def _parts(
     for start in range(0, num_bytes, part_bytes):
         size, begin = min(part_bytes, num_bytes - start), source.offset + start
         rate.wait_for(size)
-        how = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # else a fault for each page
-        window = mmap.mmap(source.descriptor, size, how, mmap.PROT_READ, offset=begin)
         # Its sums are those of the very memory that is sent.
-        part = memoryview(window)
+        part = memoryview(_native.Mapping(source.descriptor, begin, size))
         sums.add(start, part)
         yield part
         if progress:
             _native.fetch_add(progress, size)
-
-
-def _all_of(
-    fetch: Callable[[int, int], None],
-    ranges: Iterator[tuple[int, int]],
-    is_cancelled: Callable[[], bool],
-    path: str,
-) -> None:
-    """Fetch ranges, some at once. The first error ends it, once those under way are done."""
-    under_way: deque[Future[None]] = deque()
-    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="fetch") as pool:
-        try:
-            for start, stop in ranges:
-                if is_cancelled():
-                    raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED), path)
-                if len(under_way) == 2 * _AT_ONCE:
-                    under_way.popleft().result()
-                under_way.append(pool.submit(fetch, start, stop))
-            while under_way:
-                under_way.popleft().result()
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise

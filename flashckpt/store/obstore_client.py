@@ -10,6 +10,7 @@ import builtins
 import errno
 import os
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -35,6 +36,8 @@ _AT_ONCE = 8
 _SMALL = 1 << 20
 # Its parts of 16 MiB share a line of 100 kB/s.
 _UPLOAD_S = _AT_ONCE * (16 << 20) / 100e3
+# On a line that has proved to be faster, so many times what a part took there, and no less than that.
+_SLOWER, _LEAST_UPLOAD_S = 20.0, 120.0
 
 
 class ObstoreClient:
@@ -47,18 +50,30 @@ class ObstoreClient:
     """
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, is_brief: bool = False) -> None:
-        self._url, self._options = url.rstrip("/"), dict(options or {})
-        self._obstore = _obstore(url)
-        if is_brief:
-            self._store = self._open(_BRIEF_DEADLINE_S, _BRIEF_PAUSE_S, timeout=_BRIEF_DEADLINE_S)
-            self._uploads = self._store
-        else:
-            tries = _DEADLINE_S, _LONGEST_PAUSE_S
-            self._store = self._open(*tries, timeout=_UPLOAD_S, read_timeout=_SILENT_S)
-            self._uploads = self._open(*tries, timeout=_UPLOAD_S)
+        self._url, self._is_brief = url.rstrip("/"), is_brief
+        self._brief: ObstoreClient | None = None
+        self._obstore, self._has_bucket = _obstore(url), False
+        self.renew(options or {})
+
+    def renew(self, options: Mapping[str, Any]) -> None:
+        before = getattr(self, "_options", {})
+        self._options, tries = dict(options), (_DEADLINE_S, _LONGEST_PAUSE_S)
+        try:
+            if self._is_brief:
+                store = uploads = self._open(_BRIEF_DEADLINE_S, _BRIEF_PAUSE_S, timeout=_BRIEF_DEADLINE_S)
+            else:
+                store = self._open(*tries, timeout=_UPLOAD_S, read_timeout=_SILENT_S)
+                uploads = self._open(*tries, timeout=_UPLOAD_S)
+        except OptionError:
+            self._options = before
+            raise
+        self._store, self._uploads, self._upload_s = store, uploads, _UPLOAD_S
+        if self._brief is not None:
+            self._brief.renew(options)
 
     def brief(self) -> ObstoreClient:
-        return ObstoreClient(self._url, self._options, is_brief=True)
+        self._brief = self._brief or ObstoreClient(self._url, self._options, is_brief=True)
+        return self._brief
 
     @property
     def url(self) -> str:
@@ -86,7 +101,9 @@ class ObstoreClient:
         store = self._store if len(data) <= _SMALL else self._uploads
         with _told(key, self._url, writes=True):
             try:
-                return _version(self._obstore.put(store, key, data, **how))
+                version = _version(self._obstore.put(store, key, data, **how))
+                self._has_bucket = True
+                return version
             except self._obstore.exceptions.AlreadyExistsError:
                 return None
 
@@ -96,20 +113,36 @@ class ObstoreClient:
             return str(found.attributes.get(_MARK, ""))
 
     def upload(self, key: str, parts: Iterable[memoryview], part_bytes: int) -> None:
-        with _told(key, self._url, writes=True):
-            self._obstore.put(
-                self._uploads,
-                key,
-                parts,
-                use_multipart=True,
-                chunk_size=part_bytes,
-                max_concurrency=_AT_ONCE,
-            )
+        how: dict[str, Any] = {"use_multipart": True, "chunk_size": part_bytes, "max_concurrency": _AT_ONCE}
+        began_s, sizes = time.monotonic(), list[int]()
+
+        def counted() -> Iterator[memoryview]:
+            for part in parts:
+                sizes.append(len(part))
+                yield part
+
+        try:
+            with _told(key, self._url, writes=True):
+                self._obstore.put(self._uploads, key, counted(), **how)
+        except BaseException:
+            # The line may have become slower: the next try has all the time.
+            self._limit_uploads(_UPLOAD_S)
+            raise
+        part_s = (time.monotonic() - began_s) * min(1.0, _AT_ONCE / max(1, len(sizes)))
+        self._limit_uploads(min(max(_SLOWER * part_s, _LEAST_UPLOAD_S), _UPLOAD_S))
+
+    def _limit_uploads(self, limit_s: float) -> None:
+        """How long a part may take. Nobody tells of a server that is gone without a word, and silence while a
+        part is sent is none of the server's."""
+        if not self._upload_s / 2 <= limit_s <= self._upload_s * 2:
+            self._uploads = self._open(_DEADLINE_S, _LONGEST_PAUSE_S, timeout=limit_s)
+            self._upload_s = limit_s
 
     def get(self, key: str, max_bytes: int) -> tuple[memoryview | int, str]:
         with _told(key, self._url):
             found = self._obstore.get(self._store, key)
             size: int = found.meta["size"]
+            self._has_bucket = True
             return size if size > max_bytes else memoryview(found.bytes()), _version(found.meta)
 
     def get_range(self, key: str, start: int, stop: int) -> memoryview:
@@ -117,9 +150,16 @@ class ObstoreClient:
             return memoryview(self._obstore.get_range(self._store, key, start=start, end=stop))
 
     def size(self, key: str) -> int:
-        with _told(key, self._url):
-            size: int = self._obstore.head(self._store, key)["size"]
-            return size
+        try:
+            with _told(key, self._url):
+                size: int = self._obstore.head(self._store, key)["size"]
+                return size
+        except FileNotFoundError:
+            # No words come with that: the bucket may be what is not there.
+            if not self._has_bucket:
+                self.list(f"{key}/")
+                self._has_bucket = True
+            raise
 
     def list(self, prefix: str) -> builtins.list[Entry]:
         with _told(prefix, self._url):
@@ -265,7 +305,7 @@ def _as_os_error(error: Exception, key: str, writes: bool) -> OSError:
     code = status[1] if status else ""
     if code == "507" or re.search("QuotaExceeded|InsufficientCapacity|EntityTooLarge", text):
         return OSError(errno.ENOSPC, _first_line(error), key)
-    if kind in ("PermissionDeniedError", "UnauthenticatedError"):
+    if kind in ("PermissionDeniedError", "UnauthenticatedError") or code in ("401", "403"):
         return PermissionError(errno.EACCES, _first_line(error), key)
     if writes and not code.startswith("4"):
         return UncertainError(errno.EIO, _first_line(error), key)

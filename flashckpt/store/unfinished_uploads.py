@@ -17,6 +17,8 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from flashckpt.store.base import Store
+from flashckpt.store.compressed_file import plain_name
+from flashckpt.store.compressed_store import below
 from flashckpt.store.objects import ObjectStore
 from flashckpt.store.obstore_client import ENDPOINTS, ObstoreClient
 
@@ -29,11 +31,13 @@ class UploadsUnknownError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """`path` is that of the file in the run; `age_s` by the server's clock alone."""
+    """`path` is that of the file in the run, also where it was to stand compressed; `age_s` by the server's
+    clock alone."""
 
     path: str
     age_s: float
     upload_id: str
+    key: str
 
 
 class UnfinishedUploads:
@@ -54,14 +58,17 @@ class UnfinishedUploads:
                 now = parsedate_to_datetime(page["ResponseMetadata"]["HTTPHeaders"]["date"])
                 for each in page.get("Uploads", ()):
                     age_s = (now - each["Initiated"]).total_seconds()
-                    found.append(Upload(each["Key"].removeprefix(self._prefix), age_s, each["UploadId"]))
+                    path = each["Key"].removeprefix(self._prefix)
+                    folder, separator, name = path.rpartition("/")
+                    name, _ = plain_name(name) or (name, 0)
+                    found.append(Upload(folder + separator + name, age_s, each["UploadId"], each["Key"]))
         return found
 
     def abort(self, upload: Upload) -> None:
         """Its parts go; one that has ended meanwhile is left as it is. OSError."""
         try:
             self._client.abort_multipart_upload(
-                Bucket=self._bucket, Key=f"{self._prefix}{upload.path}", UploadId=upload.upload_id
+                Bucket=self._bucket, Key=upload.key, UploadId=upload.upload_id
             )
         except self._client.exceptions.NoSuchUpload:
             pass
@@ -71,6 +78,7 @@ class UnfinishedUploads:
 
 def unfinished_uploads(store: Store) -> UnfinishedUploads | None:
     """None where a store has no such thing. UploadsUnknownError where it has, and cannot be asked."""
+    store = below(store)
     client = store.client if isinstance(store, ObjectStore) else None
     if not isinstance(client, ObstoreClient) or not store.url.lower().startswith("s3://"):
         return None

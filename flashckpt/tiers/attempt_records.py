@@ -30,12 +30,11 @@ class AttemptRecords:
         """None where the claim is gone with its attempt. DamagedError."""
         try:
             attempts.read_claim(store, name)
-            claim = store.read(claim_path(name.number), Claim.MAX_BYTES)
+            claim, start = store.read(claim_path(name.number), Claim.MAX_BYTES), b""
+            if attempts.read_start(store, name) is not None:
+                start = store.read(start_path(name), Start.MAX_BYTES)
         except FileNotFoundError:
             return None
-        start = b""
-        if attempts.read_start(store, name) is not None:
-            start = store.read(start_path(name), Start.MAX_BYTES)
         alive = attempts.alive(store, name)
         return cls(name, claim, start, "" if alive is None else alive.ended)
 

@@ -14,6 +14,7 @@ from flashckpt.commit.steps import read_manifest
 from flashckpt.errors import DamagedError, NoSuchStepError, RunError
 from flashckpt.format.names import AttemptName
 from flashckpt.format.records import Manifest
+from flashckpt.options import Compress
 from flashckpt.store.base import Store
 from flashckpt.tiers.step_copy import Copied, Outcome, StepCopier
 
@@ -60,11 +61,12 @@ def copy_run(
     attempt: AttemptName | None = None,
     all_steps: bool = False,
     threads: int = 2,
+    compress: Compress = "none",
     progress: Progress = lambda done, total: None,
     may_supersede: Callable[[], None] = lambda: None,
 ) -> RunCopy:
     """Copy a committed step: the one that a resume would take, or `step`; with `all_steps` every visible one.
-    What is there already is not sent again.
+    What is there already is not sent again. `compress`: see `Compression`.
 
     Of one step all errors are raised; with `all_steps` a damaged one is told of, the others are copied, and
     one that is deleted meanwhile is left out. RunError where the target holds another run, or has gone on by
@@ -81,7 +83,12 @@ def copy_run(
         )
     word = array("Q", [0])
     copier = StepCopier(
-        source, target, threads=threads, progress=_native.address_of(word), may_supersede=may_supersede
+        source,
+        target,
+        threads=threads,
+        progress=_native.address_of(word),
+        compress=compress,
+        may_supersede=may_supersede,
     )
 
     def deed() -> list[StepResult]:

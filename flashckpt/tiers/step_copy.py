@@ -24,17 +24,21 @@ from flashckpt.commit.lineage import VisibleStep, has_manifest
 from flashckpt.commit.steps import (
     Committed,
     StepRecord,
+    check_constants,
     missing_files,
     publish_manifest,
     read_manifest,
     read_step,
+    stands_compressed,
 )
 from flashckpt.commit.verification import verify_file
 from flashckpt.errors import DamagedError, NoSuchStepError, RunError
 from flashckpt.format.layout import PAGE
-from flashckpt.format.names import AttemptName, attempt_folder, manifest_path, step_attempt_folder
+from flashckpt.format.names import AttemptName, manifest_path, step_attempt_folder
 from flashckpt.format.records import CHUNK_BYTES, Contents, Manifest, Part, RankRecord, Tombstone, manifest_of
+from flashckpt.options import Compress
 from flashckpt.store.base import LengthError, MemoryRange, Read, Store, Written
+from flashckpt.store.compressed_store import compressing
 from flashckpt.tiers.attempt_records import bring, check_one_history, needed
 
 _TRIES = 4
@@ -62,7 +66,8 @@ class Copied:
 
 class StepCopier:
     """Copies steps of one run. `progress`: 0, or the address of a u64 that grows by the bytes that are done
-    with, sent or found there. `may_supersede` as for `check_one_history`."""
+    with, sent or found there. `compress`: whether shards stand compressed in the target, see `Compression`.
+    `may_supersede` as for `check_one_history`."""
 
     def __init__(
         self,
@@ -71,9 +76,11 @@ class StepCopier:
         *,
         threads: int = 2,
         progress: int = 0,
+        compress: Compress = "none",
         may_supersede: Callable[[], None] = lambda: None,
     ) -> None:
-        self._source, self._target = source, target
+        self._source, self._plain, self._compressing = source, target, compressing(target, compress)
+        self._target = target
         self._threads, self._progress, self._may_supersede = threads, progress, may_supersede
         self._known: dict[str, Contents] = {}  # constants that stand in the target, by their path
         # Attempts whose records are alike in both, with all that the newest went on from: they never change.
@@ -100,11 +107,24 @@ class StepCopier:
                 ) from None
             raise
 
+    def bring_lineage(self) -> None:
+        """Bring the records of the newest attempt that has started in the source, and of those behind it,
+        though it may have no step yet: who has gone on many times since the last copy is still known there.
+        RunError as of `copy`."""
+        newest = newest_started(self._source)
+        if newest is not None and (newest, newest) not in self._alike:
+            records = needed(self._source, newest)
+            check_one_history(self._source, self._target, records, self._may_supersede)
+            bring(self._target, records)
+            self._alike.add((newest, newest))
+
     def _copied(self, step: int, attempt: AttemptName) -> Copied:
         record, path = read_step(self._source, step, attempt), manifest_path(step, attempt)
         data = self._source.read(path, Manifest.MAX_BYTES)
         if manifest_of(data, path) != record.manifest:
             raise _damaged(self._source, path, "it has changed while it was read", step)
+        # The rows of a manifest of the first format have no meaning in another one.
+        self._target = self._compressing if record.manifest.format > 1 else self._plain
         lineage = newest_started(self._source), attempt
         records = [] if lineage in self._alike else needed(self._source, attempt)
         check_one_history(self._source, self._target, records, self._may_supersede)
@@ -115,11 +135,11 @@ class StepCopier:
         self._alike.add(lineage)
         crashpoints.point("copy.records")
         if outcome is Outcome.COPIED:
-            outcome = self._publish(record.manifest, data)
+            outcome = self._publish(*self._as_it_stands(record.manifest, data))
         if outcome is Outcome.COPIED:
             outcome = self._completed(record)
         if self._target.capabilities.rename:
-            self._clear(step, attempt)
+            self._clear(record.manifest)
         sizes = [*record.manifest.shards, *record.manifest.constants]
         return Copied(
             step=step,
@@ -140,14 +160,26 @@ class StepCopier:
             return Outcome.BURIED
         if found is not None and found != manifest:
             raise self._in_its_place(path, manifest.step)
+        if found is not None and not found.compressed:
+            self._target = self._plain  # what is put back is what its manifest says
         return (
             Outcome.THERE if found is not None and not missing_files(self._target, found) else Outcome.COPIED
         )
 
+    def _as_it_stands(self, manifest: Manifest, data: bytes) -> tuple[Manifest, bytes]:
+        """The manifest for the target, where other files may be compressed than in the source."""
+        is_compressed = stands_compressed(self._target, self._target, manifest)
+        if is_compressed == manifest.compressed:
+            return manifest, data
+        manifest = replace(manifest, compressed=is_compressed)
+        return manifest, manifest.to_bytes()
+
     def _publish(self, manifest: Manifest, data: bytes) -> Outcome:
         path = manifest_path(manifest.step, manifest.attempt)
-        if missing := missing_files(self._target, manifest):
+        look = self._target.at_once()
+        if missing := missing_files(look, manifest):
             raise self._gone(missing[0], manifest.step)
+        check_constants(look, manifest)
         try:
             committed = publish_manifest(self._target, manifest, data)
         except DamagedError as error:
@@ -180,9 +212,9 @@ class StepCopier:
         folder = step_attempt_folder(record.step, record.attempt)
         path = f"{folder}/{part.file}"
         is_there = self._has_part(path, data, record.step)
-        sizes = {f"{folder}/{each.name}": each.num_bytes for each in self._target.list(folder)}
-        above = attempt_folder(record.attempt)
-        sizes |= {f"{above}/{each.name}": each.num_bytes for each in self._target.list(above)}
+        paths = [file for rank in part.ranks for file, _ in record.files(rank.rank)]
+        folders = {file.rpartition("/")[0] for file in paths}
+        sizes = {f"{each}/{e.name}": e.num_bytes for each in folders for e in self._target.list(each)}
         for rank in part.ranks:
             for file, contents in record.files(rank.rank):
                 self._send(record, rank, file, contents, sizes.get(file))
@@ -212,8 +244,7 @@ class StepCopier:
             self._known.pop(path, None)
         is_there = size is not None or self._has_linked(path, contents)
         if not is_there:
-            self._write(path, contents, record.step)
-            self._sent_bytes += num_bytes
+            self._sent_bytes += self._write(path, contents, record.step)
         elif size is not None:
             is_known = self._known.get(path) == contents or path in self._compared
             if not (is_known and size == num_bytes) and not self._is_whole(path, contents):
@@ -239,42 +270,42 @@ class StepCopier:
             raise OSError(errno.EIO, detail, f"{self._target.url}/{path}")
         return status == "ok"
 
-    def _write(self, path: str, contents: Contents, step: int) -> None:
-        """A local file gets its name once its bytes were compared; an object has its name at once."""
+    def _write(self, path: str, contents: Contents, step: int) -> int:
+        """The bytes that were sent. A local file gets its name once its bytes were compared; an object has
+        its name at once."""
         is_beside = self._target.capabilities.rename
         with self._image(path, contents, step) as descriptor:
             for _ in range(_TRIES):
                 if is_beside:
-                    if self._write_beside(path, contents, descriptor, step):
-                        return
+                    if sent_bytes := self._write_beside(path, contents, descriptor, step):
+                        return sent_bytes
                 else:
                     with suppress(FileExistsError):
-                        self._write_as(path, path, contents, descriptor, step)
-                        return
+                        return self._write_as(path, path, contents, descriptor, step)
                 if self._target.exists(path):
                     # Of another copier, or of one that is dead.
                     if not self._is_whole(path, contents):
                         raise self._in_its_place(path, step)
-                    return
+                    return 0
                 is_beside = False
         raise self._gone(path, step)
 
-    def _write_beside(self, path: str, contents: Contents, descriptor: int, step: int) -> bool:
-        """False where the name is taken meanwhile, or there are no links."""
+    def _write_beside(self, path: str, contents: Contents, descriptor: int, step: int) -> int:
+        """The bytes that were sent; 0 where the name is taken meanwhile, or there are no links."""
         folder, _, name = path.rpartition("/")
         temporary = f"{folder}/.{name}.{secrets.token_hex(8)}.tmp"
         try:
-            self._write_as(temporary, path, contents, descriptor, step)
+            sent_bytes = self._write_as(temporary, path, contents, descriptor, step)
             crashpoints.point("copy.written")
-            return self._target.copy(temporary, path)
+            return sent_bytes if self._target.copy(temporary, path) else 0
         except FileNotFoundError:
             # Another copier has put the same file there, and cleared up.
-            return False
+            return 0
         finally:
             with suppress(OSError):
                 self._target.remove(temporary)
 
-    def _write_as(self, name: str, path: str, contents: Contents, descriptor: int, step: int) -> None:
+    def _write_as(self, name: str, path: str, contents: Contents, descriptor: int, step: int) -> int:
         written = self._target.write_shard(
             name,
             contents.layout(),
@@ -289,6 +320,7 @@ class StepCopier:
             with suppress(OSError):
                 self._target.remove(name)
             raise
+        return contents.shard.num_bytes if written.stored_bytes is None else written.stored_bytes
 
     def _unlike(self, name: str, contents: Contents, written: Written) -> str:
         """What is wrong with what was written, in words."""
@@ -336,9 +368,9 @@ class StepCopier:
                 view.release()
         return _words(found, contents)
 
-    def _clear(self, step: int, attempt: AttemptName) -> None:
+    def _clear(self, manifest: Manifest) -> None:
         """What copiers that were killed left of files that stand now."""
-        for folder in (step_attempt_folder(step, attempt), attempt_folder(attempt)):
+        for folder in _folders(manifest):
             with suppress(OSError):
                 names = {each.name for each in self._target.list(folder)}
                 for name in names:
@@ -363,6 +395,11 @@ class StepCopier:
             step=step,
             path=path,
         )
+
+
+def _folders(manifest: Manifest) -> set[str]:
+    """Where the shards and the constants of a step are."""
+    return {path.rpartition("/")[0] for path in manifest.paths()}
 
 
 def _words(found: Read, contents: Contents) -> str:

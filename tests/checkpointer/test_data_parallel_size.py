@@ -442,10 +442,10 @@ def test_random_numbers_of_a_rank_that_is_new() -> None:
         torch.manual_seed(seed)
         states.append(rng.capture())
     values = dict(enumerate(states))
-    assert merged_rng(values, 0) == states[0]
-    assert merged_rng(values, 1) == states[1]
-    new = [merged_rng(values, rank) for rank in (2, 3, 4)]
-    assert new[0] == merged_rng(values, 2)
+    assert merged_rng(values, 0, 2) == states[0]
+    assert merged_rng(values, 1, 2) == states[1]
+    new = [merged_rng(values, rank, 2) for rank in (2, 3, 4)]
+    assert new[0] == merged_rng(values, 2, 2)
     for name in states[0]:
         common = states[0][name] == states[1][name]
         found = [each[name] for each in (*states, *new)]
@@ -457,7 +457,7 @@ def test_random_numbers_of_a_rank_that_is_new() -> None:
     assert torch.equal(torch.rand(3), drawn)
     rng.restore(before)
     devices = {rank: {**state, "cuda": [bytes([rank]) * 16]} for rank, state in values.items()}
-    [device] = merged_rng(devices, 2)["cuda"]
+    [device] = merged_rng(devices, 2, 2)["cuda"]
     assert device not in (bytes(16), bytes([1]) * 16)
     assert device[8:] == bytes(8)
 

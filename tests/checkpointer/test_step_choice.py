@@ -234,7 +234,7 @@ def test_a_storage_that_goes_away_as_a_whole_stops_the_resume(
 def test_a_step_of_a_newer_format_is_not_left_behind(run: Path) -> None:
     def newer(data: bytes) -> bytes:
         head, between, _ = data.rpartition(b',"checksum":"')
-        head = head.replace(b'"format":2', b'"format":4', 1)
+        head = head.replace(b'"format":2', b'"format":9', 1)
         return head + between + xxh3_128(head).hex().encode() + b'"}\n'
 
     rewrite_part(run, newer)

@@ -324,6 +324,28 @@ def test_what_is_committed_on_this_nodes_disk_alone_is_not_called_safe(
             outcome = Outcome(True, newest)
             monkeypatch.setattr(pacing, "outcome", lambda ordinal, until_s, found=outcome: found)
             monkeypatch.setattr(OwnPace, "committed", common)
+            monkeypatch.setattr(OwnPace, "failed", newest)
             error = waited(checkpointer)
             assert isinstance(error, PersistError) is not is_safe, error
         monkeypatch.undo()
+
+
+@pytest.mark.parametrize("failed", [6, 7])
+def test_another_nodes_disk_is_given_minutes_unless_it_fails(
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch, failed: int
+) -> None:
+    """It writes unseen, for longer than keepers that make no progress are waited for."""
+    with attached(tmp_path / "run", grace="1s") as checkpointer:
+        pacing, session = checkpointer._pacing, checkpointer._session
+        monkeypatch.setattr(session, "ranks", (range(1),))
+        monkeypatch.setattr(session, "loaded", VisibleStep(3, session.attempt))
+        monkeypatch.setattr(pacing, "is_settled", lambda ordinal: True)
+        monkeypatch.setattr(pacing, "is_persisted", lambda ordinal: True)
+        monkeypatch.setattr(pacing, "outcome", lambda ordinal, until_s: Outcome(True, 7))
+        monkeypatch.setattr(OwnPace, "failed", failed)
+        later = threading.Timer(1.5, lambda: monkeypatch.setattr(OwnPace, "committed", (7,)))
+        if failed < 7:
+            later.start()
+        error = waited(checkpointer)
+        monkeypatch.undo()
+    assert isinstance(error, PersistError) is (failed == 7), error

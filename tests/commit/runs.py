@@ -10,6 +10,7 @@ import numpy as np
 
 from flashckpt import _native
 from flashckpt.commit import attempts as attempts_module
+from flashckpt.commit import constants as constants_module
 from flashckpt.commit import lineage
 from flashckpt.commit import steps as steps_module
 from flashckpt.commit.attempts import open_run
@@ -117,9 +118,13 @@ def part_of(
 
 
 def constants_of(store: Store, attempt: AttemptName, rank: int) -> Contents:
-    """The constants shard of a rank, written unless it is there."""
+    """The constants shard of a rank: that which the newest steps name, else one of this attempt, written
+    unless it is there."""
     file = constants_name(rank, 1)
     image, contents = contents_of(file, {"frozen.weight": np.arange(8, dtype="float64") + rank})
+    for _, found in constants_module.named(store, attempt, rank):
+        if found.digests == contents.digests and constants_module.is_there(store, attempt, found):
+            return found
     path = f"{attempt_folder(attempt)}/{file}"
     if not store.exists(path):
         write_shard(store, path, image, contents.layout())

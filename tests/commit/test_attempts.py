@@ -161,7 +161,7 @@ def test_a_newer_format_says_to_upgrade(tmp_path: Path) -> None:
     data = dump({"kind": "run", "run_id": "0" * 16})
     from flashckpt._native import xxh3_128
 
-    head = data[:-48].replace(b'"format":2', b'"format":4')
+    head = data[:-48].replace(b'"format":2', b'"format":9')
     (tmp_path / "run.json").write_bytes(head + b',"checksum":"' + xxh3_128(head).hex().encode() + b'"}\n')
     with pytest.raises(FormatError, match="Upgrade flashckpt"):
         open_run(store, create=True)

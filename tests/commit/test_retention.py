@@ -13,11 +13,12 @@ from flashckpt.commit import steps as steps_module
 from flashckpt.commit.attempts import attempts, bounds, claim, start
 from flashckpt.commit.lineage import branch, check_records, mark, steps, visible
 from flashckpt.commit.retention import Survivor, bury, doomed, needed, prune, sweep_dead
-from flashckpt.commit.steps import is_committed, read_manifest
+from flashckpt.commit.steps import is_committed, read_manifest, read_step
 from flashckpt.format.names import (
     AttemptName,
     attempt_folder,
     claim_path,
+    constants_name,
     manifest_path,
     start_path,
     step_attempt_folder,
@@ -202,17 +203,30 @@ def test_an_attempt_with_a_step_left_keeps_all(store: LocalStore) -> None:
     assert is_whole(store, 100, first)
 
 
-def test_constants_go_with_the_last_step_of_their_attempt(store: LocalStore) -> None:
+def test_constants_stay_as_long_as_a_step_names_them_and_no_longer(store: LocalStore) -> None:
     first = attempt_at(store)
     train(store, first, 100, constants=True)
+    file = f"{attempt_folder(first)}/{constants_name(0, 1)}"
     second = attempt_at(store, first, 100)
-    train(store, second, 200, constants=True)
+    train(store, second, 200, 300, constants=True)
     prune(store, second, Keep(last=2))
-    assert is_committed(store, 100, first)
-    train(store, second, 300, constants=True)
-    prune(store, second, Keep(last=2))
-    assert not [entry for entry in store.list(attempt_folder(first)) if entry.name.startswith("constants")]
-    assert is_whole(store, 300, second)
+    assert steps(store) == [200, 300]
+    assert [info.name for info in attempts(store)] == [first, second], "none of its steps is left"
+    third = attempt_at(store, second, 300)
+    sweep_dead(store)
+    train(store, third, 400, constants=True)
+    prune(store, third, Keep(last=2))
+    assert store.exists(file)
+    assert all(is_whole(store, each, of) for each, of in ((300, second), (400, third)))
+    assert [read_step(store, 400, third).constants_path(0)] == [file]
+    train(store, third, 500)
+    prune(store, third, Keep(last=2))
+    assert store.exists(file), "of 400"
+    train(store, third, 600)
+    prune(store, third, Keep(last=2))
+    assert steps(store) == [500, 600]
+    assert [info.name for info in attempts(store)] == [third]
+    assert not store.list(attempt_folder(first))
 
 
 def test_a_lineage_leads_through_an_attempt_without_a_step(store: LocalStore) -> None:

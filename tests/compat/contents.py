@@ -10,12 +10,12 @@ from flashckpt.commit.attempts import attempts
 from flashckpt.commit.lineage import everything, marks
 from flashckpt.commit.steps import read_manifest, read_step
 from flashckpt.format.records import Tombstone
-from flashckpt.store.local import LocalStore
+from flashckpt.store import open_store
 from tests.compat.state import tensor_sha256
 
 
 def contents(run: Path) -> dict[str, Any]:
-    store = LocalStore(str(run))
+    store = open_store(run)
     steps: dict[str, Any] = {}
     for each in everything(store):
         at = f"{each.step}@{each.attempt}"

@@ -1,6 +1,8 @@
 """Writes a run with the code of now, to be kept for every later version:
 
-    python -m tests.compat.make tests/compat/v1
+    python -m tests.compat.make tests/compat/v4 tests/compat/v4-compressed
+
+The second is a copy of the first whose shards stand compressed.
 
 Attempt 1 commits steps 1 and 2, attempt 2 goes on to 3; attempt 3 is a branch at step 2, and attempt 4 goes
 on to another 3. Step 1 is buried, one step has a mark. Not run by the tests: what is kept never changes.
@@ -23,13 +25,15 @@ from flashckpt.commit.lineage import mark
 from flashckpt.commit.retention import bury
 from flashckpt.format.names import claim_path
 from flashckpt.format.records import Claim
+from flashckpt.store import open_store
 from flashckpt.store.local import LocalStore
+from flashckpt.tiers.run_copy import copy_run
 from tests.compat.contents import contents
 from tests.compat.state import Job
 from tests.waiting import until
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, compressed: Path) -> None:
     run = folder / "run"
     os.environ["FLASHCKPT_RUNTIME"] = runtime = tempfile.mkdtemp(dir="/dev/shm")
     constants.LEAST_BYTES = 1024  # a kept run is small, and has them all the same
@@ -46,7 +50,10 @@ def main(folder: Path) -> None:
     shutil.rmtree(run / "events")
     for info in attempts(store):
         forget_machine(run, info.name.number)
-    (folder / "expected.json").write_text(json.dumps(contents(run), indent=1, sort_keys=True) + "\n")
+    copy_run(open_store(run), open_store(compressed / "run"), all_steps=True, compress="zstd")
+    for each in folder, compressed:
+        found = json.dumps(contents(each / "run"), indent=1, sort_keys=True)
+        (each / "expected.json").write_text(found + "\n")
 
 
 def train(run: Path, steps: int) -> None:
@@ -68,4 +75,4 @@ def forget_machine(run: Path, number: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

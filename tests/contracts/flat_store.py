@@ -206,6 +206,14 @@ class FlatStore:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
         return Written(digests=digests, checksums=b"".join(map(_native.xxh3_128, chunks)))
 
+    def write_parts(self, path: str, parts: Iterable[bytes], most_bytes: int) -> None:
+        def cut() -> Iterable[bytes]:
+            for part in parts:
+                yield from _parts(part)
+
+        if not self._bucket.put(_key(path), cut(), only_if_new=True):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+
     def read_ranges(
         self, path: str, contents: Contents, into: memoryview | None,
         *, threads: int = 2, progress: int = 0, cancel: int = 0,

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,31 @@ from safetensors.torch import load_file
 import flashckpt
 from flashckpt.persist.ledger import lines_of
 from flashckpt.store import open_store
-from tests.resume.training import ROOT, Trainer, last_of_each
+from tests import zygote
+from tests.resume.training import Trainer, last_of_each
 from tests.waiting import until
 
 
 class UrlTrainer(Trainer):
-    """A trainer of a run at a URL, always in an interpreter of its own: the zygote has no such store."""
+    """A trainer of a run at a URL, and the shell. `packages`: a folder with those that know the URL."""
 
-    def __init__(self, url: str, folder: Path, runtime: Path, **options: object) -> None:
-        super().__init__(folder, runtime, "workers", **options)
-        self.run = url  # type: ignore[assignment]
+    def __init__(
+        self, url: str, folder: Path, runtime: Path, recipe: str = "workers", *, packages: str = ""
+    ) -> None:
+        super().__init__(folder, runtime, recipe)
+        self.run, self._beside = url, ("tests.contracts.beside", packages)  # type: ignore[assignment]
+        self.program = (*self._beside, *self.program)
+
+    def shell(self, *arguments: object) -> Any:
+        """What a command says as JSON."""
+        command = [*self._beside, "tests.contracts.shell", *map(str, arguments), "--json"]
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+            environment = dict(os.environ)
+            done = zygote.start(command, stdout=out, stderr=err, env=environment)
+            status = done.wait(240)
+            said, why = (os.pread(each.fileno(), 1 << 24, 0).decode() for each in (out, err))
+        assert status == 0, said + why
+        return json.loads(said)
 
     def events(self, kind: str) -> list[dict[str, object]]:
         store = open_store(str(self.run))
@@ -42,19 +56,10 @@ class UrlTrainer(Trainer):
             return []
 
 
-def shell(*arguments: object) -> Any:
-    """What a command says as JSON."""
-    program = "from flashckpt.cli.main import main; main()"
-    command = [sys.executable, "-c", program, *map(str, arguments), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout)
-
-
 def reference(folder: Path, runtime: Path) -> dict[object, object]:
     folder.mkdir()
     whole = Trainer(folder, runtime, "workers")
-    whole.finish(fresh=True)
+    whole.finish()
     return last_of_each(whole.records())
 
 
@@ -64,11 +69,11 @@ class RunContract:
     def test_killed_and_resumed_from_memory_and_from_storage(
         self, trainer: UrlTrainer, tmp_path: Path, runtime: Path, kill_keepers: Callable[..., None]
     ) -> None:
-        trainer.kill_in_step(6, fresh=True)
-        trainer.kill_in_step(9, fresh=True)
+        trainer.kill_in_step(6)
+        trainer.kill_in_step(9)
         trainer.wait_committed()
         kill_keepers(remove_regions=True)
-        trainer.finish(fresh=True)
+        trainer.finish()
         memory, storage = trainer.events("resume")
         assert (memory["tier"], storage["tier"]) == ("memory", "local")
         assert last_of_each(trainer.records()) == reference(tmp_path / "reference", runtime)
@@ -81,10 +86,10 @@ class RunContract:
         self, trainer: UrlTrainer, tmp_path: Path, kill_keepers: Callable[..., None]
     ) -> None:
         trainer.options["persist_every"] = 2
-        trainer.kill_in_step(9, fresh=True)
+        trainer.kill_in_step(9)
         until(lambda: len(trainer.committed()) >= 2, "two committed steps")
         kill_keepers()
-        url = str(trainer.run)
+        url, shell = str(trainer.run), trainer.shell
         before = trainer.committed()
         shell("recover", url, "--dry-run")
         assert trainer.committed() == before
@@ -109,6 +114,6 @@ class RunContract:
 
         name = flashckpt.branch(url, recovered[-2])
         assert trainer.committed() == recovered[-2:-1]
-        trainer.finish(fresh=True)
+        trainer.finish()
         assert trainer.resumed_steps() == [recovered[-2]]
         assert name != trainer.events("resume")[0]["from_attempt"]

@@ -22,6 +22,9 @@ from flashckpt.store.base import Entry, LengthError, MemoryRange, Store
 from tests.commit.runs import image_of
 
 MAX = 1 << 20
+# Spelled as such are: what has another name is never compressed.
+SHARD = "shard.safetensors"
+IN_STEP = f"steps/1/{SHARD}"
 
 
 @pytest.fixture(scope="module")
@@ -229,32 +232,32 @@ class StoreContract:
     def test_a_shard_is_written_and_audited(self, store: Store, shard: Shard) -> None:
         progress = array("Q", [5])
         written = store.write_shard(
-            "steps/1/shard", shard.layout, shard.region, progress=_native.address_of(progress)
+            IN_STEP, shard.layout, shard.region, progress=_native.address_of(progress)
         )
         assert written.digests.tolist() == list(shard.contents.digests)
         assert written.checksums == shard.contents.shard.checksums
         assert progress[0] == 5 + len(shard.image)
-        assert store.list("steps/1") == [Entry("shard", False, len(shard.image))]
-        assert store.read_bytes("steps/1/shard", 0, len(shard.image)) == shard.image
+        assert store.list("steps/1") == [Entry(SHARD, False, len(shard.image))]
+        assert store.read_bytes(IN_STEP, 0, len(shard.image)) == shard.image
         with pytest.raises(FileExistsError):
-            store.write_shard("steps/1/shard", shard.layout, shard.region)
-        view = store.view("steps/1/shard", len(shard.image))
+            store.write_shard(IN_STEP, shard.layout, shard.region)
+        view = store.view(IN_STEP, len(shard.image))
         assert view == shard.image
         view[0:4] = b"mine"
-        assert store.read_bytes("steps/1/shard", 0, len(shard.image)) == shard.image, "the file is not"
+        assert store.read_bytes(IN_STEP, 0, len(shard.image)) == shard.image, "the file is not"
 
     def test_a_shard_that_cannot_be_written_is_not_there(self, store: Store, shard: Shard) -> None:
         longer = replace(shard.layout, num_bytes=shard.layout.num_bytes + (64 << 20))
         with pytest.raises(OSError, match="region"):
-            store.write_shard("steps/1/shard", longer, shard.region)
+            store.write_shard(IN_STEP, longer, shard.region)
         assert [entry.name for entry in store.list("steps/1")] == []
 
     def test_a_shard_is_read_and_checked(self, store: Store, shard: Shard) -> None:
-        store.write_shard("shard", shard.layout, shard.region)
+        store.write_shard(SHARD, shard.layout, shard.region)
         progress = array("Q", [0])
         pages, bare = memoryview(_native.Mapping(shard.num_pages * PAGE)), bytearray(1 + len(shard.image))
         for into in (None, pages, memoryview(bare)[1:]):
-            read = store.read_ranges("shard", shard.contents, into, progress=_native.address_of(progress))
+            read = store.read_ranges(SHARD, shard.contents, into, progress=_native.address_of(progress))
             assert read.bad_chunks == []
             assert read.wrong_leaves(shard.contents) == []
         assert pages[: len(shard.image)] == shard.image
@@ -262,12 +265,12 @@ class StoreContract:
         assert progress[0] == 3 * len(shard.image)
 
     def test_what_is_wrong_with_a_shard_is_found(self, store: Store, shard: Shard) -> None:
-        store.write_shard("shard", shard.layout, shard.region)
+        store.write_shard(SHARD, shard.layout, shard.region)
         contents, sums = shard.contents, shard.contents.shard.checksums
         other = replace(contents.shard, checksums=sums[:16] + bytes(16) + sums[32:])
-        assert store.read_ranges("shard", replace(contents, shard=other), None).bad_chunks == [1]
+        assert store.read_ranges(SHARD, replace(contents, shard=other), None).bad_chunks == [1]
         digests = (contents.digests[0] ^ 1, *contents.digests[1:])
-        read = store.read_ranges("shard", contents, None)
+        read = store.read_ranges(SHARD, contents, None)
         assert read.wrong_leaves(replace(contents, digests=digests)) == [contents.leaves[0].name]
         with pytest.raises(FileNotFoundError):
             store.read_ranges("other", contents, None)
@@ -279,11 +282,11 @@ class StoreContract:
             store.view("short", 6)
 
     def test_what_nobody_wants_any_more_is_not_read(self, store: Store, shard: Shard) -> None:
-        store.write_shard("shard", shard.layout, shard.region)
+        store.write_shard(SHARD, shard.layout, shard.region)
         cancel, room = array("Q", [1]), memoryview(bytearray(len(shard.image)))
         for into in (None, room):
             with pytest.raises(OSError, match="shard") as caught:
-                store.read_ranges("shard", shard.contents, into, cancel=_native.address_of(cancel))
+                store.read_ranges(SHARD, shard.contents, into, cancel=_native.address_of(cancel))
             assert caught.value.errno == errno.ECANCELED
         assert not any(room)
 

@@ -17,8 +17,7 @@ class TestFlatRun(RunContract):
     def trainer(self, tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch) -> UrlTrainer:
         packages = installed(tmp_path / "packages")
         monkeypatch.syspath_prepend(packages)
-        monkeypatch.setenv("PYTHONPATH", packages)
-        return UrlTrainer(f"flat://{tmp_path}/bucket", tmp_path, runtime)
+        return UrlTrainer(f"flat://{tmp_path}/bucket", tmp_path, runtime, packages=packages)
 
 
 def test_a_scheme_that_no_package_has_is_named(tmp_path: Path) -> None:

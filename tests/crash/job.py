@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load
 
 from flashckpt.commit import lineage
 from flashckpt.commit.steps import read_step
@@ -42,11 +42,14 @@ MOST_LOST = 2
 
 
 class Job:
-    """`start` and the strikes change it, `faults` looks at it. `lives` is how often it was started."""
+    """`start` and the strikes change it, `faults` looks at it. `lives` is how often it was started. `url`:
+    where the run is, unless in a folder."""
 
-    def __init__(self, zygote: Zygote, folder: Path, runtime: Path, reference: list[int]) -> None:
+    def __init__(
+        self, zygote: Zygote, folder: Path, runtime: Path, reference: list[int], url: str = ""
+    ) -> None:
         self.zygote, self.runtime, self.reference = zygote, runtime, reference
-        self.run, self._folder = folder / "run", folder
+        self.run, self._folder, self._url = folder / "run", folder, url
         self.lives = 0
         self._pid = self._pidfd = -1
         # What the next life must go on from at least, and at most.
@@ -56,6 +59,10 @@ class Job:
         self._done, self._steady = 0, False
 
     # ---- lives
+
+    @property
+    def url(self) -> str:
+        return self._url or str(self.run)
 
     @property
     def log(self) -> Path:
@@ -89,7 +96,7 @@ class Job:
             "TORCHELASTIC_RESTART_COUNT": str(self.lives),
         }
         steps = len(self.reference) - 1
-        arguments = {"run": str(self.run), "log": str(self.log), "steps": steps, **how}
+        arguments = {"run": self.url, "log": str(self.log), "steps": steps, **how}
         program = ["tests.crash.trainer", "train", json.dumps(arguments)]
         with open(self._folder / "stderr", "ab") as said:
             self._process = self.zygote.start(
@@ -174,8 +181,8 @@ class Job:
     def faults(self) -> list[str]:
         """Everything that is wrong now, whoever lives meanwhile."""
         found = self._log_faults()
-        if (self.run / "run.json").exists():
-            found += self._run_faults(open_store(str(self.run)))
+        if (store := open_store(self.url)).exists("run.json"):
+            found += self._run_faults(store)
         for kind, most in (("slot", MOST_SLOTS), ("constants", MOST_SHARED)):
             names = [name for name in self.names() if is_region_name(name) and name.startswith(f"{kind}-")]
             if len(names) > most:
@@ -209,8 +216,8 @@ class Job:
         until(is_settled, f"step {self._floor}, which was sealed, to be committed", LIMIT_S)
 
     def visible(self) -> list[int]:
-        store = open_store(str(self.run))
-        return [each.step for each in lineage.visible(store)] if (self.run / "run.json").exists() else []
+        store = open_store(self.url)
+        return [each.step for each in lineage.visible(store)] if store.exists("run.json") else []
 
     def resumed(self) -> Record | None:
         """How the newest life began, None while it has not."""
@@ -255,9 +262,9 @@ class Job:
             faults += [f"{row.file} of step {row.step}: {row.status}" for row in verify(store).damaged]
             for each in lineage.visible(store):
                 found = read_step(store, each.step, each.attempt)
-                leaves = load_file(self.run / found.shard_path(0))
+                leaves = load(store.read(found.shard_path(0), 1 << 30))
                 if (constants := found.constants_path(0)) is not None:
-                    leaves |= load_file(self.run / constants)
+                    leaves |= load(store.read(constants, 1 << 30))
                 if tiny.digest_of(leaves) != self.reference[each.step]:
                     faults.append(f"step {each.step} of {each.attempt} holds other weights")
         except (FlashckptError, OSError) as error:
@@ -309,9 +316,14 @@ class Job:
     def told(self) -> str:
         """All that says why: what lies in memory, who lives, and the last words of trainers and keepers."""
         words = [f"in memory {self.names()}", f"keepers {self.keepers()}", f"trainers: {self.said[-3000:]}"]
-        for path in [*self.runtime.rglob("keeper.log"), *sorted(self.run.rglob("events/*"))[-4:]]:
+        for path in self.runtime.rglob("keeper.log"):
             with contextlib.suppress(OSError):
                 words.append(f"{path.name}: {path.read_text(errors='replace')[-3000:]}")
+        store = open_store(self.url)
+        for entry in store.list("events")[-4:]:
+            with contextlib.suppress(OSError):
+                said = store.read(f"events/{entry.name}", 1 << 30).decode(errors="replace")
+                words.append(f"{entry.name}: {said[-3000:]}")
         return "\n".join(words)
 
     def names(self) -> list[str]:

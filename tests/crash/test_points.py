@@ -62,22 +62,28 @@ def test_a_point_is_nothing_until_one_is_armed(monkeypatch: pytest.MonkeyPatch) 
 VICTIMS = ("who is there", "the other", "both")
 
 
-@pytest.mark.parametrize(
-    ("point", "victim"),
-    [
-        (point, who)
-        for point in POINTS
-        for who in VICTIMS
-        if point not in GROWTH | COPY and (who != "the other" or point not in ALONE)
-    ],
-)
+CASES = [
+    (point, who)
+    for point in POINTS
+    for who in VICTIMS
+    if point not in GROWTH | COPY and (who != "the other" or point not in ALONE)
+]
+
+
+@pytest.mark.parametrize(("point", "victim"), CASES)
 def test_killed_at_a_point(
     point: str, victim: str, tmp_path: Path, runtime: Path, zygote: Zygote, reference: list[int]
 ) -> None:
     job = Job(zygote, tmp_path, runtime, reference)
+    faults = faults_of_a_kill(job, point, victim, tmp_path / "release")
+    assert not faults, "\n".join(faults)
+
+
+def faults_of_a_kill(job: Job, point: str, victim: str, release: Path) -> list[str]:
+    """What is wrong after a kill at a point, and once the job has ended. `release`: a file that is not there
+    yet."""
     if point not in FIRST:
         _first_lives(job, from_disk=point in FROM_DISK)
-    release = tmp_path / "release"
     held = {"hold": (HOLD_AT, str(release)), "persist_every": 1000} if point in HELD else {}
     job.start(armed=f"{point}:1:stop", **held)
     if point == "rescue.asked":
@@ -90,7 +96,7 @@ def test_killed_at_a_point(
     release.touch()
     faults = job.faults()
     _let_go_on(job)
-    none(faults + job.finish())
+    return faults + job.finish()
 
 
 def _first_lives(job: Job, *, from_disk: bool) -> None:

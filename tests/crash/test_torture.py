@@ -1,4 +1,4 @@
-"""Two hundred kills at random moments: the bounded form of `make torture`."""
+"""A hundred kills at random moments: the bounded form of `make torture`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.crash.job import none
 from tests.crash.torture import Torture, main
 from tests.zygote import Zygote
 
-KILLS = 200
+KILLS = 100
 # Of a seed that is written down the draws are always the same; what the processes do at them is not.
 SEED = 20
 

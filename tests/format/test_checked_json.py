@@ -126,5 +126,5 @@ def test_size_is_bounded() -> None:
 
 
 def test_a_newer_format() -> None:
-    with pytest.raises(FormatError, match="format 4; this flashckpt reads up to 3"):
-        parse(sealed(b'{"format":4,"whatever":[]'), what="run.json", max_bytes=MAX)
+    with pytest.raises(FormatError, match="format 5; this flashckpt reads up to 4"):
+        parse(sealed(b'{"format":5,"whatever":[]'), what="run.json", max_bytes=MAX)

@@ -16,8 +16,9 @@ import sys
 import tempfile
 import time
 import traceback
+from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -26,9 +27,10 @@ from flashckpt._native import xxh3_128
 from flashckpt.errors import DamagedError, FormatError, KeeperError
 from flashckpt.format import typed
 from flashckpt.format.metadata import Metadata
-from flashckpt.format.records import Alive, Claim, Mark, Part, PartHead, Run, Start, manifest_of
+from flashckpt.format.records import Alive, Claim, Manifest, Mark, Part, PartHead, Run, Start, manifest_of
 from flashckpt.memory import control_page as page
 from flashckpt.memory.slot import Slot
+from flashckpt.store.compressed_file import Widths, codec, read_table, table_bytes
 from tests.format.replicated import part_of, rank_of, table
 from tests.hostile.made_run import make_run
 from tests.keeper.region import write_constants
@@ -132,6 +134,39 @@ def _repaired_slot(data: bytes) -> bytes:
     return bytes(new)
 
 
+def _of_compressed(manifests: list[bytes]) -> bytes:
+    found = [manifest_of(each, "file") for each in manifests]
+    return replace(next(each for each in found if isinstance(each, Manifest)), compressed=True).to_bytes()
+
+
+_PLAIN = bytes(range(256)) * 40
+_WIDTHS = Widths((1000, 3000, 7000, 9000, len(_PLAIN)))
+_TABLE_BYTES = len(table_bytes(len(_PLAIN), _WIDTHS, array("I", [0])))
+
+
+def _compressed() -> bytes:
+    frame = codec().pack(_WIDTHS, 0, memoryview(_PLAIN))
+    return frame + table_bytes(len(_PLAIN), _WIDTHS, array("I", [len(frame)]))
+
+
+def _read_compressed(data: bytes) -> bytes:
+    def read(offset: int, num_bytes: int) -> bytes:
+        assert 0 <= offset <= offset + num_bytes <= len(data)
+        return data[offset : offset + num_bytes]
+
+    table, plain = read_table(read, "file", len(data), len(_PLAIN)), bytearray(len(_PLAIN))
+    try:
+        codec().unpack(table.widths, 0, read(0, table.offsets[1]), memoryview(plain))
+    except ValueError as error:
+        raise DamagedError(str(error)) from error
+    return bytes(plain)
+
+
+def _repaired_table(data: bytes) -> bytes:
+    start = max(0, len(data) - _TABLE_BYTES)
+    return data[:-16] + xxh3_128(data[start:-16]) if len(data) > _TABLE_BYTES else data
+
+
 def targets() -> dict[str, Target]:
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         make_run(folder)
@@ -154,7 +189,12 @@ def _targets(run: Path) -> dict[str, Target]:
         "head of a part": Target(
             [_replicated()], lambda data: PartHead.from_prefix(data, "file"), _head_resealed
         ),
-        "manifest": Target(_files(run, "manifest.json"), lambda data: manifest_of(data, "file"), _resealed),
+        "manifest": Target(
+            [*_files(run, "manifest.json"), _of_compressed(_files(run, "manifest.json"))],
+            lambda data: manifest_of(data, "file"),
+            _resealed,
+        ),
+        "compressed shard": Target([_compressed()], _read_compressed, _repaired_table),
         "slot": Target(slots, _read_slot, _repaired_slot),
         "metadata": Target([slot[4096:8192] for slot in slots], Metadata.unpack),
         "values": Target([_VALUES], typed.decode_json),

@@ -16,7 +16,6 @@ from typing import Any
 from flashckpt.commit import lineage
 from flashckpt.commit.steps import read_step
 from flashckpt.errors import DamagedError, NoSuchStepError
-from flashckpt.format.names import attempt_folder, step_attempt_folder
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.store import open_store
 from tests.keeper.fake import content, keeper_pid, open_runtime
@@ -103,12 +102,8 @@ def _verified(run: Path) -> list[int]:
     found = []
     for each in lineage.visible(store):
         record = read_step(store, each.step, each.attempt)
-        rank = record.rank(0)
-        files = [(run / step_attempt_folder(each.step, each.attempt), rank.contents)]
-        if rank.constants is not None:
-            files.append((run / attempt_folder(each.attempt), rank.constants))
-        for folder, contents in files:
-            data, layout = (folder / contents.shard.file).read_bytes(), contents.layout()
+        for path, contents in record.files(0):
+            data, layout = (run / path).read_bytes(), contents.layout()
             assert data[: layout.data_start] == layout.header
             for leaf in layout.leaves:
                 start = layout.data_start + leaf.offset

@@ -34,7 +34,7 @@ from flashckpt.memory.runtime import (
     trainer_lock_name,
 )
 from flashckpt.memory.slot import Slot, SlotRing, SlotState, Word
-from flashckpt.options import Keep
+from flashckpt.options import Keep, Remote
 from flashckpt.persist.audit import audit
 from flashckpt.persist.job import SealedSnapshot
 from flashckpt.store import open_store
@@ -97,6 +97,8 @@ class FakeTrainer:
         rank: int = 0,
         ranks: Sequence[int] = (),
         join: str = "",
+        remote: Remote | None = None,
+        grace_s: float = 60.0,
     ) -> None:
         """`join`: the attempt that another rank has claimed."""
         self.world, self.rank = world, rank
@@ -119,6 +121,8 @@ class FakeTrainer:
             linger_s=linger_s,
             environment={"fake": 1},
             ranks=ranks,
+            remote=remote,
+            grace_s=grace_s,
         )
         self.complete = self.attempt.number, 0
         self.sealer = _native.Sealer()
@@ -360,6 +364,8 @@ class Driven:
         return self._trainer
 
     def _do_attach(self, run: str, base: str, options: dict[str, Any]) -> str:
+        if isinstance(remote := options.get("remote"), dict):
+            options = {**options, "remote": Remote(**{**remote, "keep": Keep(**remote["keep"])})}
         self._trainer = FakeTrainer(Path(run), Path(base), **options)
         return str(self._trainer.attempt)
 

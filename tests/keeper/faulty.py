@@ -3,7 +3,8 @@
 `write`: "COUNT ERRNO": so many writes of a shard fail, after some bytes. `write.long`: what failed is not
 tried again by itself for days, as after many failures. `write.pause`, `remove.pause`, `audit.pause`: as long
 as the file is there, a shard that was written, the removal of a file, or a window of an audit does not come
-to its end; `….paused` appears. `audit.windows` grows by a byte with each window, of 64 KiB here.
+to its end; `….paused` appears. `copy.pause`: the same of a step that is copied to the remote, whose shard is
+not there yet. `audit.windows` grows by a byte with each window, of 64 KiB here.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from flashckpt.keeper.__main__ import run
 from flashckpt.persist import audit
 from flashckpt.persist.queue import Queue
 from flashckpt.store.local import LocalStore
+from flashckpt.tiers.step_copy import StepCopier
 from tests.keeper.driver import ROOT, eventually, runtime_of
 from tests.keeper.fake import keeper_pid
 
@@ -84,6 +86,13 @@ def harm(faults: Path) -> None:
         _pause(faults, "audit")
         return found
 
+    write_copy = StepCopier._write
+
+    def slow_copy(copier: StepCopier, *arguments: Any) -> int:
+        _pause(faults, "copy")
+        return write_copy(copier, *arguments)
+
+    StepCopier._write = slow_copy  # type: ignore[method-assign]
     audit.WINDOW_BYTES, audit._hashes = 64 << 10, slow_hashes
     _native.write_file = write_file
     LocalStore.remove = slow_remove  # type: ignore[method-assign]

@@ -1,8 +1,7 @@
-"""Constants on their way to storage: written once, linked, never torn, whole wherever a keeper is struck."""
+"""Constants on their way to storage: written once a run, never torn, whole wherever a keeper is struck."""
 
 from __future__ import annotations
 
-import errno
 import os
 import select
 import signal
@@ -17,8 +16,8 @@ from flashckpt import _native
 from flashckpt.commit import attempts, holder, lineage
 from flashckpt.commit.steps import read_step
 from flashckpt.commit.verification import verify
-from flashckpt.format.names import AttemptName, attempt_folder
-from flashckpt.format.records import Contents
+from flashckpt.format.names import AttemptName, attempt_folder, buried_path
+from flashckpt.format.records import Buried, Contents
 from flashckpt.persist.job import JobState, StepJob, StepOutcome, Void
 from flashckpt.persist.writer import Writer
 from flashckpt.store import open_store
@@ -111,16 +110,23 @@ def test_the_second_step_and_a_new_attempt_write_no_constants(tmp_path: Path, ru
     first.end()
     assert sizes == [first.layout.num_bytes + old.stat().st_size, first.layout.num_bytes]
     second = next_attempt(first, runtime, 2)
-    saved(second, 3)
-    [new] = files(second)
-    assert new.stat().st_ino == old.stat().st_ino
-    assert committed(first.run) == [1, 2, 3]
+    for step in (3, 4):
+        saved(second, step)
+    sizes = [line["num_bytes"] for line in told(first.run, "persist", 4)[2:]]
+    assert sizes == [second.layout.num_bytes] * 2
+    assert files(second) == []
+    assert named(first.run, 4).shard.file == f"{first.attempt}/{old.name}"
+    assert committed(first.run) == [1, 2, 3, 4]
     second.end()
+    third = next_attempt(second, runtime, 4)
+    saved(third, 5)
+    assert files(third) == []
+    assert named(first.run, 5).shard.file == f"{first.attempt}/{old.name}"
+    assert verify(open_store(str(first.run))).ok
+    third.end()
 
 
-def test_constants_go_with_the_last_step_of_their_attempt_and_no_link_is_harmed(
-    tmp_path: Path, runtime: Path
-) -> None:
+def test_constants_stay_as_long_as_a_later_attempt_names_them(tmp_path: Path, runtime: Path) -> None:
     first = attached(tmp_path / "run", runtime, keep=1)
     for step in (1, 2):
         saved(first, step)
@@ -128,13 +134,16 @@ def test_constants_go_with_the_last_step_of_their_attempt_and_no_link_is_harmed(
     second = next_attempt(first, runtime, 2, keep=1)
     saved(second, 3)
     eventually(lambda: committed(first.run) == [2, 3])
-    [old], [new] = files(first), files(second)
-    assert old.stat().st_ino == new.stat().st_ino
-    for step in (4, 5):
+    for step in (4, 5, 6):
         saved(second, step)
-    eventually(lambda: committed(first.run) == [4, 5])
+    eventually(lambda: committed(first.run) == [5, 6])
+    assert len(files(first)) == 1
+    assert verify(open_store(str(first.run))).ok
+    second.without_constants()
+    for step in (7, 8, 9):
+        saved(second, step)
+    eventually(lambda: committed(first.run) == [8, 9])
     eventually(lambda: not files(first))
-    assert new.stat().st_nlink == 1
     assert verify(open_store(str(first.run))).ok
     second.end()
 
@@ -217,7 +226,7 @@ def test_what_a_dead_trainer_and_a_dead_keeper_left_is_saved_whole(tmp_path: Pat
     assert committed(run) == [1, 2, 3]
     [old] = run.glob(f"attempts/{first.attempt}/constants-*")
     # Step 2 was saved as the first attempt's or as the second's: either way nothing was written again.
-    assert {path.stat().st_ino for path in run.glob("attempts/*/constants-*")} == {old.stat().st_ino}
+    assert [*run.glob("attempts/*/constants-*")] == [old]
     assert verify(open_store(str(run))).ok
     second.end()
 
@@ -304,6 +313,17 @@ def test_a_name_that_a_step_gives_is_not_taken_for_another_file(alone: FakeTrain
     assert verify(alone.store).ok
 
 
+def test_a_file_that_was_to_go_is_written_again_under_another_name(alone: FakeTrainer) -> None:
+    """Whoever found it named after all was killed before he removed his record."""
+    assert Writer(alone.store, "0123abcd").persist(order(alone, 1)).state is JobState.COMMITTED
+    [file] = files(alone)
+    record = Buried(attempt=alone.attempt, files=(file.name,))
+    assert alone.store.create(buried_path(alone.attempt, "0123abcd"), record.to_bytes())
+    assert Writer(alone.store, "4567cdef").persist(order(alone, 2)).state is JobState.COMMITTED
+    assert named(alone.run, 2).shard.file == "constants-00000-2.safetensors"
+    assert committed(alone.run) == [1, 2]
+
+
 def second_attempt(alone: FakeTrainer, befalls: Callable[[Path], object]) -> StepOutcome:
     """Persist step 2 as a new attempt's that went on from step 1, after something befell the first's file."""
     writer = Writer(alone.store, "0123abcd")
@@ -316,7 +336,7 @@ def second_attempt(alone: FakeTrainer, befalls: Callable[[Path], object]) -> Ste
     return writer.persist(order(alone, 2))
 
 
-def test_a_file_that_has_rotted_is_not_linked(alone: FakeTrainer) -> None:
+def test_a_file_that_has_rotted_is_not_named_again(alone: FakeTrainer) -> None:
     def rot(file: Path) -> None:
         data = bytearray(file.read_bytes())
         data[-3] ^= 1
@@ -324,19 +344,14 @@ def test_a_file_that_has_rotted_is_not_linked(alone: FakeTrainer) -> None:
 
     assert second_attempt(alone, rot).state is JobState.COMMITTED
     [file] = files(alone)
-    assert file.stat().st_nlink == 1
+    assert named(alone.run, 2).shard.file == file.name
     assert verify(alone.store, 2).ok
 
 
-def test_where_there_are_no_links_it_is_written(alone: FakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    def link(*_: object, **__: object) -> None:
-        raise OSError(errno.EPERM, "this file system has no links")
-
-    outcome = second_attempt(alone, lambda file: monkeypatch.setattr(os, "link", link))
-    assert outcome.state is JobState.COMMITTED
+def test_nor_is_one_that_is_gone(alone: FakeTrainer) -> None:
+    assert second_attempt(alone, Path.unlink).state is JobState.COMMITTED
     [file] = files(alone)
-    assert file.stat().st_nlink == 1
-    assert committed(alone.run) == [1, 2]
+    assert named(alone.run, 2).shard.file == file.name
 
 
 def test_constants_that_were_written_without_the_pin_are_not_believed(

@@ -5,27 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from flashckpt.commit import attempts
+from flashckpt.format.names import AttemptName
+from flashckpt.keeper.daemon import Keeper
+from flashckpt.keeper.trainers import Trainer
+from flashckpt.memory.runtime import RuntimeFolder
+from flashckpt.options import Keep
 from tests.keeper.driver import committed, eventually, kill_keeper, ledger
-from tests.keeper.fake import FakeTrainer, keeper_pid
-from tests.keeper.faulty import faulty_keeper
-
-
-@pytest.fixture
-def faults(tmp_path: Path) -> Path:
-    return tmp_path / "faults"
-
-
-@pytest.fixture
-def keeper(tmp_path: Path, runtime: Path, faults: Path) -> Iterator[int]:
-    """A keeper that can be told to stand still, and its process id."""
-    with faulty_keeper(tmp_path / "run", runtime, faults) as process:
-        yield process.pid
+from tests.keeper.fake import FakeTrainer, keeper_pid, open_runtime
 
 
 def begun(tmp_path: Path, runtime: Path, **options: float) -> FakeTrainer:
@@ -141,3 +130,25 @@ def test_what_a_stopped_keeper_writes_stays_until_it_is_dead(
     eventually(lambda: shards(trainer.run) and paused not in shards(trainer.run))
     assert committed(trainer.run) == [1]
     end(trainer)
+
+
+def test_what_all_nodes_have_of_two_living_attempts_is_heard_once_of_each(
+    tmp_path: Path, runtime: Path
+) -> None:
+    """The ranks of an older one have not ended yet. A deletion for each look would list the run over and
+    over."""
+    _, identity = open_runtime(tmp_path / "run", runtime)
+    keeper = Keeper.elected(str(tmp_path / "run"), RuntimeFolder.open(str(runtime), identity))
+    assert keeper is not None
+    names = [AttemptName(number, "0" * 8) for number in (1, 2)]
+    for rank, name in enumerate(names):
+        said = Trainer(lock=f"{rank}", rank=rank, attempt=name, keep=Keep(), common=(3 + rank,))
+        keeper.roster.watch(said)
+    keeper.queue.know(keeper.roster.all())
+    for is_news in (True, False, False):
+        keeper._hear_common()
+        assert keeper.deletions.is_pending is is_news
+        keeper.deletions.next(0.0)
+        eventually(lambda: (keeper.deletions.worker.collect(), not keeper.deletions.worker.busy)[1])
+    assert keeper._common == {names[0]: (3,), names[1]: (4,)}
+    keeper._leave()

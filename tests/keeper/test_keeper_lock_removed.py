@@ -125,7 +125,7 @@ def said_by_another(job: Job, lock: str) -> socket.socket:
     peer.connect(job.folder.reachable(SOCKET_NAME))
     hello = {
         "op": "hello", "protocol": PROTOCOL, "rank": 0, "world": 1, "attempt": str(job.attempt), "lock": lock,
-        "ranks": [0], "keep_last": 3, "keep_every": 0, "linger_s": 30.0, "environment": {},
+        "ranks": [0], "keep_last": 3, "keep_every": 0, "linger_s": 30.0, "grace_s": 1.0, "environment": {},
         "stacks_signal": 0, "kill_when_stuck": False,
     }  # fmt: skip
     peer.send(json.dumps(hello).encode())

@@ -375,3 +375,39 @@ def test_reading_that_is_under_way_ends_with_its_word(tmp_path: Path) -> None:
     done = progress[0]
     assert found == [errno.ECANCELED] or done == source.num_bytes
     assert done - at <= 3 * (4 << 20), "three requests in flight for the one thread"
+
+
+@pytest.mark.parametrize("num_bytes", [1, 4097, 3 * 65536, 3 * 65536 + 5, 9 * 65536 + 4096])
+def test_chunks_that_come_from_elsewhere_have_the_same_sums(num_bytes: int) -> None:
+    """In any order, many at once or one by one, looked at or copied on the way."""
+    region, leaves, chunk = Region(num_bytes, offset=2 * PAGE), leaves_of(num_bytes), 65536
+    shape = {"num_bytes": num_bytes, "chunk_bytes": chunk, **leaves}
+    window = memoryview(_native.Mapping(region.fd, 2 * PAGE, num_bytes))
+    assert window.readonly
+    assert window == region.data
+    starts = [*range(0, num_bytes, 2 * chunk)][::-1]
+    for room in (None, memoryview(bytearray(num_bytes + 1))[1:]):
+        audit = _native.Audit(**shape)
+        assert set(array("Q", audit.digests())) <= {_native.EMPTY_DIGEST, _native.finish_digest(0, 0)}
+        sums = {}
+        for start in starts:
+            stop = min(start + 2 * chunk, num_bytes)
+            sums[start] = audit.add(start, window[start:stop], None if room is None else room[start:stop])
+        found = b"".join(sums[start] for start in sorted(sums))
+        chunks = [region.data[start : start + chunk] for start in range(0, num_bytes, chunk)]
+        assert found == b"".join(map(_native.xxh3_128, chunks))
+        assert [*array("Q", audit.digests())] == expected_digests(region.data, leaves)
+        assert room is None or room == region.data
+    os.close(region.fd)
+
+
+def test_what_are_no_chunks_is_refused() -> None:
+    audit = _native.Audit(num_bytes=10_000, chunk_bytes=4096, leaf_offsets=array("Q"), leaf_sizes=array("Q"))
+    data = bytes(10_000)
+    for offset, size in ((1, 4096), (0, 4095), (8192, 1809), (4096, 10_000), (1 << 63, 4096), (12_288, 0)):
+        with pytest.raises(ValueError, match="whole chunks|beyond the last"):
+            audit.add(offset, data[:size])
+    with pytest.raises(ValueError, match="another length"):
+        audit.add(0, data, bytearray(9_999))
+    with pytest.raises(BufferError):
+        audit.add(0, data, data)

@@ -270,6 +270,19 @@ def test_ranks_that_hear_what_is_divided_no_more_one_after_the_other_divide_all_
     assert board.held_whole == ALL_GROUPS
 
 
+def test_what_diverges_later_in_a_group_that_is_divided_again_is_held_by_all() -> None:
+    """Where it differs at some boundaries only, no others in between keep it from that."""
+    board, now_s = board_of_the_node(), 0.0
+    leader, seven, other = Leader(board, lambda: now_s), table_of(7), table_of(7, {5: 1})
+    for ordinal, minute in enumerate((0, 0, 0, 2, 2), 1):
+        now_s = 60.0 * minute
+        assert board.held_whole == (1 << 5 if ordinal > 1 else 0), "those that have not heard count as one"
+        sealed_as(board, ordinal, seven, seven, other if ordinal % 2 else seven)
+        said = leader.say()
+        assert (ordinal in said.sealed) is (ordinal % 2 == 0)
+    assert board.held_whole == ALL_GROUPS
+
+
 def table_of(ground: int, groups: dict[int, int] | None = None) -> Table:
     return Table(ground, tuple((groups or {}).get(group, ground) for group in range(GROUPS)))
 

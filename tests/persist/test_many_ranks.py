@@ -308,9 +308,11 @@ def test_ranks_that_count_a_boundary_as_different_steps_are_named(nodes: MakeNod
     assert is_whole(node.store, 7, node.attempt, 2)
 
 
+@pytest.mark.parametrize("later", [(), (6, 7)])
 def test_a_rank_that_seals_while_it_is_looked_for_counts_as_the_others_do(
-    nodes: MakeNode, monkeypatch: pytest.MonkeyPatch
+    nodes: MakeNode, monkeypatch: pytest.MonkeyPatch, later: tuple[int, ...]
 ) -> None:
+    """One that has sealed `later` boundaries, too, has not passed this one by."""
     node = nodes((0, 1), 2)
     node.seal(5, 1, boundary=5)
     node.queue.next()
@@ -320,6 +322,8 @@ def test_a_rank_that_seals_while_it_is_looked_for_counts_as_the_others_do(
         found = look(rank)
         if next(looks) == 0:
             node.seal(5, 0, boundary=5)
+            for step in later:
+                node.seal(step, 0, persist=False)
         return found
 
     [job] = node.queue._jobs

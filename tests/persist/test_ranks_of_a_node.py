@@ -14,7 +14,7 @@ from flashckpt.keeper import run_folder
 from flashckpt.keeper.run_folder import RunFolder
 from flashckpt.keeper.trainers import ExitRule, Roster, Trainer
 from flashckpt.memory.runtime import LifeLock, TrainerLocks, trainer_lock_name
-from flashckpt.memory.slot import Slot, SlotState
+from flashckpt.memory.slot import Sealed, Slot, SlotState
 from flashckpt.persist import queue
 from flashckpt.persist.job import JobState
 from flashckpt.store.local import LocalStore
@@ -48,6 +48,33 @@ def test_a_rank_that_lives_in_another_attempt_is_not_waited_for(alive: Node) -> 
     alive.queue.know([Trainer(lock="later", rank=1, world=1, attempt=later)])
     alive.run()
     assert files(alive.store, 5, alive.attempt) == ["part-00000.json", "shard-00000"]
+
+
+def test_a_rank_that_seals_while_it_is_looked_for_and_ends_has_sealed_it(
+    nodes: MakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The keeper has just come, and knows of it by its lock alone."""
+    node = nodes((0, 1), 2, known=False)
+    lock = LifeLock.acquire(node.folder, trainer_lock_name(1))
+    assert lock is not None
+    node.seal(5, 0)
+    node.queue.next()
+    look, looks = node.regions.sealed, iter(range(100))
+
+    def sealed_and_ended(rank: int | None = None) -> list[Sealed]:
+        found = look(rank)
+        if next(looks) == 0:
+            node.seal(5, 1)
+            lock.release(node.folder)
+        return found
+
+    [job] = node.queue._jobs
+    monkeypatch.setattr(node.regions, "sealed", sealed_and_ended)
+    node.queue._gather(job)
+    monkeypatch.undo()
+    assert not job.lacks
+    node.run()
+    assert is_whole(node.store, 5, node.attempt, 2)
 
 
 def test_who_waits_is_told_which_rank_has_ended(nodes: MakeNode) -> None:

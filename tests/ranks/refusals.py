@@ -88,6 +88,12 @@ def other_options(run: Path, rank: int) -> None:
     )
 
 
+def other_remote(run: Path, rank: int) -> None:
+    """A message on all ranks' terminals: secrets are not in it."""
+    options = flashckpt.Options(remote_storage_options={"secret_access_key": f"geheim-{rank}"})
+    attached(run, remote=run.with_name(f"remote-{rank}"), remote_every=5, options=options)
+
+
 def other_names(run: Path, rank: int) -> None:
     attached(run, **({"ema": net()} if rank == 1 else {}))
 
@@ -200,7 +206,8 @@ CASES: dict[str, Case] = {
     each.__name__: each
     for each in (
         rank_0_alone,
-        other_path, other_options, other_names, other_replica, other_shards, other_lengths, other_epochs,
+        other_path, other_options, other_remote, other_names, other_replica,
+        other_shards, other_lengths, other_epochs,
         bad_loader, bad_option, bad_state, other_model,
         not_begun, no_runtime, damaged_on_one, damaged_everywhere, no_memory,
     )

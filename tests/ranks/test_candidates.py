@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from flashckpt.commit.steps import commit, publish_part
 from flashckpt.errors import MismatchError, UnusableRunError
+from flashckpt.format.names import AttemptName
 from flashckpt.ranks.candidates import Content, RanksVoter, Readable, common, decide, is_behind, verdict
 from flashckpt.ranks.job import Job
-from flashckpt.restore.step_choice import Ballot, StepChoice
+from flashckpt.restore.step_choice import Ballot, Candidate, StepChoice
 from tests.commit.runs import attempt_at, new_run, part_of
 from tests.ranks.together import LIMIT_S, each_rank
 
@@ -61,6 +62,37 @@ def test_the_newer_attempt_comes_first_and_what_a_rank_has_marked_last() -> None
 def test_a_mark_says_nothing_of_what_is_in_memory() -> None:
     rows = [[memory(6, 6), stored(5), stored(6, is_marked=True)]] * 2
     assert common(rows)[0] == Content(6, A, 6)
+
+
+def far(step: int, attempt: str = A) -> Readable:
+    return Readable(step, attempt, None, is_remote=True)
+
+
+def test_a_step_is_read_nearest_and_then_by_all_from_the_remote() -> None:
+    """What one rank finds damaged late, when others have read theirs nearer, all read once more."""
+    rows = [[stored(6), far(6), stored(4)], [far(6), stored(4)]]
+    assert common(rows) == [Content(6, A, None), Content(6, A, None, is_remote=True), Content(4, A, None)]
+    assert common([[far(6)], [far(6)]]) == [Content(6, A, None)], "once is enough"
+    assert common([[memory(6, 6)], [far(6)]]) == [Content(6, A, 6)]
+    assert common([[stored(6), far(6)], [stored(6)]]) == [Content(6, A, None)]
+
+
+def test_what_is_marked_here_is_taken_from_the_remote_in_its_place() -> None:
+    marked = stored(6, is_marked=True)
+    rows = [[far(6), stored(4), marked], [far(6), stored(4), marked]]
+    assert [each.step for each in common(rows)] == [6, 6, 4]
+    assert [each.step for each in common([[stored(4), marked]] * 2)] == [4, 6]
+
+
+def test_each_rank_is_given_its_own_nearest_first(tmp_path: Path) -> None:
+    attempt = AttemptName(1, "aaaaaaaa")
+    near, there = Candidate(6, attempt), Candidate(6, attempt, is_remote=True)
+
+    def deed(job: Job) -> Any:
+        own = [near, there] if job.rank == 0 else [there]
+        return RanksVoter(job).common(own, has_more=False, is_saved=False)
+
+    assert each_rank(2, deed) == [[[near, there], [there]], [[there], [there]]]
 
 
 def test_nothing_anywhere_is_a_fresh_run_and_so_is_memory_alone_that_not_all_have() -> None:
@@ -138,7 +170,8 @@ _READABLE = st.builds(
     st.sampled_from([A, B]),
     st.one_of(st.none(), st.integers(1, 3)),
     st.booleans(),
-)
+    st.just(False),
+) | st.builds(Readable, st.integers(1, 4), st.sampled_from([A, B]), st.none(), st.just(False), st.just(True))
 
 
 @given(st.lists(st.lists(_READABLE, max_size=6), min_size=1, max_size=4))
@@ -149,6 +182,7 @@ def test_every_rank_can_read_each_of_them_and_none_is_missing(rows: list[list[Re
         for row in rows:
             at = [each for each in row if each.at == (content.step, content.attempt)]
             assert any(each.boundary in (content.boundary, None) for each in at)
+            assert not content.is_remote or any(each.is_remote for each in at)
     everywhere = set.intersection(*({(*each.at, each.boundary) for each in row} for row in rows))
     assert everywhere <= {(each.step, each.attempt, each.boundary) for each in found}
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from flashckpt.ranks.board import Board, Table
-from flashckpt.ranks.decisions import Commits, Verdicts
+from flashckpt.ranks.decisions import Commits, Decider, Verdicts
 from flashckpt.ranks.leader import Leader
 from flashckpt.ranks.messages import NodeMessage
 
@@ -88,6 +88,13 @@ def test_a_rank_that_learns_late_voids_the_steps_that_it_lacks_and_no_others() -
     job.run(60.0)
     assert job.complete[-1] > before + 50
     assert max(late.taken) in range(max(job.by_rank[0].taken) - 20, max(job.by_rank[0].taken) + 20)
+
+
+def test_what_some_node_could_not_persist_is_told_to_all() -> None:
+    decider = Decider([(0, 1), (2, 3)], None, None, 0.01)
+    far = NodeMessage(number=1, entered_low=7, entered_high=7, judged=7, failed=6)
+    assert decider.round([NodeMessage(number=1, failed=4), None], 0.0).failed == 4
+    assert decider.round([None, far], 1.0).failed == 6
 
 
 def test_the_loss_of_rank_0_stops_no_training() -> None:

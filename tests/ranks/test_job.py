@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
+import threading
 import time
 from typing import Any
 
@@ -90,6 +91,43 @@ def test_what_several_ranks_raise_is_told_of_all_of_them() -> None:
         assert type(error) is OutOfRoomError
         assert "rank 1 of 3: no memory" in str(error)
         assert "rank 2 of 3: ZeroDivisionError: a fault of the program" in str(error)
+
+
+def test_a_failure_is_told_to_all_before_the_slowest_has_said_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be reading for hours; it hears of it when it comes."""
+    monkeypatch.setattr(job, "_LONGEST_WAIT_S", 0.05)
+    monkeypatch.setattr(job, "_PARTING_S", 0.1)
+    told = threading.Barrier(WORLD)
+
+    def deed(job: Job) -> Any:
+        def mine() -> None:
+            if job.rank == 1:
+                raise MismatchError("it is of another model")
+            if job.rank == 2:
+                told.wait(30)
+
+        try:
+            job.together("loading", mine, patience_s=60.0)
+        except MismatchError as error:
+            if job.rank != 2:
+                told.wait(30)
+            return str(error)
+
+    for words in each_rank(WORLD, deed):
+        assert isinstance(words, str), words
+        assert words.startswith("rank 1 of 3: it is of another model")
+
+
+def test_who_is_taken_for_dead_and_speaks_in_that_moment_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "_LONGEST_WAIT_S", 0.05)
+
+    def deed(job: Job) -> Any:
+        if job.rank == 2:
+            job.store.set("0/failed", "")  # what was said in its place it has written over
+            time.sleep(0.3)
+        return job.agree("a sum", job.rank, sum)
+
+    assert each_rank(WORLD, deed) == [3, 3, 3]
 
 
 def test_what_is_no_error_of_ours_is_told_by_one_of_ours() -> None:

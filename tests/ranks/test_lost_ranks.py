@@ -79,14 +79,15 @@ def test_what_a_rank_that_is_gone_would_decide_is_not_waited_for(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pace = node.pace
-    assert (pace.lost, pace.awaits_others) == ("", True)
+    assert (pace.lost, pace.awaits_others, pace.failed) == ("", True, 0)
     monkeypatch.setattr(joint_pace, "_LAST_WORD_S", 0.1)
     node.board.announce(Announcement(number=1, gone=Gone(ended=7)))
     assert not pace.outcome(5, math.inf).is_known, "it has let its run go before this boundary"
     assert (pace.lost, pace.awaits_others) == ("", True), "its parts are on their way"
     with pytest.raises(BoundaryError, match="not by rank 7"):
         pace.save_outside(5, math.inf)
-    node.board.announce(Announcement(number=2, decided=5, complete=(5,), gone=Gone(ended=7)))
+    node.board.announce(Announcement(number=2, decided=5, complete=(5,), failed=4, gone=Gone(ended=7)))
+    assert pace.failed == 4
     assert pace.outcome(5, math.inf) == (True, 5), "what it knew was decided before"
     node.board.announce(Announcement(number=3, decided=5, complete=(5,), gone=Gone(died=3)))
     assert (pace.lost, pace.awaits_others) == ("rank 3", False)

@@ -60,6 +60,7 @@ TOLD = Announcement(
     agreed=67,
     missed=(68, 3),
     is_ended=True,
+    failed=61,
 )
 
 

@@ -16,6 +16,11 @@ pytestmark = pytest.mark.dist
 EXPECTED = {
     "other_path": ("OptionError", "path: ", "on rank 0", "on rank 1"),
     "other_options": ("OptionError", "every: 1 on rank 0, 2 on rank 1", "Keep(last=4", "Options(slots): 2"),
+    "other_remote": (
+        "OptionError",
+        "remote-0', every=5, keep=Keep(last=9, every_steps=None)",
+        "Options(remote_storage_options): secret_access_key (values not shown, ",
+    ),
     "other_names": ("OptionError", "names of the state: model on rank 0, model, ema on rank 1"),
     "other_replica": ("StateError", "extra: not there on rank 0, float32 [3] on rank 1"),
     "other_shards": (
@@ -55,6 +60,7 @@ def test_all_ranks_are_refused_alike(told: list[list[str]], tmp_path: Path) -> N
         assert raised[0][0] == kind, raised[0]
         for word in words:
             assert word in raised[0][1], (name, word, raised[0][1])
+        assert "geheim" not in raised[0][1]
     [alone] = [line for out in told for line in out if line.startswith("rank_0_alone ")]
     assert "RunError" in alone
     assert "rank 1 of the default process group did not call it" in alone

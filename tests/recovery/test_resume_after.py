@@ -44,6 +44,8 @@ def test_training_goes_on_bit_for_bit_from_what_was_recovered(
     reference = Trainer(tmp_path / "reference", runtime, recipe)
     reference.finish()
     kill_keepers(remove_regions=True)
+    # A keeper that is killed as it leaves may leave its folder.
+    of_reference = set(runtime.glob("flashckpt-*/*/"))
 
     job = Trainer(tmp_path, runtime, recipe, persist_every=3)
     kill_both_in_step(job, runtime, 8)
@@ -56,7 +58,8 @@ def test_training_goes_on_bit_for_bit_from_what_was_recovered(
     assert flashckpt.steps(job.run)[-1] == step
     assert report["resume"]["tier"] == "local"
     assert flashckpt.verify(job.run).ok
-    assert not any(runtime.glob("flashckpt-*/*/")), "nothing stays in memory"
+    assert set(runtime.glob("flashckpt-*/*/")) <= of_reference, "nothing stays in memory"
+    assert not any(path.is_file() for path in runtime.glob("flashckpt-*/*/*"))
 
     job.finish()
     assert job.resumed_steps() == [step]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -220,8 +220,17 @@ def saved_between_steps(store: Store, kind: str, world: int, *, zeros: bool) -> 
     return committed(store, ranks, values=values)
 
 
-def saved(store: Store, kind: str, world: int, *, shares: bool = True, is_tied: bool = True) -> StepRecord:
-    """A committed step of that layout. shares: what is declared to be alike is written once."""
+def saved(
+    store: Store,
+    kind: str,
+    world: int,
+    *,
+    shares: bool = True,
+    is_tied: bool = True,
+    seed: Callable[[int], int] = int,
+) -> StepRecord:
+    """A committed step of that layout. shares: what is declared to be alike is written once. seed: that of
+    the random numbers of a rank."""
     ranks, values = [], []
     for rank in range(world):
         with one_of(world, rank):
@@ -229,7 +238,7 @@ def saved(store: Store, kind: str, world: int, *, shares: bool = True, is_tied: 
             stepped(live)
             fill(live, rank)
             ranks.append([held for leaf in _walk(live).leaves if (held := _held(leaf, shares))])
-            values.append(_values(live, rank, world))
+            values.append(_values(live, seed(rank), world))
     return committed(store, ranks, values=values)
 
 
@@ -249,8 +258,8 @@ def held_by(live: Live) -> dict[str, bytes]:
     return {leaf.name: local(leaf.tensor).detach().numpy().tobytes() for leaf in _walk(live).leaves}
 
 
-def _values(live: Live, rank: int, world: int) -> Mapping[str, Any]:
-    torch.manual_seed(rank)
+def _values(live: Live, seed: int, world: int) -> Mapping[str, Any]:
+    torch.manual_seed(seed)
     return _encoded(live.tree.values(lambda parameter, gradient: True), world)
 
 

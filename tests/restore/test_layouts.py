@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from flashckpt.capture.plan import local
 from flashckpt.commit.steps import StepRecord, read_step
 from flashckpt.errors import MismatchError
+from flashckpt.restore import merged_step
 from flashckpt.restore.filling import check_fits, fill
 from flashckpt.restore.merged_state import MergedState
 from flashckpt.restore.other_layout import LiveLayout
@@ -279,3 +281,17 @@ def test_new_ranks_have_random_numbers_of_their_own_and_the_same_ones_each_time(
     assert len({str(each) for each in found.values()}) == 4
     torch.manual_seed(1)
     assert found[1] == torch.rand(3).tolist(), "a rank that was there goes on with its own"
+
+
+def test_a_new_rank_sees_of_a_large_step_too_that_ranks_differ(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 alone has drawn a number more, and its part has no box that the last rank wants."""
+    monkeypatch.setattr(merged_step, "StepRanks", partial(StepRanks, small_bytes=0))
+    record = layouts.saved(store, "fsdp", 8, seed=lambda rank: int(rank > 0))
+    found = []
+    for rank in (7, 15):
+        with layouts.one_of(16, rank):
+            layout = LiveLayout(layouts.built("fsdp", 16).tree, rank, 16)
+            found.append(layout.begin(record, 1).finish(record.store, 1).values["rng"])
+    assert found[0]["torch"] != found[1]["torch"]

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 
 from flashckpt.commit.steps import StepRecord
 from flashckpt.errors import DamagedError
-from flashckpt.format.layout import Layout
 from flashckpt.memory import room
 from flashckpt.restore import node_chunks
 from flashckpt.restore.box_gathering import BLOCK_CHUNKS, Gathering
@@ -33,7 +32,7 @@ from flashckpt.store.base import Store
 from tests.commit.runs import new_run
 from tests.restore.node import Node
 from tests.restore.sharded import CHUNK_BYTES, Counted, Held, committed, flip, partitions, taken, tensors
-from tests.restore.test_other_layouts import wanted_leaf
+from tests.restore.test_other_layouts import wanted_layout
 
 WHOLE = np.arange(64 * 1024, dtype="float32").reshape(64, 1024)
 ALL = BoxRegion((0, 0), WHOLE.shape)
@@ -44,13 +43,7 @@ def reading_of(
 ) -> StepReading:
     """A rank that takes these boxes; it gives their bytes by name."""
     ranks = StepRanks(record, rank, world)
-    leaves = []
-    for name, region in wanted.items():
-        tensor = ranks.tensor(name)
-        assert tensor is not None
-        leaves.append(wanted_leaf(name, tensor.dtype, tensor.shape, region))
-    layout = Layout.of(leaves)
-    parts = ranks.find([(leaf.name, wanted[leaf.name]) for leaf in layout.leaves])
+    layout, parts = wanted_layout(ranks, wanted)
     into = memoryview(bytearray(layout.num_bytes))
 
     def made() -> Any:

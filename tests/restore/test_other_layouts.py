@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from flashckpt.errors import DamagedError, MismatchError
 from flashckpt.format.layout import Box, Layout, Leaf
 from flashckpt.restore.box_copies import copy_of, cut
 from flashckpt.restore.box_gathering import gather
-from flashckpt.restore.step_leaves import BoxRegion, overlapping
+from flashckpt.restore.step_leaves import BoxRegion, Parts, overlapping
 from flashckpt.restore.step_ranks import StepRanks
 from flashckpt.restore.whole_tensors import WholeTensors
 from flashckpt.runs import load
@@ -37,9 +38,16 @@ def rows(first: int, behind: int, whole: np.ndarray = WHOLE) -> BoxRegion:
     return BoxRegion((first, *(0 for _ in whole.shape[1:])), (behind - first, *whole.shape[1:]))
 
 
-def wanted_leaf(name: str, dtype: str, shape: tuple[int, ...], region: BoxRegion) -> Leaf:
-    box = None if region.shape == shape else Box(shape=shape, start=region.start)
-    return Leaf(name=name, dtype=dtype, shape=region.shape, box=box)
+def wanted_layout(ranks: StepRanks, wanted: Mapping[str, BoxRegion]) -> tuple[Layout, list[Parts]]:
+    """How these boxes stand in an image, and where the bytes of each are found."""
+    leaves = []
+    for name, region in wanted.items():
+        tensor = ranks.tensor(name)
+        assert tensor is not None
+        box = None if region.shape == tensor.shape else Box(shape=tensor.shape, start=region.start)
+        leaves.append(Leaf(name=name, dtype=tensor.dtype, shape=region.shape, box=box))
+    layout = Layout.of(leaves)
+    return layout, ranks.find([(leaf.name, wanted[leaf.name]) for leaf in layout.leaves])
 
 
 def of_one_rank(record: StepRecord, rank: int) -> StepRecord:
@@ -60,13 +68,7 @@ def read(
     parts are read as they are needed."""
     begins = of_one_rank(record, rank) if is_large else record
     ranks = StepRanks(begins, rank, world, **({"small_bytes": 0} if is_large else {}))
-    leaves = []
-    for name, region in wanted.items():
-        tensor = ranks.tensor(name)
-        assert tensor is not None
-        leaves.append(wanted_leaf(name, tensor.dtype, tensor.shape, region))
-    layout = Layout.of(leaves)
-    parts = ranks.find([(leaf.name, wanted[leaf.name]) for leaf in layout.leaves])
+    layout, parts = wanted_layout(ranks, wanted)
     image = memoryview(bytearray(layout.num_bytes))
     gather(store or record.store, layout, parts, image, threads=2)
     assert bytes(image[: layout.data_start]) == layout.header
@@ -413,3 +415,17 @@ def test_names_that_mean_the_same_on_all_ranks_stay_short(store: LocalStore) -> 
     [leaf] = WholeTensors(record).leaves
     assert leaf.name == "optimizer.state.w.exp_avg"
     assert bytes(WholeTensors(record).leaf(leaf, 1)) == WHOLE.tobytes()
+
+
+@pytest.mark.parametrize("sizes", [(2,), (3,), (2, 3), (3, 2), (3, 5, 2), (2, 2, 4), (7, 3)])
+def test_ranks_are_read_that_are_apart_in_each_dimension_of_any_mesh(sizes: tuple[int, ...]) -> None:
+    world = int(np.prod(sizes))
+    whole = np.zeros(1, "float32")
+    held = [[Held("w", whole, BoxRegion((0,), (1,)))] for _ in range(world)]
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        record = committed(new_run(f"{folder}/run"), held)
+        ranks = StepRanks(of_one_rank(record, world - 1), world - 1, world + 1, small_bytes=0)
+        ranks.read_apart()
+    assert len(ranks.known) <= 2 + world.bit_length()
+    for places in zip(*(np.unravel_index(rank, sizes) for rank in ranks.known), strict=True):
+        assert len(set(places)) > 1

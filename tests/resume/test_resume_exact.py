@@ -37,31 +37,42 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[s
 References = Callable[[str], dict[object, object]]
 
 
-@pytest.mark.parametrize("recipe", sorted(RECIPES))
-def test_killed_run_equals_uninterrupted_run(
-    recipe: str, tmp_path: Path, runtime: Path, references: References
-) -> None:
-    killed, hold = Trainer(tmp_path, runtime, recipe), HOLDS[recipe]
+def after_a_kill(killed: Trainer) -> dict[object, object]:
+    """What a trainer, which has not trained yet, has printed of each step once it was killed and went on."""
+    hold = HOLDS[killed.recipe]
     killed.kill_in_step(hold)
     killed.finish(fresh=True)  # nothing of the interpreter that was killed is in the next one, as in any job
 
     [resume] = killed.events("resume")
     assert resume["tier"] == "memory"
     assert hold - 2 <= int(str(resume["step"])) <= hold, "at most the step in flight and the one being copied"
-    assert last_of_each(killed.records()) == references(recipe)
-    assert flashckpt.verify(killed.run).ok
+    assert flashckpt.verify(str(killed.run)).ok
+    return last_of_each(killed.records())
+
+
+def after_memory_is_lost(killed: Trainer, kill_keepers: Callable[..., None]) -> dict[object, object]:
+    """The same, where it can go on from storage alone."""
+    killed.kill_in_step(HOLDS[killed.recipe])
+    killed.wait_committed()
+    kill_keepers(remove_regions=True)
+    killed.finish(fresh=killed.recipe == "workers")
+
+    [resume] = killed.events("resume")
+    assert resume["tier"] == "local"
+    return last_of_each(killed.records())
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+def test_killed_run_equals_uninterrupted_run(
+    recipe: str, tmp_path: Path, runtime: Path, references: References
+) -> None:
+    reference = references(recipe)
+    assert after_a_kill(Trainer(tmp_path, runtime, recipe)) == reference
 
 
 @pytest.mark.parametrize("recipe", ["workers", "epochs", "accumulation"])
 def test_resume_from_disk_equals_uninterrupted_run(
     recipe: str, tmp_path: Path, runtime: Path, references: References, kill_keepers: Callable[..., None]
 ) -> None:
-    killed = Trainer(tmp_path, runtime, recipe)
-    killed.kill_in_step(HOLDS[recipe])
-    killed.wait_committed()
-    kill_keepers(remove_regions=True)
-    killed.finish(fresh=recipe == "workers")
-
-    [resume] = killed.events("resume")
-    assert resume["tier"] == "local"
-    assert last_of_each(killed.records()) == references(recipe)
+    reference = references(recipe)
+    assert after_memory_is_lost(Trainer(tmp_path, runtime, recipe), kill_keepers) == reference

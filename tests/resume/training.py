@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import flashckpt
@@ -16,6 +17,8 @@ ROOT = Path(__file__).parents[2]
 class Trainer:
     """One recipe on one run folder, started as often as it takes."""
 
+    program: Sequence[str] = ("tests.resume.trainer",)
+
     def __init__(self, folder: Path, runtime: Path, recipe: str, **options: object) -> None:
         self.run, self.log, self._err, self.recipe = folder / "run", folder / "log", folder / "err", recipe
         self.environment = {**os.environ, "FLASHCKPT_RUNTIME": str(runtime)}
@@ -23,7 +26,7 @@ class Trainer:
 
     def start(self, hold_at: int = -1, *, fresh: bool = False) -> zygote.Program:
         """fresh: in an interpreter of its own."""
-        module = ["tests.resume.trainer", self.recipe, str(self.run), str(self.log)]
+        module = [*self.program, self.recipe, str(self.run), str(self.log)]
         module += [str(hold_at), json.dumps(self.options)]
         with open(self._err, "wb") as err:
             return zygote.start(module, fresh=fresh, stdout=zygote.PIPE, stderr=err, env=self.environment)

@@ -56,6 +56,15 @@ def _skip_without(why: str, lacking: list[str]) -> None:
 
 
 @pytest.fixture
+def in_environment(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Endpoint and credentials under the names that other tools know."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server.endpoint)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
+    monkeypatch.setenv("AWS_REGION", REGION)
+
+
+@pytest.fixture
 def boto(s3_server: S3Server) -> Any:
     """Another client of the server."""
     import boto3

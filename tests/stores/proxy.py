@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
@@ -22,6 +23,7 @@ _NOT_FORWARDED = {"transfer-encoding", "connection", "content-length"}
 class Request:
     method: str
     path: str
+    num_bytes: int = 0
     status: int = 0
 
 
@@ -62,7 +64,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _forward(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        request = Request(self.command, self.path)
+        request = Request(self.command, self.path, len(body))
         self.owner.requests.append(request)
         fault = self.owner.fault(request)
         if fault == "refuse":
@@ -112,8 +114,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         if "Content-Length" not in headers:
             self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+        with suppress(ConnectionError):  # whoever asked may have given up
+            self.end_headers()
+            self.wfile.write(data)
 
     do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _forward
 

@@ -96,7 +96,7 @@ def test_dead_uploads_are_ended_and_living_ones_are_not(
     assert under_way(boto, bucket) == sorted([living, "elsewhere"])
     assert recover(store).findings == ()
 
-    boto.create_multipart_upload(Bucket=bucket, Key=f"runs/one/{dead_path}")
+    boto.create_multipart_upload(Bucket=bucket, Key=f"runs/one/{dead_path}.4096.zst")
     assert len(uploads.dead_uploads(store)) == 1
     assert len(uploads.dead_uploads(store, (), {"11fe11fe"})) == 2, "its keeper is known to be dead"
     with monkeypatch.context() as without:

@@ -15,7 +15,8 @@ from fsspec.registry import _registry
 
 from flashckpt.errors import OptionError
 from flashckpt.store import open_store, upload_rate
-from flashckpt.store.base import Store
+from flashckpt.store.base import Entry, Store
+from flashckpt.store.compressed_store import below
 from flashckpt.store.fsspec_client import FsspecClient
 from flashckpt.store.objects import PART_BYTES, ObjectStore
 from flashckpt.store.upload_rate import UploadRate
@@ -41,6 +42,18 @@ class TestMemoryFileSystem(OneProcessContract):
     @pytest.fixture
     def opener(self) -> Callable[[], Store]:
         return partial(opened, f"memory://{secrets.token_hex(8)}", {})
+
+
+def test_a_look_changes_nothing_of_another_s() -> None:
+    """Threads of a keeper look at the same listing, while it is recent."""
+    store = opened(f"memory://{secrets.token_hex(8)}", {})
+    store.create("a/one", b"1")
+    store.at_once().list("a")
+    first, second = store.at_once("a"), store.at_once("a")
+    assert first.create("a/two", b"22")
+    first.remove_files(["a/one"])
+    assert first.list("a") == [Entry("two", False, 2)]
+    assert second.list("a") == [Entry("one", False, 1)]
 
 
 @pytest.mark.process
@@ -172,9 +185,9 @@ def test_an_upload_keeps_to_the_ceiling(shard: Shard) -> None:
 
 def test_all_stores_of_a_url_share_the_ceiling(tmp_path: Path) -> None:
     url = f"local://{tmp_path}"
-    one, two = (open_store(url, {upload_rate.OPTION: 1 << 20}) for _ in range(2))
+    one, two, other = (below(open_store(url, {upload_rate.OPTION: rate << 20})) for rate in (1, 1, 2))
     assert one._rate is two._rate  # type: ignore[attr-defined]
-    assert open_store(url, {upload_rate.OPTION: 2 << 20})._rate is not one._rate  # type: ignore[attr-defined]
+    assert other._rate is not one._rate  # type: ignore[attr-defined]
     for wrong in (1000, "10M", 1.5, True, -1):
         with pytest.raises(OptionError, match="at least 1048576"):
             open_store(url, {upload_rate.OPTION: wrong})

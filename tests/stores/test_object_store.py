@@ -4,16 +4,18 @@ GCS: no emulator keeps its conditions."""
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 
-from flashckpt.store.base import Store
-from flashckpt.store.objects import ObjectStore
+from flashckpt.store.base import Entry, Store
+from flashckpt.store.compressed_file import Codec
+from flashckpt.store.compressed_store import compressing
+from flashckpt.store.objects import COMPRESSED_PART_BYTES, ObjectStore
 from flashckpt.store.obstore_client import ObstoreClient
-from tests.contracts.store_contract import OneProcessContract, Shard, StoreContract, shard
+from tests.contracts.store_contract import SHARD, OneProcessContract, Shard, StoreContract, shard
 from tests.stores.azure_server import AzureServer
 from tests.stores.s3_server import S3Server
 
@@ -30,6 +32,36 @@ class TestS3Store(StoreContract):
     @pytest.fixture
     def opener(self, s3_server: S3Server, bucket: str) -> Callable[[], Store]:
         return partial(opened, f"s3://{bucket}/runs/one", s3_server.options())
+
+    def test_a_compressed_shard_goes_up_in_parts(
+        self, opener: Callable[[], Store], boto: Any, bucket: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store, large = compressing(opener(), "zstd"), Shard(num_rows=8_000)
+        written = store.write_shard(SHARD, large.layout, large.region)
+        assert written.checksums == large.contents.shard.checksums
+        assert written.stored_bytes is not None
+        assert written.stored_bytes > 3 * COMPRESSED_PART_BYTES
+        assert not store.read_ranges(SHARD, large.contents, None).bad_chunks
+        [entry] = store.list("")
+        assert entry == Entry(SHARD, False, len(large.image))
+        with pytest.raises(FileExistsError):
+            store.write_shard(SHARD, large.layout, large.region)
+
+        count = iter(range(7))
+        monkeypatch.setattr(Codec, "pack", _refusing(Codec.pack, count))
+        with pytest.raises(OSError, match="no more"):
+            store.write_shard(f"other.{SHARD}", large.layout, large.region)
+        assert store.list("") == [entry]
+        assert not boto.list_multipart_uploads(Bucket=bucket).get("Uploads"), "its parts are paid for"
+
+
+def _refusing(pack: Callable[..., bytes], count: Iterator[int]) -> Callable[..., bytes]:
+    def refusing(*how: Any) -> bytes:
+        if next(count, None) is None:
+            raise OSError("no more")
+        return pack(*how)
+
+    return refusing
 
 
 class TestAzureStore(OneProcessContract):

@@ -12,16 +12,22 @@ from urllib.parse import unquote
 import pytest
 
 from flashckpt.commit import lineage, retention
-from flashckpt.commit.attempts import newest_claimed, open_run
+from flashckpt.commit.attempts import claim, newest_claimed, open_run, start
+from flashckpt.commit.holder import here
+from flashckpt.commit.verification import verify
 from flashckpt.format.names import manifest_path, part_name, shard_name, step_attempt_folder
 from flashckpt.format.records import FileRecord, Manifest, PartRecord
 from flashckpt.options import Keep
 from flashckpt.persist.job import JobState
 from flashckpt.persist.ledger import Event, Ledger, lines_of
+from flashckpt.persist.writer import Writer
 from flashckpt.store import objects
 from flashckpt.store.base import Store
 from flashckpt.store.objects import ObjectStore
 from flashckpt.store.obstore_client import ObstoreClient
+from tests.keeper.fake import FakeTrainer
+from tests.keeper.test_keeper_constants import alone as alone
+from tests.keeper.test_keeper_constants import order
 from tests.persist.node import Node, begun
 from tests.stores.proxy import Proxy
 from tests.stores.s3_server import S3Server
@@ -35,6 +41,10 @@ class Counted:
     def __init__(self, proxy: Proxy, server: S3Server, bucket: str) -> None:
         self._proxy, options = proxy, {**server.options(), "endpoint": proxy.endpoint}
         self.store: Store = ObjectStore(ObstoreClient(f"s3://{bucket}/run", options))
+
+    def sent_bytes(self) -> int:
+        """Of the requests since `taken` was called last."""
+        return sum(each.num_bytes for each in self._proxy.requests)
 
     def taken(self) -> Counter[str]:
         """Of the requests since the last call; not those for run.json, asked for by the clock."""
@@ -98,6 +108,41 @@ def test_a_commit_and_the_deletion_of_an_old_step(run: Counted, tmp_path: Path) 
     }
 
 
+def test_constants_are_sent_once_a_run(run: Counted, alone: FakeTrainer) -> None:
+    """A second attempt names what the first has sent, and each later commit of either costs as much."""
+    constants = alone.image.constants
+    assert constants is not None
+
+    def saved(step: int, writer: Writer) -> tuple[int, Counter[str]]:
+        newest_claimed(run.store.at_once())
+        run.taken()
+        assert writer.persist(order(alone, step)).state is JobState.COMMITTED
+        return run.sent_bytes(), run.taken()
+
+    alone.attempt = first = begun(run.store, 1)
+    writer = Writer(run.store, "0123abcd")
+    assert saved(1, writer)[0] > constants.num_bytes + alone.layout.num_bytes
+    of_own = saved(2, writer)
+    alone.attempt = claim(run.store, here())
+    start(run.store, alone.attempt, first, 2, 1)
+    writer = Writer(run.store, "4567cdef")
+    once, taken = saved(3, writer)
+    assert abs(once - of_own[0]) < 1000
+    assert taken["put constants.safetensors"] == 0
+    of_older = saved(4, writer)
+    assert of_older[1] == of_own[1]
+    assert abs(of_older[0] - of_own[0]) < 1000
+    assert of_own[1] == {
+        # As of any step, and whether the constants are there: at first, before the part, with the manifest.
+        "list steps": 3,
+        "list attempts": 1 + 3,
+        "put shard.safetensors": 1,
+        "put part.json": 1,
+        "put manifest.json": 1,
+    }
+    assert verify(run.store).ok
+
+
 def test_lines_of_the_ledger_that_come_together_are_one_request(run: Counted) -> None:
     """And those of several writers overwrite none of another's."""
     books = [Ledger(run.store, stands=lambda: True) for _ in range(3)]
@@ -110,7 +155,10 @@ def test_lines_of_the_ledger_that_come_together_are_one_request(run: Counted) ->
     assert sorted(line["step"] for line in lines_of(run.store, "000001-0123abcd")) == sorted(3 * [*range(20)])
 
 
-def test_a_thousand_steps_are_listed_in_one_walk(run: Counted, s3_server: S3Server, bucket: str) -> None:
+@pytest.mark.parametrize("num_steps", [400, pytest.param(1000, marks=pytest.mark.long)])
+def test_all_steps_are_listed_in_one_walk(
+    num_steps: int, run: Counted, s3_server: S3Server, bucket: str
+) -> None:
     attempt = begun(run.store, 1)
     directly = ObjectStore(ObstoreClient(f"s3://{bucket}/run", s3_server.options()))
 
@@ -126,10 +174,10 @@ def test_a_thousand_steps_are_listed_in_one_walk(run: Counted, s3_server: S3Serv
         directly.replace(manifest_path(step, attempt), made.to_bytes())
 
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(make, range(1, 1001)))
+        list(pool.map(make, range(1, num_steps + 1)))
     run.taken()
-    assert lineage.steps(run.store) == [*range(1, 1001)]
+    assert lineage.steps(run.store) == [*range(1, num_steps + 1)]
     # Three files a step, a thousand names a page, and an empty one; what each manifest names.
     taken = run.taken()
-    assert taken.pop("list steps") <= 4
-    assert taken == {"list attempts": 1, "get manifest.json": 1000}
+    assert taken.pop("list steps") <= 1 + -(-3 * num_steps // 1000)
+    assert taken == {"list attempts": 1, "get manifest.json": num_steps}

@@ -6,25 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import flashckpt
 from flashckpt.checkpointer import attendant
 from flashckpt.commit import attempts
 from flashckpt.commit.holder import here
 from flashckpt.store import open_store
+from flashckpt.store.obstore_client import ObstoreClient
 from tests.contracts.run_contract import RunContract, UrlTrainer
-from tests.stores.s3_server import ACCESS_KEY, REGION, SECRET_KEY, S3Server
+from tests.processes import keepers_of
+from tests.stores.s3_server import SECRET_KEY, S3Server
+from tests.waiting import abandon, until
 
 pytestmark = pytest.mark.process
-
-
-@pytest.fixture
-def in_environment(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Endpoint and credentials under the names that other tools know."""
-    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server.endpoint)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
-    monkeypatch.setenv("AWS_REGION", REGION)
 
 
 class TestS3Run(RunContract):
@@ -38,7 +33,7 @@ def test_options_reach_the_keeper_and_are_written_nowhere(
 ) -> None:
     url = f"s3://{bucket}/run"
     options = flashckpt.Options(storage_options=s3_server.options())
-    weights = {"w": __import__("torch").zeros(1000)}
+    weights = {"w": torch.zeros(1000)}
     with flashckpt.attach(url, options=options, **weights) as checkpointer:
         for _ in checkpointer.epochs(1):
             checkpointer.step()
@@ -57,7 +52,7 @@ def test_a_newer_attempt_is_heard_of_from_the_keeper(
     """Where each look costs a request, not each rank looks for itself."""
     monkeypatch.setattr(attendant, "_CLAIM_LOOK_BESIDE_S", 1e9)
     url, options = f"s3://{bucket}/run", flashckpt.Options(storage_options=s3_server.options())
-    weights = {"w": __import__("torch").zeros(1000)}
+    weights = {"w": torch.zeros(1000)}
 
     def train() -> None:
         with flashckpt.attach(url, options=options, **weights) as run:
@@ -69,3 +64,42 @@ def test_a_newer_attempt_is_heard_of_from_the_keeper(
 
     with pytest.raises(flashckpt.SupersededError):
         train()
+
+
+def test_a_keeper_that_lives_goes_on_with_replaced_credentials(
+    s3_server: S3Server, bucket: str, runtime: Path
+) -> None:
+    url, weights = f"s3://{bucket}/run", torch.zeros(1000)
+
+    def options(key: str) -> dict[str, Any]:
+        return {**s3_server.options(), "access_key_id": key, "secret_access_key": key}
+
+    def attached(key: str) -> flashckpt.Checkpointer:
+        given = flashckpt.Options(storage_options=options(key))
+        return flashckpt.attach(url, every=None, options=given, w=weights)
+
+    def save(run: flashckpt.Checkpointer) -> None:
+        run.step()
+        run.save()
+        run.wait()
+
+    def is_refused() -> bool:
+        try:
+            ObstoreClient(url, options("before")).list("")
+        except PermissionError:
+            return True
+        return False
+
+    key = ("--uid=test", "--key-type=s3")
+    for name in ("before", "after"):
+        s3_server.admin("key", "create", *key, f"--access-key={name}", f"--secret={name}")
+    first = attached("before")
+    save(first)
+    abandon(first)
+    [keeper] = keepers_of(runtime)
+    s3_server.admin("key", "rm", *key, "--access-key=before")
+    until(is_refused, "the old key to be refused")
+    with attached("after") as second:
+        save(second)
+        assert keepers_of(runtime) == [keeper]
+    assert flashckpt.steps(url) == [1, 2]

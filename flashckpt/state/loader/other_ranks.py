@@ -30,9 +30,9 @@ def merged_progress(
 ) -> dict[str, Any]:
     """What `rank` takes up as its progress, in a new layout of `world` ranks, or another one of as many.
 
-    values: `progress` by old rank, of `old_world`: that of the same number, where there is one, and any
-    others; more are compared. Raises MismatchError where ranks stand at different places, DamagedError where
-    one cannot be read.
+    values: `progress` by old rank, of `old_world`: that of the same number, or where there is none, of its
+    number modulo the old world, and any others, which are compared (`goes_by_others`). Raises MismatchError
+    where ranks stand at different places, DamagedError where one cannot be read.
     """
     try:
         return _merged_progress(values, rank, world, old_world)
@@ -43,11 +43,21 @@ def merged_progress(
         ) from error
 
 
-def merged_rng(values: Mapping[int, Mapping[str, Any]], rank: int) -> dict[str, Any]:
+def goes_by_others(progress: Mapping[str, Any]) -> bool:
+    """Whether what is taken up of a rank's progress depends on whether other ranks have the same: of a loader
+    that draws its order, or keeps a state of its own."""
+    try:
+        positions = [entry["position"] for entry in progress["sources"]]
+        return any("state" in each["parts"] or _is_drawn(each["made_of"].get("share")) for each in positions)
+    except (KeyError, TypeError, AttributeError):
+        return True  # what is wrong with it is said where it is taken up
+
+
+def merged_rng(values: Mapping[int, Mapping[str, Any]], rank: int, old_world: int) -> dict[str, Any]:
     """The global random numbers that `rank` of a new layout takes up: those of the old rank of its number. A
-    rank that is new has what all old ones have in common, and where they differ, numbers of its own, derived
-    from an old rank's and its own number."""
-    own = dict(values[_model(values, rank)])
+    rank that is new has what all old ones have in common, as far as they are among `values`, and where they
+    differ, numbers of its own, derived from an old rank's and its own number."""
+    own = dict(values[_model(values, rank, old_world)])
     if rank in values:
         return own
     return {
@@ -58,15 +68,16 @@ def merged_rng(values: Mapping[int, Mapping[str, Any]], rank: int) -> dict[str, 
     }
 
 
-def _model(values: Mapping[int, Any], rank: int) -> int:
+def _model(values: Mapping[int, Any], rank: int, old_world: int) -> int:
     """The old rank whose values a new rank takes up: that of its number, or another, each for as many."""
-    return rank if rank in values else sorted(values)[rank % len(values)]
+    source = rank % old_world
+    return source if source in values else sorted(values)[rank % len(values)]
 
 
 def _merged_progress(
     values: Mapping[int, Mapping[str, Any]], rank: int, world: int, old_world: int
 ) -> dict[str, Any]:
-    model = _model(values, rank)
+    model = _model(values, rank, old_world)
     merged: dict[str, Any] = copy.deepcopy(dict(values[model]))
     for other, value in values.items():
         _check_same(model, merged, other, value, _SAME)
@@ -78,7 +89,7 @@ def _merged_progress(
             _check_open(model, position, found)
         if rank not in values:
             position["now"]["global"] = merged_rng(
-                {r: each["now"]["global"] for r, each in found.items()}, rank
+                {r: each["now"]["global"] for r, each in found.items()}, rank, old_world
             )
         made_of = position["made_of"]
         # Of one that was moved before, and not taken up since, the first move counts.
@@ -122,12 +133,15 @@ def _is_alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two ranks' loaders gave the same order (of one that is drawn), or keep the same state."""
     if "state" in one["parts"]:
         return encode_json(one["parts"]["state"]) == encode_json(other["parts"].get("state"))
-    share = one["made_of"].get("share")
-    drawn = share is not None and share["order"] is not None and share["order"]["how"] == "drawn"
-    if not drawn or one["start"] is None or other["start"] is None:
+    if not _is_drawn(one["made_of"].get("share")) or one["start"] is None or other["start"] is None:
         return True
     mine, its = ((p["start"]["global"]["torch"], p["start"]["own"]) for p in (one, other))
     return mine == its
+
+
+def _is_drawn(share: Any) -> bool:
+    """Whether a loader draws its order from random numbers."""
+    return share is not None and share["order"] is not None and share["order"]["how"] == "drawn"
 
 
 def _derived(name: str, state: Any, rank: int) -> Any:

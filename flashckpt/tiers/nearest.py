@@ -1,0 +1,264 @@
+"""What the remote of a run has of it, as a start sees it, and which of two stores is ahead of the other.
+
+Owns that two histories are never mixed, and that a remote which does not answer is not taken for one that
+has nothing. The newest attempt that started decides what a run is, as in one store: where it is the remote's
+alone, its records are brought to the local store, and the steps that it did not go on from stay there as
+another branch. Of steps nothing is copied: who goes on from one reads it where it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from flashckpt.commit import attempts, lineage
+from flashckpt.commit.attempts import open_run
+from flashckpt.commit.lineage import VisibleStep
+from flashckpt.errors import DamagedError, NoSuchStepError, RunError, UnusableRunError
+from flashckpt.format.names import AttemptName, claim_path
+from flashckpt.persist.ledger import Event, lines_of
+from flashckpt.store.base import Store
+from flashckpt.tiers.attempt_records import AttemptRecords, bring
+
+log = logging.getLogger(__name__)
+
+# Of the remote's steps the newest count: a start goes on from one of them, or from what is here.
+_MOST_STEPS, _AT_ONCE = 32, 16
+# Of a URL that the ledger says, and of the attempts whose ledger is asked.
+_MOST_CHARS, _MOST_ATTEMPTS = 4096, 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteRun:
+    """`above` is the highest number of an attempt there, `newest` the newest that started, `others` those it
+    knows besides; `steps` are visible there, newest first. `problem` says why nobody can tell, and empty
+    where somebody can."""
+
+    store: Store
+    above: int = 0
+    newest: AttemptName | None = None
+    others: frozenset[AttemptName] = frozenset()
+    steps: tuple[VisibleStep, ...] = ()
+    problem: str = ""
+
+    def told(self) -> list[Any]:
+        """All but the store, in plain JSON, for other ranks."""
+        steps = [[each.step, str(each.attempt)] for each in self.steps]
+        newest = "" if self.newest is None else str(self.newest)
+        return [self.above, newest, sorted(map(str, self.others)), steps, self.problem]
+
+    @classmethod
+    def heard(cls, store: Store, told: Sequence[Any]) -> RemoteRun:
+        above, newest, others, steps, problem = told
+        return cls(
+            store=store,
+            above=above,
+            newest=AttemptName.parse(newest),
+            others=frozenset(filter(None, map(AttemptName.parse, others))),
+            steps=tuple(VisibleStep(step, _name(attempt)) for step, attempt in steps),
+            problem=problem,
+        )
+
+    def knows(self, attempt: AttemptName | None) -> bool:
+        return attempt is None or attempt == self.newest or attempt in self.others
+
+    def visible_in(self, local: Store) -> list[VisibleStep]:
+        """Its steps that follow the local store's rule of lineage, newest first."""
+        last_step = {bound.attempt: bound.last_step for bound in attempts.bounds(local)} if self.steps else {}
+        return [each for each in self.steps if each.step <= last_step.get(each.attempt, -1)]
+
+
+def look(local: Store, remote: Store, run_id: str) -> tuple[str, RemoteRun]:
+    """The id of the run, made in the remote where that has none yet, and what is there. `run_id`: that of the
+    local store, empty where it has no run.
+
+    OSError where the remote does not answer: see `unanswered`. RunError where it cannot be used at all, and
+    where it is another run or another history than the local one. Nothing is changed then.
+    """
+    with suppress(NoSuchStepError):
+        # First what tells at once whether anybody answers: what is written is tried more often.
+        open_run(remote, create=False)
+    found = open_run(remote, create=True, run_id=run_id).run_id
+    there = seen(remote)
+    if run_id not in ("", found):
+        raise UnusableRunError(
+            f"{local.url} and its remote {remote.url} hold different runs ({run_id} and {found}). Nothing "
+            "was loaded or changed. To go on with the remote's run, name a local folder that is empty; to go "
+            "on with the local one, name a remote of its own.",
+            path=local.url,
+        )
+    if run_id:
+        is_ahead(local, there)
+    if there.steps:
+        for each, reason in lineage.incomplete(remote.at_once(), there.steps[0].step):
+            log.error(
+                "cannot resume from step %d of attempt %s (remote): %s", each.step, each.attempt, reason
+            )
+    return found, there
+
+
+def unanswered(local: Store, remote: Store, run_id: str, problem: str) -> RemoteRun:
+    """What is known of a remote that does not answer. RunError where there is no run here: an id of its own
+    would keep the remote's out for good."""
+    if not run_id:
+        raise _unreached(local, remote, problem, "there is no run here")
+    return RemoteRun(store=remote, problem=problem)
+
+
+def seen(remote: Store) -> RemoteRun:
+    """What a store has of the run that it holds. OSError where it cannot be read."""
+    look = remote.at_once()
+    above = attempts.highest_number(look)
+    try:
+        lineage.check_records(look)
+        newest = attempts.newest_started(look)
+        others = {*attempts.names(look).values(), *(bound.attempt for bound in attempts.bounds(look))}
+        steps = tuple(islice(lineage.newest_first(look, at_once=_AT_ONCE), _MOST_STEPS))
+        if not steps:
+            lineage.check_usable(look)
+    except (UnusableRunError, DamagedError) as error:
+        return RemoteRun(store=remote, above=above, problem=str(error))
+    return RemoteRun(store=remote, above=above, newest=newest, others=frozenset(others), steps=steps)
+
+
+def is_ahead(local: Store, remote: RemoteRun) -> bool:
+    """Whether the run has gone on in the remote, by an attempt that the local store does not know.
+    UnusableRunError where it has gone on in both, each in its own way."""
+    if remote.newest is None:
+        return False
+    newest = attempts.newest_started(local)
+    started = {each.name for each in attempts.attempts(local) if each.has_started}
+    if remote.newest in started | {bound.attempt for bound in attempts.bounds(local)}:
+        return False
+    if not remote.knows(newest):
+        there = f", up to step {remote.steps[0].step}" if remote.steps else ""
+        raise UnusableRunError(
+            f"{local.url} and its remote {remote.store.url} have gone different ways: attempt {newest} is "
+            f"known here alone, attempt {remote.newest} there alone{there}. Nothing was loaded or changed. "
+            f"To go on with what the remote has, move {local.url} away: an empty folder takes it up. To go "
+            "on with what is here, name another remote.",
+            path=local.url,
+        )
+    return True
+
+
+def take_over(local: Store, remote: RemoteRun, ours: AttemptName) -> None:
+    """Where the remote is ahead, make its newest attempt known to the local store, which `ours` has claimed.
+    It may be killed anywhere, and is done again by the next attempt. UnusableRunError as of `is_ahead`,
+    RunError where the remote does not give the records any more."""
+    if not is_ahead(local, remote):
+        return
+    assert remote.newest is not None
+    hidden = next(lineage.newest_first(local), None)
+    try:
+        records = AttemptRecords.of(remote.store, remote.newest)
+    except OSError as error:
+        raise _unreached(local, remote.store, str(error), "the run has gone on there") from error
+    if records is None or not records.start:
+        raise RunError(
+            f"{remote.store.url}: attempt {remote.newest} has gone while its records were read. Nothing was "
+            "loaded. Start again.",
+            path=remote.store.url,
+        )
+    _make_way(local, remote.newest, ours)
+    bring(local, [records])
+    if hidden is None and not remote.steps:
+        log.warning(
+            "%s: the run was trained elsewhere, as attempt %s, and neither here nor in its remote %s is a "
+            "step of it: unless one is in memory here, it begins anew. If the folder that it was trained in "
+            "is still there, stop, and go on there",
+            local.url, remote.newest, remote.store.url,
+        )  # fmt: skip
+    last = {bound.attempt: bound.last_step for bound in attempts.bounds(local)}
+    if hidden is not None and hidden.step > last.get(hidden.attempt, -1):
+        log.warning(
+            "%s: the run has gone on as attempt %s in %s, from before step %d of attempt %s, which is here: "
+            "that step stays as another branch, and `flashckpt branch %s %d@%s` gets it back",
+            local.url, remote.newest, remote.store.url, hidden.step, hidden.attempt, local.url, hidden.step,
+            hidden.attempt,
+        )  # fmt: skip
+
+
+def _make_way(local: Store, name: AttemptName, ours: AttemptName) -> None:
+    """An attempt that died before it started is as if it had never been, but that its number is taken."""
+    there = attempts.names(local, least=name.number).get(name.number)
+    is_dead = there not in (None, name, ours) and name.number < ours.number
+    if there is not None and is_dead and attempts.read_start(local, there) is None:
+        local.remove(claim_path(name.number))
+
+
+def check_reached(local: Store, remote: RemoteRun, step: int | None) -> None:
+    """RunError where the remote could not be read, and what is here (`step`, None for nothing) is older than
+    what the run is known to have gone on from: the remote may have it. UnusableRunError where nothing is here
+    or there any more, and the run has gone on from what the remote had."""
+    if not remote.problem:
+        if step is None and left_elsewhere(local):
+            raise UnusableRunError(
+                f"{local.url}: the run has gone on from a step that it read in {remote.store.url}, its "
+                "remote, and neither here nor there is a step of it any more. Nothing was loaded, and it is "
+                "not taken for a fresh run. Put back what the remote had, or begin anew in another folder, "
+                "with another remote.",
+                path=local.url,
+            )
+        return
+    newest = attempts.newest_started(local)
+    start = None if newest is None else attempts.read_start(local, newest)
+    if step is None:
+        raise _unreached(local, remote.store, remote.problem, "there is no step here")
+    if start is not None and start.parent is not None and step < start.step:
+        why = f"the run has gone on from step {start.step} of attempt {start.parent}, and here is step {step}"
+        raise _unreached(local, remote.store, remote.problem, why)
+    log.warning(
+        "the remote %s cannot be read (%s): what is here, step %d, is gone on from. If the run has gone on "
+        "elsewhere since, stop and start again when the remote answers",
+        remote.store.url, remote.problem, step,
+    )  # fmt: skip
+
+
+def known_remote(store: Store) -> str:
+    """The URL of the newest attempt's remote, as its ledger says; empty where it had none, or nothing tells.
+    For people: a resume, and all else that must be right, is told by its caller."""
+    for _, name in sorted(attempts.names(store).items(), reverse=True)[:_MOST_ATTEMPTS]:
+        for line in lines_of(store, str(name)):
+            if line["event"] == Event.ATTACH.value:
+                url = line.get("remote")
+                return url if isinstance(url, str) and url.isprintable() and len(url) <= _MOST_CHARS else ""
+    return ""
+
+
+def left_elsewhere(store: Store, step: int = -1) -> str:
+    """Why a run of which step `step` is the newest here (-1: none is) does not go on from that, or begin: it
+    has gone on from a later one, which it read in its remote. Empty where nothing says so."""
+    newest = attempts.newest_started(store)
+    start = None if newest is None else attempts.read_start(store, newest)
+    if newest is None or start is None or start.parent is None or start.step <= step:
+        return ""
+    resumes = (line for line in lines_of(store, str(newest)) if line["event"] == Event.RESUME.value)
+    if not any(line.get("tier") == "remote" for line in resumes):
+        return ""
+    url = known_remote(store)
+    return (
+        f"{store.url}: the run has gone on from step {start.step} of attempt {start.parent}, which is not "
+        f"here: it was read in the run's remote{f', {url}' if url else ''}. Nothing was loaded or changed. "
+        "Start it with remote= again; to go on from what is here, name a step with `flashckpt branch "
+        f"{store.url} STEP`, or use another folder for another run."
+    )
+
+
+def _unreached(local: Store, remote: Store, problem: str, why: str) -> RunError:
+    return RunError(
+        f"{local.url}: {why}, and its remote {remote.url} cannot be read ({problem}). It may have newer "
+        "steps: neither a fresh start nor an older step is taken instead. Nothing was loaded or changed. "
+        "Start again when the remote answers; to begin or go on without it, leave remote= away.",
+        path=local.url,
+    )
+
+
+def _name(text: str) -> AttemptName:
+    name = AttemptName.parse(text)
+    assert name is not None, text
+    return name

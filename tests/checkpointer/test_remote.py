@@ -1,0 +1,148 @@
+"""`attach(remote=…)`: what is written wrongly is refused before anything is done; a server that is away is no
+reason not to train."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import flashckpt
+from flashckpt import Keep, OptionError, Options, RunError
+from flashckpt.checkpointer import remote as remote_module
+from flashckpt.checkpointer.folders import _shared
+from flashckpt.checkpointer.resume import _alike
+from flashckpt.options import Remote
+from flashckpt.state.tree import Tree
+from flashckpt.store import obstore_client
+from tests.waiting import until
+
+pytestmark = pytest.mark.usefixtures("runtime")
+
+
+def trained(run: Path, steps: int, **options: Any) -> dict[str, float]:
+    """Train and save some steps more; what the run reports after each, and before it ends."""
+    with flashckpt.attach(run, every=1, persist_every=1, model=nn.Linear(2, 2), **options) as made:
+        for _ in range(steps):
+            made.step()
+        made.wait()
+        return made.report()
+
+
+def test_a_run_and_its_remote(tmp_path: Path) -> None:
+    run, there = tmp_path / "run", tmp_path / "remote"
+    model = nn.Linear(2, 2)
+    with flashckpt.attach(run, remote=there, remote_keep=Keep(last=5), model=model) as made:
+        for _ in range(3):
+            with torch.no_grad():
+                model.weight += 1
+            made.step()
+            made.save()
+            made.wait()
+            until(lambda: made.report()["newest_remote_step"] == made.completed, "the step in the remote")
+        report = made.report()
+    assert report["remote_steps"] == 3
+    assert report["remote_failures"] == report["remote_steps_skipped"] == 0
+    assert flashckpt.steps(there) == [1, 2, 3]
+    assert flashckpt.verify(there).ok
+    assert torch.equal(flashckpt.load(there)["model.weight"], model.weight)
+
+
+def test_without_a_remote_nothing_is_said_of_one(tmp_path: Path) -> None:
+    assert not [name for name in trained(tmp_path / "run", 1) if "remote" in name]
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"remote_every": 5}, "remote_every=5: there is no remote"),
+    ({"remote_keep": Keep(last=2)}, "remote_keep=.*: there is no remote"),
+    ({"remote": 5}, "remote=5: a folder"),
+    ({"remote": "far", "remote_every": "often"}, "remote_every='often' is not a duration"),
+    ({"remote": "far", "remote_every": 0}, "remote_every=0: a duration"),
+    ({"remote": "far", "remote_every": True}, "remote_every=True: a duration"),
+    ({"remote": "far", "remote_keep": 3}, "remote_keep=3: a flashckpt.Keep"),
+    ({"remote": ""}, "path is empty"),
+    ({"remote": "nonsense://bucket/run"}, "nonsense:// is not supported"),
+    ({"remote": "s3://key:geheim@bucket/run"}, "a user or a password"),
+    ({"remote": "run"}, "one is in the other"),
+    ({"remote": "run/remote"}, "one is in the other"),
+    ({"remote": "."}, "one is in the other"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), WRONG, ids=str)
+def test_what_cannot_be_is_refused_before_anything_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OptionError, match=message) as caught:
+        flashckpt.attach("run", model=nn.Linear(2, 2), **wrong)
+    assert "geheim" not in str(caught.value)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_place_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match=r"The remote .*file cannot be used: Not a directory"):
+        flashckpt.attach(tmp_path / "run", remote=tmp_path / "file", model=nn.Linear(2, 2))
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_remote_of_another_run(tmp_path: Path) -> None:
+    trained(tmp_path / "other", 1)
+    trained(tmp_path / "run", 1)
+    with pytest.raises(RunError, match="hold different runs"):
+        flashckpt.attach(tmp_path / "run", remote=tmp_path / "other", model=nn.Linear(2, 2))
+    trained(tmp_path / "run", 1)
+
+
+@pytest.mark.parametrize("server", ["refuses", "is silent", "hangs"])
+def test_a_server_that_is_away(
+    tmp_path: Path,
+    silent: str,
+    server: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(obstore_client, "_BRIEF_DEADLINE_S", 3.0 if server == "hangs" else 0.3)
+    monkeypatch.setattr(remote_module, "_PATIENCE_S", 0.3 if server == "hangs" else 60.0)
+    keys = {"access_key_id": "a", "secret_access_key": "geheim", "region": "eu"}
+    options = Options(
+        grace="1s",
+        storage_options={**keys, "endpoint": "http://127.0.0.1:9" if server == "refuses" else silent},
+    )
+    trained(tmp_path / "run", 1)  # a run that is not there yet begins with none that does not answer
+    report = trained(tmp_path / "run", 2, remote="s3://bucket/run", options=options)
+    assert (report["newest_committed_step"], report["newest_remote_step"]) == (3, -1)
+    assert "the remote s3://bucket/run cannot be read" in caplog.text
+    assert "geheim" not in caplog.text
+    assert flashckpt.steps(tmp_path / "run")[-1] == 3
+
+
+def test_nodes_with_folders_of_their_own_have_no_remote() -> None:
+    """What rank 0 decides of what each rank has found: its node's first rank, its folder, its file system."""
+    apart = [[0, "a", "ext4"], [1, "b", "ext4"]]
+    assert _shared(apart) is not None
+    assert _shared([[0, "a", "ext4"], [1, "a", "ext4"]], remote="s3://b/run") is None
+    with pytest.raises(OptionError, match=r"remote=s3://b/run: the run's folder is not one on all nodes"):
+        _shared(apart, remote="s3://b/run")
+
+
+def test_credentials_are_compared_between_ranks_and_not_shown() -> None:
+    tree = Tree({"w": {}})
+
+    def said(**options: Any) -> dict[str, str]:
+        remote = Remote(url="s3://b/run", options=options)
+        given = Options(storage_options=options, remote_storage_options=options)
+        return _alike("/run", tree, 1, None, Keep(), remote, given)
+
+    one, other = said(secret_access_key="geheim"), said(secret_access_key="other")
+    assert "geheim" not in str(one)
+    assert {name for name in one if one[name] != other[name]} == {
+        "Options(storage_options)",
+        "Options(remote_storage_options)",
+    }
+    assert one == said(secret_access_key="geheim")

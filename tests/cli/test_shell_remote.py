@@ -1,0 +1,94 @@
+"""The shell and a run's remote: it is named, verified, and gets the newest step when a node goes away."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from made_runs import Ended, MadeRun
+
+import flashckpt
+from flashckpt.format.names import AttemptName
+from flashckpt.store.local import LocalStore
+from flashckpt.tiers.run_copy import copy_run
+
+pytestmark = pytest.mark.process
+
+Shell = Callable[..., Ended]
+
+
+def trained_with(run: MadeRun, attempt: AttemptName, remote: Path) -> None:
+    """What the ledger of an attempt with a remote says."""
+    line = json.dumps({"time": 1.0, "event": "attach", "step": 0, "world": 1, "remote": str(remote)})
+    (run.folder / "events").mkdir(exist_ok=True)
+    (run.folder / "events" / f"{attempt}.jsonl").write_text(line + "\n")
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> Path:
+    return tmp_path / "remote"
+
+
+def test_the_remote_is_named_and_verified(run: MadeRun, shell: Shell, remote: Path) -> None:
+    attempt = run.attempt()
+    run.commit(attempt, 10)
+    assert shell("ls", run.folder, "--json").json["remote"] is None
+    wrong = shell("verify", run.folder, "--remote", "auto")
+    assert (wrong.code, "--remote auto" in wrong.err) == (2, True)
+    trained_with(run, attempt, remote)
+    copy_run(run.store, LocalStore(str(remote)))
+
+    assert shell("ls", run.folder, "--json").json["remote"] == str(remote)
+    assert str(remote) in shell("ls", run.folder).err
+    assert str(remote) in shell("show", run.folder).out
+    assert shell("show", run.folder, "--json").json["remote"] == str(remote)
+    assert shell("verify", run.folder, "--json").json["remote"] is None
+    both = shell("verify", run.folder, "--remote", "auto", "--json")
+    assert (both.code, both.json["ok"], both.json["remote"]["ok"]) == (0, True, True)
+    assert both.json["remote"]["run"] == str(remote)
+
+    [shard] = remote.glob("steps/*/*/shard-*")
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\xff")
+    both = shell("verify", run.folder, "--remote", remote, "--json")
+    assert (both.code, both.json["ok"], both.json["remote"]["ok"]) == (1, True, False)
+
+
+def test_a_recovery_brings_the_newest_step_to_the_remote(run: MadeRun, shell: Shell, remote: Path) -> None:
+    attempt = run.attempt()
+    for step in (10, 20):
+        run.commit(attempt, step)
+    trained_with(run, attempt, remote)
+
+    looked = shell("recover", run.folder, "--remote", remote, "--dry-run", "--json")
+    assert (looked.code, looked.json["remote"]["outcome"]) == (0, "missing")
+    assert not remote.exists()
+    done = shell("recover", run.folder, "--remote", "auto", "--json")
+    assert done.code == 0, done.err
+    sent = done.json["remote"]
+    assert (sent["url"], sent["outcome"], sent["step"]) == (str(remote), "copied", 20)
+    assert flashckpt.steps(remote) == [20]
+    assert flashckpt.verify(remote).ok
+    again = shell("recover", run.folder, "--remote", "auto")
+    assert f"the remote {remote}: step 20: there already" in again.out
+    assert shell("recover", run.folder, "--json").json["remote"] is None
+
+    # A remote that is away: what is here is saved all the same, and the code says that it did not get there.
+    (run.folder.parent / "file").touch()
+    failed = shell("recover", run.folder, "--remote", run.folder.parent / "file" / "run", "--json")
+    assert (failed.code, failed.json["remote"]["outcome"]) == (4, "failed")
+    assert failed.json["resume"]["step"] == 20
+    assert failed.json["whole_steps"] == 2
+
+
+def test_a_recovery_says_what_the_next_start_takes_from_the_remote(
+    run: MadeRun, shell: Shell, remote: Path
+) -> None:
+    attempt = run.attempt()
+    shards = [run.commit(attempt, step) for step in (10, 20)]
+    copy_run(run.store, LocalStore(str(remote)))
+    shards[1].write_bytes(shards[1].read_bytes()[:-1] + b"\xff")
+    assert shell("recover", run.folder, "--dry-run", "--json").json["resume"]["step"] == 10
+    resume = shell("recover", run.folder, "--remote", remote, "--dry-run", "--json").json["resume"]
+    assert (resume["step"], resume["tier"]) == (20, "remote")

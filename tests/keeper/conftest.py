@@ -1,0 +1,22 @@
+"""A keeper that can be told to stand still."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.keeper.faulty import faulty_keeper
+
+
+@pytest.fixture
+def faults(tmp_path: Path) -> Path:
+    return tmp_path / "faults"
+
+
+@pytest.fixture
+def keeper(tmp_path: Path, runtime: Path, faults: Path) -> Iterator[int]:
+    """A keeper that can be told to stand still, and its process id."""
+    with faulty_keeper(tmp_path / "run", runtime, faults) as process:
+        yield process.pid

@@ -1,0 +1,281 @@
+"""A step that stands compressed is a step like any other: read, verified, kept, deleted and copied on by
+whoever knows nothing of it; and one that a reader of older versions refuses as newer, not as damaged."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashckpt import crashpoints
+from flashckpt.commit import constants, lineage, retention
+from flashckpt.commit import steps as steps_module
+from flashckpt.commit.attempts import open_run
+from flashckpt.commit.steps import missing_files, read_manifest, read_step
+from flashckpt.commit.verification import verify
+from flashckpt.errors import DamagedError, FormatError
+from flashckpt.format import checked_json
+from flashckpt.format.names import AttemptName, step_attempt_folder
+from flashckpt.format.records import Manifest
+from flashckpt.persist.deletions import unused_files
+from flashckpt.recovery.recover import recover
+from flashckpt.recovery.report import Fate
+from flashckpt.restore.mapping import mapped_leaves
+from flashckpt.restore.step_image import read_image
+from flashckpt.store.base import Store
+from flashckpt.store.compressed_store import CompressedStore
+from flashckpt.store.local import LocalStore
+from flashckpt.tiers.run_copy import copy_run
+from flashckpt.tiers.step_copy import Outcome, StepCopier
+from tests.commit.runs import attempt_at, commit
+from tests.contracts.flat_store import FlatStore
+from tests.tiers.test_step_copy import add, files, made, of_step
+
+COMPAT = Path(__file__).parents[1] / "compat"
+
+
+@pytest.fixture
+def tmp_path(scratch: str) -> Path:
+    return Path(scratch)
+
+
+@pytest.fixture(params=["local", "flat"])
+def target(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    return opened(request.param, tmp_path / "target")
+
+
+def opened(kind: str, folder: Path) -> Store:
+    return CompressedStore(LocalStore(str(folder)) if kind == "local" else FlatStore(f"flat://{folder}"))
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Store:
+    return CompressedStore(LocalStore(str(tmp_path / "source")))
+
+
+def copied(source: Store, target: Store) -> None:
+    assert copy_run(source, target, all_steps=True, compress="zstd").ok
+
+
+def manifest_of(store: Store, step: int, attempt: AttemptName) -> Manifest:
+    found = read_manifest(store, step, attempt)
+    assert isinstance(found, Manifest)
+    return found
+
+
+def compressed(folder: Path) -> list[str]:
+    return sorted(name for name in files(folder) if name.endswith(".zst"))
+
+
+def test_all_that_is_done_with_a_step(source: Store, target: Store, tmp_path: Path) -> None:
+    attempt = made(source, [10, 20, 30])
+    copied(source, target)
+    names = files(tmp_path / "target")
+    assert len(compressed(tmp_path / "target")) == 3 * 2 + 2, "shards, and constants of each rank"
+    assert not [name for name in names if name.endswith((".safetensors", ".tmp"))]
+
+    theirs = manifest_of(target, 20, attempt)
+    assert theirs == manifest_of(source, 20, attempt)
+    assert theirs.compressed
+    assert theirs.format == 4
+    assert missing_files(target, theirs) == []
+    assert lineage.visible(target) == lineage.visible(source)
+    assert verify(target).ok
+    folder = step_attempt_folder(20, attempt)
+    assert target.list(folder) == [
+        each if each.name != "manifest.json" else target.list(folder)[0] for each in source.list(folder)
+    ]
+    assert unused_files(target) == []
+    assert [row.outcome for row in recover(target).findings] == []
+
+    for rank in (0, 1):
+        mine, other = (
+            read_image(read_step(store, 20, attempt, {rank}, with_writers=True), rank, 2)
+            for store in (source, target)
+        )
+        assert [bytes(each) for each in mine.images] == [bytes(each) for each in other.images]
+
+    retention.bury(target, 10, attempt)
+    assert not [name for name in compressed(tmp_path / "target") if f"{10:012d}" in name]
+    target.remove_tree(step_attempt_folder(30, attempt))
+    assert [each.step for each in lineage.visible(target)] == [20]
+    again = copy_run(source, target, 20)
+    assert [each.copied.outcome for each in again.steps if each.copied] == [Outcome.THERE]
+
+
+def test_copied_back_it_is_the_very_run(source: Store, target: Store, tmp_path: Path) -> None:
+    made(source, [10, 20])
+    copied(source, target)
+    back = CompressedStore(LocalStore(str(tmp_path / "back")))
+    assert copy_run(target, back, all_steps=True).ok
+    assert of_step(tmp_path / "back") == of_step(tmp_path / "source")
+    again = CompressedStore(LocalStore(str(tmp_path / "again")))
+    copied(target, again)
+    assert {name.split("/")[-1] for name in compressed(tmp_path / "again")} == {
+        name.split("/")[-1] for name in compressed(tmp_path / "target")
+    }
+    assert verify(again).ok
+
+
+def test_fewer_bytes_are_sent(source: Store, target: Store, tmp_path: Path) -> None:
+    made(source, [10])
+    done = copy_run(source, target, compress="zstd")
+    stored = sum(len(data) for name, data in files(tmp_path / "target").items() if name.endswith(".zst"))
+    assert done.sent_bytes == stored < sum(each.copied.num_bytes for each in done.steps if each.copied)
+
+
+def test_an_older_reader_says_that_it_is_newer(
+    source: Store, target: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = made(source, [10])
+    copied(source, target)
+    monkeypatch.setattr(checked_json, "NEWEST_FORMAT", 3)
+    with pytest.raises(FormatError, match="Upgrade"):
+        read_manifest(target, 10, attempt)
+    assert read_manifest(source, 10, attempt), "what is not compressed is written as before"
+
+
+def test_damage_is_found_by_name(source: Store, target: Store, tmp_path: Path) -> None:
+    attempt = made(source, [10, 20])
+    copied(source, target)
+    [path] = [
+        each
+        for each in (tmp_path / "target").rglob("*.zst")
+        if f"{20:012d}" in str(each) and "shard-00001" in each.name
+    ]
+    data = bytearray(path.read_bytes())
+    data[40] ^= 1
+    path.write_bytes(data)
+    report = verify(target)
+    assert [(row.step, row.status) for row in report.damaged] == [(20, "damaged")]
+    assert report.damaged[0].file.endswith(".safetensors")
+    with pytest.raises(DamagedError):
+        read_image(read_step(target, 20, attempt), 1, 2)
+    back = CompressedStore(LocalStore(str(tmp_path / "back")))
+    done = copy_run(target, back, all_steps=True)
+    assert [(each.step, bool(each.problem)) for each in done.steps] == [(20, True), (10, False)]
+
+
+def test_a_file_that_was_lost_is_sent_again(source: Store, target: Store, tmp_path: Path) -> None:
+    attempt = made(source, [10])
+    copied(source, target)
+    lost = compressed(tmp_path / "target")[-1]
+    for path in (tmp_path / "target").rglob("*"):
+        if path.name.endswith(lost.rpartition("/")[2]):
+            path.unlink()
+    assert len(missing_files(target, manifest_of(target, 10, attempt))) == 1
+    copied(source, target)
+    assert lost in compressed(tmp_path / "target")
+    assert verify(target).ok
+
+
+def test_what_is_loaded_is_what_was_compared(
+    source: Store, target: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where bytes are not a file of this machine they are asked for once: another answer might be another."""
+    open_run(source, create=True)
+    attempt = attempt_at(source)
+    assert commit(source, 10, attempt, constants=True)
+    copied(source, target)
+    monkeypatch.setattr(type(target), "view", lambda *how: pytest.fail("it is read once more, unchecked"))
+    expected, found = mapped_leaves(LocalStore(source.url), 10, 0), mapped_leaves(target, 10, 0)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_one_of_the_first_format_is_copied_as_it_is(target: Store, tmp_path: Path) -> None:
+    copied(LocalStore(str(COMPAT / "v1" / "run")), target)
+    assert compressed(tmp_path / "target") == []
+    assert verify(target).ok
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "point", ["copy.written", "copy.written:3", "copy.files", "copy.part:2", "manifest.checked"]
+)
+def test_killed_at_a_point(source: Store, target: Store, point: str, tmp_path: Path) -> None:
+    if point.startswith("copy.written") and not target.capabilities.rename:
+        return  # an object has its name at once
+    attempt = made(source, [10])
+    child = os.fork()
+    if not child:
+        crashpoints.arm(point)
+        copied(source, target)
+        os._exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    found = read_manifest(target, 10, attempt)
+    assert found is None
+    copied(source, target)
+    assert verify(target).ok
+    assert not [name for name in files(tmp_path / "target") if name.endswith(".tmp") or ".tmp." in name]
+
+
+@pytest.mark.process
+def test_what_a_killed_copier_left_is_committed_as_it_stands(
+    source: Store, target: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else an older reader misses its files, and deletes the step as one that never was committed."""
+    attempt = made(source, [10])
+    child = os.fork()
+    if not child:
+        crashpoints.arm("manifest.checked")
+        copied(source, target)
+        os._exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert [row.outcome for row in recover(target).findings] == [Fate.COMMITTED]
+    theirs = manifest_of(target, 10, attempt)
+    assert theirs.compressed
+    assert theirs == manifest_of(source, 10, attempt)
+    assert verify(target).ok
+    monkeypatch.setattr(checked_json, "NEWEST_FORMAT", 3)
+    with pytest.raises(FormatError, match="Upgrade"):
+        read_manifest(target, 10, attempt)
+
+
+def test_beside_a_copier_that_does_not_compress(source: Store, target: Store, tmp_path: Path) -> None:
+    """Whoever was first with a file, its manifest says what stands there, and none is sent twice."""
+    attempt = made(source, [10, 20])
+    copy_run(source, target, 10)
+    assert not manifest_of(target, 10, attempt).compressed
+    StepCopier(source, target, compress="zstd").copy(20, attempt)
+    assert manifest_of(target, 20, attempt).compressed
+    add(source, 30, attempt)
+    part = step_attempt_folder(30, attempt)
+    shard = read_step(source, 30, attempt).shard_path(0)
+    # As another would have left it that was killed.
+    target.create(shard, Path(source.url, shard).read_bytes())
+    StepCopier(source, target, compress="zstd").copy(30, attempt)
+    kinds = {each.name: each.is_compressed for each in target.list(part) if "shard" in each.name}
+    assert sorted(kinds.values()) == [False, True]
+    assert manifest_of(target, 30, attempt).compressed
+    assert verify(target).ok
+
+
+def test_trained_on(source: Store, target: Store) -> None:
+    """A run goes on from compressed steps, and its constants are linked, or written again, as ever."""
+    made(source, [10])
+    copied(source, target)
+    second = attempt_at(target, lineage.visible(target)[0].attempt, 10)
+    add(target, 20, second)
+    assert [each.step for each in lineage.visible(target)] == [10, 20]
+    assert verify(target).ok
+    assert steps_module.is_committed(target, 20, second)
+
+
+def test_constants_that_have_rotted_here_are_not_gone_on_with(source: Store, tmp_path: Path) -> None:
+    """A step of a later attempt names those of an older one: every byte is read first, compressed or not."""
+    attempt = made(source, [10])
+    target = opened("local", tmp_path / "target")
+    copied(source, target)
+    second = attempt_at(target, attempt, 10)
+    [(_, contents)] = constants.named(target, second, 0)
+    assert constants.is_whole(target, second, contents, threads=1, progress_word=0)
+    [path] = (tmp_path / "target").rglob("constants-00000-*.zst")
+    data = bytearray(path.read_bytes())
+    data[40] ^= 1
+    path.write_bytes(data)
+    store = opened("local", tmp_path / "target")
+    assert not constants.is_whole(store, second, contents, threads=1, progress_word=0)

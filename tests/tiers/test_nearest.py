@@ -1,0 +1,237 @@
+"""Which of two stores a run goes on in: the one that is ahead, never two histories mixed, and never a new run
+where the other does not answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flashckpt.commit import attempts, lineage
+from flashckpt.commit.attempts import open_run
+from flashckpt.commit.lineage import VisibleStep
+from flashckpt.errors import RunError, UnusableRunError
+from flashckpt.format.names import AttemptName
+from flashckpt.format.records import Claim
+from flashckpt.store.base import Store
+from flashckpt.store.local import LocalStore
+from flashckpt.tiers.nearest import RemoteRun, check_reached, is_ahead, look, take_over, unanswered
+from flashckpt.tiers.run_copy import copy_run
+from tests.commit.runs import HOLDER, attempt_at, commit, new_run
+from tests.contracts.flat_store import FlatStore
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> LocalStore:
+    return LocalStore(str(tmp_path / "local"))
+
+
+@pytest.fixture(params=["folder", "flat"])
+def remote(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    folder = tmp_path / "remote"
+    return LocalStore(str(folder)) if request.param == "folder" else FlatStore(f"flat://{folder}")
+
+
+def away(tmp_path: Path) -> Store:
+    """A store that gives an error for whatever it is asked."""
+    (tmp_path / "file").write_bytes(b"")
+    return LocalStore(str(tmp_path / "file" / "run"))
+
+
+def added(store: Store, step: int, parent: AttemptName | None = None, begins: int = 0) -> AttemptName:
+    """A step, of an attempt of its own."""
+    attempt = attempt_at(store, parent, begins)
+    attempts.mark_ended(store, attempt, "closed")
+    assert commit(store, step, attempt)
+    return attempt
+
+
+def looked(local: Store, remote: Store) -> RemoteRun:
+    try:
+        return look(local, remote, run_id(local))[1]
+    except OSError as error:
+        return unanswered(local, remote, run_id(local), str(error))
+
+
+def run_id(store: Store) -> str:
+    try:
+        return open_run(store, create=False).run_id
+    except RunError:
+        return ""
+
+
+def claimed(store: Store, above: int) -> AttemptName:
+    return attempts.claim(store, HOLDER, above=above)
+
+
+def is_empty(store: LocalStore) -> bool:
+    return not Path(store.url).exists() or not list(Path(store.url).iterdir())
+
+
+def test_a_first_start_has_one_id_in_both(local: LocalStore, remote: Store) -> None:
+    found, seen = look(local, remote, "")
+    assert open_run(remote, create=False).run_id == found
+    assert is_empty(local)
+    assert (seen.newest, seen.steps, seen.above, seen.problem) == (None, (), 0, "")
+
+
+def test_an_empty_folder_is_told_of_the_remotes_attempts(local: LocalStore, remote: Store) -> None:
+    source = new_run(Path(local.url).with_name("source"))
+    first = added(source, 10)
+    second = added(source, 20, first, 10)
+    copy_run(source, remote, all_steps=True)
+
+    found, seen = look(local, remote, "")
+    assert found == run_id(source)
+    assert seen.steps == (VisibleStep(20, second), VisibleStep(10, first))
+    assert RemoteRun.heard(remote, seen.told()) == seen
+    open_run(local, create=True, run_id=found)
+    ours = claimed(local, seen.above)
+    assert ours.number > second.number
+    take_over(local, seen, ours)
+    assert attempts.newest_started(local) == second
+    bound = {each.attempt: each.last_step for each in attempts.bounds(local)}
+    assert all(each.step <= bound[each.attempt] for each in seen.steps)
+    attempts.start(local, ours, second, 20, 1)
+    assert not is_ahead(local, looked(local, remote))
+    # What it commits goes to the remote, and is its newest.
+    commit(local, 30, ours)
+    copy_run(local, remote, 30)
+    assert [each.step for each in lineage.visible(remote)] == [10, 20, 30]
+
+
+@pytest.mark.parametrize("left", ["claim", "claim of another", "nothing"])
+def test_what_was_cut_off_is_done_again(local: LocalStore, remote: Store, left: str) -> None:
+    """A start that was killed while it told the folder, or an older one that died before it began."""
+    source = new_run(Path(local.url).with_name("source"))
+    newest = added(source, 10)
+    copy_run(source, remote)
+    open_run(local, create=True, run_id=run_id(source))
+    if left == "claim":
+        attempts.claim_as(local, newest, HOLDER)
+    elif left == "claim of another":
+        attempts.claim_as(local, AttemptName(newest.number, "0badcafe"), HOLDER)
+    seen = looked(local, remote)
+    take_over(local, seen, claimed(local, seen.above))
+    assert attempts.newest_started(local) == newest
+    assert attempts.read_claim(local, newest).attempt == newest
+
+
+def test_what_the_local_store_knows_it_is_not_told_again(local: LocalStore, remote: Store) -> None:
+    open_run(local, create=True)
+    first = added(local, 10)
+    copy_run(local, remote)
+    before = looked(local, remote)
+    second = added(local, 20, first, 10)
+    seen = looked(local, remote)
+    assert not is_ahead(local, before)
+    assert not is_ahead(local, seen)
+    take_over(local, seen, claimed(local, seen.above))
+    assert attempts.newest_started(local) == second
+
+
+def test_a_branch_of_the_local_run_is_not_overruled(local: LocalStore, remote: Store) -> None:
+    open_run(local, create=True)
+    first = added(local, 10)
+    commit(local, 20, first)
+    copy_run(local, remote)
+    made = lineage.branch(local, 10)
+    seen = looked(local, remote)
+    assert not is_ahead(local, seen)
+    assert seen.steps == (VisibleStep(20, first),)
+    assert seen.visible_in(local) == []
+    assert attempts.newest_started(local) == made
+
+
+def test_a_run_that_has_gone_on_elsewhere_is_gone_on_with_there(
+    local: LocalStore, remote: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    open_run(local, create=True)
+    first = added(local, 10)
+    copy_run(local, remote)
+    commit(local, 50, first)  # never got there
+    elsewhere = LocalStore(str(tmp_path / "elsewhere"))
+    copy_run(remote, elsewhere)
+    second = added(elsewhere, 20, first, 10)
+    copy_run(elsewhere, remote)
+
+    seen = looked(local, remote)
+    assert is_ahead(local, seen)
+    ours = claimed(local, seen.above)
+    take_over(local, seen, ours)
+    attempts.mark_ended(local, ours, "dead")
+    assert attempts.newest_started(local) == second
+    assert "step 50" in caplog.text
+    assert "flashckpt branch" in caplog.text
+    lineage.branch(local, 50, first)
+    assert [each.step for each in lineage.visible(local)] == [10, 50], "nothing was deleted"
+
+
+def test_two_ways_are_never_mixed(local: LocalStore, remote: Store, tmp_path: Path) -> None:
+    open_run(local, create=True)
+    first = added(local, 10)
+    copy_run(local, remote)
+    elsewhere = LocalStore(str(tmp_path / "elsewhere"))
+    copy_run(remote, elsewhere)
+    added(elsewhere, 20, first, 10)
+    copy_run(elsewhere, remote)
+    mine = added(local, 30, first, 10)
+    before = sorted(Path(local.url).rglob("*"))
+    with pytest.raises(UnusableRunError, match=rf"attempt {mine} is known here alone.*up to step 20.*move"):
+        looked(local, remote)
+    assert sorted(Path(local.url).rglob("*")) == before
+    assert [each.step for each in lineage.visible(remote)] == [10, 20]
+
+
+def test_another_run_is_refused(local: LocalStore, remote: Store) -> None:
+    open_run(local, create=True)
+    open_run(remote, create=True)
+    with pytest.raises(UnusableRunError, match="different runs"):
+        looked(local, remote)
+
+
+def test_nothing_begins_where_nobody_can_tell(local: LocalStore, tmp_path: Path) -> None:
+    """The fault that loses weeks: a new node, and a remote that does not answer for a minute."""
+    with pytest.raises(RunError, match="neither a fresh start nor an older step"):
+        looked(local, away(tmp_path))
+    assert is_empty(local), "an id of its own would keep the remote's run out for good"
+
+
+def test_what_is_here_is_gone_on_from_where_the_remote_is_away(
+    local: LocalStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    open_run(local, create=True)
+    first = added(local, 10)
+    seen = looked(local, away(tmp_path))
+    assert seen.problem
+    take_over(local, seen, claimed(local, seen.above))
+    check_reached(local, seen, 10)
+    assert "cannot be read" in caplog.text
+    with pytest.raises(RunError, match="no step here"):
+        check_reached(local, seen, None)
+    # It has gone on from a step that was the remote's alone, and died before it committed one of its own.
+    attempts.start(local, claimed(local, 5), first, 40, 1)
+    with pytest.raises(RunError, match="gone on from step 40.*here is step 10"):
+        check_reached(local, seen, 10)
+    check_reached(local, seen, 40)
+
+
+def test_a_remote_without_its_records_is_not_believed(local: LocalStore, remote: Store) -> None:
+    open_run(local, create=True)
+    newest = added(local, 10)
+    copy_run(local, remote)
+    remote.remove(f"attempts/{newest}/start.json")
+    seen = looked(local, remote)
+    assert "lost records" in seen.problem
+    assert not seen.steps
+
+
+def test_a_claim_that_never_started_in_the_remote_counts_for_the_number(
+    local: LocalStore, remote: Store
+) -> None:
+    open_run(local, create=True)
+    added(local, 10)
+    copy_run(local, remote)
+    name = AttemptName(7, "0badcafe")
+    remote.create("attempts/000007.json", Claim(attempt=name, holder=HOLDER).to_bytes())
+    assert claimed(local, looked(local, remote).above).number == 8
