@@ -57,32 +57,31 @@ void join(const std::uint8_t* __restrict planes, std::size_t num_bytes,
     std::memcpy(destination + count * width, planes + count * width, num_bytes - count * width);
 }
 
-} // namespace
-
-void split_planes(const std::uint8_t* source, std::size_t num_bytes, int width, std::uint8_t* planes) {
+// Calls `of` with a number of `width` bytes; bytes have one plane, as which they stand.
+template <class Of>
+void by_width(int width, const std::uint8_t* from, std::size_t num_bytes, std::uint8_t* into, Of of) {
     switch (width) {
     case 2:
-        return split<std::uint16_t>(source, num_bytes, planes);
+        return of(std::uint16_t{});
     case 4:
-        return split<std::uint32_t>(source, num_bytes, planes);
+        return of(std::uint32_t{});
     case 8:
-        return split<std::uint64_t>(source, num_bytes, planes);
+        return of(std::uint64_t{});
     default:
-        std::memcpy(planes, source, num_bytes);
+        std::memcpy(into, from, num_bytes);
     }
 }
 
+} // namespace
+
+void split_planes(const std::uint8_t* source, std::size_t num_bytes, int width, std::uint8_t* planes) {
+    by_width(width, source, num_bytes, planes,
+             [=](auto number) { split<decltype(number)>(source, num_bytes, planes); });
+}
+
 void join_planes(const std::uint8_t* planes, std::size_t num_bytes, int width, std::uint8_t* destination) {
-    switch (width) {
-    case 2:
-        return join<std::uint16_t>(planes, num_bytes, destination);
-    case 4:
-        return join<std::uint32_t>(planes, num_bytes, destination);
-    case 8:
-        return join<std::uint64_t>(planes, num_bytes, destination);
-    default:
-        std::memcpy(destination, planes, num_bytes);
-    }
+    by_width(width, planes, num_bytes, destination,
+             [=](auto number) { join<decltype(number)>(planes, num_bytes, destination); });
 }
 
 } // namespace flashckpt
