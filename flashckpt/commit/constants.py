@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -21,7 +20,6 @@ from flashckpt.commit.verification import verify_file
 from flashckpt.errors import DamagedError, FlashckptError
 from flashckpt.format.layout import Layout
 from flashckpt.format.names import (
-    BURIED,
     CONSTANTS,
     AttemptName,
     as_named_by,
@@ -39,8 +37,6 @@ log = logging.getLogger(__name__)
 
 # Of one attempt and of the one before it the newest step is asked; no other can be meant.
 _MOST_ATTEMPTS = 2
-# Nobody who removes files is stopped for longer, and goes on.
-_REMOVER_S = 86400.0
 
 
 # ---- which one a step may name
@@ -186,13 +182,6 @@ def files_of(store: Store, attempt: AttemptName) -> list[str]:
 def is_one(entry: Entry) -> bool:
     """Whether what is in the folder of an attempt is a constants shard, whole or not."""
     return CONSTANTS.fullmatch(entry.name) is not None and not entry.is_folder
-
-
-def is_of_remover(entry: Entry) -> bool:
-    """Whether it is the record of somebody who may still be about to remove constants: he may be stopped, and
-    a copier may put the same file there again."""
-    is_young = not entry.modified_s or time.time() - entry.modified_s < _REMOVER_S
-    return is_young and BURIED.fullmatch(entry.name) is not None
 
 
 def unnamed(above: Store, store: Store, attempt: AttemptName) -> list[str]:

@@ -3,12 +3,36 @@ of an older attempt, and may be about to go. Changes nothing; see constants.py."
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import NamedTuple
 
-from flashckpt.errors import DamagedError
-from flashckpt.format.names import BURIED, AttemptName, attempt_folder, constants_path, owner_of
-from flashckpt.format.records import Buried, FileRecord
-from flashckpt.store.base import Store
+from flashckpt.commit.attempts import attempt_folders
+from flashckpt.errors import DamagedError, FormatError
+from flashckpt.format.names import (
+    BURIED,
+    STEPS,
+    AttemptName,
+    attempt_folder,
+    constants_path,
+    manifest_path,
+    owner_of,
+    step_folder,
+    step_number,
+)
+from flashckpt.format.records import Buried, FileRecord, Manifest, manifest_of
+from flashckpt.store.base import Entry, Store
+
+# Nobody who removes files is stopped for longer, and goes on.
+_REMOVER_S = 86400.0
+
+
+class Going(NamedTuple):
+    """A constants shard that is about to go, or may be, and why no step is to name it."""
+
+    path: str
+    why: str
 
 
 def missing_in(store: Store, folder: str, files: Sequence[FileRecord]) -> list[str]:
@@ -28,30 +52,80 @@ def missing_constants(store: Store, attempt: AttemptName, constants: Sequence[Fi
     return [path for folder, files in found.items() for path in missing_in(store, folder, files)]
 
 
-def buried_constants(store: Store, attempt: AttemptName, names: Iterable[str]) -> list[str]:
-    """The paths of the constants shards, named so by `attempt`, that are about to go, or may be."""
+def buried_constants(store: Store, attempt: AttemptName, names: Iterable[str]) -> list[Going]:
+    """The constants shards, named so by `attempt`, that are about to go, or may be."""
     going = []
     for owner, files in _by_owner(attempt, names).items():
-        for theirs in _records(store, owner):
-            # None: it has just been done, or nobody knows.
-            going += [f"{attempt_folder(owner)}/{file}" for file in files if theirs is None or file in theirs]
+        records = dict(_records(store, owner))
+        known = {file for theirs in records.values() for file in theirs or ()}
+        unread = [path for path, theirs in records.items() if theirs is None]
+        # What a committed step names is in no such record, or its writer has found it named since.
+        safe = _named_by_manifests(store, owner) if unread and not known.issuperset(files) else set()
+        for file in files:
+            if file in known:
+                why = "no step named it, and somebody is removing it"
+            elif unread and file not in safe:
+                why = f"no committed step names it, and it may be about to go: {_advice(unread[0])}"
+            else:
+                continue
+            going.append(Going(f"{attempt_folder(owner)}/{file}", why))
     return going
 
 
 def buried_files(store: Store, owner: AttemptName) -> list[str]:
     """The constants shards of an attempt of which it is written down that they are to go."""
-    return [file for theirs in _records(store, owner) for file in theirs or ()]
+    return [file for _, theirs in _records(store, owner) for file in theirs or ()]
 
 
-def _records(store: Store, owner: AttemptName) -> Iterator[tuple[str, ...] | None]:
-    """What each record of them names; None for one that cannot be read, or has just gone."""
+def check_records_of_buried(store: Store, owner: AttemptName) -> None:
+    """DamagedError where nobody can tell which constants shards of an attempt are about to go: no step could
+    be committed that names one which no other names."""
+    for path, theirs in _records(store, owner):
+        if theirs is None and store.exists(path):
+            raise DamagedError(f"Constants cannot be written: {_advice(path)}", path=path)
+
+
+def is_of_remover(entry: Entry) -> bool:
+    """Whether it is the record of somebody who may still be about to remove constants: he may be stopped, and
+    a copier may put the same file there again."""
+    is_young = not entry.modified_s or time.time() - entry.modified_s < _REMOVER_S
+    return is_young and BURIED.fullmatch(entry.name) is not None
+
+
+def _records(store: Store, owner: AttemptName) -> Iterator[tuple[str, tuple[str, ...] | None]]:
+    """What each record of them names, by its path; None for one that cannot be read, or has just gone."""
     folder = attempt_folder(owner)
-    names = [entry.name for entry in store.list(folder) if BURIED.fullmatch(entry.name)]
-    for path in (f"{folder}/{name}" for name in names):
+    for entry in store.list(folder):
+        if BURIED.fullmatch(entry.name) is None:
+            continue
+        path = f"{folder}/{entry.name}"
         try:
-            yield Buried.from_bytes(store.read(path, Buried.MAX_BYTES), path).files
-        except (DamagedError, FileNotFoundError):
-            yield None
+            yield path, Buried.from_bytes(store.read(path, Buried.MAX_BYTES), path).files
+        except (DamagedError, FormatError, FileNotFoundError):
+            if is_of_remover(entry):
+                yield path, None
+
+
+def _advice(path: str) -> str:
+    return (
+        f"{path}, which says what is, cannot be read. Steps whose constants a committed step names are saved as"
+        " ever. Delete that file if nothing else deletes in this run now; else it counts for a day."
+    )
+
+
+def _named_by_manifests(store: Store, owner: AttemptName) -> set[str]:
+    """The constants shards of an attempt that manifests name."""
+    found = set[str]()
+    steps = (step_number(entry.name) for entry in store.list(STEPS) if entry.is_folder)
+    for step in (step for step in steps if step is not None):
+        for attempt in attempt_folders(store, step_folder(step)):
+            path = manifest_path(step, attempt)
+            with suppress(DamagedError, FormatError, FileNotFoundError):
+                manifest = manifest_of(store.read(path, Manifest.MAX_BYTES), path)
+                if isinstance(manifest, Manifest):
+                    named = (owner_of(attempt, file.file) for file in manifest.constants)
+                    found |= {file for of, file in named if of == owner}
+    return found
 
 
 def _by_owner(attempt: AttemptName, constants: Iterable[str]) -> dict[AttemptName, list[str]]:

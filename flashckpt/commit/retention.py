@@ -28,6 +28,7 @@ from flashckpt.commit.attempts import (
     newest_started,
     read_start,
 )
+from flashckpt.commit.constants_files import is_of_remover
 from flashckpt.commit.lineage import (
     VisibleStep,
     everything,
@@ -347,7 +348,7 @@ def remove_attempt(store: Store, name: AttemptName, *, look: Store, with_claim: 
     files = [each.name for each in found if constants.is_one(each)]
     if files and (constants.are_named(look, name) or not constants.remove(store, name, files)):
         return False
-    left = [each for each in found if each.name not in files and not constants.is_of_remover(each)]
+    left = [each for each in found if each.name not in files and not is_of_remover(each)]
     for each in left:
         if each.is_folder:
             store.remove_tree(f"{folder}/{each.name}")

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from flashckpt import _native, crashpoints
 from flashckpt.commit import attempts, constants, lineage, steps
+from flashckpt.commit.constants_files import check_records_of_buried
 from flashckpt.errors import DamagedError, DivergedError, FlashckptError, KeeperError, SupersededError
 from flashckpt.format.checked_json import strict_loads
 from flashckpt.format.layout import Layout
@@ -491,6 +492,7 @@ class _ConstantsShards:
         found = self._standing(attempt, rank, layout, digests)
         num_bytes = 0
         if found is None:
+            check_records_of_buried(self._store, attempt)
             if is_alone:
                 self._clear(attempt, content.snapshot)
             found = self._written(content, layout, attempt)

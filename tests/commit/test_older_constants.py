@@ -3,7 +3,9 @@ them, in whatever order those who name and those who delete come, and wherever t
 
 from __future__ import annotations
 
+import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -128,6 +130,26 @@ def test_who_is_killed_while_he_removes_constants_keeps_nobody_from_committing(s
     assert is_whole(store, 100, first)
 
 
+def test_a_record_that_cannot_be_read_stops_only_what_may_be_in_it(store: LocalStore) -> None:
+    attempt = attempt_at(store)
+    assert runs.commit(store, 100, attempt, constants=True)
+    record = buried_path(attempt, "0123abcd")
+    assert store.create(record, b"rot")
+    assert runs.commit(store, 200, attempt, constants=True), "a committed step names the same"
+    part = part_of(store, 300, attempt, constants=True)
+    [rank], other = part.ranks, constants_name(0, 2)
+    assert rank.constants is not None
+    folder = Path(store.local_path(attempt_folder(attempt)))
+    (folder / other).write_bytes((folder / FILE).read_bytes())
+    shard = replace(rank.constants.shard, file=other)
+    publish_part(store, replace(part, ranks=(replace(rank, constants=replace(rank.constants, shard=shard)),)))
+    with pytest.raises(DamagedError, match=f"{record}.* cannot be read.*Delete that file"):
+        commit(store, 300, attempt, 1)
+    # Whoever wrote it has gone on within a day, or never will.
+    os.utime(store.local_path(record), (0, time.time() - 90_000))
+    assert commit(store, 300, attempt, 1)
+
+
 # ---- one names what another removes
 
 
@@ -228,6 +250,41 @@ def test_no_order_of_naming_and_removing_leaves_a_step_without_its_constants(
             assert told is Committed.YES, "what stays after all is named by nobody's record"
         ends.add((told is Committed.YES, scene.first in [info.name for info in attempts(store)]))
     assert ends == {(True, True), (False, False)}
+
+
+def test_a_record_that_rots_at_once_stops_what_it_would_have_stopped(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Buried, "to_bytes", lambda self: b"rot")
+    test_no_order_of_naming_and_removing_leaves_a_step_without_its_constants(scene)
+
+
+def test_a_record_that_rots_stops_nobody_who_names_what_a_committed_step_names(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its writer finds that it is named, and leaves it."""
+
+    def removes(store: Store) -> object:
+        return constants.remove(store, scene.first, [FILE])
+
+    def reset() -> None:
+        emptied()
+        plain = scene.opened(Turns())
+        part = part_of(plain, 500, scene.second)
+        rank = replace(part.ranks[0], constants=scene.part.ranks[0].constants)
+        publish_part(plain, replace(part, ranks=(rank,)))
+        assert commit(plain, 500, scene.second, 1)
+
+    monkeypatch.setattr(Buried, "to_bytes", lambda self: b"rot")
+    emptied = scene.reset
+    scene.reset, scene.deletes = reset, removes  # type: ignore[method-assign]
+    for before in range(0, 30, 2):
+        store, told, deleted = scene.both(Turns([0] * before + [1] * 999))
+        scene.check(store, told)
+        assert (told, deleted) == (Committed.YES, False)
+        store, told, deleted = scene.both(Turns([1] * before + [0] * 999))
+        scene.check(store, told)
+        assert (told, deleted) == (Committed.YES, False)
 
 
 @pytest.mark.parametrize("who", [0, 1], ids=["names", "deletes"])

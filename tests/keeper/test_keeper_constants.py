@@ -324,6 +324,19 @@ def test_a_file_that_was_to_go_is_written_again_under_another_name(alone: FakeTr
     assert committed(alone.run) == [1, 2]
 
 
+def test_constants_that_no_step_could_name_are_not_written(alone: FakeTrainer) -> None:
+    """They may be as large as a base model, and each try would write them anew."""
+    record = buried_path(alone.attempt, "0123abcd")
+    assert alone.store.create(record, b"rot")
+    writer, asked = Writer(alone.store, "4567cdef"), order(alone, 1)
+    for _ in range(2):
+        outcome = writer.persist(asked)
+        assert (outcome.state, record in outcome.message) == (JobState.FAILED, True)
+    assert files(alone) == []
+    alone.store.remove(record)
+    assert writer.persist(asked).state is JobState.COMMITTED
+
+
 def second_attempt(alone: FakeTrainer, befalls: Callable[[Path], object]) -> StepOutcome:
     """Persist step 2 as a new attempt's that went on from step 1, after something befell the first's file."""
     writer = Writer(alone.store, "0123abcd")
