@@ -207,9 +207,9 @@ def _without_named(store: Store, attempt: AttemptName, names: Collection[str]) -
     return sorted(name for name in names if not found.has(attempt, name))
 
 
-def remove(store: Store, owner: AttemptName, files: Collection[str]) -> bool:
+def remove(store: Store, owner: AttemptName, files: Collection[str], *, keeps_names: bool = False) -> bool:
     """Remove constants shards of an attempt that no step names. False where one is named after all, or may
-    be: such a one stays. OSError.
+    be: such a one stays. `keeps_names`: no file ever gets the name of one of these again. OSError.
 
     First it is written down which are to go, then looked once more: whoever commits looks for that record
     once his parts stand, so that he has found it, or they are found here.
@@ -222,7 +222,8 @@ def remove(store: Store, owner: AttemptName, files: Collection[str]) -> bool:
         return False  # somebody has removed all of it meanwhile, and what stands there now is another's
     store.remove_files(f"{attempt_folder(owner)}/{file}" for file in gone)
     # Last: what is left of one that was killed keeps nobody from anything but from naming these.
-    store.remove(path)
+    if not keeps_names:
+        store.remove(path)
     return len(gone) == len(files)
 
 

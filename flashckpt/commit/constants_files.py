@@ -108,8 +108,8 @@ def _records(store: Store, owner: AttemptName) -> Iterator[tuple[str, tuple[str,
 
 def _advice(path: str) -> str:
     return (
-        f"{path}, which says what is, cannot be read. Steps whose constants a committed step names are saved as"
-        " ever. Delete that file if nothing else deletes in this run now; else it counts for a day."
+        f"{path}, which says what is, cannot be read. Steps whose constants a committed step names are saved "
+        "as ever. Delete that file if nothing else deletes in this run now; else it counts for a day."
     )
 
 

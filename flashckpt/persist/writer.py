@@ -565,7 +565,9 @@ class _ConstantsShards:
         # A keeper of a later attempt, on another machine, may name one of them since.
         with contextlib.suppress(OSError, FlashckptError):
             if names:
-                constants.remove(self._store, attempt, names)
+                # The newest number is among them: else whoever has decided on it, and slept, would name with
+                # it what is written next.
+                constants.remove(self._store, attempt, names, keeps_names=True)
 
     def _remove(self, attempt: AttemptName, name: str) -> None:
         with contextlib.suppress(OSError, FlashckptError):

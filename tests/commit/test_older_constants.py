@@ -15,6 +15,7 @@ from typing import cast
 
 import pytest
 
+import flashckpt
 from flashckpt.commit import constants, steps
 from flashckpt.commit.attempts import attempts
 from flashckpt.commit.retention import prune, sweep_dead
@@ -148,6 +149,27 @@ def test_a_record_that_cannot_be_read_stops_only_what_may_be_in_it(store: LocalS
     # Whoever wrote it has gone on within a day, or never will.
     os.utime(store.local_path(record), (0, time.time() - 90_000))
     assert commit(store, 300, attempt, 1)
+
+
+def test_what_has_come_again_under_a_name_that_a_part_gives_is_never_read(store: LocalStore) -> None:
+    """A keeper decides, and sleeps; others remove the file, and write one of the same length."""
+    attempt = attempt_at(store)
+    runs.commit(store, 100, attempt)
+    part = part_of(store, 200, attempt, constants=True)
+    path = f"{attempt_folder(attempt)}/{FILE}"
+    assert constants.remove(store, attempt, [FILE])
+    assert part.ranks[0].constants is not None
+    layout = part.ranks[0].constants.layout()
+    runs.write_shard(store, path, layout.header + b"\1" * (layout.num_bytes - layout.data_start), layout)
+    publish_part(store, part)
+    assert commit(store, 200, attempt, 1), "names and lengths are right"
+    report = verify(store, 200)
+    assert [row.file for row in report.rows if row.status != "ok"] == [path]
+    with pytest.raises(DamagedError, match="frozen"):
+        flashckpt.load(store.url, 200)
+    with pytest.raises(DamagedError, match="frozen"):
+        StepCopier(store, new_run(Path(store.url).parent / "other")).copy(200, attempt)
+    assert flashckpt.load(store.url, 100)
 
 
 # ---- one names what another removes

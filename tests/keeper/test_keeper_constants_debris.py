@@ -134,8 +134,21 @@ def test_what_a_part_names_stays(alone: FakeTrainer) -> None:
     first.write_bytes(first.read_bytes()[:-1])
     assert writer.persist(order(alone, 2, is_alone=True)).state is JobState.COMMITTED
     names = [file.name for file in files(alone)]
-    assert names == [first.name, constants_name(0, 2), other.name]
+    assert names == [first.name, constants_name(0, 5), other.name], "no number comes again"
     assert committed(alone.run) == [2]
+
+
+def test_no_name_comes_again_of_what_made_room(alone: FakeTrainer) -> None:
+    """Of another keeper's file, which has decided to name it, and sleeps."""
+    left_behind(alone, 3)
+    writer = Writer(alone.store, "0123abcd")
+    assert writer.persist(order(alone, 1, is_alone=True)).state is JobState.COMMITTED
+    [file] = files(alone)
+    assert file.name == constants_name(0, 4)
+    file.unlink()
+    left_behind(alone, 6)
+    assert writer.persist(order(alone, 2, is_alone=True)).state is JobState.COMMITTED
+    assert named(alone.run, 2).shard.file == constants_name(0, 7)
 
 
 def test_what_a_manifest_names_stays_though_its_part_is_lost(alone: FakeTrainer) -> None:
