@@ -44,6 +44,12 @@ CompressHow = Annotated[
         help="Shards stand compressed there, without loss: where they arrive earlier so, always, or never.",
     ),
 ]
+Repair = Annotated[
+    bool,
+    typer.Option(
+        "--repair", help="Read every byte of what is there already, and send again what is damaged."
+    ),
+]
 All = Annotated[bool, typer.Option("--all", help="Every visible step, newest first.")]
 
 
@@ -54,13 +60,14 @@ def copy(
     step: Step = None,
     all_steps: All = False,
     compress: CompressHow = "none",
+    repair: Repair = False,
     as_json: AsJson = False,
 ) -> ExitCode:
     """Copy committed steps to another folder or object store: the same run there, for every command and for
     training to go on from.
 
     Every byte is verified on the way, and a step is there whole or not at all. What is there already is not
-    sent again: a copy that was interrupted goes on. Ends with 1 if a step is damaged.
+    sent again: a copy that was interrupted goes on. Ends with 1 if a step is damaged here.
     """
     if step is not None and all_steps:
         raise typer.BadParameter("--step names one, --all every one.")
@@ -76,13 +83,14 @@ def copy(
             attempt=attempt,
             all_steps=all_steps,
             compress=how,
+            repairs=repair,
             progress=bar.progress,
             may_supersede=lambda: refuse_if_trained(target),
         )
     if as_json:
         write_json(_plain(done))
     else:
-        _print(done, time.monotonic() - began_s)
+        _print(done, time.monotonic() - began_s, has_read=repair)
     return ExitCode.WELL if done.ok else ExitCode.DAMAGED
 
 
@@ -110,7 +118,7 @@ def _plain_step(each: StepResult) -> dict[str, object]:
     }
 
 
-def _print(done: RunCopy, seconds: float) -> None:
+def _print(done: RunCopy, seconds: float, *, has_read: bool) -> None:
     table = command.table(
         number("step", "bold"), word("attempt"), number("size"), number("sent"), text("outcome")
     )
@@ -127,7 +135,9 @@ def _print(done: RunCopy, seconds: float) -> None:
         )
     results().print(table)
     results().print(f"sent {size(done.sent_bytes)} in {seconds:.1f} s to {done.target}", soft_wrap=True)
-    if any(each.copied is not None and each.copied.outcome is Outcome.THERE for each in done.steps):
+    if not has_read and any(
+        each.copied is not None and each.copied.outcome is Outcome.THERE for each in done.steps
+    ):
         notices().print(
             "flashckpt: of what is there already the lengths were compared, and no byte was read: "
             f"`flashckpt verify {done.target}` reads every one."

@@ -274,12 +274,14 @@ def verify(
     store = open_store(run)
     open_run(store, create=False)
     far = remote_of(store, remote)
-    told, code = _verified(store, step, all_branches=all_branches, as_json=as_json)
+    told, code, here = _verified(store, step, all_branches=all_branches, as_json=as_json)
     if far is not None:
         if not as_json:
             results().print(f"the remote, {far.url}:", soft_wrap=True)
-        told["remote"], theirs = _verified(far, step, all_branches=all_branches, as_json=as_json)
+        told["remote"], theirs, there = _verified(far, step, all_branches=all_branches, as_json=as_json)
         code = max(code, theirs)
+        if not as_json:
+            _print_repairs((store, here), (far, there))
     if as_json:
         write_json(told)
     return code
@@ -287,8 +289,8 @@ def verify(
 
 def _verified(
     store: Store, step: str | None, *, all_branches: bool, as_json: bool
-) -> tuple[dict[str, object], ExitCode]:
-    """One store: as JSON has it, and with which code it would end."""
+) -> tuple[dict[str, object], ExitCode, Report]:
+    """One store: as JSON has it, with which code it would end, and what was found."""
     at, attempt = step_name(step) if step is not None else (None, None)
     open_run(store, create=False)
     lost = lost_records(store) if step is None else ""
@@ -304,7 +306,7 @@ def _verified(
     is_whole = report.ok and not lost
     told: dict[str, object] = {"run": store.url, "ok": is_whole, "num_bytes": report.num_bytes}
     told |= {"files": files, "problem": lost or None, "remote": None}
-    return told, ExitCode.WELL if is_whole else ExitCode.DAMAGED
+    return told, ExitCode.WELL if is_whole else ExitCode.DAMAGED, report
 
 
 def _print_report(report: Report, seconds: float) -> None:
@@ -319,6 +321,23 @@ def _print_report(report: Report, seconds: float) -> None:
         results().print(f"whole: {read}")
     else:
         results().print(f"not whole: {len(report.damaged)} of {read}")
+
+
+def _print_repairs(*two: tuple[Store, Report]) -> None:
+    """How each is mended by the other, of what was read of both."""
+    for (store, report), (other, theirs) in (two, two[::-1]):
+        damaged = {(row.step, row.attempt) for row in report.damaged}
+        whole = {(row.step, row.attempt) for row in theirs.rows} - {
+            (row.step, row.attempt) for row in theirs.damaged
+        }
+        for step, attempt in sorted(damaged):
+            name = f"step {step} of attempt {attempt} is damaged in {store.url}"
+            if (step, attempt) in whole:
+                how = f"flashckpt copy {other.url} {store.url} --step {step}@{attempt} --repair"
+                text = f"flashckpt: {name} and whole in {other.url}: `{how}` mends it."
+            else:
+                text = f"flashckpt: {name}, and not whole in {other.url}: nothing mends it from there."
+            notices().print(text, style="yellow", soft_wrap=True)
 
 
 # ---- export

@@ -62,11 +62,12 @@ def copy_run(
     all_steps: bool = False,
     threads: int = 2,
     compress: Compress = "none",
+    repairs: bool = False,
     progress: Progress = lambda done, total: None,
     may_supersede: Callable[[], None] = lambda: None,
 ) -> RunCopy:
     """Copy a committed step: the one that a resume would take, or `step`; with `all_steps` every visible one.
-    What is there already is not sent again. `compress`: see `Compression`.
+    What is there already is not sent again. `compress`: see `Compression`; `repairs`: see `StepCopier`.
 
     Of one step all errors are raised; with `all_steps` a damaged one is told of, the others are copied, and
     one that is deleted meanwhile is left out. RunError where the target holds another run, or has gone on by
@@ -88,6 +89,7 @@ def copy_run(
         threads=threads,
         progress=_native.address_of(word),
         compress=compress,
+        repairs=repairs,
         may_supersede=may_supersede,
     )
 

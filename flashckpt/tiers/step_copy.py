@@ -1,7 +1,8 @@
 """One committed step from one store to another, byte for byte: files, part after part, attempts, manifest.
 
 Owns what may be taken for sent already, and that a part stands in the target only for bytes that were
-compared with it. Deletes nothing but what it wrote itself and nobody reads. The order is that of
+compared with it. Deletes nothing but what it wrote itself and nobody reads, and, where it is asked to repair,
+what is damaged. The order is that of
 docs/commit.md: whoever is killed leaves a step that is not there, and the next copier goes on from it.
 """
 
@@ -34,7 +35,7 @@ from flashckpt.commit.steps import (
 from flashckpt.commit.verification import verify_file
 from flashckpt.errors import DamagedError, NoSuchStepError, RunError
 from flashckpt.format.layout import PAGE
-from flashckpt.format.names import AttemptName, manifest_path, step_attempt_folder
+from flashckpt.format.names import MARK, AttemptName, manifest_path, step_attempt_folder
 from flashckpt.format.records import CHUNK_BYTES, Contents, Manifest, Part, RankRecord, Tombstone, manifest_of
 from flashckpt.options import Compress
 from flashckpt.store.base import LengthError, MemoryRange, Read, Store, Written
@@ -51,6 +52,8 @@ class Outcome(Enum):
     THERE = "there already"
     BURIED = "deleted there"
     """A tombstone stands there: retention, or somebody, has deleted the step, and it stays deleted."""
+    REPAIRED = "repaired"
+    """What was damaged there was sent again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +70,7 @@ class Copied:
 class StepCopier:
     """Copies steps of one run. `progress`: 0, or the address of a u64 that grows by the bytes that are done
     with, sent or found there. `compress`: whether shards stand compressed in the target, see `Compression`.
+    `repairs`: every byte of what stands in the target is compared, and what is damaged is sent again.
     `may_supersede` as for `check_one_history`."""
 
     def __init__(
@@ -77,8 +81,10 @@ class StepCopier:
         threads: int = 2,
         progress: int = 0,
         compress: Compress = "none",
+        repairs: bool = False,
         may_supersede: Callable[[], None] = lambda: None,
     ) -> None:
+        self._repairs, self._has_replaced = repairs, False
         self._source, self._plain, self._compressing = source, target, compressing(target, compress)
         self._target = target
         self._threads, self._progress, self._may_supersede = threads, progress, may_supersede
@@ -92,9 +98,9 @@ class StepCopier:
 
         NoSuchStepError where the source has not got it, or not any more; DamagedError where its bytes are not
         those of its record; RunError where the target holds something else in its place. Then nothing of the
-        step is to be seen in the target.
+        step is to be seen in the target that was not before.
         """
-        self._sent_bytes, self._compared = 0, set()
+        self._sent_bytes, self._compared, self._has_replaced = 0, set(), False
         try:
             return self._copied(step, attempt)
         except (DamagedError, FileNotFoundError):
@@ -128,7 +134,9 @@ class StepCopier:
         lineage = newest_started(self._source), attempt
         records = [] if lineage in self._alike else needed(self._source, attempt)
         check_one_history(self._source, self._target, records, self._may_supersede)
-        outcome = self._standing(record.manifest)
+        standing = outcome = self._standing(record.manifest)
+        if self._repairs and standing is Outcome.THERE:
+            outcome = Outcome.COPIED
         if outcome is Outcome.COPIED:
             self._copy_parts(record)
         bring(self._target, records)
@@ -138,6 +146,11 @@ class StepCopier:
             outcome = self._publish(*self._as_it_stands(record.manifest, data))
         if outcome is Outcome.COPIED:
             outcome = self._completed(record)
+        if outcome is Outcome.COPIED and self._has_replaced:
+            outcome = Outcome.REPAIRED
+            self._remove_marks(record)
+        elif outcome is Outcome.COPIED and standing is Outcome.THERE and not self._sent_bytes:
+            outcome = standing
         if self._target.capabilities.rename:
             self._clear(record.manifest)
         sizes = [*record.manifest.shards, *record.manifest.constants]
@@ -155,7 +168,10 @@ class StepCopier:
         try:
             found = read_manifest(self._target, manifest.step, manifest.attempt)
         except DamagedError as error:
-            raise _damaged(self._target, path, str(error), manifest.step) from error
+            if self._repairs:
+                return Outcome.COPIED
+            why = f"{error} {self._advice(manifest.step)}"
+            raise _damaged(self._target, path, why, manifest.step) from error
         if isinstance(found, Tombstone):
             return Outcome.BURIED
         if found is not None and found != manifest:
@@ -180,6 +196,8 @@ class StepCopier:
         if missing := missing_files(look, manifest):
             raise self._gone(missing[0], manifest.step)
         check_constants(look, manifest)
+        if self._repairs:
+            self._remove_damaged_manifest(manifest)
         try:
             committed = publish_manifest(self._target, manifest, data)
         except DamagedError as error:
@@ -190,6 +208,19 @@ class StepCopier:
         if committed is Committed.WAITING:
             raise self._gone(path, manifest.step)
         return Outcome.COPIED if committed else Outcome.BURIED
+
+    def _remove_damaged_manifest(self, manifest: Manifest) -> None:
+        try:
+            read_manifest(self._target, manifest.step, manifest.attempt)
+        except DamagedError:
+            self._has_replaced = True
+            self._target.remove(manifest_path(manifest.step, manifest.attempt))
+
+    def _remove_marks(self, record: StepRecord) -> None:
+        """Each byte of the step is known to be right there, whatever a host has found before."""
+        folder = step_attempt_folder(record.step, record.attempt)
+        found = [each.name for each in self._target.list(folder) if MARK.fullmatch(each.name)]
+        self._target.remove_files(f"{folder}/{name}" for name in found)
 
     def _completed(self, record: StepRecord) -> Outcome:
         """Send again what went before the manifest stood: a recovery takes for debris what no part names yet.
@@ -220,16 +251,26 @@ class StepCopier:
                 self._send(record, rank, file, contents, sizes.get(file))
         if not is_there:
             crashpoints.point("copy.files")
+            if self._repairs and self._target.exists(path):
+                self._has_replaced = True
+                self._target.remove(path)
             if not self._target.create(path, data):
                 self._has_part(path, data, record.step)
             crashpoints.point("copy.part")
 
     def _has_part(self, path: str, data: bytes, step: int) -> bool:
-        """Whether this very part stands in the target."""
+        """Whether this very part stands in the target. One that is damaged does not, where it may be
+        replaced."""
         try:
             found = self._target.read(path, Part.MAX_BYTES)
+            if found != data and self._repairs:
+                Part.from_bytes(found, path)
         except FileNotFoundError:
             return False
+        except DamagedError:
+            if self._repairs:
+                return False
+            raise
         if found != data:
             raise self._in_its_place(path, step)
         return True
@@ -248,7 +289,10 @@ class StepCopier:
         elif size is not None:
             is_known = self._known.get(path) == contents or path in self._compared
             if not (is_known and size == num_bytes) and not self._is_whole(path, contents):
-                raise self._in_its_place(path, record.step)
+                if not self._repairs:
+                    raise self._in_its_place(path, record.step)
+                is_there, self._has_replaced = False, True
+                self._sent_bytes += self._write(path, contents, record.step, replaces=True)
         if is_there and self._progress:
             _native.fetch_add(self._progress, num_bytes)
         self._compared.add(path)
@@ -270,16 +314,18 @@ class StepCopier:
             raise OSError(errno.EIO, detail, f"{self._target.url}/{path}")
         return status == "ok"
 
-    def _write(self, path: str, contents: Contents, step: int) -> int:
+    def _write(self, path: str, contents: Contents, step: int, *, replaces: bool = False) -> int:
         """The bytes that were sent. A local file gets its name once its bytes were compared; an object has
-        its name at once."""
+        its name at once. What it `replaces` goes once the source's bytes are known to be right."""
         is_beside = self._target.capabilities.rename
         with self._image(path, contents, step) as descriptor:
             for _ in range(_TRIES):
                 if is_beside:
-                    if sent_bytes := self._write_beside(path, contents, descriptor, step):
+                    if sent_bytes := self._write_beside(path, contents, descriptor, step, replaces=replaces):
                         return sent_bytes
                 else:
+                    if replaces:
+                        self._target.remove(path)
                     with suppress(FileExistsError):
                         return self._write_as(path, path, contents, descriptor, step)
                 if self._target.exists(path):
@@ -290,13 +336,17 @@ class StepCopier:
                 is_beside = False
         raise self._gone(path, step)
 
-    def _write_beside(self, path: str, contents: Contents, descriptor: int, step: int) -> int:
+    def _write_beside(
+        self, path: str, contents: Contents, descriptor: int, step: int, *, replaces: bool
+    ) -> int:
         """The bytes that were sent; 0 where the name is taken meanwhile, or there are no links."""
         folder, _, name = path.rpartition("/")
         temporary = f"{folder}/.{name}.{secrets.token_hex(8)}.tmp"
         try:
             sent_bytes = self._write_as(temporary, path, contents, descriptor, step)
             crashpoints.point("copy.written")
+            if replaces:
+                self._target.remove(path)
             return sent_bytes if self._target.copy(temporary, path) else 0
         except FileNotFoundError:
             # Another copier has put the same file there, and cleared up.
@@ -383,9 +433,15 @@ class StepCopier:
         return RunError(
             f"{self._target.url}/{path} is another file than the source's, or one that is not whole. Nothing "
             f"of step {step} was published there, and that file was not touched. Run `flashckpt verify` on "
-            "both; if no step of the target needs it and no other copy runs, delete it, and copy again.",
+            f"both. If it is damaged there, and no other copy runs: {self._advice(step)}",
             step=step,
             path=path,
+        )
+
+    def _advice(self, step: int) -> str:
+        return (
+            f"`flashckpt copy {self._source.url} {self._target.url} --step {step} --repair` reads what is "
+            "there, and sends again what is damaged."
         )
 
     def _gone(self, path: str, step: int) -> RunError:

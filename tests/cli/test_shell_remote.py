@@ -51,8 +51,12 @@ def test_the_remote_is_named_and_verified(run: MadeRun, shell: Shell, remote: Pa
 
     [shard] = remote.glob("steps/*/*/shard-*")
     shard.write_bytes(shard.read_bytes()[:-1] + b"\xff")
-    both = shell("verify", run.folder, "--remote", remote, "--json")
-    assert (both.code, both.json["ok"], both.json["remote"]["ok"]) == (1, True, False)
+    told = shell("verify", run.folder, "--remote", remote)
+    mended = f"`flashckpt copy {run.folder} {remote} --step 10@{attempt} --repair`"
+    assert (told.code, mended in told.err) == (1, True), told.err
+    done = shell(*mended.strip("`").split()[1:], "--json")
+    assert (done.code, done.json["steps"][0]["outcome"]) == (0, "repaired"), done.err
+    assert flashckpt.verify(remote).ok
 
 
 def test_a_recovery_brings_the_newest_step_to_the_remote(run: MadeRun, shell: Shell, remote: Path) -> None:

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -22,6 +23,7 @@ from flashckpt.commit.attempts import open_run
 from flashckpt.commit.verification import verify
 from flashckpt.errors import DamagedError, NoSuchStepError, RunError
 from flashckpt.format.names import AttemptName, claim_path, manifest_path, step_attempt_folder
+from flashckpt.format.records import Part
 from flashckpt.format.replicas import ranks_of
 from flashckpt.persist import deletions
 from flashckpt.persist.deletions import Unused, unused_files
@@ -367,6 +369,93 @@ def test_a_file_in_the_target_is_trusted_only_if_it_is_whole(
     done = StepCopier(source, target).copy(10, attempt)
     assert done.outcome is Outcome.COPIED
     assert done.sent_bytes < done.num_bytes
+
+
+def damaged(folder: Path, harm: str) -> Path:
+    """A file of a copied step, harmed. Which, and how, the words say: of constants and of shards each."""
+    file, how = harm.split()
+    path = next(each for each in sorted(folder.rglob("*")) if f"/{file}" in unquote(str(each)))
+    path.write_bytes(flipped(path.read_bytes()) if how == "flipped" else path.read_bytes()[:-9])
+    return path
+
+
+DAMAGE = ["shard-00001 flipped", "shard-00000 cut", "constants-00001 flipped", "part-00001 flipped",
+          "manifest flipped", "manifest cut"]  # fmt: skip
+
+
+@pytest.mark.parametrize("harm", DAMAGE)
+def test_what_is_damaged_in_the_target_is_sent_again(
+    pair: tuple[Store, Store], tmp_path: Path, harm: str
+) -> None:
+    source, target = pair
+    attempt = made(source, [10, 20])
+    copy_run(source, target, all_steps=True)
+    lineage.mark(target, 10, attempt, "there", "read wrongly")
+    path = damaged(tmp_path / "target", harm)
+    found = path.read_bytes()
+    with suppress(DamagedError, RunError):
+        StepCopier(source, target).copy(10, attempt)
+    assert path.read_bytes() == found, "nobody asked for it"
+
+    done = StepCopier(source, target, repairs=True).copy(10, attempt)
+    assert done.outcome is Outcome.REPAIRED
+    assert done.sent_bytes < done.num_bytes
+    names = {name: data for name, data in of_step(tmp_path / "target").items() if "mark-" not in name}
+    assert names == of_step(tmp_path / "source")
+    assert not lineage.is_marked(target, lineage.VisibleStep(10, attempt))
+    assert verify(target).ok
+    again = StepCopier(source, target, repairs=True).copy(10, attempt)
+    assert (again.outcome, again.sent_bytes) == (Outcome.THERE, 0)
+    assert not [name for name in files(tmp_path / "target") if name.endswith(".tmp")]
+
+
+def test_a_repair_harms_nothing_where_the_source_is_damaged_too(
+    pair: tuple[Store, Store], tmp_path: Path
+) -> None:
+    source, target = pair
+    attempt = made(source, [10, 20])
+    copy_run(source, target, all_steps=True)
+    for store in ("source", "target"):
+        damaged(tmp_path / store, "shard-00001 flipped")
+    before = files(tmp_path / "target")
+    with pytest.raises(DamagedError, match="shard-00001"):
+        StepCopier(source, target, repairs=True).copy(10, attempt)
+    assert files(tmp_path / "target") == before
+
+
+def test_a_repair_takes_no_other_step_for_damage(near: tuple[Store, Store], tmp_path: Path) -> None:
+    source, target = near
+    attempt = made(source, [10])
+    copy_run(source, target)
+    [part] = (each for each in (tmp_path / "target").rglob("*") if "part-00001" in unquote(str(each)))
+    whole = Part.from_bytes(part.read_bytes(), "part")
+    part.write_bytes(replace(whole, environment={"torch": "another"}).to_bytes())
+    before = files(tmp_path / "target")
+    with pytest.raises(RunError, match="another file"):
+        StepCopier(source, target, repairs=True).copy(10, attempt)
+    assert files(tmp_path / "target") == before
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("point", ["copy.written", "copy.records"])
+def test_a_repair_that_is_killed_is_done_again(pair: tuple[Store, Store], tmp_path: Path, point: str) -> None:
+    source, target = pair
+    attempt = made(source, [10, 20])
+    copy_run(source, target, all_steps=True)
+    damaged(tmp_path / "target", "shard-00001 flipped")
+    if point == "copy.written" and not target.capabilities.rename:
+        return  # an object has its name at once
+    child = os.fork()
+    if not child:
+        crashpoints.arm(f"{point}:1")
+        StepCopier(source, target, repairs=True).copy(10, attempt)
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    assert 20 in [each.step for each in lineage.visible(target)]
+    assert verify(target, 20).ok
+    StepCopier(source, target, repairs=True).copy(10, attempt)
+    assert of_step(tmp_path / "target") == of_step(tmp_path / "source")
+    assert verify(target).ok
 
 
 class BadSector(LocalStore):
