@@ -51,8 +51,8 @@ def is_there(store: Store, attempt: AttemptName, contents: Contents) -> bool:
     """Whether the file that a part of `attempt` names so is there with its length, and is not about to go."""
     look, path = store.at_once(), constants_path(attempt, contents.shard.file)
     folder, _, file = path.rpartition("/")
-    found = {entry.name: entry.num_bytes for entry in look.list(folder)}
-    return found.get(file) == contents.shard.num_bytes and not buried_constants(
+    found = {(entry.name, entry.num_bytes) for entry in look.list(folder)}
+    return (file, contents.shard.num_bytes) in found and not buried_constants(
         look, attempt, [contents.shard.file]
     )
 

@@ -39,8 +39,8 @@ def missing_in(store: Store, folder: str, files: Sequence[FileRecord]) -> list[s
     """The paths of the files that are not in a folder with their lengths."""
     if not files:
         return []
-    there = {entry.name: entry.num_bytes for entry in store.list(folder) if not entry.is_folder}
-    return [f"{folder}/{each.file}" for each in files if there.get(each.file) != each.num_bytes]
+    there = {(entry.name, entry.num_bytes) for entry in store.list(folder) if not entry.is_folder}
+    return [f"{folder}/{each.file}" for each in files if (each.file, each.num_bytes) not in there]
 
 
 def missing_constants(store: Store, attempt: AttemptName, constants: Sequence[FileRecord]) -> list[str]:

@@ -1,7 +1,8 @@
 """A store whose shards may stand compressed: every name, length and range above it is that of the plain file.
 
 Owns which file of the store below has a shard's bytes, and the reading of ranges out of frames. A shard that
-stands both ways is the same one twice: it is read as it is.
+stands both ways with one length is the same one twice: it is read as it is. Of files of several lengths,
+which only an error puts under one name, each is listed, and that is read which has the length of the record.
 """
 
 from __future__ import annotations
@@ -21,7 +22,16 @@ from flashckpt.errors import DamagedError
 from flashckpt.format.layout import PAGE, Layout
 from flashckpt.format.records import Contents
 from flashckpt.options import Compress
-from flashckpt.store.base import Capabilities, Entry, MemoryRange, Read, Store, Written, other_length
+from flashckpt.store.base import (
+    Capabilities,
+    Entry,
+    LengthError,
+    MemoryRange,
+    Read,
+    Store,
+    Written,
+    other_length,
+)
 from flashckpt.store.compressed_file import (
     Table,
     codec,
@@ -47,12 +57,16 @@ _Found = TypeVar("_Found")
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """A compressed file in the store below. `is_alone`: the plain one does not stand beside it."""
+    """A compressed file in the store below. `is_alone`: no plain one of its length stands beside it."""
 
     path: str
     num_bytes: int
     stored_bytes: int
     is_alone: bool
+
+
+_Packed = dict[str, tuple[_File, ...]]
+"""Compressed files of a folder by the names of the plain ones."""
 
 
 class _Memory:
@@ -61,20 +75,19 @@ class _Memory:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._folders: OrderedDict[str, dict[str, _File]] = OrderedDict()
+        self._folders: OrderedDict[str, _Packed] = OrderedDict()
         self._tables: OrderedDict[_File, Table] = OrderedDict()
 
-    def folder(self, folder: str) -> dict[str, _File] | None:
+    def folder(self, folder: str) -> _Packed | None:
         with self._lock:
             return self._folders.get(folder)
 
-    def file(self, path: str) -> _File | None:
-        """What is read in a plain file's place."""
+    def files(self, path: str) -> tuple[_File, ...]:
+        """What may be read in a plain file's place."""
         folder, _, name = path.rpartition("/")
-        found = (self.folder(folder) or {}).get(name)
-        return found if found is not None and found.is_alone else None
+        return tuple(each for each in (self.folder(folder) or {}).get(name, ()) if each.is_alone)
 
-    def put(self, folder: str, files: dict[str, _File]) -> None:
+    def put(self, folder: str, files: _Packed) -> None:
         with self._lock:
             self._folders[folder] = files
             self._folders.move_to_end(folder)
@@ -84,7 +97,7 @@ class _Memory:
     def forget(self, path: str) -> None:
         with self._lock:
             found = self._folders.pop(path.rpartition("/")[0], {})
-            for each in found.values():
+            for each in (file for files in found.values() for file in files):
                 self._tables.pop(each, None)
 
     def table(self, file: _File) -> Table | None:
@@ -163,33 +176,34 @@ class CompressedStore:
                 file.path, compressed_name(target, file.num_bytes)
             )
 
-        return self._either(source, lambda: self._store.copy(source, target), copy)
+        return self._either(source, None, lambda: self._store.copy(source, target), copy)
 
     def list(self, folder: str) -> builtins.list[Entry]:
         return self._listed(folder)[0]
 
-    def _listed(self, folder: str) -> tuple[builtins.list[Entry], dict[str, _File]]:
+    def _listed(self, folder: str) -> tuple[builtins.list[Entry], _Packed]:
         """What is in a folder, and what of it stands compressed. Others may list at once, and an older look:
         what was found is not to be taken out of the memory again."""
         entries = self._store.list(folder)
-        files = {each.name for each in entries if not each.is_folder}
-        packed: dict[str, _File] = {}
-        shown: dict[str, Entry] = {}
+        files = {(each.name, each.num_bytes) for each in entries if not each.is_folder}
+        packed: _Packed = {}
+        shown: builtins.list[Entry] = []
         for each in entries:
             plain = None if each.is_folder else plain_name(each.name)
             if plain is None:
-                shown[each.name] = each
-            elif plain[0] not in packed:
-                path = f"{folder}/{each.name}" if folder else each.name
-                packed[plain[0]] = _File(path, plain[1], each.num_bytes, plain[0] not in files)
-                shown.setdefault(
-                    plain[0], Entry(plain[0], False, plain[1], each.modified_s, is_compressed=True)
-                )
+                shown.append(each)
+                continue
+            name, num_bytes = plain
+            path = f"{folder}/{each.name}" if folder else each.name
+            file = _File(path, num_bytes, each.num_bytes, plain not in files)
+            packed[name] = *packed.get(name, ()), file
+            if file.is_alone:
+                shown.append(Entry(name, False, num_bytes, each.modified_s, is_compressed=True))
         self._memory.put(folder, packed)
-        return sorted(shown.values(), key=lambda entry: entry.name) if packed else entries, packed
+        return sorted(shown, key=lambda entry: entry.name) if packed else entries, packed
 
     def exists(self, path: str) -> bool:
-        return self._store.exists(path) or self._find(path) is not None
+        return self._store.exists(path) or bool(self._find(path))
 
     def remove(self, path: str) -> None:
         for each in self._files([path]):
@@ -211,7 +225,7 @@ class CompressedStore:
                 packed = self._memory.folder(folder)
                 if packed is None:
                     _, packed = self._listed(folder)
-                if (found := packed.get(name)) is not None:
+                for found in packed.get(name, ()):
                     yield found.path
 
     # Shards
@@ -251,7 +265,7 @@ class CompressedStore:
         def compressed(file: _File) -> Read:
             return self._read_all(path, file, contents, into, threads, progress, cancel)
 
-        return self._either(path, plain, compressed)
+        return self._either(path, contents.shard.num_bytes, plain, compressed)
 
     def read_bytes(self, path: str, offset: int, num_bytes: int) -> bytes:
         def compressed(file: _File) -> bytes:
@@ -261,14 +275,14 @@ class CompressedStore:
             self._unpack(path, file, offset, memoryview(data))
             return bytes(data)
 
-        return self._either(path, lambda: self._store.read_bytes(path, offset, num_bytes), compressed)
+        return self._either(path, None, lambda: self._store.read_bytes(path, offset, num_bytes), compressed)
 
     def descriptor(self, path: str, num_bytes: int) -> int | None:
         def compressed(file: _File) -> int | None:
             _check_length(path, file, num_bytes)
             return None
 
-        return self._either(path, lambda: self._store.descriptor(path, num_bytes), compressed)
+        return self._either(path, num_bytes, lambda: self._store.descriptor(path, num_bytes), compressed)
 
     def view(self, path: str, num_bytes: int) -> memoryview:
         def compressed(file: _File) -> memoryview:
@@ -280,31 +294,60 @@ class CompressedStore:
             )  # fmt: skip
             return memory
 
-        return self._either(path, lambda: self._store.view(path, num_bytes), compressed)
+        return self._either(path, num_bytes, lambda: self._store.view(path, num_bytes), compressed)
 
     # ---- which file it is
 
-    def _find(self, path: str) -> _File | None:
+    def _find(self, path: str) -> tuple[_File, ...]:
         if not may_be_compressed(path):
-            return None
+            return ()
         folder, _, name = path.rpartition("/")
-        return self._listed(folder)[1].get(name)
+        return self._listed(folder)[1].get(name, ())
 
     def _either(
-        self, path: str, plain: Callable[[], _Found], compressed: Callable[[_File], _Found]
+        self,
+        path: str,
+        num_bytes: int | None,
+        plain: Callable[[], _Found],
+        compressed: Callable[[_File], _Found],
     ) -> _Found:
-        """What is done with a file as it stands. What was known of it may be of one that was removed."""
-        if (known := self._memory.file(path)) is not None:
+        """What is done with a file as it stands, with this length, if one is given. What was known of it may
+        be of one that was removed."""
+        if files := self._memory.files(path):
             try:
-                return compressed(known)
+                return compressed(self._chosen(files, path, num_bytes))
             except (FileNotFoundError, DamagedError):
                 self._memory.forget(path)
         try:
             return plain()
-        except FileNotFoundError:
-            if (found := self._find(path)) is None:
+        except (FileNotFoundError, LengthError):
+            if not (files := self._find(path)):
                 raise
-        return compressed(found)
+        return compressed(self._chosen(files, path, num_bytes))
+
+    def _chosen(self, files: tuple[_File, ...], path: str, num_bytes: int | None) -> _File:
+        """That of this length, if one is given, or any, whose length is then found to be another."""
+        if len(files) == 1:
+            return files[0]
+        if num_bytes is not None:
+            return next((each for each in files if each.num_bytes == num_bytes), files[0])
+        sound = [each for each in files if self._has_table(each)]
+        if len(sound) == 1:
+            return sound[0]
+        names = " and ".join(each.path.rpartition("/")[2] for each in files)
+        raise DamagedError(
+            f"{path} stands there compressed with several lengths: {names}. Nothing of them was used. "
+            "`flashckpt show` says the length of each file of a step: remove the other.",
+            path=path,
+        )
+
+    def _has_table(self, file: _File) -> bool:
+        """Whether it is a compressed file of the length that its name says."""
+        try:
+            self._table(file)
+        except DamagedError:
+            return False
+        return True
 
     # ---- reading
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 import torch
@@ -68,6 +69,68 @@ def manifest_of(store: Store, step: int, attempt: AttemptName) -> Manifest:
 
 def compressed(folder: Path) -> list[str]:
     return sorted(name for name in files(folder) if name.endswith(".zst"))
+
+
+def beside(folder: Path, *, rename: bool) -> list[Path]:
+    """Beside each compressed file one of another length: the same bytes renamed, or a whole one of others."""
+    made = []
+    paths = [path for path in folder.rglob("*") if path.name.endswith(".zst")]
+    for path, other in zip(paths, paths[1:] + paths[:1], strict=True):
+        name, num_bytes, _ = path.name.rsplit(".", 2)
+        length = int(num_bytes) + 7 if rename else 1
+        there = path.with_name(f"{name}.{length}.zst")
+        there.write_bytes((path if rename else other).read_bytes())
+        made.append(there)
+    return made
+
+
+@pytest.mark.parametrize("rename", [True, False], ids=["renamed", "in front"])
+def test_a_file_of_another_length_hides_no_whole_one(
+    source: Store, tmp_path: Path, target: Store, rename: bool
+) -> None:
+    attempt = made(source, [10])
+    copied(source, target)
+    others = beside(tmp_path / "target", rename=rename)
+    assert len(others) == 4
+    kind = type(target)(target.below)  # type: ignore[attr-defined,call-arg]
+    assert missing_files(kind, manifest_of(kind, 10, attempt)) == []
+    assert verify(kind).ok
+    assert [each.step for each in lineage.visible(kind)] == [10]
+    back = CompressedStore(LocalStore(str(tmp_path / "back")))
+    assert copy_run(kind, back).ok
+    assert of_step(tmp_path / "back") == of_step(tmp_path / "source")
+    path = read_step(kind, 10, attempt).shard_path(0)
+    assert kind.read_bytes(path, 0, 100) == source.read_bytes(path, 0, 100)
+    kind.remove(path)
+    assert not kind.exists(path), "all that stands in its place goes with it"
+
+
+def test_a_plain_file_of_another_length_hides_no_compressed_one(
+    source: Store, target: Store, tmp_path: Path
+) -> None:
+    attempt = made(source, [10])
+    copied(source, target)
+    path = read_step(target, 10, attempt).shard_path(0)
+    target.create(path, b"cut short")
+    assert verify(target).ok
+    assert [each.step for each in lineage.visible(target)] == [10]
+
+
+def test_of_two_whole_files_none_is_guessed(source: Store, target: Store, tmp_path: Path) -> None:
+    """Where the reader says no length, and both are what their names say."""
+    attempt = made(source, [10])
+    copied(source, target)
+    path = read_step(target, 10, attempt).shard_path(0)
+    constants = read_step(target, 10, attempt).constants_path(0)
+    assert constants is not None
+    names = {unquote(each.name): each for each in (tmp_path / "target").rglob("*.zst")}
+    [mine] = (each for name, each in names.items() if path.rpartition("/")[2] in name)
+    [other] = (each for name, each in names.items() if constants.rpartition("/")[2] in name)
+    length = other.name.rsplit(".", 2)[1]
+    assert length != mine.name.rsplit(".", 2)[1]
+    mine.with_name(f"{mine.name.rsplit('.', 2)[0]}.{length}.zst").write_bytes(other.read_bytes())
+    with pytest.raises(DamagedError, match="several lengths"):
+        CompressedStore(target.below).read_bytes(path, 0, 100)  # type: ignore[attr-defined]
 
 
 def test_all_that_is_done_with_a_step(source: Store, target: Store, tmp_path: Path) -> None:
