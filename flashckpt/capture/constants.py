@@ -183,7 +183,7 @@ class Constants:
         return [
             each
             for each in leaves
-            if _is_frozen(each) and id(each.tensor) not in owned and self._is_read_in_place(each.tensor)
+            if _is_frozen(each) and id(each.held) not in owned and self._is_read_in_place(each.tensor)
         ]
 
     def _is_read_in_place(self, tensor: Tensor) -> bool:
@@ -200,7 +200,7 @@ class Constants:
         """What never changes, as it seems, and stands in each slot all the same."""
         owned = parameters_of(self._optimizers)
         frozen = [each for each in leaves if _is_frozen(each)]
-        in_optimizer = [each for each in frozen if id(each.tensor) in owned]
+        in_optimizer = [each for each in frozen if id(each.held) in owned]
         moved = [each for each in frozen if not self._is_read_in_place(each.tensor)]
         buffers = [each for each in leaves if each.kind == "buffer" and _num_bytes(each) >= LEAST_BYTES]
         for what, found in (
@@ -220,7 +220,8 @@ def parameters_of(optimizers: Iterable[Any]) -> set[int]:
 
 
 def _is_frozen(live: LiveLeaf) -> bool:
-    is_parameter = live.kind == "parameter" and not live.tensor.requires_grad
+    # The part of a DTensor that is here requires no gradient itself.
+    is_parameter = live.kind == "parameter" and not live.held.requires_grad
     return is_parameter and _num_bytes(live) >= LEAST_BYTES
 
 

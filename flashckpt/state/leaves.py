@@ -62,7 +62,7 @@ class Place(NamedTuple):
     """Where a tensor was found: `container[key]` or `getattr(container, key)`, None where it is made
     anew each time it is asked for. `home` is the device a tensor here is on if nothing is recorded;
     `parameter` is the one that an optimizer's state belongs to; `piece` is what is known of what the tensor
-    is a part of."""
+    is a part of, `wrapper` the outermost tensor that is made of it and others."""
 
     kind: Kind
     owner: object
@@ -71,6 +71,7 @@ class Place(NamedTuple):
     home: torch.device = CPU
     parameter: Tensor | None = None
     piece: TensorBox = TensorBox(None, ())
+    wrapper: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -80,7 +81,8 @@ class LiveLeaf:
     tensor is made anew by its owner, and `Tree.values` puts the newest one here. `box` says where in a larger
     tensor this lies, None where it is the whole. `replicas` are the global ranks, this one among them, that
     hold the very same by declaration, in order; empty where no other does: the leaf is kept by rank. `whole`
-    is what ranks that have other parts of the tensor must say alike of it."""
+    is what ranks that have other parts of the tensor must say alike of it. `wrapper` is the DTensor, or other
+    tensor made of tensors, that this is a part of, the outermost: what modules and optimizers hold."""
 
     name: str
     tensor: Tensor
@@ -93,6 +95,12 @@ class LiveLeaf:
     box: Box | None = None
     replicas: Ranks = ()
     whole: Whole | None = None
+    wrapper: Tensor | None = None
+
+    @property
+    def held(self) -> Tensor:
+        """What the module or the optimizer holds."""
+        return self.tensor if self.wrapper is None else self.wrapper
 
 
 class Sink:
@@ -182,6 +190,7 @@ class Walk(Sink):
             if known is None:
                 known = LiveLeaf(name, tensor, place.kind, place.owner, place.container, place.key)
                 known.box, known.replicas, known.whole = self._piece(tensor, place)
+                known.wrapper = place.wrapper
                 self.leaves.append(known)
                 there.append(known)
                 self._by_id[id(tensor)] = self.named[name] = known
@@ -212,13 +221,14 @@ class Walk(Sink):
         parts, context = flatten(tensor, name)
         self.anchor(place.container, place.key, tensor)
         container = None if place.container is None else tensor
+        wrapper = tensor if place.wrapper is None else place.wrapper
         for attribute in parts:
             inner = getattr(tensor, attribute)
             # Parts of a part have sizes of their own.
             piece = TensorBox(None, place.piece.replicas)
             if is_sharded(tensor):
                 piece = self.meshes.piece(tensor, inner, name)
-            where = place._replace(container=container, key=attribute, piece=piece)
+            where = place._replace(container=container, key=attribute, piece=piece, wrapper=wrapper)
             self.add(part_name(name, attribute), inner, where)
         return LeafRef(name, wrapper_facts(name, tensor, parts, context, place))
 

@@ -121,6 +121,10 @@ class Live:
     box: Box | None = None
     replicas: tuple[int, ...] = ()
 
+    @property
+    def held(self) -> Tensor:
+        return self.tensor
+
 
 @dataclass
 class Walk:

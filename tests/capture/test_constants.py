@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed as dist
 
 from flashckpt import _native
 from flashckpt.capture import Capture
@@ -17,6 +18,7 @@ from flashckpt.capture.plan import ConstantsRegion
 from flashckpt.capture.schedule import Pace
 from flashckpt.memory.slot import Slot, SlotRing, SlotState
 from flashckpt.options import Options
+from flashckpt.state.tree import Tree
 
 from .accelerated import LARGE, Accelerated
 from .content import Content, Live, State, bytes_of, give_region, make_region, newest
@@ -284,6 +286,32 @@ def test_what_is_none_from_the_beginning(
     assert told.count("1,600,000 bytes of frozen parameters whose bytes do not lie row by row") == 1
     assert told.count("1,200,000 bytes of buffers") == 1
     capture.close()
+
+
+@pytest.mark.dist
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_trained_as_a_dtensor_is_none(sealer: _native.Sealer) -> None:
+    """The part that is here requires no gradient, and no optimizer has it: the DTensor says it."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh, model = init_device_mesh("cpu", (1,)), torch.nn.Module()
+        for name, trains in {"trained": True, "owned": False, "frozen": False}.items():
+            part = distribute_tensor(torch.randn(LARGE), mesh, [Shard(0)])
+            model.register_parameter(name, torch.nn.Parameter(part, requires_grad=trains))
+        optimizer = torch.optim.SGD([model.owned], lr=0.1)
+        tree = Tree({"model": model, "optimizer": optimizer})
+        capture = Capture(
+            tree, None, sealer, Options(), optimizers=tree.optimizers, schedule=Pace(None, None)
+        )
+        capture.look()
+        assert capture.room_needed(ordered=True) is not None
+        assert capture._constants.names == {"model.frozen": True}
+        capture.close()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_region_that_cannot_be_written_leaves_its_constants_to_the_slots(
