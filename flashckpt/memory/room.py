@@ -26,6 +26,12 @@ _UNLIMITED = 1 << 60
 _LOCK_TIMEOUT_S = 60.0
 # For huge pages the kernel may have to move others' memory about, and whoever wants the lock waits meanwhile.
 _SLOWEST_HUGE_STEP_S, _MOST_HUGE_S = 0.5, 20.0
+# Of this thread's own time: small pages take 0.25 to 0.36 s a GiB and huge ones 0.06 to 0.13, but 2.5 to 5 in
+# a virtual machine whose host has not backed that memory yet.
+_DEAREST_HUGE_S_A_BYTE = 0.8 / (1 << 30)
+# What the request itself may take, however small.
+_LEAST_HUGE_S = 0.005
+_HUGE_PAUSE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -139,25 +145,42 @@ def take(
     """
     if (room := available()) < num_bytes:
         raise out_of_room(num_bytes, room)
-    done, huge_left_s = 0, _MOST_HUGE_S
+    done, huge_left_s, huge_pages = 0, _MOST_HUGE_S, _huge_pages
     while done < num_bytes:
         step = min(step_bytes, num_bytes - done)
         room = available()
         if room < step:
             raise out_of_room(num_bytes, done + room)
         if huge_left_s > 0:
-            huge_left_s -= _take_huge(descriptor, done, step)
+            huge_left_s -= huge_pages.take(descriptor, done, step)
         _native.allocate(descriptor, done, step)
         taken(step)
         done += step
 
 
-def _take_huge(descriptor: int, start: int, num_bytes: int) -> float:
-    """Seconds that it took; infinite where no more huge pages are to be asked for."""
-    began_s = time.monotonic()
-    taken = _native.allocate_huge(descriptor, start, num_bytes)
-    took_s = time.monotonic() - began_s
-    return took_s if taken and took_s < _SLOWEST_HUGE_STEP_S else math.inf
+class HugePages:
+    """Those that one process asks for, whose threads judge together: where a step of them was dear, none are
+    asked for in the next minute, for whatever region. `thread_time` is the seconds of a core that the calling
+    thread has had."""
+
+    def __init__(self, thread_time: Callable[[], float] = time.thread_time) -> None:
+        self._thread_time, self._not_before_s = thread_time, -math.inf
+
+    def take(self, descriptor: int, start: int, num_bytes: int) -> float:
+        """Ask for them in these bytes of a region. Gives the seconds that it took; infinite where no more are
+        to be asked for in this region."""
+        began_s, began_own_s = time.monotonic(), self._thread_time()
+        if began_s < self._not_before_s:
+            return math.inf
+        taken = _native.allocate_huge(descriptor, start, num_bytes)
+        now_s = time.monotonic()
+        if self._thread_time() - began_own_s > _LEAST_HUGE_S + num_bytes * _DEAREST_HUGE_S_A_BYTE:
+            self._not_before_s = now_s + _HUGE_PAUSE_S
+            return math.inf
+        return now_s - began_s if taken and now_s - began_s < _SLOWEST_HUGE_STEP_S else math.inf
+
+
+_huge_pages = HugePages()
 
 
 def out_of_room(needed: int, available: int) -> OutOfRoomError:

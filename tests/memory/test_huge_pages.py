@@ -35,6 +35,12 @@ def folder(runtime: Path) -> Iterator[RuntimeFolder]:
     opened.close()
 
 
+@pytest.fixture(autouse=True)
+def unjudged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test goes by what huge pages took in another one."""
+    monkeypatch.setattr(room, "_huge_pages", room.HugePages())
+
+
 @pytest.fixture
 def given() -> None:
     """Skips the test where the kernel gives this process no huge page of shared memory (one before 6.1, or
@@ -171,6 +177,38 @@ def test_what_takes_too_long_ends_the_asking(monkeypatch: pytest.MonkeyPatch, li
     assert asked == [0]
     assert os.fstat(descriptor).st_blocks * 512 == 3 << 20
     os.close(descriptor)
+
+
+def test_where_they_are_dear_no_region_has_more_than_one_step_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Memory of a virtual machine that its host has not backed yet: ten times the time of small pages.
+    The others' time, on a busy machine, is none of theirs."""
+    asked: list[tuple[int, int]] = []
+    spent_s = [0.0]
+
+    def costs(seconds: float) -> Callable[[int, int, int], bool]:
+        def ask(descriptor: int, offset: int, num_bytes: int) -> bool:
+            asked.append((descriptor, offset))
+            spent_s[0] += seconds * num_bytes / (1 << 30)
+            return True
+
+        return ask
+
+    def take(descriptor: int) -> None:
+        room.take(descriptor, 3 << 26, available=lambda: 1 << 40)
+        assert os.fstat(descriptor).st_blocks * 512 == 3 << 26
+        os.close(descriptor)
+
+    monkeypatch.setattr(room, "_huge_pages", room.HugePages(lambda: spent_s[0]))
+    monkeypatch.setattr(_native, "allocate_huge", costs(0.25))
+    take(first := os.memfd_create("cheap"))
+    assert asked == [(first, 0), (first, 1 << 26), (first, 2 << 26)]
+    asked.clear()
+    monkeypatch.setattr(_native, "allocate_huge", costs(2.5))
+    take(second := os.memfd_create("dear"))
+    take(os.memfd_create("after it"))
+    assert asked == [(second, 0)]
 
 
 def test_no_room_is_found_out_before_huge_pages_are_taken() -> None:
