@@ -29,6 +29,7 @@ from flashckpt.commit.attempts import (
     read_start,
 )
 from flashckpt.commit.constants_files import is_of_remover
+from flashckpt.commit.cut_off import remove_cut_off
 from flashckpt.commit.lineage import (
     VisibleStep,
     everything,
@@ -307,6 +308,7 @@ def sweep_dead(store: Store) -> list[AttemptName]:
                 if remove_attempt(store, name, look=look):
                     swept.append(name)
     _remove_empty_steps(look, (), errors)
+    remove_cut_off(store)
     if errors:
         log.warning("what dead attempts left could not be removed, and fills the storage: %s", errors[0])
     return swept

@@ -9,7 +9,6 @@ somewhere.
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Literal
 
 from flashckpt.commit import constants, retention
 from flashckpt.commit.attempts import AttemptInfo, attempt_folders, attempts, newest_claimed
+from flashckpt.commit.cut_off import cut_off, final_name
 from flashckpt.commit.lineage import VisibleStep, everything
 from flashckpt.commit.retention import noted
 from flashckpt.commit.steps import read_manifest
@@ -45,7 +45,6 @@ from flashckpt.store.base import Entry, Store
 
 log = logging.getLogger(__name__)
 
-_TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.tmp")
 _CUT_OFF = "its write was cut off"
 _LOOK_S = 1.0
 _MOST_SWEEPS = 3
@@ -217,7 +216,9 @@ def unused_files(
         if is_idle and claimed is not None and info.name < claimed:
             path, why = claim_path(info.name.number), "it died before it began"
             found.append(Unused(path=path, kind="attempt", attempt=info.name, why=why))
-    return found
+    paths = {each.path for each in found}
+    old = [(path, entry) for path, entry in cut_off(store) if path not in paths]
+    return found + [Unused(path=path, num_bytes=entry.num_bytes, why=_CUT_OFF) for path, entry in old]
 
 
 def ended_attempts(store: Store) -> set[AttemptName]:
@@ -353,17 +354,11 @@ def _named_shards(store: Store, stored: StoredStep) -> set[str] | None:
 
 def _claims(store: Store, newest: int) -> list[Unused]:
     """Half-written claims: of a number that is taken, nobody can use one any more."""
-    found = [(entry, claim_number(_final_name(entry))) for entry in store.list(ATTEMPTS)]
+    found = [(entry, claim_number(final_name(entry))) for entry in store.list(ATTEMPTS)]
     gone = [entry for entry, number in found if number is not None and number <= newest]
     return _files(ATTEMPTS, gone, _CUT_OFF, None, None)
 
 
 def _temporaries(store: Store, folder: str, attempt: AttemptName, step: int | None) -> list[Unused]:
-    gone = [entry for entry in store.list(folder) if _final_name(entry)]
+    gone = [entry for entry in store.list(folder) if final_name(entry)]
     return _files(folder, gone, _CUT_OFF, attempt, step)
-
-
-def _final_name(entry: Entry) -> str:
-    """The name that a temporary file was to have, empty for any other file."""
-    match = _TEMPORARY.fullmatch(entry.name)
-    return match["name"] if match else ""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from flashckpt.commit import attempts, lineage, retention
 from flashckpt.commit.attempts import open_run
+from flashckpt.commit.cut_off import remove_cut_off
 from flashckpt.commit.lineage import VisibleStep, visible
 from flashckpt.commit.steps import read_step
 from flashckpt.errors import DamagedError
@@ -64,6 +65,7 @@ def prune(store: Store, keep: Keep, *, dry_run: bool = False) -> Pruning:
             gone = set(retention.prune(store, newest, keep, claimed=held.claimed))
         if not planned.refusal:
             ended = end_dead_uploads(held, dead_keepers(held.runtime))
+            remove_cut_off(store)
         done = tuple(each for each in planned.gone if VisibleStep(each.step, each.attempt) in gone)
         kept = tuple(each.step for each in visible(store))
         return replace(planned, dry_run=False, gone=done, kept=kept, uploads=tuple(ended))

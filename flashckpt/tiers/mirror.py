@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from flashckpt import _native
 from flashckpt.commit import attempts, holder, retention
 from flashckpt.commit.attempts import newest_claimed, newest_started, open_run
+from flashckpt.commit.cut_off import remove_cut_off
 from flashckpt.commit.lineage import VisibleStep, newest_first
 from flashckpt.errors import NoSuchStepError, RunError
 from flashckpt.format.names import AttemptName
@@ -137,6 +138,7 @@ class Mirror:
         self._check_ours(target, newest)
         if newest is not None and newest != self._settled:
             copier.bring_lineage()
+            remove_cut_off(target)
             self._newest = next(newest_first(target.at_once()), None)
             self._settled = newest
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from flashckpt.commit.attempts import mark_ended
 from flashckpt.commit.lineage import steps
-from flashckpt.commit.retention import prune
+from flashckpt.commit.retention import prune, sweep_dead
 from flashckpt.commit.steps import Committed, read_manifest
 from flashckpt.commit.steps import commit as commit_step
 from flashckpt.format.names import (
@@ -19,9 +23,12 @@ from flashckpt.format.names import (
     step_attempt_folder,
 )
 from flashckpt.format.records import Tombstone
-from flashckpt.options import Keep
+from flashckpt.options import Keep, Remote
+from flashckpt.recovery.pruning import prune as prune_by_hand
+from flashckpt.recovery.recover import recover
 from flashckpt.store.base import Entry
 from flashckpt.store.local import LocalStore
+from flashckpt.tiers.mirror import Mirror
 from tests.commit.runs import attempt_at, commit, is_whole, new_run, publish
 
 DEAD, LIVING = "dead0001", "11ff0001"
@@ -141,3 +148,56 @@ def test_no_constants_go_where_a_part_may_name_any(store: LocalStore) -> None:
     path.write_bytes(path.read_bytes()[:-9])
     prune(store, attempt, Keep(last=2), in_hand=())
     assert len(constants_files(store, attempt)) == 2
+
+
+LEFT = [
+    ".run.json.0123456789abcdef.tmp",
+    ".probe-0123456789abcdef",
+    "attempts/.000002.json.0123456789abcdef.tmp",
+    "attempts/{attempt}/.alive.0123456789abcdef.tmp",
+    "steps/{step:012d}/{attempt}/.part-00001.json.0123456789abcdef.tmp",
+]
+
+
+def left_behind(store: LocalStore, attempt: AttemptName, step: int) -> list[Path]:
+    """What writers of small files left that were killed, two days ago; and a young one beside each."""
+    paths = [Path(store.local_path(each.format(attempt=attempt, step=step))) for each in LEFT]
+    for path in paths:
+        path.write_bytes(b"half")
+        path.with_name(path.name.replace("0123", "4567")).write_bytes(b"half")
+        os.utime(path, (0, time.time() - 2 * 86400))
+    return paths
+
+
+def by_claim(store: LocalStore) -> None:
+    sweep_dead(store)
+
+
+def by_hand(store: LocalStore) -> None:
+    prune_by_hand(store, Keep(last=2))
+
+
+def by_recovery(store: LocalStore) -> None:
+    assert {each.detail for each in recover(store).findings} == {"its write was cut off"}
+
+
+def by_copier(store: LocalStore) -> None:
+    source = LocalStore(f"{store.url}-source")
+    shutil.copytree(store.url, source.url)
+    Mirror(source, Remote(url=store.url, keep=Keep(last=2))).bring(None, lambda last, step: True)
+
+
+@pytest.mark.parametrize("by", [by_claim, by_hand, by_recovery, by_copier])
+def test_what_a_killed_writer_of_a_small_file_left_goes_after_a_day(
+    store: LocalStore, by: Callable[[LocalStore], None]
+) -> None:
+    attempt = attempt_at(store)
+    commit(store, 100, attempt)
+    mark_ended(store, attempt, "closed" if by is by_recovery else "dead")
+    old = left_behind(store, attempt, 100)
+    by(store)
+    assert [path for path in old if path.exists()] == []
+    young = [path.with_name(path.name.replace("0123", "4567")) for path in old]
+    if by is not by_recovery:  # which knows that nobody writes to an attempt that is over
+        assert all(path.exists() for path in young), "its writer may be at it"
+    assert is_whole(store, 100, attempt)

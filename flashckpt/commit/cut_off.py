@@ -1,0 +1,56 @@
+"""Small files whose writer was killed before they had their names: which those are, and their end.
+
+Owns how long one may still be written. Steps and attempts take what is in their folders along; this is for
+what stands elsewhere, and where they stay.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+from flashckpt.format.names import ATTEMPTS, STEPS
+from flashckpt.store.base import Entry, Store
+
+_TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.tmp")
+# What `attach` creates to see whether it may, and whether a store overwrites.
+_PROBE = re.compile(r"\.?probe-[0-9a-f]{16}")
+_SAFE_AGE_S = 86400.0
+"""No file is written for longer."""
+
+
+def final_name(entry: Entry) -> str:
+    """The name that a temporary file was to have, empty for any other file."""
+    match = None if entry.is_folder else _TEMPORARY.fullmatch(entry.name)
+    return match["name"] if match else ""
+
+
+def cut_off(store: Store) -> Iterator[tuple[str, Entry]]:
+    """The paths of those that are a day old, in any folder of a run. Where there are no renames a file has
+    its name at once, and probes alone can be left."""
+    for folder in _folders(store):
+        for entry in store.list(folder):
+            is_one = final_name(entry) or (not folder and _PROBE.fullmatch(entry.name))
+            if is_one and entry.modified_s and time.time() - entry.modified_s > _SAFE_AGE_S:
+                yield f"{folder}/{entry.name}" if folder else entry.name, entry
+
+
+def remove_cut_off(store: Store) -> None:
+    """Remove them, as far as that can be: each is a few bytes."""
+    with suppress(OSError):
+        store.remove_files([path for path, _ in cut_off(store)])
+
+
+def _folders(store: Store) -> Iterator[str]:
+    yield ""
+    if not store.capabilities.rename:
+        return
+    for top in (ATTEMPTS, STEPS):
+        yield top
+        for each in store.list(top):
+            if each.is_folder:
+                yield f"{top}/{each.name}"
+                inner = store.list(f"{top}/{each.name}") if top == STEPS else []
+                yield from (f"{top}/{each.name}/{of.name}" for of in inner if of.is_folder)
