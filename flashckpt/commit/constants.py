@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from flashckpt.commit import lineage
 from flashckpt.commit.constants_files import buried_constants, buried_files
+from flashckpt.commit.no_room import Created, create_or_stand_in, replace_stand_in
 from flashckpt.commit.steps import constants_of_parts, read_manifest, read_step
 from flashckpt.commit.verification import verify_file
 from flashckpt.errors import DamagedError, FlashckptError
@@ -215,14 +216,16 @@ def remove(store: Store, owner: AttemptName, files: Collection[str], *, keeps_na
     once his parts stand, so that he has found it, or they are found here.
     """
     path = buried_path(owner, secrets.token_hex(4))
-    if not store.create(path, Buried(attempt=owner, files=tuple(sorted(files))).to_bytes()):
+    record = Buried(attempt=owner, files=tuple(sorted(files))).to_bytes()
+    if not (created := create_or_stand_in(store, path, record)):
         raise FileExistsError(path)
     gone = _without_named(store.at_once(), owner, files)
     if not store.exists(path):
         return False  # somebody has removed all of it meanwhile, and what stands there now is another's
     store.remove_files(f"{attempt_folder(owner)}/{file}" for file in gone)
     # Last: what is left of one that was killed keeps nobody from anything but from naming these.
-    if not keeps_names:
+    stands = created is Created.FILE
+    if not (keeps_names and (stands or replace_stand_in(store, path, record))):
         store.remove(path)
     return len(gone) == len(files)
 

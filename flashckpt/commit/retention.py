@@ -8,7 +8,6 @@ cannot be removed keeps nothing else.
 
 from __future__ import annotations
 
-import errno
 import logging
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -38,6 +37,7 @@ from flashckpt.commit.lineage import (
     is_marked,
     newest_first,
 )
+from flashckpt.commit.no_room import Created, create_or_stand_in, is_full, replace_stand_in
 from flashckpt.commit.steps import boundary_of, is_committed, read_manifest
 from flashckpt.errors import DamagedError
 from flashckpt.format.names import (
@@ -217,18 +217,19 @@ def bury(
     """
     folder, path = step_attempt_folder(step, attempt), manifest_path(step, attempt)
     stone, errors = Tombstone(step=step, attempt=attempt).to_bytes(), list[OSError]()
+    created = Created.FILE
     try:
         found = read_manifest(look or store, step, attempt)
     except DamagedError:
         # It names nothing that could be kept: it goes like a manifest.
-        store.replace(path, stone)
+        _replace_damaged(store, path, stone)
     else:
         if isinstance(found, Manifest):
             # As it stands: another version may have written it.
             before = (look or store).read(path, Manifest.MAX_BYTES)
             if not _replace_manifest(store, path, before, stone, may_still):
                 return False
-        elif found is None and not store.create(path, stone):
+        elif found is None and not (created := create_or_stand_in(store, path, stone)):
             return False
     crashpoints.point("prune.buried")
     entries = store.list(folder)
@@ -245,9 +246,22 @@ def bury(
                 store.remove_tree(f"{folder}/{entry.name}")
     with noted(errors):
         store.remove_files(files())
+    if created is Created.STAND_IN:
+        with noted(errors):
+            replace_stand_in(store, path, stone)
     if errors:
         raise errors[0]
     return True
+
+
+def _replace_damaged(store: Store, path: str, stone: bytes) -> None:
+    try:
+        store.replace(path, stone)
+    except OSError as error:
+        if not is_full(error):
+            raise
+        store.remove(path)
+        create_or_stand_in(store, path, stone)
 
 
 def _replace_manifest(
@@ -264,7 +278,7 @@ def _replace_manifest(
         store.replace(path, stone)
     except OSError as error:
         store.remove(second)
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if not is_full(error):
             raise
         # Full to the last byte, and this is who makes room: the manifest leaves all that there is. Until the
         # tombstone stands, the step is one with all its parts that was not committed yet.
@@ -272,7 +286,7 @@ def _replace_manifest(
         if not may_still():
             return False
         store.remove(path)
-        if not store.create(path, stone):
+        if not create_or_stand_in(store, path, stone):
             return False
     if may_still():
         return True

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from flashckpt import crashpoints
 from flashckpt.commit.attempts import ranks_here, read_start, started_after, superseded_by
 from flashckpt.commit.constants_files import buried_constants, missing_constants, missing_in
+from flashckpt.commit.no_room import is_stand_in
 from flashckpt.commit.replicas import check_alike, unlike
 from flashckpt.commit.step_parts import (
     StepParts,
@@ -363,9 +364,12 @@ def read_manifest(store: Store, step: int, attempt: AttemptName) -> Manifest | T
     """What stands under the manifest's name. DamagedError where it is not of this step and attempt."""
     path = manifest_path(step, attempt)
     try:
-        found = manifest_of(store.read(path, Manifest.MAX_BYTES), path)
+        data = store.read(path, Manifest.MAX_BYTES)
     except FileNotFoundError:
         return None
+    if is_stand_in(data):
+        return Tombstone(step=step, attempt=attempt)
+    found = manifest_of(data, path)
     if (found.step, found.attempt) != (step, attempt):
         raise damaged(path, f"it is that of step {found.step} of attempt {found.attempt}", step)
     return found

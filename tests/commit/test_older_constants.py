@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -348,6 +349,22 @@ def test_a_keeper_of_the_first_that_wakes_up_makes_no_room_of_what_the_second_na
         if turns.calls[1] < before:
             break
     assert before > 3
+
+
+def test_constants_make_room_on_a_disk_that_is_full_to_the_last_byte(small_disk: Path) -> None:
+    store = new_run(small_disk / "run")
+    attempt = attempt_at(store)
+    assert runs.commit(store, 100, attempt, constants=True)
+    folder = Path(store.local_path(attempt_folder(attempt)))
+    (folder / constants_name(0, 2)).write_bytes(bytes(1 << 20))
+    with open(small_disk / "filler", "wb", buffering=0) as filler, suppress(OSError):
+        while True:
+            filler.write(bytes(4096))
+    _ConstantsShards(store, 1, 0)._clear(attempt, cast(SealedSnapshot, Pinned()))
+    assert constants.files_of(store, attempt) == [FILE], "that which a step names"
+    assert constants.fresh_name(store, attempt, 0) == constants_name(0, 3)
+    assert runs.commit(store, 200, attempt, constants=True)
+    assert is_whole(store, 200, attempt)
 
 
 class CopyScene:

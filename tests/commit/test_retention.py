@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from flashckpt import crashpoints
 from flashckpt.commit import steps as steps_module
 from flashckpt.commit.attempts import attempts, bounds, claim, start
 from flashckpt.commit.lineage import branch, check_records, mark, steps, visible
@@ -519,6 +520,84 @@ def test_a_manifest_comes_back_on_a_disk_that_fills_up_meanwhile(small_disk: Pat
     (small_disk / "filler").unlink()
     assert bury(store, 100, attempt)
     assert files(store, 100, attempt) == ["manifest.json"]
+
+
+class Killed(BaseException):
+    pass
+
+
+def filled(disk: Path) -> None:
+    """To its last byte."""
+    with open(disk / "filler", "wb", buffering=0) as filler, contextlib.suppress(OSError):
+        while True:
+            filler.write(bytes(4096))
+
+
+def on_full_disk(disk: Path) -> tuple[LocalStore, AttemptName, AttemptName]:
+    """A run with a dead attempt that committed nothing, constants and all, and a living one with three
+    committed steps and one try before them."""
+    store = new_run(disk / "run")
+    dead = attempt_at(store)
+    publish(store, 20, dead, constants=True)
+    attempt = attempt_at(store)
+    publish(store, 50, attempt)
+    for step in (100, 200, 300):
+        commit(store, step, attempt)
+    filled(disk)
+    with pytest.raises(OSError, match="No space"):
+        store.create("steps/nothing", b"more")
+    return store, dead, attempt
+
+
+def test_a_disk_that_is_full_to_the_last_byte_is_made_room_on(small_disk: Path) -> None:
+    store, dead, attempt = on_full_disk(small_disk)
+    # Tries first, before a step that is committed has made any room.
+    assert bury(store, 50, attempt)
+    assert files(store, 50, attempt) == ["manifest.json"]
+    data = Path(store.local_path(manifest_path(50, attempt))).read_bytes()
+    assert data == Tombstone(step=50, attempt=attempt).to_bytes(), "there is room now"
+    filled(small_disk)
+    assert sweep_dead(store) == [dead]
+    assert [info.name for info in attempts(store)] == [attempt]
+    assert not os.path.exists(store.local_path(attempt_folder(dead)))
+    filled(small_disk)
+    assert [each.step for each in prune(store, attempt, Keep(last=2))] == [100]
+    assert steps(store) == [200, 300]
+    assert all(is_whole(store, step, attempt) for step in (200, 300))
+
+
+def test_what_stands_for_a_tombstone_is_one(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever removes is killed between it and the first file."""
+    store, _, attempt = on_full_disk(small_disk)
+
+    def stop(name: str) -> None:
+        raise Killed
+
+    with monkeypatch.context() as armed:
+        armed.setattr(crashpoints, "point", stop)
+        with pytest.raises(Killed):
+            bury(store, 50, attempt)
+    assert len(files(store, 50, attempt)) == 3, "nothing has gone yet"
+    assert read_manifest(store, 50, attempt) == Tombstone(step=50, attempt=attempt)
+    assert steps_module.commit(store, 50, attempt, 1) is steps_module.Committed.BURIED
+    os.remove(small_disk / "filler")
+    prune(store, attempt, Keep(last=2), in_hand=())
+    assert not os.path.exists(store.local_path(step_attempt_folder(50, attempt)))
+    assert steps(store) == [200, 300]
+
+
+def test_without_links_a_full_disk_says_so_and_loses_nothing(small_disk: Path) -> None:
+    class Linkless(System):
+        def link(self, *args: object) -> None:
+            raise OSError(errno.EPERM, "no links")
+
+    store, _, attempt = on_full_disk(small_disk)
+    before = files(store, 50, attempt)
+    with pytest.raises(OSError, match="No space"):
+        bury(LocalStore(store.url, Linkless()), 50, attempt)
+    assert files(store, 50, attempt) == before
+    os.remove(small_disk / "filler")
+    assert steps_module.commit(store, 50, attempt, 1)
 
 
 def test_the_tombstone_comes_before_any_deletion(store: LocalStore) -> None:
