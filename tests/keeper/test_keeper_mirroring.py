@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,26 @@ def test_a_remote_that_takes_nothing_and_then_does(tmp_path: Path, runtime: Path
     arrived(trainer, 3)
     assert (status_of(trainer).error, of(there)) == ("", [3])
     assert len([line for line in ledger(trainer.run) if line["event"] == "error"]) == 1, "said once"
+    ended(trainer)
+
+
+def test_a_remote_that_is_full_and_gets_room(tmp_path: Path, runtime: Path, small_disk: Path) -> None:
+    there, filler = small_disk / "remote", small_disk / "filler"
+    trainer = begun(tmp_path, runtime, Remote(url=str(there), keep=Keep(last=2)), kib=512)
+    saved(trainer, 1)
+    arrived(trainer, 1)
+    with open(filler, "wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    saved(trainer, 2, 3, 4)
+    trainer.wait_for(lambda status: status.counts.get("mirror_failed", 0) >= 2)
+    assert "No space" in status_of(trainer).error
+    assert committed(trainer.run) == [3, 4], "retention here waits for no copy either"
+    assert of(there) == [1]
+    filler.unlink()
+    arrived(trainer, 4)
+    assert (status_of(trainer).error, of(there)) == ("", [1, 4])
+    assert not [path for path in there.rglob("*.tmp")]
     ended(trainer)
 
 

@@ -59,6 +59,39 @@ def test_what_is_committed_while_the_server_is_away_waits_for_nothing_and_arrive
     assert not any(SECRET_KEY.encode() in data for data in kept)
 
 
+def test_a_server_that_is_killed_in_a_copy_gets_the_rest_later(
+    s3_server: S3Server, bucket: str, boto: Any, tmp_path: Path, runtime: Path
+) -> None:
+    run, url = tmp_path / "run", f"s3://{bucket}/run"
+    given = {**s3_server.options(), "max_upload_bytes_per_s": 16 << 20}
+    weights = torch.zeros(12 << 20)
+    with flashckpt.attach(
+        run, remote=url, options=flashckpt.Options(remote_storage_options=given), w=weights
+    ) as made:
+
+        def save() -> None:
+            weights.add_(1)
+            made.step()
+            made.save()
+            made.wait()
+
+        save()
+        until(lambda: "Uploads" in boto.list_multipart_uploads(Bucket=bucket), "an upload under way")
+        s3_server.kill()
+        try:
+            save()
+            save()
+            assert flashckpt.steps(run) == [1, 2, 3], "nothing here waits for the server"
+            assert made.report()["newest_remote_step"] == -1
+        finally:
+            s3_server.start()
+        until(lambda: made.report()["newest_remote_step"] == 3, "the newest in the remote")
+    give_options(url, s3_server.options())
+    assert flashckpt.verify(url).ok
+    assert flashckpt.steps(url)[-1] == 3
+    assert torch.equal(flashckpt.load(url)["w"], weights)
+
+
 @pytest.mark.parametrize(
     ("bucket_name", "options", "message"),
     [
