@@ -13,10 +13,15 @@ import os
 import secrets
 import threading
 from collections.abc import Mapping
+from contextlib import closing
+from functools import partial
 from typing import Any
 
 from flashckpt.errors import OptionError, RunError
-from flashckpt.options import Keep, Options, Remote, RemoteCall
+from flashckpt.keeper.protocol import ELECTION_LOCK
+from flashckpt.memory.region import is_region_name
+from flashckpt.memory.runtime import RuntimeFolder, base_folder, identity_of, is_alive
+from flashckpt.options import Environment, Keep, Options, Remote, RemoteCall
 from flashckpt.store import open_store, options_of
 from flashckpt.store.base import Store
 from flashckpt.tiers.nearest import RemoteRun, look, unanswered
@@ -89,8 +94,19 @@ def look_at(remote: Remote, local: Store, run_id: str) -> tuple[str, RemoteRun]:
     ) from error
 
 
+def _in_memory(local: Store, run_id: str) -> bool:
+    """Whether this node may have snapshots of the run in memory: a region, or a keeper that has one."""
+    base = base_folder(Environment.read().runtime_folder)
+    try:
+        runtime = RuntimeFolder.open(base, identity_of(run_id, local.place()), create=False)
+    except FileNotFoundError:
+        return False
+    with closing(runtime):
+        return is_alive(runtime, ELECTION_LOCK) or any(map(is_region_name, runtime.names()))
+
+
 def _look(store: Store, local: Store, run_id: str) -> tuple[str, RemoteRun]:
-    found = look(local, store, run_id)
+    found = look(local, store, run_id, partial(_in_memory, local, run_id))
     if store.capabilities.rename:  # a folder, where the check of a store asks nothing
         probe = f".probe-{secrets.token_hex(8)}"
         store.create(probe, b"")

@@ -23,7 +23,7 @@ from flashckpt.persist.audit import Torn, check_header, differing
 from flashckpt.persist.job import SealedSnapshot, StepJob, alone
 from flashckpt.recovery.report import Fate, Finding, Kind, Resume
 from flashckpt.store.base import Store
-from flashckpt.tiers.nearest import RemoteRun, is_ahead, left_elsewhere
+from flashckpt.tiers.nearest import RemoteRun, is_ahead, left_elsewhere, without_idle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +141,9 @@ def resume_of(
     what is in memory is audited here, and of the `remote` nothing is read again."""
     try:
         lineage.check_records(store)
+        if remote is not None:
+            has_regions = runtime is not None and any(map(is_region_name, runtime.names()))
+            remote = without_idle(store, remote, lambda: has_regions)
         if remote is not None and is_ahead(store, remote) and remote.steps:
             return _in_remote(remote.steps[0]), ""
         whole = _whole(slots_in(runtime)) if runtime is not None else {}

@@ -9,17 +9,18 @@ another branch. Of steps nothing is copied: who goes on from one reads it where 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from flashckpt.commit import attempts, lineage
-from flashckpt.commit.attempts import open_run
+from flashckpt.commit import attempts, holder, lineage
+from flashckpt.commit.attempts import AttemptInfo, open_run
 from flashckpt.commit.lineage import VisibleStep
+from flashckpt.commit.step_parts import part_paths
 from flashckpt.errors import DamagedError, NoSuchStepError, RunError, UnusableRunError
-from flashckpt.format.names import AttemptName, claim_path
+from flashckpt.format.names import AttemptName, claim_path, start_path, step_attempt_folder
 from flashckpt.persist.ledger import Event, lines_of
 from flashckpt.store.base import Store
 from flashckpt.tiers.attempt_records import AttemptRecords, bring
@@ -36,7 +37,7 @@ _MOST_CHARS, _MOST_ATTEMPTS = 4096, 4
 class RemoteRun:
     """`above` is the highest number of an attempt there, `newest` the newest that started, `others` those it
     knows besides; `steps` are visible there, newest first. `problem` says why nobody can tell, and empty
-    where somebody can."""
+    where somebody can. `idle`: attempts of the local store that nobody would miss, see `without_idle`."""
 
     store: Store
     above: int = 0
@@ -44,16 +45,18 @@ class RemoteRun:
     others: frozenset[AttemptName] = frozenset()
     steps: tuple[VisibleStep, ...] = ()
     problem: str = ""
+    idle: frozenset[AttemptName] = frozenset()
 
     def told(self) -> list[Any]:
         """All but the store, in plain JSON, for other ranks."""
         steps = [[each.step, str(each.attempt)] for each in self.steps]
         newest = "" if self.newest is None else str(self.newest)
-        return [self.above, newest, sorted(map(str, self.others)), steps, self.problem]
+        idle = sorted(map(str, self.idle))
+        return [self.above, newest, sorted(map(str, self.others)), steps, self.problem, idle]
 
     @classmethod
     def heard(cls, store: Store, told: Sequence[Any]) -> RemoteRun:
-        above, newest, others, steps, problem = told
+        above, newest, others, steps, problem, idle = told
         return cls(
             store=store,
             above=above,
@@ -61,6 +64,7 @@ class RemoteRun:
             others=frozenset(filter(None, map(AttemptName.parse, others))),
             steps=tuple(VisibleStep(step, _name(attempt)) for step, attempt in steps),
             problem=problem,
+            idle=frozenset(map(_name, idle)),
         )
 
     def knows(self, attempt: AttemptName | None) -> bool:
@@ -72,9 +76,11 @@ class RemoteRun:
         return [each for each in self.steps if each.step <= last_step.get(each.attempt, -1)]
 
 
-def look(local: Store, remote: Store, run_id: str) -> tuple[str, RemoteRun]:
+def look(
+    local: Store, remote: Store, run_id: str, in_memory: Callable[[], bool] = lambda: True
+) -> tuple[str, RemoteRun]:
     """The id of the run, made in the remote where that has none yet, and what is there. `run_id`: that of the
-    local store, empty where it has no run.
+    local store, empty where it has no run. `in_memory`: as for `without_idle`.
 
     OSError where the remote does not answer: see `unanswered`. RunError where it cannot be used at all, and
     where it is another run or another history than the local one. Nothing is changed then.
@@ -92,6 +98,7 @@ def look(local: Store, remote: Store, run_id: str) -> tuple[str, RemoteRun]:
             path=local.url,
         )
     if run_id:
+        there = without_idle(local, there, in_memory)
         is_ahead(local, there)
     if there.steps:
         for each, reason in lineage.incomplete(remote.at_once(), there.steps[0].step):
@@ -125,15 +132,43 @@ def seen(remote: Store) -> RemoteRun:
     return RemoteRun(store=remote, above=above, newest=newest, others=frozenset(others), steps=steps)
 
 
+def without_idle(local: Store, remote: RemoteRun, in_memory: Callable[[], bool]) -> RemoteRun:
+    """The same, that knows which attempts the local store alone has and that are no history of their own:
+    over, without a part or a manifest of any step, and without a snapshot in memory. `in_memory` says whether
+    this node may have one of the run; whatever another node had is out of sight, so the attempt was this
+    node's alone, or has ended in order."""
+    alone = [each for each in attempts.attempts(local) if each.has_started and not remote.knows(each.name)]
+    if remote.newest is None or not alone or in_memory():
+        return remote
+    over = {each.name for each in alone if _is_over(each)}
+    return replace(remote, idle=frozenset(over - _with_parts(local)))
+
+
+def _is_over(each: AttemptInfo) -> bool:
+    is_alone = each.start is not None and each.start.world == 1
+    was_here = each.claim is not None and each.claim.holder.host == holder.here().host
+    return each.closed or (is_alone and was_here)
+
+
+def _with_parts(local: Store) -> set[AttemptName]:
+    """The attempts that have saved something of a step, committed or not."""
+    return {
+        each.attempt
+        for each in lineage.everything(local)
+        if lineage.has_manifest(local, each)
+        or part_paths(local, step_attempt_folder(each.step, each.attempt))
+    }
+
+
 def is_ahead(local: Store, remote: RemoteRun) -> bool:
     """Whether the run has gone on in the remote, by an attempt that the local store does not know.
     UnusableRunError where it has gone on in both, each in its own way."""
     if remote.newest is None:
         return False
-    newest = attempts.newest_started(local)
     started = {each.name for each in attempts.attempts(local) if each.has_started}
     if remote.newest in started | {bound.attempt for bound in attempts.bounds(local)}:
         return False
+    newest = max(started - remote.idle, default=None)
     if not remote.knows(newest):
         there = f", up to step {remote.steps[0].step}" if remote.steps else ""
         raise UnusableRunError(
@@ -150,6 +185,8 @@ def take_over(local: Store, remote: RemoteRun, ours: AttemptName) -> None:
     """Where the remote is ahead, make its newest attempt known to the local store, which `ours` has claimed.
     It may be killed anywhere, and is done again by the next attempt. UnusableRunError as of `is_ahead`,
     RunError where the remote does not give the records any more."""
+    if remote.idle:
+        remote = replace(remote, idle=remote.idle - _with_parts(local))
     if not is_ahead(local, remote):
         return
     assert remote.newest is not None
@@ -164,6 +201,9 @@ def take_over(local: Store, remote: RemoteRun, ours: AttemptName) -> None:
             "loaded. Start again.",
             path=remote.store.url,
         )
+    for name in sorted(remote.idle):
+        if name.number >= remote.newest.number:
+            local.remove(start_path(name))  # as if it had never been
     _make_way(local, remote.newest, ours)
     bring(local, [records])
     if hidden is None and not remote.steps:

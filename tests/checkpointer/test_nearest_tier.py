@@ -159,6 +159,25 @@ def test_a_run_that_went_on_elsewhere_goes_on_from_there(run: Path, remote: Path
     assert torch.equal(again.model.weight, job.model.weight)
 
 
+def test_a_node_that_saved_nothing_meanwhile_comes_back(
+    run: Path, remote: Path, tmp_path: Path, kill_keepers: Callable[..., None]
+) -> None:
+    """Its attempt began and ended, and the remote never heard of it; another node went on there."""
+    elsewhere = tmp_path / "elsewhere"
+    with attached(elsewhere, remote, Job()) as checkpointer:
+        assert checkpointer.completed == 4
+        checkpointer.step()
+        checkpointer.save()
+        checkpointer.wait()
+    until(lambda: flashckpt.steps(remote)[-1] == 5, "the copy")
+    with flashckpt.attach(run, every=None, persist_every=None, **Job().named) as checkpointer:
+        assert checkpointer.completed == 4
+        with pytest.raises(flashckpt.RunError, match="gone different ways"):
+            attached(run, remote, Job())  # a job that lives may save something yet
+    kill_keepers(remove_regions=True)
+    assert resumed(run, remote) == (5, "remote")
+
+
 def test_of_two_runs_none_is_loaded(run: Path, remote: Path, tmp_path: Path) -> None:
     trained(tmp_path / "another", [1])
     job, starts = Job(), sorted(run.rglob("*"))

@@ -3,11 +3,12 @@ where the other does not answer."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
-from flashckpt.commit import attempts, lineage
+from flashckpt.commit import attempts, holder, lineage
 from flashckpt.commit.attempts import open_run
 from flashckpt.commit.lineage import VisibleStep
 from flashckpt.errors import RunError, UnusableRunError
@@ -17,7 +18,7 @@ from flashckpt.store.base import Store
 from flashckpt.store.local import LocalStore
 from flashckpt.tiers.nearest import RemoteRun, check_reached, is_ahead, look, take_over, unanswered
 from flashckpt.tiers.run_copy import copy_run
-from tests.commit.runs import HOLDER, attempt_at, commit, new_run
+from tests.commit.runs import HOLDER, attempt_at, commit, new_run, publish
 from tests.contracts.flat_store import FlatStore
 
 
@@ -181,6 +182,93 @@ def test_two_ways_are_never_mixed(local: LocalStore, remote: Store, tmp_path: Pa
         looked(local, remote)
     assert sorted(Path(local.url).rglob("*")) == before
     assert [each.step for each in lineage.visible(remote)] == [10, 20]
+
+
+@dataclass
+class Apart:
+    """A run that went on in the remote, as `theirs`, while an attempt here, `mine`, saved nothing."""
+
+    local: LocalStore
+    remote: Store
+    tmp_path: Path
+    first: AttemptName = field(init=False)
+    theirs: AttemptName = field(init=False)
+    mine: AttemptName = field(init=False)
+
+    def __post_init__(self) -> None:
+        open_run(self.local, create=True)
+        self.first = added(self.local, 10)
+        copy_run(self.local, self.remote)
+        elsewhere = LocalStore(str(self.tmp_path / "elsewhere"))
+        copy_run(self.remote, elsewhere)
+        self.theirs = added(elsewhere, 20, self.first, 10)
+        copy_run(elsewhere, self.remote)
+
+    def start(self, *, host: str = "", world: int = 1, above: int = 0, ended: str = "") -> None:
+        me = replace(HOLDER, host=host or holder.here().host)
+        self.mine = attempts.claim(self.local, me, above=above)
+        attempts.start(self.local, self.mine, self.first, 10, world)
+        if ended == "closed":
+            attempts.mark_ended(self.local, self.mine, "closed")
+
+    def look(self, *, in_memory: bool = False) -> RemoteRun:
+        return look(self.local, self.remote, run_id(self.local), lambda: in_memory)[1]
+
+
+@pytest.fixture
+def apart(local: LocalStore, remote: Store, tmp_path: Path) -> Apart:
+    return Apart(local, remote, tmp_path)
+
+
+@pytest.mark.parametrize("above", [0, 5], ids=["of their number", "of a higher one"])
+@pytest.mark.parametrize("ended", ["closed", ""])
+def test_an_attempt_that_saved_nothing_is_no_other_way(apart: Apart, above: int, ended: str) -> None:
+    apart.start(above=above, ended=ended)
+    seen = apart.look()
+    assert is_ahead(apart.local, seen)
+    assert RemoteRun.heard(apart.remote, seen.told()) == seen
+    for _ in range(2):  # the first start is killed before its own start.json
+        ours = claimed(apart.local, seen.above)
+        take_over(apart.local, seen, ours)
+        assert attempts.newest_started(apart.local) == apart.theirs
+        assert [each.step for each in lineage.visible(apart.local)] == [10]
+        attempts.mark_ended(apart.local, ours, "dead")
+        seen = apart.look()
+    attempts.start(apart.local, ours, apart.theirs, 20, 1)
+    assert commit(apart.local, 30, ours)
+    assert [each.step for each in lineage.visible(apart.local)] == [10, 30]
+    copy_run(apart.local, apart.remote)
+    assert [each.step for each in lineage.visible(apart.remote)] == [10, 20, 30]
+
+
+@pytest.mark.parametrize(
+    "why",
+    ["in memory", "a part", "a step", "on another machine", "of several nodes", "a step of one before it"],
+)
+def test_an_attempt_that_may_have_something_is_another_way(apart: Apart, why: str) -> None:
+    if why == "a step of one before it":
+        apart.first = added(apart.local, 30, apart.first, 10)
+    apart.start(
+        host="another" if why == "on another machine" else "", world=2 if why == "of several nodes" else 1
+    )
+    if why == "a part":
+        publish(apart.local, 20, apart.mine)
+    if why == "a step":
+        assert commit(apart.local, 20, apart.mine)
+    before = sorted(Path(apart.local.url).rglob("*"))
+    with pytest.raises(UnusableRunError, match="gone different ways"):
+        apart.look(in_memory=why == "in memory")
+    assert sorted(Path(apart.local.url).rglob("*")) == before
+
+
+def test_what_is_saved_after_the_look_is_another_way(apart: Apart) -> None:
+    """By a keeper that was stopped."""
+    apart.start(above=5)
+    seen = apart.look()
+    publish(apart.local, 20, apart.mine)
+    with pytest.raises(UnusableRunError, match="gone different ways"):
+        take_over(apart.local, seen, claimed(apart.local, seen.above))
+    assert attempts.newest_started(apart.local) == apart.mine
 
 
 def test_another_run_is_refused(local: LocalStore, remote: Store) -> None:
