@@ -166,11 +166,34 @@ class Mirror:
             except NoSuchStepError:
                 self.copying = wanted = None
                 continue
+            if copied.outcome is Outcome.COPIED:
+                self._check_seen(each)
             before = self._newest
             if copied.outcome is not Outcome.BURIED and (before is None or before.step <= each.step):
                 self._newest = each
             return copied
         return None
+
+    def _check_seen(self, each: VisibleStep) -> None:
+        """RunError where another job has gone on there while the step was copied, and without it: no resume
+        would ever see it, and it goes again."""
+        assert self._target is not None
+        look = self._target.at_once()
+        newest = newest_started(look)
+        if newest is None or newest in attempts.names(self._source).values():
+            return
+        last = {bound.attempt: bound.last_step for bound in attempts.bounds(look)}
+        if each.step <= last.get(each.attempt, -1):
+            return
+        retention.bury(self._target, each.step, each.attempt)
+        raise RunError(
+            f"Step {each.step} of attempt {each.attempt} came too late to {self._target.url}: attempt "
+            f"{newest} of another job went on there without it. It was removed there, is as it was in "
+            f"{self._source.url}, and nothing more is copied. Stop one of the two jobs, or give this one a "
+            "remote of its own.",
+            step=each.step,
+            path=self._target.url,
+        )
 
     def _chosen(self, wanted: VisibleStep | None, is_due: IsDue) -> VisibleStep | None:
         newest = None

@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from flashckpt import crashpoints
 from flashckpt.commit import attempts, lineage, retention
 from flashckpt.commit.attempts import open_run
 from flashckpt.commit.lineage import VisibleStep
+from flashckpt.commit.steps import read_manifest
 from flashckpt.commit.verification import verify
 from flashckpt.errors import RunError, RunHeldError
-from flashckpt.format.names import AttemptName, attempt_folder, claim_path
-from flashckpt.format.records import Start
+from flashckpt.format.names import AttemptName, attempt_folder, claim_path, step_attempt_folder
+from flashckpt.format.records import Start, Tombstone
 from flashckpt.options import Keep, Remote
 from flashckpt.store import open_store
 from flashckpt.store.base import Store
@@ -225,6 +227,32 @@ def test_of_two_jobs_the_one_that_is_too_late_is_told(
     with pytest.raises(RunError, match="another job|trained by itself"):
         brought(mirror)
     assert of_step(tiers.there) == before
+
+
+def test_a_step_that_comes_after_another_job_has_gone_on_is_no_hidden_branch(
+    tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is sent for an hour; the node is given up, and another goes on from the step before."""
+    mirror = tiers.mirror()
+    tiers.add(1)
+    brought(mirror)
+    tiers.add(7)
+
+    def goes_on(point: str) -> None:
+        if point == "copy.records":
+            monkeypatch.undo()
+            gone_on(tiers, tiers.attempt, 1)
+
+    monkeypatch.setattr(crashpoints, "point", goes_on)
+    with pytest.raises(RunError, match=r"Step 7 .* came too late .*Stop one"):
+        brought(mirror)
+    assert tiers.steps() == [1, 2]
+    late = step_attempt_folder(7, tiers.attempt)
+    assert [each.name for each in tiers.target.list(late)] == ["manifest.json"]
+    assert isinstance(read_manifest(tiers.target, 7, tiers.attempt), Tombstone)
+    assert [each.step for each in lineage.visible(tiers.source)] == [1, 7]
+    with pytest.raises(RunError, match="gone on with by another job"):
+        brought(mirror)
 
 
 def test_a_remote_that_is_trained_on_itself_is_left_alone(tiers: Tiers) -> None:
