@@ -9,6 +9,7 @@ another branch. Of steps nothing is copied: who goes on from one reads it where 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,6 +22,8 @@ from flashckpt.commit.lineage import VisibleStep
 from flashckpt.commit.step_parts import part_paths
 from flashckpt.errors import DamagedError, NoSuchStepError, RunError, UnusableRunError
 from flashckpt.format.names import AttemptName, claim_path, start_path, step_attempt_folder
+from flashckpt.format.records import Holder
+from flashckpt.memory.region import is_region_name
 from flashckpt.persist.ledger import Event, lines_of
 from flashckpt.store.base import Store
 from flashckpt.tiers.attempt_records import AttemptRecords, bring
@@ -135,8 +138,8 @@ def seen(remote: Store) -> RemoteRun:
 def without_idle(local: Store, remote: RemoteRun, in_memory: Callable[[], bool]) -> RemoteRun:
     """The same, that knows which attempts the local store alone has and that are no history of their own:
     over, without a part or a manifest of any step, and without a snapshot in memory. `in_memory` says whether
-    this node may have one of the run; whatever another node had is out of sight, so the attempt was this
-    node's alone, or has ended in order."""
+    this node may have one of the run; whatever another node or container had is out of sight, so the attempt
+    was this one's alone, or has ended in order."""
     alone = [each for each in attempts.attempts(local) if each.has_started and not remote.knows(each.name)]
     if remote.newest is None or not alone or in_memory():
         return remote
@@ -146,8 +149,18 @@ def without_idle(local: Store, remote: RemoteRun, in_memory: Callable[[], bool])
 
 def _is_over(each: AttemptInfo) -> bool:
     is_alone = each.start is not None and each.start.world == 1
-    was_here = each.claim is not None and each.claim.holder.host == holder.here().host
-    return each.closed or (is_alone and was_here)
+    return each.closed or (is_alone and each.claim is not None and _is_gone(each.claim.holder))
+
+
+def _is_gone(of: Holder) -> bool:
+    """Whether this machine had the memory of who claimed an attempt, and has it no more."""
+    me = holder.here()
+    if (of.host, of.boot_id) != (me.host, me.boot_id):
+        return of.host == me.host
+    try:
+        return not any(map(is_region_name, os.listdir(of.runtime)))
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
 
 
 def _with_parts(local: Store) -> set[AttemptName]:

@@ -21,6 +21,7 @@ from flashckpt.errors import DamagedError, FormatError
 from flashckpt.format import checked_json
 from flashckpt.format.names import AttemptName, step_attempt_folder
 from flashckpt.format.records import Manifest
+from flashckpt.options import Compress
 from flashckpt.persist.deletions import unused_files
 from flashckpt.recovery.recover import recover
 from flashckpt.recovery.report import Fate
@@ -114,6 +115,30 @@ def test_a_plain_file_of_another_length_hides_no_compressed_one(
     target.create(path, b"cut short")
     assert verify(target).ok
     assert [each.step for each in lineage.visible(target)] == [10]
+
+
+@pytest.mark.parametrize("file", ["shard-00001", "constants-00000"])
+@pytest.mark.parametrize("compress", ["zstd", "none"])
+def test_what_is_damaged_there_is_sent_again(
+    source: Store, target: Store, tmp_path: Path, file: str, compress: Compress
+) -> None:
+    """Compressed again, or as it is; the step stays one of compressed files, as its manifest says."""
+    attempt = made(source, [10, 20])
+    copied(source, target)
+    [path] = (
+        each for each in (tmp_path / "target").rglob("*.zst")
+        if f"{file}-" in each.name and ("constants" in file or f"{10:012d}" in unquote(str(each)))
+    )  # fmt: skip
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+    assert not verify(target).ok
+    done = copy_run(source, target, 10, compress=compress, repairs=True)
+    assert [each.copied.outcome for each in done.steps if each.copied] == [Outcome.REPAIRED]
+    assert verify(CompressedStore(target.below)).ok  # type: ignore[attr-defined]
+    assert [each.step for each in lineage.visible(target)] == [10, 20]
+    assert missing_files(target, manifest_of(target, 10, attempt)) == []
+    assert not [name for name in files(tmp_path / "target") if ".tmp" in name]
 
 
 def test_of_two_whole_files_none_is_guessed(source: Store, target: Store, tmp_path: Path) -> None:

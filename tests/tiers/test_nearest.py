@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from flashckpt.commit.lineage import VisibleStep
 from flashckpt.errors import RunError, UnusableRunError
 from flashckpt.format.names import AttemptName
 from flashckpt.format.records import Claim
+from flashckpt.memory.region import region_name
 from flashckpt.store.base import Store
 from flashckpt.store.local import LocalStore
 from flashckpt.tiers.nearest import RemoteRun, check_reached, is_ahead, look, take_over, unanswered
@@ -204,8 +206,19 @@ class Apart:
         self.theirs = added(elsewhere, 20, self.first, 10)
         copy_run(elsewhere, self.remote)
 
-    def start(self, *, host: str = "", world: int = 1, above: int = 0, ended: str = "") -> None:
-        me = replace(HOLDER, host=host or holder.here().host)
+    def start(
+        self,
+        *,
+        host: str = "",
+        world: int = 1,
+        above: int = 0,
+        ended: str = "",
+        boot: str = "",
+        runtime: str = "/gone",
+    ) -> None:
+        me = replace(
+            HOLDER, host=host or holder.here().host, boot_id=boot or holder.here().boot_id, runtime=runtime
+        )
         self.mine = attempts.claim(self.local, me, above=above)
         attempts.start(self.local, self.mine, self.first, 10, world)
         if ended == "closed":
@@ -221,9 +234,9 @@ def apart(local: LocalStore, remote: Store, tmp_path: Path) -> Apart:
 
 
 @pytest.mark.parametrize("above", [0, 5], ids=["of their number", "of a higher one"])
-@pytest.mark.parametrize("ended", ["closed", ""])
-def test_an_attempt_that_saved_nothing_is_no_other_way(apart: Apart, above: int, ended: str) -> None:
-    apart.start(above=above, ended=ended)
+@pytest.mark.parametrize("how", [{"ended": "closed", "world": 2}, {}, {"boot": "before"}])
+def test_an_attempt_that_saved_nothing_is_no_other_way(apart: Apart, above: int, how: dict[str, Any]) -> None:
+    apart.start(above=above, **how)
     seen = apart.look()
     assert is_ahead(apart.local, seen)
     assert RemoteRun.heard(apart.remote, seen.told()) == seen
@@ -243,14 +256,26 @@ def test_an_attempt_that_saved_nothing_is_no_other_way(apart: Apart, above: int,
 
 @pytest.mark.parametrize(
     "why",
-    ["in memory", "a part", "a step", "on another machine", "of several nodes", "a step of one before it"],
+    [
+        "in memory",
+        "a part",
+        "a step",
+        "on another machine",
+        "of several nodes",
+        "a step of one before it",
+        "another runtime folder",
+    ],
 )
 def test_an_attempt_that_may_have_something_is_another_way(apart: Apart, why: str) -> None:
     if why == "a step of one before it":
         apart.first = added(apart.local, 30, apart.first, 10)
     apart.start(
-        host="another" if why == "on another machine" else "", world=2 if why == "of several nodes" else 1
+        host="another" if why == "on another machine" else "",
+        world=2 if why == "of several nodes" else 1,
+        runtime=str(apart.tmp_path),
     )
+    if why == "another runtime folder":
+        (apart.tmp_path / region_name(0, 1, 7)).touch()
     if why == "a part":
         publish(apart.local, 20, apart.mine)
     if why == "a step":
