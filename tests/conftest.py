@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.descriptor_guard import nothing_stays_open
 from tests.process_guard import (
     pytest_collection_modifyitems,
     pytest_configure,
@@ -22,7 +23,8 @@ from tests.processes import end, keepers_of
 from tests.zygote import Zygote, close_shared, shared
 
 __all__ = [
-    "pytest_collection_modifyitems", "pytest_configure", "pytest_runtest_call", "pytest_runtest_setup"
+    "nothing_stays_open",
+    "pytest_collection_modifyitems", "pytest_configure", "pytest_runtest_call", "pytest_runtest_setup",
 ]  # fmt: skip
 
 

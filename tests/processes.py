@@ -4,21 +4,42 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
+from collections.abc import Iterator
 from pathlib import Path
+
+from tests.descriptors import readable
 
 
 def keepers_of(runtime: Path) -> list[int]:
     """The processes that serve a runtime folder, found by their environment."""
     wanted, found = f"FLASHCKPT_RUNTIME={runtime}".encode(), []
+    for pid in _keepers():
+        with contextlib.suppress(OSError):
+            if wanted in _told(pid, "environ").split(b"\0"):
+                found.append(pid)
+    return found
+
+
+def candidates(folder: str) -> list[int]:
+    """The keepers that were started in a run's runtime folder, and are neither elected nor ended yet: they
+    have no lock of their own."""
+    found = []
+    for pid in _keepers():
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/{pid}/fd/1") == f"{folder}/keeper.log":
+                opened = [os.readlink(f"/proc/{pid}/fd/{each}") for each in os.listdir(f"/proc/{pid}/fd")]
+                if not any(path.startswith(f"{folder}/keeper-") for path in opened):
+                    found.append(pid)
+    return found
+
+
+def _keepers() -> Iterator[int]:
     # Asked after every test, and again and again while one waits: without a `Path` for every process.
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         with contextlib.suppress(OSError):
-            is_keeper = b"keeper/__main__.py" in _told(pid, "cmdline")
-            if is_keeper and wanted in _told(pid, "environ").split(b"\0"):
-                found.append(pid)
-    return found
+            if b"keeper/__main__.py" in _told(pid, "cmdline"):
+                yield pid
 
 
 def _told(pid: int, what: str) -> bytes:
@@ -32,6 +53,6 @@ def end(pids: list[int]) -> None:
         with contextlib.suppress(ProcessLookupError):
             descriptor = os.pidfd_open(pid)
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-            ended = select.select([descriptor], [], [], 240)[0]
+            ended = readable(descriptor)
             os.close(descriptor)
             assert ended, f"process {pid} was killed and does not end"

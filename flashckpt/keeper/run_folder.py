@@ -177,9 +177,9 @@ class DeletionWatch:
         try:
             self._descriptor = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
             if libc.inotify_add_watch(self._descriptor, os.fsencode(path), _DELETE_SELF) < 0:
-                self._close()
+                self.close()
         except AttributeError:  # a C library without it
-            self._close()
+            self.close()
 
     @property
     def is_watched(self) -> bool:
@@ -197,10 +197,13 @@ class DeletionWatch:
                 data = data[_EVENT.size + length :]
                 self._heard = self._heard or bool(mask & _DELETE_SELF)
             if self._heard:
-                self._close()
+                self.close()
         return self._heard
 
-    def _close(self) -> None:
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1

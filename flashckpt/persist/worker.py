@@ -51,7 +51,9 @@ class Worker:
 
     def wait(self, timeout_s: float = 0.1) -> None:
         """Until a job is done, or for that long: for who has no loop of his own."""
-        if select.select([self._wake], [], [], timeout_s)[0]:
+        poll = select.poll()  # not `select`, which takes no descriptor above 1023
+        poll.register(self._wake, select.POLLIN)
+        if poll.poll(timeout_s * 1000):
             os.eventfd_read(self._wake)
 
     def close(self) -> None:

@@ -286,7 +286,9 @@ def end_process(runtime: RuntimeFolder) -> None:
                 # Again: the process that the lock names is the one that this descriptor is of.
                 if keeper_of(runtime) == pid:
                     signal.pidfd_send_signal(descriptor, signal.SIGTERM)
-                    select.select([descriptor], [], [], _GOING_S)
+                    poll = select.poll()
+                    poll.register(descriptor, select.POLLIN)
+                    poll.poll(_GOING_S * 1000)
             finally:
                 os.close(descriptor)
     if is_alive(runtime, ELECTION_LOCK):

@@ -16,6 +16,7 @@ from flashckpt.capture import Capture
 from flashckpt.format.layout import PAGE, Box, Leaf
 from flashckpt.memory.control_page import SlotHeader, SlotSize, round_up
 from flashckpt.memory.slot import Slot, SlotRing
+from tests.descriptors import closed_after
 
 # The regions of constants that there are, by nonce: what a keeper holds.
 REGIONS: dict[int, Slot] = {}
@@ -37,7 +38,7 @@ def make_region(size: SlotSize) -> Slot:
         holds_constants=True,
     )
     Slot.format(descriptor, header)
-    REGIONS[nonce] = Slot.open(descriptor, map_image=True)
+    REGIONS[nonce] = closed_after(Slot.open(descriptor, map_image=True))
     return REGIONS[nonce]
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch, flashckpt
 from flashckpt.keeper.protocol import ELECTION_LOCK
 from flashckpt.memory.runtime import RuntimeFolder, holder_of
+from tests.descriptors import closed_after
 from tests.waiting import until
 
 seen = {}
@@ -25,7 +26,7 @@ def keeper():
     folders = list(Path(sys.argv[2]).glob("flashckpt-*/*"))
     if not folders:
         return None
-    runtime = RuntimeFolder.at(str(folders[0]))
+    runtime = closed_after(RuntimeFolder.at(str(folders[0])))
     try:
         return holder_of(runtime, ELECTION_LOCK)
     finally:

@@ -19,6 +19,7 @@ import pytest
 
 from flashckpt.crashpoints import POINTS
 from tests import zygote
+from tests.events import whole_lines
 from tests.memory.mounts import small_tmpfs
 from tests.processes import end, keepers_of
 from tests.waiting import until
@@ -74,7 +75,7 @@ class Growing:
         return self._err.read_text()
 
     def lines(self) -> list[list[Any]]:
-        return [json.loads(line) for line in self.log.read_text().splitlines()]
+        return [json.loads(line) for line in whole_lines(self.log)]
 
     def resumed_after(self) -> int:
         """The step that the last start went on from: its first line is of the step after."""

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import pytest
 
 from tests import zygote
+from tests.events import whole_lines
 from tests.processes import end, keepers_of
 from tests.waiting import until
 
@@ -81,7 +82,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[int, int]:
     program = [_PROGRAM, str(folder / "run"), str(folder / "log"), str(_STEPS)]
     done = zygote.shared().run(program, env={**os.environ, "FLASHCKPT": "off"})
     assert done.returncode == 0, done.stderr
-    lines = [Line(*json.loads(line)) for line in (folder / "log").read_text().splitlines()]
+    lines = [Line(*json.loads(line)) for line in whole_lines(folder / "log")]
     assert [line.step for line in lines] == list(range(_STEPS + 1))
     return {line.step: line.checksum for line in lines}
 

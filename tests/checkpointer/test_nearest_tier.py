@@ -18,7 +18,7 @@ from flashckpt.store.local import LocalStore
 from flashckpt.tiers.run_copy import copy_run
 from tests.checkpointer.test_bad_input import flip, shard, trained
 from tests.checkpointer.test_loop import Job
-from tests.keeper.driver import ledger
+from tests.events import ledger
 from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("runtime")

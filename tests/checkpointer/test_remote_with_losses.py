@@ -16,7 +16,7 @@ from flashckpt.store.local import LocalStore
 from tests.checkpointer.test_bad_input import flip, shard
 from tests.checkpointer.test_loop import Job
 from tests.checkpointer.test_nearest_tier import attached, remote, resumed, run
-from tests.keeper.driver import ledger
+from tests.events import ledger
 from tests.waiting import until
 
 __all__ = ["remote", "run"]

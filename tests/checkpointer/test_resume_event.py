@@ -10,7 +10,7 @@ import flashckpt
 from flashckpt.persist.ledger import Event
 from tests.checkpointer.test_bad_input import trained
 from tests.checkpointer.test_loop import Job
-from tests.keeper.driver import ledger
+from tests.events import ledger
 from tests.waiting import until
 
 

@@ -21,6 +21,7 @@ from flashckpt.options import Environment, Keep, Options
 from flashckpt.store.base import Entry
 from flashckpt.store.local import LocalStore
 from tests.commit.runs import HOLDER
+from tests.keeper.driver import InProcess
 from tests.waiting import until
 
 WORLD = 2
@@ -40,8 +41,7 @@ class Node:
 
     def connect(self, run: str, runtime: RuntimeFolder, life: LifeLock) -> KeeperClient:
         if self.keeper is None:
-            self.keeper = Keeper.elected(run, RuntimeFolder.at(runtime.path))
-            assert self.keeper is not None
+            self.keeper = InProcess(Path(run), RuntimeFolder.at(runtime.path)).keeper
             self._thread = threading.Thread(target=self.keeper.run)
             self._thread.start()
         return KeeperClient(run, runtime, life)

@@ -15,7 +15,7 @@ from flashckpt import _native
 from flashckpt.memory.control_page import SlotSize
 from tests.checkpointer.test_bad_input import trained
 from tests.checkpointer.test_loop import Job
-from tests.keeper.driver import ledger
+from tests.events import ledger
 from tests.processes import keepers_of
 from tests.waiting import newest_sealed, until
 

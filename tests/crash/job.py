@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import shutil
 import signal
 import time
@@ -29,6 +28,7 @@ from flashckpt.store.base import Store
 from tests.commit.runs import half_steps
 from tests.crash import tiny
 from tests.crash.tiny import RESUMED, STEP, Record
+from tests.descriptors import readable
 from tests.processes import end, keepers_of
 from tests.waiting import pause_s, until
 from tests.zygote import DEVNULL, Zygote
@@ -107,7 +107,7 @@ class Job:
 
     def ended(self, timeout_s: float = 0.0) -> bool:
         """Whether the trainer has ended by now, or does within the time."""
-        return bool(select.select([self._pidfd], [], [], timeout_s)[0])
+        return bool(readable(self._pidfd, timeout_s=timeout_s))
 
     def status(self) -> int:
         """The exit status of the trainer that has ended; its life is over with it."""

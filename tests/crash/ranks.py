@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import shutil
 import signal
 import tempfile
@@ -25,6 +24,8 @@ from flashckpt.errors import FlashckptError
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.store import open_store
 from tests.commit.runs import half_steps
+from tests.descriptors import readable
+from tests.events import ledger
 from tests.keeper import fake
 from tests.keeper.fake import keeper_pid, open_runtime
 from tests.persist.node import is_whole
@@ -57,8 +58,8 @@ class Rank:
 
     def _live(self, asked: int, answers: int, base: Path, said: Path, armed: str, keeper_armed: str) -> None:
         os.setsid()
-        for number in range(3, 1024):
-            if number not in (asked, answers):
+        for number in map(int, os.listdir("/proc/self/fd")):
+            if number > 2 and number not in (asked, answers):
                 with contextlib.suppress(OSError):
                     os.close(number)
         log = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -77,7 +78,7 @@ class Rank:
     def answer(self) -> Any:
         until_s = time.monotonic() + LIMIT_S
         while b"\n" not in self._read:
-            if not select.select([self._answering], [], [], max(0.0, until_s - time.monotonic()))[0]:
+            if not readable(self._answering, timeout_s=max(0.0, until_s - time.monotonic())):
                 raise AssertionError(f"rank process {self.pid} does not answer")
             if not (more := os.read(self._answering, 1 << 16)):
                 raise Dead
@@ -166,9 +167,8 @@ class RanksJob:
         """The newest lines of the ledger, and the last words of ranks and keepers."""
         logs = [path for base in self.bases for path in base.rglob("keeper.log")]
         words = [f"{each.name}: {each.read_text(errors='replace')[-3000:]}" for each in [self.said, *logs]]
-        lines = [line for path in (self.run / "events").iterdir() for line in path.read_text().splitlines()]
-        lines.sort(key=lambda line: str(json.loads(line)["time"]))
-        return "\n".join([*words, *lines[-_LINES:]])
+        lines = sorted(ledger(self.run), key=lambda line: float(line["time"]))
+        return "\n".join([*words, *map(json.dumps, lines[-_LINES:])])
 
     def _ranks_beside(self, rank: int) -> list[int]:
         return list(next(ranks for ranks in self.node_ranks if rank in ranks))

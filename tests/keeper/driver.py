@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import select
-import signal
 import subprocess
 import sys
 import time
@@ -16,9 +13,13 @@ from typing import Any
 from flashckpt.commit import lineage
 from flashckpt.commit.steps import read_step
 from flashckpt.errors import DamagedError, NoSuchStepError
+from flashckpt.keeper.daemon import Keeper
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.store import open_store
+from tests.descriptors import closed_after, readable
+from tests.events import ledger
 from tests.keeper.fake import content, keeper_pid, open_runtime
+from tests.processes import candidates, end
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,6 +36,7 @@ class Process:
             text=True,
         )
         self.pid = self._child.pid
+        closed_after(self)
         self.attempt: str = self.do("attach", str(run), str(base), options)
 
     def do(self, *command: Any) -> Any:
@@ -42,8 +44,7 @@ class Process:
         assert self._child.stdout is not None
         self._child.stdin.write(json.dumps(command) + "\n")
         self._child.stdin.flush()
-        ready, _, _ = select.select([self._child.stdout], [], [], 240)
-        assert ready, f"no answer to {command}"
+        assert readable(self._child.stdout), f"no answer to {command}"
         line = self._child.stdout.readline()
         assert line, f"the trainer died of {command}"
         return json.loads(line)
@@ -51,6 +52,8 @@ class Process:
     def kill(self) -> None:
         self._child.kill()
         self.gone()
+
+    close = kill
 
     def gone(self) -> None:
         assert self._child.stdin is not None
@@ -71,17 +74,48 @@ def eventually(condition: Callable[[], Any], timeout_s: float = 240) -> Any:
 
 def runtime_of(run: Path, base: Path) -> RuntimeFolder:
     _, identity = open_runtime(run, base)
-    return RuntimeFolder.open(str(base), identity)
+    return closed_after(RuntimeFolder.open(str(base), identity))
+
+
+class InProcess:
+    """A keeper of this process. What it has open goes with the test, as it would with its own process."""
+
+    def __init__(self, run: Path, folder: RuntimeFolder, starter: int = 0) -> None:
+        closed_after(folder)
+        keeper = Keeper.elected(str(run), folder, starter)
+        assert keeper is not None
+        self.keeper = keeper
+        closed_after(self)
+
+    def close(self) -> None:
+        keeper = self.keeper
+        keeper.exit._watch.close()
+        keeper.roster.forget(keeper.roster.pidfds())
+        for held in keeper.regions.slots():
+            held.slot.close()
+        if keeper._server._listener.fileno() >= 0:  # it has not left
+            keeper._server.close()
+        keeper._life.release(keeper.folder)
+        keeper._election.release(keeper.folder)
+
+
+def the_keeper(folder: RuntimeFolder) -> int:
+    """The elected keeper, once no other is on its way. Ranks that start at once begin one each, and who waits
+    long for one begins a second: those that come late end, unless the elected one has died by then."""
+
+    def alone() -> int | None:
+        pid = keeper_pid(folder)
+        return None if pid is None or candidates(folder.path) else pid
+
+    pid: int = eventually(alone)
+    return pid
 
 
 def kill_keeper(folder: RuntimeFolder) -> int:
-    """SIGKILL the elected keeper and wait until its lock is free."""
-    pid = eventually(lambda: keeper_pid(folder))
-    descriptor = os.pidfd_open(pid)
-    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-    select.select([descriptor], [], [], 240)
-    os.close(descriptor)
-    eventually(lambda: keeper_pid(folder) is None)
+    """SIGKILL the elected keeper: its lock is free, or that of one which a trainer has started since."""
+    pid = the_keeper(folder)
+    end([pid])
+    assert keeper_pid(folder) != pid
     return pid
 
 
@@ -120,10 +154,3 @@ def told(run: Path, event: str, count: int) -> list[dict[str, Any]]:
 
     eventually(lambda: len(found()) >= count)
     return found()
-
-
-def ledger(run: Path) -> list[dict[str, Any]]:
-    lines = []
-    for path in sorted((run / "events").glob("*.jsonl")):
-        lines += [json.loads(line) for line in path.read_text().splitlines()]
-    return lines

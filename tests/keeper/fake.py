@@ -38,6 +38,7 @@ from flashckpt.options import Keep, Remote
 from flashckpt.persist.audit import audit
 from flashckpt.persist.job import SealedSnapshot
 from flashckpt.store import open_store
+from tests.descriptors import closed_after
 from tests.keeper.region import write_constants
 
 VALUES = b'{"step":1}'
@@ -109,10 +110,12 @@ class FakeTrainer:
         self.folder: RuntimeFolder
         self.life: LifeLock
         self.folder, self.life = enter(str(base), identity, trainer_lock_name(rank))
+        closed_after(self.folder)
         self.keep, self.linger_s = Keep(last=keep), linger_s
         joined = AttemptName.parse(join) if join else None
         self.attempt = joined or attempts.claim(self.store, holder.here(self.folder.path, self.life.name))
         self.client: KeeperClient = connect_or_start(str(run), self.folder, self.life, patience_s=patience_s)
+        closed_after(self)
         self.client.hello(
             rank=rank,
             world=world,
@@ -336,6 +339,10 @@ class FakeTrainer:
     def end(self) -> None:
         """End in order, as a process would: the life lock goes last."""
         self.client.closing()
+        self.close()
+
+    def close(self) -> None:
+        """Let go of everything, and say nothing: again, too."""
         self.client.close()
         for slot in self.slots:
             slot.close()

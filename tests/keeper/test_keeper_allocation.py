@@ -20,6 +20,7 @@ from flashckpt.keeper.trainers import Trainer
 from flashckpt.memory.control_page import SlotSize
 from flashckpt.memory.held_regions import MAX_REGIONS, Regions
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder
+from tests.descriptors import closed_after
 
 SIZE = SlotSize(PAGE, 1 << 20)
 EACH = SIZE.region_bytes
@@ -45,7 +46,7 @@ class Node:
 
     def __init__(self, runtime: Path, room: int) -> None:
         self.room = room
-        self.folder = RuntimeFolder.open(str(runtime), "ab" * 16)
+        self.folder = closed_after(RuntimeFolder.open(str(runtime), "ab" * 16))
         life = LifeLock.acquire(self.folder, "keeper-x.lock")
         assert life is not None
         self.life, self.wake = life, os.eventfd(0, os.EFD_NONBLOCK)

@@ -14,6 +14,7 @@ from flashckpt.keeper import connection, start
 from flashckpt.keeper.protocol import ELECTION_LOCK
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder
 from tests.conftest import keepers_of
+from tests.descriptors import closed_after
 from tests.keeper.driver import eventually
 from tests.keeper.fake import FakeTrainer
 
@@ -97,7 +98,7 @@ def test_those_that_die_at_each_start_are_not_started_without_end(
 
 def test_a_lock_whose_holder_is_letting_go_is_taken(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its name is removed between another one's opening of the file and its look at the lock."""
-    folder = RuntimeFolder.open(str(runtime), "0" * 32)
+    folder = closed_after(RuntimeFolder.open(str(runtime), "0" * 32))
     holder = held(folder, "keeper-1.lock")
     opened = RuntimeFolder.open_file
 

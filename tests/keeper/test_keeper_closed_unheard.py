@@ -10,7 +10,8 @@ import pytest
 from torch import nn
 
 import flashckpt
-from tests.keeper.driver import eventually, ledger
+from tests.events import ledger
+from tests.keeper.driver import eventually
 from tests.keeper.fake import keeper_pid
 from tests.processes import keepers_of
 from tests.waiting import until, until_slots

@@ -16,7 +16,9 @@ from flashckpt.keeper import start
 from flashckpt.memory.region import is_region_name
 from flashckpt.memory.runtime import RuntimeFolder, enter, trainer_lock_name
 from tests.conftest import keepers_of
-from tests.keeper.driver import Process, committed, eventually, ledger, runtime_of
+from tests.descriptors import closed_after
+from tests.events import ledger
+from tests.keeper.driver import Process, committed, eventually, runtime_of
 from tests.keeper.fake import FakeTrainer, keeper_pid, open_runtime
 
 
@@ -24,8 +26,9 @@ def test_of_two_started_at_once_one_stays(tmp_path: Path, runtime: Path) -> None
     run = tmp_path / "run"
     _, identity = open_runtime(run, runtime)
     folder, life = enter(str(runtime), identity, trainer_lock_name(0))
+    closed_after(folder)
     for _ in range(4):
-        start.start(str(run), folder)
+        os.close(start.start(str(run), folder))
     pid = eventually(lambda: keeper_pid(folder))
     eventually(lambda: keepers_of(runtime) == [pid])
     trainers = [Process(run, runtime) for _ in range(2)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from flashckpt.store import open_store
 from tests.keeper.driver import Process, committed, eventually, kill_keeper, runtime_of, told
 from tests.keeper.fake import FakeTrainer, keeper_pid
 from tests.keeper.jobs import job_of, snapshot_of
+from tests.processes import end
 
 LARGE_KIB = 32 << 10
 
@@ -180,10 +180,7 @@ def struck_at(trainer: FakeTrainer, at: str) -> bool:
     until = time.monotonic() + 240
     while not (files(trainer) if at == "constants" else list(steps.glob("*/*/shard-*"))):
         assert time.monotonic() < until
-    descriptor = os.pidfd_open(pid)
-    os.kill(pid, signal.SIGKILL)
-    select.select([descriptor], [], [], 240)
-    os.close(descriptor)
+    end([pid])
     assert len(files(trainer)) == 1, "a shard is written after the constants"
     return not list(steps.glob("*/*/part-*"))
 

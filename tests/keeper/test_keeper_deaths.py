@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -17,7 +16,6 @@ import pytest
 from flashckpt.commit import attempts, lineage
 from flashckpt.errors import KeeperError
 from flashckpt.format.names import AttemptName
-from flashckpt.keeper.daemon import Keeper
 from flashckpt.keeper.protocol import ELECTION_LOCK, SOCKET_NAME
 from flashckpt.keeper.start import Pauses
 from flashckpt.keeper.trainers import Roster, Trainer
@@ -26,9 +24,12 @@ from flashckpt.memory.region import is_region_name
 from flashckpt.memory.runtime import RuntimeFolder, TrainerLocks
 from flashckpt.memory.slot import SlotState
 from flashckpt.store import open_store
-from tests.keeper.driver import Process, committed, eventually, kill_keeper, ledger, runtime_of
+from tests.descriptors import readable
+from tests.events import ledger
+from tests.keeper.driver import InProcess, Process, committed, eventually, kill_keeper, runtime_of
 from tests.keeper.fake import FakeTrainer, keeper_pid, open_runtime
 from tests.memory.mounts import small_tmpfs
+from tests.processes import end
 
 
 def attached(run: Path, base: Path, **options: object) -> FakeTrainer:
@@ -123,13 +124,7 @@ def test_a_keeper_killed_while_it_writes_is_replaced(tmp_path: Path, runtime: Pa
     trainer.snapshot(1, persist=True)
     trainer.wait_committed(1)
 
-    def kill(pid: int) -> None:
-        descriptor = os.pidfd_open(pid)
-        os.kill(pid, signal.SIGKILL)
-        select.select([descriptor], [], [], 240)
-        os.close(descriptor)
-
-    step = caught_writing(trainer, kill)
+    step = caught_writing(trainer, lambda pid: end([pid]))
     assert step not in committed(trainer.run)
     folder = trainer.run / "steps" / f"{step:012d}"
     [half] = folder.glob("*/shard-*")
@@ -238,15 +233,12 @@ def test_a_keeper_that_was_deposed_while_it_left_removes_nothing(tmp_path: Path,
     run = tmp_path / "run"
     _, identity = open_runtime(run, runtime)
     folder = RuntimeFolder.open(str(runtime), identity)
-    keeper = Keeper.elected(str(run), folder)
-    assert keeper is not None
+    keeper = InProcess(run, folder).keeper
     [region] = keeper.regions.make(0, [0], SlotSize(4096, 4096)).regions
     keeper.regions.put(region)
     folder.remove(ELECTION_LOCK)
     keeper._leave()
     assert {region.name, SOCKET_NAME} <= set(folder.names())
-    keeper._server.close()
-    keeper._election.release(folder)
 
 
 @pytest.mark.parametrize("has_ended", [False, True])
@@ -258,8 +250,7 @@ def test_a_keeper_whose_starter_ended_before_it_came_waits_for_nobody(
     folder = RuntimeFolder.open(str(runtime), identity)
     starter = subprocess.Popen([sys.executable, "-c", ""])
     starter.wait()
-    keeper = Keeper.elected(str(tmp_path / "run"), folder, starter.pid if has_ended else os.getpid())
-    assert keeper is not None
+    keeper = InProcess(tmp_path / "run", folder, starter.pid if has_ended else os.getpid()).keeper
     assert keeper.exit.is_due(time.monotonic()) == has_ended
     keeper.regions.put(keeper.regions.make(0, [0], SlotSize(4096, 4096)).regions[0])
     assert not keeper.exit.is_due(time.monotonic())
@@ -307,7 +298,7 @@ def test_a_pidfd_of_another_process_does_not_keep_the_keeper_awake(tmp_path: Pat
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     roster = Roster(TrainerLocks(trainer.folder))
     roster.watch(Trainer(lock=trainer.life.name, rank=0, pid=child.pid))
-    assert select.select(roster.pidfds(), [], [], 10)[0] == roster.pidfds() != []
+    assert readable(*roster.pidfds(), timeout_s=10) == roster.pidfds() != []
     assert roster.remove_dead() == []
     roster.forget(roster.pidfds())
     assert roster.pidfds() == []

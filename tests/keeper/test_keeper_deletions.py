@@ -9,11 +9,11 @@ from pathlib import Path
 
 from flashckpt.commit import attempts
 from flashckpt.format.names import AttemptName
-from flashckpt.keeper.daemon import Keeper
 from flashckpt.keeper.trainers import Trainer
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.options import Keep
-from tests.keeper.driver import committed, eventually, kill_keeper, ledger
+from tests.events import ledger
+from tests.keeper.driver import InProcess, committed, eventually, kill_keeper
 from tests.keeper.fake import FakeTrainer, keeper_pid, open_runtime
 
 
@@ -138,8 +138,7 @@ def test_what_all_nodes_have_of_two_living_attempts_is_heard_once_of_each(
     """The ranks of an older one have not ended yet. A deletion for each look would list the run over and
     over."""
     _, identity = open_runtime(tmp_path / "run", runtime)
-    keeper = Keeper.elected(str(tmp_path / "run"), RuntimeFolder.open(str(runtime), identity))
-    assert keeper is not None
+    keeper = InProcess(tmp_path / "run", RuntimeFolder.open(str(runtime), identity)).keeper
     names = [AttemptName(number, "0" * 8) for number in (1, 2)]
     for rank, name in enumerate(names):
         said = Trainer(lock=f"{rank}", rank=rank, attempt=name, keep=Keep(), common=(3 + rank,))

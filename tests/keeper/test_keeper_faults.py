@@ -17,7 +17,9 @@ from flashckpt.memory.control_page import SlotSize
 from flashckpt.memory.held_regions import Regions
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder
 from flashckpt.memory.slot import SlotState
-from tests.keeper.driver import Process, committed, eventually, kill_keeper, ledger, runtime_of
+from tests.descriptors import closed_after
+from tests.events import ledger
+from tests.keeper.driver import Process, committed, eventually, kill_keeper, runtime_of
 from tests.keeper.fake import FakeTrainer, keeper_pid
 from tests.memory.mounts import small_tmpfs
 
@@ -189,7 +191,7 @@ def test_too_little_memory_says_how_much_and_leaves_nothing(trainer: FakeTrainer
 
 
 def test_fewer_slots_where_there_is_room_for_fewer(runtime: Path) -> None:
-    folder = RuntimeFolder.open(str(runtime), "ab" * 16)
+    folder = closed_after(RuntimeFolder.open(str(runtime), "ab" * 16))
     life = LifeLock.acquire(folder, "keeper-x.lock")
     assert life is not None
     left = [40 << 20]
@@ -338,7 +340,7 @@ def test_a_trainer_is_told_of_its_own_attempts_commits_only(tmp_path: Path, runt
 def test_a_keeper_that_ends_between_two_removals_leaves_nothing_for_ever(
     runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = RuntimeFolder.open(str(runtime), "cd" * 16)
+    folder = closed_after(RuntimeFolder.open(str(runtime), "cd" * 16))
     life = LifeLock.acquire(folder, "keeper-test.lock")
     assert life is not None
     for name in ("trainer-00000-1-aabbccdd.lock", "stacks-00000-1-aabbccdd"):

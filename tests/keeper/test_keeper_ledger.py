@@ -11,7 +11,7 @@ from flashckpt.commit.attempts import open_run
 from flashckpt.persist.ledger import FILE_BYTES, Ledger, file_names, lines_of
 from flashckpt.store import open_store
 from flashckpt.store.base import Store
-from tests.keeper.driver import ledger
+from tests.events import ledger
 
 ATTEMPT = "000001-0123abcd"
 SMALL = 4096
@@ -87,3 +87,21 @@ def test_two_keepers_that_wrote_at_once_beyond_the_bound_hide_no_line(store: Sto
     steps = [found["step"] for found in lines_of(store, ATTEMPT)]
     assert steps.count(7) == 2 * (FILE_BYTES // len(line) + 1)
     assert steps[-1] == 0
+
+
+def test_half_of_a_last_line_is_no_line_and_costs_no_other(store: Store, tmp_path: Path) -> None:
+    """As who reads beside a keeper finds it, and as a full disk leaves it."""
+    write(store, range(3))
+    path = tmp_path / "run/events" / file_names(ATTEMPT)[0]
+    whole = path.read_bytes()
+    before = len(whole[: whole[:-1].rfind(b"\n") + 1])
+    for length in range(before, len(whole)):
+        path.write_bytes(whole[:length])
+        # All of it but the end of the line: for a ledger that is a line, for who compares files not yet.
+        assert [line["step"] for line in lines_of(store, ATTEMPT)] == [0, 1, 2][
+            : 2 + (length + 1 == len(whole))
+        ]
+        assert [line["step"] for line in ledger(tmp_path / "run")] == [0, 1]
+    path.write_bytes(whole[: before + 9])
+    write(store, range(3, 5))
+    assert [line["step"] for line in lines_of(store, ATTEMPT)] == [0, 1, 4]

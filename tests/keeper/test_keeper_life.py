@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 
 from flashckpt.memory.region import is_region_name
-from tests.keeper.driver import Process, committed, eventually, kill_keeper, ledger, runtime_of
+from tests.events import ledger
+from tests.keeper.driver import Process, committed, eventually, kill_keeper, runtime_of
 from tests.keeper.fake import FakeTrainer, keeper_pid
 
 

@@ -21,7 +21,8 @@ from flashckpt.keeper.protocol import PROTOCOL, SOCKET_NAME, receive
 from flashckpt.keeper.trainers import Roster, Trainer
 from flashckpt.memory.runtime import RuntimeFolder, TrainerLocks, is_alive
 from flashckpt.store import open_store
-from tests.keeper.driver import Process, committed, eventually, ledger, runtime_of
+from tests.events import ledger
+from tests.keeper.driver import Process, committed, eventually, runtime_of
 from tests.keeper.fake import FakeTrainer, keeper_pid, open_runtime
 
 # A round of the keeper is a second or more, and it sweeps several times between two. The first count after a

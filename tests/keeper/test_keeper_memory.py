@@ -5,7 +5,6 @@ dies meanwhile.
 from __future__ import annotations
 
 import os
-import select
 import signal
 import socket
 import threading
@@ -20,6 +19,7 @@ from flashckpt.keeper import connection
 from flashckpt.keeper.client import SlotGrant
 from flashckpt.keeper.protocol import ELECTION_LOCK, SOCKET_NAME, close_all
 from flashckpt.memory.control_page import SlotSize
+from tests.descriptors import readable
 from tests.keeper.driver import Process, committed, eventually, kill_keeper, runtime_of
 from tests.keeper.fake import FakeTrainer, keeper_pid
 from tests.memory.mounts import small_tmpfs
@@ -199,7 +199,7 @@ def test_a_keeper_that_was_replaced_takes_no_name_from_what_the_next_has(
     assert isinstance(given, set), given
     process = os.pidfd_open(pid)
     os.kill(pid, signal.SIGCONT)
-    assert select.select([process], [], [], 240)[0], "it finds that it is the keeper no more"
+    assert readable(process), "it finds that it is the keeper no more"
     os.close(process)
     assert given <= regions(trainer)
     trainer.end()

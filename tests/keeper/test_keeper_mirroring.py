@@ -20,7 +20,8 @@ from flashckpt.format.names import AttemptName
 from flashckpt.keeper.protocol import RemoteStatus
 from flashckpt.options import Keep, Remote
 from flashckpt.store import open_store
-from tests.keeper.driver import Process, committed, eventually, kill_keeper, ledger, told
+from tests.events import ledger
+from tests.keeper.driver import Process, committed, eventually, kill_keeper, told
 from tests.keeper.fake import FakeTrainer, keeper_pid
 
 pytestmark = pytest.mark.process

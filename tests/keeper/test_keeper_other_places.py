@@ -15,7 +15,8 @@ from flashckpt.format.names import AttemptName
 from flashckpt.recovery import keepers
 from flashckpt.recovery.recover import recover
 from flashckpt.store import open_store
-from tests.keeper.driver import Process, committed, eventually, ledger, runtime_of
+from tests.events import ledger
+from tests.keeper.driver import Process, committed, eventually, runtime_of
 from tests.keeper.fake import FakeTrainer, keeper_pid, open_runtime
 
 
@@ -28,7 +29,8 @@ def killed_with_its_snapshot_in_memory(run: Path, runtime: Path, **options: floa
     trainer.do("start", None, 0, None)
     trainer.do("slots", 3)
     trainer.do("snapshot", 7, False)
-    keeper = eventually(lambda: keeper_pid(runtime_of(run, runtime)))
+    folder = runtime_of(run, runtime)
+    keeper = eventually(lambda: keeper_pid(folder))
     os.kill(keeper, signal.SIGSTOP)
     trainer.kill()
     return trainer.attempt, int(keeper)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,12 +18,13 @@ from flashckpt.commit import attempts
 from flashckpt.commit.holder import here
 from flashckpt.commit.steps import read_step
 from flashckpt.format.names import AttemptName
+from flashckpt.keeper import start
 from flashckpt.memory.region import is_region_name, rank_of
 from flashckpt.store.base import Store
-from tests.keeper.driver import Process, eventually, kill_keeper, runtime_of, told
+from tests.keeper.driver import Process, eventually, kill_keeper, runtime_of, the_keeper, told
 from tests.keeper.fake import keeper_pid, open_runtime
 from tests.persist.node import files, is_whole
-from tests.processes import keepers_of
+from tests.processes import candidates, end, keepers_of
 
 
 def open_store_of(run: Path, base: Path) -> Store:
@@ -34,7 +38,7 @@ class Ranks:
     def __init__(
         self, run: Path, base: Path, ranks: Sequence[int], world: int, attempt: AttemptName | None = None
     ) -> None:
-        self.store = open_store_of(run, base)
+        self.run, self.store = run, open_store_of(run, base)
         self.attempt = attempt or attempts.claim(self.store, here())
         self.ranks, self.folder = tuple(ranks), runtime_of(run, base)
 
@@ -119,6 +123,49 @@ def test_a_keeper_that_dies_is_replaced_by_one_that_waits_for_all_ranks(ranks: M
     node.do("snapshot", 1, True, only=[1])
     node.do("committed", 1)
     assert is_whole(node.store, 1, node.attempt, 2)
+
+
+def test_a_keeper_that_was_started_for_nothing_serves_all_ranks_when_the_first_dies(ranks: MakeRanks) -> None:
+    """Ranks that start at once begin a keeper each. One that comes to the election only when the first has
+    been killed is elected, by nobody's order: trainers find it, and none starts a third."""
+    node = ranks(range(2), 2).begin()
+    first = the_keeper(node.folder)
+    late = _begun_and_stopped(node)
+    node.do("snapshot", 1, True)
+    node.do("committed", 1)
+    end([first])
+    os.kill(late, signal.SIGCONT)
+    eventually(lambda: keeper_pid(node.folder) == late)
+    node.do("snapshot", 2, True)
+    node.do("committed", 2)
+    assert is_whole(node.store, 2, node.attempt, 2)
+    assert keeper_pid(node.folder) == late
+
+
+def test_who_kills_the_keeper_is_not_surprised_by_one_that_is_on_its_way(ranks: MakeRanks) -> None:
+    node = ranks(range(1), 1).begin()
+    first = the_keeper(node.folder)
+    late = _begun_and_stopped(node)
+    threading.Timer(0.3, os.kill, (late, signal.SIGCONT)).start()
+    assert kill_keeper(node.folder) == first
+    eventually(lambda: not os.path.exists(f"/proc/{late}"))
+    assert keeper_pid(node.folder) is None
+    node.do("tend")
+    assert the_keeper(node.folder) not in (first, late)
+
+
+def _begun_and_stopped(node: Ranks) -> int:
+    """Another keeper, which is stopped before it sees that there is one."""
+
+    def begun() -> int:
+        os.close(start.start(str(node.run), node.folder))
+        found = candidates(node.folder.path)
+        for pid in found:
+            os.kill(pid, signal.SIGSTOP)
+        return found[-1] if found and found == candidates(node.folder.path) else 0
+
+    pid: int = eventually(begun)
+    return pid
 
 
 def test_who_waits_for_a_rank_that_dies_is_told_which(ranks: MakeRanks) -> None:

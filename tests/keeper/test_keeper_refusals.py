@@ -20,6 +20,7 @@ from flashckpt.keeper import protocol
 from flashckpt.keeper.client import connect_or_start
 from flashckpt.keeper.server import Server
 from flashckpt.memory.runtime import RuntimeFolder, enter, trainer_lock_name
+from tests.descriptors import closed_after
 from tests.keeper.driver import eventually
 from tests.keeper.fake import FakeTrainer, keeper_pid, open_runtime
 
@@ -172,6 +173,7 @@ def test_a_planted_socket_is_refused_and_left_alone(tmp_path: Path, runtime: Pat
     run = tmp_path / "run"
     _, identity = open_runtime(run, runtime)
     folder, life = enter(str(runtime), identity, trainer_lock_name(0))
+    closed_after(folder)
     path = Path(folder.path) / protocol.SOCKET_NAME
     other = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if kind == "file":
@@ -213,7 +215,7 @@ def test_nobody_changes_the_attempt_of_a_living_trainer(trainer: FakeTrainer) ->
 
 
 def test_an_answer_that_is_too_long_ends_no_keeper(runtime: Path) -> None:
-    folder = RuntimeFolder.open(str(runtime), "ab" * 16)
+    folder = closed_after(RuntimeFolder.open(str(runtime), "ab" * 16))
     server = Server(folder, lambda *_: ({"names": "x" * protocol.MAX_MESSAGE_BYTES}, ()))
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     peer.settimeout(30)

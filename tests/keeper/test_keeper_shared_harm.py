@@ -15,7 +15,8 @@ from flashckpt.memory.slot import Slot, SlotState
 from flashckpt.persist.job import StepJob, Void
 from flashckpt.persist.writer import Writer
 from flashckpt.store import open_store
-from tests.keeper.driver import Process, committed, eventually, kill_keeper, ledger, runtime_of
+from tests.events import ledger
+from tests.keeper.driver import Process, committed, eventually, kill_keeper, runtime_of
 from tests.keeper.fake import FakeTrainer, constants_for, content, keeper_pid
 from tests.keeper.jobs import job_of
 from tests.keeper.region import write_constants

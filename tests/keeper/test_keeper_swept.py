@@ -10,7 +10,8 @@ from pathlib import Path
 
 from flashckpt.commit import attempts
 from flashckpt.memory.runtime import is_alive
-from tests.keeper.driver import Process, committed, eventually, ledger, runtime_of
+from tests.events import ledger
+from tests.keeper.driver import Process, committed, eventually, runtime_of
 from tests.keeper.fake import FakeTrainer, keeper_pid
 from tests.keeper.faulty import faulty_keeper
 

@@ -16,8 +16,9 @@ from flashckpt.format.layout import Layout, Leaf, SlotImage
 from flashckpt.memory.slot import Slot, Word
 from flashckpt.persist.job import JobState, StepJob, StepOutcome, Void
 from flashckpt.persist.writer import Writer
+from tests.events import ledger
 from tests.keeper import fake
-from tests.keeper.driver import committed, eventually, ledger
+from tests.keeper.driver import committed, eventually
 from tests.keeper.fake import FakeTrainer, content
 from tests.keeper.jobs import failing_for, job_of, snapshot_of
 

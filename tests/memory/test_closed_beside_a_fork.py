@@ -16,6 +16,7 @@ from flashckpt.keeper.connection import HeldDescriptors
 from flashckpt.memory import region
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.memory.slot import Slot
+from tests.descriptors import closed_after
 from tests.memory.test_slot import make
 
 IDENTITY = "0" * 31 + "e"
@@ -27,12 +28,12 @@ def a_slot(folder: RuntimeFolder) -> tuple[int, Callable[[], object]]:
 
 
 def a_folder(folder: RuntimeFolder) -> tuple[int, Callable[[], object]]:
-    other = RuntimeFolder.at(folder.path)
+    other = closed_after(RuntimeFolder.at(folder.path))
     return other.descriptor, other.close
 
 
 def held_descriptors(folder: RuntimeFolder) -> tuple[int, Callable[[], object]]:
-    held, slot = HeldDescriptors(), make()
+    held, slot = HeldDescriptors(), closed_after(make())
     fields: dict[str, Any] = {"name": slot.name, "kind": region.MEMFD, "owner": 1, "index": 0, "num_bytes": 1}
     held.keep([SlotGrant(slot.descriptor, **fields)])
     return held.held[slot.name], held.close
@@ -49,7 +50,7 @@ def test_a_child_closes_no_number_of_anothers(
     runtime: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    folder = RuntimeFolder.open(str(runtime), IDENTITY)
+    folder = closed_after(RuntimeFolder.open(str(runtime), IDENTITY))
     descriptor, close = made(folder)
     closed, statuses = os.close, []
 
@@ -58,7 +59,7 @@ def test_a_child_closes_no_number_of_anothers(
         closed(number)
         if number != descriptor or statuses:
             return
-        foreign = os.open("/dev/null", os.O_RDONLY)
+        foreign = os.open("/dev/zero", os.O_RDONLY)
         if foreign != descriptor:
             os.dup2(foreign, descriptor)
             closed(foreign)

@@ -21,6 +21,7 @@ from flashckpt import _native
 from flashckpt.errors import OutOfRoomError
 from flashckpt.memory import region, room
 from flashckpt.memory.runtime import RuntimeFolder
+from tests.descriptors import closed_after
 from tests.memory.mounts import small_tmpfs
 
 HUGE = _native.huge_page()
@@ -30,7 +31,7 @@ NAME = "slot-00000-0-0000000000000000"
 
 @pytest.fixture
 def folder(runtime: Path) -> Iterator[RuntimeFolder]:
-    opened = RuntimeFolder.open(str(runtime), IDENTITY)
+    opened = closed_after(RuntimeFolder.open(str(runtime), IDENTITY))
     yield opened
     opened.close()
 

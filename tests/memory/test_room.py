@@ -13,6 +13,7 @@ import pytest
 from flashckpt.errors import OutOfRoomError
 from flashckpt.memory import region, room
 from flashckpt.memory.runtime import RuntimeFolder
+from tests.descriptors import closed_after
 from tests.memory.mounts import small_tmpfs
 
 GIB = 1 << 30
@@ -112,7 +113,7 @@ def test_more_used_than_allowed_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_room_is_asked_for_again_before_each_step(runtime: Path) -> None:
-    folder = RuntimeFolder.open(str(runtime), IDENTITY)
+    folder = closed_after(RuntimeFolder.open(str(runtime), IDENTITY))
     answers = [64 << 20] + [16 << 20] * 3 + [1 << 20]
     asked: list[int] = []
 
@@ -133,7 +134,7 @@ def test_room_is_asked_for_again_before_each_step(runtime: Path) -> None:
 
 @pytest.mark.parametrize("kind", [region.NAMED, region.MEMFD])
 def test_a_region_that_has_no_room_leaves_nothing(runtime: Path, kind: str) -> None:
-    folder = RuntimeFolder.open(str(runtime), IDENTITY)
+    folder = closed_after(RuntimeFolder.open(str(runtime), IDENTITY))
     before = len(os.listdir("/proc/self/fd"))
     left = iter([256 << 20, 256 << 20, 0])
     with pytest.raises(OutOfRoomError):
@@ -144,7 +145,7 @@ def test_a_region_that_has_no_room_leaves_nothing(runtime: Path, kind: str) -> N
 
 @pytest.mark.parametrize("kind", [region.NAMED, region.MEMFD])
 def test_every_byte_of_a_region_is_allocated(runtime: Path, kind: str) -> None:
-    folder = RuntimeFolder.open(str(runtime), IDENTITY)
+    folder = closed_after(RuntimeFolder.open(str(runtime), IDENTITY))
     made = region.create(folder, "slot-00000-0-0000000000000000", 3 << 20, kind)
     found = os.fstat(made.descriptor)
     assert made.kind == kind
@@ -160,7 +161,7 @@ def test_every_byte_of_a_region_is_allocated(runtime: Path, kind: str) -> None:
 
 def test_a_small_shm_is_found_out_before_and_while_taking(runtime: Path) -> None:
     with small_tmpfs(8 << 20) as base:
-        folder = RuntimeFolder.open(str(base), IDENTITY)
+        folder = closed_after(RuntimeFolder.open(str(base), IDENTITY))
         assert region.on_tmpfs(folder)
         assert region.kind_for(folder, 4 << 20) == region.NAMED
         assert region.kind_for(folder, 16 << 20) == region.MEMFD
@@ -175,7 +176,7 @@ def test_a_small_shm_is_found_out_before_and_while_taking(runtime: Path) -> None
 def test_a_runtime_folder_on_a_disk_keeps_no_region_by_name(tmp_path: Path) -> None:
     if any(mount.kind == "tmpfs" and str(tmp_path).startswith(mount.point) for mount in room.mounts()):
         pytest.skip("temporary files are in memory here")
-    folder = RuntimeFolder.open(str(tmp_path), IDENTITY)
+    folder = closed_after(RuntimeFolder.open(str(tmp_path), IDENTITY))
     assert region.kind_for(folder, 4096) == region.MEMFD
 
 
@@ -190,7 +191,7 @@ with room.node_lock(RuntimeFolder.open(sys.argv[1], "f" * 32)):
 
 
 def test_the_nodes_lock_is_held_by_one_process(runtime: Path) -> None:
-    folder = RuntimeFolder.open(str(runtime), IDENTITY)
+    folder = closed_after(RuntimeFolder.open(str(runtime), IDENTITY))
     command = [sys.executable, "-c", _HOLDER, str(runtime)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdin is not None
@@ -206,7 +207,7 @@ def test_the_nodes_lock_is_held_by_one_process(runtime: Path) -> None:
 
 def test_the_nodes_lock_stays_until_the_last_thread_lets_go(runtime: Path) -> None:
     """Threads of one process take memory side by side: closing the file for one would free it for others."""
-    folder = RuntimeFolder.open(str(runtime), IDENTITY)
+    folder = closed_after(RuntimeFolder.open(str(runtime), IDENTITY))
     path = Path(folder.path).parent / "room.lock"
 
     def is_held() -> bool:
@@ -241,7 +242,7 @@ def test_the_nodes_lock_does_not_stay_with_a_child(runtime: Path) -> None:
         child = int(holder.stdout.readline())
         try:
             assert holder.wait(240) == -signal.SIGKILL
-            with room.node_lock(RuntimeFolder.open(str(runtime), "f" * 32), timeout_s=0):
+            with room.node_lock(closed_after(RuntimeFolder.open(str(runtime), "f" * 32)), timeout_s=0):
                 pass
         finally:
             os.kill(child, signal.SIGKILL)

@@ -22,6 +22,7 @@ from flashckpt.memory.runtime import (
     trainer_lock_name,
 )
 from flashckpt.store.local import LocalStore
+from tests.descriptors import closed_after
 
 IDENTITY = "0123456789abcdef" * 2
 LOCK = "trainer-00000-1-0.lock"
@@ -40,22 +41,22 @@ def asked_elsewhere(folder: RuntimeFolder, name: str) -> bool:
 
 
 def test_the_folder_is_private_and_opens_again(runtime: Path) -> None:
-    folder = RuntimeFolder.open(str(runtime), IDENTITY)
+    folder = closed_after(RuntimeFolder.open(str(runtime), IDENTITY))
     assert folder.path == str(runtime / f"flashckpt-{os.geteuid()}" / IDENTITY)
     assert stat.S_IMODE(os.stat(folder.path).st_mode) == 0o700
-    assert RuntimeFolder.at(folder.path).identity == bytes.fromhex(IDENTITY)
+    assert closed_after(RuntimeFolder.at(folder.path)).identity == bytes.fromhex(IDENTITY)
     assert folder.exists()
     with pytest.raises(FileNotFoundError):
         RuntimeFolder.open(str(runtime), "f" * 32, create=False)
 
 
 def test_probing_ones_own_lock_says_alive_and_does_not_drop_it(runtime: Path) -> None:
-    folder = RuntimeFolder.open(str(runtime), IDENTITY)
+    folder = closed_after(RuntimeFolder.open(str(runtime), IDENTITY))
     life = LifeLock.acquire(folder, LOCK)
     assert life is not None
     for _ in range(3):
         assert is_alive(folder, LOCK)
-        assert is_alive(RuntimeFolder.at(folder.path), LOCK)
+        assert is_alive(closed_after(RuntimeFolder.at(folder.path)), LOCK)
     assert LifeLock.acquire(folder, LOCK) is None
     assert asked_elsewhere(folder, LOCK)
     life.release(folder)
@@ -66,13 +67,13 @@ def test_probing_ones_own_lock_says_alive_and_does_not_drop_it(runtime: Path) ->
 def test_a_lock_dies_with_its_process_and_is_not_inherited(runtime: Path) -> None:
     """A loader's worker outlives the trainer: for it, too, the trainer is dead. It opens the folder itself:
     what was open is not open in it."""
-    folder = RuntimeFolder.open(str(runtime), IDENTITY)
+    folder = closed_after(RuntimeFolder.open(str(runtime), IDENTITY))
     told, telling = os.pipe()
     asked, asking = os.pipe()
     holder = os.fork()
     if holder == 0:
         if LifeLock.acquire(RuntimeFolder.at(folder.path), LOCK) is not None and os.fork() == 0:
-            folder = RuntimeFolder.at(folder.path)
+            folder = closed_after(RuntimeFolder.at(folder.path))
             os.write(telling, b"alive" if is_alive(folder, LOCK) else b"dead")
             os.read(asked, 1)
             os.write(telling, b"alive" if is_alive(folder, LOCK) else b"dead")
@@ -93,7 +94,7 @@ def test_a_lock_is_held_from_the_moment_that_its_name_is_there(
     runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Keepers remove names without a holder: none may be there before its lock is taken."""
-    folder = RuntimeFolder.open(str(runtime), IDENTITY)
+    folder = closed_after(RuntimeFolder.open(str(runtime), IDENTITY))
     before: list[list[str]] = []
     taken = fcntl.fcntl
 
@@ -114,7 +115,7 @@ def test_a_lock_is_held_from_the_moment_that_its_name_is_there(
 def test_a_lock_that_is_removed_before_it_is_taken_is_made_again(
     runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = RuntimeFolder.open(str(runtime), IDENTITY)
+    folder = closed_after(RuntimeFolder.open(str(runtime), IDENTITY))
     taken, removed = fcntl.fcntl, []
 
     def taking(descriptor: int, command: int, argument: bytes) -> object:
@@ -132,7 +133,7 @@ def test_a_lock_that_is_removed_before_it_is_taken_is_made_again(
 
 
 def test_a_lock_whose_name_is_taken_away_does_not_stand(runtime: Path) -> None:
-    folder = RuntimeFolder.open(str(runtime), IDENTITY)
+    folder = closed_after(RuntimeFolder.open(str(runtime), IDENTITY))
     old = LifeLock.acquire(folder, LOCK)
     assert old is not None
     folder.remove(LOCK)
@@ -148,12 +149,14 @@ def test_a_lock_whose_name_is_taken_away_does_not_stand(runtime: Path) -> None:
 
 def test_join_takes_a_folder_that_a_leaving_keeper_removes(runtime: Path) -> None:
     folder, life = enter(str(runtime), IDENTITY, trainer_lock_name(0))
+    closed_after(folder)
     folder.discard()
     assert folder.exists(), "a folder with a lock in it is not empty"
     life.release(folder)
     folder.discard()
     assert not folder.exists()
     folder, life = enter(str(runtime), IDENTITY, trainer_lock_name(0))
+    closed_after(folder)
     assert folder.exists()
     life.release(folder)
 
@@ -204,7 +207,7 @@ def test_a_planted_folder_is_refused_and_left_alone(runtime: Path, kind: str, wh
     "kind", ["mode", "symlink", "hardlink", "pipe", pytest.param("owner", marks=needs_root)]
 )
 def test_a_planted_lock_is_refused(runtime: Path, kind: str) -> None:
-    folder = RuntimeFolder.open(str(runtime), IDENTITY)
+    folder = closed_after(RuntimeFolder.open(str(runtime), IDENTITY))
     path, other = Path(folder.path) / LOCK, runtime / "other"
     other.touch(mode=0o600)
     if kind == "symlink":
@@ -223,7 +226,7 @@ def test_a_planted_lock_is_refused(runtime: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/etc/passwd", "x" * 65, "a\0b"])
 def test_names_never_lead_out(runtime: Path, name: str) -> None:
-    folder = RuntimeFolder.open(str(runtime), IDENTITY)
+    folder = closed_after(RuntimeFolder.open(str(runtime), IDENTITY))
     with pytest.raises(KeeperError):
         folder.open_file(name)
     with pytest.raises(KeeperError):

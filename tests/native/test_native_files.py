@@ -21,6 +21,7 @@ from safetensors.numpy import load_file
 
 from flashckpt import _native
 from flashckpt.format.layout import Layout, Leaf
+from tests.descriptors import closed_after
 
 PAGE = 4096
 
@@ -30,12 +31,17 @@ class Region:
 
     def __init__(self, num_bytes: int, offset: int = 0, seed: int = 0) -> None:
         self.fd = os.memfd_create("region")
+        closed_after(self)
         self.offset = offset
         capacity = offset + max(PAGE, -(-num_bytes // PAGE) * PAGE)
         os.ftruncate(self.fd, capacity)
         self.map = mmap.mmap(self.fd, capacity)
         self.map[:] = np.random.default_rng(seed).integers(0, 256, capacity, dtype=np.uint8).tobytes()
         self.num_bytes = num_bytes
+
+    def close(self) -> None:
+        self.map.close()
+        os.close(self.fd)
 
     @property
     def data(self) -> bytes:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import pytest
 
 from flashckpt import _native
+from tests.descriptors import closed_after
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
@@ -346,7 +347,7 @@ def test_threads_start_when_used_have_names_and_hear_no_signal() -> None:
 
 
 def test_room_is_reserved_and_faulted_in_without_changing_a_byte() -> None:
-    fd = os.memfd_create("room")
+    fd = closed_after(os.memfd_create("room"))
     _native.allocate(fd, 4096, 1 << 20)
     assert os.fstat(fd).st_blocks * 512 >= 1 << 20
     region = mmap.mmap(fd, 0)

@@ -17,6 +17,7 @@ from flashckpt.persist.ledger import Ledger
 from flashckpt.persist.worker import Worker
 from flashckpt.store.local import LocalStore, System
 from tests.commit.runs import attempt_at, is_whole, new_run, part_of, publish
+from tests.descriptors import closed_after
 
 DEAD, LIVING = "dead0001", "11ff0001"
 
@@ -83,7 +84,7 @@ def test_a_shard_that_cannot_be_removed_keeps_no_other(
     for step in (100, 200, 300):
         part_of(store, step, attempt, nonce=f"{DEAD}0001")
     (tmp_path / "memory").mkdir()
-    folder = RuntimeFolder.open(str(tmp_path / "memory"), "0" * 32)
+    folder = closed_after(RuntimeFolder.open(str(tmp_path / "memory"), "0" * 32))
     life = LifeLock.acquire(folder, f"keeper-{LIVING}.lock")
     assert life is not None
     os.close(folder.open_file(f"keeper-{DEAD}.lock", os.O_RDWR | os.O_CREAT))

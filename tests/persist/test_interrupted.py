@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import time
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from flashckpt.memory.slot import SlotState
 from flashckpt.persist.job import JobState
 from flashckpt.store.base import Entry
 from flashckpt.store.local import LocalStore
+from tests.events import ledger
 from tests.keeper.jobs import failing_for
 from tests.persist.node import MakeNode, Node, files, is_whole, until_told
 from tests.persist.test_many_ranks import other_content, parts
@@ -91,11 +91,7 @@ def test_what_fails_after_it_has_waited_is_said(
         patch.setattr(store, "list", gone)
         until_told(node, (5, JobState.FAILED))
     node.ledger.close()
-    lines = [
-        json.loads(line)
-        for path in (tmp_path / "run/events").iterdir()
-        for line in path.read_text().splitlines()
-    ]
+    lines = ledger(tmp_path / "run")
     assert [line["what"] for line in lines if line["event"] == "error"] == ["persist"]
 
 

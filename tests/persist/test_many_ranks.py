@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from flashckpt.format.names import AttemptName
 from flashckpt.memory.slot import Sealed, Slot, SlotState
 from flashckpt.persist.job import JobState
 from flashckpt.store.local import LocalStore
+from tests.events import ledger
 from tests.keeper.fake import layout_for
 from tests.keeper.jobs import failing_for
 from tests.persist.node import MakeNode, Node, files, is_whole, until_told
@@ -149,11 +149,7 @@ def test_a_second_nodes_part_is_waited_for_and_that_is_no_failure(nodes: MakeNod
     assert [slot.persisted for slot in slots] == [1, 1]
     for node in (first, second):
         node.ledger.close()
-    lines = [
-        json.loads(line)
-        for path in (tmp_path / "run/events").iterdir()
-        for line in path.read_text().splitlines()
-    ]
+    lines = ledger(tmp_path / "run")
     assert "error" not in [line["event"] for line in lines]
     written = [line["written"] for line in lines if line["event"] == "persist"]
     assert sorted([rank for rank, _, _ in rows] for rows in written) == [[0, 1], [2, 3]], "once a node"

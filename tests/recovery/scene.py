@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 from pathlib import Path
 from typing import Any
@@ -13,22 +12,16 @@ from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.recovery.recover import recover
 from flashckpt.recovery.report import RecoveryReport
 from flashckpt.store import open_store
-from tests.keeper.driver import Process, eventually, runtime_of
+from tests.keeper.driver import Process, runtime_of, the_keeper
 from tests.keeper.fake import keeper_pid
+from tests.processes import end
 
 
 def stop_keeper(folder: RuntimeFolder) -> int:
     """A keeper that is stopped sees no death and saves nothing."""
-    pid: int = eventually(lambda: keeper_pid(folder))
+    pid = the_keeper(folder)
     os.kill(pid, signal.SIGSTOP)
     return pid
-
-
-def kill(pid: int) -> None:
-    descriptor = os.pidfd_open(pid)
-    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-    select.select([descriptor], [], [], 240)
-    os.close(descriptor)
 
 
 class Crash:
@@ -69,7 +62,7 @@ class Crash:
     def both_killed(self) -> Crash:
         pid = self._stopped or stop_keeper(self.folder)
         self.trainer.kill()
-        kill(pid)
+        end([pid])
         assert keeper_pid(self.folder) is None
         return self
 

@@ -23,7 +23,9 @@ from flashckpt.recovery import keepers, node
 from flashckpt.recovery.pruning import prune
 from flashckpt.recovery.survey import slots_in
 from flashckpt.store import open_store
-from tests.keeper.driver import Process, committed, eventually, ledger
+from tests.descriptors import closed_after
+from tests.events import ledger
+from tests.keeper.driver import Process, committed, eventually
 from tests.keeper.fake import keeper_pid
 from tests.keeper.test_keeper_deaths import flip_image
 from tests.recovery.scene import Crash, kill, recovered, regions_of, rows, whole_tree
@@ -263,7 +265,7 @@ def test_locks_of_dead_trainers_that_never_spoke_are_not_waited_for(
 
 def test_the_keeper_sees_its_trainers_death_before_it_is_believed(tmp_path: Path, runtime: Path) -> None:
     """A keeper that has not seen it yet has nothing to save, and says so: that is not taken for done."""
-    folder = RuntimeFolder.open(str(runtime), "0" * 32)
+    folder = closed_after(RuntimeFolder.open(str(runtime), "0" * 32))
     election = LifeLock.acquire(folder, ELECTION_LOCK)
     assert election is not None
     dead = Path(folder.path) / "trainer-00000-1-deadbeef.lock"

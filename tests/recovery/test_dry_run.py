@@ -12,6 +12,7 @@ import pytest
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.recovery.report import Kind, RecoveryReport
 from flashckpt.recovery.survey import job_of
+from tests.descriptors import closed_after
 from tests.recovery.messes import MESSES, everything, left_branch
 from tests.recovery.scene import Crash, recovered, rows, whole_tree
 
@@ -72,7 +73,7 @@ def test_memory_is_mapped_read_only(tmp_path: Path, runtime: Path) -> None:
     crash = Crash(tmp_path / "run", runtime, kib=64).slots()
     [name] = crash.seal(1)
     crash.both_killed()
-    folder = RuntimeFolder.at(crash.folder.path)
+    folder = closed_after(RuntimeFolder.at(crash.folder.path))
     with job_of(folder, name) as job:
         assert job is not None
         mapped = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if name in line]

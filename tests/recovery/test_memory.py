@@ -16,7 +16,8 @@ from flashckpt.recovery.report import RecoveryReport
 from flashckpt.store import open_store
 from flashckpt.store.base import Store
 from tests.commit.runs import publish
-from tests.keeper.driver import committed, eventually, ledger
+from tests.events import ledger
+from tests.keeper.driver import committed, eventually
 from tests.keeper.test_keeper_deaths import flip_image
 from tests.recovery.scene import Crash, recovered, regions_of, rows
 

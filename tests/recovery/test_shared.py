@@ -11,7 +11,8 @@ from flashckpt.commit.verification import verify
 from flashckpt.recovery.report import RecoveryReport
 from flashckpt.store import open_store
 from tests.contracts.test_recover_contract import shell
-from tests.keeper.driver import committed, ledger
+from tests.events import ledger
+from tests.keeper.driver import committed
 from tests.keeper.test_keeper_shared import regions
 from tests.keeper.test_keeper_shared_harm import flip
 from tests.recovery.scene import Crash, recovered, rows, whole_tree

@@ -8,7 +8,6 @@ they would do must be certain.
 from __future__ import annotations
 
 import os
-import select
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
@@ -21,7 +20,9 @@ import flashckpt
 from flashckpt.memory.region import is_region_name, on_tmpfs
 from flashckpt.memory.runtime import RuntimeFolder
 from tests import zygote
-from tests.keeper.driver import eventually, kill_keeper, ledger, runtime_of
+from tests.descriptors import readable
+from tests.events import ledger
+from tests.keeper.driver import eventually, kill_keeper, runtime_of
 from tests.keeper.fake import keeper_pid
 from tests.processes import end, keepers_of
 from tests.resume.training import Trainer, last_of_each
@@ -50,8 +51,7 @@ class Job:
         """Start it, and wait until it stands still in a step with something committed behind it."""
         self.process = self.trainer.start(hold_at=step)
         assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], 240)
-        assert ready, "the trainer never came to the step"
+        assert readable(self.process.stdout), "the trainer never came to the step"
         assert self.process.stdout.readline() == f"held {step}\n"
         self.trainer.wait_committed()
 

@@ -27,6 +27,7 @@ import pytest
 
 import flashckpt
 from tests import zygote
+from tests.events import whole_lines
 from tests.processes import end, keepers_of
 from tests.resume.epoch_program import EPOCHS
 from tests.waiting import until
@@ -60,7 +61,7 @@ class Runs:
         return Path(f"{self.log}.done").exists()
 
     def lines(self) -> Lines:
-        return [json.loads(line) for line in self.log.read_text().splitlines()]
+        return [json.loads(line) for line in whole_lines(self.log)]
 
 
 @pytest.fixture(scope="module")

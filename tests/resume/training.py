@@ -9,6 +9,7 @@ from pathlib import Path
 
 import flashckpt
 from tests import zygote
+from tests.events import ledger, whole_lines
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -66,17 +67,14 @@ class Trainer:
         until(lambda: self.run.exists() and flashckpt.steps(self.run), "a committed step")
 
     def records(self) -> list[list[object]]:
-        return [json.loads(line) for line in self.log.read_text().splitlines()]
+        return [json.loads(line) for line in whole_lines(self.log)]
 
     def resumed_steps(self) -> list[int]:
         """The steps that the attempts resumed from, in their order."""
         return [int(str(event["step"])) for event in self.events("resume")]
 
     def events(self, kind: str) -> list[dict[str, object]]:
-        lines = [
-            line for file in sorted((self.run / "events").iterdir()) for line in file.read_text().splitlines()
-        ]
-        return [event for event in map(json.loads, lines) if event["event"] == kind]
+        return [event for event in ledger(self.run) if event["event"] == kind]
 
 
 def last_of_each(records: list[list[object]]) -> dict[object, object]:

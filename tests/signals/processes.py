@@ -14,6 +14,7 @@ import flashckpt
 from flashckpt.commit.attempts import attempts
 from flashckpt.store import open_store
 from tests import zygote
+from tests.events import ledger, whole_lines
 from tests.waiting import until
 
 
@@ -107,9 +108,7 @@ class Job:
 
     def stops(self) -> list[tuple[int, str]]:
         """The ends that were asked for, as the run's ledger says them."""
-        files = sorted((self.run / "events").iterdir())
-        events = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-        return [(each["step"], each["reason"]) for each in events if each["event"] == "stop"]
+        return [(each["step"], each["reason"]) for each in ledger(self.run) if each["event"] == "stop"]
 
     def records(self) -> dict[object, object]:
         """The last value of each step and of each epoch's code; what was done twice gave the same."""
@@ -124,7 +123,7 @@ class Job:
         return {key: keys.count(key) for key in keys}
 
     def _lines(self) -> list[tuple[object, object]]:
-        lines = map(json.loads, self.log.read_text().splitlines())
+        lines = map(json.loads, whole_lines(self.log))
         # The code of an epoch runs under the step of its last batch's boundary, as the next iteration does.
         return [(value[0] if str(value[0]).startswith("epoch") else step, value) for step, value in lines]
 

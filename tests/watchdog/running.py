@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tests import zygote
-from tests.keeper.driver import eventually, ledger
+from tests.descriptors import readable
+from tests.events import ledger
+from tests.keeper.driver import eventually
 
 HANG_AT = 5
 # Long enough that no ordinary step of a few milliseconds takes it on a busy machine.
@@ -47,8 +48,7 @@ class Run:
 
     def line(self) -> str:
         assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], 240)
-        assert ready, "the trainer says nothing"
+        assert readable(self.process.stdout), "the trainer says nothing"
         return self.process.stdout.readline()
 
     def release(self) -> None:

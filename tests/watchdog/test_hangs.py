@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import flashckpt
-from tests.keeper.driver import eventually, kill_keeper, ledger, runtime_of
+from tests.events import ledger
+from tests.keeper.driver import eventually, kill_keeper, runtime_of
 from tests.keeper.fake import keeper_pid
 from tests.watchdog.running import HANG_AT, running
 
@@ -54,11 +55,12 @@ def test_a_hang_is_told_once_over_a_keepers_death(tmp_path: Path, runtime: Path,
         run.hangs()
         if killed == "after it told":
             run.wait_told("stuck")
-        kill_keeper(runtime_of(run.folder, runtime))
+        folder = runtime_of(run.folder, runtime)
+        kill_keeper(folder)
         if killed == "before it told":
             run.wait_told("stuck")
         # The next one has taken up the slots, and what the one before had told, when it answers.
-        eventually(lambda: keeper_pid(runtime_of(run.folder, runtime)), timeout_s=60)
+        eventually(lambda: keeper_pid(folder), timeout_s=60)
         eventually(lambda: told_by_keeper(run.folder, "adopt"), timeout_s=60)
         eventually(lambda: flashckpt.steps(run.folder) == [HANG_AT], timeout_s=60)
         run.release()

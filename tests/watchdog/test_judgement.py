@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from flashckpt.keeper import watchdog
-from flashckpt.keeper.daemon import Keeper
 from flashckpt.keeper.trainers import Trainer
 from flashckpt.keeper.watchdog import Watchdog, collect, condition, held
 from flashckpt.memory.control_page import SlotSize
@@ -22,7 +21,7 @@ from flashckpt.memory.held_regions import HeldRegion
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder, is_alive, stacks_name
 from flashckpt.memory.slot import Heartbeat
 from flashckpt.persist.ledger import MAX_LINE_BYTES, Event
-from tests.keeper.driver import Process, eventually, runtime_of
+from tests.keeper.driver import InProcess, Process, eventually, runtime_of
 from tests.keeper.fake import open_runtime
 
 LOCK = "trainer-00000-1-cafecafe.lock"
@@ -35,9 +34,7 @@ class Watched:
     def __init__(self, run: Path, base: Path) -> None:
         _, identity = open_runtime(run, base)
         self.folder = RuntimeFolder.open(str(base), identity)
-        keeper = Keeper.elected(str(run), self.folder)
-        assert keeper is not None
-        self.keeper = keeper
+        self.keeper = keeper = InProcess(run, self.folder).keeper
         self.child = subprocess.Popen(["sleep", "1000"])
         life = LifeLock.acquire(self.folder, LOCK)
         assert life is not None
@@ -91,9 +88,6 @@ class Watched:
         self.child.kill()
         self.child.wait()
         self.life.release(self.folder)
-        self.keeper._server.close()
-        self.keeper._life.release(self.folder)
-        self.keeper._election.release(self.folder)
 
 
 @pytest.fixture

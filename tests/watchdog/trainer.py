@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import select
 import signal
 import sys
 import threading
@@ -22,6 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import flashckpt
+from tests.descriptors import readable
 from tests.waiting import newest_sealed, until, until_slots
 
 STEPS = 12
@@ -53,7 +53,7 @@ def until_sealed(checkpointer: flashckpt.Checkpointer) -> None:
 
 
 def told() -> bool:
-    return bool(select.select([RELEASE], [], [], 0.01)[0])
+    return bool(readable(RELEASE, timeout_s=0.01))
 
 
 def spin_in_python() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from tests import process_guard
+from tests.descriptors import readable
 
 ROOT = Path(__file__).parents[2]
 PIPE, DEVNULL = subprocess.PIPE, subprocess.DEVNULL
@@ -63,7 +63,7 @@ class Zygote:
 
     @property
     def has_died(self) -> bool:
-        return bool(select.select([self._end], [], [], 0)[0])
+        return bool(readable(self._end, timeout_s=0))
 
     def start(
         self,
@@ -127,7 +127,7 @@ class Zygote:
         with self._turn:
             try:
                 socket.send_fds(self._socket, [json.dumps([what, about]).encode()], descriptors)
-                ready, _, _ = select.select([self._socket.fileno(), self._end], [], [], LIMIT_S)
+                ready = readable(self._socket.fileno(), self._end, timeout_s=LIMIT_S)
                 assert ready, f"the process that forks has not answered for {LIMIT_S:.0f} s"
                 answer = self._socket.recv(1 << 16) if self._socket.fileno() in ready else b""
             except OSError:
@@ -153,13 +153,13 @@ class Forked:
         self.stdin, self.stdout, self.stderr = map(_opened, streams, "wrr")
 
     def poll(self) -> int | None:
-        if self.returncode is None and select.select([self._end], [], [], 0)[0]:
+        if self.returncode is None and readable(self._end, timeout_s=0):
             self.returncode = self._zygote.reap(self.pid)
             os.close(self._end)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        if self.returncode is None and not select.select([self._end], [], [], timeout)[0]:
+        if self.returncode is None and not readable(self._end, timeout_s=timeout):
             assert timeout is not None
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
         status = self.poll()
@@ -234,6 +234,11 @@ def shared() -> Zygote:
         close_shared()
         _shared.append(Zygote())
     return _shared[-1]
+
+
+def shared_descriptors() -> list[int]:
+    """Those of this process that the shared one is reached through."""
+    return [number for each in _shared for number in (each._socket.fileno(), each._end)]
 
 
 def close_shared() -> None:

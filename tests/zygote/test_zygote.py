@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import subprocess
 import tempfile
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests import zygote
+from tests.descriptors import closed_after, readable
 from tests.waiting import until
 from tests.zygote import DEVNULL, PIPE, Zygote, ZygoteError
 from tests.zygote.specimen import ENDS
@@ -117,10 +117,10 @@ def test_nothing_of_it_is_left_when_it_is_closed(bare: None) -> None:
     made = Zygote()
     with tempfile.TemporaryFile() as out:
         pids = [made.start(["tests.zygote.standing"], stdout=out).pid for _ in range(2)]
-        ends = [os.pidfd_open(pid) for pid in (made.pid, *pids)]
+        ends = [closed_after(os.pidfd_open(pid)) for pid in (made.pid, *pids)]
     made.close()
     for end in ends:
-        assert select.select([end], [], [], 0)[0]
+        assert readable(end, timeout_s=0)
         os.close(end)
     with pytest.raises(ZygoteError):
         made.start([SPECIMEN, "returns"])
@@ -130,11 +130,11 @@ def test_nothing_of_it_is_left_when_whoever_asked_is_killed(tmp_path: Path) -> N
     with open(tmp_path / "pids", "w") as said:
         asked = zygote.start(["tests.zygote.asking"], fresh=True, stdin=DEVNULL, stdout=said)
     until(lambda: (tmp_path / "pids").read_text().endswith("\n"), "its two processes")
-    ends = [os.pidfd_open(int(pid)) for pid in (tmp_path / "pids").read_text().split()]
+    ends = [closed_after(os.pidfd_open(int(pid))) for pid in (tmp_path / "pids").read_text().split()]
     asked.kill()
     asked.wait()
     for end in ends:
-        assert select.select([end], [], [], 240)[0]
+        assert readable(end)
         os.close(end)
 
 

@@ -1,0 +1,59 @@
+"""A process with more descriptors than `select` can take, as a training with many files open is."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.keeper.driver import committed
+from tests.keeper.fake import FakeTrainer, keeper_pid
+from tests.recovery.scene import Crash, recovered, regions_of, rows
+
+MANY = 1100
+
+
+@pytest.fixture
+def crowded() -> Iterator[None]:
+    """Every number below 1024 is taken, and some above."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(4 * MANY, hard)), hard))
+    taken = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(MANY)]
+    assert max(taken) > 1023
+    yield
+    for each in taken:
+        os.close(each)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.usefixtures("crowded")
+def test_what_lies_in_memory_is_saved(tmp_path: Path, runtime: Path) -> None:
+    crash = Crash(tmp_path / "run", runtime).slots()
+    crash.seal(1, 2)
+    crash.both_killed()
+    assert ("snapshot", "committed", 2) in rows(recovered(crash.run))
+    assert committed(crash.run) == [2]
+
+
+@pytest.mark.usefixtures("crowded")
+def test_a_keeper_that_lives_is_asked_to_go(tmp_path: Path, runtime: Path) -> None:
+    crash = Crash(tmp_path / "run", runtime, linger_s=600).slots().commit(1)
+    crash.trainer.kill()
+    report = recovered(crash.run, discard=True)
+    assert report.keeper is None
+    assert keeper_pid(crash.folder) is None
+    assert regions_of(crash.folder) == []
+
+
+@pytest.mark.usefixtures("crowded")
+def test_a_trainer_has_a_keeper_and_what_it_saves_is_committed(tmp_path: Path, runtime: Path) -> None:
+    trainer = FakeTrainer(tmp_path / "run", runtime)
+    trainer.start()
+    trainer.take_slots(3)
+    trainer.snapshot(1, persist=True)
+    trainer.wait_committed(1)
+    assert committed(trainer.run) == [1]
+    trainer.end()
