@@ -24,7 +24,7 @@ from flashckpt.memory.region import is_region_name
 from flashckpt.memory.runtime import RuntimeFolder, TrainerLocks
 from flashckpt.memory.slot import SlotState
 from flashckpt.store import open_store
-from tests.descriptors import readable
+from tests.descriptors import closed_after, readable
 from tests.events import ledger
 from tests.keeper.driver import InProcess, Process, committed, eventually, kill_keeper, runtime_of
 from tests.keeper.fake import FakeTrainer, keeper_pid, open_runtime
@@ -274,7 +274,7 @@ def test_whether_a_starter_lives_is_known_without_proc(
     if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
         pytest.skip("file systems cannot be hidden here")
     _, identity = open_runtime(tmp_path / "run", runtime)
-    folder = RuntimeFolder.open(str(runtime), identity)
+    folder = closed_after(RuntimeFolder.open(str(runtime), identity))
     starter = subprocess.Popen([sys.executable, "-c", ""])
     starter.wait()
     pid = starter.pid if has_ended else os.getpid()

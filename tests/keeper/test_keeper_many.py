@@ -52,7 +52,8 @@ def test_a_keeper_does_not_end_of_more_than_it_holds(tmp_path: Path, runtime: Pa
     for larger in range(MAX_REGIONS // MOST - 1):
         grown(trainer, (16 + larger) << 12)
     left = MAX_REGIONS - region_files(trainer)
-    trainer.client.slots(left, SlotSize(4096, 40 << 12), have=slot_files(trainer))
+    grants = trainer.client.slots(left, SlotSize(4096, 40 << 12), have=slot_files(trainer))
+    close_all([grant.descriptor for grant in grants])
     assert region_files(trainer) == MAX_REGIONS
     with pytest.raises(KeeperError, match=f"already holds {MAX_REGIONS}"):
         one_more(trainer, what)

@@ -28,7 +28,8 @@ from tests.events import ledger
 from tests.keeper.driver import Process, committed, eventually
 from tests.keeper.fake import keeper_pid
 from tests.keeper.test_keeper_deaths import flip_image
-from tests.recovery.scene import Crash, kill, recovered, regions_of, rows, whole_tree
+from tests.processes import end
+from tests.recovery.scene import Crash, recovered, regions_of, rows, whole_tree
 
 ROOT = Path(__file__).parents[2]
 RECOVER = """
@@ -116,7 +117,7 @@ def test_one_that_was_killed_holds_nobody_up(tmp_path: Path, runtime: Path) -> N
     crash.seal(1)
     crash.both_killed()
     with held_at(run, "clearing") as first:
-        kill(first.pid)
+        end([first.pid])
         report = recovered(run)
     assert report.resume is not None
     assert report.resume.step == 1

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 import flashckpt
-from tests.processes import keepers_of
-from tests.recovery.scene import kill
+from tests.processes import end, keepers_of
 from tests.resume.training import ROOT, Trainer, last_of_each
 from tests.waiting import until
 
@@ -33,7 +32,7 @@ def kill_both_in_step(job: Trainer, runtime: Path, step: int) -> None:
     [keeper] = keepers_of(runtime)
     os.kill(keeper, signal.SIGSTOP)
     job.kill(process)
-    kill(keeper)
+    end([keeper])
 
 
 @pytest.mark.parametrize("recipe", ["plain"])
