@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import socket
@@ -26,6 +27,12 @@ __all__ = [
     "nothing_stays_open",
     "pytest_collection_modifyitems", "pytest_configure", "pytest_runtest_call", "pytest_runtest_setup",
 ]  # fmt: skip
+
+
+def pytest_collection_finish() -> None:
+    """Each full collection of garbage would go through torch and all tests, a million objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
