@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests import zygote
-from tests.descriptors import closed_after, readable
+from tests.descriptors import readable
 from tests.waiting import until
 from tests.zygote import DEVNULL, PIPE, Zygote, ZygoteError
 from tests.zygote.specimen import ENDS
@@ -117,7 +117,7 @@ def test_nothing_of_it_is_left_when_it_is_closed(bare: None) -> None:
     made = Zygote()
     with tempfile.TemporaryFile() as out:
         pids = [made.start(["tests.zygote.standing"], stdout=out).pid for _ in range(2)]
-        ends = [closed_after(os.pidfd_open(pid)) for pid in (made.pid, *pids)]
+        ends = [os.pidfd_open(pid) for pid in (made.pid, *pids)]
     made.close()
     for end in ends:
         assert readable(end, timeout_s=0)
@@ -130,7 +130,7 @@ def test_nothing_of_it_is_left_when_whoever_asked_is_killed(tmp_path: Path) -> N
     with open(tmp_path / "pids", "w") as said:
         asked = zygote.start(["tests.zygote.asking"], fresh=True, stdin=DEVNULL, stdout=said)
     until(lambda: (tmp_path / "pids").read_text().endswith("\n"), "its two processes")
-    ends = [closed_after(os.pidfd_open(int(pid))) for pid in (tmp_path / "pids").read_text().split()]
+    ends = [os.pidfd_open(int(pid)) for pid in (tmp_path / "pids").read_text().split()]
     asked.kill()
     asked.wait()
     for end in ends:
