@@ -111,6 +111,9 @@ class Mapping:
     def discard(self) -> None:
         """Gives memory of this process's own back at once, whoever still views it: that is zeros then."""
 
+    def prefer_small_pages(self) -> None:
+        """What of memory of this process's own is not there yet comes in small pages."""
+
     def close(self) -> None:
         """Unmaps it. BufferError while there are views; then it goes with the last of them."""
 

@@ -107,6 +107,10 @@ void Mapping::empty() {
     (void)::madvise(data_, size_, MADV_DONTNEED);
 }
 
+void Mapping::prefer_small_pages() {
+    (void)::madvise(data_, size_, MADV_NOHUGEPAGE);
+}
+
 Error Mapping::take(void* data, std::size_t num_bytes, const char* what, Mapping& out) {
     const int code = errno;
     if (data == MAP_FAILED) return os_error(code, "map " + std::to_string(num_bytes) + " bytes of " + what);

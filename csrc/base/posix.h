@@ -60,6 +60,8 @@ class Mapping {
     void forget();
     // Gives the pages of anonymous memory back: they are zeros from here on.
     void empty();
+    // What of anonymous memory is not there yet comes in small pages.
+    void prefer_small_pages();
 
     // Mappings of files lie in the huge pages of the address space as their bytes do in those of the file:
     // where the file is held in huge pages, they are mapped as such.

@@ -103,6 +103,12 @@ class Region {
         --views_;
     }
 
+    void prefer_small_pages() {
+        if (!is_own_) raise_value("others have this memory, too");
+        if (mapping_.data() == nullptr || is_forked()) return;
+        mapping_.prefer_small_pages();
+    }
+
     static int refuse(Py_buffer* out, const char* reason) {
         if (out != nullptr) out->obj = nullptr;
         PyErr_SetString(PyExc_ValueError, reason);
@@ -163,6 +169,7 @@ void bind_memory(nb::module_& module) {
         .def(nb::init<std::uint64_t>(), nb::arg("num_bytes"))
         .def("register", &Region::register_with, nb::arg("device"))
         .def("discard", &Region::discard)
+        .def("prefer_small_pages", &Region::prefer_small_pages)
         .def("close", &Region::close);
 }
 

@@ -30,8 +30,10 @@ _SLOWEST_HUGE_STEP_S, _MOST_HUGE_S = 0.5, 20.0
 # a virtual machine whose host has not backed that memory yet.
 _DEAREST_HUGE_S_A_BYTE = 0.8 / (1 << 30)
 # What the request itself may take, however small.
-_LEAST_HUGE_S = 0.005
+_LEAST_HUGE_S = 0.002
 _HUGE_PAUSE_S = 60.0
+# Memory that others have just given back comes first, and is cheap.
+_TRIAL_BYTES, _MOST_TRIED_BYTES = 8 << 20, 256 << 20
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ def take(
     """
     if (room := available()) < num_bytes:
         raise out_of_room(num_bytes, room)
-    done, huge_left_s, huge_pages = 0, _MOST_HUGE_S, _huge_pages
+    done, huge_left_s = 0, _MOST_HUGE_S
     while done < num_bytes:
         step = min(step_bytes, num_bytes - done)
         room = available()
@@ -159,8 +161,8 @@ def take(
 
 
 class HugePages:
-    """Those that one process asks for, whose threads judge together: where a step of them was dear, none are
-    asked for in the next minute, for whatever region. `thread_time` is the seconds of a core that the calling
+    """Those that one process asks for, whose threads judge together: where some of them were dear, none are
+    asked for in the next minute, for whatever memory. `thread_time` is the seconds of a core that the calling
     thread has had."""
 
     def __init__(self, thread_time: Callable[[], float] = time.thread_time) -> None:
@@ -173,14 +175,37 @@ class HugePages:
         if began_s < self._not_before_s:
             return math.inf
         taken = _native.allocate_huge(descriptor, start, num_bytes)
-        now_s = time.monotonic()
-        if self._thread_time() - began_own_s > _LEAST_HUGE_S + num_bytes * _DEAREST_HUGE_S_A_BYTE:
-            self._not_before_s = now_s + _HUGE_PAUSE_S
+        took_s = time.monotonic() - began_s
+        if self._was_dear(began_own_s, num_bytes):
             return math.inf
-        return now_s - began_s if taken and now_s - began_s < _SLOWEST_HUGE_STEP_S else math.inf
+        return took_s if taken and took_s < _SLOWEST_HUGE_STEP_S else math.inf
+
+    def tried(self, memory: _native.Mapping, num_bytes: int) -> _native.Mapping:
+        """This memory of the process's own, of which nothing was touched yet: it comes in huge pages unless
+        they are dear, which its first quarter tells, as much of it as that takes."""
+        if num_bytes < STEP_BYTES:
+            return memory
+        address, most = _native.address_of(memory), min(num_bytes // 4, _MOST_TRIED_BYTES)
+        if any(self._is_dear(address + start) for start in range(0, most, _TRIAL_BYTES)):
+            memory.prefer_small_pages()
+        return memory
+
+    def _is_dear(self, address: int) -> bool:
+        """Whether those that are touched first from here on are dear, or others were in the last minute."""
+        if time.monotonic() < self._not_before_s:
+            return True
+        began_own_s = self._thread_time()
+        _native.populate(address, _TRIAL_BYTES, 1)
+        return self._was_dear(began_own_s, _TRIAL_BYTES)
+
+    def _was_dear(self, began_own_s: float, num_bytes: int) -> bool:
+        is_dear = self._thread_time() - began_own_s > _LEAST_HUGE_S + num_bytes * _DEAREST_HUGE_S_A_BYTE
+        if is_dear:
+            self._not_before_s = time.monotonic() + _HUGE_PAUSE_S
+        return is_dear
 
 
-_huge_pages = HugePages()
+huge_pages = HugePages()
 
 
 def out_of_room(needed: int, available: int) -> OutOfRoomError:

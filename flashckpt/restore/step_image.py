@@ -113,7 +113,7 @@ def private_memory(step: int, sizes: Sequence[int], more: int = 0) -> list[_nati
     error = None
     if needed <= available:
         try:
-            return [_native.Mapping(num_bytes=each) for each in sizes]
+            return [room.huge_pages.tried(_native.Mapping(num_bytes=each), each) for each in sizes]
         except OSError as refused:
             error, available = refused, 0
     raise OutOfRoomError(

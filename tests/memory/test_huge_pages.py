@@ -39,7 +39,7 @@ def folder(runtime: Path) -> Iterator[RuntimeFolder]:
 @pytest.fixture(autouse=True)
 def unjudged(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test goes by what huge pages took in another one."""
-    monkeypatch.setattr(room, "_huge_pages", room.HugePages())
+    monkeypatch.setattr(room, "huge_pages", room.HugePages())
 
 
 @pytest.fixture
@@ -201,7 +201,7 @@ def test_where_they_are_dear_no_region_has_more_than_one_step_of_them(
         assert os.fstat(descriptor).st_blocks * 512 == 3 << 26
         os.close(descriptor)
 
-    monkeypatch.setattr(room, "_huge_pages", room.HugePages(lambda: spent_s[0]))
+    monkeypatch.setattr(room, "huge_pages", room.HugePages(lambda: spent_s[0]))
     monkeypatch.setattr(_native, "allocate_huge", costs(0.25))
     take(first := os.memfd_create("cheap"))
     assert asked == [(first, 0), (first, 1 << 26), (first, 2 << 26)]
@@ -296,6 +296,29 @@ class TestMapping:
         assert "sh" not in flags
         assert bytes(mapping) == bytes(5 << 20)
         mapping.close()
+
+    @pytest.mark.parametrize(("seconds", "wish"), [(0.1, "hg"), (3.0, "nh")])
+    def test_memory_of_ones_own_is_in_huge_pages_unless_its_first_ones_are_dear(
+        self, monkeypatch: pytest.MonkeyPatch, seconds: float, wish: str
+    ) -> None:
+        spent_s, asked = itertools.count(step=seconds * (8 << 20) / (1 << 30) + 1e-6), list[tuple[int, int]]()
+        populate = _native.populate
+
+        def tries(address: int, num_bytes: int, threads: int) -> None:
+            asked.append((address, num_bytes))
+            populate(address, num_bytes, threads)
+
+        monkeypatch.setattr(_native, "populate", tries)
+        judge = room.HugePages(lambda: float(next(spent_s)))
+        made = [judge.tried(_native.Mapping(num_bytes=64 << 20), 64 << 20) for _ in range(2)]
+        small = judge.tried(_native.Mapping(num_bytes=1 << 20), 1 << 20)
+        addresses = [_native.address_of(each) for each in made]
+        assert [wish in smaps(each)["VmFlags"].split() for each in addresses] == [True, True]
+        # Once dear, they are not tried again; what is small is worth no trial.
+        tried = [(each, 8 << 20) for address in addresses for each in (address, address + (8 << 20))]
+        assert asked == tried[: 1 if wish == "nh" else 4]
+        for each in (*made, small):
+            each.close()
 
     def test_memory_of_ones_own_is_given_back_under_a_view(self) -> None:
         mapping = _native.Mapping(num_bytes=5 << 20)
