@@ -88,7 +88,8 @@ def check_records_of_buried(store: Store, owner: AttemptName) -> None:
 def is_of_remover(entry: Entry) -> bool:
     """Whether it is the record of somebody who may still be about to remove constants: he may be stopped, and
     a copier may put the same file there again."""
-    is_young = not entry.modified_s or time.time() - entry.modified_s < _REMOVER_S
+    # By its name: what stands for a record has the bytes of run.json, and is as old as that.
+    is_young = not entry.since_s or time.time() - entry.since_s < _REMOVER_S
     return is_young and BURIED.fullmatch(entry.name) is not None
 
 

@@ -33,7 +33,8 @@ def cut_off(store: Store) -> Iterator[tuple[str, Entry]]:
     for folder in _folders(store):
         for entry in store.list(folder):
             is_one = final_name(entry) or (not folder and _PROBE.fullmatch(entry.name))
-            if is_one and entry.modified_s and time.time() - entry.modified_s > _SAFE_AGE_S:
+            # By its name: who buries an old manifest has just given it this one.
+            if is_one and entry.since_s and time.time() - entry.since_s > _SAFE_AGE_S:
                 yield f"{folder}/{entry.name}" if folder else entry.name, entry
 
 

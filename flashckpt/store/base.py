@@ -49,14 +49,20 @@ class Capabilities:
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One name in a folder. `num_bytes` is the length of a file, 0 for a folder; `modified_s` the wall clock
-    of the store when it was written, 0 where it does not say. `is_compressed`: it stands there in fewer
-    bytes, and is read as if it did not."""
+    of the store when it was written, 0 where it does not say; `named_s` when it was given or lost a name, of
+    a file that has several. `is_compressed`: it stands there in fewer bytes, and is read as if it did not."""
 
     name: str
     is_folder: bool
     num_bytes: int
     modified_s: float = field(default=0.0, compare=False)
+    named_s: float = field(default=0.0, compare=False, kw_only=True)
     is_compressed: bool = field(default=False, compare=False)
+
+    @property
+    def since_s(self) -> float:
+        """When it may have got this name; 0 where the store does not say."""
+        return self.modified_s and max(self.modified_s, self.named_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,7 +165,10 @@ class LocalStore:
                     with suppress(FileNotFoundError):
                         status = entry.stat(follow_symlinks=False)
                         if stat.S_ISREG(status.st_mode):
-                            entries.append(Entry(entry.name, False, status.st_size, status.st_mtime))
+                            named_s = status.st_ctime if status.st_nlink > 1 else 0.0
+                            entries.append(
+                                Entry(entry.name, False, status.st_size, status.st_mtime, named_s=named_s)
+                            )
                         elif stat.S_ISDIR(status.st_mode):
                             entries.append(Entry(entry.name, True, 0, status.st_mtime))
         except FileNotFoundError:

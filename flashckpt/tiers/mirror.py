@@ -176,23 +176,30 @@ class Mirror:
 
     def _check_seen(self, each: VisibleStep) -> None:
         """RunError where another job has gone on there while the step was copied, and without it: no resume
-        would ever see it, and it goes again."""
+        would ever see it, and it goes again. It stays where somebody has claimed the run there since, who may
+        have read it, as `flashckpt branch` does."""
         assert self._target is not None
-        look = self._target.at_once()
+        target = self._target
+        look = target.at_once()
         newest = newest_started(look)
         if newest is None or newest in attempts.names(self._source).values():
             return
         last = {bound.attempt: bound.last_step for bound in attempts.bounds(look)}
         if each.step <= last.get(each.attempt, -1):
             return
-        retention.bury(self._target, each.step, each.attempt)
+
+        def may_go() -> bool:
+            return newest_claimed(target.at_once()) == newest
+
+        has_gone = may_go() and retention.bury(target, each.step, each.attempt, may_go)
+        there = "was removed there" if has_gone else "stays there, as another branch"
         raise RunError(
-            f"Step {each.step} of attempt {each.attempt} came too late to {self._target.url}: attempt "
-            f"{newest} of another job went on there without it. It was removed there, is as it was in "
+            f"Step {each.step} of attempt {each.attempt} came too late to {target.url}: attempt "
+            f"{newest} of another job went on there without it. It {there}, is as it was in "
             f"{self._source.url}, and nothing more is copied. Stop one of the two jobs, or give this one a "
             "remote of its own.",
             step=each.step,
-            path=self._target.url,
+            path=target.url,
         )
 
     def _chosen(self, wanted: VisibleStep | None, is_due: IsDue) -> VisibleStep | None:

@@ -24,6 +24,7 @@ from flashckpt.commit.steps import Committed, commit, missing_files, publish_par
 from flashckpt.commit.verification import verify
 from flashckpt.errors import DamagedError
 from flashckpt.format.names import (
+    RUN,
     AttemptName,
     attempt_folder,
     buried_path,
@@ -365,6 +366,23 @@ def test_constants_make_room_on_a_disk_that_is_full_to_the_last_byte(small_disk:
     assert constants.fresh_name(store, attempt, 0) == constants_name(0, 3)
     assert runs.commit(store, 200, attempt, constants=True)
     assert is_whole(store, 200, attempt)
+
+
+def test_what_stands_for_a_record_is_as_old_as_its_name(store: LocalStore) -> None:
+    """Not as run.json, which it is a link of: whoever removes has just begun."""
+    attempt = attempt_at(store)
+    os.utime(store.local_path(RUN), (0, time.time() - 1_000_000))
+    record = buried_path(attempt, "0123abcd")
+    assert store.copy(RUN, record)
+    publish(store, 100, attempt, constants=True)
+    with pytest.raises(DamagedError, match=f"{record}.* cannot be read.*Delete that file"):
+        commit(store, 100, attempt, 1)
+    second = attempt_at(store, None, 0)
+    assert commit(store, 100, second, 1) is Committed.WAITING
+    store.remove_tree(step_attempt_folder(100, attempt))
+    sweep_dead(store)
+    assert store.exists(record), "he may be about to go on"
+    store.remove(record)
 
 
 class CopyScene:

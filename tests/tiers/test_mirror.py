@@ -255,6 +255,49 @@ def test_a_step_that_comes_after_another_job_has_gone_on_is_no_hidden_branch(
         brought(mirror)
 
 
+@pytest.mark.parametrize("when", ["before it would be removed", "while it is"])
+def test_a_late_step_that_somebody_may_have_read_there_stays(
+    tiers: Tiers, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """`flashckpt branch` has read it on the remote, has claimed, and has not started yet."""
+    mirror = tiers.mirror()
+    tiers.add(1)
+    brought(mirror)
+    tiers.add(7)
+    late, claims = VisibleStep(7, tiers.attempt), list[AttemptName]()
+
+    def claimed() -> None:
+        if not claims:
+            assert lineage.resolve(tiers.target, late.step, late.attempt)
+            claims.append(attempts.claim(tiers.target, HOLDER))
+
+    def goes_on(point: str) -> None:
+        if point == "copy.records":
+            monkeypatch.undo()
+            gone_on(tiers, tiers.attempt, 1)
+            if when == "while it is":
+                monkeypatch.setattr(LocalStore, "replace", replaced)
+            else:
+                monkeypatch.setattr(crashpoints, "point", published)
+
+    def published(point: str) -> None:
+        if point == "manifest.linked":
+            claimed()
+
+    replace = LocalStore.replace
+
+    def replaced(store: LocalStore, path: str, data: bytes, *, durable: bool = True) -> None:
+        claimed()
+        replace(store, path, data, durable=durable)
+
+    monkeypatch.setattr(crashpoints, "point", goes_on)
+    with pytest.raises(RunError, match=r"Step 7 .* came too late .*stays there"):
+        brought(mirror)
+    [name] = claims
+    attempts.start(tiers.target, name, late.attempt, late.step, 2)
+    assert tiers.steps() == [1, 7]
+
+
 def test_a_remote_that_is_trained_on_itself_is_left_alone(tiers: Tiers) -> None:
     tiers.add(1)
     brought(tiers.mirror())
