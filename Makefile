@@ -34,6 +34,8 @@ WHICH ?= address thread
 WHEELS ?=
 OUT ?= bench-output/gpu
 export PYTHON VENV TORCH WHEELS
+# What is compiled stays, whatever the machine says: each worker of the tests would compile all of them anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 RUN := $(VENV)/bin
 CPP = $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name '*.cu' | grep -v third_party)
