@@ -404,7 +404,6 @@ def test_chunks_that_come_from_elsewhere_have_the_same_sums(num_bytes: int) -> N
         assert found == b"".join(map(_native.xxh3_128, chunks))
         assert [*array("Q", audit.digests())] == expected_digests(region.data, leaves)
         assert room is None or room == region.data
-    os.close(region.fd)
 
 
 def test_what_are_no_chunks_is_refused() -> None:
