@@ -21,7 +21,8 @@ from enum import Enum
 
 from flashckpt import _native, crashpoints
 from flashckpt.commit.attempts import newest_started
-from flashckpt.commit.lineage import VisibleStep, has_manifest
+from flashckpt.commit.lineage import VisibleStep, everything, has_manifest
+from flashckpt.commit.step_parts import part_paths
 from flashckpt.commit.steps import (
     Committed,
     StepRecord,
@@ -35,7 +36,7 @@ from flashckpt.commit.steps import (
 from flashckpt.commit.verification import verify_file
 from flashckpt.errors import DamagedError, NoSuchStepError, RunError
 from flashckpt.format.layout import PAGE
-from flashckpt.format.names import MARK, AttemptName, manifest_path, step_attempt_folder
+from flashckpt.format.names import MARK, AttemptName, constants_path, manifest_path, step_attempt_folder
 from flashckpt.format.records import CHUNK_BYTES, Contents, Manifest, Part, RankRecord, Tombstone, manifest_of
 from flashckpt.options import Compress
 from flashckpt.store.base import LengthError, MemoryRange, Read, Store, Written
@@ -289,7 +290,7 @@ class StepCopier:
         elif size is not None:
             is_known = self._known.get(path) == contents or path in self._compared
             if not (is_known and size == num_bytes) and not self._is_whole(path, contents):
-                if not self._repairs:
+                if not self._repairs or (contents is rank.constants and self._is_another(path, contents)):
                     raise self._in_its_place(path, record.step)
                 is_there, self._has_replaced = False, True
                 self._sent_bytes += self._write(path, contents, record.step, replaces=True)
@@ -306,6 +307,19 @@ class StepCopier:
             is_alike = (known.leaves, known.digests) == (contents.leaves, contents.digests)
             if is_alike and replace(known.shard, file="") == like:
                 return self._target.copy(other, path)
+        return False
+
+    def _is_another(self, path: str, contents: Contents) -> bool:
+        """Whether a step of the target names a constants shard, and says that it has other bytes: then it may
+        be all that is left of that one. A part that cannot be read says nothing."""
+        for each in everything(self._target):
+            for place in part_paths(self._target, step_attempt_folder(each.step, each.attempt)):
+                with suppress(DamagedError, FileNotFoundError):
+                    part = Part.from_bytes(self._target.read(place, Part.MAX_BYTES), place)
+                    found = [of.constants for of in part.ranks if of.constants is not None]
+                    named = (of.shard for of in found if constants_path(each.attempt, of.shard.file) == path)
+                    if any(replace(of, file="") != replace(contents.shard, file="") for of in named):
+                        return True
         return False
 
     def _is_whole(self, path: str, contents: Contents) -> bool:

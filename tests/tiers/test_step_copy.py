@@ -33,6 +33,7 @@ from flashckpt.store.base import Read, Store
 from flashckpt.store.local import LocalStore, System
 from flashckpt.tiers.run_copy import copy_run
 from flashckpt.tiers.step_copy import Copied, Outcome, StepCopier
+from tests.commit import runs
 from tests.commit.runs import HOLDER, attempt_at, publish
 from tests.contracts.flat_store import FlatStore
 
@@ -434,6 +435,30 @@ def test_a_repair_takes_no_other_step_for_damage(near: tuple[Store, Store], tmp_
     with pytest.raises(RunError, match="another file"):
         StepCopier(source, target, repairs=True).copy(10, attempt)
     assert files(tmp_path / "target") == before
+
+
+def test_a_repair_takes_no_constants_from_another_step(
+    pair: tuple[Store, Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the source a number has come again, as in runs of older versions: other bytes under one name."""
+    source, target = pair
+    attempt = made(source, [10])
+    copy_run(source, target)
+    retention.bury(source, 10, attempt)
+    for path in (tmp_path / "source").rglob("constants-*"):
+        path.unlink()
+    of = runs.contents_of
+    monkeypatch.setattr(
+        runs, "contents_of", lambda file, leaves: of(file, {n: a + 1 for n, a in leaves.items()})
+    )
+    add(source, 20, attempt)
+    before = files(tmp_path / "target")
+    assert verify(target).ok
+    with pytest.raises(RunError, match="another file"):
+        StepCopier(source, target, repairs=True).copy(20, attempt)
+    assert [each.step for each in lineage.visible(target)] == [10]
+    assert verify(target).ok
+    assert all(data == before[name] for name, data in files(tmp_path / "target").items() if name in before)
 
 
 @pytest.mark.process
