@@ -52,6 +52,7 @@ POINTS = {
     "prune.buried": "a tombstone, and all files of its step",
     "prune.removed": "a tombstone, and some files of its step",
     "prune.swept": "a claim whose attempt's folder is gone",
+    "copy.begun": "a step that is begun in the remote, and nothing of it",
     "copy.written": "a copied file that is durable, under a name that nobody reads",
     "copy.files": "copied files that nothing names",
     "copy.part": "a copied part without a manifest",

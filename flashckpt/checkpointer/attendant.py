@@ -376,15 +376,17 @@ class Attendant:
             self._look_at_ranks()
 
     def _look_at_start(self) -> None:
-        """Whether what this attempt went on from is on this node's own disk: what one node has in memory is
-        on its way there, another may have it there already. Once is said by one rank of the node."""
+        """Whether what this attempt went on from is on this node's own disk, or in the remote: what one node
+        has in memory is on its way there, another may have it there already. Once is said by one rank of the
+        node."""
         session, loaded = self._session, self._session.loaded
         is_due = session.ranks is not None and session.environment.rank == session.group.node[0]
         if not is_due or self._began_from_storage or loaded is None:
             return
         if time.monotonic() - self._start_looked_s >= _START_LOOK_S:
             self._start_looked_s = time.monotonic()
-            if is_committed(session.store, loaded.step, loaded.attempt):
+            remote = () if session.remote_run is None else session.remote_run.steps
+            if loaded in remote or is_committed(session.store, loaded.step, loaded.attempt):
                 self._began_from_storage = True
                 self._pacing.began_from_storage()
 

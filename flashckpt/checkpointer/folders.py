@@ -35,7 +35,7 @@ def open_together(
 ) -> Session:
     """Take part in one attempt with all ranks. Rank 0 claims it; then one rank of each other node joins, and
     finds or starts its keeper; the others find theirs. Rank 0 says what the remote has; where the run has
-    gone on there, the folder is told. OptionError for a remote of nodes that do not share a folder."""
+    gone on there, each folder is told."""
     session: Session | None = None
 
     def opened(known: KnownRun, join: AttemptName | None, claims: bool) -> list[str]:
@@ -148,8 +148,7 @@ def _folder_ranks(session: Session, group: Group) -> Ranks | None:
         who = [holder.boot_id, holder.runtime_id, holder.runtime, holder.lock]
         return [group.node[0], f"{xxh3_64(compact(who)):016x}", file_system_of(session.store.url)]
 
-    url = "" if session.remote is None else session.remote.url
-    found = group.agree("which nodes share the run's folder", mark, partial(_shared, remote=url))
+    found = group.agree("which nodes share the run's folder", mark, _shared)
     if found is None:
         return None
     folders = [tuple(range(*run) for run in runs) for runs, _ in found]
@@ -190,10 +189,9 @@ def file_system_of(folder: str) -> str:
     return "" if found is None else f"{'root ' * (found.point == '/')}{found.kind}"
 
 
-def _shared(rows: list[Any], remote: str = "") -> list[Any] | None:
+def _shared(rows: list[Any]) -> list[Any] | None:
     """The ranks of each folder and the kind of its file system; None where there is one. OptionError where
-    ranks of one node have several: their keeper is one, and has one; and where nodes do that have a
-    `remote`."""
+    ranks of one node have several: their keeper is one, and has one."""
     folders: dict[str, list[int]] = {}
     of_node: dict[int, str] = {}
     kinds: dict[str, str] = {}
@@ -207,10 +205,4 @@ def _shared(rows: list[Any], remote: str = "") -> list[Any] | None:
             )
     if len(folders) == 1:
         return None
-    if remote:
-        raise OptionError(
-            f"remote={remote}: the run's folder is not one on all nodes (there are {len(folders)}), and of "
-            "such a run nothing is copied to a remote. No step was loaded or changed. Give all nodes one "
-            "shared folder, or leave `remote` out."
-        )
     return [[ranks_to_json(ranks_of(ranks)), kinds[mark]] for mark, ranks in folders.items()]

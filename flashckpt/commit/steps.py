@@ -185,10 +185,13 @@ def commit(
     ranks: Ranks | None = None,
     *,
     seen: Store | None = None,
+    is_copy: bool = False,
 ) -> Committed:
     """Write the manifest once the parts cover every rank exactly once. Any number may call it at once.
     `ranks`: those that commit here, where others have folders of their own; None for all of `world`. `seen`:
     the look by which the one part of all ranks was just published, where it is: its files need no other.
+    `is_copy`: each node has committed its part elsewhere before it was copied here, so that an attempt which
+    went on from this step, or from a later one, does not keep it out.
 
     SupersededError if a newer attempt has started, or the nodes have snapshots of different boundaries under
     this number, of which nobody makes one step; DivergedError where replicas are not alike; DamagedError
@@ -210,7 +213,7 @@ def commit(
     _check_parts(look, manifest, rows, heads)
     # To read many parts takes a while.
     look, above = look if len(rows) == 1 else store.at_once(), store.at_once()
-    _check_due(above, look, manifest, heads[0].boundary)
+    _check_due(above, look, manifest, None if is_copy else heads[0].boundary)
     manifest = replace(manifest, compressed=stands_compressed(above, look, manifest))
     began = time.monotonic()
     done = publish_manifest(store, manifest, manifest.to_bytes())
@@ -237,15 +240,19 @@ def _check_parts(
             read_named_bytes(look, folder, row, manifest.step)
 
 
-def _check_due(above: Store, look: Store, manifest: Manifest, boundary: int) -> None:
+def _check_due(above: Store, look: Store, manifest: Manifest, boundary: int | None) -> None:
     """The last looks before a manifest, at attempts by `above` and at steps by `look`: its files are there,
-    and no attempt has started that goes on without it. Raises as `commit` does."""
+    and no attempt has started that goes on without it. `boundary`: None for a copy. Raises as `commit` does.
+    """
     step, attempt = manifest.step, manifest.attempt
     folder = step_attempt_folder(step, attempt)
     _check_files(look, folder, manifest.shards, step)
     if manifest.constants:
         above.list(ATTEMPTS)  # so that one listing has them, and the attempts that have started
         check_constants(above, manifest)
+    if boundary is None:
+        _check_seen(above, step, attempt)
+        return
     newer = superseded_by(above, attempt, step, boundary)
     if newer is not None:
         raise SupersededError(
@@ -269,7 +276,7 @@ def stands_compressed(above: Store, look: Store, manifest: Manifest) -> bool:
 
 
 def _check_seen(store: Store, step: int, attempt: AttemptName) -> None:
-    """SupersededError where an attempt that has started meanwhile went on without this step."""
+    """SupersededError where an attempt that has started since went on without this step."""
     newer = started_after(store, attempt)
     begun = None if newer is None else read_start(store, newer)
     if begun is None or any(
@@ -277,7 +284,7 @@ def _check_seen(store: Store, step: int, attempt: AttemptName) -> None:
     ):
         return
     raise SupersededError(
-        f"attempt {newer} has started while step {step} of attempt {attempt} was committed, and went on "
+        f"attempt {newer} has started before step {step} of attempt {attempt} was committed, and went on "
         "without it: no resume sees it. Other steps are untouched. End this process.",
         step=step,
         path=step_attempt_folder(step, attempt),

@@ -74,7 +74,7 @@ class Keeper:
         self.queue = Queue(self.regions, writer, worker, self.ledger, told=self._told)
         self.mirroring = mirroring = Mirroring(store, self._wake, self.ledger, self.outcomes.count)
         deleter, hands = Worker("deletions", self._wake), (self.queue.in_hand, self.outcomes.count)
-        spared = lambda: mirroring.copying  # noqa: E731
+        spared = lambda: mirroring.spared  # noqa: E731
         self.deletions = Deletions(store, self.regions, self.ledger, deleter, *hands, spared)
         self._allocation = Allocation(
             self.regions, self.queue.is_needed, self._wake, stands=lambda: election.stands(folder)
@@ -223,7 +223,7 @@ class Keeper:
             return
         if outcome.is_of_all:
             self._settle(attempt, {each.slot.name for each in job.members()})
-            self.mirroring.committed(job.step, attempt)
+        self.mirroring.committed(job.step, attempt)
         known = self.queue.known(attempt)
         if known is not None and known.keep is not None:
             # After the commit was told, and beside the next one: nobody waits for deletions.

@@ -2,8 +2,9 @@
 would leave stays for it.
 
 Owns the order of copies and their worker, whom nothing here waits for. What a copy is, tiers/mirror.py says.
-Of several nodes the keeper of rank 0's copies, and it alone deletes in the folder that they share: no other
-knows what is being copied.
+Of several nodes with one folder the keeper of the lowest rank's copies, and it alone deletes in it: no other
+knows what is being copied. Where nodes have folders of their own, each sends its part of the same steps, and
+looks at the remote again and again for what another has begun there.
 """
 
 from __future__ import annotations
@@ -19,18 +20,19 @@ from flashckpt.format.names import AttemptName
 from flashckpt.keeper.protocol import RemoteStatus
 from flashckpt.keeper.trainers import Trainer
 from flashckpt.options import Remote, duration_s
-from flashckpt.persist.job import pause_s
+from flashckpt.persist.job import look_again_s, pause_s
 from flashckpt.persist.ledger import Event, Ledger
 from flashckpt.persist.worker import Worker
 from flashckpt.store.base import Store
 from flashckpt.tiers.mirror import Mirror, Mirrored
-from flashckpt.tiers.step_copy import Outcome
+from flashckpt.tiers.step_copy import Copied, Outcome
 
 log = logging.getLogger(__name__)
 
 # Once nobody trains: the keeper stays for it.
 _LONGEST_LAST_PAUSE_S = 5.0
 _LOOK_S = 1.0
+_LONGEST_LAST_LOOK_S = 1.0
 _MOST_TEXT = 400
 
 
@@ -40,7 +42,8 @@ class Mirroring:
     def __init__(self, store: Store, wake: int, ledger: Ledger, count: Callable[[str, int], None]) -> None:
         self._store, self._wake, self._ledger, self._count = store, wake, ledger, count
         self._remote: Remote | None = None
-        self._is_ours = self._is_living = False
+        self._ranks: tuple[int, ...] = ()
+        self._is_living = False
         self._attempt: AttemptName | None = None
         self._mirror: Mirror | None = None
         self._worker: Worker | None = None
@@ -55,6 +58,8 @@ class Mirroring:
         self._due_s = 0.0
         self._stays_since: float | None = None
         self._moved = 0.0, 0
+        # Where other nodes send parts of the same steps.
+        self._waits, self._files, self._looks = False, 0, 0
         self._look_anew()
 
     def _look_anew(self) -> None:
@@ -66,12 +71,24 @@ class Mirroring:
         self._wanted: VisibleStep | None = None
         self._taken: VisibleStep | None = None
         self._handled: VisibleStep | None = None
+        # The one of which this node has sent its part last, which those of others may not be beside yet.
+        self._sent: VisibleStep | None = None
 
     @property
-    def copying(self) -> VisibleStep | None:
-        """The step that is being copied now. May be asked by any thread."""
+    def spared(self) -> VisibleStep | None:
+        """The step that is being copied now, and is to stay. May be asked by any thread."""
         mirror = self._mirror
-        return None if mirror is None else mirror.copying
+        return None if mirror is None else mirror.spared
+
+    @property
+    def _is_ours(self) -> bool:
+        """Whether this keeper copies from the run's folder: as long as that is not known rank 0's does."""
+        is_known = self._mirror is not None and self._mirror.is_ours is not None
+        return bool(self._mirror and self._mirror.is_ours) if is_known else 0 in self._ranks
+
+    @property
+    def _is_joint(self) -> bool:
+        return self._mirror is not None and self._mirror.is_joint
 
     @property
     def leaves_deletions(self) -> bool:
@@ -89,26 +106,29 @@ class Mirroring:
         self._stays_since = None
         newest = max(named, key=lambda each: (each.attempt or AttemptName(0, ""), -each.rank))
         self._linger_s, self._grace_s = newest.linger_s, newest.grace_s
-        is_ours = 0 in newest.ranks
-        if (newest.remote, is_ours) != (self._remote, self._is_ours):
-            self._remote, self._is_ours = newest.remote, is_ours
+        if (newest.remote, newest.ranks) != (self._remote, self._ranks):
+            self._remote, self._ranks = newest.remote, newest.ranks
             self._begin_anew()
             self._mirror = self._worker = None  # one that hangs in its store is left there
-            if self._remote is not None and is_ours:
-                self._mirror, self._worker = Mirror(self._store, self._remote), Worker("mirror", self._wake)
+            if self._remote is not None:
+                self._mirror = Mirror(self._store, self._remote, self._ranks)
+                self._worker = Worker("mirror", self._wake)
         elif newest.attempt != self._attempt:
             self._look_anew()
         self._attempt = newest.attempt
 
     def committed(self, step: int, attempt: AttemptName) -> None:
-        """A step is committed here, by all its ranks."""
+        """A step is committed here, by all ranks that commit here."""
         each, newest = VisibleStep(step, attempt), self._newest
         if self._mirror is None or (
             newest is not None and (attempt.number, step) <= (newest.attempt.number, newest.step)
         ):
             return
-        self._newest = each
-        last = self._wanted or self._taken or self._there
+        self._newest, self._looks, self._look_s = each, 0, min(self._look_s, time.monotonic())
+        if self._is_joint and not self._begins:
+            return
+        there = max((each for each in (self._sent, self._there) if each is not None), default=None)
+        last = self._wanted or self._taken or there
         if self._is_due(None if last is None else last.step, step):
             self._replace_wanted(each)
 
@@ -117,6 +137,11 @@ class Mirroring:
         if self._wanted is not None and not isinstance(self._every, str):
             self._count("mirror_skipped", 1)
         self._wanted = each
+
+    @property
+    def _begins(self) -> bool:
+        """Whether this keeper begins steps, of which others send their parts: the last of all each may."""
+        return 0 in self._ranks or not self._is_living
 
     @property
     def _every(self) -> str | int | None:
@@ -136,13 +161,19 @@ class Mirroring:
         if mirror is None or worker is None:
             return
         worker.collect()
+        if mirror.is_ours is False and not self._is_unknown:
+            return
         if not self._is_living and self._wanted is None and not self._is_last_handled:
             self._wanted = self._newest
         is_wanted = self._wanted is not None and (now >= self._due_s or not self._is_living)
-        looks = self._is_unknown and now >= self._look_s
-        if worker.busy or now < self._failed_s + self._pause_s or not (looks or is_wanted):
+        looks = (self._is_unknown or self._is_joint) and now >= self._look_s
+        is_due = looks or (is_wanted and not self._is_joint)
+        if worker.busy or now < self._failed_s + self._pause_s or not is_due:
             return
-        wanted, self._wanted = self._wanted, None
+        begins, looks = self._begins and (is_wanted or self._is_unknown), looks and self._is_unknown
+        wanted = None
+        if is_wanted or not self._is_joint:
+            wanted, self._wanted = self._wanted, None
         self._taken, self._is_unknown = wanted, False
 
         def done(found: Mirrored | BaseException) -> None:
@@ -152,7 +183,8 @@ class Mirroring:
             else:
                 self._done(found, wanted, time.monotonic() - now)
 
-        worker.submit(partial(mirror.bring, wanted, self._is_due), done)
+        how = {"begins": begins, "is_last": not self._is_living}
+        worker.submit(partial(mirror.bring, wanted, self._is_due, **how), done)
 
     @property
     def _pause_s(self) -> float:
@@ -162,31 +194,59 @@ class Mirroring:
 
     @property
     def _is_last_handled(self) -> bool:
+        if self._is_joint and self._newest is not None:
+            # That this node has sent its part is not enough.
+            return self._there is not None and self._there >= self._newest
         return self._newest in (None, self._taken, self._there, self._handled)
 
     def _done(self, found: Mirrored, wanted: VisibleStep | None, seconds: float) -> None:
-        self._there, self._handled = found.newest, wanted
+        self._handled = wanted
+        if self._is_joint:
+            self._met(found, wanted)
+        self._there = found.newest
         self._error, self._tries, self._hopeless = "", 0, False
-        if found.of != self._attempt and self._is_living:
+        is_nobodys = self._mirror is not None and self._mirror.is_ours is None
+        if found.of != self._attempt and (self._is_living or is_nobodys):
             # It has not said yet what it goes on from: the remote is to know that, too.
             self._is_unknown, self._look_s = True, time.monotonic() + _LOOK_S
-        copied, remote = found.copied, self._remote
-        if copied is None or remote is None:
+        if self._remote is None:
             return
+        self._note_pruned(found, self._remote.url)
+        if found.copied is not None:
+            self._note_copied(found.copied, self._remote, seconds)
+
+    def _note_copied(self, copied: Copied, remote: Remote, seconds: float) -> None:
         if isinstance(remote.every, str):
             self._due_s = time.monotonic() - seconds + duration_s(remote.every, "remote_every")
-        attempt, about = str(copied.attempt), {"remote": remote.url, "step": copied.step}
-        if copied.outcome is Outcome.COPIED:
+        about = {"remote": remote.url, "step": copied.step}
+        if copied.outcome in (Outcome.COPIED, Outcome.PART):
             self._count("mirrored", 1)
             self._count("mirrored_bytes", copied.sent_bytes)
         sizes = {"num_bytes": copied.num_bytes, "sent_bytes": copied.sent_bytes}
         how = {"outcome": copied.outcome.value, "seconds": round(seconds, 4)}
-        self._ledger.add(attempt, Event.MIRROR, **about, **sizes, **how)
+        self._ledger.add(str(copied.attempt), Event.MIRROR, **about, **sizes, **how)
+
+    def _note_pruned(self, found: Mirrored, url: str) -> None:
+        attempt = None if found.of is None else str(found.of)
         if found.pruned:
-            self._ledger.add(attempt, Event.PRUNE, remote=remote.url, steps=list(found.pruned))
+            self._ledger.add(attempt, Event.PRUNE, remote=url, steps=list(found.pruned))
         if found.problem:
             problem = found.problem[:_MOST_TEXT]
-            self._ledger.add(attempt, Event.ERROR, what="mirror prune", message=problem, **about)
+            self._ledger.add(attempt, Event.ERROR, what="mirror prune", message=problem, remote=url)
+
+    def _met(self, found: Mirrored, wanted: VisibleStep | None) -> None:
+        """Where other nodes send parts, too: when the remote is looked at again."""
+        now = time.monotonic()
+        if found.copied is not None:
+            self._sent = VisibleStep(found.copied.step, found.copied.attempt)
+        if found.copied is not None or (found.newest, found.files) != (self._there, self._files):
+            self._looks = 0
+            self._moved = now, self._moved[1]  # another node is at it
+        self._waits, self._files, self._looks = found.waits, found.files, self._looks + 1
+        pause = look_again_s(self._looks)
+        self._look_s = now + (pause if self._is_living else min(pause, _LONGEST_LAST_LOOK_S))
+        if found.is_put_off and wanted is not None and self._wanted is None:
+            self._wanted = wanted
 
     def _failed(self, error: BaseException, wanted: VisibleStep | None, *, looked: bool) -> None:
         self._tries, self._failed_s = self._tries + 1, time.monotonic()
@@ -215,8 +275,15 @@ class Mirroring:
 
     @property
     def _is_behind(self) -> bool:
-        if self._mirror is None or self._worker is None:
+        if self._mirror is None or self._worker is None or self._mirror.is_ours is False:
             return False
+        if self._mirror.is_ours is None and 0 not in self._ranks:
+            return self._newest is not None  # whose it is to copy that is still to be found out
+        if self._is_joint and not self._is_unknown:
+            # The worker looks at the remote even where there is nothing to do.
+            if self._is_living:
+                return self._waits or self._wanted is not None or self._mirror.copying is not None
+            return self._waits or not self._is_last_handled
         is_at_it = self._worker.busy or self._is_unknown or self._wanted is not None
         return is_at_it or not self._is_last_handled
 
@@ -250,7 +317,7 @@ class Mirroring:
 
     def status(self) -> RemoteStatus | None:
         """None where this keeper copies nothing."""
-        if self._mirror is None or self._remote is None:
+        if self._mirror is None or self._remote is None or not self._is_ours:
             return None
         copying = self._mirror.copying
         return RemoteStatus(

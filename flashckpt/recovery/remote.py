@@ -24,8 +24,10 @@ log = logging.getLogger(__name__)
 _FATES = {
     Outcome.COPIED: RemoteFate.COPIED,
     Outcome.THERE: RemoteFate.THERE,
+    Outcome.PART: RemoteFate.PART,
     Outcome.BURIED: RemoteFate.BURIED,
 }
+_UNSEEN = (Outcome.PART, Outcome.BURIED)
 
 
 def bring_newest(store: Store, remote: Store, watcher: Watcher, *, dry_run: bool) -> RemoteReport:
@@ -40,6 +42,7 @@ def bring_newest(store: Store, remote: Store, watcher: Watcher, *, dry_run: bool
             remote,
             progress=watcher.progress,
             may_supersede=lambda: refuse_if_trained(remote),
+            joins=True,
         )
     except NoSuchStepError:
         return RemoteReport(url=remote.url, outcome=RemoteFate.NOTHING)
@@ -57,7 +60,7 @@ def bring_newest(store: Store, remote: Store, watcher: Watcher, *, dry_run: bool
         step=found.step,
         attempt=found.attempt,
         sent_bytes=found.copied.sent_bytes,
-        note="" if found.is_visible or found.copied.outcome is Outcome.BURIED else hidden,
+        note="" if found.is_visible or found.copied.outcome in _UNSEEN else hidden,
     )
 
 

@@ -98,6 +98,8 @@ class RemoteFate(str, Enum):
 
     COPIED = "copied"
     THERE = "there already"
+    PART = "waits for the other nodes"
+    """What this node's own disk has of it is there; those of other nodes have the rest."""
     BURIED = "deleted there"
     """Its retention has deleted the step, and it stays deleted."""
     MISSING = "missing"

@@ -414,6 +414,15 @@ class StepChoice:
             return True  # it is passed over, and said, when it is loaded
         return not isinstance(manifest, Manifest) or manifest.has(self._rank)
 
+    def _is_partly_here(self, candidate: Candidate) -> bool:
+        """Whether this folder, a node's own disk, has some ranks of a step alone, and the remote all of it:
+        what is not here, as for another number of ranks, is read there."""
+        each = VisibleStep(candidate.step, candidate.attempt)
+        if candidate.tier != "local" or self._remote is None or each not in self._remote.steps:
+            return False
+        manifest = read_manifest(self._store, each.step, each.attempt)
+        return isinstance(manifest, Manifest) and manifest.ranks is not None
+
     def _usable_or_none(self, candidate: Candidate, read: Callable[[], _Found]) -> _Found | None:
         """What `read` gives of a candidate. None, said and noted in `refused`, where it cannot be used.
         Raises what `choose` does."""
@@ -554,7 +563,7 @@ class StepChoice:
                 step=candidate.step,
                 path=store.url,
             ) from error
-        if isinstance(error, NoSuchStepError):
+        if isinstance(error, NoSuchStepError) and not self._is_partly_here(candidate):
             raise error
 
     def _leave_behind(self, candidate: Candidate, error: Exception) -> None:

@@ -7,7 +7,7 @@ is mixed. No `alive` is brought but that of an attempt that ended: nobody trains
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flashckpt.commit import attempts
 from flashckpt.errors import DamagedError, RunError
@@ -37,6 +37,13 @@ class AttemptRecords:
             return None
         alive = attempts.alive(store, name)
         return cls(name, claim, start, "" if alive is None else alive.ended)
+
+    def of_all_ranks(self) -> AttemptRecords:
+        """As they stand where all ranks of a job are, whose nodes have folders of their own."""
+        found = Start.from_bytes(self.start, start_path(self.name))
+        if found.ranks is None:
+            return self
+        return replace(self, start=replace(found, ranks=None).to_bytes())
 
 
 def needed(source: Store, step_of: AttemptName) -> list[AttemptRecords]:
@@ -100,8 +107,21 @@ def _check_alike(target: Store, records: AttemptRecords) -> None:
             continue
         except DamagedError as error:
             raise DamagedError(f"{target.url}: {error}", path=path) from error
-        if found != data:
+        if found != data and not _are_of_one(found, records, path):
             raise _other_history(target, records.name, path)
+
+
+def _are_of_one(found: bytes, records: AttemptRecords, path: str) -> bool:
+    """Whether what stands there is of the very attempt, which went on from the same boundary: each node with
+    a folder of its own has made that folder's claim."""
+    try:
+        if path == claim_path(records.name.number):
+            return Claim.from_bytes(found, path).attempt == records.name
+        there, here = Start.from_bytes(found, path), Start.from_bytes(records.start, path)
+    except DamagedError:
+        return False
+    fields = ("parent", "step", "boundary", "world", "ranks")
+    return all(getattr(there, field) == getattr(here, field) for field in fields)
 
 
 def _other_history(target: Store, name: AttemptName, path: str = "") -> RunError:

@@ -7,23 +7,28 @@ to say.
 
 from __future__ import annotations
 
+import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from flashckpt import _native
 from flashckpt.commit import attempts, holder, retention
-from flashckpt.commit.attempts import newest_claimed, newest_started, open_run
+from flashckpt.commit.attempts import newest_claimed, newest_started, open_run, ranks_here
 from flashckpt.commit.cut_off import remove_cut_off
 from flashckpt.commit.lineage import VisibleStep, newest_first
-from flashckpt.errors import NoSuchStepError, RunError
+from flashckpt.errors import FlashckptError, NoSuchStepError, RunError
 from flashckpt.format.names import AttemptName
 from flashckpt.options import Remote
 from flashckpt.store import open_store
 from flashckpt.store.base import Store
+from flashckpt.tiers.node_parts import Begun, NodeParts
 from flashckpt.tiers.step_copy import Copied, Outcome, StepCopier
 
 _TRIES = 4
+# So long retention here leaves a step that other nodes have begun, while the remote does not take its part.
+_SPARED_S = 600.0
 
 # Whether a step is to be copied: takes the newest that the remote has, None for none, and this one.
 IsDue = Callable[[int | None, int], bool]
@@ -33,20 +38,33 @@ IsDue = Callable[[int | None, int], bool]
 class Mirrored:
     """What was done. `of` is the newest attempt that has started here, `newest` the newest step that the
     remote has; `copied` is None where nothing was due; `pruned` went there by its retention, and `problem`
-    says why something could not."""
+    says why something could not. Where nodes have folders of their own: `waits` for what is begun there and
+    is here; `files` are those of what is begun; `is_put_off`: what was wanted is to be begun later."""
 
     of: AttemptName | None
     newest: VisibleStep | None = None
     copied: Copied | None = None
     pruned: tuple[int, ...] = ()
     problem: str = ""
+    waits: bool = False
+    files: int = 0
+    is_put_off: bool = False
 
 
 class Mirror:
-    """For one thread, but for `copying`, the step that is being copied, and `progress_bytes`."""
+    """For one thread, but for `copying`, the step that is being copied, `spared` and `progress_bytes`.
+    `ranks` are those of this node. `is_ours`: this node copies from its folder, which it may share; None
+    while that is not known. `is_joint`: other nodes, with folders of their own, send parts of the same
+    steps."""
 
-    def __init__(self, source: Store, remote: Remote) -> None:
-        self._source, self._remote = source, remote
+    def __init__(self, source: Store, remote: Remote, ranks: Sequence[int] = (0,)) -> None:
+        self._source, self._remote, self._ranks = source, remote, ranks
+        self.is_ours: bool | None = None
+        self.is_joint = False
+        self._parts: NodeParts | None = None
+        self._pruned_at: VisibleStep | None = None
+        # What other nodes may have sent, and this one could not, with when that was first tried.
+        self._failed: tuple[VisibleStep, float] | None = None
         self.copying: VisibleStep | None = None
         self._progress = array("Q", [0])
         self._target: Store | None = None
@@ -59,19 +77,35 @@ class Mirror:
     def progress_bytes(self) -> int:
         return int(_native.load(_native.address_of(self._progress)))
 
-    def bring(self, wanted: VisibleStep | None, is_due: IsDue) -> Mirrored:
+    @property
+    def spared(self) -> VisibleStep | None:
+        """The step that retention here leaves."""
+        copying, failed = self.copying, self._failed
+        if copying is None and failed is not None and time.monotonic() - failed[1] < _SPARED_S:
+            return failed[0]
+        return copying
+
+    def bring(
+        self, wanted: VisibleStep | None, is_due: IsDue, *, begins: bool = True, is_last: bool = False
+    ) -> Mirrored:
         """Copy a step, or, where it is none that a resume sees or None, the newest, if `is_due`; then delete
-        what is kept no longer in the remote.
+        what is kept no longer in the remote. Where nodes have folders of their own: send this node's part of
+        what is begun there, or of this one, where it `begins` some; `is_last`: nobody trains any more.
 
         OSError where a store fails; RunError where the remote holds another run, or another job has gone on
         with it; DamagedError where the step is damaged here. Then the remote has whole steps alone.
         """
+        newest = self._look_whose()
+        if not (self.is_ours or (self.is_ours is None and 0 in self._ranks)):
+            return Mirrored(of=newest)
         target, copier = self._opened()
         if wanted is None and self._begins(target):
             return Mirrored(of=self._settled, newest=self._newest)
         self._settle(target, copier)
         if self._settled is None:
             return Mirrored(of=None)
+        if self.is_joint:
+            return self._join(target, copier, wanted, is_due if begins else None, is_last=is_last)
         try:
             copied = self._copied(copier, wanted, is_due)
         finally:
@@ -91,6 +125,16 @@ class Mirror:
             pruned=tuple(each.step for each in pruned),
             problem=problem,
         )
+
+    def _look_whose(self) -> AttemptName | None:
+        """Of the nodes that share a folder that of its lowest rank copies from it. The newest attempt that
+        has started tells."""
+        newest = newest_started(self._source)
+        here = None if newest is None else ranks_here(self._source, newest)
+        self.is_joint = here is not None
+        if newest is not None:
+            self.is_ours = (0 if here is None else here[0][0]) in self._ranks
+        return newest
 
     def _opened(self) -> tuple[Store, StepCopier]:
         if self._target is None:
@@ -120,8 +164,16 @@ class Mirror:
                 progress=_native.address_of(self._progress),
                 compress=self._remote.compress,
                 may_supersede=lambda: holder.check(target, holder.here()),
+                joins=True,
             )
+            self._parts = NodeParts(self._source, target, partial(self._meet, self._copier))
         return target, self._copier
+
+    def _meet(self, copier: StepCopier, each: VisibleStep) -> Outcome:
+        outcome = copier.meet(each.step, each.attempt)
+        if outcome is Outcome.COPIED:
+            self._check_seen(each)
+        return outcome
 
     def _begins(self, target: Store) -> bool:
         """Whether an attempt of the source is about to go on from what the target has, and does not say so
@@ -154,9 +206,84 @@ class Mirror:
                 path=target.url,
             )
 
+    def _join(
+        self,
+        target: Store,
+        copier: StepCopier,
+        wanted: VisibleStep | None,
+        is_due: IsDue | None,
+        *,
+        is_last: bool,
+    ) -> Mirrored:
+        """`is_due` is None where this node begins nothing."""
+        parts = self._parts
+        assert parts is not None
+        assert self._settled is not None
+        begun, copied, is_put_off = parts.look(), None, False
+        self._newest = parts.newest
+        if (each := parts.to_follow(begun, is_last=is_last)) is not None:
+            copied = self._sent(copier, parts, each)
+        elif is_due is not None:
+            here = (each.at for each in begun if each.parts)
+            last = max((each for each in (self._newest, next(here, None)) if each), default=None)
+            each = self._chosen(wanted, is_due, last)
+            if each is not None and (last is None or each.step > last.step):
+                is_put_off = not parts.may_begin(begun, is_last=is_last)
+                if not is_put_off:
+                    parts.begin(each)
+                    copied = self._sent(copier, parts, each)
+        pruned, problem = self._prune_joint(target, parts, begun)
+        waits = any(each.parts for each in begun) or copied is not None
+        return Mirrored(
+            of=self._settled, newest=self._newest, copied=copied, pruned=pruned, problem=problem, waits=waits,
+            files=sum(len(each.files) for each in begun), is_put_off=is_put_off,
+        )  # fmt: skip
+
+    def _sent(self, copier: StepCopier, parts: NodeParts, each: VisibleStep) -> Copied | None:
+        """None where the step was deleted here."""
+        began = time.monotonic()
+        self.copying = each
+        if self._failed is None or self._failed[0] != each:
+            self._failed = each, began
+        try:
+            copied = copier.copy(each.step, each.attempt)
+        except NoSuchStepError:
+            return None
+        except FlashckptError:
+            parts.give_up(each)
+            raise
+        finally:
+            self.copying = None
+        self._failed = None
+        if copied.outcome is Outcome.COPIED:
+            self._check_seen(each)
+        parts.sent(copied, time.monotonic() - began)
+        if copied.outcome not in (Outcome.PART, Outcome.BURIED):
+            self._newest = max(each, self._newest or each)
+        return copied
+
+    def _prune_joint(
+        self, target: Store, parts: NodeParts, begun: Sequence[Begun]
+    ) -> tuple[tuple[int, ...], str]:
+        """The keeper of rank 0's node alone deletes there. What goes of the unfinished are steps that two
+        whole ones have overtaken, and what nobody has added to for long: of no use to who may be at them."""
+        assert self._settled is not None
+        if 0 not in self._ranks:
+            return (), ""
+        gone = list[VisibleStep]()
+        try:
+            if self._newest != self._pruned_at:
+                # Other nodes commit there, too: tombstones stay.
+                gone = retention.prune(target, self._settled, self._remote.keep)
+                self._pruned_at = self._newest
+            parts.remove_stale(begun, self._settled)
+        except OSError as error:
+            return tuple(each.step for each in gone), str(error)
+        return tuple(each.step for each in gone), ""
+
     def _copied(self, copier: StepCopier, wanted: VisibleStep | None, is_due: IsDue) -> Copied | None:
         for _ in range(_TRIES):
-            each = self._chosen(wanted, is_due)
+            each = self._chosen(wanted, is_due, self._newest)
             if each is None:
                 return None
             # From here on retention leaves it. Where it was faster there is a newer one.
@@ -169,7 +296,8 @@ class Mirror:
             if copied.outcome is Outcome.COPIED:
                 self._check_seen(each)
             before = self._newest
-            if copied.outcome is not Outcome.BURIED and (before is None or before.step <= each.step):
+            is_there = copied.outcome not in (Outcome.PART, Outcome.BURIED)
+            if is_there and (before is None or before.step <= each.step):
                 self._newest = each
             return copied
         return None
@@ -202,7 +330,10 @@ class Mirror:
             path=target.url,
         )
 
-    def _chosen(self, wanted: VisibleStep | None, is_due: IsDue) -> VisibleStep | None:
+    def _chosen(
+        self, wanted: VisibleStep | None, is_due: IsDue, last: VisibleStep | None
+    ) -> VisibleStep | None:
+        """`last`: the newest there."""
         newest = None
         for each in newest_first(self._source.at_once()):
             newest = newest or each
@@ -215,6 +346,6 @@ class Mirror:
             wanted = None
         if wanted is not None:
             return wanted
-        if newest is None or (self._newest is not None and newest.step <= self._newest.step):
+        if newest is None or (last is not None and newest.step <= last.step):
             return None  # what was read there may be newer than all that is here
-        return newest if is_due(None if self._newest is None else self._newest.step, newest.step) else None
+        return newest if is_due(None if last is None else last.step, newest.step) else None

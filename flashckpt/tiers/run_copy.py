@@ -65,9 +65,10 @@ def copy_run(
     repairs: bool = False,
     progress: Progress = lambda done, total: None,
     may_supersede: Callable[[], None] = lambda: None,
+    joins: bool = False,
 ) -> RunCopy:
     """Copy a committed step: the one that a resume would take, or `step`; with `all_steps` every visible one.
-    What is there already is not sent again. `compress`: see `Compression`; `repairs`: see `StepCopier`.
+    What is there already is not sent again. `compress`: see `Compression`; `repairs`, `joins`: `StepCopier`.
 
     Of one step all errors are raised; with `all_steps` a damaged one is told of, the others are copied, and
     one that is deleted meanwhile is left out. RunError where the target holds another run, or has gone on by
@@ -91,6 +92,7 @@ def copy_run(
         compress=compress,
         repairs=repairs,
         may_supersede=may_supersede,
+        joins=joins,
     )
 
     def deed() -> list[StepResult]:
@@ -147,7 +149,7 @@ def _one(copier: StepCopier, each: VisibleStep, *, tells: bool) -> StepResult | 
 
 
 def _seen(row: StepResult, lineage: dict[AttemptName, int]) -> StepResult:
-    is_there = row.copied is not None and row.copied.outcome is not Outcome.BURIED
+    is_there = row.copied is not None and row.copied.outcome not in (Outcome.PART, Outcome.BURIED)
     return StepResult(
         step=row.step,
         attempt=row.attempt,

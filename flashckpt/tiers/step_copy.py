@@ -27,6 +27,7 @@ from flashckpt.commit.steps import (
     Committed,
     StepRecord,
     check_constants,
+    commit,
     missing_files,
     publish_manifest,
     read_manifest,
@@ -41,7 +42,7 @@ from flashckpt.format.records import CHUNK_BYTES, Contents, Manifest, Part, Rank
 from flashckpt.options import Compress
 from flashckpt.store.base import LengthError, MemoryRange, Read, Store, Written
 from flashckpt.store.compressed_store import compressing
-from flashckpt.tiers.attempt_records import bring, check_one_history, needed
+from flashckpt.tiers.attempt_records import AttemptRecords, bring, check_one_history, needed
 
 _TRIES = 4
 _SHOWN = 8
@@ -51,6 +52,8 @@ _TEMPORARY = re.compile(r"\.((?:shard|constants)-[0-9a-f-]+\.safetensors)\.[0-9a
 class Outcome(Enum):
     COPIED = "copied"
     THERE = "there already"
+    PART = "waits for the other nodes"
+    """What this node's own disk has of it is there, and not yet what those of other nodes have."""
     BURIED = "deleted there"
     """A tombstone stands there: retention, or somebody, has deleted the step, and it stays deleted."""
     REPAIRED = "repaired"
@@ -72,7 +75,9 @@ class StepCopier:
     """Copies steps of one run. `progress`: 0, or the address of a u64 that grows by the bytes that are done
     with, sent or found there. `compress`: whether shards stand compressed in the target, see `Compression`.
     `repairs`: every byte of what stands in the target is compared, and what is damaged is sent again.
-    `may_supersede` as for `check_one_history`."""
+    `may_supersede` as for `check_one_history`. `joins`: the target is of all ranks, and where the source has
+    some alone, on a node's own disk, their parts go there beside those of other nodes: whoever finds all
+    of them commits the step, by the rule of any commit. Else a part of a run is copied as such."""
 
     def __init__(
         self,
@@ -84,8 +89,10 @@ class StepCopier:
         compress: Compress = "none",
         repairs: bool = False,
         may_supersede: Callable[[], None] = lambda: None,
+        joins: bool = False,
     ) -> None:
         self._repairs, self._has_replaced = repairs, False
+        self._joins = joins
         self._source, self._plain, self._compressing = source, target, compressing(target, compress)
         self._target = target
         self._threads, self._progress, self._may_supersede = threads, progress, may_supersede
@@ -120,10 +127,25 @@ class StepCopier:
         RunError as of `copy`."""
         newest = newest_started(self._source)
         if newest is not None and (newest, newest) not in self._alike:
-            records = needed(self._source, newest)
+            records = self._records(newest)
             check_one_history(self._source, self._target, records, self._may_supersede)
             bring(self._target, records)
             self._alike.add((newest, newest))
+
+    def meet(self, step: int, attempt: AttemptName) -> Outcome:
+        """Commit a step of which this node's part is there, if those of all others are. Raises as `copy` and
+        `commit` do."""
+        record = read_step(self._source, step, attempt)
+        self._target = self._compressing
+        return self._joined(record.manifest)
+
+    def _records(self, step_of: AttemptName) -> list[AttemptRecords]:
+        found = needed(self._source, step_of)
+        return [each.of_all_ranks() for each in found] if self._joins else found
+
+    def _is_part(self, manifest: Manifest) -> bool:
+        """Whether a manifest of the source is one of some ranks, of a step that is to be one of all."""
+        return self._joins and manifest.ranks is not None
 
     def _copied(self, step: int, attempt: AttemptName) -> Copied:
         record, path = read_step(self._source, step, attempt), manifest_path(step, attempt)
@@ -133,7 +155,7 @@ class StepCopier:
         # The rows of a manifest of the first format have no meaning in another one.
         self._target = self._compressing if record.manifest.format > 1 else self._plain
         lineage = newest_started(self._source), attempt
-        records = [] if lineage in self._alike else needed(self._source, attempt)
+        records = [] if lineage in self._alike else self._records(attempt)
         check_one_history(self._source, self._target, records, self._may_supersede)
         standing = outcome = self._standing(record.manifest)
         if self._repairs and standing is Outcome.THERE:
@@ -143,7 +165,9 @@ class StepCopier:
         bring(self._target, records)
         self._alike.add(lineage)
         crashpoints.point("copy.records")
-        if outcome is Outcome.COPIED:
+        if outcome is Outcome.COPIED and self._is_part(record.manifest):
+            outcome = self._joined(record.manifest)
+        elif outcome is Outcome.COPIED:
             outcome = self._publish(*self._as_it_stands(record.manifest, data))
         if outcome is Outcome.COPIED:
             outcome = self._completed(record)
@@ -175,13 +199,27 @@ class StepCopier:
             raise _damaged(self._target, path, why, manifest.step) from error
         if isinstance(found, Tombstone):
             return Outcome.BURIED
-        if found is not None and found != manifest:
+        if found is not None and not self._is_of(found, manifest):
             raise self._in_its_place(path, manifest.step)
         if found is not None and not found.compressed:
             self._target = self._plain  # what is put back is what its manifest says
-        return (
-            Outcome.THERE if found is not None and not missing_files(self._target, found) else Outcome.COPIED
-        )
+        is_there = found is not None and not missing_files(self._target, manifest)
+        return Outcome.THERE if is_there else Outcome.COPIED
+
+    def _is_of(self, found: Manifest, manifest: Manifest) -> bool:
+        """Whether a manifest of the target is that of the source, or lists its parts beside those of all
+        other ranks."""
+        if not self._is_part(manifest):
+            return found == manifest
+        is_whole = found.ranks is None and found.world == manifest.world
+        return is_whole and set(found.parts).issuperset(manifest.parts)
+
+    def _joined(self, manifest: Manifest) -> Outcome:
+        step, attempt = manifest.step, manifest.attempt
+        found = commit(self._target, step, attempt, manifest.world, is_copy=True)
+        if found is Committed.WAITING:
+            return Outcome.PART
+        return Outcome.COPIED if found else Outcome.BURIED
 
     def _as_it_stands(self, manifest: Manifest, data: bytes) -> tuple[Manifest, bytes]:
         """The manifest for the target, where other files may be compressed than in the source."""

@@ -14,7 +14,6 @@ from torch import nn
 import flashckpt
 from flashckpt import Keep, OptionError, Options, RunError
 from flashckpt.checkpointer import remote as remote_module
-from flashckpt.checkpointer.folders import _shared
 from flashckpt.checkpointer.resume import _alike
 from flashckpt.options import Remote
 from flashckpt.state.tree import Tree
@@ -120,15 +119,6 @@ def test_a_server_that_is_away(
     assert "the remote s3://bucket/run cannot be read" in caplog.text
     assert "geheim" not in caplog.text
     assert flashckpt.steps(tmp_path / "run")[-1] == 3
-
-
-def test_nodes_with_folders_of_their_own_have_no_remote() -> None:
-    """What rank 0 decides of what each rank has found: its node's first rank, its folder, its file system."""
-    apart = [[0, "a", "ext4"], [1, "b", "ext4"]]
-    assert _shared(apart) is not None
-    assert _shared([[0, "a", "ext4"], [1, "a", "ext4"]], remote="s3://b/run") is None
-    with pytest.raises(OptionError, match=r"remote=s3://b/run: the run's folder is not one on all nodes"):
-        _shared(apart, remote="s3://b/run")
 
 
 def test_credentials_are_compared_between_ranks_and_not_shown() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from flashckpt.commit import attempts, lineage
+from flashckpt.commit import attempts, holder, lineage
 from flashckpt.commit.attempts import open_run
 from flashckpt.commit.lineage import VisibleStep
 from flashckpt.commit.verification import verify
@@ -267,3 +267,109 @@ def test_of_several_nodes_that_of_rank_0_copies_and_deletes(
     ended(first)
     second.end()
     assert of(there)[-1] == 4
+
+
+def on_own_disks(tmp_path: Path, runtimes: list[Path], remote: Remote, **options: Any) -> list[FakeTrainer]:
+    """A rank on each of two nodes, with folders of their own: of one run, and of one attempt."""
+    runs = [tmp_path / f"node{node}" for node in range(2)]
+    run_id = open_run(open_store(str(runs[0])), create=True).run_id
+    open_run(open_store(str(runs[1])), create=True, run_id=run_id)
+    joined, trainers = "", list[FakeTrainer]()
+    for rank, (run, runtime) in enumerate(zip(runs, runtimes, strict=True)):
+        how = {"rank": rank, "ranks": [rank], "world": 2, "remote": remote, "join": joined, **options}
+        trainer = FakeTrainer(run, runtime, **how)
+        if joined:
+            attempts.claim_as(trainer.store, trainer.attempt, holder.here(trainer.folder.path, "lock"))
+        attempts.start(trainer.store, trainer.attempt, None, 0, 2, ranks=(range(rank, rank + 1),))
+        trainer.start()
+        trainer.take_slots()
+        trainers.append(trainer)
+        joined = str(trainer.attempt)
+    return trainers
+
+
+def saved_by_all(trainers: list[FakeTrainer], *steps: int) -> None:
+    for step in steps:
+        for trainer in trainers:
+            trainer.snapshot(step, persist=True)
+        for trainer in trainers:
+            trainer.wait_committed(step)
+            trainer.ring.set_complete(trainer.attempt.number, step)
+
+
+def test_nodes_with_folders_of_their_own(
+    tmp_path: Path, runtime: Path, other_node: Path, there: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each keeper sends its part, also one that was killed in it; who is the last makes it a step. The end's
+    step is waited for."""
+    monkeypatch.setenv("FLASHCKPT_CRASH_AT", "copy.files:2")  # each keeper's second part
+    remote = Remote(url=str(there), keep=Keep(last=2))
+    trainers = on_own_disks(tmp_path, [runtime, other_node], remote)
+    monkeypatch.delenv("FLASHCKPT_CRASH_AT")
+    saved_by_all(trainers, 1)
+    for trainer in trainers:
+        arrived(trainer, 1)
+    dead = [eventually(lambda each=each: keeper_pid(each.folder)) for each in trainers]
+    saved_by_all(trainers, 2)
+    for trainer, pid in zip(trainers, dead, strict=True):
+        eventually(lambda trainer=trainer, pid=pid: keeper_pid(trainer.folder) != pid)
+        assert of(there) == [1]
+        trainer.client.tend()
+    for trainer in trainers:
+        arrived(trainer, 2)
+    saved_by_all(trainers, 3, 4, 5)
+    for trainer in trainers:
+        trainer.end()
+    for trainer in trainers:
+        eventually(lambda trainer=trainer: not Path(trainer.folder.path).exists())
+        lines = ledger(trainer.run)
+        assert not [line for line in lines if line["event"] == "error"]
+        assert {line["outcome"] for line in lines if line["event"] == "mirror"} <= {
+            "copied", "waits for the other nodes",
+        }  # fmt: skip
+    assert of(there)[-1] == 5
+    assert not list(there.rglob("*.tmp"))
+
+
+def test_a_number_of_steps_of_several_nodes(
+    tmp_path: Path, runtime: Path, other_node: Path, there: Path
+) -> None:
+    """By number, also while the other node's part of the last is waited for."""
+    first, second = on_own_disks(tmp_path, [runtime, other_node], Remote(url=str(there), every=10))
+    for trainer, ready in ((first, lambda status: status.counts.get("mirrored")), (second, None)):
+        for step in (4, 12, 13):
+            trainer.snapshot(step, persist=True)
+            trainer.wait_committed(step)
+            trainer.ring.set_complete(trainer.attempt.number, step)
+            if ready is not None and step == 12:
+                trainer.wait_for(ready)
+    for trainer in (first, second):
+        arrived(trainer, 12)
+    saved_by_all([first, second], 20, 21)
+    for trainer in (first, second):
+        trainer.end()
+    for trainer in (first, second):
+        eventually(lambda trainer=trainer: not Path(trainer.folder.path).exists())
+    assert of(there) == [12, 20, 21]
+
+
+def test_the_last_part_of_another_node_is_waited_for_no_longer_than_the_grace(
+    tmp_path: Path, runtime: Path, other_node: Path, there: Path
+) -> None:
+    remote = Remote(url=str(there))
+    first, second = on_own_disks(tmp_path, [runtime, other_node], remote, grace_s=1.0)
+    second.snapshot(1, persist=True)
+    second.wait_committed(1)
+    status = second.wait_for(lambda status: status.remote is not None)
+    assert status.remote == RemoteStatus(url=str(there)), "rank 0's begins, and has nothing yet"
+    began = time.monotonic()
+    second.end()
+    eventually(lambda: keeper_pid(second.folder) is None)
+    assert time.monotonic() - began >= 1.0
+    [line] = [line for line in told(second.run, "error", 1) if line["what"] == "mirror"]
+    assert "Step 1, the last, did not reach" in line["message"]
+    # Its part is there: who comes later completes it.
+    first.snapshot(1, persist=True)
+    arrived(first, 1)
+    ended(first)
+    assert of(there) == [1]

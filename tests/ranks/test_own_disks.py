@@ -217,3 +217,35 @@ def test_torchrun_goes_on_from_what_all_disks_have_where_all_died_between_two_co
         assert ended[rank].out[0] == "resumed 3 local"
         assert_went_on(whole[rank], before, ended[rank].out, 3)
     assert disks.steps(0)[-1] == disks.steps(1)[-1] == max(steps_of(whole[0].out))
+
+
+def test_a_lost_disk_and_another_number_of_ranks_with_a_remote(disks: Disks, tmp_path: Path) -> None:
+    """Each node sends its part. A node whose disk is empty reads its ranks' from there, the other its own;
+    and one alone, whose disk has one rank of two, reads all of it there."""
+    remote = tmp_path / "remote"
+    options = {"every": None, "remote": str(remote)}
+    job = disks.start(options=options, save_at=[4, 8], hold_at=10)
+    job.until_said("held 10")
+    until(lambda: remote.exists() and 8 in flashckpt.steps(remote), "both nodes' parts")
+    disks.launcher.freeze_keepers(0, 1)
+    job.kill()
+    disks.forget(0, 1)
+    shutil.rmtree(disks.folder(1))
+
+    again = disks.start(restart=1, options=options, wait_at=8)
+    ended = again.finished()
+    for rank, tier in enumerate(("local", "remote")):
+        assert ended[rank].out[:2] == [f"resumed 8 {tier}", "safe 8"]
+        before, after = steps_of(job.said(rank)), steps_of(ended[rank].out)
+        assert [after[step] for step in (9, 10)] == [before[step] for step in (9, 10)]
+    last = disks.steps(0)[-1]
+    assert disks.steps(1) == [last]
+    until(lambda: flashckpt.steps(remote)[-1] == last, "what came last")
+    assert flashckpt.verify(remote).ok
+
+    disks.forget(0, 1)
+    [alone] = disks.start(nodes=1, options=options, epochs=4).finished()
+    assert alone.out[0] == f"resumed {last} remote"
+    assert min(steps_of(alone.out)) == last + 1
+    until(lambda: flashckpt.steps(remote)[-1] > last, "what it did alone")
+    assert flashckpt.verify(remote).ok

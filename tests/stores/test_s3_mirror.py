@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,12 @@ import pytest
 import torch
 
 import flashckpt
+from flashckpt.commit.lineage import VisibleStep
+from flashckpt.options import Remote
 from flashckpt.store import give_options
 from tests.stores.proxy import Proxy
 from tests.stores.s3_server import SECRET_KEY, S3Server
+from tests.tiers.test_node_parts import Nodes
 from tests.waiting import until
 
 pytestmark = pytest.mark.process
@@ -90,6 +94,27 @@ def test_a_server_that_is_killed_in_a_copy_gets_the_rest_later(
     assert flashckpt.verify(url).ok
     assert flashckpt.steps(url)[-1] == 3
     assert torch.equal(flashckpt.load(url)["w"], weights)
+
+
+def test_nodes_with_folders_of_their_own_send_to_one_bucket_at_once(
+    s3_server: S3Server, bucket: str, boto: Any, scratch: str
+) -> None:
+    """Both find all parts at the same time, and want to write the manifest."""
+    url = f"s3://{bucket}/runs/nodes"
+    remote = Remote(url=url, keep=flashckpt.Keep(last=2), options=s3_server.options())
+    nodes = Nodes(Path(scratch), remote=remote)
+    for step in (1, 2, 3):
+        nodes.add(step)
+        with ThreadPoolExecutor(2) as pool:
+            for _ in range(3):
+                for found in [pool.submit(nodes.bring, node) for node in (0, 1)]:
+                    found.result()
+        newest = VisibleStep(step, nodes.attempt)
+        assert [nodes.bring(node).newest for node in (0, 1)] == [newest, newest]
+    assert nodes.steps() == [2, 3]
+    names = [entry["Key"] for entry in boto.list_objects_v2(Bucket=bucket)["Contents"]]
+    assert not [name for name in names if name.endswith(".tmp")]
+    assert sum(name.endswith("manifest.json") for name in names) == 3, "one is a tombstone"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,398 @@
+"""The remote of nodes that have folders of their own: a step is there once all of them have sent their parts
+of one content, and never before; they choose the same steps without a word between them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashckpt import crashpoints
+from flashckpt.commit import attempts, lineage
+from flashckpt.commit import steps as steps_module
+from flashckpt.commit.attempts import open_run
+from flashckpt.commit.lineage import VisibleStep
+from flashckpt.commit.verification import verify
+from flashckpt.errors import DamagedError, RunError, SupersededError, UnusableRunError
+from flashckpt.format.names import AttemptName, manifest_path, step_attempt_folder
+from flashckpt.format.records import Holder
+from flashckpt.format.replicas import ranks_of
+from flashckpt.options import Keep, Remote
+from flashckpt.store import open_store
+from flashckpt.store.local import LocalStore
+from flashckpt.tiers import mirror as mirror_module
+from flashckpt.tiers import node_parts
+from flashckpt.tiers.mirror import Mirror, Mirrored
+from flashckpt.tiers.nearest import is_ahead, look, take_over
+from flashckpt.tiers.run_copy import copy_run
+from flashckpt.tiers.step_copy import Copied, Outcome, StepCopier
+from tests.commit.runs import HOLDER, is_whole, publish
+
+WORLD = 2
+OTHER_HOLDER = Holder(boot_id="c", runtime="/r", runtime_id="1:2", lock="trainer-1", host="there", pid=2)
+
+
+class Nodes:
+    """Two nodes with a rank and a folder each, and one remote."""
+
+    def __init__(self, folder: Path, keep: int = 9, remote: Remote | None = None) -> None:
+        self.folder, self.there = folder, folder / "remote"
+        self.remote = remote or Remote(url=str(self.there), keep=Keep(last=keep))
+        self.target = open_store(self.remote.url, self.remote.options)
+        self.stores = [LocalStore(str(folder / f"node{node}")) for node in range(WORLD)]
+        self.ranks = [0, 1]
+        run = open_run(self.stores[0], create=True)
+        open_run(self.stores[1], create=True, run_id=run.run_id)
+        self.mirrors: list[Mirror] = []
+        self.attempt = self.begin()
+
+    def begin(self, parent: AttemptName | None = None, step: int = 0, above: int = 0) -> AttemptName:
+        """An attempt of both, of which each folder has its own claim and start."""
+        self.claim(above)
+        return self.start(parent, step)
+
+    def claim(self, above: int = 0) -> None:
+        first = self.ranks.index(0)
+        self.attempt = attempts.claim(self.stores[first], HOLDER, above=above)
+        assert attempts.claim_as(self.stores[1 - first], self.attempt, OTHER_HOLDER)
+
+    def start(self, parent: AttemptName | None, step: int) -> AttemptName:
+        for node, store in enumerate(self.stores):
+            ranks = ranks_of([self.ranks[node]])
+            attempts.start(store, self.attempt, parent, step, WORLD, ranks=ranks, near=4096)
+        self.restart()
+        return self.attempt
+
+    def restart(self) -> None:
+        """Other keepers."""
+        self.mirrors = [
+            Mirror(store, self.remote, (rank,)) for store, rank in zip(self.stores, self.ranks, strict=True)
+        ]
+
+    def add(self, *steps: int, on: tuple[int, ...] = (0, 1), boundary: int = 1) -> None:
+        for step in steps:
+            for node in on:
+                rank, store = self.ranks[node], self.stores[node]
+                how: dict[str, Any] = {"ranks": (rank,), "world": WORLD, "keeper": rank}
+                publish(store, step, self.attempt, **how, constants=True, boundary=boundary)
+                assert steps_module.commit(store, step, self.attempt, WORLD, ranks_of([rank]))
+
+    def bring(self, node: int, *, is_last: bool = False) -> Mirrored:
+        """A round of a node's keeper: rank 0's begins the newest."""
+        begins = is_last or self.ranks[node] == 0
+        return self.mirrors[node].bring(None, lambda last, step: True, begins=begins, is_last=is_last)
+
+    def outcome(self, node: int, **how: Any) -> tuple[int, Outcome] | None:
+        copied = self.bring(node, **how).copied
+        return None if copied is None else (copied.step, copied.outcome)
+
+    def steps(self) -> list[int]:
+        """What a resume from the remote sees, every byte of which is looked at."""
+        assert verify(self.target).ok
+        found = lineage.visible(self.target)
+        assert all(is_whole(self.target, each.step, each.attempt) for each in found)
+        records = [steps_module.read_step(self.target, each.step, each.attempt) for each in found]
+        assert all([rank.rank for p in each.parts for rank in p.ranks] == [0, 1] for each in records)
+        return [each.step for each in found]
+
+
+@pytest.fixture
+def nodes(scratch: str) -> Nodes:
+    return Nodes(Path(scratch))
+
+
+def test_a_step_is_there_once_both_have_sent_their_part(nodes: Nodes) -> None:
+    nodes.add(10)
+    assert nodes.outcome(1) is None, "rank 0's node begins"
+    assert nodes.outcome(0) == (10, Outcome.PART)
+    assert (nodes.steps(), nodes.bring(0).newest, nodes.bring(0).waits) == ([], None, True)
+    assert nodes.outcome(1) == (10, Outcome.COPIED)
+    assert nodes.steps() == [10]
+    found = nodes.bring(0)
+    assert (found.newest, found.waits, found.copied) == (VisibleStep(10, nodes.attempt), False, None)
+    assert not list(nodes.there.rglob("*.tmp"))
+    record = attempts.read_start(nodes.target, nodes.attempt)
+    assert record is not None
+    assert record.ranks is None, "the remote has all ranks"
+
+
+def test_others_follow_what_is_begun_and_rank_0_waits_for_them(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes.add(1, 2)
+    nodes.add(3, on=(0,))
+    assert nodes.outcome(0) == (3, Outcome.PART)
+    assert nodes.outcome(1) is None, "it has not got that yet, and begins no other"
+    nodes.add(4)
+    found = nodes.bring(0)
+    assert (found.copied, found.is_put_off) == (None, True)
+    nodes.add(3, on=(1,))
+    assert nodes.outcome(1) == (3, Outcome.COPIED)
+    # One that never comes: the next is begun all the same, later each time.
+    assert nodes.outcome(0) == (4, Outcome.PART)
+    nodes.add(5, 6)
+    assert nodes.bring(0).is_put_off
+    monkeypatch.setattr(node_parts, "_LEAST_WAIT_S", 0.0)
+    nodes.mirrors[0]._parts._took_s = 0.0  # type: ignore[union-attr]
+    assert nodes.outcome(0) == (6, Outcome.PART)
+    assert nodes.outcome(1) == (6, Outcome.COPIED), "the newest"
+    assert nodes.steps() == [3, 6]
+    assert nodes.outcome(1) is None, "step 4 is of no use any more"
+
+
+POINTS = ["copy.begun", "copy.written", "copy.files", "copy.part", "copy.records"]
+CASES = [(0, point) for point in POINTS] + [
+    (1, point) for point in [*POINTS[1:], "manifest.checked", "manifest.linked"]
+]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("victim", "point"), CASES)
+def test_a_keeper_is_killed_in_its_copy(nodes: Nodes, victim: int, point: str) -> None:
+    nodes.add(10)
+    assert [nodes.outcome(0), nodes.outcome(1)] == [(10, Outcome.PART), (10, Outcome.COPIED)]
+    nodes.add(20)
+    if victim == 1:
+        assert nodes.outcome(0) == (20, Outcome.PART)
+    child = os.fork()
+    if not child:
+        crashpoints.arm(point)
+        nodes.restart()
+        nodes.bring(victim)
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL, "the point was never reached"
+    assert nodes.steps() == ([10, 20] if point == "manifest.linked" else [10])
+    if victim == 0:
+        # The other goes on at once. Where the dead one's part stands that is all that was to come.
+        nodes.bring(1)
+        assert nodes.steps() == ([10, 20] if point in ("copy.part", "copy.records") else [10])
+    nodes.restart()
+    for node in (0, 1, 0):
+        nodes.bring(node)
+    assert nodes.steps() == [10, 20]
+    assert not list(nodes.there.rglob("*.tmp"))
+    nodes.add(30)
+    for node in (0, 1):
+        nodes.bring(node)
+    assert nodes.steps() == [10, 20, 30]
+
+
+def test_parts_of_two_attempts_are_no_step(nodes: Nodes) -> None:
+    first = nodes.attempt
+    nodes.add(4, 5)
+    assert nodes.outcome(0) == (5, Outcome.PART)
+    nodes.begin(first, 4)
+    nodes.add(5, on=(1,))
+    assert nodes.outcome(1) is None
+    late = StepCopier(nodes.stores[1], nodes.target, joins=True)
+    with pytest.raises(SupersededError):
+        late.copy(5, first)
+    assert nodes.steps() == [], "of 5 there are both parts of an attempt that nobody went on from"
+    nodes.add(5, on=(0,))
+    assert [nodes.outcome(0), nodes.outcome(1)] == [(5, Outcome.PART), (5, Outcome.COPIED)]
+    assert lineage.visible(nodes.target) == [VisibleStep(5, nodes.attempt)]
+    assert nodes.steps() == [5]
+    assert not nodes.target.exists(manifest_path(5, first))
+
+
+def test_the_next_attempt_finishes_what_it_goes_on_from(nodes: Nodes) -> None:
+    first = nodes.attempt
+    nodes.add(5)
+    assert nodes.outcome(0) == (5, Outcome.PART)
+    nodes.begin(first, 5)
+    assert nodes.outcome(1) == (5, Outcome.COPIED)
+    assert lineage.visible(nodes.target) == [VisibleStep(5, first)]
+    assert nodes.steps() == [5]
+
+
+def test_two_boundaries_are_no_step(nodes: Nodes) -> None:
+    nodes.add(5, on=(0,), boundary=7)
+    nodes.add(5, on=(1,), boundary=8)
+    assert nodes.outcome(0) == (5, Outcome.PART)
+    with pytest.raises(SupersededError, match="different snapshots"):
+        nodes.bring(1)
+    assert nodes.steps() == []
+    assert [nodes.bring(node).waits for node in (0, 1)] == [True, True], "that is said once"
+    nodes.add(6)
+    assert nodes.outcome(0, is_last=True) == (6, Outcome.PART)
+    assert nodes.outcome(1) == (6, Outcome.COPIED)
+    assert nodes.steps() == [6]
+
+
+def test_the_last_step_that_all_have(nodes: Nodes) -> None:
+    """One node died before the newest: what both have is there, and that is no step."""
+    nodes.add(90)
+    nodes.add(100, on=(0,))
+    assert nodes.outcome(0) == (100, Outcome.PART)
+    assert nodes.outcome(1) is None
+    assert nodes.outcome(1, is_last=True) == (90, Outcome.PART)
+    assert nodes.outcome(0) is None, "while it trains it waits for newer ones"
+    assert nodes.outcome(0, is_last=True) == (90, Outcome.COPIED)
+    assert nodes.steps() == [90]
+
+
+def test_only_rank_0s_node_deletes_and_a_late_part_comes_to_nothing(scratch: str) -> None:
+    nodes = Nodes(Path(scratch), keep=2)
+    nodes.add(1)
+    assert nodes.outcome(0) == (1, Outcome.PART)
+    copier, late = StepCopier(nodes.stores[1], nodes.target, joins=True), nodes.attempt
+    left = lambda: {each.name[:5] for each in nodes.target.list(step_attempt_folder(1, late))}  # noqa: E731
+    for step in (2, 3):
+        nodes.add(step)
+        assert nodes.outcome(0, is_last=True) == (step, Outcome.PART)
+        assert nodes.outcome(1) == (step, Outcome.COPIED)
+        assert left() == {"part-", "shard"}
+    nodes.add(4)
+    nodes.bring(1)
+    assert left() == {"part-", "shard"}, "two newer ones are whole, and this is not rank 0's node"
+    assert nodes.outcome(0) == (4, Outcome.PART)
+    assert left() == {"manif"}, "a tombstone"
+    assert nodes.outcome(1) == (4, Outcome.COPIED)
+    assert nodes.steps() == [2, 3, 4]
+    assert nodes.bring(0).pruned == (2,)
+    assert nodes.steps() == [3, 4]
+    assert copier.copy(1, late).outcome is Outcome.BURIED
+    assert nodes.steps() == [3, 4]
+
+
+def test_what_nobody_adds_to_goes_once_another_was_begun(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another node's disk takes nothing for days."""
+    monkeypatch.setattr(node_parts, "_LEAST_WAIT_S", 0.0)
+    for step in (1, 2):
+        nodes.add(step, on=(0,))
+        assert nodes.outcome(0) == (step, Outcome.PART)
+        nodes.mirrors[0]._parts._took_s = 0.0  # type: ignore[union-attr]
+    nodes.bring(0)
+    shards = lambda: sorted(path.parts[-3] for path in nodes.there.rglob("shard-*"))  # noqa: E731
+    assert shards() == [f"{step:012d}" for step in (1, 2)]
+    monkeypatch.setattr(node_parts, "_LEAST_GONE_S", 0.0)
+    nodes.bring(0)
+    assert shards() == [f"{2:012d}"], "the newest may still come"
+
+
+def test_a_node_that_comes_back_with_an_empty_disk(nodes: Nodes) -> None:
+    first = nodes.attempt
+    nodes.add(10)
+    for node in (0, 1):
+        nodes.bring(node)
+    nodes.add(20)
+    assert nodes.outcome(0) == (20, Outcome.PART)
+    shutil.rmtree(nodes.folder / "node1")
+    run_id = open_run(nodes.stores[0], create=False).run_id
+    nodes.stores[1] = LocalStore(str(nodes.folder / "node1"))
+    open_run(nodes.stores[1], create=True, run_id=run_id)
+    _, seen = look(nodes.stores[0], nodes.target, run_id)
+    assert [each.step for each in seen.steps] == [10]
+    # Ranks change places, too: another node's claim is that of the attempt.
+    nodes.ranks = [1, 0]
+    nodes.claim(above=seen.above)
+    for store in nodes.stores:
+        take_over(store, seen, nodes.attempt)
+        assert seen.visible_in(store) == [VisibleStep(10, first)]
+    nodes.start(first, 10)
+    nodes.add(30)
+    assert nodes.outcome(1) == (30, Outcome.PART)
+    assert nodes.outcome(0) == (30, Outcome.COPIED)
+    assert nodes.steps() == [10, 30], "and never 20, of which a disk is lost"
+    # It is one history for all of them, and no other job's.
+    _, seen = look(nodes.stores[1], nodes.target, run_id)
+    assert not any(is_ahead(store, seen) for store in nodes.stores)
+
+
+def test_two_histories_are_refused(nodes: Nodes, tmp_path: Path) -> None:
+    first = nodes.attempt
+    nodes.add(10)
+    for node in (0, 1):
+        nodes.bring(node)
+    copy = [
+        LocalStore(shutil.copytree(store.url, tmp_path / f"copy{i}")) for i, store in enumerate(nodes.stores)
+    ]
+    nodes.begin(first, 10)
+    nodes.add(11)
+    for node in (0, 1):
+        nodes.bring(node)
+    before = sorted(map(str, nodes.there.rglob("*")))
+    nodes.stores = copy
+    nodes.begin(first, 10)
+    nodes.add(12)
+    for node in (0, 1):
+        with pytest.raises(RunError, match="another job|trained by itself"):
+            nodes.bring(node)
+        with pytest.raises(UnusableRunError, match="different ways"):
+            look(nodes.stores[node], nodes.target, open_run(nodes.target, create=False).run_id)
+    assert sorted(map(str, nodes.there.rglob("*"))) == before
+
+
+def test_a_step_that_others_have_begun_is_spared_while_it_cannot_be_sent(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes.add(10)
+    nodes.bring(0)
+    copy = StepCopier.copy
+
+    def failing(copier: StepCopier, step: int, attempt: AttemptName) -> Copied:
+        assert nodes.mirrors[1].copying == VisibleStep(10, nodes.attempt)
+        raise OSError("the server is away")
+
+    monkeypatch.setattr(StepCopier, "copy", failing)
+    with pytest.raises(OSError, match="away"):
+        nodes.bring(1)
+    assert nodes.mirrors[1].spared == VisibleStep(10, nodes.attempt)
+    assert nodes.mirrors[1].copying is None
+    monkeypatch.setattr(mirror_module, "_SPARED_S", -time.monotonic())
+    assert nodes.mirrors[1].spared is None, "not for ever"
+    monkeypatch.setattr(StepCopier, "copy", copy)
+    assert nodes.outcome(1) == (10, Outcome.COPIED)
+
+
+def test_what_is_brought_by_hand_is_a_part_of_the_whole_too(nodes: Nodes) -> None:
+    """As `recover --remote` does on each node. One node's disk copied as such would stand for the run."""
+    nodes.add(10)
+    [sent] = copy_run(nodes.stores[0], nodes.target, joins=True).steps
+    assert sent.copied is not None
+    assert (sent.copied.outcome, sent.is_visible) == (Outcome.PART, False)
+    with pytest.raises(RunError, match="another node's part"):
+        copy_run(nodes.stores[1], nodes.target)
+    assert nodes.steps() == []
+    [sent] = copy_run(nodes.stores[1], nodes.target, joins=True).steps
+    assert sent.is_visible
+    with pytest.raises(RunError, match="another node's part"):
+        copy_run(nodes.stores[0], nodes.target)
+    assert nodes.steps() == [10]
+
+
+def test_what_is_damaged_here_keeps_no_newer_step_up(nodes: Nodes) -> None:
+    nodes.add(10)
+    shard = next((nodes.folder / "node0" / "steps").rglob("shard-*"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(DamagedError):
+        nodes.bring(0)
+    assert nodes.outcome(1) == (10, Outcome.PART), "it is begun, and nobody can know"
+    nodes.add(20)
+    assert nodes.outcome(0) == (20, Outcome.PART)
+    assert nodes.outcome(1) == (20, Outcome.COPIED)
+    assert nodes.steps() == [20]
+
+
+def test_a_step_of_some_ranks_never_stands_there_for_one_of_all(nodes: Nodes) -> None:
+    """One node goes on alone with the run: what its disk has of older steps is no step of the remote."""
+    first = nodes.attempt
+    nodes.add(10)
+    alone = nodes.stores[0]
+    attempts.mark_ended(alone, first, "closed")
+    nodes.attempt = attempts.claim(alone, HOLDER)
+    attempts.start(alone, nodes.attempt, first, 10, 1)
+    mirror = Mirror(alone, nodes.remote, (0,))
+    found = mirror.bring(None, lambda last, step: True)
+    assert found.copied is not None
+    assert (found.copied.outcome, found.newest) == (Outcome.PART, None)
+    assert nodes.steps() == []
