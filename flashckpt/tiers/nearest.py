@@ -9,9 +9,8 @@ another branch. Of steps nothing is copied: who goes on from one reads it where 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -20,10 +19,11 @@ from flashckpt.commit import attempts, holder, lineage
 from flashckpt.commit.attempts import AttemptInfo, open_run
 from flashckpt.commit.lineage import VisibleStep
 from flashckpt.commit.step_parts import part_paths
-from flashckpt.errors import DamagedError, NoSuchStepError, RunError, UnusableRunError
+from flashckpt.errors import DamagedError, KeeperError, NoSuchStepError, RunError, UnusableRunError
 from flashckpt.format.names import AttemptName, claim_path, start_path, step_attempt_folder
 from flashckpt.format.records import Holder
 from flashckpt.memory.region import is_region_name
+from flashckpt.memory.runtime import RuntimeFolder, is_alive
 from flashckpt.persist.ledger import Event, lines_of
 from flashckpt.store.base import Store
 from flashckpt.tiers.attempt_records import AttemptRecords, bring
@@ -157,10 +157,18 @@ def _is_gone(of: Holder) -> bool:
     me = holder.here()
     if (of.host, of.boot_id) != (me.host, me.boot_id):
         return of.host == me.host
+    if not of.runtime:
+        return True  # `flashckpt branch`, which has none
     try:
-        return not any(map(is_region_name, os.listdir(of.runtime)))
-    except OSError as error:
-        return isinstance(error, FileNotFoundError)
+        with closing(RuntimeFolder.at(of.runtime)) as runtime:
+            # A region may have no name: then it is there as long as its keeper lives.
+            names = runtime.names()
+            locks = (name for name in names if name.endswith(".lock"))
+            return not any(map(is_region_name, names)) and not any(is_alive(runtime, name) for name in locks)
+    except FileNotFoundError:
+        return True
+    except (OSError, KeeperError):
+        return False
 
 
 def _with_parts(local: Store) -> set[AttemptName]:

@@ -3,6 +3,7 @@ where the other does not answer."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from flashckpt.errors import RunError, UnusableRunError
 from flashckpt.format.names import AttemptName
 from flashckpt.format.records import Claim
 from flashckpt.memory.region import region_name
+from flashckpt.memory.runtime import LifeLock, RuntimeFolder
 from flashckpt.store.base import Store
 from flashckpt.store.local import LocalStore
 from flashckpt.tiers.nearest import RemoteRun, check_reached, is_ahead, look, take_over, unanswered
@@ -214,7 +216,7 @@ class Apart:
         above: int = 0,
         ended: str = "",
         boot: str = "",
-        runtime: str = "/gone",
+        runtime: str = f"/gone/flashckpt-{os.geteuid()}/{'0' * 32}",
     ) -> None:
         me = replace(
             HOLDER, host=host or holder.here().host, boot_id=boot or holder.here().boot_id, runtime=runtime
@@ -263,19 +265,22 @@ def test_an_attempt_that_saved_nothing_is_no_other_way(apart: Apart, above: int,
         "on another machine",
         "of several nodes",
         "a step of one before it",
-        "another runtime folder",
+        "in another runtime folder",
+        "its keeper's, without a name",
     ],
 )
 def test_an_attempt_that_may_have_something_is_another_way(apart: Apart, why: str) -> None:
     if why == "a step of one before it":
         apart.first = added(apart.local, 30, apart.first, 10)
+    runtime = RuntimeFolder.open(str(apart.tmp_path), "1" * 32)
     apart.start(
         host="another" if why == "on another machine" else "",
         world=2 if why == "of several nodes" else 1,
-        runtime=str(apart.tmp_path),
+        runtime=runtime.path,
     )
-    if why == "another runtime folder":
-        (apart.tmp_path / region_name(0, 1, 7)).touch()
+    if why == "in another runtime folder":
+        (Path(runtime.path) / region_name(0, 1, 7)).touch()
+    keeper = LifeLock.acquire(runtime, "keeper.lock") if "keeper" in why else None
     if why == "a part":
         publish(apart.local, 20, apart.mine)
     if why == "a step":
@@ -284,6 +289,11 @@ def test_an_attempt_that_may_have_something_is_another_way(apart: Apart, why: st
     with pytest.raises(UnusableRunError, match="gone different ways"):
         apart.look(in_memory=why == "in memory")
     assert sorted(Path(apart.local.url).rglob("*")) == before
+    if keeper is not None:
+        (Path(runtime.path) / "keeper.sock").touch()  # stays where all were killed
+        keeper.release(runtime)
+        assert is_ahead(apart.local, apart.look())
+    runtime.close()
 
 
 def test_what_is_saved_after_the_look_is_another_way(apart: Apart) -> None:
