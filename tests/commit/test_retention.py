@@ -566,6 +566,17 @@ def test_a_disk_that_is_full_to_the_last_byte_is_made_room_on(small_disk: Path) 
     assert all(is_whole(store, step, attempt) for step in (200, 300))
 
 
+def test_on_a_full_disk_no_manifest_is_taken_away_that_somebody_may_have_read(small_disk: Path) -> None:
+    """There may be no room for it to come back."""
+    store, _, attempt = on_full_disk(small_disk)
+    manifest = store.local_path(manifest_path(100, attempt))
+    before = os.stat(manifest).st_ino
+    assert not bury(store, 100, attempt, may_still=lambda: False)
+    assert os.stat(manifest).st_ino == before, "it was never away"
+    assert is_whole(store, 100, attempt)
+    assert not [name for name in os.listdir(os.path.dirname(manifest)) if name.endswith(".tmp")]
+
+
 def test_what_stands_for_a_tombstone_is_one(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever removes is killed between it and the first file."""
     store, _, attempt = on_full_disk(small_disk)

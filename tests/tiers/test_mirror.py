@@ -255,6 +255,24 @@ def test_a_step_that_comes_after_another_job_has_gone_on_is_no_hidden_branch(
         brought(mirror)
 
 
+def test_a_late_step_that_the_other_job_went_on_from_stays(
+    tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirror = tiers.mirror()
+    tiers.add(1)
+    brought(mirror)
+    tiers.add(7)
+
+    def goes_on(point: str) -> None:
+        if point == "copy.records":
+            monkeypatch.undo()
+            gone_on(tiers, tiers.attempt, 7)
+
+    monkeypatch.setattr(crashpoints, "point", goes_on)
+    assert brought(mirror).newest == VisibleStep(7, tiers.attempt)
+    assert tiers.steps() == [1, 7, 8]
+
+
 @pytest.mark.parametrize("when", ["before it would be removed", "while it is"])
 def test_a_late_step_that_somebody_may_have_read_there_stays(
     tiers: Tiers, monkeypatch: pytest.MonkeyPatch, when: str

@@ -23,7 +23,7 @@ from flashckpt.commit.attempts import open_run
 from flashckpt.commit.verification import verify
 from flashckpt.errors import DamagedError, NoSuchStepError, RunError
 from flashckpt.format.names import AttemptName, claim_path, manifest_path, step_attempt_folder
-from flashckpt.format.records import Part
+from flashckpt.format.records import Part, Tombstone
 from flashckpt.format.replicas import ranks_of
 from flashckpt.persist import deletions
 from flashckpt.persist.deletions import Unused, unused_files
@@ -435,6 +435,27 @@ def test_a_repair_takes_no_other_step_for_damage(near: tuple[Store, Store], tmp_
     with pytest.raises(RunError, match="another file"):
         StepCopier(source, target, repairs=True).copy(10, attempt)
     assert files(tmp_path / "target") == before
+
+
+@pytest.mark.parametrize("harm", ["shard-00001 flipped", "manifest flipped"])
+def test_a_step_that_is_deleted_while_it_is_repaired_stays_deleted(
+    pair: tuple[Store, Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str
+) -> None:
+    source, target = pair
+    attempt = made(source, [10, 20])
+    copy_run(source, target, all_steps=True)
+    damaged(tmp_path / "target", harm)
+
+    path, stone = manifest_path(10, attempt), Tombstone(step=10, attempt=attempt)
+
+    def begin(name: str) -> None:
+        if name == "copy.records":
+            target.replace(path, stone.to_bytes())  # and its files go next
+
+    monkeypatch.setattr(crashpoints, "point", begin)
+    assert StepCopier(source, target, repairs=True).copy(10, attempt).outcome is Outcome.BURIED
+    assert steps_module.read_manifest(target, 10, attempt) == stone
+    assert [each.step for each in lineage.visible(target)] == [20]
 
 
 def test_a_repair_takes_no_constants_from_another_step(
