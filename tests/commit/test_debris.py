@@ -19,6 +19,7 @@ from flashckpt.format.names import (
     AttemptName,
     attempt_folder,
     constants_name,
+    manifest_path,
     part_name,
     step_attempt_folder,
 )
@@ -201,3 +202,15 @@ def test_what_a_killed_writer_of_a_small_file_left_goes_after_a_day(
     if by is not by_recovery:  # which knows that nobody writes to an attempt that is over
         assert all(path.exists() for path in young), "its writer may be at it"
     assert is_whole(store, 100, attempt)
+
+
+def test_the_second_name_of_an_old_manifest_is_young(store: LocalStore) -> None:
+    """Whoever buries the step has just made it, and may have to bring the manifest back by it."""
+    attempt = attempt_at(store)
+    commit(store, 100, attempt)
+    manifest = manifest_path(100, attempt)
+    second = f"{step_attempt_folder(100, attempt)}/.manifest.json.0123456789abcdef.tmp"
+    assert store.copy(manifest, second)
+    os.utime(store.local_path(manifest), (0, time.time() - 2 * 86400))
+    sweep_dead(store)
+    assert store.exists(second)

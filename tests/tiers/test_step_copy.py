@@ -437,6 +437,25 @@ def test_a_repair_takes_no_other_step_for_damage(near: tuple[Store, Store], tmp_
     assert files(tmp_path / "target") == before
 
 
+def test_a_repair_that_finds_no_room_takes_nothing_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a damaged shard one tensor may be bad, and all others be read by hand."""
+    source, target = (LocalStore(str(tmp_path / name)) for name in ("source", "target"))
+    attempt = made(source, [10, 20])
+    copy_run(source, target, all_steps=True)
+    damaged(tmp_path / "target", "shard-00001 flipped")
+    before = files(tmp_path / "target")
+
+    def full(*args: object, **how: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(target, "write_shard", full)
+    with pytest.raises(OSError, match="No space"):
+        StepCopier(source, target, repairs=True).copy(10, attempt)
+    assert files(tmp_path / "target") == before
+
+
 @pytest.mark.parametrize("harm", ["shard-00001 flipped", "manifest flipped"])
 def test_a_step_that_is_deleted_while_it_is_repaired_stays_deleted(
     pair: tuple[Store, Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str
