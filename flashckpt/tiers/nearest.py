@@ -143,13 +143,16 @@ def without_idle(local: Store, remote: RemoteRun, in_memory: Callable[[], bool])
     alone = [each for each in attempts.attempts(local) if each.has_started and not remote.knows(each.name)]
     if remote.newest is None or not alone or in_memory():
         return remote
-    over = {each.name for each in alone if _is_over(each)}
+    begun = {each.attempt for each in lineage.everything(local)}
+    over = {each.name for each in alone if _is_over(each, has_begun=each.name in begun)}
     return replace(remote, idle=frozenset(over - _with_parts(local)))
 
 
-def _is_over(each: AttemptInfo) -> bool:
+def _is_over(each: AttemptInfo, *, has_begun: bool) -> bool:
+    """`has_begun`: a file of a step is there. A keeper elsewhere may be at that, though all ended in order."""
     is_alone = each.start is not None and each.start.world == 1
-    return each.closed or (is_alone and each.claim is not None and _is_gone(each.claim.holder))
+    is_idle = each.closed and not has_begun
+    return is_idle or (is_alone and each.claim is not None and _is_gone(each.claim.holder))
 
 
 def _is_gone(of: Holder) -> bool:

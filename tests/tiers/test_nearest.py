@@ -22,7 +22,7 @@ from flashckpt.store.base import Store
 from flashckpt.store.local import LocalStore
 from flashckpt.tiers.nearest import RemoteRun, check_reached, is_ahead, look, take_over, unanswered
 from flashckpt.tiers.run_copy import copy_run
-from tests.commit.runs import HOLDER, attempt_at, commit, new_run, publish
+from tests.commit.runs import HOLDER, attempt_at, commit, new_run, part_of, publish
 from tests.contracts.flat_store import FlatStore
 
 
@@ -267,6 +267,7 @@ def test_an_attempt_that_saved_nothing_is_no_other_way(apart: Apart, above: int,
         "a step of one before it",
         "in another runtime folder",
         "its keeper's, without a name",
+        "on another machine, begun, and closed",
     ],
 )
 def test_an_attempt_that_may_have_something_is_another_way(apart: Apart, why: str) -> None:
@@ -274,7 +275,8 @@ def test_an_attempt_that_may_have_something_is_another_way(apart: Apart, why: st
         apart.first = added(apart.local, 30, apart.first, 10)
     runtime = RuntimeFolder.open(str(apart.tmp_path), "1" * 32)
     apart.start(
-        host="another" if why == "on another machine" else "",
+        host="another" if "on another machine" in why else "",
+        ended="closed" if "closed" in why else "",
         world=2 if why == "of several nodes" else 1,
         runtime=runtime.path,
     )
@@ -283,6 +285,8 @@ def test_an_attempt_that_may_have_something_is_another_way(apart: Apart, why: st
     keeper = LifeLock.acquire(runtime, "keeper.lock") if "keeper" in why else None
     if why == "a part":
         publish(apart.local, 20, apart.mine)
+    if "begun" in why:
+        part_of(apart.local, 20, apart.mine)
     if why == "a step":
         assert commit(apart.local, 20, apart.mine)
     before = sorted(Path(apart.local.url).rglob("*"))
