@@ -149,7 +149,7 @@ def without_idle(local: Store, remote: RemoteRun, in_memory: Callable[[], bool])
 
 
 def _is_over(each: AttemptInfo, *, has_begun: bool) -> bool:
-    """`has_begun`: a file of a step is there. A keeper elsewhere may be at that, though all ended in order."""
+    """`has_begun`: a file of a step is there. A keeper elsewhere may be at it, though all ended in order."""
     is_alone = each.start is not None and each.start.world == 1
     is_idle = each.closed and not has_begun
     return is_idle or (is_alone and each.claim is not None and _is_gone(each.claim.holder))
