@@ -260,7 +260,10 @@ class Mirroring:
         message = (str(error) if is_ours else f"{type(error).__name__}: {error}")[:_MOST_TEXT]
         # A server that is away has many words for it; what is for good is said in those of its own.
         is_news = not self._error or (is_ours and message != self._error)
-        self._error, self._hopeless = message, wanted if is_ours else False
+        # What is for good with another step, which a node has begun, says nothing of the one that is wanted.
+        step = error.step if isinstance(error, FlashckptError) else None
+        is_about = wanted is None or step in (None, wanted.step)
+        self._error, self._hopeless = message, wanted if is_ours and is_about else False
         if is_news:
             log.warning("nothing is copied to the remote: %s", message)
             self._say(message, wanted)

@@ -10,6 +10,7 @@ late, dead or has lost its disk leaves a step uncommitted, which no resume sees.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +27,8 @@ from flashckpt.format.names import AttemptName, step_attempt_folder
 from flashckpt.format.records import Manifest
 from flashckpt.store.base import Store
 from flashckpt.tiers.step_copy import Copied, Outcome
+
+log = logging.getLogger(__name__)
 
 _BEGUN = ".begun."
 # The parts of other nodes are waited for so many times as long as this node's took, and twice as long each
@@ -70,13 +73,25 @@ class NodeParts:
         last part has come is committed."""
         begun = self._look()
         for each in begun:
-            if each.is_sent and self._met.get(each.at) != each.files:
-                self._met[each.at] = each.files
-                # Of what is no step together, who has sent the last part has said so.
-                with suppress(SupersededError):
-                    if self._meet(each.at) is Outcome.COPIED:
-                        return self._look()
+            if each.is_sent and self._met.get(each.at) != each.files and self._has_met(each):
+                return self._look()
         return begun
+
+    def _has_met(self, each: Begun) -> bool:
+        """Whether the step is committed now. Of the same files it is tried again only where a store failed:
+        once all parts are there, no file comes any more. Newer steps do not wait for that."""
+        is_tried = True
+        try:
+            return self._meet(each.at) is Outcome.COPIED
+        except SupersededError:
+            return False  # of what is no step together, who has sent the last part has said so
+        except OSError as error:
+            is_tried = False
+            log.warning("%s: step %d cannot be looked at: %s", self._target.url, each.at.step, error)
+            return False
+        finally:
+            if is_tried:
+                self._met[each.at] = each.files
 
     def _look(self) -> list[Begun]:
         look, found, newest = self._target.at_once(), list[Begun](), None

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,16 @@ from flashckpt.commit.attempts import open_run
 from flashckpt.commit.lineage import VisibleStep
 from flashckpt.commit.verification import verify
 from flashckpt.format.names import AttemptName
+from flashckpt.keeper.mirroring import Mirroring
 from flashckpt.keeper.protocol import RemoteStatus
+from flashckpt.keeper.trainers import Trainer
 from flashckpt.options import Keep, Remote
+from flashckpt.persist.ledger import Ledger
 from flashckpt.store import open_store
 from tests.events import ledger
 from tests.keeper.driver import Process, committed, eventually, kill_keeper, told
 from tests.keeper.fake import FakeTrainer, keeper_pid
+from tests.tiers.test_node_parts import Nodes
 
 pytestmark = pytest.mark.process
 
@@ -373,3 +377,34 @@ def test_the_last_part_of_another_node_is_waited_for_no_longer_than_the_grace(
     arrived(first, 1)
     ended(first)
     assert of(there) == [1]
+
+
+def test_an_older_step_that_is_damaged_keeps_the_last_one_from_nowhere(tmp_path: Path) -> None:
+    """Nobody trains. What another node began is followed first; the keeper stays, and sends its last."""
+    nodes = Nodes(tmp_path)
+    nodes.add(1)
+    nodes.bring(0)
+    shard = next((nodes.folder / "node1" / "steps").rglob("shard-*"))
+    shard.write_bytes(bytes(shard.stat().st_size))
+    nodes.add(2)
+    with closing(Ledger(nodes.stores[1])) as errors:
+        wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        mirroring = Mirroring(nodes.stores[1], wake, errors, lambda what, count: None)
+        mirroring.know([Trainer(lock="l", rank=1, world=2, attempt=nodes.attempt, remote=nodes.remote)])
+        mirroring.committed(2, nodes.attempt)
+        mirroring.know([])
+
+        def has_left() -> bool:
+            mirroring.next(time.monotonic())
+            nodes.bring(0)
+            return not mirroring.holds(time.monotonic())
+
+        eventually(has_left)
+        worker = mirroring._worker
+        assert worker is not None
+        worker.close()
+        eventually(lambda: worker.collect() or not worker.busy)
+        os.close(wake)
+    assert nodes.steps() == [2]
+    [line] = [line for line in ledger(nodes.folder / "node1") if line["event"] == "error"]
+    assert "is damaged" in line["message"]

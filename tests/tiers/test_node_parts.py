@@ -396,3 +396,29 @@ def test_a_step_of_some_ranks_never_stands_there_for_one_of_all(nodes: Nodes) ->
     assert found.copied is not None
     assert (found.copied.outcome, found.newest) == (Outcome.PART, None)
     assert nodes.steps() == []
+
+
+def test_a_server_that_fails_at_the_manifest_is_asked_again(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All parts are there: no file comes any more by which a node would see that there is something to do."""
+    nodes.add(10)
+    assert nodes.outcome(0) == (10, Outcome.PART)
+    create, manifest = LocalStore.create, manifest_path(10, nodes.attempt)
+
+    def failing(store: LocalStore, path: str, data: bytes, **how: Any) -> bool:
+        if path == manifest:
+            raise OSError("the server is away")
+        return create(store, path, data, **how)
+
+    monkeypatch.setattr(LocalStore, "create", failing)
+    with pytest.raises(OSError, match="away"):
+        nodes.bring(1)
+    for node in (1, 0):
+        assert nodes.bring(node).waits
+    nodes.add(20)
+    assert nodes.outcome(0, is_last=True) == (20, Outcome.PART), "a newer one does not wait for it"
+    monkeypatch.setattr(LocalStore, "create", create)
+    assert nodes.bring(0).newest == VisibleStep(10, nodes.attempt)
+    assert nodes.outcome(1) == (20, Outcome.COPIED)
+    assert nodes.steps() == [10, 20]
