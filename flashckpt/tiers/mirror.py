@@ -303,9 +303,8 @@ class Mirror:
         return None
 
     def _check_seen(self, each: VisibleStep) -> None:
-        """RunError where another job has gone on there while the step was copied, and without it: no resume
-        would ever see it, and it goes again. It stays where somebody has claimed the run there since, who may
-        have read it, as `flashckpt branch` does."""
+        """RunError where another job has gone on there while the step was copied, and without it. It stays:
+        it may soon be all that is left of a node that was given up, and somebody may have read it."""
         assert self._target is not None
         target = self._target
         look = target.at_once()
@@ -315,17 +314,11 @@ class Mirror:
         last = {bound.attempt: bound.last_step for bound in attempts.bounds(look)}
         if each.step <= last.get(each.attempt, -1):
             return
-
-        def may_go() -> bool:
-            return newest_claimed(target.at_once()) == newest
-
-        has_gone = may_go() and retention.bury(target, each.step, each.attempt, may_go)
-        there = "was removed there" if has_gone else "stays there, as another branch"
         raise RunError(
-            f"Step {each.step} of attempt {each.attempt} came too late to {target.url}: attempt "
-            f"{newest} of another job went on there without it. It {there}, is as it was in "
-            f"{self._source.url}, and nothing more is copied. Stop one of the two jobs, or give this one a "
-            "remote of its own.",
+            f"Step {each.step} of attempt {each.attempt} came too late to {target.url}: attempt {newest} of "
+            "another job went on there without it. It stays there as another branch, and `flashckpt branch "
+            f"{target.url} {each.step}@{each.attempt}` gets it back; it is as it was in {self._source.url}, "
+            "and nothing more is copied. Stop one of the two jobs, or give this one a remote of its own.",
             step=each.step,
             path=target.url,
         )

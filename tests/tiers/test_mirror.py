@@ -13,11 +13,10 @@ from flashckpt import crashpoints
 from flashckpt.commit import attempts, lineage, retention
 from flashckpt.commit.attempts import open_run
 from flashckpt.commit.lineage import VisibleStep
-from flashckpt.commit.steps import read_manifest
 from flashckpt.commit.verification import verify
 from flashckpt.errors import RunError, RunHeldError
-from flashckpt.format.names import AttemptName, attempt_folder, claim_path, step_attempt_folder
-from flashckpt.format.records import Start, Tombstone
+from flashckpt.format.names import AttemptName, attempt_folder, claim_path
+from flashckpt.format.records import Start
 from flashckpt.options import Keep, Remote
 from flashckpt.store import open_store
 from flashckpt.store.base import Store
@@ -229,7 +228,7 @@ def test_of_two_jobs_the_one_that_is_too_late_is_told(
     assert of_step(tiers.there) == before
 
 
-def test_a_step_that_comes_after_another_job_has_gone_on_is_no_hidden_branch(
+def test_a_step_that_comes_after_another_job_has_gone_on_is_told_and_stays_as_a_branch(
     tiers: Tiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is sent for an hour; the node is given up, and another goes on from the step before."""
@@ -237,6 +236,7 @@ def test_a_step_that_comes_after_another_job_has_gone_on_is_no_hidden_branch(
     tiers.add(1)
     brought(mirror)
     tiers.add(7)
+    late = tiers.attempt
 
     def goes_on(point: str) -> None:
         if point == "copy.records":
@@ -244,15 +244,17 @@ def test_a_step_that_comes_after_another_job_has_gone_on_is_no_hidden_branch(
             gone_on(tiers, tiers.attempt, 1)
 
     monkeypatch.setattr(crashpoints, "point", goes_on)
-    with pytest.raises(RunError, match=r"Step 7 .* came too late .*Stop one"):
+    with pytest.raises(RunError, match=rf"Step 7 .* came too late .*flashckpt branch \S+ 7@{late}"):
         brought(mirror)
     assert tiers.steps() == [1, 2]
-    late = step_attempt_folder(7, tiers.attempt)
-    assert [each.name for each in tiers.target.list(late)] == ["manifest.json"]
-    assert isinstance(read_manifest(tiers.target, 7, tiers.attempt), Tombstone)
     assert [each.step for each in lineage.visible(tiers.source)] == [1, 7]
     with pytest.raises(RunError, match="gone on with by another job"):
         brought(mirror)
+    # What the message says.
+    branched = attempts.claim(tiers.target, HOLDER)
+    attempts.start(tiers.target, branched, late, 7, 2)
+    assert tiers.steps() == [1, 7]
+    assert verify(tiers.target).ok
 
 
 def test_a_late_step_that_the_other_job_went_on_from_stays(
@@ -271,49 +273,6 @@ def test_a_late_step_that_the_other_job_went_on_from_stays(
     monkeypatch.setattr(crashpoints, "point", goes_on)
     assert brought(mirror).newest == VisibleStep(7, tiers.attempt)
     assert tiers.steps() == [1, 7, 8]
-
-
-@pytest.mark.parametrize("when", ["before it would be removed", "while it is"])
-def test_a_late_step_that_somebody_may_have_read_there_stays(
-    tiers: Tiers, monkeypatch: pytest.MonkeyPatch, when: str
-) -> None:
-    """`flashckpt branch` has read it on the remote, has claimed, and has not started yet."""
-    mirror = tiers.mirror()
-    tiers.add(1)
-    brought(mirror)
-    tiers.add(7)
-    late, claims = VisibleStep(7, tiers.attempt), list[AttemptName]()
-
-    def claimed() -> None:
-        if not claims:
-            assert lineage.resolve(tiers.target, late.step, late.attempt)
-            claims.append(attempts.claim(tiers.target, HOLDER))
-
-    def goes_on(point: str) -> None:
-        if point == "copy.records":
-            monkeypatch.undo()
-            gone_on(tiers, tiers.attempt, 1)
-            if when == "while it is":
-                monkeypatch.setattr(LocalStore, "replace", replaced)
-            else:
-                monkeypatch.setattr(crashpoints, "point", published)
-
-    def published(point: str) -> None:
-        if point == "manifest.linked":
-            claimed()
-
-    replace = LocalStore.replace
-
-    def replaced(store: LocalStore, path: str, data: bytes, *, durable: bool = True) -> None:
-        claimed()
-        replace(store, path, data, durable=durable)
-
-    monkeypatch.setattr(crashpoints, "point", goes_on)
-    with pytest.raises(RunError, match=r"Step 7 .* came too late .*stays there"):
-        brought(mirror)
-    [name] = claims
-    attempts.start(tiers.target, name, late.attempt, late.step, 2)
-    assert tiers.steps() == [1, 7]
 
 
 def test_a_remote_that_is_trained_on_itself_is_left_alone(tiers: Tiers) -> None:
