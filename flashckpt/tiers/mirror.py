@@ -27,7 +27,7 @@ from flashckpt.tiers.node_parts import Begun, NodeParts
 from flashckpt.tiers.step_copy import Copied, Outcome, StepCopier
 
 _TRIES = 4
-# So long retention here leaves a step that other nodes have begun, while the remote does not take its part.
+# So long retention here leaves a step that others have begun, while the remote takes nothing of its part.
 _SPARED_S = 600.0
 
 # Whether a step is to be copied: takes the newest that the remote has, None for none, and this one.
@@ -63,7 +63,7 @@ class Mirror:
         self.is_joint = False
         self._parts: NodeParts | None = None
         self._pruned_at: VisibleStep | None = None
-        # What other nodes may have sent, and this one could not, with when that was first tried.
+        # What other nodes may have sent, and this one could not, with when it last took something.
         self._failed: tuple[VisibleStep, float] | None = None
         self.copying: VisibleStep | None = None
         self._progress = array("Q", [0])
@@ -241,7 +241,7 @@ class Mirror:
 
     def _sent(self, copier: StepCopier, parts: NodeParts, each: VisibleStep) -> Copied | None:
         """None where the step was deleted here."""
-        began = time.monotonic()
+        began, before = time.monotonic(), self.progress_bytes
         self.copying = each
         if self._failed is None or self._failed[0] != each:
             self._failed = each, began
@@ -253,6 +253,8 @@ class Mirror:
             parts.give_up(each)
             raise
         finally:
+            if self.progress_bytes != before:
+                self._failed = each, time.monotonic()
             self.copying = None
         self._failed = None
         if copied.outcome is Outcome.COPIED:

@@ -335,9 +335,8 @@ def test_a_step_that_others_have_begun_is_spared_while_it_cannot_be_sent(
 ) -> None:
     nodes.add(10)
     nodes.bring(0)
-    copy = StepCopier.copy
 
-    def failing(copier: StepCopier, step: int, attempt: AttemptName) -> Copied:
+    def failing(*_: Any) -> Copied:
         assert nodes.mirrors[1].copying == VisibleStep(10, nodes.attempt)
         raise OSError("the server is away")
 
@@ -348,7 +347,16 @@ def test_a_step_that_others_have_begun_is_spared_while_it_cannot_be_sent(
     assert nodes.mirrors[1].copying is None
     monkeypatch.setattr(mirror_module, "_SPARED_S", -time.monotonic())
     assert nodes.mirrors[1].spared is None, "not for ever"
-    monkeypatch.setattr(StepCopier, "copy", copy)
+    monkeypatch.undo()
+    # Shards that took an hour have arrived, and what names them has not.
+    monkeypatch.setattr(mirror_module, "_SPARED_S", 600.0)
+    nodes.mirrors[1]._failed = VisibleStep(10, nodes.attempt), time.monotonic() - 3600.0
+    create = LocalStore.create
+    monkeypatch.setattr(LocalStore, "create", failing)
+    with pytest.raises(OSError, match="away"):
+        nodes.bring(1)
+    assert nodes.mirrors[1].spared == VisibleStep(10, nodes.attempt)
+    monkeypatch.setattr(LocalStore, "create", create)
     assert nodes.outcome(1) == (10, Outcome.COPIED)
 
 
@@ -422,3 +430,39 @@ def test_a_server_that_fails_at_the_manifest_is_asked_again(
     assert nodes.bring(0).newest == VisibleStep(10, nodes.attempt)
     assert nodes.outcome(1) == (20, Outcome.COPIED)
     assert nodes.steps() == [10, 20]
+
+
+def test_nothing_older_than_what_is_there_is_begun(nodes: Nodes) -> None:
+    nodes.add(10, 20)
+    assert [nodes.outcome(0), nodes.outcome(1)] == [(20, Outcome.PART), (20, Outcome.COPIED)]
+    for wanted in (10, 20):
+        found = nodes.mirrors[0].bring(VisibleStep(wanted, nodes.attempt), lambda last, step: True)
+        assert found.copied is None
+    assert nodes.steps() == [20]
+
+
+def test_an_attempt_that_went_on_differently_on_two_nodes_is_not_one(nodes: Nodes) -> None:
+    first = nodes.attempt
+    nodes.add(4, 5)
+    nodes.claim()
+    for node, step in enumerate((5, 4)):
+        ranks = ranks_of([node])
+        attempts.start(nodes.stores[node], nodes.attempt, first, step, WORLD, ranks=ranks, near=4096)
+    nodes.restart()
+    nodes.add(6)
+    assert nodes.outcome(0) == (6, Outcome.PART)
+    with pytest.raises(RunError, match="trained by itself"):
+        nodes.bring(1)
+    assert nodes.steps() == []
+
+
+def test_a_part_of_other_bytes_than_the_remotes_is_not_taken_for_there(nodes: Nodes) -> None:
+    """The step is whole there, of what the disk had that this one replaced."""
+    nodes.add(10)
+    for node in (0, 1):
+        nodes.bring(node)
+    shutil.rmtree(nodes.folder / "node1" / "steps")
+    nodes.add(10, on=(1,), boundary=2)
+    with pytest.raises(RunError, match="is another file"):
+        StepCopier(nodes.stores[1], nodes.target, joins=True).copy(10, nodes.attempt)
+    assert nodes.steps() == [10]
