@@ -227,7 +227,7 @@ class Mirror:
             here = (each.at for each in begun if each.parts)
             last = max((each for each in (self._newest, next(here, None)) if each), default=None)
             each = self._chosen(wanted, is_due, last)
-            if each is not None and (last is None or each.step > last.step):
+            if each is not None and (last is None or each > last):
                 is_put_off = not parts.may_begin(begun, is_last=is_last)
                 if not is_put_off:
                     parts.begin(each)

@@ -466,3 +466,19 @@ def test_a_part_of_other_bytes_than_the_remotes_is_not_taken_for_there(nodes: No
     with pytest.raises(RunError, match="is another file"):
         StepCopier(nodes.stores[1], nodes.target, joins=True).copy(10, nodes.attempt)
     assert nodes.steps() == [10]
+
+
+def test_a_step_that_the_next_attempt_captures_anew_is_sent_too(nodes: Nodes) -> None:
+    """It went on from a step before its epoch ended, and saved the end, which has the same number."""
+    first = nodes.attempt
+    nodes.add(5)
+    assert [nodes.outcome(0), nodes.outcome(1)] == [(5, Outcome.PART), (5, Outcome.COPIED)]
+    nodes.begin(first, 5)
+    nodes.add(5, boundary=2)
+    anew = VisibleStep(5, nodes.attempt)
+    found = nodes.mirrors[0].bring(anew, lambda last, step: True)
+    assert found.copied is not None
+    assert nodes.outcome(1) == (5, Outcome.COPIED)
+    assert nodes.bring(0).newest == anew
+    assert lineage.visible(nodes.target) == [anew]
+    assert nodes.steps() == [5]
