@@ -119,7 +119,8 @@ def test_one_that_cannot_save_stays_unless_its_memory_is_given_up(tmp_path: Path
     assert (row["pid"], row["state"], row["newest_sealed"]) == (pid, "saving", 3)
     (tmp_path / "away").rename(run)
     done = keepers("--end", pid)
-    assert done.code == 0, done.err
+    # It was asked before: it may have saved the step and left by itself.
+    assert done.code == 0 or keepers_of(runtime) == [], done.err
     assert committed(run) == [3]
 
 

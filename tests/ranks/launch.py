@@ -87,6 +87,11 @@ class Launch:
                 each.wait(LIMIT_S)
         end(_trainers(f"{LAUNCH}={self.name}"))
 
+    def close(self) -> None:
+        """What is left of it goes, and the store that is served here: a dozen descriptors."""
+        self.kill()
+        self.store = None
+
     def kill_launcher(self, node: int) -> None:
         """SIGKILL for a node's launcher, and its ranks die with it."""
         launcher, wanted = self.launchers[node], f"{LAUNCH}={self.name}"
@@ -293,7 +298,7 @@ class Launcher:
                 ends.callback(shutil.rmtree, runtime, ignore_errors=True)
             ends.callback(_end_all, f"{_OWNER}={self._word}")
             for launch in self._launches:
-                ends.callback(launch.kill)
+                ends.callback(launch.close)
 
     def _launch(self, world: int) -> Launch:
         launch = Launch(f"{len(self._launches):02d}-{secrets.token_hex(4)}", self._folder, world)
