@@ -204,6 +204,8 @@ class Mirroring:
         if self._is_joint:
             self._met(found, wanted)
         self._there = found.newest
+        if self._wanted == self._there:
+            self._wanted = None  # a look found it before its commit was told
         self._error, self._tries, self._hopeless = "", 0, False
         is_nobodys = self._mirror is not None and self._mirror.is_ours is None
         if found.of != self._attempt and (self._is_living or is_nobodys):

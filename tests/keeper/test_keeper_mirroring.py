@@ -6,7 +6,8 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from contextlib import closing, suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,11 @@ from flashckpt.keeper.trainers import Trainer
 from flashckpt.options import Keep, Remote
 from flashckpt.persist.ledger import Ledger
 from flashckpt.store import open_store
+from flashckpt.store.base import Store
 from tests.events import ledger
 from tests.keeper.driver import Process, committed, eventually, kill_keeper, told
 from tests.keeper.fake import FakeTrainer, keeper_pid
+from tests.tiers.test_mirror import Tiers
 from tests.tiers.test_node_parts import Nodes
 
 pytestmark = pytest.mark.process
@@ -379,6 +382,20 @@ def test_the_last_part_of_another_node_is_waited_for_no_longer_than_the_grace(
     assert of(there) == [1]
 
 
+@contextmanager
+def mirroring_of(store: Store) -> Iterator[Mirroring]:
+    """A keeper's, without the keeper: each call comes when the test makes it."""
+    with closing(Ledger(store)) as lines:
+        wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        mirroring = Mirroring(store, wake, lines, lambda what, count: None)
+        yield mirroring
+        worker = mirroring._worker
+        assert worker is not None
+        worker.close()
+        eventually(lambda: worker.collect() or not worker.busy)
+        os.close(wake)
+
+
 def test_an_older_step_that_is_damaged_keeps_the_last_one_from_nowhere(tmp_path: Path) -> None:
     """Nobody trains. What another node began is followed first; the keeper stays, and sends its last."""
     nodes = Nodes(tmp_path)
@@ -387,9 +404,7 @@ def test_an_older_step_that_is_damaged_keeps_the_last_one_from_nowhere(tmp_path:
     shard = next((nodes.folder / "node1" / "steps").rglob("shard-*"))
     shard.write_bytes(bytes(shard.stat().st_size))
     nodes.add(2)
-    with closing(Ledger(nodes.stores[1])) as errors:
-        wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        mirroring = Mirroring(nodes.stores[1], wake, errors, lambda what, count: None)
+    with mirroring_of(nodes.stores[1]) as mirroring:
         mirroring.know([Trainer(lock="l", rank=1, world=2, attempt=nodes.attempt, remote=nodes.remote)])
         mirroring.committed(2, nodes.attempt)
         mirroring.know([])
@@ -400,11 +415,26 @@ def test_an_older_step_that_is_damaged_keeps_the_last_one_from_nowhere(tmp_path:
             return not mirroring.holds(time.monotonic())
 
         eventually(has_left)
-        worker = mirroring._worker
-        assert worker is not None
-        worker.close()
-        eventually(lambda: worker.collect() or not worker.busy)
-        os.close(wake)
     assert nodes.steps() == [2]
     [line] = [line for line in ledger(nodes.folder / "node1") if line["event"] == "error"]
     assert "is damaged" in line["message"]
+
+
+def test_a_step_that_is_committed_while_the_remote_is_looked_at_is_copied_once(tmp_path: Path) -> None:
+    """The look finds it before its commit was told here."""
+    tiers = Tiers(tmp_path)
+    tiers.add(1)
+    with mirroring_of(tiers.source) as mirroring:
+        remote = Remote(url=str(tiers.there), keep=Keep(last=3))
+        mirroring.know([Trainer(lock="l", rank=0, attempt=tiers.attempt, remote=remote)])
+        mirroring.next(time.monotonic())
+        mirroring.committed(1, tiers.attempt)
+
+        def is_over() -> bool:
+            mirroring.next(time.monotonic())
+            found = mirroring.status()
+            return found is not None and found.newest == 1 and not found.waits
+
+        eventually(is_over)
+    assert [line["outcome"] for line in ledger(tiers.run) if line["event"] == "mirror"] == ["copied"]
+    assert tiers.steps() == [1]
