@@ -255,9 +255,12 @@ def orders(calls: list[int], chance: Random) -> Iterator[list[int]]:
         yield [chance.choice([0, 1]) for _ in range(sum(calls))]
 
 
+@pytest.mark.parametrize("rots", [False, True], ids=["", "its record rots at once"])
 def test_no_order_of_naming_and_removing_leaves_a_step_without_its_constants(
-    scene: Scene,
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, rots: bool
 ) -> None:
+    if rots:
+        monkeypatch.setattr(Buried, "to_bytes", lambda self: b"rot")
     ends, calls = set(), [0, 0]
     for first in (0, 1):
         turns = Turns([first] * 999)
@@ -274,13 +277,6 @@ def test_no_order_of_naming_and_removing_leaves_a_step_without_its_constants(
             assert told is Committed.YES, "what stays after all is named by nobody's record"
         ends.add((told is Committed.YES, scene.first in [info.name for info in attempts(store)]))
     assert ends == {(True, True), (False, False)}
-
-
-def test_a_record_that_rots_at_once_stops_what_it_would_have_stopped(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Buried, "to_bytes", lambda self: b"rot")
-    test_no_order_of_naming_and_removing_leaves_a_step_without_its_constants(scene)
 
 
 def test_a_record_that_rots_stops_nobody_who_names_what_a_committed_step_names(
@@ -456,7 +452,7 @@ def test_the_name_of_a_file_that_was_to_go_is_not_used_again(store: LocalStore) 
 def test_the_test_sees_a_committer_that_does_not_look(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "buried_constants", lambda *_: [])
     with pytest.raises(AssertionError):
-        test_no_order_of_naming_and_removing_leaves_a_step_without_its_constants(scene)
+        test_no_order_of_naming_and_removing_leaves_a_step_without_its_constants(scene, monkeypatch, False)
 
 
 def test_the_test_sees_who_removes_without_a_second_look(
@@ -468,4 +464,4 @@ def test_the_test_sees_who_removes_without_a_second_look(
 
     monkeypatch.setattr(constants, "remove", remove)
     with pytest.raises(AssertionError):
-        test_no_order_of_naming_and_removing_leaves_a_step_without_its_constants(scene)
+        test_no_order_of_naming_and_removing_leaves_a_step_without_its_constants(scene, monkeypatch, False)

@@ -207,6 +207,17 @@ def gone_on(tiers: Tiers, attempt: AttemptName, step: int) -> None:
     brought(second.mirror())
 
 
+def gone_on_meanwhile(tiers: Tiers, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same, while the next copy is on its way."""
+
+    def goes_on(point: str) -> None:
+        if point == "copy.records":
+            monkeypatch.undo()
+            gone_on(tiers, tiers.attempt, step)
+
+    monkeypatch.setattr(crashpoints, "point", goes_on)
+
+
 def as_attempted(tiers: Tiers) -> None:
     """This run goes on itself: two attempts have one number."""
     tiers.attempt = attempt_at(tiers.source, tiers.attempt, 1)
@@ -238,12 +249,7 @@ def test_a_step_that_comes_after_another_job_has_gone_on_is_told_and_stays_as_a_
     tiers.add(7)
     late = tiers.attempt
 
-    def goes_on(point: str) -> None:
-        if point == "copy.records":
-            monkeypatch.undo()
-            gone_on(tiers, tiers.attempt, 1)
-
-    monkeypatch.setattr(crashpoints, "point", goes_on)
+    gone_on_meanwhile(tiers, 1, monkeypatch)
     with pytest.raises(RunError, match=rf"Step 7 .* came too late .*flashckpt branch \S+ 7@{late}"):
         brought(mirror)
     assert tiers.steps() == [1, 2]
@@ -265,12 +271,7 @@ def test_a_late_step_that_the_other_job_went_on_from_stays(
     brought(mirror)
     tiers.add(7)
 
-    def goes_on(point: str) -> None:
-        if point == "copy.records":
-            monkeypatch.undo()
-            gone_on(tiers, tiers.attempt, 7)
-
-    monkeypatch.setattr(crashpoints, "point", goes_on)
+    gone_on_meanwhile(tiers, 7, monkeypatch)
     assert brought(mirror).newest == VisibleStep(7, tiers.attempt)
     assert tiers.steps() == [1, 7, 8]
 
