@@ -222,7 +222,8 @@ def bury(
         found = read_manifest(look or store, step, attempt)
     except DamagedError:
         # It names nothing that could be kept: it goes like a manifest.
-        _replace_damaged(store, path, stone)
+        if not _replace_damaged(store, path, stone):
+            return False
     else:
         if isinstance(found, Manifest):
             # As it stands: another version may have written it.
@@ -254,14 +255,16 @@ def bury(
     return True
 
 
-def _replace_damaged(store: Store, path: str, stone: bytes) -> None:
+def _replace_damaged(store: Store, path: str, stone: bytes) -> bool:
+    """A tombstone in the place of what is no manifest. False where a manifest came there meanwhile."""
     try:
         store.replace(path, stone)
     except OSError as error:
         if not is_full(error):
             raise
         store.remove(path)
-        create_or_stand_in(store, path, stone)
+        return bool(create_or_stand_in(store, path, stone))
+    return True
 
 
 def _replace_manifest(

@@ -611,6 +611,26 @@ def test_without_links_a_full_disk_says_so_and_loses_nothing(small_disk: Path) -
     assert steps_module.commit(store, 50, attempt, 1)
 
 
+def test_a_manifest_that_comes_where_a_damaged_one_was_is_no_tombstone(store: LocalStore) -> None:
+    """The disk is full; somebody who has all parts commits the step between the removal and the tombstone."""
+    attempt = attempt_at(store)
+    train(store, attempt, 100)
+    path = manifest_path(100, attempt)
+    whole = store.read(path, 1 << 20)
+    Path(store.local_path(path)).write_bytes(b"rot")
+
+    class Full(LocalStore):
+        def replace(self, path: str, data: bytes, *, durable: bool = True) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        def remove(self, path: str) -> None:
+            super().remove(path)
+            assert store.create(path, whole)
+
+    assert not bury(Full(store.url), 100, attempt)
+    assert is_whole(store, 100, attempt)
+
+
 def test_the_tombstone_comes_before_any_deletion(store: LocalStore) -> None:
     attempt = attempt_at(store)
     train(store, attempt, 100, 200, 300)
