@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -215,13 +215,13 @@ def bury(
     before, and may have read the manifest, it comes back: then False, and nothing was deleted. `look` shows
     the manifest that is to go.
     """
-    folder, path = step_attempt_folder(step, attempt), manifest_path(step, attempt)
-    stone, errors = Tombstone(step=step, attempt=attempt).to_bytes(), list[OSError]()
-    created = Created.FILE
+    path, stone = manifest_path(step, attempt), Tombstone(step=step, attempt=attempt).to_bytes()
+    created, was_damaged = Created.FILE, False
     try:
         found = read_manifest(look or store, step, attempt)
     except DamagedError:
         # It names nothing that could be kept: it goes like a manifest.
+        was_damaged = True
         if not _replace_damaged(store, path, stone):
             return False
     else:
@@ -233,7 +233,25 @@ def bury(
         elif found is None and not (created := create_or_stand_in(store, path, stone)):
             return False
     crashpoints.point("prune.buried")
-    entries = store.list(folder)
+    try:
+        _remove_beside_tombstone(store, step_attempt_folder(step, attempt))
+    finally:
+        if created is Created.STAND_IN:
+            replace_stand_in(store, path, stone)
+    # Who repairs may have seen the same damage, and have taken the tombstone for it.
+    return bury(store, step, attempt, may_still) if was_damaged and _is_back(store, step, attempt) else True
+
+
+def _is_back(store: Store, step: int, attempt: AttemptName) -> bool:
+    """Whether a manifest stands again where a tombstone did."""
+    with suppress(DamagedError):
+        return isinstance(read_manifest(store, step, attempt), Manifest)
+    return False
+
+
+def _remove_beside_tombstone(store: Store, folder: str) -> None:
+    """Everything else in a step's folder. OSError once all that can go is gone."""
+    entries, errors = store.list(folder), list[OSError]()
 
     def files() -> Iterator[str]:
         for entry in entries:
@@ -247,12 +265,8 @@ def bury(
                 store.remove_tree(f"{folder}/{entry.name}")
     with noted(errors):
         store.remove_files(files())
-    if created is Created.STAND_IN:
-        with noted(errors):
-            replace_stand_in(store, path, stone)
     if errors:
         raise errors[0]
-    return True
 
 
 def _replace_damaged(store: Store, path: str, stone: bytes) -> bool:
