@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from flashckpt.options import Keep, Remote
 from flashckpt.persist.ledger import Ledger
 from flashckpt.store import open_store
 from flashckpt.store.base import Store
+from flashckpt.tiers.step_copy import StepCopier
 from tests.events import ledger
 from tests.keeper.driver import Process, committed, eventually, kill_keeper, told
 from tests.keeper.fake import FakeTrainer, keeper_pid
@@ -383,11 +385,13 @@ def test_the_last_part_of_another_node_is_waited_for_no_longer_than_the_grace(
 
 
 @contextmanager
-def mirroring_of(store: Store) -> Iterator[Mirroring]:
+def mirroring_of(
+    store: Store, count: Callable[[str, int], None] = lambda what, count: None
+) -> Iterator[Mirroring]:
     """A keeper's, without the keeper: each call comes when the test makes it."""
     with closing(Ledger(store)) as lines:
         wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        mirroring = Mirroring(store, wake, lines, lambda what, count: None)
+        mirroring = Mirroring(store, wake, lines, count)
         yield mirroring
         worker = mirroring._worker
         assert worker is not None
@@ -438,3 +442,37 @@ def test_a_step_that_is_committed_while_the_remote_is_looked_at_is_copied_once(t
         eventually(is_over)
     assert [line["outcome"] for line in ledger(tiers.run) if line["event"] == "mirror"] == ["copied"]
     assert tiers.steps() == [1]
+
+
+def test_a_step_that_a_look_is_copying_when_its_commit_is_told_is_not_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one takes its place among what is wanted, and nothing went over it."""
+    tiers, may_go_on, write = Tiers(tmp_path), threading.Event(), StepCopier._write
+
+    def slow(copier: StepCopier, *arguments: Any) -> int:
+        assert may_go_on.wait(240)
+        return write(copier, *arguments)
+
+    monkeypatch.setattr(StepCopier, "_write", slow)
+    counted: list[str] = []
+    tiers.add(1)
+    with mirroring_of(tiers.source, lambda what, count: counted.append(what)) as mirroring:
+        remote = Remote(url=str(tiers.there), keep=Keep(last=3))
+        mirroring.know([Trainer(lock="l", rank=0, attempt=tiers.attempt, remote=remote)])
+        mirroring.next(time.monotonic())
+        eventually(lambda: mirroring.spared is not None)
+        for step in (1, 2, 3):
+            if step > 1:
+                tiers.add(step)
+            mirroring.committed(step, tiers.attempt)
+        assert counted == ["mirror_skipped"], "step 2 alone"
+        may_go_on.set()
+
+        def is_over() -> bool:
+            mirroring.next(time.monotonic())
+            found = mirroring.status()
+            return found is not None and found.newest == 3 and not found.waits
+
+        eventually(is_over)
+    assert tiers.steps() == [1, 3]
