@@ -26,7 +26,7 @@ import numpy as np
 
 from benchmarks.machine import describe
 from benchmarks.stores import commits
-from benchmarks.stores.clients import CLIENTS, LEAVES, PART_BYTES, Place, boto, layout_of
+from benchmarks.stores.clients import CLIENTS, LEAVES, PART_BYTES, UPLOADS_ONLY, Place, boto, layout_of
 from flashckpt.memory import room
 from tests.stores import s3_server as s3
 
@@ -62,19 +62,24 @@ def main() -> None:
             server.close()
         machine = describe(Path(folder))
     _show(found, bench.lacking, num_bytes, arguments.rounds, machine)
+    print(f"\n{bench.huge_share:.0%} of the memory that was sent came in huge pages")
     commits.show(small)
     if arguments.json:
         about = {"machine": machine, "num_bytes": num_bytes, "lacking": bench.lacking}
+        about["huge_share"] = bench.huge_share
         arguments.json.write_text(json.dumps({**about, "transfers": found, "commits": small}, indent=1))
 
 
 class Bench:
-    """The bytes, where they go, and the turns. `lacking` says why a client has none."""
+    """The bytes, where they go, and the turns. `lacking` says why a client has none, `huge_share` how much of
+    the memory came in huge pages."""
 
     def __init__(self, server: s3.S3Server, memory: Path, leaf_bytes: int, s3fs_python: str) -> None:
         file, self._s3fs_python = memory / "bytes", s3fs_python
         self._memory = {"file": str(file), "leaf_bytes": leaf_bytes, "sums": str(memory / "sums")}
-        _fill(file, layout_of(leaf_bytes).num_bytes)
+        before, num_bytes = _huge_bytes(), layout_of(leaf_bytes).num_bytes
+        _fill(file, num_bytes)
+        self.huge_share = max(0.0, min(1.0, (_huge_bytes() - before) / num_bytes))
         self.lacking: dict[str, str] = {}
         self.place = Place(server.endpoint, s3.ACCESS_KEY, s3.SECRET_KEY, s3.REGION, "bench", _STORED)
         self._boto = boto(self.place)
@@ -86,7 +91,7 @@ class Bench:
         for number in range(rounds):
             at = number % len(clients)
             for client in clients[at:] + clients[:at]:
-                for way in _WAYS:
+                for way in _WAYS[:1] if client in UPLOADS_ONLY else _WAYS:
                     if client not in self.lacking:
                         self._add(found[way], client, way, number)
         return found
@@ -125,6 +130,12 @@ def _fill(path: Path, num_bytes: int) -> None:
             os.pwrite(file.fileno(), random.bytes(min(PART_BYTES, num_bytes - start)), start)
 
 
+def _huge_bytes() -> int:
+    """Of all shared memory of the machine, which nothing else takes meanwhile."""
+    fields = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    return sum(int(field[1]) << 10 for field in fields if field[0] in ("ShmemHugePages:", "FileHugePages:"))
+
+
 def _show(
     found: dict[str, Found], lacking: dict[str, str], num_bytes: int, rounds: int, machine: dict[str, Any]
 ) -> None:
@@ -138,7 +149,8 @@ def _show(
         if client in lacking:
             print(f"| {client} | cannot run here: {lacking[client]} |" + " |" * (2 * len(_WAYS) - 1))
         elif client in found[_WAYS[0]]:
-            cells = [_cell(found[way][client][name]) for way in _WAYS for name in ("wall_s", "cpu_s")]
+            rows = [found[way].get(client) for way in _WAYS]
+            cells = ["" if row is None else _cell(row[name]) for row in rows for name in ("wall_s", "cpu_s")]
             print(f"| {client} | " + " | ".join(cells) + " |")
     for way in _WAYS:
         if {"flashckpt", "obstore"} <= found[way].keys():

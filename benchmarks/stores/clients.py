@@ -114,8 +114,11 @@ class Obstore:
         self._obstore.put(self._store, key, data, use_multipart=False)
 
     def upload(self, memory: Memory) -> None:
+        self._send(_parts(memory))
+
+    def _send(self, parts: Iterator[memoryview]) -> None:
         how: dict[str, Any] = {"chunk_size": PART_BYTES, "max_concurrency": AT_ONCE}
-        self._obstore.put(self._store, self._key, _parts(memory), use_multipart=True, **how)
+        self._obstore.put(self._store, self._key, parts, use_multipart=True, **how)
 
     def download(self, memory: Memory) -> None:
         def one(start: int, stop: int) -> Any:
@@ -123,6 +126,30 @@ class Obstore:
 
         found = _each(one, memory.num_bytes)
         assert sum(map(len, found)) == memory.num_bytes
+
+
+class ObstoreWindows(Obstore):
+    """With each part mapped alone, as flashckpt maps them: what that takes of its upload."""
+
+    def upload(self, memory: Memory) -> None:
+        self._send(_windows(memory))
+
+
+class ObstoreSums(Obstore):
+    """With flashckpt's checksums and digests of each part: what these take of its upload."""
+
+    def upload(self, memory: Memory) -> None:
+        from flashckpt.format.records import CHUNK_BYTES
+        from flashckpt.store.image_sums import ImageSums
+
+        sums = ImageSums(layout_of(memory.leaf_bytes), CHUNK_BYTES)
+
+        def parts() -> Iterator[memoryview]:
+            for number, part in enumerate(_parts(memory)):
+                sums.add(number * PART_BYTES, part)
+                yield part
+
+        self._send(parts())
 
 
 class BotoParts:
@@ -197,10 +224,14 @@ class S3fs:
 CLIENTS: dict[str, Callable[[Place], Client]] = {
     "obstore": Obstore,
     "flashckpt": Flashckpt,
+    "obstore, parts mapped": ObstoreWindows,
+    "obstore, parts digested": ObstoreSums,
     "boto3, parts on threads": BotoParts,
     "boto3, transfer manager": BotoTransfer,
     "s3fs": S3fs,
 }
+UPLOADS_ONLY = frozenset({"obstore, parts mapped", "obstore, parts digested"})
+"""What flashckpt's upload consists of, one by one."""
 
 
 class _File(io.RawIOBase):
@@ -249,6 +280,14 @@ def boto(place: Place) -> Any:
 def _parts(memory: Memory) -> Iterator[memoryview]:
     for start in range(0, memory.num_bytes, PART_BYTES):
         yield memory.view[start : start + PART_BYTES]
+
+
+def _windows(memory: Memory) -> Iterator[memoryview]:
+    from flashckpt import _native
+
+    for start in range(0, memory.num_bytes, PART_BYTES):
+        size = min(PART_BYTES, memory.num_bytes - start)
+        yield memoryview(_native.Mapping(memory.descriptor, start, size))
 
 
 def _faulted_in(room: mmap.mmap) -> float:
