@@ -133,8 +133,8 @@ class Mirroring:
             self._replace_wanted(each)
 
     def _replace_wanted(self, each: VisibleStep) -> None:
-        """The newest wins. Where only time says how often, nothing else was due. What a look is copying, begun
-        before its commit was told, is not skipped."""
+        """The newest wins. Where only time says how often, nothing else was due. What a look is copying,
+        begun before its commit was told, is not skipped."""
         is_copied = self._mirror is not None and self._wanted == self._mirror.copying
         if self._wanted is not None and not is_copied and not isinstance(self._every, str):
             self._count("mirror_skipped", 1)
