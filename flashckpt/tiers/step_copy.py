@@ -200,7 +200,7 @@ class StepCopier:
         if isinstance(found, Tombstone):
             return Outcome.BURIED
         if found is not None and not self._is_of(found, manifest):
-            raise self._in_its_place(path, manifest.step)
+            raise self._is_whole_other(path, manifest.step)
         if found is not None and not found.compressed:
             self._target = self._plain  # what is put back is what its manifest says
         is_there = found is not None and not missing_files(self._target, manifest)
@@ -302,17 +302,16 @@ class StepCopier:
         replaced."""
         try:
             found = self._target.read(path, Part.MAX_BYTES)
-            if found != data and self._repairs:
-                Part.from_bytes(found, path)
+            if found == data:
+                return True
+            Part.from_bytes(found, path)
         except FileNotFoundError:
             return False
-        except DamagedError:
+        except DamagedError as error:
             if self._repairs:
                 return False
-            raise
-        if found != data:
-            raise self._in_its_place(path, step)
-        return True
+            raise self._is_not_whole(path, step) from error
+        raise self._is_whole_other(path, step)
 
     def _send(
         self, record: StepRecord, rank: RankRecord, path: str, contents: Contents, size: int | None
@@ -328,8 +327,10 @@ class StepCopier:
         elif size is not None:
             is_known = self._known.get(path) == contents or path in self._compared
             if not (is_known and size == num_bytes) and not self._is_whole(path, contents):
-                if not self._repairs or (contents is rank.constants and self._is_another(path, contents)):
-                    raise self._in_its_place(path, record.step)
+                if contents is rank.constants and self._is_another(path, contents):
+                    raise self._is_whole_other(path, record.step)
+                if not self._repairs:
+                    raise self._is_not_whole(path, record.step)
                 is_there, self._has_replaced = False, True
                 self._sent_bytes += self._write(path, contents, record.step, replaces=True)
         if is_there and self._progress:
@@ -383,7 +384,7 @@ class StepCopier:
                 if self._target.exists(path):
                     # Of another copier, or of one that is dead.
                     if not self._is_whole(path, contents):
-                        raise self._in_its_place(path, step)
+                        raise self._is_not_whole(path, step)
                     return 0
                 is_beside = False
         raise self._gone(path, step)
@@ -481,11 +482,21 @@ class StepCopier:
 
     # ---- errors
 
-    def _in_its_place(self, path: str, step: int) -> RunError:
+    def _is_not_whole(self, path: str, step: int) -> RunError:
         return RunError(
-            f"{self._target.url}/{path} is another file than the source's, or one that is not whole. Nothing "
-            f"of step {step} was published there, and that file was not touched. Run `flashckpt verify` on "
-            f"both. If it is damaged there, and no other copy runs: {self._advice(step)}",
+            f"{self._target.url}/{path} is not whole: it is damaged, or another copy writes it now. Nothing "
+            f"of step {step} was published there, and that file was not touched. If no other copy runs: "
+            f"{self._advice(step)}",
+            step=step,
+            path=path,
+        )
+
+    def _is_whole_other(self, path: str, step: int) -> RunError:
+        """Of a file that nothing says is damaged: it is never replaced."""
+        return RunError(
+            f"{self._target.url}/{path} is another file than step {step} of the source has under this name, "
+            "and not damaged: it stays, and nothing of this step was published there. `flashckpt show` says "
+            "of both what they are. Copy to a place of its own to have both.",
             step=step,
             path=path,
         )

@@ -362,7 +362,7 @@ def test_a_file_in_the_target_is_trusted_only_if_it_is_whole(
     path = next(each for each in (tmp_path / "target").rglob("*") if "/shard-00000" in unquote(str(each)))
     whole = path.read_bytes()
     path.write_bytes(flipped(whole))
-    with pytest.raises(RunError, match="is not whole"):
+    with pytest.raises(RunError, match="is not whole.*--step 10 --repair` reads what is there"):
         StepCopier(source, target).copy(10, attempt)
     assert list(lineage.newest_first(target)) == []
     assert path.read_bytes() == flipped(whole), "it may be another's"
@@ -432,8 +432,10 @@ def test_a_repair_takes_no_other_step_for_damage(near: tuple[Store, Store], tmp_
     whole = Part.from_bytes(part.read_bytes(), "part")
     part.write_bytes(replace(whole, environment={"torch": "another"}).to_bytes())
     before = files(tmp_path / "target")
-    with pytest.raises(RunError, match="another file"):
-        StepCopier(source, target, repairs=True).copy(10, attempt)
+    for repairs in (False, True):
+        with pytest.raises(RunError, match="another file.*Copy to a place of its own") as told:
+            StepCopier(source, target, repairs=repairs).copy(10, attempt)
+        assert "--repair" not in str(told.value), "it would do nothing"
     assert files(tmp_path / "target") == before
 
 
@@ -494,8 +496,10 @@ def test_a_repair_takes_no_constants_from_another_step(
     add(source, 20, attempt)
     before = files(tmp_path / "target")
     assert verify(target).ok
-    with pytest.raises(RunError, match="another file"):
-        StepCopier(source, target, repairs=True).copy(20, attempt)
+    for repairs in (False, True):
+        with pytest.raises(RunError, match="another file.*Copy to a place of its own") as told:
+            StepCopier(source, target, repairs=repairs).copy(20, attempt)
+        assert "--repair" not in str(told.value), "it would do nothing"
     assert [each.step for each in lineage.visible(target)] == [10]
     assert verify(target).ok
     assert all(data == before[name] for name, data in files(tmp_path / "target").items() if name in before)
