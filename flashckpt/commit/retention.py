@@ -207,9 +207,11 @@ def bury(
     attempt: AttemptName,
     may_still: Callable[[], bool] = lambda: True,
     look: Store | None = None,
+    *,
+    leaves_whole: bool = False,
 ) -> bool:
     """A tombstone in the manifest's place, then the deletion of all else. False where a manifest
-    appeared in a step that had none: it is left alone.
+    appeared in a step that had none, or `leaves_whole` says that one with a manifest stays: it is left alone.
 
     may_still: asked once the tombstone stands. Whoever claims after that finds it; for who has claimed
     before, and may have read the manifest, it comes back: then False, and nothing was deleted. `look` shows
@@ -225,6 +227,8 @@ def bury(
         if not _replace_damaged(store, path, stone):
             return False
     else:
+        if isinstance(found, Manifest) and leaves_whole:
+            return False
         if isinstance(found, Manifest):
             # As it stands: another version may have written it.
             before = (look or store).read(path, Manifest.MAX_BYTES)

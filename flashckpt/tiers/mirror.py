@@ -221,6 +221,7 @@ class Mirror:
         assert self._settled is not None
         begun, copied, is_put_off = parts.look(), None, False
         self._newest = parts.newest
+        stays = self._remove_stale(parts, begun)
         if (each := parts.to_follow(begun, is_last=is_last)) is not None:
             copied = self._sent(copier, parts, each)
         elif is_due is not None:
@@ -232,11 +233,11 @@ class Mirror:
                 if not is_put_off:
                     parts.begin(each)
                     copied = self._sent(copier, parts, each)
-        pruned, problem = self._prune_joint(target, parts, begun)
+        pruned, problem = self._prune_joint(target)
         waits = any(each.parts for each in begun) or copied is not None
         return Mirrored(
-            of=self._settled, newest=self._newest, copied=copied, pruned=pruned, problem=problem, waits=waits,
-            files=sum(len(each.files) for each in begun), is_put_off=is_put_off,
+            of=self._settled, newest=self._newest, copied=copied, pruned=pruned, problem=stays or problem,
+            waits=waits, files=sum(len(each.files) for each in begun), is_put_off=is_put_off,
         )  # fmt: skip
 
     def _sent(self, copier: StepCopier, parts: NodeParts, each: VisibleStep) -> Copied | None:
@@ -264,23 +265,29 @@ class Mirror:
             self._newest = max(each, self._newest or each)
         return copied
 
-    def _prune_joint(
-        self, target: Store, parts: NodeParts, begun: Sequence[Begun]
-    ) -> tuple[tuple[int, ...], str]:
-        """The keeper of rank 0's node alone deletes there. What goes of the unfinished are steps that two
-        whole ones have overtaken, and what nobody has added to for long: of no use to who may be at them."""
+    # Where nodes have folders of their own the keeper of rank 0's alone deletes in the remote. What goes of
+    # the unfinished is of no use to who may be at it: nobody has added to it for long, or two whole steps
+    # have overtaken it. What could not be deleted is said in words.
+
+    def _remove_stale(self, parts: NodeParts, begun: Sequence[Begun]) -> str:
         assert self._settled is not None
-        if 0 not in self._ranks:
-            return (), ""
-        gone = list[VisibleStep]()
         try:
-            if self._newest != self._pruned_at:
-                # Other nodes commit there, too: tombstones stay.
-                gone = retention.prune(target, self._settled, self._remote.keep)
-                self._pruned_at = self._newest
-            parts.remove_stale(begun, self._settled)
+            if 0 in self._ranks:
+                parts.remove_stale(begun, self._settled)
         except OSError as error:
-            return tuple(each.step for each in gone), str(error)
+            return str(error)
+        return ""
+
+    def _prune_joint(self, target: Store) -> tuple[tuple[int, ...], str]:
+        assert self._settled is not None
+        if 0 not in self._ranks or self._newest == self._pruned_at:
+            return (), ""
+        try:
+            # Other nodes commit there, too: tombstones stay.
+            gone = retention.prune(target, self._settled, self._remote.keep)
+        except OSError as error:
+            return (), str(error)
+        self._pruned_at = self._newest
         return tuple(each.step for each in gone), ""
 
     def _copied(self, copier: StepCopier, wanted: VisibleStep | None, is_due: IsDue) -> Copied | None:

@@ -165,7 +165,8 @@ class NodeParts:
 
     def remove_stale(self, begun: Sequence[Begun], ours: AttemptName) -> None:
         """What was begun, was followed by another, and has not grown for long never will: it goes as
-        retention takes a step, so that who is at it after all finds its tombstone. OSError."""
+        retention takes a step, so that who is at it after all finds its tombstone. To be asked right after
+        the look that found them: one that is whole since then stays. OSError."""
         now, gone_s = time.monotonic(), max(_LEAST_GONE_S, _TIMES_OWN_GONE * self._took_s)
         for each in begun[1:]:
             files, since_s = self._still.setdefault(each.at, (each.files, now))
@@ -177,4 +178,5 @@ class NodeParts:
                     each.at.step,
                     each.at.attempt,
                     lambda: newest_claimed(self._target.at_once()) == ours,
+                    leaves_whole=True,
                 )

@@ -106,6 +106,26 @@ def nodes(scratch: str) -> Nodes:
     return Nodes(Path(scratch))
 
 
+class Clock:
+    """What nodes take for the time that has passed since some moment."""
+
+    def __init__(self) -> None:
+        self._ahead_s = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self._ahead_s
+
+    def pass_by(self, seconds: float) -> None:
+        self._ahead_s += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(node_parts, "time", made)
+    return made
+
+
 def test_a_step_is_there_once_both_have_sent_their_part(nodes: Nodes) -> None:
     nodes.add(10)
     assert nodes.outcome(1) is None, "rank 0's node begins"
@@ -275,6 +295,30 @@ def test_what_nobody_adds_to_goes_once_another_was_begun(
     monkeypatch.setattr(node_parts, "_LEAST_GONE_S", 0.0)
     nodes.bring(0)
     assert shards() == [f"{2:012d}"], "the newest may still come"
+
+
+def test_a_step_that_came_whole_meanwhile_is_not_taken_for_stale(
+    nodes: Nodes, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0's node has seen it half, and then sends its own part of another one for hours."""
+    monkeypatch.setattr(node_parts, "_LEAST_WAIT_S", 0.0)
+    for step in (1, 2, 3):
+        nodes.add(step, on=(0,))
+        assert nodes.bring(0, is_last=True).copied is not None
+    nodes.add(1, on=(1,))
+    nodes.add(4, on=(0,))
+    copy = StepCopier.copy
+
+    def slow(copier: StepCopier, step: int, attempt: AttemptName) -> Copied:
+        monkeypatch.setattr(StepCopier, "copy", copy)
+        late = StepCopier(nodes.stores[1], nodes.target, joins=True)
+        assert late.copy(1, nodes.attempt).outcome is Outcome.COPIED
+        clock.pass_by(7200.0)
+        return copier.copy(step, attempt)
+
+    monkeypatch.setattr(StepCopier, "copy", slow)
+    assert nodes.outcome(0, is_last=True) == (4, Outcome.PART)
+    assert nodes.steps() == [1]
 
 
 def test_a_node_that_comes_back_with_an_empty_disk(nodes: Nodes) -> None:
