@@ -25,7 +25,8 @@ from flashckpt.commit.steps import is_committed, read_manifest
 from flashckpt.errors import DamagedError, SupersededError
 from flashckpt.format.names import AttemptName, step_attempt_folder
 from flashckpt.format.records import Manifest
-from flashckpt.store.base import Store
+from flashckpt.store.base import Entry, Store
+from flashckpt.tiers.sender_mark import holds_s, is_mark
 from flashckpt.tiers.step_copy import Copied, Outcome
 
 log = logging.getLogger(__name__)
@@ -34,17 +35,20 @@ _BEGUN = ".begun."
 # The parts of other nodes are waited for so many times as long as this node's took, and twice as long each
 # time in a row that they did not come.
 _TIMES_OWN, _LEAST_WAIT_S, _LONGEST_WAIT_S = 4.0, 60.0, 3600.0
-# What nobody has added to for so long, while another step was begun after it, goes.
-_TIMES_OWN_GONE, _LEAST_GONE_S = 20.0, 3600.0
+# What nobody has added to for so long, while another step was begun after it, goes. Counted is the time in
+# which this node has looked: it is blind while it sends for longer than that, and while no server answers.
+_TIMES_OWN_GONE, _LEAST_GONE_S, _LONGEST_COUNTED_S = 20.0, 3600.0, 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
     """A step that is begun in the remote, newer than all that are complete there. `files` are those in its
-    folder; `parts` are this node's, none where it has not committed the step, or not any more."""
+    folder, but for the `marks` of who is at it; `parts` are this node's, none where it has not committed the
+    step, or not any more."""
 
     at: VisibleStep
     files: frozenset[str]
+    marks: frozenset[Entry]
     parts: frozenset[str]
 
     @property
@@ -64,7 +68,9 @@ class NodeParts:
         self._given_up: set[VisibleStep] = set()
         self._met: dict[VisibleStep, frozenset[str]] = {}
         self._sent_s: dict[VisibleStep, float] = {}
-        self._still: dict[VisibleStep, tuple[frozenset[str], float]] = {}
+        # What was seen of a step last, and for how long it has been so.
+        self._still: dict[VisibleStep, tuple[Begun, float]] = {}
+        self._looked_s = time.monotonic()
         self._took_s, self._in_vain = 0.0, 0
         self.newest: VisibleStep | None = None
 
@@ -103,9 +109,11 @@ class NodeParts:
                 manifest = read_manifest(look, each.step, each.attempt)
             except DamagedError:
                 continue  # nobody can commit it any more
-            files = frozenset(e.name for e in look.list(step_attempt_folder(each.step, each.attempt)))
+            entries = look.list(step_attempt_folder(each.step, each.attempt))
+            marks = frozenset(filter(is_mark, entries))
+            files = frozenset(e.name for e in entries if e not in marks)
             if files and (manifest is None or isinstance(manifest, Manifest)):
-                found.append(Begun(each, files, self._parts_of(each)))
+                found.append(Begun(each, files, marks, self._parts_of(each)))
         if newest != self.newest:
             self.newest, self._in_vain = newest, 0
         known = {each.at for each in found}
@@ -164,15 +172,19 @@ class NodeParts:
                     self._target.remove(f"{folder}/{each.name}")
 
     def remove_stale(self, begun: Sequence[Begun], ours: AttemptName) -> None:
-        """What was begun, was followed by another, and has not grown for long never will: it goes as
-        retention takes a step, so that who is at it after all finds its tombstone. To be asked right after
-        the look that found them: one that is whole since then stays. OSError."""
-        now, gone_s = time.monotonic(), max(_LEAST_GONE_S, _TIMES_OWN_GONE * self._took_s)
+        """What was begun, was followed by another, and has not grown for long never will, unless a sender
+        shows that it is at it: it goes as retention takes a step, so that who is at it after all finds its
+        tombstone. To be asked right after the look that found them: one that is whole since then stays.
+        OSError."""
+        now = time.monotonic()
+        passed_s, self._looked_s = min(now - self._looked_s, _LONGEST_COUNTED_S), now
         for each in begun[1:]:
-            files, since_s = self._still.setdefault(each.at, (each.files, now))
-            if files != each.files:
-                self._still[each.at] = each.files, now
-            elif now - since_s >= gone_s:
+            before, still_s = self._still.get(each.at, (None, 0.0))
+            is_still = before is not None and (before.files, before.marks) == (each.files, each.marks)
+            still_s = still_s + passed_s if is_still else 0.0
+            self._still[each.at] = each, still_s
+            gone_s = max(_LEAST_GONE_S, _TIMES_OWN_GONE * self._took_s, holds_s(each.marks))
+            if still_s >= gone_s:
                 retention.bury(
                     self._target,
                     each.at.step,

@@ -14,8 +14,9 @@ import os
 import re
 import secrets
 import tempfile
+from array import array
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -34,15 +35,23 @@ from flashckpt.commit.steps import (
     read_step,
     stands_compressed,
 )
-from flashckpt.commit.verification import verify_file
+from flashckpt.commit.verification import FileStatus, verify_file
 from flashckpt.errors import DamagedError, NoSuchStepError, RunError
 from flashckpt.format.layout import PAGE
-from flashckpt.format.names import MARK, AttemptName, constants_path, manifest_path, step_attempt_folder
+from flashckpt.format.names import (
+    MARK,
+    AttemptName,
+    constants_path,
+    manifest_path,
+    part_keeper,
+    step_attempt_folder,
+)
 from flashckpt.format.records import CHUNK_BYTES, Contents, Manifest, Part, RankRecord, Tombstone, manifest_of
 from flashckpt.options import Compress
 from flashckpt.store.base import LengthError, MemoryRange, Read, Store, Written
 from flashckpt.store.compressed_store import compressing
 from flashckpt.tiers.attempt_records import AttemptRecords, bring, check_one_history, needed
+from flashckpt.tiers.sender_mark import SenderMark
 
 _TRIES = 4
 _SHOWN = 8
@@ -95,7 +104,12 @@ class StepCopier:
         self._joins = joins
         self._source, self._plain, self._compressing = source, target, compressing(target, compress)
         self._target = target
-        self._threads, self._progress, self._may_supersede = threads, progress, may_supersede
+        # Bytes that are done with, and those that were read to be compared.
+        self._words = array("Q", [0]), array("Q", [0])
+        done, self._reading = (_native.address_of(each) for each in self._words)
+        self._progress = progress or done
+        self._threads, self._may_supersede = threads, may_supersede
+        self._mark: SenderMark | None = None
         self._known: dict[str, Contents] = {}  # constants that stand in the target, by their path
         # Attempts whose records are alike in both, with all that the newest went on from: they never change.
         self._alike: set[tuple[AttemptName | None, AttemptName]] = set()
@@ -274,8 +288,23 @@ class StepCopier:
     # ---- parts and files
 
     def _copy_parts(self, record: StepRecord) -> None:
-        for place in range(len(record.parts)):
-            self._copy_part(record, place)
+        with self._shown(record):
+            for place in range(len(record.parts)):
+                self._copy_part(record, place)
+        self._mark = None
+
+    def _shown(self, record: StepRecord) -> AbstractContextManager[None]:
+        """That this sender is still at it, to who waits for all parts."""
+        if not self._is_part(record.manifest):
+            return nullcontext()
+        folder = step_attempt_folder(record.step, record.attempt)
+        if self._mark is None or self._mark.folder != folder:
+            keeper = part_keeper(record.manifest.parts[0].file)
+            self._mark = SenderMark(self._target, folder, keeper, self._moved)
+        return self._mark.shown()
+
+    def _moved(self) -> tuple[int, int]:
+        return _native.load(self._progress), _native.load(self._reading)
 
     def _copy_part(self, record: StepRecord, place: int) -> None:
         part, data = record.parts[place], record.part_bytes(place)
@@ -333,7 +362,7 @@ class StepCopier:
                     raise self._is_not_whole(path, record.step)
                 is_there, self._has_replaced = False, True
                 self._sent_bytes += self._write(path, contents, record.step, replaces=True)
-        if is_there and self._progress:
+        if is_there:
             _native.fetch_add(self._progress, num_bytes)
         self._compared.add(path)
         if contents is rank.constants:
@@ -362,10 +391,13 @@ class StepCopier:
         return False
 
     def _is_whole(self, path: str, contents: Contents) -> bool:
-        status, detail = verify_file(self._target, path, contents, threads=self._threads)
+        status, detail = self._verify(self._target, path, contents)
         if status == "unreadable":
             raise OSError(errno.EIO, detail, f"{self._target.url}/{path}")
         return status == "ok"
+
+    def _verify(self, store: Store, path: str, contents: Contents) -> tuple[FileStatus, str]:
+        return verify_file(store, path, contents, threads=self._threads, progress_word=self._reading)
 
     def _write(self, path: str, contents: Contents, step: int, *, replaces: bool = False) -> int:
         """The bytes that were sent. A local file gets its name once its bytes were compared; an object has
@@ -428,7 +460,7 @@ class StepCopier:
     def _unlike(self, name: str, contents: Contents, written: Written) -> str:
         """What is wrong with what was written, in words."""
         if contents.shard.chunk_bytes != CHUNK_BYTES:
-            return verify_file(self._target, name, contents, threads=self._threads)[1]
+            return self._verify(self._target, name, contents)[1]
         bad = [] if written.checksums == contents.shard.checksums else [0]
         return _words(Read(digests=written.digests, bad_chunks=bad), contents)
 
@@ -448,7 +480,7 @@ class StepCopier:
             if not is_here:
                 wrong = self._fetch(path, contents, descriptor)
             else:
-                status, wrong = verify_file(self._source, path, contents, threads=self._threads)
+                status, wrong = self._verify(self._source, path, contents)
                 if status == "unreadable":
                     raise OSError(errno.EIO, wrong, f"{self._source.url}/{path}")
             if wrong:
@@ -462,7 +494,8 @@ class StepCopier:
         with mmap.mmap(descriptor, -(-contents.shard.num_bytes // PAGE) * PAGE) as memory:
             view = memoryview(memory)
             try:
-                found = self._source.read_ranges(path, contents, view, threads=self._threads)
+                how = {"threads": self._threads, "progress": self._reading}
+                found = self._source.read_ranges(path, contents, view, **how)
             except FileNotFoundError:
                 return "it is missing"
             except LengthError as error:
