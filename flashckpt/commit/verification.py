@@ -132,8 +132,8 @@ def verify_file(
     layout = contents.layout()
     try:
         found = store.read_ranges(path, contents, into, threads=threads, progress=progress_word)
-        size = layout.data_start
-        header = store.read_bytes(path, 0, size) if into is None else bytes(into[:size])
+        size, file_bytes = layout.data_start, contents.shard.num_bytes
+        header = bytes(into[:size]) if into is not None else store.read_bytes(path, 0, size, file_bytes)
     except FileNotFoundError:
         return "missing", "there is no such file"
     except LengthError as error:

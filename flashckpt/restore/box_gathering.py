@@ -33,7 +33,7 @@ class Source(Protocol):
     @property
     def url(self) -> str: ...
 
-    def read_bytes(self, path: str, offset: int, num_bytes: int) -> bytes:
+    def read_bytes(self, path: str, offset: int, num_bytes: int, file_bytes: int | None = None) -> bytes:
         """See `Store.read_bytes`."""
 
 
@@ -163,9 +163,8 @@ class _Block:
         shard = self.file.contents.shard
         begin = first * shard.chunk_bytes
         try:
-            data = source.read_bytes(
-                self.file.path, begin, min(last * shard.chunk_bytes, shard.num_bytes) - begin
-            )
+            stop = min(last * shard.chunk_bytes, shard.num_bytes)
+            data = source.read_bytes(self.file.path, begin, stop - begin, shard.num_bytes)
         except FileNotFoundError:
             raise self._damaged(source, "it is missing") from None
         except LengthError as error:

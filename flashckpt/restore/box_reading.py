@@ -72,7 +72,8 @@ class BoxReader:
         shard = self._contents.shard
         start = index * shard.chunk_bytes
         try:
-            data = self._store.read_bytes(self._path, start, min(shard.chunk_bytes, shard.num_bytes - start))
+            num_bytes = min(shard.chunk_bytes, shard.num_bytes - start)
+            data = self._store.read_bytes(self._path, start, num_bytes, shard.num_bytes)
         except FileNotFoundError:
             raise self._damaged("it is missing") from None
         except LengthError as error:

@@ -136,7 +136,7 @@ class NodeChunks:
             if there.get(rank) is True:
                 self._place(rank, ranges, first=said[rank][3])
 
-    def read_bytes(self, path: str, offset: int, num_bytes: int) -> bytes:
+    def read_bytes(self, path: str, offset: int, num_bytes: int, file_bytes: int | None = None) -> bytes:
         """See `Store.read_bytes`; unverified."""
         places, stop, pieces = self._places.get(path, []), offset + num_bytes, []
         first = bisect_right(places, offset, key=lambda place: place.stop)
@@ -144,13 +144,13 @@ class NodeChunks:
             if place.start >= stop:
                 break
             if offset < place.start:
-                pieces.append(self._stored(path, offset, place.start))
+                pieces.append(self._stored(path, offset, place.start, file_bytes))
                 offset = place.start
             last = min(stop, place.stop)
-            pieces.append(self._take(path, place, offset, last))
+            pieces.append(self._take(path, place, offset, last, file_bytes))
             offset = last
         if offset < stop:
-            pieces.append(self._stored(path, offset, stop))
+            pieces.append(self._stored(path, offset, stop, file_bytes))
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def close(self) -> None:
@@ -216,6 +216,7 @@ class NodeChunks:
             return False
         file = self._files[self._rank].descriptor
         starts = _starts(ranges, os.fstat(file).st_size)
+        lengths = {path: contents.shard.num_bytes for path, contents, *_ in reading.left.needs()}
 
         def put(each: Range, at: int) -> None:
             held = reading.held.get(each.path)
@@ -223,7 +224,7 @@ class NodeChunks:
             if held is not None:
                 data = held[1][each.start : each.stop]
             else:
-                data = self._stored(each.path, each.start, each.stop)
+                data = self._stored(each.path, each.start, each.stop, lengths.get(each.path))
             _write(file, data, at)
 
         with ThreadPoolExecutor(max(1, min(threads, MOST_THREADS)), "flashckpt-share") as pool:
@@ -242,17 +243,17 @@ class NodeChunks:
         for places in self._places.values():
             places.sort(key=lambda place: place.start)
 
-    def _take(self, path: str, place: _Place, start: int, stop: int) -> bytes:
+    def _take(self, path: str, place: _Place, start: int, stop: int, file_bytes: int | None) -> bytes:
         data = _read(place.file.descriptor, place.at + start - place.start, stop - start)
         if len(data) < stop - start:
-            return self._stored(path, start, stop)
+            return self._stored(path, start, stop, file_bytes)
         if place.file is not self._files[self._rank]:
             with self._lock:
                 self.taken_bytes += len(data)
         return data
 
-    def _stored(self, path: str, start: int, stop: int) -> bytes:
-        data = self._store.read_bytes(path, start, stop - start)
+    def _stored(self, path: str, start: int, stop: int, file_bytes: int | None) -> bytes:
+        data = self._store.read_bytes(path, start, stop - start, file_bytes)
         with self._lock:
             self.stored_bytes += len(data)
         return data

@@ -206,8 +206,10 @@ class Store(Protocol):
         `cancel`: 0, or the address of a u64: once that is not 0 nothing more is begun, and OSError
         (ECANCELED) is raised."""
 
-    def read_bytes(self, path: str, offset: int, num_bytes: int) -> bytes:
-        """Bytes of a file as they are, for who compares them himself. LengthError where it ends before."""
+    def read_bytes(self, path: str, offset: int, num_bytes: int, file_bytes: int | None = None) -> bytes:
+        """Bytes of a file as they are, for who compares them himself. LengthError where it ends before.
+        `file_bytes`: the length of the whole file, where that is known: a store in which several files may
+        stand for it, compressed or not, reads the one of this length."""
 
     def descriptor(self, path: str, num_bytes: int) -> int | None:
         """A file of this machine, open to be read and mapped; whoever asked closes it. None where a store's

@@ -267,15 +267,24 @@ class CompressedStore:
 
         return self._either(path, contents.shard.num_bytes, plain, compressed)
 
-    def read_bytes(self, path: str, offset: int, num_bytes: int) -> bytes:
+    def read_bytes(self, path: str, offset: int, num_bytes: int, file_bytes: int | None = None) -> bytes:
+        def plain() -> bytes:
+            return self._store.read_bytes(path, offset, num_bytes, file_bytes)
+
         def compressed(file: _File) -> bytes:
+            if file_bytes is not None:
+                _check_length(path, file, file_bytes)
             if offset + num_bytes > file.num_bytes:
                 raise other_length(path, file.num_bytes, offset + num_bytes)
             data = bytearray(num_bytes)
             self._unpack(path, file, offset, memoryview(data))
             return bytes(data)
 
-        return self._either(path, None, lambda: self._store.read_bytes(path, offset, num_bytes), compressed)
+        folder = path.rpartition("/")[0]
+        if file_bytes is not None and may_be_compressed(path) and self._memory.folder(folder) is None:
+            # A piece of a plain file of another length tells nothing of that.
+            self._listed(folder)
+        return self._either(path, file_bytes, plain, compressed)
 
     def descriptor(self, path: str, num_bytes: int) -> int | None:
         def compressed(file: _File) -> int | None:
@@ -313,7 +322,8 @@ class CompressedStore:
     ) -> _Found:
         """What is done with a file as it stands, with this length, if one is given. What was known of it may
         be of one that was removed."""
-        if files := self._memory.files(path):
+        known = self._memory.files(path)
+        if files := tuple(each for each in known if num_bytes in (None, each.num_bytes)):
             try:
                 return compressed(self._chosen(files, path, num_bytes))
             except (FileNotFoundError, DamagedError):

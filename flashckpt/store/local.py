@@ -286,7 +286,7 @@ class LocalStore:
             raise
         return Read(digests=array("Q", digests), bad_chunks=bad_chunks)
 
-    def read_bytes(self, path: str, offset: int, num_bytes: int) -> bytes:
+    def read_bytes(self, path: str, offset: int, num_bytes: int, file_bytes: int | None = None) -> bytes:
         with self._opened(path) as (file, there):
             data = b""
             while len(data) < num_bytes:

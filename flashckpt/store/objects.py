@@ -328,7 +328,7 @@ class ObjectStore:
         each_piece(path, size, step, _AT_ONCE, fetch, cancel)
         return sums.compared(shard)
 
-    def read_bytes(self, path: str, offset: int, num_bytes: int) -> bytes:
+    def read_bytes(self, path: str, offset: int, num_bytes: int, file_bytes: int | None = None) -> bytes:
         return bytes(self._range(path, offset, offset + num_bytes))
 
     def descriptor(self, path: str, num_bytes: int) -> int | None:

@@ -234,7 +234,7 @@ class FlatStore:
                 _native.fetch_add(progress, len(data))
         return Read(digests=_digests(image, contents.layout()), bad_chunks=bad)
 
-    def read_bytes(self, path: str, offset: int, num_bytes: int) -> bytes:
+    def read_bytes(self, path: str, offset: int, num_bytes: int, file_bytes: int | None = None) -> bytes:
         data = self._bucket.get(_key(path), offset, num_bytes)
         if len(data) != num_bytes:
             raise other_length(path, offset + len(data), offset + num_bytes)

@@ -45,9 +45,9 @@ class Counted:
     def __init__(self, store: Store) -> None:
         self.url, self.read, self._store = store.url, [], store
 
-    def read_bytes(self, path: str, offset: int, num_bytes: int) -> bytes:
+    def read_bytes(self, path: str, offset: int, num_bytes: int, file_bytes: int | None = None) -> bytes:
         self.read.append((offset, num_bytes))
-        return self._store.read_bytes(path, offset, num_bytes)
+        return self._store.read_bytes(path, offset, num_bytes, file_bytes)
 
 
 def test_leaves_come_whole(store: Store) -> None:

@@ -160,9 +160,9 @@ class Counted:
         self.parts += [path] if "/part-" in path else []
         return self.store.read(path, max_bytes)
 
-    def read_bytes(self, path: str, offset: int, num_bytes: int) -> bytes:
+    def read_bytes(self, path: str, offset: int, num_bytes: int, file_bytes: int | None = None) -> bytes:
         self.shards.append((path, offset, num_bytes))
-        return self.store.read_bytes(path, offset, num_bytes)
+        return self.store.read_bytes(path, offset, num_bytes, file_bytes)
 
 
 def flip(store: Store, path: str, offset: int) -> None:

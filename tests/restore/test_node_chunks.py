@@ -242,11 +242,11 @@ def test_a_share_that_cannot_be_read_is_tried_by_each(store: Any, caplog: pytest
     _, readings = replicas(store)
     read_bytes, failed = store.read_bytes, threading.Event()
 
-    def failing(path: str, offset: int, num_bytes: int) -> bytes:
+    def failing(*what: Any) -> bytes:
         if not failed.is_set():
             failed.set()
             raise OSError(errno.EIO, "a hiccup")
-        found: bytes = read_bytes(path, offset, num_bytes)
+        found: bytes = read_bytes(*what)
         return found
 
     store.read_bytes = failing

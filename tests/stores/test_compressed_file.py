@@ -318,8 +318,8 @@ def test_a_table_is_read_alone(tmp_path: Path) -> None:
     class Counted(LocalStore):
         num_bytes = 0
 
-        def read_bytes(self, path: str, offset: int, num_bytes: int) -> bytes:
-            found = super().read_bytes(path, offset, num_bytes)
+        def read_bytes(self, path: str, offset: int, num_bytes: int, file_bytes: int | None = None) -> bytes:
+            found = super().read_bytes(path, offset, num_bytes, file_bytes)
             self.num_bytes += len(found)
             return found
 

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 from urllib.parse import unquote
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,19 +21,20 @@ from flashckpt.commit.verification import verify
 from flashckpt.errors import DamagedError, FormatError
 from flashckpt.format import checked_json
 from flashckpt.format.names import AttemptName, step_attempt_folder
-from flashckpt.format.records import Manifest
+from flashckpt.format.records import Contents, Manifest
 from flashckpt.options import Compress
 from flashckpt.persist.deletions import unused_files
 from flashckpt.recovery.recover import recover
 from flashckpt.recovery.report import Fate
+from flashckpt.restore.box_reading import BoxReader
 from flashckpt.restore.mapping import mapped_leaves
 from flashckpt.restore.step_image import read_image
 from flashckpt.store.base import Store
-from flashckpt.store.compressed_store import CompressedStore
+from flashckpt.store.compressed_store import CompressedStore, compressing
 from flashckpt.store.local import LocalStore
 from flashckpt.tiers.run_copy import copy_run
 from flashckpt.tiers.step_copy import Outcome, StepCopier
-from tests.commit.runs import attempt_at, commit
+from tests.commit.runs import attempt_at, commit, image_of, write_shard
 from tests.contracts.flat_store import FlatStore
 from tests.tiers.test_step_copy import add, files, made, of_step
 
@@ -106,15 +108,39 @@ def test_a_file_of_another_length_hides_no_whole_one(
     assert not kind.exists(path), "all that stands in its place goes with it"
 
 
+@pytest.mark.parametrize("data", [b"cut short", bytes(100_000)], ids=["shorter", "longer"])
 def test_a_plain_file_of_another_length_hides_no_compressed_one(
-    source: Store, target: Store, tmp_path: Path
+    source: Store, target: Store, tmp_path: Path, data: bytes
 ) -> None:
     attempt = made(source, [10])
     copied(source, target)
-    path = read_step(target, 10, attempt).shard_path(0)
-    target.create(path, b"cut short")
+    path, contents = read_step(target, 10, attempt).files(0)[0]
+    target.create(path, data)
     assert verify(target).ok
     assert [each.step for each in lineage.visible(target)] == [10]
+    assert pieces(target, path, contents) == pieces(source, path, contents)
+
+
+def pieces(store: Store, path: str, contents: Contents) -> list[bytes]:
+    """Each leaf of a shard, by who has not seen its folder, and by who has."""
+    look, leaves = CompressedStore(store.below), contents.layout().leaves  # type: ignore[attr-defined]
+    reader = BoxReader(look, path, contents)
+    found = [bytes(reader.leaf(leaf)) for leaf in leaves]
+    look.list(path.rpartition("/")[0])
+    reader = BoxReader(look, path, contents)
+    assert [bytes(reader.leaf(leaf)) for leaf in leaves] == found
+    return found
+
+
+def test_a_compressed_file_of_another_length_hides_no_plain_one(source: Store, tmp_path: Path) -> None:
+    attempt = made(source, [10])
+    path, contents = read_step(source, 10, attempt).files(0)[0]
+    before = pieces(source, path, contents)
+    image, layout, _ = image_of({"other": np.arange(100_000, dtype="float32")})
+    write_shard(compressing(LocalStore(str(tmp_path / "other")), "zstd"), path, image, layout)
+    [longer] = (tmp_path / "other").rglob("*.zst")
+    longer.rename(tmp_path / "source" / step_attempt_folder(10, attempt) / longer.name)
+    assert pieces(source, path, contents) == before
 
 
 @pytest.mark.parametrize("file", ["shard-00001", "constants-00000"])
