@@ -268,7 +268,7 @@ class StepChoice:
             f"{self._store.url} is a disk of this node's own: of step {newest.step}{has} not "
             f"rank {self._rank}, which runs here. Nothing was loaded or changed, and nothing older is "
             "taken instead. Start as many ranks as before, each where its folder is (torchrun --node-rank "
-            "gives each node its place), or bring back the folder that this node had.",
+            f"gives each node its place), or bring back the folder that this node had.{self._instead()}",
             path=self._store.url,
             step=newest.step,
         )
@@ -564,7 +564,10 @@ class StepChoice:
                 path=store.url,
             ) from error
         if isinstance(error, NoSuchStepError) and not self._is_partly_here(candidate):
-            raise error
+            raise NoSuchStepError(f"{error}{self._instead()}", step=error.step, path=error.path) from error
+
+    def _instead(self) -> str:
+        return "" if self._remote is None else self._remote.instead(self._store)
 
     def _leave_behind(self, candidate: Candidate, error: Exception) -> None:
         """Not marked: the fault may be this host's. Said with the way back: what goes on from an older step

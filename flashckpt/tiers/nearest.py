@@ -73,6 +73,24 @@ class RemoteRun:
     def knows(self, attempt: AttemptName | None) -> bool:
         return attempt is None or attempt == self.newest or attempt in self.others
 
+    def instead(self, local: Store) -> str:
+        """In words, with a space before them, what it has and what to do where a newer step of `local`, a
+        node's own disk, is of no use: who goes on needs ranks that other nodes have. Empty where nobody can
+        tell."""
+        if self.problem:
+            return ""
+        url, newest = self.store.url, self.steps[0].step if self.steps else None
+        there = "no step of all ranks" if newest is None else f"step {newest}, of all ranks, and not this one"
+        back = (
+            f" To go on from step {newest}, move {local.url} away on every node, then start again."
+            if newest is not None
+            else ""
+        )
+        return (
+            f" Its remote {url} has {there}. To bring this one there, run `flashckpt recover {local.url} "
+            f"--remote {url}` on each node that has ranks of it, then start again.{back}"
+        )
+
     def visible_in(self, local: Store) -> list[VisibleStep]:
         """Its steps that follow the local store's rule of lineage, newest first."""
         last_step = {bound.attempt: bound.last_step for bound in attempts.bounds(local)} if self.steps else {}

@@ -14,7 +14,9 @@ import flashckpt
 from flashckpt.commit.attempts import read_start
 from flashckpt.commit.lineage import resolve
 from flashckpt.errors import NoSuchStepError
+from flashckpt.store import open_store
 from flashckpt.store.local import LocalStore
+from flashckpt.tiers.run_copy import copy_run
 from tests.processes import end, keepers_of
 from tests.ranks.launch import Launch, Launcher
 from tests.ranks.own_disk import folder_of, installed, make_room
@@ -244,6 +246,14 @@ def test_a_lost_disk_and_another_number_of_ranks_with_a_remote(disks: Disks, tmp
     assert flashckpt.verify(remote).ok
 
     disks.forget(0, 1)
+    # The remote is behind the disks, which have two ranks: that is said to one that is alone, and to three.
+    shutil.rmtree(next(remote.glob(f"steps/*{last}")))
+    older, bring = flashckpt.steps(remote)[-1], f"`flashckpt recover {disks.url} --remote {remote}`"
+    words = f"has step {older}, of all ranks", bring, f"To go on from step {older}, move {disks.url} away"
+    refused(disks.start(nodes=1, options=options), "NoSuchStepError", f"of step {last}, made by 2", *words)
+    refused(disks.start(ranks=3, nodes=1, options=options), "UnusableRunError", f"of step {last}", *words)
+    for node in range(2):
+        assert copy_run(LocalStore(str(disks.folder(node))), open_store(remote), joins=True).ok
     [alone] = disks.start(nodes=1, options=options, epochs=4).finished()
     assert alone.out[0] == f"resumed {last} remote"
     assert min(steps_of(alone.out)) == last + 1
