@@ -18,7 +18,7 @@ from flashckpt.commit import attempts, holder, retention
 from flashckpt.commit.attempts import newest_claimed, newest_started, open_run, ranks_here
 from flashckpt.commit.cut_off import remove_cut_off
 from flashckpt.commit.lineage import VisibleStep, newest_first
-from flashckpt.errors import FlashckptError, NoSuchStepError, RunError
+from flashckpt.errors import FlashckptError, NoSuchStepError, RunError, RunHeldError
 from flashckpt.format.names import AttemptName
 from flashckpt.options import Remote
 from flashckpt.store import open_store
@@ -250,6 +250,8 @@ class Mirror:
             copied = copier.copy(each.step, each.attempt)
         except NoSuchStepError:
             return None
+        except RunHeldError:
+            raise  # who holds the remote may go
         except FlashckptError:
             parts.give_up(each)
             raise

@@ -6,7 +6,9 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from flashckpt.commit import steps as steps_module
 from flashckpt.commit.attempts import open_run
 from flashckpt.commit.lineage import VisibleStep
 from flashckpt.commit.verification import verify
-from flashckpt.errors import DamagedError, RunError, SupersededError, UnusableRunError
+from flashckpt.errors import DamagedError, RunError, RunHeldError, SupersededError, UnusableRunError
 from flashckpt.format.names import AttemptName, manifest_path, step_attempt_folder
 from flashckpt.format.records import Holder
 from flashckpt.format.replicas import ranks_of
@@ -433,6 +435,47 @@ def test_what_is_damaged_here_keeps_no_newer_step_up(nodes: Nodes) -> None:
     assert nodes.outcome(0) == (20, Outcome.PART)
     assert nodes.outcome(1) == (20, Outcome.COPIED)
     assert nodes.steps() == [20]
+
+
+def test_what_a_hold_keeps_from_being_sent_is_sent_once_it_is_gone(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another job claims the remote and lives there, and this one begins its next attempt, while a step is
+    about to be sent."""
+    nodes.add(10)
+    brief = replace(nodes.target.capabilities, watch_s=0.1)
+    monkeypatch.setattr(LocalStore, "capabilities", brief)
+    mirror, settle, other = nodes.mirrors[0], Mirror._settle, list[AttemptName]()
+
+    def meanwhile(*about: Any) -> None:
+        settle(*about)
+        monkeypatch.setattr(Mirror, "_settle", settle)
+        other.append(attempts.claim(nodes.target, OTHER_HOLDER))
+        first = nodes.attempt
+        nodes.claim(above=other[0].number)
+        nodes.start(first, 10)
+
+    def beat() -> None:
+        count = 0
+        while not ended.wait(0.001):
+            count += 1
+            if other:
+                attempts.beat(nodes.target, other[0], count)
+
+    monkeypatch.setattr(Mirror, "_settle", meanwhile)
+    ended, begins = threading.Event(), lambda last, step: True
+    beating = threading.Thread(target=beat)
+    beating.start()
+    try:
+        with pytest.raises(RunHeldError):
+            mirror.bring(None, begins)
+    finally:
+        ended.set()
+        beating.join()
+    copied = mirror.bring(None, begins).copied
+    assert copied is not None
+    assert (copied.step, copied.outcome) == (10, Outcome.PART)
+    assert nodes.outcome(1) == (10, Outcome.COPIED)
 
 
 def test_a_step_of_some_ranks_never_stands_there_for_one_of_all(nodes: Nodes) -> None:
