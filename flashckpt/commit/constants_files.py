@@ -29,10 +29,11 @@ _REMOVER_S = 86400.0
 
 
 class Going(NamedTuple):
-    """A constants shard that is about to go, or may be, and why no step is to name it."""
+    """A constants shard that is about to go, or may be, why no step is to name it, and the record of that."""
 
     path: str
     why: str
+    record: str
 
 
 def missing_in(store: Store, folder: str, files: Sequence[FileRecord]) -> list[str]:
@@ -57,18 +58,19 @@ def buried_constants(store: Store, attempt: AttemptName, names: Iterable[str]) -
     going = []
     for owner, files in _by_owner(attempt, names).items():
         records = dict(_records(store, owner))
-        known = {file for theirs in records.values() for file in theirs or ()}
+        known = {file: path for path, theirs in records.items() for file in theirs or ()}
         unread = [path for path, theirs in records.items() if theirs is None]
         # What a committed step names is in no such record, or its writer has found it named since.
-        safe = _named_by_manifests(store, owner) if unread and not known.issuperset(files) else set()
+        safe = _named_by_manifests(store, owner) if unread and not known.keys() >= set(files) else set()
         for file in files:
             if file in known:
-                why = "no step named it, and somebody is removing it"
+                why, record = "no step named it, and somebody is removing it", known[file]
             elif unread and file not in safe:
                 why = f"no committed step names it, and it may be about to go: {_advice(unread[0])}"
+                record = unread[0]
             else:
                 continue
-            going.append(Going(f"{attempt_folder(owner)}/{file}", why))
+            going.append(Going(f"{attempt_folder(owner)}/{file}", why, record))
     return going
 
 

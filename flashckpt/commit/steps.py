@@ -406,7 +406,7 @@ def check_constants(store: Store, manifest: Manifest) -> None:
     another length. To be asked once its parts stand: who writes later that some go finds these."""
     # In this order: what is to go is gone before the record of it is.
     if going := buried_constants(store, manifest.attempt, (each.file for each in manifest.constants)):
-        raise damaged(*going[0], manifest.step)
+        raise damaged(going[0].path, going[0].why, manifest.step)
     if lost := missing_constants(store, manifest.attempt, manifest.constants):
         raise damaged(lost[0], _IS_MISSING, manifest.step)
 

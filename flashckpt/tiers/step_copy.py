@@ -22,12 +22,12 @@ from enum import Enum
 
 from flashckpt import _native, crashpoints
 from flashckpt.commit.attempts import newest_started
+from flashckpt.commit.constants_files import Going, buried_constants
 from flashckpt.commit.lineage import VisibleStep, everything, has_manifest
 from flashckpt.commit.step_parts import part_paths
 from flashckpt.commit.steps import (
     Committed,
     StepRecord,
-    check_constants,
     commit,
     missing_files,
     publish_manifest,
@@ -246,21 +246,30 @@ class StepCopier:
     def _publish(self, manifest: Manifest, data: bytes) -> Outcome:
         path = manifest_path(manifest.step, manifest.attempt)
         look = self._target.at_once()
+        # In this order: what is to go is gone before the record of it is.
+        going = buried_constants(look, manifest.attempt, (each.file for each in manifest.constants))
+        if going and not self._is_published(manifest):
+            raise self._may_go(going[0], manifest.step)
         if missing := missing_files(look, manifest):
             raise self._gone(missing[0], manifest.step)
-        check_constants(look, manifest)
         if self._repairs:
             self._remove_damaged_manifest(manifest)
         try:
             committed = publish_manifest(self._target, manifest, data)
         except DamagedError as error:
-            with suppress(DamagedError):
-                if read_manifest(self._target, manifest.step, manifest.attempt) == manifest:
-                    return Outcome.COPIED
+            if self._is_published(manifest):
+                return Outcome.COPIED
             raise self._gone(path, manifest.step) from error
         if committed is Committed.WAITING:
             raise self._gone(path, manifest.step)
         return Outcome.COPIED if committed else Outcome.BURIED
+
+    def _is_published(self, manifest: Manifest) -> bool:
+        """Whether this very manifest stands in the target. Nobody removes constants that it names, whatever
+        he has written down: he looks once more before he does."""
+        with suppress(DamagedError):
+            return read_manifest(self._target, manifest.step, manifest.attempt) == manifest
+        return False
 
     def _remove_damaged_manifest(self, manifest: Manifest) -> None:
         try:
@@ -538,6 +547,16 @@ class StepCopier:
         return (
             f"`flashckpt copy {self._source.url} {self._target.url} --step {step} --repair` reads what is "
             "there, and sends again what is damaged."
+        )
+
+    def _may_go(self, going: Going, step: int) -> DamagedError:
+        return DamagedError(
+            f"step {step} is not committed in {self._target.url}: {going.path} may be removed there, as "
+            f"{going.record} says, by somebody who is at work or was killed. All files of the step are there "
+            "and whole, and are not sent again. If nothing trains or deletes in that run now, delete that "
+            "record, and copy again.",
+            step=step,
+            path=going.path,
         )
 
     def _gone(self, path: str, step: int) -> RunError:

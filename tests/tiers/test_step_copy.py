@@ -22,8 +22,15 @@ from flashckpt.commit import steps as steps_module
 from flashckpt.commit.attempts import open_run
 from flashckpt.commit.verification import verify
 from flashckpt.errors import DamagedError, NoSuchStepError, RunError
-from flashckpt.format.names import AttemptName, claim_path, manifest_path, step_attempt_folder
-from flashckpt.format.records import Part, Tombstone
+from flashckpt.format.names import (
+    AttemptName,
+    buried_path,
+    claim_path,
+    constants_name,
+    manifest_path,
+    step_attempt_folder,
+)
+from flashckpt.format.records import Buried, Part, Tombstone
 from flashckpt.format.replicas import ranks_of
 from flashckpt.persist import deletions
 from flashckpt.persist.deletions import Unused, unused_files
@@ -503,6 +510,43 @@ def test_a_repair_takes_no_constants_from_another_step(
     assert [each.step for each in lineage.visible(target)] == [10]
     assert verify(target).ok
     assert all(data == before[name] for name, data in files(tmp_path / "target").items() if name in before)
+
+
+@pytest.mark.parametrize("harm", ["shard-00001 flipped", "shard-00000 cut", "constants-00001 flipped"])
+def test_a_repair_minds_no_record_of_who_was_killed_removing_what_the_step_names(
+    pair: tuple[Store, Store], tmp_path: Path, harm: str
+) -> None:
+    """He looks once more before he removes anything, and finds the manifest."""
+    source, target = pair
+    attempt = made(source, [10, 20])
+    copy_run(source, target, all_steps=True)
+    buried(target, attempt)
+    damaged(tmp_path / "target", harm)
+    assert StepCopier(source, target, repairs=True).copy(10, attempt).outcome is Outcome.REPAIRED
+    assert verify(target).ok
+    assert [each.step for each in lineage.visible(target)] == [10, 20]
+
+
+def buried(store: Store, attempt: AttemptName) -> str:
+    """The record of who is about to remove constants of both ranks."""
+    record = buried_path(attempt, "0123abcd")
+    names = tuple(constants_name(rank, 1) for rank in (0, 1))
+    assert store.create(record, Buried(attempt=attempt, files=names).to_bytes())
+    return record
+
+
+def test_a_repair_says_what_keeps_it_from_the_manifest(pair: tuple[Store, Store], tmp_path: Path) -> None:
+    """Without one nobody can tell whether he has looked already, and removes what it names."""
+    source, target = pair
+    attempt = made(source, [10])
+    copy_run(source, target)
+    record = buried(target, attempt)
+    damaged(tmp_path / "target", "manifest flipped")
+    with pytest.raises(DamagedError, match=f"step 10 is not committed.*{record}.*delete that record"):
+        StepCopier(source, target, repairs=True).copy(10, attempt)
+    target.remove(record)
+    assert StepCopier(source, target, repairs=True).copy(10, attempt).outcome is Outcome.REPAIRED
+    assert verify(target).ok
 
 
 @pytest.mark.process
