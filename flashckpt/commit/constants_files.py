@@ -3,6 +3,7 @@ of an older attempt, and may be about to go. Changes nothing; see constants.py."
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -22,7 +23,7 @@ from flashckpt.format.names import (
     step_number,
 )
 from flashckpt.format.records import Buried, FileRecord, Manifest, manifest_of
-from flashckpt.store.base import Entry, Store
+from flashckpt.store.base import LOST_BYTES, Entry, Store
 
 # Nobody who removes files is stopped for longer, and goes on.
 _REMOVER_S = 86400.0
@@ -104,7 +105,9 @@ def _records(store: Store, owner: AttemptName) -> Iterator[tuple[str, tuple[str,
         path = f"{folder}/{entry.name}"
         try:
             yield path, Buried.from_bytes(store.read(path, Buried.MAX_BYTES), path).files
-        except (DamagedError, FormatError, FileNotFoundError):
+        except (DamagedError, FormatError, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in LOST_BYTES | {errno.ENOENT}:
+                raise
             if is_of_remover(entry):
                 yield path, None
 

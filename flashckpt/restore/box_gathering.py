@@ -17,9 +17,9 @@ from flashckpt.errors import DamagedError
 from flashckpt.format.layout import Layout, Leaf
 from flashckpt.format.records import Contents
 from flashckpt.restore.box_copies import BoxCopy, copy_of, cut
-from flashckpt.restore.step_image import LOST_BYTES, UnreadableShardError
+from flashckpt.restore.step_image import UnreadableShardError
 from flashckpt.restore.step_leaves import BoxRegion, Parts, Piece, StepFile, shape_of
-from flashckpt.store.base import LengthError
+from flashckpt.store.base import LOST_BYTES, LengthError
 from flashckpt.store.image_sums import LeafDigest
 
 BLOCK_CHUNKS = 4

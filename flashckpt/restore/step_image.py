@@ -24,13 +24,9 @@ from flashckpt.format.records import Contents
 from flashckpt.memory import room
 from flashckpt.memory.control_page import round_up
 from flashckpt.restore.box_reading import BoxReader
-from flashckpt.store.base import Read, Store
+from flashckpt.store.base import LOST_BYTES, Read, Store
 
 log = logging.getLogger(__name__)
-
-# What a file system answers for a sector, a block or a tree of a file that it cannot give any more. A server
-# that is away, a permission, a time-out are others: those say nothing of the file.
-LOST_BYTES = frozenset({errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN, errno.EILSEQ})
 
 
 class UnreadableShardError(OSError):

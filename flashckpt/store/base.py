@@ -7,6 +7,7 @@ passes tests/contracts/ or it is not one.
 
 from __future__ import annotations
 
+import errno
 import os
 from array import array
 from collections.abc import Iterable
@@ -20,6 +21,9 @@ from flashckpt.format.records import Contents
 _MAX_NAME_BYTES = 255
 # A few beats of a keeper on this machine's own storage.
 WATCH_S = 5.0
+# What a file system answers for a sector, a block or a tree of a file that it cannot give any more. A server
+# that is away, a permission, a time-out are others: those say nothing of the file.
+LOST_BYTES = frozenset({errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN, errno.EILSEQ})
 
 
 class LengthError(DamagedError):

@@ -3,6 +3,7 @@ them, in whatever order those who name and those who delete come, and wherever t
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import time
@@ -19,6 +20,7 @@ import pytest
 import flashckpt
 from flashckpt.commit import constants, steps
 from flashckpt.commit.attempts import attempts
+from flashckpt.commit.constants_files import check_records_of_buried
 from flashckpt.commit.retention import prune, sweep_dead
 from flashckpt.commit.steps import Committed, commit, missing_files, publish_part, read_manifest, read_step
 from flashckpt.commit.verification import verify
@@ -133,8 +135,21 @@ def test_who_is_killed_while_he_removes_constants_keeps_nobody_from_committing(s
     assert is_whole(store, 100, first)
 
 
-def test_a_record_that_cannot_be_read_stops_only_what_may_be_in_it(store: LocalStore) -> None:
-    attempt = attempt_at(store)
+class BadSector(LocalStore):
+    """Its disk gives no record of buried constants any more."""
+
+    def read(self, path: str, max_bytes: int) -> bytes:
+        if "/buried-" in path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return super().read(path, max_bytes)
+
+
+@pytest.mark.parametrize("kind", [LocalStore, BadSector], ids=["rotten", "bad sector"])
+def test_a_record_that_cannot_be_read_stops_only_what_may_be_in_it(
+    tmp_path: Path, kind: type[LocalStore]
+) -> None:
+    attempt = attempt_at(new_run(tmp_path / "run"))
+    store = kind(str(tmp_path / "run"))
     assert runs.commit(store, 100, attempt, constants=True)
     record = buried_path(attempt, "0123abcd")
     assert store.create(record, b"rot")
@@ -146,8 +161,10 @@ def test_a_record_that_cannot_be_read_stops_only_what_may_be_in_it(store: LocalS
     (folder / other).write_bytes((folder / FILE).read_bytes())
     shard = replace(rank.constants.shard, file=other)
     publish_part(store, replace(part, ranks=(replace(rank, constants=replace(rank.constants, shard=shard)),)))
-    with pytest.raises(DamagedError, match=f"{record}.* cannot be read.*Delete that file"):
+    with pytest.raises(DamagedError, match=f"{record}.* cannot be read.*saved as ever.*Delete that file"):
         commit(store, 300, attempt, 1)
+    with pytest.raises(DamagedError, match=f"Constants cannot be written: {record}"):
+        check_records_of_buried(store, attempt)
     # Whoever wrote it has gone on within a day, or never will.
     os.utime(store.local_path(record), (0, time.time() - 90_000))
     assert commit(store, 300, attempt, 1)
