@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flashckpt.commit.attempts import open_run
-from flashckpt.commit.lineage import resolve
+from flashckpt.commit.lineage import read_whole
 from flashckpt.commit.steps import StepRecord
 from flashckpt.commit.verification import verify_file
 from flashckpt.errors import DamagedError, NoSuchStepError, OptionError
@@ -70,7 +70,24 @@ def export(
         raise OptionError(f"format={format!r}: one of {', '.join(SUFFIXES)}. Nothing was written.")
     open_run(store, create=False)
     check_free(out, store.url, force=force)
-    record = resolve(store, step, attempt)
+    return read_whole(
+        store,
+        step,
+        attempt,
+        read=lambda record: _taken_out(record, out, format, only, progress, by_rank=by_rank, force=force),
+    )
+
+
+def _taken_out(
+    record: StepRecord,
+    out: str,
+    format: str,
+    only: Sequence[str],
+    progress: Progress,
+    *,
+    by_rank: bool,
+    force: bool,
+) -> Exported:
     chosen: Mapping[int, Sequence[SelectedLeaf]]
     if record.world > 1 and not by_rank:
         # Every byte is verified as a tensor is put together: nothing is read twice.
@@ -81,7 +98,7 @@ def export(
         _check_whole(record, ranks, progress)
     files = _written(out, record, chosen, format, told, force=force)
     return Exported(
-        run=store.url,
+        run=record.store.url,
         step=record.step,
         attempt=record.attempt,
         out=os.path.abspath(out),

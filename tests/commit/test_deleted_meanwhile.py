@@ -1,4 +1,4 @@
-"""A job deletes steps while another process loads or verifies them: what is told is a whole step or, of one
+"""A job deletes steps while another process loads, verifies or exports them: what is told is a whole step or, of one
 that was named, that it is not there. Never a raw error, and never damage."""
 
 from __future__ import annotations
@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file
 
 from flashckpt.commit.lineage import resolve
 from flashckpt.commit.retention import prune
 from flashckpt.commit.verification import verify
 from flashckpt.errors import NoSuchStepError
+from flashckpt.export.step import export
 from flashckpt.options import Keep
 from flashckpt.restore.mapping import mapped_leaves
 from flashckpt.store.base import Entry, Read
@@ -79,8 +81,22 @@ def look(store: Living, step: int | None) -> None:
     assert step is None or {row.step for row in report.rows} == {step}
 
 
+def take_out(store: Living, step: int | None) -> None:
+    out = Path(store.url).with_suffix(".safetensors")
+    try:
+        done = export(store, str(out), step=step)
+    except Exception:
+        assert not out.exists()
+        raise
+    assert done.step in ((NEWEST, 500) if step is None else (step,))
+    found = load_file(out)
+    assert {name: leaf.tobytes() for name, leaf in found.items()} == {
+        name: leaf.tobytes() for name, leaf in leaves_of(done.step).items()
+    }
+
+
 @pytest.mark.parametrize("step", [None, NEWEST])
-@pytest.mark.parametrize("read", [load, look])
+@pytest.mark.parametrize("read", [load, look, take_out])
 def test_a_step_that_goes_at_any_reading_is_whole_or_not_there(
     read: Callable[[Living, int | None], None], step: int | None, tmp_path: Path
 ) -> None:
