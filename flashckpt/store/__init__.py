@@ -28,7 +28,9 @@ ENTRY_POINTS = "flashckpt.stores"
 URL. It is looked up in each process by itself: trainer, keeper and shell. It must import without torch."""
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-
+# One that has lost a slash, as in a `pathlib.Path`, or has a blank before it.
+_NEARLY = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]+:/")
+_BUCKETS = ("s3", "gs", "az")
 
 # By URL, for this process: what its client was given beside the URL.
 _given: dict[str, dict[str, Any]] = {}
@@ -58,6 +60,12 @@ def _opened(text: str, options: Mapping[str, Any] | None) -> Store:
     if match is None:
         if not text:
             raise OptionError("the run's path is empty. Nothing was changed. Name a folder.")
+        if _NEARLY.match(text):
+            raise OptionError(
+                f"{text!r} is no URL, and looks like one: it would be a folder of this machine. Nothing was "
+                "changed. Write scheme://… as text (a pathlib.Path takes a slash away); a folder of such a "
+                "name is ./…"
+            )
         return LocalStore(text)
     if match[1].lower() != "file":
         url = _one_form(text)
@@ -101,11 +109,17 @@ def _one_form(url: str) -> str:
             f"a URL of {scheme}:// has a user or a password in it, which would stand in logs. Nothing was "
             "changed. Leave them out, and give them in the environment or as storage_options."
         )
-    if re.search(r"[?#%\x00-\x1f]", rest) or not {"", ".", ".."}.isdisjoint(rest.split("/")[1:]):
+    if scheme in _BUCKETS and ":" in rest.partition("/")[0]:
         raise OptionError(
-            f"a URL of {scheme}:// has a query, a fragment, %XX, or a part that is empty, . or .. in it: "
-            "clients would leave it out, and two runs be one. Nothing was changed. Name the run with plain "
-            "characters; a signature or a token is given in the environment or as storage_options."
+            f"a URL of {scheme}:// has a port in it: clients would leave it out, and two runs be one. Nothing "
+            f"was changed. Write {scheme}://BUCKET/run; the server is named by the option endpoint."
+        )
+    if re.search(r"[?#%\x00-\x1f]|\s$", rest) or not {"", ".", ".."}.isdisjoint(rest.split("/")[1:]):
+        raise OptionError(
+            f"a URL of {scheme}:// has a query, a fragment, %XX, a blank at its end, or a part that is empty, "
+            ". or .. in it: clients would leave it out, and two runs be one. Nothing was changed. Name the "
+            "run with plain characters; a signature or a token is given in the environment or as "
+            "storage_options."
         )
     return f"{scheme}://{rest}"
 
@@ -129,7 +143,7 @@ def _known(client: _Client) -> _Client:
 
 def _factory(url: str, scheme: str) -> Callable[[str], Store]:
     # Late, all of it: most runs are folders.
-    if scheme in ("s3", "gs", "az"):
+    if scheme in _BUCKETS:
         from flashckpt.store.objects import ObjectStore
         from flashckpt.store.obstore_client import ObstoreClient
 

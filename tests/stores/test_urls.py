@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from flashckpt.errors import OptionError
@@ -25,12 +27,21 @@ def test_forms_of_one_run_are_one(url: str) -> None:
     [
         "s3://bucket/lr#1", "s3://bucket/run?sig=geheim", "s3://bucket/my%20run", "s3://bucket/a//b",
         "s3://bucket/a/../b", "s3://bucket/./b", "s3://bucket/a\nb", "s3://key:geheim@bucket/run",
+        "s3://bucket/run ", "s3://bucket/run\u00a0/", "s3://bucket:80/run", "gs://bucket:443/run",
     ],
 )  # fmt: skip
 def test_what_clients_would_read_otherwise_is_refused(url: str) -> None:
     with pytest.raises(OptionError, match="Nothing was changed") as caught:
         open_store(url, S3)
     assert "geheim" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", [Path("s3://bucket/run"), " s3://bucket/run", "file:/runs/one", "gs:/b/run"])
+def test_what_was_meant_as_a_url_is_no_folder_of_this_machine(text: str | Path) -> None:
+    """Training into ./s3:/bucket/run would look well, and be lost with the machine."""
+    with pytest.raises(OptionError, match=r"looks like one: it would be a folder.* Nothing was changed"):
+        open_store(text)
+    assert open_store("./s3:/bucket/run").url.endswith("/s3:/bucket/run")
 
 
 def test_a_bucket_of_another_server_is_another_place(monkeypatch: pytest.MonkeyPatch) -> None:
