@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import secrets
 import threading
 from collections.abc import Mapping
@@ -22,7 +21,7 @@ from flashckpt.keeper.protocol import ELECTION_LOCK
 from flashckpt.memory.region import is_region_name
 from flashckpt.memory.runtime import RuntimeFolder, base_folder, identity_of, is_alive
 from flashckpt.options import Environment, Keep, Options, Remote, RemoteCall
-from flashckpt.store import open_store, options_of
+from flashckpt.store import are_apart, open_store, options_of
 from flashckpt.store.base import Store
 from flashckpt.tiers.nearest import RemoteRun, look, unanswered
 
@@ -42,7 +41,7 @@ def remote_of(call: RemoteCall, url: str, keep: Keep, options: Options) -> Remot
         return None
     given = options.remote_storage_options
     store = open_store(call.path, options.storage_options if given is None else given)
-    if _holds(store.url, url) or _holds(url, store.url):
+    if not are_apart(store.url, url):
         raise OptionError(
             f"remote={store.url!r}: the run itself is in {url}, and one is in the other. Nothing was started."
             " Name a place apart from it, on other storage."
@@ -55,11 +54,6 @@ def remote_of(call: RemoteCall, url: str, keep: Keep, options: Options) -> Remot
         options=known,
         compress=options.remote_compress,
     )
-
-
-def _holds(above: str, below: str) -> bool:
-    above, below = (each if "://" in each else os.path.realpath(each) for each in (above, below))
-    return f"{below}/".startswith(f"{above.rstrip('/')}/")
 
 
 def look_at(remote: Remote, local: Store, run_id: str) -> tuple[str, RemoteRun]:

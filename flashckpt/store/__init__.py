@@ -99,6 +99,13 @@ def options_of(url: str) -> dict[str, Any]:
     return _given.get(url) or storage_options()
 
 
+def are_apart(one: str, other: str) -> bool:
+    """Whether two runs, named as their stores do, are in places of which none is the other or in it."""
+    places = (each if "://" in each else os.path.realpath(each) for each in (one, other))
+    one, other = (os.path.join(place, "") for place in places)
+    return not (one.startswith(other) or other.startswith(one))
+
+
 def _one_form(url: str) -> str:
     """The one form of a URL that names a run: by it its keeper and its memory are found on a node.
     OptionError, which shows no part that may be secret, for one that some client would take for another's."""
@@ -111,14 +118,14 @@ def _one_form(url: str) -> str:
         )
     if scheme in _BUCKETS and ":" in rest.partition("/")[0]:
         raise OptionError(
-            f"a URL of {scheme}:// has a port in it: clients would leave it out, and two runs be one. Nothing "
-            f"was changed. Write {scheme}://BUCKET/run; the server is named by the option endpoint."
+            f"a URL of {scheme}:// has a port in it: clients would leave it out, and two runs be one. "
+            f"Nothing was changed. Write {scheme}://BUCKET/run; the server is named by the option endpoint."
         )
     if re.search(r"[?#%\x00-\x1f]|\s$", rest) or not {"", ".", ".."}.isdisjoint(rest.split("/")[1:]):
         raise OptionError(
-            f"a URL of {scheme}:// has a query, a fragment, %XX, a blank at its end, or a part that is empty, "
-            ". or .. in it: clients would leave it out, and two runs be one. Nothing was changed. Name the "
-            "run with plain characters; a signature or a token is given in the environment or as "
+            f"a URL of {scheme}:// has a query, a fragment, %XX, a blank at its end, or a part that is "
+            "empty, . or .. in it: clients would leave it out, and two runs be one. Nothing was changed. "
+            "Name the run with plain characters; a signature or a token is given in the environment or as "
             "storage_options."
         )
     return f"{scheme}://{rest}"

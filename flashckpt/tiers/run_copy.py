@@ -15,6 +15,7 @@ from flashckpt.errors import DamagedError, NoSuchStepError, RunError
 from flashckpt.format.names import AttemptName
 from flashckpt.format.records import Manifest
 from flashckpt.options import Compress
+from flashckpt.store import are_apart
 from flashckpt.store.base import Store
 from flashckpt.tiers.step_copy import Copied, Outcome, StepCopier
 
@@ -71,9 +72,16 @@ def copy_run(
     What is there already is not sent again. `compress`: see `Compression`; `repairs`, `joins`: `StepCopier`.
 
     Of one step all errors are raised; with `all_steps` a damaged one is told of, the others are copied, and
-    one that is deleted meanwhile is left out. RunError where the target holds another run, or has gone on by
-    itself.
+    one that is deleted meanwhile is left out. RunError where the target holds another run, has gone on by
+    itself, or is in the source or around it.
     """
+    if not are_apart(source.url, target.url):
+        raise RunError(
+            f"{target.url}: the run itself is in {source.url}, and one is in the other: it would be no "
+            "second copy, or go with the first. Nothing was copied. Name a place apart from it, on other "
+            "storage.",
+            path=target.url,
+        )
     run = open_run(source, create=False)
     chosen = _chosen(source, step, attempt, all_steps=all_steps)
     found = open_run(target, create=True, run_id=run.run_id)

@@ -1,5 +1,5 @@
-"""A job deletes steps while another process loads, verifies or exports them: what is told is a whole step or, of one
-that was named, that it is not there. Never a raw error, and never damage."""
+"""A job deletes steps while another process loads, verifies or exports them: what is told is a whole step or,
+of one that was named, that it is not there. Never a raw error, and never damage."""
 
 from __future__ import annotations
 

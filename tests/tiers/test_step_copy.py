@@ -136,6 +136,18 @@ def test_what_was_copied_is_the_same(pair: tuple[Store, Store], tmp_path: Path) 
     assert again.sent_bytes == 0
 
 
+@pytest.mark.parametrize("name", [".", "steps", "link", ".."])
+def test_a_run_is_no_copy_of_itself(tmp_path: Path, name: str) -> None:
+    """Who is told that the step is there already has it once, and thinks twice."""
+    source = LocalStore(str(tmp_path / "above" / "run"))
+    made(source, [10])
+    (tmp_path / "above" / "run" / "link").symlink_to("../run")
+    before = files(tmp_path)
+    with pytest.raises(RunError, match=r"one is in the other.* Nothing was copied"):
+        copy_run(source, LocalStore(f"{source.url}/{name}"))
+    assert files(tmp_path) == before
+
+
 def test_constants_are_sent_once(pair: tuple[Store, Store]) -> None:
     source, target = pair
     attempt = made(source, [10, 20])
