@@ -66,16 +66,34 @@ def are_few(parts: Sequence[Entry | PartRecord]) -> bool:
     return sum(part.num_bytes for part in parts) <= _FEW_BYTES
 
 
+class KnownHeads:
+    """The heads of one step that were read, for who looks again and again until all are there: a part never
+    changes, and is read once. Those of another step take their place."""
+
+    def __init__(self) -> None:
+        self._folder = ""
+        self._read: dict[tuple[str, int, float], tuple[PartHead, str]] = {}
+
+    def of(self, store: Store, folder: str, entry: Entry, *, whole: bool) -> tuple[PartHead, str]:
+        """As `read_head` gives it, of a part in a step's folder."""
+        if folder != self._folder:
+            self._folder, self._read = folder, {}
+        key = entry.name, entry.num_bytes, entry.modified_s
+        if key not in self._read:
+            self._read[key] = read_head(store, f"{folder}/{entry.name}", entry.num_bytes, whole=whole)
+        return self._read[key]
+
+
 def read_heads(
-    store: Store, folder: str, step: int, attempt: AttemptName, world: int
+    store: Store, folder: str, step: int, attempt: AttemptName, world: int, known: KnownHeads | None = None
 ) -> tuple[list[PartRecord], list[PartHead]]:
-    rows, heads = [], []
+    rows, heads, known = [], [], known or KnownHeads()
     entries = part_entries(store, folder)
     is_whole = are_few(entries)
     for entry in entries:
-        path = f"{folder}/{entry.name}"
-        head, checksum = read_head(store, path, entry.num_bytes, whole=is_whole)
+        head, checksum = known.of(store, folder, entry, whole=is_whole)
         if (head.step, head.attempt, head.world, head.file) != (step, attempt, world, entry.name):
+            path = f"{folder}/{entry.name}"
             raise damaged(path, "it is a part of another step, attempt, world or keeper", step)
         rows.append(PartRecord(file=entry.name, num_bytes=entry.num_bytes, checksum=checksum))
         heads.append(head)

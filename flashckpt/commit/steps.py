@@ -20,6 +20,7 @@ from flashckpt.commit.constants_files import buried_constants, missing_constants
 from flashckpt.commit.no_room import is_stand_in
 from flashckpt.commit.replicas import check_alike, unlike
 from flashckpt.commit.step_parts import (
+    KnownHeads,
     StepParts,
     are_few,
     check_of,
@@ -186,10 +187,12 @@ def commit(
     *,
     seen: Store | None = None,
     is_copy: bool = False,
+    known: KnownHeads | None = None,
 ) -> Committed:
     """Write the manifest once the parts cover every rank exactly once. Any number may call it at once.
     `ranks`: those that commit here, where others have folders of their own; None for all of `world`. `seen`:
-    the look by which the one part of all ranks was just published, where it is: its files need no other.
+    the look by which the parts were found just now; of the one part of all ranks the files need no other.
+    `known`: heads that were read in an earlier call.
     `is_copy`: each node has committed its part elsewhere before it was copied here, so that an attempt which
     went on from this step, or from a later one, does not keep it out.
 
@@ -201,7 +204,7 @@ def commit(
     found = read_manifest(look, step, attempt)
     if found is not None:
         return _judge(look, found)
-    rows, heads = read_heads(look, step_attempt_folder(step, attempt), step, attempt, world)
+    rows, heads = read_heads(look, step_attempt_folder(step, attempt), step, attempt, world, known)
     if ranks is not None:
         # Of ranks that commit elsewhere something may have been copied here.
         pairs = zip(rows, heads, strict=True)

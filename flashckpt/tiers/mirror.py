@@ -169,8 +169,8 @@ class Mirror:
             self._parts = NodeParts(self._source, target, partial(self._meet, self._copier))
         return target, self._copier
 
-    def _meet(self, copier: StepCopier, each: VisibleStep) -> Outcome:
-        outcome = copier.meet(each.step, each.attempt)
+    def _meet(self, copier: StepCopier, each: VisibleStep, seen: Store) -> Outcome:
+        outcome = copier.meet(each.step, each.attempt, seen)
         if outcome is Outcome.COPIED:
             self._check_seen(each)
         return outcome

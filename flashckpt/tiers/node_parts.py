@@ -23,7 +23,7 @@ from flashckpt.commit.attempts import bounds, newest_claimed
 from flashckpt.commit.lineage import VisibleStep, in_lineage
 from flashckpt.commit.steps import is_committed, read_manifest
 from flashckpt.errors import DamagedError, SupersededError
-from flashckpt.format.names import AttemptName, step_attempt_folder
+from flashckpt.format.names import PART, AttemptName, step_attempt_folder
 from flashckpt.format.records import Manifest
 from flashckpt.store.base import Entry, Store
 from flashckpt.tiers.sender_mark import holds_s, is_mark
@@ -52,6 +52,11 @@ class Begun:
     parts: frozenset[str]
 
     @property
+    def all_parts(self) -> frozenset[str]:
+        """Those of all nodes that are there."""
+        return frozenset(filter(PART.fullmatch, self.files))
+
+    @property
     def is_sent(self) -> bool:
         return bool(self.parts) and self.parts <= self.files
 
@@ -61,9 +66,9 @@ class Begun:
 
 
 class NodeParts:
-    """`meet` commits a step whose parts may all be there. For one thread."""
+    """`meet` commits a step whose parts may all be there, as a look at the target shows. For one thread."""
 
-    def __init__(self, source: Store, target: Store, meet: Callable[[VisibleStep], Outcome]) -> None:
+    def __init__(self, source: Store, target: Store, meet: Callable[[VisibleStep, Store], Outcome]) -> None:
         self._source, self._target, self._meet = source, target, meet
         self._given_up: set[VisibleStep] = set()
         self._met: dict[VisibleStep, frozenset[str]] = {}
@@ -77,18 +82,20 @@ class NodeParts:
     def look(self) -> list[Begun]:
         """What is begun there, newest first; `newest` is then the newest that is complete. One of which the
         last part has come is committed."""
-        begun = self._look()
+        look = self._target.at_once()
+        begun = self._look(look)
         for each in begun:
-            if each.is_sent and self._met.get(each.at) != each.files and self._has_met(each):
-                return self._look()
+            is_new = each.is_sent and self._met.get(each.at) != each.all_parts
+            if is_new and self._has_met(each, look):
+                return self._look(self._target.at_once())
         return begun
 
-    def _has_met(self, each: Begun) -> bool:
-        """Whether the step is committed now. Of the same files it is tried again only where a store failed:
-        once all parts are there, no file comes any more. Newer steps do not wait for that."""
+    def _has_met(self, each: Begun, look: Store) -> bool:
+        """Whether the step is committed now. Of the same parts it is tried again only where a store failed:
+        once all are there, none comes any more. Newer steps do not wait for that."""
         is_tried = True
         try:
-            return self._meet(each.at) is Outcome.COPIED
+            return self._meet(each.at, look) is Outcome.COPIED
         except SupersededError:
             return False  # of what is no step together, who has sent the last part has said so
         except OSError as error:
@@ -97,10 +104,10 @@ class NodeParts:
             return False
         finally:
             if is_tried:
-                self._met[each.at] = each.files
+                self._met[each.at] = each.all_parts
 
-    def _look(self) -> list[Begun]:
-        look, found, newest = self._target.at_once(), list[Begun](), None
+    def _look(self, look: Store) -> list[Begun]:
+        found, newest = list[Begun](), None
         for each in in_lineage(look, bounds(look)):
             if is_committed(look, each.step, each.attempt):
                 newest = each
@@ -117,7 +124,7 @@ class NodeParts:
         if newest != self.newest:
             self.newest, self._in_vain = newest, 0
         known = {each.at for each in found}
-        self._met = {at: files for at, files in self._met.items() if at in known}
+        self._met = {at: parts for at, parts in self._met.items() if at in known}
         self._sent_s = {at: when for at, when in self._sent_s.items() if at in known}
         self._still = {at: row for at, row in self._still.items() if at in known}
         return found

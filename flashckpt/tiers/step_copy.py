@@ -24,7 +24,7 @@ from flashckpt import _native, crashpoints
 from flashckpt.commit.attempts import newest_started
 from flashckpt.commit.constants_files import Going, buried_constants
 from flashckpt.commit.lineage import VisibleStep, everything, has_manifest
-from flashckpt.commit.step_parts import part_paths
+from flashckpt.commit.step_parts import KnownHeads, part_paths
 from flashckpt.commit.steps import (
     Committed,
     StepRecord,
@@ -110,6 +110,7 @@ class StepCopier:
         self._progress = progress or done
         self._threads, self._may_supersede = threads, may_supersede
         self._mark: SenderMark | None = None
+        self._heads = KnownHeads()
         self._known: dict[str, Contents] = {}  # constants that stand in the target, by their path
         # Attempts whose records are alike in both, with all that the newest went on from: they never change.
         self._alike: set[tuple[AttemptName | None, AttemptName]] = set()
@@ -146,12 +147,12 @@ class StepCopier:
             bring(self._target, records)
             self._alike.add((newest, newest))
 
-    def meet(self, step: int, attempt: AttemptName) -> Outcome:
-        """Commit a step of which this node's part is there, if those of all others are. Raises as `copy` and
-        `commit` do."""
+    def meet(self, step: int, attempt: AttemptName, seen: Store) -> Outcome:
+        """Commit a step of which this node's part is there, if those of all others are. `seen`: the look at
+        the target that shows them. Raises as `copy` and `commit` do."""
         record = read_step(self._source, step, attempt)
         self._target = self._compressing
-        return self._joined(record.manifest)
+        return self._joined(record.manifest, seen)
 
     def _records(self, step_of: AttemptName) -> list[AttemptRecords]:
         found = needed(self._source, step_of)
@@ -228,9 +229,9 @@ class StepCopier:
         is_whole = found.ranks is None and found.world == manifest.world
         return is_whole and set(found.parts).issuperset(manifest.parts)
 
-    def _joined(self, manifest: Manifest) -> Outcome:
-        step, attempt = manifest.step, manifest.attempt
-        found = commit(self._target, step, attempt, manifest.world, is_copy=True)
+    def _joined(self, manifest: Manifest, seen: Store | None = None) -> Outcome:
+        step, attempt, world, known = manifest.step, manifest.attempt, manifest.world, self._heads
+        found = commit(self._target, step, attempt, world, seen=seen, is_copy=True, known=known)
         if found is Committed.WAITING:
             return Outcome.PART
         return Outcome.COPIED if found else Outcome.BURIED

@@ -17,20 +17,22 @@ from flashckpt.commit.holder import here
 from flashckpt.commit.verification import verify
 from flashckpt.format.names import manifest_path, part_name, shard_name, step_attempt_folder
 from flashckpt.format.records import FileRecord, Manifest, PartRecord
-from flashckpt.options import Keep
+from flashckpt.options import Keep, Remote
 from flashckpt.persist.job import JobState
 from flashckpt.persist.ledger import Event, Ledger, lines_of
 from flashckpt.persist.writer import Writer
-from flashckpt.store import objects
+from flashckpt.store import listing, objects
 from flashckpt.store.base import Store
 from flashckpt.store.objects import ObjectStore
 from flashckpt.store.obstore_client import ObstoreClient
+from flashckpt.tiers.step_copy import Outcome
 from tests.keeper.fake import FakeTrainer
 from tests.keeper.test_keeper_constants import alone as alone
 from tests.keeper.test_keeper_constants import order
 from tests.persist.node import Node, begun
 from tests.stores.proxy import Proxy
 from tests.stores.s3_server import S3Server
+from tests.tiers.test_node_parts import Nodes
 
 pytestmark = pytest.mark.process
 
@@ -181,3 +183,31 @@ def test_all_steps_are_listed_in_one_walk(
     taken = run.taken()
     assert taken.pop("list steps") <= 1 + -(-3 * num_steps // 1000)
     assert taken == {"list attempts": 1, "get manifest.json": num_steps}
+
+
+def test_each_part_of_another_node_that_comes_is_read_once(
+    s3_server: S3Server, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By each node that has sent its own. Of large parts nothing is kept with what was read lately."""
+    monkeypatch.setattr(listing, "_MAX_BYTES", 0)
+    url, node_count = f"s3://{bucket}/run", 8
+    with Proxy(s3_server.endpoint) as proxy:
+        options = {**s3_server.options(), "endpoint": proxy.endpoint}
+        nodes = Nodes(tmp_path, remote=Remote(url=url, options=options), world=node_count)
+        nodes.add(1)
+        counted = Counted(proxy, s3_server, bucket)
+        for node in range(node_count):
+            copied = nodes.bring(node).copied
+            assert copied is not None
+            for earlier in range(node if node < node_count - 1 else 0):
+                counted.taken()
+                assert nodes.bring(earlier).newest is None
+                taken = counted.taken()
+                small = {"get .json", "get start.json"}
+                assert {kind: n for kind, n in taken.items() if kind not in small} == {
+                    "list attempts": 3,  # whether another job goes on there, twice; the lineage
+                    "list steps": 1,
+                    "get part.json": 1,
+                }
+        assert copied.outcome is Outcome.COPIED
+        assert nodes.steps() == [1]

@@ -8,6 +8,7 @@ import shutil
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,33 +41,35 @@ OTHER_HOLDER = Holder(boot_id="c", runtime="/r", runtime_id="1:2", lock="trainer
 
 
 class Nodes:
-    """Two nodes with a rank and a folder each, and one remote."""
+    """Nodes with a rank and a folder each, and one remote."""
 
-    def __init__(self, folder: Path, keep: int = 9, remote: Remote | None = None) -> None:
+    def __init__(self, folder: Path, keep: int = 9, remote: Remote | None = None, world: int = WORLD) -> None:
         self.folder, self.there = folder, folder / "remote"
         self.remote = remote or Remote(url=str(self.there), keep=Keep(last=keep))
         self.target = open_store(self.remote.url, self.remote.options)
-        self.stores = [LocalStore(str(folder / f"node{node}")) for node in range(WORLD)]
-        self.ranks = [0, 1]
+        self.stores = [LocalStore(str(folder / f"node{node}")) for node in range(world)]
+        self.ranks = list(range(world))
         run = open_run(self.stores[0], create=True)
-        open_run(self.stores[1], create=True, run_id=run.run_id)
+        for store in self.stores[1:]:
+            open_run(store, create=True, run_id=run.run_id)
         self.mirrors: list[Mirror] = []
         self.attempt = self.begin()
 
     def begin(self, parent: AttemptName | None = None, step: int = 0, above: int = 0) -> AttemptName:
-        """An attempt of both, of which each folder has its own claim and start."""
+        """An attempt of all, of which each folder has its own claim and start."""
         self.claim(above)
         return self.start(parent, step)
 
     def claim(self, above: int = 0) -> None:
         first = self.ranks.index(0)
         self.attempt = attempts.claim(self.stores[first], HOLDER, above=above)
-        assert attempts.claim_as(self.stores[1 - first], self.attempt, OTHER_HOLDER)
+        for store in self.stores[:first] + self.stores[first + 1 :]:
+            assert attempts.claim_as(store, self.attempt, OTHER_HOLDER)
 
     def start(self, parent: AttemptName | None, step: int) -> AttemptName:
         for node, store in enumerate(self.stores):
             ranks = ranks_of([self.ranks[node]])
-            attempts.start(store, self.attempt, parent, step, WORLD, ranks=ranks, near=4096)
+            attempts.start(store, self.attempt, parent, step, len(self.ranks), ranks=ranks, near=4096)
         self.restart()
         return self.attempt
 
@@ -76,13 +79,14 @@ class Nodes:
             Mirror(store, self.remote, (rank,)) for store, rank in zip(self.stores, self.ranks, strict=True)
         ]
 
-    def add(self, *steps: int, on: tuple[int, ...] = (0, 1), boundary: int = 1) -> None:
+    def add(self, *steps: int, on: Sequence[int] | None = None, boundary: int = 1) -> None:
+        world = len(self.ranks)
         for step in steps:
-            for node in on:
+            for node in range(world) if on is None else on:
                 rank, store = self.ranks[node], self.stores[node]
-                how: dict[str, Any] = {"ranks": (rank,), "world": WORLD, "keeper": rank}
+                how: dict[str, Any] = {"ranks": (rank,), "world": world, "keeper": rank}
                 publish(store, step, self.attempt, **how, constants=True, boundary=boundary)
-                assert steps_module.commit(store, step, self.attempt, WORLD, ranks_of([rank]))
+                assert steps_module.commit(store, step, self.attempt, world, ranks_of([rank]))
 
     def bring(self, node: int, *, is_last: bool = False) -> Mirrored:
         """A round of a node's keeper: rank 0's begins the newest."""
@@ -99,7 +103,8 @@ class Nodes:
         found = lineage.visible(self.target)
         assert all(is_whole(self.target, each.step, each.attempt) for each in found)
         records = [steps_module.read_step(self.target, each.step, each.attempt) for each in found]
-        assert all([rank.rank for p in each.parts for rank in p.ranks] == [0, 1] for each in records)
+        ranks = sorted(self.ranks)
+        assert all([rank.rank for p in each.parts for rank in p.ranks] == ranks for each in records)
         return [each.step for each in found]
 
 
