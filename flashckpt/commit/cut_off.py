@@ -1,7 +1,7 @@
 """Small files whose writer was killed before they had their names: which those are, and their end.
 
-Owns how long one may still be written. Steps and attempts take what is in their folders along; this is for
-what stands elsewhere, and where they stay.
+Owns how long one may still be written, by which clock. Steps and attempts take what is in their folders
+along; this is for what stands elsewhere, and where they stay.
 """
 
 from __future__ import annotations
@@ -30,12 +30,18 @@ def final_name(entry: Entry) -> str:
 def cut_off(store: Store) -> Iterator[tuple[str, Entry]]:
     """The paths of those that are a day old, in any folder of a run. Where there are no renames a file has
     its name at once, and probes alone can be left."""
+    found, newest_s = dict[str, Entry](), 0.0
     for folder in _folders(store):
         for entry in store.list(folder):
-            is_one = final_name(entry) or (not folder and _PROBE.fullmatch(entry.name))
-            # By its name: who buries an old manifest has just given it this one.
-            if is_one and entry.since_s and time.time() - entry.since_s > _SAFE_AGE_S:
-                yield f"{folder}/{entry.name}" if folder else entry.name, entry
+            newest_s = max(newest_s, entry.since_s)
+            if final_name(entry) or (not folder and _PROBE.fullmatch(entry.name)):
+                found[f"{folder}/{entry.name}" if folder else entry.name] = entry
+    # The store's clock may be days behind this one: then what it has just written seems old.
+    now_s = min(time.time(), newest_s)
+    for path, entry in found.items():
+        # By its name: who buries an old manifest has just given it this one.
+        if entry.since_s and now_s - entry.since_s > _SAFE_AGE_S:
+            yield path, entry
 
 
 def remove_cut_off(store: Store) -> None:
@@ -47,6 +53,7 @@ def remove_cut_off(store: Store) -> None:
 def _folders(store: Store) -> Iterator[str]:
     yield ""
     if not store.capabilities.rename:
+        yield ATTEMPTS  # for the claims' times
         return
     for top in (ATTEMPTS, STEPS):
         yield top

@@ -214,3 +214,18 @@ def test_the_second_name_of_an_old_manifest_is_young(store: LocalStore) -> None:
     os.utime(store.local_path(manifest), (0, time.time() - 2 * 86400))
     sweep_dead(store)
     assert store.exists(second)
+
+
+@pytest.mark.parametrize("by", [by_claim, by_hand, by_recovery, by_copier])
+def test_a_store_whose_clock_is_days_behind_keeps_what_is_young_by_its_own(
+    store: LocalStore, by: Callable[[LocalStore], None]
+) -> None:
+    attempt = attempt_at(store)
+    commit(store, 100, attempt)
+    mark_ended(store, attempt, "closed" if by is by_recovery else "dead")
+    old = left_behind(store, attempt, 100)[:3]  # which are no attempt's
+    for path in Path(store.url).rglob("*"):
+        os.utime(path, (0, path.stat().st_mtime - 3 * 86400))
+    by(store)
+    assert [path for path in old if path.exists()] == []
+    assert all(path.with_name(path.name.replace("0123", "4567")).exists() for path in old)
