@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from flashckpt import _native
-from flashckpt.commit.attempts import bounds, open_run
+from flashckpt.commit.attempts import bounds, newest_started, open_run, ranks_here, read_start
 from flashckpt.commit.lineage import VisibleStep, check_records, newest_first, resolve
 from flashckpt.commit.steps import read_manifest
 from flashckpt.errors import DamagedError, NoSuchStepError, RunError
@@ -69,7 +69,8 @@ def copy_run(
     joins: bool = False,
 ) -> RunCopy:
     """Copy a committed step: the one that a resume would take, or `step`; with `all_steps` every visible one.
-    What is there already is not sent again. `compress`: see `Compression`; `repairs`, `joins`: `StepCopier`.
+    What is there already is not sent again. `compress`: see `Compression`; `repairs`, `joins`: `StepCopier`;
+    what one node's own disk has of a target that has all ranks is repaired as a part of that.
 
     Of one step all errors are raised; with `all_steps` a damaged one is told of, the others are copied, and
     one that is deleted meanwhile is left out. RunError where the target holds another run, has gone on by
@@ -100,7 +101,7 @@ def copy_run(
         compress=compress,
         repairs=repairs,
         may_supersede=may_supersede,
-        joins=joins,
+        joins=joins or (repairs and _is_part(source, target)),
     )
 
     def deed() -> list[StepResult]:
@@ -116,6 +117,18 @@ def copy_run(
         source=source.url,
         target=target.url,
         steps=tuple(_seen(each, lineage) for each in rows),
+    )
+
+
+def _is_part(source: Store, target: Store) -> bool:
+    """Whether the source has some ranks, on a node's own disk, of what the target has of all."""
+    newest = newest_started(source)
+    there = None if newest is None else read_start(target, newest)
+    return (
+        newest is not None
+        and ranks_here(source, newest) is not None
+        and there is not None
+        and there.ranks is None
     )
 
 

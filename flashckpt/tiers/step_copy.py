@@ -231,6 +231,8 @@ class StepCopier:
 
     def _joined(self, manifest: Manifest, seen: Store | None = None) -> Outcome:
         step, attempt, world, known = manifest.step, manifest.attempt, manifest.world, self._heads
+        if self._repairs:
+            self._remove_damaged_manifest(manifest)
         found = commit(self._target, step, attempt, world, seen=seen, is_copy=True, known=known)
         if found is Committed.WAITING:
             return Outcome.PART

@@ -427,6 +427,29 @@ def test_what_is_brought_by_hand_is_a_part_of_the_whole_too(nodes: Nodes) -> Non
     assert nodes.steps() == [10]
 
 
+@pytest.mark.parametrize(
+    "damaged",
+    [["shard-00001-*"], ["constants-00001-*"], ["part-00001*"], ["manifest*"], ["shard-*", "manifest*"]],
+)
+def test_each_node_repairs_what_it_has_sent(nodes: Nodes, damaged: list[str]) -> None:
+    nodes.add(10)
+    for node in (0, 1):
+        nodes.bring(node)
+    whole = {path: path.read_bytes() for path in nodes.there.rglob("*-*.*") if path.is_file()}
+    for path in [path for pattern in damaged for path in nodes.there.rglob(pattern)]:
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    assert not verify(nodes.target).ok
+    for store in nodes.stores:
+        [done] = copy_run(store, nodes.target, 10, repairs=True).steps
+        assert done.copied is not None
+    assert done.is_visible
+    assert {path: path.read_bytes() for path in whole} == whole
+    assert nodes.steps() == [10]
+    [again] = copy_run(nodes.stores[0], nodes.target, 10, repairs=True).steps
+    assert again.copied is not None
+    assert again.copied.outcome is Outcome.THERE
+
+
 def test_what_is_damaged_here_keeps_no_newer_step_up(nodes: Nodes) -> None:
     nodes.add(10)
     shard = next((nodes.folder / "node0" / "steps").rglob("shard-*"))
