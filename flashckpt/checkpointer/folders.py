@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from flashckpt._native import xxh3_64
-from flashckpt.checkpointer.session import KnownRun, Session, open_session
+from flashckpt.checkpointer.session import KnownRun, Session, check_not_held, open_session
 from flashckpt.commit import attempts
 from flashckpt.errors import NoSuchStepError, OptionError, RunError, UnusableRunError
 from flashckpt.format.checked_json import compact
@@ -110,7 +110,13 @@ def _with_remote(
 
     def looked() -> list[Any]:
         mine = known if known.run_id else KnownRun(*_seen(path, options))
-        run_id, found = look_at(remote, open_store(path, options.storage_options), mine.run_id)
+        store = open_store(path, options.storage_options)
+        try:
+            run_id, found = look_at(remote, store, mine.run_id)
+        except UnusableRunError:
+            # Whoever trains here has made them differ, perhaps: nothing is to be moved from under him.
+            check_not_held(store, mine.run_id, group.environment)
+            raise
         return [run_id, max(mine.above, found.above), found.told()]
 
     run_id, above, told = group.led("what the run's remote has", looked)

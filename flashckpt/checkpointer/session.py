@@ -251,6 +251,24 @@ def open_session(
     return session
 
 
+def check_not_held(store: Store, run_id: str, environment: Environment) -> None:
+    """RunHeldError where this process has the run, or another job trains it; may take some seconds, as
+    `holder.check` does. Changes nothing."""
+    identity = identity_of(run_id, store.place())
+    place = (identity, environment.rank)
+    _hold(place, store)
+    _let_go(place)
+    job_id, restart_count = environment.job_id, environment.restart_count
+    me = functools.partial(here, job_id=job_id, restart_count=restart_count)
+    try:
+        runtime = RuntimeFolder.open(base_folder(environment.runtime_folder), identity, create=False)
+    except FileNotFoundError:
+        check(store, me())
+        return
+    with contextlib.closing(runtime):
+        check(store, me(runtime.path), lambda _, name: is_alive(runtime, name))
+
+
 def _hold(place: tuple[str, int], store: Store) -> None:
     """The place of a rank in a run on this node is this process's, once."""
     with _guard:
