@@ -81,6 +81,7 @@ def prune(
     in_hand: Collection[int] | None = None,
     common: Collection[int] = (),
     spared: Callable[[], VisibleStep | None] = lambda: None,
+    all_are_past: bool = False,
 ) -> list[VisibleStep]:
     """Delete the visible steps that `keep` lets go, and debris. Returns the committed ones that went.
 
@@ -98,6 +99,10 @@ def prune(
     Without one nothing goes.
 
     spared: asked before each step that goes; the one that it names stays this time (it is being copied).
+
+    all_are_past: given by a caller who knows that whoever commits steps of this attempt has gone on from each
+    that is older than the newest committed one, in that order. Then the tombstones of these that stood before
+    this call go.
 
     OSError where something could not be deleted (a step that somebody made read-only): all else is first.
     """
@@ -124,6 +129,8 @@ def prune(
     if in_hand is not None:
         _remove_tombstones(buried, attempt, newest, in_hand, errors)
         _remove_unnamed(store, attempt, errors, above=above, look=look)
+    elif all_are_past:
+        _remove_tombstones(dict.fromkeys(lineage.buried, look), attempt, newest, (), errors)
     claims = lambda: newest_claimed(store.at_once()) == attempt  # noqa: E731
     _sweep(store, attempt, errors, may_still=claims, above=above, look=look)
     _remove_empty_steps(look, {newest, *(in_hand or ())}, errors)

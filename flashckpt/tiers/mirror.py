@@ -285,8 +285,8 @@ class Mirror:
         if 0 not in self._ranks or self._newest == self._pruned_at:
             return (), ""
         try:
-            # Other nodes commit there, too: tombstones stay.
-            gone = retention.prune(target, self._settled, self._remote.keep)
+            # Other nodes commit there, too. Each has sent its part of the newest after those of older ones.
+            gone = retention.prune(target, self._settled, self._remote.keep, all_are_past=True)
         except OSError as error:
             return (), str(error)
         self._pruned_at = self._newest

@@ -281,10 +281,32 @@ def test_only_rank_0s_node_deletes_and_a_late_part_comes_to_nothing(scratch: str
     assert left() == {"manif"}, "a tombstone"
     assert nodes.outcome(1) == (4, Outcome.COPIED)
     assert nodes.steps() == [2, 3, 4]
+    assert copier.copy(1, late).outcome is Outcome.BURIED
     assert nodes.bring(0).pruned == (2,)
     assert nodes.steps() == [3, 4]
-    assert copier.copy(1, late).outcome is Outcome.BURIED
-    assert nodes.steps() == [3, 4]
+    for step in (5, 6):
+        nodes.add(step)
+        for node in (0, 1, 0):
+            nodes.bring(node)
+    assert left() == set(), "each node is past it"
+    # Who wakes up now finds no tombstone, and can make no step of it all the same.
+    assert copier.copy(1, late).outcome is Outcome.PART
+    nodes.add(7)
+    for node in (0, 1, 0):
+        nodes.bring(node)
+    assert nodes.steps() == [6, 7]
+    assert left() <= {"manif"}
+
+
+def test_tombstones_there_do_not_grow_with_the_steps(scratch: str) -> None:
+    nodes, counts = Nodes(Path(scratch), keep=2), list[int]()
+    for step in range(1, 9):
+        nodes.add(step)
+        for node in (0, 1, 0):
+            nodes.bring(node)
+        counts.append(len(nodes.target.list("steps")))
+    assert nodes.steps() == [7, 8]
+    assert max(counts) == counts[-1] == 3, "two whole ones, and what was deleted last"
 
 
 def test_what_nobody_adds_to_goes_once_another_was_begun(
