@@ -8,11 +8,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from flashckpt.capture.constants import Constants, parameters_of
 from flashckpt.capture.devices import Device
 from flashckpt.capture.plan import Plan
+from flashckpt.state.tensors import is_sharded
+
+if TYPE_CHECKING:
+    from flashckpt.state.leaves import LiveLeaf
 
 log = logging.getLogger(__name__)
 
@@ -106,8 +112,15 @@ class CopyPolicy:
             i
             for i, live in enumerate(plan.lives)
             if (live.kind == "optimizer" and id(live.owner) in fired)
-            or (live.kind == "parameter" and id(live.tensor) in parameters)
+            or (live.kind == "parameter" and id(_parameter(live)) in parameters)
         }
+
+
+def _parameter(live: LiveLeaf) -> Tensor:
+    """What an optimizer has where it has this leaf: the tensor, or the DTensor of which it is the part that
+    is here. Of any other tensor made of tensors a forward pass may write parts, scales say."""
+    is_local = live.container is live.wrapper is not None and is_sharded(live.wrapper)
+    return live.held if is_local else live.tensor
 
 
 def _by_room(num_bytes: int, device: Device, left: dict[str, int], gated: bool) -> Way:

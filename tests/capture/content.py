@@ -121,6 +121,7 @@ class Live:
     tied: list[Tensor] = field(default_factory=list)
     box: Box | None = None
     replicas: tuple[int, ...] = ()
+    wrapper: Tensor | None = None
 
     @property
     def held(self) -> Tensor:

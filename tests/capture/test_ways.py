@@ -17,6 +17,7 @@ from flashckpt.capture.copy_policy import CopyPolicy, Way
 from flashckpt.capture.division import Sharing
 from flashckpt.capture.plan import Plan
 from flashckpt.memory.slot import SlotRing, SlotState
+from flashckpt.state.tree import Tree
 from tests.capture.simulated import SimulatedDevice, SimulatedStream
 
 from .accelerated import LARGE, Accelerated
@@ -524,6 +525,67 @@ def test_what_a_silent_optimizer_may_write_has_no_gate_and_what_was_torn_is_wait
     assert found == {"both": "wait", "one": "gate", "torn": "wait"}
     plan.release()
     device.shutdown()
+
+
+class Scaled(torch.Tensor):
+    """Of two tensors: its forward pass may write one."""
+
+    inner: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor, scale: torch.Tensor) -> Scaled:
+        made: Scaled = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+        made.inner, made.scale = inner, scale
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], *_: object) -> Scaled:
+        return Scaled(inner["inner"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Callable[..., object], types: object, args: tuple[Scaled, ...] = (), kwargs: object = None
+    ) -> object:
+        return args[0] if func is torch.ops.aten.detach.default else NotImplemented
+
+
+@pytest.mark.dist
+@pytest.mark.filterwarnings("ignore")
+def test_what_an_optimizer_has_as_a_dtensor_is_gated_as_what_it_has_plainly() -> None:
+    """FSDP2's parameters, and those of a mesh; another tensor made of tensors is not."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    device = SimulatedDevice()
+    try:
+        mesh, model = init_device_mesh("cpu", (1,)), torch.nn.Module()
+        for name in ("fires", "silent", "alone"):
+            part = distribute_tensor(torch.randn(LARGE), mesh, [Shard(0)])
+            model.register_parameter(name, torch.nn.Parameter(part))
+        model.scaled = torch.nn.Parameter(Scaled(torch.randn(LARGE), torch.randn(LARGE)))
+        model.plain = torch.nn.Parameter(torch.randn(LARGE))
+        model.fsdp = fully_shard(torch.nn.Linear(LARGE, 1, bias=False), mesh=mesh)
+        fires = torch.optim.SGD([*model.fsdp.parameters(), model.fires, model.scaled, model.plain], lr=0.1)
+        optimizers = [fires, torch.optim.SGD([model.silent], lr=0.1)]
+        tree = Tree({"model": model, "optimizer": fires})
+        plan = Plan(tree.walk(lambda *_: True))
+        policy = CopyPolicy(optimizers, Constants(optimizers, [device], 1, {}, (), None))
+        ways = policy.choose(plan, [device] * len(plan.leaves), frozenset({id(fires)}), {})
+        found = {leaf.name: way.value for leaf, way in zip(plan.leaves, ways, strict=True)}
+        gated = ["model.fires", "model.fsdp.weight", "model.plain"]
+        assert sorted(name for name, way in found.items() if way == "gate") == gated
+        waits = ["model.alone", "model.scaled.inner", "model.scaled.scale", "model.silent"]
+        assert sorted(name for name, way in found.items() if way == "wait") == waits
+        plan.release()
+    finally:
+        device.shutdown()
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("room", [NO_ROOM, 1 << 40])
