@@ -99,13 +99,14 @@ class Mirror:
         if not (self.is_ours or (self.is_ours is None and 0 in self._ranks)):
             return Mirrored(of=newest)
         target, copier = self._opened()
-        if wanted is None and self._begins(target):
+        look = target.at_once()
+        if wanted is None and self._begins(look):
             return Mirrored(of=self._settled, newest=self._newest)
-        self._settle(target, copier)
+        look = self._settle(target, copier, look)
         if self._settled is None:
             return Mirrored(of=None)
         if self.is_joint:
-            return self._join(target, copier, wanted, is_due if begins else None, is_last=is_last)
+            return self._join(target, copier, look, wanted, is_due if begins else None, is_last=is_last)
         try:
             copied = self._copied(copier, wanted, is_due)
         finally:
@@ -175,41 +176,45 @@ class Mirror:
             self._check_seen(each)
         return outcome
 
-    def _begins(self, target: Store) -> bool:
+    def _begins(self, look: Store) -> bool:
         """Whether an attempt of the source is about to go on from what the target has, and does not say so
         yet."""
-        there, claimed = newest_claimed(target.at_once()), newest_claimed(self._source)
+        there, claimed = newest_claimed(look), newest_claimed(self._source)
         if there is None or claimed is None or claimed.number <= there.number:
             return False
         is_foreign = there not in attempts.names(self._source).values()
         return is_foreign and attempts.read_start(self._source, claimed) is None
 
-    def _settle(self, target: Store, copier: StepCopier) -> None:
-        """The target knows the newest attempt that started here, and no other has gone on there."""
+    def _settle(self, target: Store, copier: StepCopier, look: Store) -> Store:
+        """The target knows the newest attempt that started here, and no other has gone on there. Returns the
+        look that shows so."""
         newest = newest_started(self._source)
-        self._check_ours(target, newest)
+        self._check_ours(look, newest)
         if newest is not None and newest != self._settled:
             copier.bring_lineage()
             remove_cut_off(target)
-            self._newest = next(newest_first(target.at_once()), None)
+            look = target.at_once()
+            self._newest = next(newest_first(look), None)
             self._settled = newest
+        return look
 
-    def _check_ours(self, target: Store, newest: AttemptName | None) -> None:
-        there = newest_claimed(target.at_once())
+    def _check_ours(self, look: Store, newest: AttemptName | None) -> None:
+        there = newest_claimed(look)
         if there is None or there == newest or (newest is not None and there.number < newest.number):
             return
         if there not in attempts.names(self._source).values():
             raise RunError(
-                f"{target.url} was gone on with by another job: attempt {there} there is none of "
+                f"{look.url} was gone on with by another job: attempt {there} there is none of "
                 f"{self._source.url}. Nothing of it was changed, and nothing more is copied to it. Stop one "
                 "of the two jobs, or give this one a remote of its own.",
-                path=target.url,
+                path=look.url,
             )
 
     def _join(
         self,
         target: Store,
         copier: StepCopier,
+        look: Store,
         wanted: VisibleStep | None,
         is_due: IsDue | None,
         *,
@@ -219,7 +224,7 @@ class Mirror:
         parts = self._parts
         assert parts is not None
         assert self._settled is not None
-        begun, copied, is_put_off = parts.look(), None, False
+        begun, copied, is_put_off = parts.look(look), None, False
         self._newest = parts.newest
         stays = self._remove_stale(parts, begun)
         if (each := parts.to_follow(begun, is_last=is_last)) is not None:

@@ -79,10 +79,9 @@ class NodeParts:
         self._took_s, self._in_vain = 0.0, 0
         self.newest: VisibleStep | None = None
 
-    def look(self) -> list[Begun]:
+    def look(self, look: Store) -> list[Begun]:
         """What is begun there, newest first; `newest` is then the newest that is complete. One of which the
-        last part has come is committed."""
-        look = self._target.at_once()
+        last part has come is committed. `look` is one at the target, of just now."""
         begun = self._look(look)
         for each in begun:
             is_new = each.is_sent and self._met.get(each.at) != each.all_parts

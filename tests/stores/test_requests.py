@@ -205,7 +205,7 @@ def test_each_part_of_another_node_that_comes_is_read_once(
                 taken = counted.taken()
                 small = {"get .json", "get start.json"}
                 assert {kind: n for kind, n in taken.items() if kind not in small} == {
-                    "list attempts": 3,  # whether another job goes on there, twice; the lineage
+                    "list attempts": 1,
                     "list steps": 1,
                     "get part.json": 1,
                 }

@@ -497,13 +497,14 @@ def test_what_a_hold_keeps_from_being_sent_is_sent_once_it_is_gone(
     monkeypatch.setattr(LocalStore, "capabilities", brief)
     mirror, settle, other = nodes.mirrors[0], Mirror._settle, list[AttemptName]()
 
-    def meanwhile(*about: Any) -> None:
-        settle(*about)
+    def meanwhile(*about: Any) -> Any:
+        look = settle(*about)
         monkeypatch.setattr(Mirror, "_settle", settle)
         other.append(attempts.claim(nodes.target, OTHER_HOLDER))
         first = nodes.attempt
         nodes.claim(above=other[0].number)
         nodes.start(first, 10)
+        return look
 
     def beat() -> None:
         count = 0
