@@ -227,7 +227,7 @@ class FsspecClient:
                     raise known from error
                 self._idle.clear()  # they are of the same server, which may have gone
                 if not again or time.monotonic() + pause > deadline:
-                    raise OSError(errno.EIO, f"{self._url}: {_text(error)}", key) from error
+                    raise OSError(errno.EREMOTEIO, f"{self._url}: {_text(error)}", key) from error
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
@@ -300,7 +300,7 @@ def _as_os_error(error: Exception, key: str) -> OSError | None:
     if re.search("Authentication|BadHostKey", name) or "not found in known_hosts" in text:
         return PermissionError(errno.EACCES, text, key)
     if isinstance(error, _NEVER):
-        return OSError(errno.EIO, f"{name}: {text}", key)
+        return OSError(errno.EREMOTEIO, f"{name}: {text}", key)
     is_lost = isinstance(error, (ConnectionError, TimeoutError)) or "Socket is closed" in text
     if not isinstance(error, OSError) or is_lost or error.errno in (errno.EIO, errno.EHOSTUNREACH):
         return None
@@ -308,7 +308,7 @@ def _as_os_error(error: Exception, key: str) -> OSError | None:
         return None
     # Some raise a kind of error without its number; of some servers' answers there is no more than a text.
     code = error.errno or next((code for kind, code in _CODES.items() if isinstance(error, kind)), None)
-    return OSError(code or errno.EIO, os.strerror(code) if code else text, key)
+    return OSError(code or errno.EREMOTEIO, os.strerror(code) if code else text, key)
 
 
 def _text(error: Exception) -> str:

@@ -55,7 +55,8 @@ RECENT_S = 2.0
 class ObjectClient(Protocol):
     """Requests to one bucket. Keys are '/'-separated. Each tries again what may succeed later, for as long
     as its policy says, and then raises OSError: FileNotFoundError for a missing object alone, PermissionError
-    where it is refused, ENOSPC where the bucket is full, ENODEV where it is missing, EIO for the rest.
+    where it is refused, ENOSPC where the bucket is full, ENODEV where it is missing, EREMOTEIO for the rest:
+    EIO says that a disk has lost bytes (`LOST_BYTES`), and a server that is in trouble says nothing of them.
 
     An UncertainError says that a `put` may have been done."""
 
@@ -217,7 +218,7 @@ class ObjectStore:
             except FileNotFoundError:
                 # It was there, and somebody has removed it: ours, too, may have been that one.
                 if is_uncertain or attempt + 1 == _TRIES:
-                    raise OSError(errno.EIO, "it was removed while it was made", key) from None
+                    raise OSError(errno.EREMOTEIO, "it was removed while it was made", key) from None
         raise AssertionError("an object was made for longer than it is tried")
 
     def _made(self, found: Found) -> None:

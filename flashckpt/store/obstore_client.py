@@ -283,7 +283,7 @@ def _told(key: str, url: str, *, writes: bool = False) -> Iterator[None]:
         is_missing = isinstance(error, FileNotFoundError)
         if "NoSuchUpload" in str(error):
             raise OSError(
-                errno.EIO,
+                errno.EREMOTEIO,
                 "its upload was ended by another process or a rule of the bucket, nothing of it is there "
                 "(NoSuchUpload)",
                 key,
@@ -308,8 +308,8 @@ def _as_os_error(error: Exception, key: str, writes: bool) -> OSError:
     if kind in ("PermissionDeniedError", "UnauthenticatedError") or code in ("401", "403"):
         return PermissionError(errno.EACCES, _first_line(error), key)
     if writes and not code.startswith("4"):
-        return UncertainError(errno.EIO, _first_line(error), key)
-    return OSError(errno.EIO, _first_line(error), key)
+        return UncertainError(errno.EREMOTEIO, _first_line(error), key)
+    return OSError(errno.EREMOTEIO, _first_line(error), key)
 
 
 def _first_line(error: Exception) -> str:

@@ -169,4 +169,4 @@ def test_an_upload_that_somebody_ends_is_told_as_that(s3_server: S3Server, boto:
 
     with pytest.raises(OSError, match="its upload was ended by .*NoSuchUpload") as told:
         client.upload("shard", parts(), part_bytes)
-    assert told.value.errno == errno.EIO
+    assert told.value.errno == errno.EREMOTEIO

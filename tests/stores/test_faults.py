@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from flashckpt.commit.attempts import alive, open_run
 from flashckpt.errors import OptionError, RunError
 from flashckpt.keeper.run_folder import RunFolder
 from flashckpt.memory.runtime import identity_of
+from flashckpt.restore import step_choice
 from flashckpt.store import obstore_client, open_store
 from flashckpt.store.objects import PART_BYTES, ObjectStore
 from flashckpt.store.obstore_client import ObstoreClient
@@ -124,7 +125,37 @@ def test_a_server_that_stays_away_ends_in_an_error(
         ):
             with pytest.raises(OSError, match="Error performing") as caught:
                 act()
-            assert caught.value.errno == errno.EIO
+            assert caught.value.errno == errno.EREMOTEIO
+
+
+def test_a_server_that_refuses_large_reads_for_minutes_costs_no_step(
+    proxy: Proxy,
+    s3_server: S3Server,
+    bucket: str,
+    runtime: Path,
+    kill_keepers: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one that thousands of ranks ask at once: it says nothing of the file."""
+    url = f"s3://{bucket}/run"
+    options = flashckpt.Options(storage_options={**s3_server.options(), "endpoint": proxy.endpoint})
+    weights = {"w": torch.zeros(1000)}
+    for expected in (0, 1):
+        with flashckpt.attach(url, every=None, options=options, **weights) as checkpointer:
+            assert checkpointer.completed == expected
+            checkpointer.step()
+            checkpointer.save()
+            checkpointer.wait()
+        kill_keepers(remove_regions=True)
+    monkeypatch.setattr(obstore_client, "_DEADLINE_S", 0.2)
+    monkeypatch.setattr(step_choice, "_PAUSES_S", (0.0,))
+    proxy.fault = lambda request: "refuse" if "2/" in request.path and "shard-" in request.path else ""
+    with pytest.raises(RunError, match="503.*the files may be whole"):
+        flashckpt.attach(url, every=None, options=options, **weights)
+    assert any(request.status == 503 for request in proxy.requests)
+    proxy.fault = lambda request: ""
+    with flashckpt.attach(url, every=None, options=options, **weights) as checkpointer:
+        assert checkpointer.completed == 2
 
 
 def test_a_beat_is_no_longer_tried_than_the_next_one_waits(
