@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -24,10 +24,10 @@ from flashckpt.cli.command import (
     write_json,
 )
 from flashckpt.options import checked_compress
-from flashckpt.recovery.remote import refuse_if_trained
 from flashckpt.store import open_store
-from flashckpt.tiers.run_copy import RunCopy, StepResult, copy_run
-from flashckpt.tiers.step_copy import Outcome
+
+if TYPE_CHECKING:
+    from flashckpt.tiers.run_copy import RunCopy, StepResult
 
 Url = Annotated[
     str, typer.Argument(metavar="URL", help="Where to: a folder, file://, s3://, gs:// or az://.")
@@ -69,6 +69,9 @@ def copy(
     Every byte is verified on the way, and a step is there whole or not at all. What is there already is not
     sent again: a copy that was interrupted goes on. Ends with 1 if a step is damaged here.
     """
+    from flashckpt.recovery.remote import refuse_if_trained
+    from flashckpt.tiers.run_copy import copy_run
+
     if step is not None and all_steps:
         raise typer.BadParameter("--step names one, --all every one.")
     how = checked_compress(compress)
@@ -119,6 +122,8 @@ def _plain_step(each: StepResult) -> dict[str, object]:
 
 
 def _print(done: RunCopy, seconds: float, *, has_read: bool) -> None:
+    from flashckpt.tiers.step_copy import Outcome
+
     table = command.table(
         number("step", "bold"), word("attempt"), number("size"), number("sent"), text("outcome")
     )

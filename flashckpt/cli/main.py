@@ -1,4 +1,7 @@
-"""The `flashckpt` command. Owns the list of its subcommands and nothing of what they do."""
+"""The `flashckpt` command. Owns the list of its subcommands and nothing of what they do.
+
+Each imports in its function what it does and no other needs: every command waits for what stands on top.
+"""
 
 from __future__ import annotations
 

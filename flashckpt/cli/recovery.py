@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -25,11 +25,11 @@ from flashckpt.cli.command import (
     word,
     write_json,
 )
-from flashckpt.recovery import keepers as node
-from flashckpt.recovery.keepers import KeeperRow
-from flashckpt.recovery.recover import recover as save_what_survived
 from flashckpt.recovery.report import Fate, Finding, Kind, RecoveryReport, RemoteReport, ranges_of
 from flashckpt.store import open_store
+
+if TYPE_CHECKING:
+    from flashckpt.recovery.keepers import KeeperRow
 
 _MOST_DEBRIS = 8
 
@@ -68,6 +68,8 @@ def recover(
     damage was found, with 3 if training could not go on from any step, with 4 if something could not be
     saved: it is then still where it was.
     """
+    from flashckpt.recovery.recover import recover as save_what_survived
+
     store = open_store(run)
     far = remote_of(store, remote)
     with Bar(notices()) as watcher:
@@ -181,6 +183,8 @@ def keepers(end: End = None, discard: DiscardAll = False, as_json: AsJson = Fals
     a trainer of the run lives: its keeper goes with it. A runtime folder that no keeper looks after (of a run
     that was deleted, say) is freed by its path with --discard.
     """
+    from flashckpt.recovery import keepers as node
+
     if end is None and discard:
         raise typer.BadParameter("--discard says what becomes of memory with --end RUN or --end PID.")
     if end is not None:
@@ -196,6 +200,8 @@ def keepers(end: End = None, discard: DiscardAll = False, as_json: AsJson = Fals
 
 
 def _end(target: str, *, discard: bool, as_json: bool) -> ExitCode:
+    from flashckpt.recovery import keepers as node
+
     row = node.find(target)
     with Bar(notices()) as watcher:
         node.end(row, watcher, discard=discard)

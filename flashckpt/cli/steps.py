@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import asdict
 from enum import Enum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -38,16 +38,16 @@ from flashckpt.commit.attempts import open_run, read_start
 from flashckpt.commit.lineage import VisibleStep, marked_here
 from flashckpt.commit.verification import Report
 from flashckpt.commit.verification import verify as read_again
-from flashckpt.export.step import export as take_out
 from flashckpt.format.names import AttemptName
 from flashckpt.format.records import Start
 from flashckpt.format.replicas import in_words, numbers
 from flashckpt.options import Keep
-from flashckpt.recovery import pruning
-from flashckpt.runs import branch as start_at
 from flashckpt.store import open_store
 from flashckpt.store.base import Store
 from flashckpt.tiers.nearest import known_remote
+
+if TYPE_CHECKING:
+    from flashckpt.recovery.pruning import Pruning
 
 
 class Format(str, Enum):
@@ -174,6 +174,8 @@ def branch(run: Run, step: Target, as_json: AsJson = False) -> ExitCode:
 
     Refused while a job holds the run; a job on another machine is watched for a few seconds first.
     """
+    from flashckpt.runs import branch as start_at
+
     store = open_store(run)
     target, attempt = step_name(step)
     name = start_at(run, target, None if attempt is None else str(attempt))
@@ -222,7 +224,9 @@ def prune(
     Never goes: the newest two committed steps, the newest two that no verification failed on, and steps of
     other branches. Ends with 3 where nothing may be deleted yet.
     """
-    done = pruning.prune(open_store(run), Keep(last=keep_last, every_steps=every_steps), dry_run=dry_run)
+    from flashckpt.recovery.pruning import prune as delete_older
+
+    done = delete_older(open_store(run), Keep(last=keep_last, every_steps=every_steps), dry_run=dry_run)
     if as_json:
         write_json(
             {
@@ -239,7 +243,7 @@ def prune(
     return ExitCode.UNUSABLE_RUN if done.refusal else ExitCode.WELL
 
 
-def _print_pruned(done: pruning.Pruning) -> None:
+def _print_pruned(done: Pruning) -> None:
     if done.refusal:
         notices().print(f"flashckpt: nothing was deleted: {done.refusal}", style="red")
         return
@@ -356,6 +360,8 @@ def export(
 ) -> ExitCode:
     """Write the tensors of a step to a file, each whole, whatever number of ranks made it. Every byte is
     verified before the file is put in place."""
+    from flashckpt.export.step import export as take_out
+
     number, attempt = step_name(step) if step is not None else (None, None)
     with Bar(notices(), "verifying") as bar:
         done = take_out(

@@ -210,10 +210,11 @@ def test_a_newer_format_ends_with_3(run: MadeRun, shell: Shell) -> None:
     assert (ended.code, ended.json["error"]["kind"]) == (3, "FormatError")
 
 
-def test_the_shell_starts_without_torch(run: MadeRun) -> None:
+def test_the_shell_starts_without_torch_and_numpy(run: MadeRun) -> None:
+    """To import these takes longer than most commands, and an export alone needs them."""
     run.commit(run.attempt(), 10)
     code = (
-        "import sys; sys.modules['torch'] = None\n"
+        "import sys; sys.modules['torch'] = sys.modules['numpy'] = None\n"
         "from flashckpt.cli.main import app\n"
         "for command in ('ls', 'show', 'verify'):\n"
         f"    try: app([command, {str(run.folder)!r}])\n"
