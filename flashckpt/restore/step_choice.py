@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -28,10 +27,11 @@ from flashckpt.format.layout import Leaf
 from flashckpt.format.names import AttemptName
 from flashckpt.format.records import Manifest
 from flashckpt.format.replicas import in_words
-from flashckpt.restore import memory_tier
+from flashckpt.restore import memory_tier, patience
 from flashckpt.restore.box_gathering import Source
 from flashckpt.restore.memory_tier import Held
 from flashckpt.restore.node_chunks import NodeChunks
+from flashckpt.restore.patience import patiently
 from flashckpt.restore.snapshot import Snapshot
 from flashckpt.restore.step_image import EarlyRead, UnreadableShardError, read_image
 from flashckpt.restore.step_reading import StepReading
@@ -47,8 +47,6 @@ Fits = Callable[[Snapshot], None]
 nothing."""
 
 _Found = TypeVar("_Found")
-_PAUSES_S = (0.1, 0.5, 2.0)
-"""Before each further try of a read that failed: a server's hiccup is over by then, a dead disk is not."""
 
 
 @dataclass(frozen=True)
@@ -438,7 +436,8 @@ class StepChoice:
 
     def _begin(self, candidate: Candidate) -> Loaded | StepReading:
         """A candidate in memory, verified and known to fit; of one at rest what needs no other rank."""
-        begun = self._patiently(_named(candidate), partial(self._read, candidate), self._store_of(candidate))
+        store = None if candidate.held is not None else self._store_of(candidate)
+        begun = self._patiently(_named(candidate), partial(self._read, candidate), store)
         if isinstance(begun, Loaded):
             self._check(begun)
         return begun
@@ -522,29 +521,9 @@ class StepChoice:
             raise
 
     def _patiently(self, what: str, read: Callable[[], _Found], store: Store | None = None) -> _Found:
-        """What `read` gives. A failure of storage is tried again; RunError when it does not end, unless it is
-        one shard's alone: UnreadableShardError. `store`: None for the run's own."""
-        url = (store or self._store).url
-        for pause_s in _PAUSES_S:
-            try:
-                return read()
-            except FileNotFoundError:
-                raise
-            except OSError as error:
-                log.warning("%s: %s cannot be read (%s); trying again", url, what, error)
-                time.sleep(pause_s)
-        try:
-            return read()
-        except (FileNotFoundError, UnreadableShardError):
-            raise
-        except OSError as error:
-            raise RunError(
-                f"{url}: {what} cannot be read ({error}), in {1 + len(_PAUSES_S)} tries. Nothing "
-                "was loaded, nothing was changed and nothing was marked: the files may be whole. Start again "
-                "when the storage answers; to go on from an older step instead, say so with "
-                f"`flashckpt branch {self._store.url} STEP`.",
-                path=self._store.url,
-            ) from error
+        """As `patiently`. `store`: where bytes of a step are read, None where others are."""
+        over_line = store is not None and store.capabilities.part_bytes > 0
+        return patiently(read, what, (store or self._store).url, self._store.url, over_line=over_line)
 
     def _see_that_records_are_there(self, candidate: Candidate) -> None:
         """RunError where the fault is not one file's but the storage's: then the resume waits for that."""
@@ -572,7 +551,7 @@ class StepChoice:
     def _leave_behind(self, candidate: Candidate, error: Exception) -> None:
         """Not marked: the fault may be this host's. Said with the way back: what goes on from an older step
         is another branch, and this step is visible no more."""
-        reason = f"{_named(candidate)}: {error}, in {1 + len(_PAUSES_S)} tries"
+        reason = f"{_named(candidate)}: {error}, in {patience.TRIES} tries"
         self.refused.append(reason)
         log.error(
             "CANNOT READ %s. What the remote has of it is taken, or an older step, if there is one: from an "

@@ -28,7 +28,7 @@ from flashckpt.format.checked_json import TAIL_BYTES
 from flashckpt.format.names import manifest_path, step_attempt_folder
 from flashckpt.format.records import PartRecord
 from flashckpt.options import Environment
-from flashckpt.restore import step_choice
+from flashckpt.restore import patience, step_choice
 from flashckpt.state.tree import Tree
 from flashckpt.store import open_store
 from flashckpt.store.local import LocalStore
@@ -128,7 +128,7 @@ class Failing:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
         self.left, self._read = times, LocalStore.read
         monkeypatch.setattr(LocalStore, "read", lambda *arguments: self.read(*arguments))
-        monkeypatch.setattr(step_choice, "_PAUSES_S", (0.0, 0.0, 0.0))
+        monkeypatch.setattr(patience, "_PAUSES_S", (0.0, 0.0, 0.0))
 
     def read(self, store: LocalStore, path: str, max_bytes: int) -> bytes:
         if self.left and "000000000004" in path and "part-" in path:
@@ -166,7 +166,7 @@ class FaultyShards:
             return read(path, *arguments, **named)
 
         monkeypatch.setattr(_native, "read_file", read_file)
-        monkeypatch.setattr(step_choice, "_PAUSES_S", (0.0, 0.0, 0.0))
+        monkeypatch.setattr(patience, "_PAUSES_S", (0.0, 0.0, 0.0))
 
 
 def test_a_shard_that_is_read_in_the_end_costs_no_step(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +223,7 @@ def test_a_storage_that_goes_away_as_a_whole_stops_the_resume(
 
     def then() -> None:
         tries.append(1)
-        if len(tries) == 1 + len(step_choice._PAUSES_S):
+        if len(tries) == patience.TRIES:
             Failing(monkeypatch, times=10**6)
 
     FaultyShards(monkeypatch, then=then)

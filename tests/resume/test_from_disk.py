@@ -33,7 +33,7 @@ from flashckpt.memory import room
 from flashckpt.options import Environment
 from flashckpt.recovery import keepers
 from flashckpt.recovery.report import Watcher
-from flashckpt.restore import step_choice, step_image
+from flashckpt.restore import patience, step_choice, step_image
 from flashckpt.restore.step_image import EarlyRead, StepImage
 from flashckpt.state.tree import Tree
 from flashckpt.store import open_store
@@ -336,7 +336,7 @@ def test_nothing_of_it_is_left_however_attach_ends(
             monkeypatch.setattr(room, "available_bytes", lambda: BYTES)
         case "away":  # once the first file was read
             monkeypatch.setattr(_native, "read_file", gone_after_one(_native.read_file))
-            monkeypatch.setattr(step_choice, "_PAUSES_S", ())
+            monkeypatch.setattr(patience, "_PAUSES_S", ())
         case "taken up":
             monkeypatch.setattr("flashckpt.checkpointer.resume.fill", lambda *_: 1 / 0)
             error = ZeroDivisionError  # type: ignore[assignment]

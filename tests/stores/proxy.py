@@ -11,10 +11,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-Fault = Literal["", "lose answer", "refuse", "cut", "overwrite"]
+Fault = Literal["", "lose answer", "refuse", "cut", "overwrite", "spoil"]
 """Of one request: "lose answer" forwards it and closes the connection; "refuse" answers 503 and forwards
 nothing; "cut" closes the connection and forwards nothing; "overwrite" says that what exists was created, as a
-server that ignores the condition does."""
+server that ignores the condition does; "spoil" answers with one bit of the body turned over."""
 
 _NOT_FORWARDED = {"transfer-encoding", "connection", "content-length"}
 
@@ -80,6 +80,9 @@ class _Handler(BaseHTTPRequestHandler):
                 return
             if fault == "overwrite" and status == 412:
                 status, headers, data = 200, {"ETag": '"0"'}, b""
+            if fault == "spoil":
+                middle = len(data) // 2
+                data = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
             request.status = status
             if fault != "lose answer":
                 self._answer(status, headers, data)

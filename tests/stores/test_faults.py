@@ -18,7 +18,7 @@ from flashckpt.commit.attempts import alive, open_run
 from flashckpt.errors import OptionError, RunError
 from flashckpt.keeper.run_folder import RunFolder
 from flashckpt.memory.runtime import identity_of
-from flashckpt.restore import step_choice
+from flashckpt.restore import patience
 from flashckpt.store import obstore_client, open_store
 from flashckpt.store.objects import PART_BYTES, ObjectStore
 from flashckpt.store.obstore_client import ObstoreClient
@@ -148,7 +148,7 @@ def test_a_server_that_refuses_large_reads_for_minutes_costs_no_step(
             checkpointer.wait()
         kill_keepers(remove_regions=True)
     monkeypatch.setattr(obstore_client, "_DEADLINE_S", 0.2)
-    monkeypatch.setattr(step_choice, "_PAUSES_S", (0.0,))
+    monkeypatch.setattr(patience, "_PAUSES_S", (0.0,))
     proxy.fault = lambda request: "refuse" if "2/" in request.path and "shard-" in request.path else ""
     with pytest.raises(RunError, match="503.*the files may be whole"):
         flashckpt.attach(url, every=None, options=options, **weights)

@@ -8,10 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import flashckpt
+from flashckpt.store import open_store
+from flashckpt.tiers.run_copy import copy_run
 from tests.contracts.run_contract import reference
 from tests.resume.training import Trainer, last_of_each
+from tests.stores.proxy import Fault, Proxy, Request
+from tests.stores.s3_server import S3Server
 from tests.waiting import until
 
 pytestmark = pytest.mark.process
@@ -43,3 +48,35 @@ def test_a_lost_node(bucket: str, tmp_path: Path, runtime: Path, kill_keepers: C
     assert last_of_each(trainer.records()) == reference(tmp_path / "reference", runtime)
     assert flashckpt.verify(trainer.run).ok
     until(lambda: flashckpt.steps(url)[-1] == flashckpt.steps(trainer.run)[-1], "what came last")
+
+
+@pytest.mark.parametrize("file", ["shard-", "part-"])
+def test_what_a_line_spoils_is_not_taken_for_damaged(
+    s3_server: S3Server, bucket: str, tmp_path: Path, runtime: Path, file: str
+) -> None:
+    """Else one bit of one answer has the run go on from an older step, and the newest is seen no more."""
+    url, weights = f"s3://{bucket}/run", torch.zeros(3000)
+    with flashckpt.attach(tmp_path / "run", w=weights) as made:
+        for _ in range(2):
+            weights.add_(1)
+            made.step()
+            made.save()
+            made.wait()
+    copy_run(open_store(tmp_path / "run"), open_store(url, s3_server.options()), all_steps=True)
+    spoiled: list[str] = []
+
+    def fault(request: Request) -> Fault:
+        is_one = request.method == "GET" and f"{2:012d}" in request.path and file in request.path
+        if not is_one or spoiled:
+            return ""
+        spoiled.append(request.path)
+        return "spoil"
+
+    with Proxy(s3_server.endpoint, fault) as proxy:
+        given = {**s3_server.options(), "endpoint": proxy.endpoint}
+        options = flashckpt.Options(remote_storage_options=given)
+        weights.zero_()
+        with flashckpt.attach(tmp_path / "new", remote=url, options=options, w=weights) as made:
+            assert made.completed == 2
+            assert weights.unique().tolist() == [2.0]
+    assert len(spoiled) == 1
