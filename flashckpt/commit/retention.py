@@ -218,7 +218,8 @@ def bury(
     leaves_whole: bool = False,
 ) -> bool:
     """A tombstone in the manifest's place, then the deletion of all else. False where a manifest
-    appeared in a step that had none, or `leaves_whole` says that one with a manifest stays: it is left alone.
+    appeared in a step that had none, or `leaves_whole` says that one with a manifest, damaged or not, stays:
+    it is left alone.
 
     may_still: asked once the tombstone stands. Whoever claims after that finds it; for who has claimed
     before, and may have read the manifest, it comes back: then False, and nothing was deleted. `look` shows
@@ -229,6 +230,8 @@ def bury(
     try:
         found = read_manifest(look or store, step, attempt)
     except DamagedError:
+        if leaves_whole:
+            return False  # it was committed, and can be repaired
         # It names nothing that could be kept: it goes like a manifest.
         was_damaged = True
         if not _replace_damaged(store, path, stone):

@@ -631,6 +631,20 @@ def test_a_manifest_that_comes_where_a_damaged_one_was_is_no_tombstone(store: Lo
     assert is_whole(store, 100, attempt)
 
 
+@pytest.mark.parametrize("rot", [b"", b"rot"], ids=["whole", "damaged"])
+def test_what_was_committed_stays_where_only_the_unfinished_is_to_go(store: LocalStore, rot: bytes) -> None:
+    """It came whole since it was last looked at; a manifest that rotted can be repaired, its files not."""
+    attempt = attempt_at(store)
+    train(store, attempt, 100)
+    path = Path(store.local_path(manifest_path(100, attempt)))
+    whole = path.read_bytes()
+    path.write_bytes(rot or whole)
+    assert not bury(store, 100, attempt, leaves_whole=True)
+    assert path.read_bytes() == (rot or whole)
+    path.write_bytes(whole)
+    assert is_whole(store, 100, attempt)
+
+
 def test_the_tombstone_comes_before_any_deletion(store: LocalStore) -> None:
     attempt = attempt_at(store)
     train(store, attempt, 100, 200, 300)
